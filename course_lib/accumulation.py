@@ -1,0 +1,173 @@
+"""Gradient accumulation: the gradient of a large batch, from minibatches that fit into memory one at a time.
+
+The loss of a batch is a weighted mean over its labels. With C_m the summed weights of minibatch m and g_m the gradient
+of that minibatch's own mean, the gradient of the batch is
+
+    g = (C_1 g_1 + ... + C_M g_M) / (C_1 + ... + C_M)
+
+which is the plain mean of the g_m only where all C_m are equal: not with padding, nor with labels of unequal weight.
+
+Conventions: `loss_fn(params, batch, rng) -> (loss, metrics)` with `metrics` a dict of `(sum, count)` in float32, and
+`metrics["loss"][1]` the summed weights; `grad_fn(params, batch, rng) -> (grads, metrics)`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+PyTree = Any
+Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
+LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
+GradFn = Callable[..., tuple[PyTree, Metrics]]
+
+METHODS = ("scan", "loop")
+"""How the minibatches follow each other: one compiled body that runs M times, or M copies of it in the program."""
+
+ACCUMULATOR_DTYPES = ("float32", "bfloat16")
+"""What gradients may be summed in. Not float16: gradients times weights soon exceed its largest number, 65504."""
+
+
+def gradient(loss_fn: LossFn) -> GradFn:
+    """Returns the gradient function of a loss function: `grad_fn(params, batch, rng) -> (grads, metrics)`."""
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def grad_fn(params, batch, rng):
+        (_, metrics), grads = value_and_grad(params, batch, rng)
+        return grads, metrics
+
+    return grad_fn
+
+
+def accumulate(
+    grad_fn: GradFn,
+    params: PyTree,
+    batch: PyTree,
+    rng: Key[Array, ""],
+    *,
+    num_minibatches: int,
+    method: str = "scan",
+    accumulator_dtype: Any = jnp.float32,
+) -> tuple[PyTree, Metrics]:
+    """Computes the gradient of a batch, one minibatch after the other.
+
+    Minibatch m is the m-th of M equal slices of the batch, and gets `jax.random.split(rng, M)[m]`, also where M = 1.
+    One minibatch is `grad_fn` itself, at no further cost. With more, one tree of gradients in `accumulator_dtype` is
+    added to memory, beside the gradients of the minibatch at work. A minibatch whose weights sum to 0 adds nothing,
+    whatever its gradient; if all do, the gradient is 0.
+
+    Args:
+      grad_fn: gradient of a weighted mean, with `metrics["loss"] == (sum, count)`.
+      params: pytree of parameters.
+      batch: pytree of arrays that share their first axis, of size B.
+      rng: typed random key.
+      num_minibatches: M, a divisor of B.
+      method: one of `METHODS`.
+      accumulator_dtype: one of `ACCUMULATOR_DTYPES`, in which the gradients are summed.
+
+    Returns:
+      The gradient of the weighted mean over the batch, in the dtypes that `grad_fn` returns, and the summed metrics.
+
+    Raises:
+      ValueError: if the batch cannot be cut into M equal parts, or `method` or `accumulator_dtype` is unknown.
+    """
+    dtype = check_options(num_minibatches, method, accumulator_dtype)
+    check_divides(batch, num_minibatches)
+    rngs = jax.random.split(rng, num_minibatches)
+    if num_minibatches == 1:
+        return grad_fn(params, batch, rngs[0])
+    minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
+
+    def add(total, params, minibatch, rng):
+        grads, metrics = grad_fn(params, minibatch, rng)
+        count = metrics["loss"][1]
+
+        def add_leaf(total, grad):
+            weighted = jnp.where(count > 0, grad.astype(jnp.float32) * count, 0)  # without weight it may be 0 / 0
+            return total + weighted.astype(dtype)
+
+        return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
+
+    shapes = jax.eval_shape(lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs)
+    zeros = (
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), shapes[0]),
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[1]),
+    )
+    run = _scan if method == "scan" else _loop
+    total, metrics = run(add, zeros, params, minibatches, rngs)
+
+    count = metrics["loss"][1]
+    divisor = jnp.where(count > 0, count, 1)
+    grads = jax.tree.map(lambda sum, leaf: (sum.astype(jnp.float32) / divisor).astype(leaf.dtype), total, shapes[0])
+    return grads, metrics
+
+
+def _scan(add, total, params, minibatches, rngs):
+    def body(total, xs):
+        return add(total, params, *xs), None
+
+    return jax.lax.scan(body, total, (minibatches, rngs))[0]
+
+
+def _loop(add, total, params, minibatches, rngs):
+    for index in range(len(rngs)):
+        # Nothing in the mathematics makes a minibatch wait for the one before: a compiler may compute all of them first
+        # and add later, with M trees of gradients alive. The barrier makes the parameters wait for the total so far.
+        # (XLA:CPU heeds it from JAX 0.12 on; before, it is dropped before the operations are put in order.)
+        total, params = jax.lax.optimization_barrier((total, params))
+        with jax.named_scope(f"minibatch_{index}"):
+            total = add(total, params, _take(minibatches, index), rngs[index])
+    return total
+
+
+def _take(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def check_divides(batch: PyTree, num_minibatches: int) -> None:
+    """Refuses a batch that cannot be cut into equal minibatches.
+
+    Args:
+      batch: pytree of arrays, or of their shapes, that share their first axis, of size B.
+      num_minibatches: M.
+
+    Raises:
+      ValueError: if M does not divide B, or the leaves differ in their first axis.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    sizes = {jax.tree_util.keystr(path): leaf.shape[:1] for path, leaf in leaves}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise ValueError(f"batch must hold arrays with one first axis, the examples, but their sizes there are {sizes}")
+    (size,) = next(iter(sizes.values()))
+    if size % num_minibatches:
+        divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
+        below = [divisor for divisor in divisors if divisor < num_minibatches][-1:]
+        above = [divisor for divisor in divisors if divisor > num_minibatches][:1]
+        raise ValueError(
+            f"num_minibatches={num_minibatches} must divide the batch of {size} examples: "
+            f"{size % num_minibatches} would be left over; nearest are {' and '.join(map(str, below + above))}"
+        )
+
+
+def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> jnp.dtype:
+    """Refuses options that do not exist, and returns the accumulator's dtype.
+
+    Raises:
+      ValueError: naming the option, its value and what it may be.
+    """
+    if num_minibatches < 1:
+        raise ValueError(f"num_minibatches={num_minibatches} must be at least 1: the whole batch at once")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} must be one of {list(METHODS)}")
+    try:
+        dtype = jnp.dtype(accumulator_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in ACCUMULATOR_DTYPES:
+        raise ValueError(
+            f"accumulator_dtype={accumulator_dtype!r} must be one of {list(ACCUMULATOR_DTYPES)}: "
+            "a narrower one would overflow or lose the later minibatches"
+        )
+    return dtype

@@ -1,0 +1,157 @@
+"""Scaled dot-product attention, one function with several implementations behind it.
+
+Every position takes a weighted mean of values, with weights that are a softmax of products of queries and keys
+(Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). Written out, as in "reference", the weights stand in memory,
+B x H x L x L numbers. Flash attention (Dao et al., 2022, https://arxiv.org/abs/2205.14135) goes through them block by
+block and never stores them.
+"""
+
+import ctypes.util
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from course_lib.hardware import Accelerator, GpuTarget
+
+IMPLEMENTATIONS = {
+    "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
+    "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
+    "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
+    "pallas": "flash attention as a Triton kernel, written in JAX's Pallas",
+}
+"""What computes the attention, by name."""
+
+PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
+
+
+def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str | None:
+    """Says why an implementation cannot be had with this JAX on that accelerator.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      accelerator: what the step is compiled for; None for a CPU, or one that is not known.
+
+    Returns:
+      The reason and what to do, or None if it can be had.
+
+    Raises:
+      ValueError: if `implementation` is unknown.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
+    if implementation in ("reference", "xla"):
+        return None
+    if accelerator is None or not isinstance(accelerator.target, GpuTarget):
+        return f"{implementation} attention needs an NVIDIA GPU: use 'reference' or 'xla' here"
+    if accelerator.target.compute_capability < (8, 0):
+        return (
+            f"{implementation} attention needs compute capability 8.0 (A100, A5000 or newer), "
+            f"the {accelerator.title} has less: use 'reference' or 'xla'"
+        )
+    return _why_not_installed(implementation)
+
+
+def _why_not_installed(implementation: str) -> str | None:
+    """Says what this installation lacks for `implementation`, whatever the accelerator."""
+    if implementation == "cudnn":
+        wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+        if not wheel and not ctypes.util.find_library("cudnn"):
+            return "cudnn attention needs cuDNN's library, also to compile: install jax[cuda13], or use 'xla'"
+    if implementation == "pallas":
+        try:
+            _mha()
+        except (ImportError, DeprecationWarning) as error:
+            return f"pallas attention is on its way out of JAX, {jax.__version__} says: {error} Use 'cudnn' or 'xla'"
+    return None
+
+
+def _mha() -> Callable[..., Any]:
+    """Imports Pallas' attention. JAX 0.12 warns on import that it goes away: there it counts as gone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.attention import mha
+    return mha
+
+
+def attend(
+    query: Float[Array, "B L H K"],
+    key: Float[Array, "B L H K"],
+    value: Float[Array, "B L H K"],
+    *,
+    causal: bool = True,
+    mask: Bool[Array, "#B #H L L"] | None = None,
+    implementation: str = "reference",
+    softmax_dtype: Any = jnp.float32,
+) -> Float[Array, "B L H K"]:
+    """Computes softmax(Q K^T / sqrt(K)) V for every head.
+
+    Args:
+      query: B sequences of L positions, H heads of width K.
+      key: the same shape and dtype.
+      value: the same shape and dtype.
+      causal: whether a position sees only itself and the positions before it.
+      mask: true where a query (third axis) may see a key (fourth axis), beside `causal`.
+      implementation: one of `IMPLEMENTATIONS`. All but "reference" accumulate and take the softmax in float32.
+      softmax_dtype: dtype of the scores and of the softmax in "reference".
+
+    Returns:
+      The attended values, in the dtype of `query`.
+
+    Raises:
+      ValueError: if `implementation` is unknown, not installed, or cannot do what is asked.
+    """
+    _refuse_what_cannot_be_done(query, mask, implementation, softmax_dtype)
+    if implementation == "reference":
+        return _reference(query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype)
+    if implementation == "pallas":
+        width = query.shape[-1]
+        return _mha()(query, key, value, segment_ids=None, sm_scale=width**-0.5, causal=causal)
+    options: dict[str, Any] = {"mask": mask, "is_causal": causal, "implementation": implementation}
+    return jax.nn.dot_product_attention(query, key, value, **options)
+
+
+def _reference(query, key, value, *, causal, mask, softmax_dtype):
+    """Attention written out."""
+    dtype, length, width = query.dtype, query.shape[1], query.shape[-1]
+    # Scores are sums of K products, and the softmax takes their exponentials: both in softmax_dtype.
+    query = (query * width**-0.5).astype(softmax_dtype)
+    scores = jnp.einsum("bqhk,bshk->bhqs", query, key.astype(softmax_dtype))
+    if causal:
+        position = jnp.arange(length)
+        past = (position[:, None] >= position[None, :])[None, None]
+        mask = past if mask is None else mask & past
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(softmax_dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    return jnp.einsum("bhqs,bshk->bqhk", weights, value)
+
+
+def _refuse_what_cannot_be_done(query, mask, implementation, softmax_dtype):
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
+    if implementation == "reference":
+        return
+    if jnp.dtype(softmax_dtype) != jnp.float32:
+        raise ValueError(
+            f"softmax_dtype={jnp.dtype(softmax_dtype).name!r} must be 'float32' for attention={implementation!r}: "
+            "its softmax is always float32; use 'reference' to choose"
+        )
+    reason = _why_not_installed(implementation)
+    if reason is not None:
+        raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
+    length = query.shape[1]
+    if implementation == "cudnn" and query.dtype not in (jnp.float16, jnp.bfloat16):
+        dtype = query.dtype.name
+        raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or use 'xla'")
+    if implementation == "pallas" and mask is not None:
+        raise ValueError("mask must be None for attention='pallas': its kernel knows only the causal mask; use 'xla'")
+    if implementation == "pallas" and length % PALLAS_BLOCK:
+        raise ValueError(
+            f"seq_len={length} must be a multiple of {PALLAS_BLOCK} for attention='pallas': "
+            "its kernel works on whole tiles; pad the sequences, or use 'xla'"
+        )

@@ -1,0 +1,197 @@
+"""Configurations: everything that a training run depends on, in one place, and refused before it can do harm.
+
+    config = get("cpu")
+    config.training.steps = 100      # a misspelt field is an error, and so is a value of another type
+    check(config)                    # and so is a value that cannot work
+
+A configuration is an `ml_collections.ConfigDict` (https://ml-collections.readthedocs.io) with four parts, `model`,
+`optimizer`, `data` and `training`, and a `seed`. Dtypes are strings, so that it can be printed, compared and stored.
+"""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from course_lib import accumulation, attention, precision, transformer
+from course_lib.hardware import Accelerator
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def published_155m() -> ConfigDict:
+    """The Transformer of the series that this course builds on, as its published measurements start from.
+
+    155,877,376 parameters. On an A5000 (24 GB) its author measured 3.9 GB and 0.91 s a step. A step on two CPU cores
+    takes minutes.
+    Source: https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html
+    """
+    model = dict(
+        num_layers=12,  # N: parameters, time and saved activations grow in proportion
+        hidden_size=1024,  # D: parameters and time grow with its square, activations in proportion
+        head_dim=128,  # K: below 64 the matrix units idle
+        num_heads=8,  # H: H * K must be D
+        mlp_expansion=4,  # F / D: the hidden MLP activations are the largest that grow with L, not with L * L
+        vocab_size=2048,  # rows of the token table; the tokenizer's
+        num_outputs=2048,  # V: float32 logits take 4 * B * L * V bytes, several times over in the loss
+        max_seq_len=512,  # rows of the position table; attention without flash takes H * L * L numbers a sequence
+        dropout_rate=0.1,  # with 0, no random numbers and no masks
+        causal_mask=True,  # without it every position sees its own label
+        dtype="bfloat16",  # of computation and activations; float32 doubles memory, float16 needs a loss scale
+        softmax_dtype="float32",  # of attention scores: the largest array without remat; bfloat16 halves it, and errs
+        scan_layers=True,  # compiles one block instead of N, and keeps all layers' activations in stacked arrays
+        remat=("MLP", "Attn"),  # what is computed again in the backward pass: see course_lib.remat
+        remat_policy="nothing",  # what is kept inside of that all the same
+        remat_names=(),  # which named values the policies "names" and "offload" keep
+        attention="reference",  # see course_lib.attention
+    )
+    optimizer = dict(
+        name="adam",  # two more float32 numbers a parameter
+        learning_rate=4e-4,  # the peak of the schedule
+        schedule="warmup_exponential",  # "constant", "warmup_exponential" or "warmup_cosine"
+        warmup_steps=10,  # from 0 to the peak
+        decay_rate=0.99,  # "warmup_exponential": what is left of the rate after each step
+        total_steps=1000,  # "warmup_cosine": when the rate reaches 0
+        b1=0.9,  # Adam's memory of gradients, about 1 / (1 - b1) steps
+        b2=0.999,  # Adam's memory of their squares
+        weight_decay=0.0,  # "adamw": pulls parameters towards 0 by that share of the rate
+        clip_norm=0.0,  # scales gradients down to that norm; 0 leaves them
+    )
+    data = dict(
+        batch_size=64,  # B sequences a step
+        seq_len=512,  # L tokens each
+    )
+    training = dict(
+        steps=5,  # optimizer steps
+        num_minibatches=4,  # M: activations of B / M sequences at a time
+        accumulation="scan",  # "scan" compiles one minibatch, "loop" all M
+        accumulator_dtype="float32",  # 4 bytes a parameter while M > 1
+        loss_scale="none",  # "dynamic" for float16
+        donate=True,  # without it, old and new state stand in memory together: 12 more bytes a parameter
+    )
+    return ConfigDict(dict(model=model, optimizer=optimizer, data=data, training=training, seed=42))
+
+
+def cpu() -> ConfigDict:
+    """For two CPU cores: 1.2 million parameters, 800 steps in about a minute.
+
+    Trained on the course's corpus it predicts better than a bigram model: notebook 05.
+    """
+    config = published_155m()
+    config.model.update(num_layers=3, hidden_size=128, head_dim=32, num_heads=4, max_seq_len=128)
+    config.model.update(dropout_rate=0.0, dtype="float32", scan_layers=False, remat=())  # so small, it needs no saving
+    config.optimizer.update(name="adamw", learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
+    config.optimizer.update(schedule="warmup_cosine", warmup_steps=50, total_steps=800)
+    config.data.update(batch_size=8, seq_len=128)
+    config.training.update(steps=800, num_minibatches=1)
+    return config
+
+
+def t4() -> ConfigDict:
+    """For a T4 of 16 GB, as Colab lends: `155m` in float16, as it has no bfloat16 units, with dynamic loss scaling."""
+    config = published_155m()
+    config.model.update(dtype="float16")
+    config.training.update(steps=1000, loss_scale="dynamic")
+    return config
+
+
+def gpu_80gb() -> ConfigDict:
+    """For one GPU of 80 GB: 2.5 billion parameters, of which Adam's state alone takes 28 GiB."""
+    config = published_155m()
+    config.model.update(num_layers=32, hidden_size=2560, num_heads=20, max_seq_len=1024, dropout_rate=0.0)
+    config.model.update(remat=("Block",), attention="xla")
+    config.optimizer.update(learning_rate=1.6e-4, schedule="warmup_cosine", warmup_steps=100, clip_norm=1.0)
+    config.data.update(seq_len=1024)
+    config.training.update(steps=1000)
+    return config
+
+
+PRESETS: dict[str, Callable[[], ConfigDict]] = {"155m": published_155m, "cpu": cpu, "t4": t4, "80gb": gpu_80gb}
+"""Configurations by name. Their docstrings say what to expect."""
+
+
+def get(preset: str) -> ConfigDict:
+    """Returns a preset, to be changed at will: fields can be set, none can be added.
+
+    Raises:
+      ValueError: if there is no such preset.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset={preset!r} must be one of {list(PRESETS)}")
+    return PRESETS[preset]().lock()
+
+
+def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
+    """Refuses a configuration that cannot work. Nothing is computed or compiled.
+
+    Args:
+      config: a whole configuration.
+      accelerator: what it is to run on; given, the choice of attention is checked against it.
+
+    Raises:
+      ValueError: naming the field, its value, and the fix.
+    """
+    _check_fields(config, published_155m(), "")
+    _check_ranges(config)
+    model, training = config.model, config.training
+    for field in ("dtype", "softmax_dtype"):
+        if model[field] not in DTYPES:
+            raise ValueError(f"model.{field}={model[field]!r} must be one of {DTYPES}")
+    transformer.check(model, config.data.seq_len)
+    if accelerator and (reason := attention.why_unavailable(model.attention, accelerator)):
+        raise ValueError(f"model.attention={model.attention!r} cannot be had on {accelerator.title}: {reason}")
+    if model.num_outputs < model.vocab_size:
+        raise ValueError(
+            f"model.num_outputs={model.num_outputs} must be at least vocab_size={model.vocab_size}: "
+            "some labels would have no logit"
+        )
+    accumulation.check_options(training.num_minibatches, training.accumulation, training.accumulator_dtype)
+    accumulation.check_divides(jax.ShapeDtypeStruct((config.data.batch_size,), jnp.int32), training.num_minibatches)
+    precision.loss_scale(training.loss_scale)
+
+
+def _check_fields(config: Any, template: ConfigDict, path: str) -> None:
+    """Compares names and types with those of a configuration that works."""
+    for field in config:
+        if field not in template:
+            close = difflib.get_close_matches(field, template, n=1)
+            hint = f"did you mean {path}{close[0]}?" if close else f"the fields are {sorted(template)}"
+            raise ValueError(f"{path}{field}={config[field]!r} is no field and would change nothing: {hint}")
+    for field, example in template.items():
+        if field not in config:
+            raise ValueError(f"{path}{field} must be given: start from a preset, config.get({'155m'!r})")
+        value = config[field]
+        if isinstance(example, ConfigDict):
+            _check_fields(value, example, f"{path}{field}.")
+        elif isinstance(value, bool) != isinstance(example, bool) or not isinstance(value, _accepted(example)):
+            raise ValueError(f"{path}{field}={value!r} must be of type {type(example).__name__}, as in {example!r}")
+
+
+def _accepted(example: Any) -> tuple[type, ...]:
+    accepted = {float: (float, int), tuple: (tuple, list)}
+    return accepted.get(type(example), (type(example),))
+
+
+def _check_ranges(config: ConfigDict) -> None:
+    """Refuses numbers that no training can be done with."""
+    positive = {
+        "model": ("num_layers", "hidden_size", "head_dim", "num_heads", "mlp_expansion", "vocab_size", "max_seq_len"),
+        "optimizer": ("learning_rate", "total_steps"),
+        "data": ("batch_size", "seq_len"),
+        "training": ("steps",),
+    }
+    shares = {"model": ("dropout_rate",), "optimizer": ("b1", "b2")}
+    for part, fields in positive.items():
+        for field in fields:
+            if not config[part][field] > 0:
+                raise ValueError(f"{part}.{field}={config[part][field]!r} must be positive")
+    for part, fields in shares.items():
+        for field in fields:
+            if not 0 <= config[part][field] < 1:
+                raise ValueError(f"{part}.{field}={config[part][field]!r} must be in [0, 1): 1 leaves nothing")
+    for field in ("warmup_steps", "weight_decay", "clip_norm"):
+        if config.optimizer[field] < 0:
+            raise ValueError(f"optimizer.{field}={config.optimizer[field]!r} must not be negative; 0 turns it off")

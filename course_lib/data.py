@@ -1,0 +1,267 @@
+"""Text for the course: a corpus, its tokenizer, and batches of tokens.
+
+The corpus that ships with the package is an extract of CPython 3.13.0: the topics of its language reference (English) and
+modules of its standard library (Python). It is real text, but narrow: a model trained on it learns to write manuals and code.
+`course_lib/corpus/SOURCE.md` tells more.
+
+Tokens are byte-level byte pairs (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909), learned from the training split.
+"""
+
+import functools
+import gzip
+import hashlib
+import importlib.resources
+import io
+import json
+import os
+import pathlib
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+from flax import struct
+from jaxtyping import Float, Integer, UInt16
+
+CORPUS = "cpython-3.13.0.jsonl.gz"
+CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"  # of the text; see tools/build_corpus.py
+VOCAB_SIZE = 2048
+END = "<|end|>"  # stands after each document; token 0
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file of a corpus."""
+
+    name: str
+    text: str
+
+
+@struct.dataclass
+class Batch:
+    """What a train step learns from: examples, their labels, and how much each label counts.
+
+    Attributes:
+      inputs: int32 tokens [B, L] of a language model, or float features [B, D] of a classifier.
+      labels: int32 [B, L], the token after each input; or [B], the classes.
+      weights: float32, shaped like labels: 1, or 0 where a label is only padding.
+    """
+
+    inputs: Any
+    labels: Any
+    weights: Any
+
+
+def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Document]:
+    """Returns the documents of one split, in the order of their names.
+
+    Files are split, not lines: a tenth of them, those whose names have the smallest CRC-32, are for validation.
+
+    Args:
+      split: "train" or "validation".
+      corpus: "shipped"; "stdlib", the standard library of this machine's Python, larger, and not the same on every machine;
+        or a folder of UTF-8 text, read with its subfolders.
+
+    Raises:
+      ValueError: if the split is unknown, or the folder is missing, has fewer than two files, or one that is not UTF-8.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} must be one of {SPLITS}")
+    everything = _read(corpus)
+    if len(everything) < 2:
+        raise ValueError(f"corpus={str(corpus)!r} must hold two files or more, it has {len(everything)}: one is for validation")
+    by_name = sorted(everything, key=lambda document: zlib.crc32(document.name.encode()))
+    validation = by_name[: max(1, len(by_name) // 10)]
+    chosen = validation if split == "validation" else by_name[len(validation) :]
+    return sorted(chosen, key=lambda document: document.name)
+
+
+def _read(corpus: str | os.PathLike[str]) -> list[Document]:
+    if corpus == "shipped":
+        packed = importlib.resources.files("course_lib").joinpath("corpus", CORPUS).read_bytes()
+        return [Document(**json.loads(line)) for line in gzip.decompress(packed).decode().splitlines()]
+    folder = pathlib.Path(sysconfig.get_path("stdlib") if corpus == "stdlib" else corpus)
+    if not folder.is_dir():
+        raise ValueError(f"corpus={str(corpus)!r} must be 'shipped', 'stdlib' or a folder: there is no such folder")
+    files = sorted(path for path in folder.rglob("*.py" if corpus == "stdlib" else "*") if path.is_file())
+    if corpus == "stdlib":
+        files = [path for path in files if not {"test", "tests", "site-packages", "idlelib"} & set(path.parts)]
+    found = []
+    for path in files:
+        name = path.relative_to(folder).as_posix()
+        try:
+            found.append(Document(name, path.read_bytes().decode("utf-8")))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"corpus={str(corpus)!r}: {name!r} is not UTF-8 text ({error}); convert or remove it") from None
+    return found
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+    """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text survives the round trip.
+
+    It was trained on the shipped corpus' training split, whatever corpus it is then used on: 2048 tokens, of which 256 are
+    the bytes and token 0 ends a document. The first call trains it, in seconds, and caches it (see `tokens`).
+    """
+    prepared = _prepared("shipped")
+    return tokenizers.Tokenizer.from_str(prepared["tokenizer"].tobytes().decode())
+
+
+def tokens(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16[np.ndarray, "T"]:
+    """Returns the tokens of one split, document after document, each closed by the token `END`.
+
+    The first call prepares them, in seconds, and caches them under `$COURSE_CACHE`, or the user's cache folder. Two processes
+    may start together: each writes a file of its own and moves it into place. A damaged file is made again, and it is said.
+
+    Args:
+      split: "train" or "validation".
+      corpus: as of `documents`.
+
+    Raises:
+      ValueError: as `documents`.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} must be one of {SPLITS}")
+    return _prepared(str(corpus))[split]
+
+
+def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return model
+
+
+def _prepare(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Returns tokens of both splits, and with the shipped corpus the tokenizer as JSON."""
+    texts = {split: [document.text for document in documents(split, corpus)] for split in SPLITS}
+    prepared = {}
+    if corpus == "shipped":
+        model = _train_tokenizer(texts["train"])
+        prepared["tokenizer"] = np.frombuffer(model.to_str().encode(), np.uint8)
+    else:
+        model = tokenizer()
+    end = model.token_to_id(END)
+    for split in SPLITS:
+        encoded = model.encode_batch_fast(texts[split], add_special_tokens=False)
+        prepared[split] = np.concatenate([np.array([*one.ids, end], np.uint16) for one in encoded])
+    return prepared
+
+
+@functools.lru_cache(maxsize=4)
+def _prepared(corpus: str) -> dict[str, np.ndarray]:
+    everything = _read(corpus)
+    settings = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE, *[(doc.name, doc.text) for doc in everything]]
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    path = cache_folder() / f"tokens-{key}.npz"
+    if path.is_file():
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
+            with np.load(io.BytesIO(stored[32:])) as arrays:
+                return dict(arrays)
+        print(f"the cached tokens {path.name} are damaged: making them again")
+    prepared = _prepare(corpus)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **prepared)
+    _write(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    return prepared
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder of prepared tokens: `$COURSE_CACHE`, or `course_lib` in the user's cache folder."""
+    user = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return pathlib.Path(os.environ.get("COURSE_CACHE") or user / "course_lib")
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file whole or not at all, so that no other process ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def check_tokens(tokens: Integer[np.ndarray, "T"], vocab_size: int) -> None:
+    """Refuses tokens that the model has no embedding for.
+
+    Inside a compiled step an index out of range is no error in JAX: it reads the last row. So it is checked here.
+
+    Raises:
+      ValueError: naming the first such token and its position.
+    """
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if outside.size:
+        position = int(outside[0])
+        raise ValueError(
+            f"tokens[{position}]={int(tokens[position])} must be in [0, vocab_size={vocab_size}): "
+            "the model has no such embedding; take a larger vocab_size, or this model's tokenizer"
+        )
+
+
+def batches(
+    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, seed: int, steps: int, vocab_size: int = VOCAB_SIZE
+) -> Iterator[Batch]:
+    """Yields `steps` batches of windows from anywhere in the tokens, the same for the same seed.
+
+    Args:
+      tokens: a split.
+      batch_size: B windows a batch.
+      seq_len: L tokens a window.
+      seed: of the windows' places.
+      steps: how many batches.
+      vocab_size: V that every token must be under.
+
+    Raises:
+      ValueError: if the tokens do not fill one window, or one is outside the vocabulary. At the call, not at the first batch.
+    """
+    check_tokens(tokens, vocab_size)
+    if len(tokens) < seq_len + 1:
+        raise ValueError(f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window fits")
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - seq_len, (steps, batch_size, 1))
+    weights = np.ones((batch_size, seq_len), np.float32)
+    return (_windows(tokens, start + np.arange(seq_len), weights) for start in starts)
+
+
+def _windows(
+    tokens: Integer[np.ndarray, "T"], positions: Integer[np.ndarray, "B L"], weights: Float[np.ndarray, "B L"]
+) -> Batch:
+    inputs, labels = tokens[positions].astype(np.int32), tokens[positions + 1].astype(np.int32)
+    return Batch(inputs=inputs, labels=labels, weights=weights)
+
+
+def validation_batches(
+    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, vocab_size: int = VOCAB_SIZE
+) -> Iterator[Batch]:
+    """Yields batches that hold every token but the first exactly once as a label.
+
+    What is missing to the last full batch is padding, of weight 0: a mean weighted by the labels' weights is exact.
+
+    Args:
+      tokens: a split.
+      batch_size: B windows a batch.
+      seq_len: L tokens a window.
+      vocab_size: V that every token must be under.
+
+    Raises:
+      ValueError: if there are fewer than two tokens, or one is outside the vocabulary.
+    """
+    check_tokens(tokens, vocab_size)
+    labels = len(tokens) - 1
+    if labels < 1:
+        raise ValueError(f"tokens must be two or more, not {len(tokens)}: the second is the first label")
+    size = batch_size * seq_len
+    positions = np.arange(-(-labels // size) * size).reshape(-1, batch_size, seq_len)
+    weights = (positions < labels).astype(np.float32)
+    positions = np.where(weights > 0, positions, 0)
+    return (_windows(tokens, position, weight) for position, weight in zip(positions, weights, strict=True))

@@ -1,0 +1,139 @@
+"""Buffer donation: what a compiled step may overwrite, and what it does overwrite.
+
+A step that returns a new state beside the old one needs memory for both. `jax.jit(step, donate_argnums=0)` gives the
+buffers of the first argument away: an output of the same shape and dtype takes a donated buffer over (it is *aliased*
+to it), and the old array can no longer be read (https://docs.jax.dev/en/latest/buffer_donation.html).
+
+A donated buffer that no output can take over is no error. JAX says so once, when the step is lowered, with the warning
+"Some donated buffers were not usable". `report` reads the same, and more, from the compiled step, without a warning.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DonatedArgument:
+    """One array among the arguments of a compiled function.
+
+    Attributes:
+      path: where it stands, as in `args[0].params['w']`, or under `kwargs` if it was passed by name.
+      shape: of the array.
+      dtype: name of its dtype.
+      bytes: its size.
+      donated: whether the caller gave it away.
+      aliased_to: path of the output that takes its buffer over, as in `out[0].params['w']`, or None.
+      why_not: if it is not aliased, why; else None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    donated: bool
+    aliased_to: str | None
+    why_not: str | None
+
+
+@dataclass(frozen=True)
+class Donation:
+    """What became of the arguments of a compiled function. Sizes in bytes.
+
+    Attributes:
+      arguments: every array among the arguments, in order.
+      argument_bytes: of the arguments that the program takes: those that it does not use are dropped.
+      output_bytes: of all outputs.
+      donated_bytes: of the arguments that were given away.
+      aliased_bytes: of those that an output takes over. Arguments and outputs together occupy
+        `argument_bytes + output_bytes - aliased_bytes`.
+    """
+
+    arguments: list[DonatedArgument]
+    argument_bytes: int
+    output_bytes: int
+    donated_bytes: int
+    aliased_bytes: int
+
+
+def report(compiled: jax.stages.Compiled) -> Donation:
+    """Reads from a compiled function which arguments were donated, and which outputs took them over.
+
+    Works for whatever it was compiled for: nothing is run.
+
+    Args:
+      compiled: the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`.
+    """
+    arguments = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
+    outputs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
+    output_of = _aliases(compiled.as_text())
+    parameter_of = _parameters(compiled)
+    kinds = [_kind(leaf) for _, leaf in outputs]
+    free = [kind for index, kind in enumerate(kinds) if index not in output_of.values()]
+
+    rows = []
+    for index, (path, leaf) in enumerate(arguments):
+        parameter = parameter_of.get(index)
+        output = output_of.get(parameter)
+        if output is not None:
+            why_not = None
+        elif not leaf.donated:
+            why_not = "not donated"
+        elif parameter is None:
+            why_not = "the program does not use it, and does not take it"
+        elif _kind(leaf) not in kinds:
+            why_not = "no output has this shape and dtype"
+        elif _kind(leaf) not in free:
+            why_not = "every output of this shape and dtype has taken over another argument"
+        else:
+            why_not = "the compiler gave the matching output a buffer of its own"
+        rows.append(
+            DonatedArgument(
+                path=("kwargs", "args")[path[0].idx == 0] + jax.tree_util.keystr(path[1:]),
+                shape=tuple(leaf.shape),
+                dtype=str(leaf.dtype),
+                bytes=_bytes(leaf),
+                donated=leaf.donated,
+                aliased_to=None if output is None else "out" + jax.tree_util.keystr(outputs[output][0]),
+                why_not=why_not,
+            )
+        )
+    return Donation(
+        arguments=rows,
+        argument_bytes=sum(row.bytes for index, row in enumerate(rows) if index in parameter_of),
+        output_bytes=sum(_bytes(leaf) for _, leaf in outputs),
+        donated_bytes=sum(row.bytes for row in rows if row.donated),
+        aliased_bytes=sum(row.bytes for row in rows if row.aliased_to is not None),
+    )
+
+
+def _aliases(text: str) -> dict[int | None, int]:
+    """Returns output number by parameter number, from `input_output_alias={ {0}: (3, {}, may-alias), ... }`.
+
+    The braces before the colon hold the output's place among the results; they are empty where there is only one.
+    """
+    header = text.split("\n", 1)[0]
+    found = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
+    return {int(parameter): int(output or 0) for output, parameter in found}
+
+
+def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:
+    """Returns the compiled program's parameter number by argument number.
+
+    jax.jit drops arguments that the function does not use (unless `keep_unused=True`), and numbers the others anew.
+    Which it kept stands in a field of the executable that is not public, but the same in all versions of JAX that this
+    course runs on.
+    """
+    kept = sorted(compiled._executable._kept_var_idx)  # type: ignore[attr-defined]
+    return {argument: parameter for parameter, argument in enumerate(kept)}
+
+
+def _kind(leaf: Any) -> tuple:
+    return tuple(leaf.shape), str(leaf.dtype)
+
+
+def _bytes(leaf: Any) -> int:
+    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize

@@ -1,0 +1,24 @@
+"""Every picture of the course: one function a picture, plain data in, a matplotlib `Figure` out."""
+
+from course_lib.figures.bars import largest_arrays, memory_bars, memory_breakdown, residuals, roofline, top_ops
+from course_lib.figures.curves import lines, loss_curve, tradeoff
+from course_lib.figures.numbers import formats, gradient_histogram
+from course_lib.figures.style import use_style
+from course_lib.figures.timelines import heap_timeline, step_timeline
+
+__all__ = [
+    "formats",
+    "gradient_histogram",
+    "heap_timeline",
+    "largest_arrays",
+    "lines",
+    "loss_curve",
+    "memory_bars",
+    "memory_breakdown",
+    "residuals",
+    "roofline",
+    "step_timeline",
+    "top_ops",
+    "tradeoff",
+    "use_style",
+]

@@ -1,0 +1,49 @@
+"""What a step costs: memory, FLOPs, bytes moved, time. One way for the whole course.
+
+Read from the compiled program, for a device that need not be there:
+
+    compiled = step.lower(state, batch).compile()
+    memory(compiled)        what it needs at its peak, and of what that consists
+    heap(lowered)           which arrays are alive at the peak, and the memory over the program
+    traffic(compiled)       bytes that it moves through device memory
+    roofline(...)           the least time that FLOPs and bytes allow
+
+Counted before anything is compiled: `flops(step, state, batch)`. Measured where it runs: `step_time`, `compare`, `mfu`,
+`peak_in_own_process`.
+"""
+
+from course_lib.measure import hlo as hlo
+from course_lib.measure.flops import Flops, flops
+from course_lib.measure.heap import Heap, LiveArray, heap, write_session
+from course_lib.measure.memory import GIB, KIB, MIB, Memory, gib, memory
+from course_lib.measure.roofline import Roofline, mfu, roofline
+from course_lib.measure.timing import StepTime, Time, compare, peak_in_own_process, step_time, time
+from course_lib.measure.traffic import Move, Traffic, traffic
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "Flops",
+    "Heap",
+    "LiveArray",
+    "Memory",
+    "Move",
+    "Roofline",
+    "StepTime",
+    "Time",
+    "Traffic",
+    "compare",
+    "flops",
+    "gib",
+    "heap",
+    "hlo",
+    "memory",
+    "mfu",
+    "peak_in_own_process",
+    "roofline",
+    "step_time",
+    "time",
+    "traffic",
+    "write_session",
+]

@@ -1,0 +1,142 @@
+"""Which arrays a compiled step holds, from its first instruction to its last, and at the moment when they are most.
+
+While it compiles, XLA plays the program through and gives every array a place in memory. The record of that play goes
+into a dump; TensorBoard's profile plugin shows it as its memory viewer (https://openxla.org/xprof/memory_viewer), and
+the converter behind that viewer, the package `xprof`, reads it here.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+
+from course_lib.measure import hlo, origin
+from course_lib.measure.memory import MIB
+
+_KINDS = {"Parameter": "argument", "Output": "output", "Temporary": "temporary", "Constant": "constant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveArray:
+    """An array that is alive at the peak.
+
+    Attributes:
+      bytes: its size.
+      shape: its shape, () for what `kind` calls "small".
+      dtype: its dtype as NumPy names it, empty for "small".
+      scope: where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`, or an argument's name;
+        empty where XLA does not say.
+      kind: "argument" (which a donated argument remains when the output takes its place), "output", "temporary",
+        "constant", or "small": all arrays under 16 KiB together.
+    """
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    scope: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Heap:
+    """The memory of one device while it runs a program.
+
+    Attributes:
+      peak: the most bytes that are in use at one moment.
+      timeline: bytes in use at each point of the program, in its order (not in time). A loop's body occurs once;
+        a program without temporaries has one point.
+      peak_at: the point of the peak, an index into `timeline`.
+      arrays: what is alive there, the largest first. Together they make the peak.
+      compiled: the program, so that it need not be compiled again to be measured in other ways.
+    """
+
+    peak: int
+    timeline: np.ndarray
+    peak_at: int
+    arrays: tuple[LiveArray, ...]
+    compiled: jax.stages.Compiled = dataclasses.field(repr=False)
+
+
+def heap(lowered: jax.stages.Lowered) -> Heap:
+    """Compiles a step and reads which arrays it holds when it needs the most memory.
+
+    Works for any backend, real or virtual, and on a CPU, where all that `memory` can say of the peak is an upper bound.
+
+    Args:
+      lowered: `jax.jit(f).lower(...)`, not yet compiled: a compiled program no longer knows.
+
+    Raises:
+      RuntimeError: if XLA wrote no record.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = write_session(lowered, folder, "step")
+        session = next(pathlib.Path(folder).glob("plugins/profile/*"))
+        record = _memory_viewer(session / "vm.xplane.pb", "step")
+    module = hlo.parse(compiled.as_text())
+    scopes = {i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions}
+    scopes |= origin.stacked(module)
+    sizes = record.get("heapSizes", [record["peakHeapMib"]])  # without temporaries there is nothing to play through
+    timeline = np.round(np.array(sizes) * MIB).astype(np.int64)
+    return Heap(
+        peak=int(timeline.max()),
+        timeline=timeline,
+        peak_at=int(timeline.argmax()),
+        arrays=tuple(_live_array(entry, scopes) for entry in record["maxHeapBySize"]),
+        compiled=compiled,
+    )
+
+
+def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], name: str) -> jax.stages.Compiled:
+    """Compiles a step and writes what TensorBoard's memory viewer and graph viewer open, without running anything.
+
+    Args:
+      lowered: `jax.jit(f).lower(...)`, for a real or a virtual device.
+      logdir: TensorBoard's `--logdir`. The session goes into `logdir/plugins/profile/name/`.
+      name: what the session and the program are called in TensorBoard.
+
+    Raises:
+      RuntimeError: if XLA wrote no dump.
+    """
+    session = pathlib.Path(logdir) / "plugins" / "profile" / name
+    session.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
+        protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
+        if not protos:
+            raise RuntimeError(
+                "XLA wrote no dump of the program: it came out of JAX's persistent compilation cache, and nothing was "
+                'compiled; call jax.config.update("jax_enable_compilation_cache", False) before'
+            )
+        largest = max(protos, key=lambda path: path.stat().st_size)  # the others are what a GPU times to choose kernels
+        (session / f"{name}.hlo_proto.pb").write_bytes(largest.read_bytes())
+    (session / "vm.xplane.pb").touch()  # the trace of a run that did not take place
+    return compiled
+
+
+def _memory_viewer(xplane: pathlib.Path, module_name: str) -> dict:
+    """Returns the memory viewer's own table, sizes in MiB."""
+    before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read when xprof is loaded: else its C++ side logs every call
+    try:
+        from xprof.convert import raw_to_tool_data
+    finally:
+        os.environ.pop("TF_CPP_MIN_LOG_LEVEL") if before is None else os.environ.update(TF_CPP_MIN_LOG_LEVEL=before)
+    params = {"module_name": module_name, "memory_space": "0"}  # the device's own memory
+    data, _ = raw_to_tool_data.xspace_to_tool_data([str(xplane)], "memory_viewer", params)
+    return json.loads(data)
+
+
+def _live_array(entry: dict, scopes: dict[str, str]) -> LiveArray:
+    shapes = hlo.read_shapes(entry.get("shapeString", ""))
+    name = entry.get("instructionName", "")
+    return LiveArray(
+        bytes=round(entry["logicalBufferSizeMib"] * MIB),
+        shape=shapes[0].dims if shapes else (),
+        dtype=shapes[0].dtype if shapes else "",
+        scope=scopes.get(name) or entry.get("tfOpName") or scopes.get(name.split("{")[0], ""),
+        kind=_KINDS.get(entry.get("groupName", ""), "small" if not shapes else "temporary"),
+    )

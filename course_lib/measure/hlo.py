@@ -1,0 +1,252 @@
+"""Reading a compiled program: what XLA will execute, in which order, how often.
+
+`compiled.as_text()` prints the optimized program in XLA's own language, HLO: computations made of instructions, in the
+order in which they will run. A fusion, a loop or a conditional calls other computations
+(https://openxla.org/xla/operation_semantics).
+
+    module = hlo.parse(compiled.as_text())
+    for instruction, executions in hlo.scheduled(module):
+        print(executions, instruction.opcode, *instruction.shapes, instruction.scope)
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+
+HOST_SPACE = 5  # XLA's number for the host's memory, in a layout such as {1,0:S(5)}
+
+_KINDS = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
+_TYPE = re.compile(r"([a-z]+)(\d+)(\w*)")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
+_CALLS = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_NAME = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array of the program: its type as HLO spells it (`bf16`), its dimensions, the memory that it lives in."""
+
+    type: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """The type as JAX spells it: `bfloat16` for `bf16`, `int32` for `s32`, `float8_e4m3fn` for `f8e4m3fn`."""
+        kind, bits, variant = self._parts()
+        return "bool" if kind == "pred" else kind if not bits else _KINDS[kind] + bits + (variant and f"_{variant}")
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, with types narrower than a byte packed. A token, which only orders instructions, has none."""
+        kind, bits, _ = self._parts()
+        return -(-self.elements * int(bits or 8 * (kind == "pred")) // 8)
+
+    def _parts(self) -> tuple[str, str, str]:
+        found = _TYPE.fullmatch(self.type)
+        return (found[1], found[2], found[3]) if found else (self.type, "", "")
+
+    def __str__(self) -> str:
+        return f"{self.type}[{','.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: unique in its computation.
+      opcode: what it does: "fusion", "while", "dot", "all-gather-start", ...
+      shapes: the arrays of its result, more than one if that is a tuple.
+      operands: the instructions whose results it reads.
+      calls: the computations that it calls, by role: "calls" of a fusion, "condition" and "body" of a while, ...
+      literal: a parameter's number or a constant's value.
+      attributes: everything else, as text.
+      is_root: whether its result is that of its computation.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: "tuple[Instruction, ...]" = dataclasses.field(repr=False)
+    calls: "Mapping[str, tuple[Computation, ...]]" = dataclasses.field(repr=False)
+    literal: str
+    attributes: str = dataclasses.field(repr=False)
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the result holds."""
+        return sum(shape.elements for shape in self.shapes)
+
+    @property
+    def called(self) -> "tuple[Computation, ...]":
+        """All computations that it calls."""
+        return tuple(computation for computations in self.calls.values() for computation in computations)
+
+    @property
+    def scope(self) -> str:
+        """Where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`; empty if XLA lost it."""
+        found = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+    @property
+    def target(self) -> str:
+        """The library function that a custom call stands for (`__cublas$gemm`), else empty."""
+        found = _TARGET.search(self.attributes)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """A named list of instructions, in execution order."""
+
+    name: str
+    instructions: tuple[Instruction, ...] = dataclasses.field(repr=False)
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next(i for i in self.instructions if i.is_root)
+
+    @property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """Its parameters, in the order of the caller's operands."""
+        return tuple(sorted((i for i in self.instructions if i.opcode == "parameter"), key=lambda i: int(i.literal)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program: its computations by name, and the one that is run."""
+
+    name: str
+    entry: Computation
+    computations: Mapping[str, Computation] = dataclasses.field(repr=False)
+
+
+def parse(text: str) -> Module:
+    """Reads the text of a compiled program.
+
+    Args:
+      text: `compiled.as_text()`, of any backend.
+
+    Raises:
+      ValueError: if `text` is no HLO module with an entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, name = None, ""
+    instructions: dict[str, Instruction] = {}
+    for line in text.splitlines():
+        if opening := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name, instructions = opening[2], {}
+            entry = name if opening[1] else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, tuple(instructions.values()))
+        elif line.startswith(" ") and " = " in line:
+            instruction = _instruction(line.strip(), instructions, computations)
+            instructions[instruction.name] = instruction
+    header = re.match(r"HloModule ([\w.\-]+)", text)
+    if header is None or entry not in computations:
+        raise ValueError(f"text={text[:40]!r}... must be an HLO module with an ENTRY: pass compiled.as_text()")
+    return Module(header[1], computations[entry], computations)
+
+
+def read_shapes(text: str) -> tuple[Shape, ...]:
+    """Reads shapes as HLO writes them: `f32[4,16]{1,0}`, or `(f32[4,16]{1,0}, s32[])` for a tuple."""
+    found = _SHAPE.findall(text)
+    return tuple(Shape(t, tuple(int(d.strip("<= ")) for d in ds.split(",") if d), int(s or 0)) for t, ds, s in found)
+
+
+def trip_count(loop: Instruction) -> int:
+    """Returns how often a `while` runs its body, which XLA finds out from the loop's bounds.
+
+    Raises:
+      ValueError: if the number is known only when the program runs.
+    """
+    if found := _TRIPS.search(loop.attributes):
+        return int(found[1])
+    raise ValueError(
+        f"while={loop.name!r} ({loop.scope}) must run a number of times that the compiler knows: it stops on a "
+        "condition on data, so nothing inside it can be counted; use jax.lax.scan, or fori_loop with fixed bounds"
+    )
+
+
+def scheduled(module: Module, weight: Callable[[Instruction], int] | None = None) -> list[tuple[Instruction, int]]:
+    """Lists what the program executes: the entry, loops and calls walked through, fusions not opened.
+
+    Args:
+      module: a parsed program.
+      weight: what an instruction costs. Then only the most expensive branch of a conditional is listed, else all are.
+
+    Returns:
+      (instruction, number of executions), in program order.
+
+    Raises:
+      ValueError: if a loop's number of iterations is not known.
+    """
+
+    def walk(computation: Computation, executions: int) -> list[tuple[Instruction, int]]:
+        found = []
+        for i in computation.instructions:
+            found.append((i, executions))
+            if i.opcode == "while":
+                trips = trip_count(i)
+                found += walk(i.calls["condition"][0], executions * (trips + 1))
+                found += walk(i.calls["body"][0], executions * trips)
+            elif i.opcode == "conditional":
+                branches = [walk(branch, executions) for branch in i.called]
+                if weight is not None:
+                    branches = [max(branches, key=lambda branch: sum(n * weight(j) for j, n in branch))]
+                found += [item for branch in branches for item in branch]
+            elif i.opcode in ("call", "async-start"):
+                found += [item for called in i.called for item in walk(called, executions)]
+        return found
+
+    return walk(module.entry, 1)
+
+
+def _instruction(line: str, known: Mapping[str, Instruction], computations: Mapping[str, Computation]) -> Instruction:
+    """Reads `[ROOT] %name = shape opcode(operands), attributes`."""
+    name, rest = line.removeprefix("ROOT ").split(" = ", 1)
+    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    shapes, (opcode, rest) = rest[:end], rest[end:].lstrip().split("(", 1)
+    end = _closing("(" + rest) - 1
+    inside, attributes = rest[: end - 1], rest[end:]
+    roles = {role: _NAME.findall(names) or [names] for role, names in _CALLS.findall(attributes)}
+    return Instruction(
+        name=name.lstrip("%"),
+        opcode=opcode,
+        shapes=read_shapes(shapes),
+        operands=tuple(known[operand] for operand in _NAME.findall(inside)),
+        calls={role: tuple(computations[called] for called in names) for role, names in roles.items()},
+        literal=inside if opcode in ("parameter", "constant") else "",
+        attributes=attributes,
+        is_root=line.startswith("ROOT "),
+    )
+
+
+def _closing(text: str) -> int:
+    """Returns the position behind the parenthesis that closes the one `text` begins with."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    raise ValueError(f"text={text[:40]!r}... must close its parenthesis")

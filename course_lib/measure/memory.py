@@ -1,0 +1,78 @@
+"""Memory of a compiled step, as its compiler planned it."""
+
+import dataclasses
+
+import jax
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def gib(bytes: int | float) -> str:
+    """Returns bytes as they are shown on screen: `"14.23 GiB"`, and below a hundredth of that `"3.52 MiB"`."""
+    return f"{bytes / GIB:.2f} GiB" if abs(bytes) >= GIB / 100 else f"{bytes / MIB:.2f} MiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one device needs to run a program, in bytes.
+
+    Attributes:
+      arguments: inputs: parameters, optimizer state, batch.
+      outputs: results.
+      aliased: the part of the outputs that is written over donated arguments, so that it costs nothing more.
+      temporaries: the block in which everything lives that is neither: activations, gradients, workspace.
+      host: what of all this lies in the host's memory instead (arrays that were offloaded).
+      peak: the most that is needed at one moment.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    host: int
+    peak: int
+
+    def __str__(self) -> str:
+        parts = f"arguments {gib(self.arguments)}, outputs {gib(self.outputs)} of which {gib(self.aliased)} aliased"
+        return f"peak {gib(self.peak)}: {parts}, temporaries {gib(self.temporaries)}"
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """Reads how much memory a compiled program needs on one device.
+
+    The peak is the compiler's: on a GPU or TPU, real or virtual, the largest sum of arrays that are alive together.
+    XLA's CPU compiler reports no such number (its `peak_memory_in_bytes` leaves the temporaries out), so there the peak
+    is arguments + outputs - aliased + temporaries: an upper bound, since the block of temporaries can have gaps (`heap`
+    knows better).
+
+    None of this is measured, and a device needs more: its context, the workspace of its libraries, gaps between arrays
+    (`peak_in_own_process` measures).
+
+    Args:
+      compiled: `jax.jit(f).lower(...).compile()`.
+    """
+    stats = compiled.memory_analysis()
+    total = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        host=(
+            stats.host_argument_size_in_bytes
+            + stats.host_output_size_in_bytes
+            - stats.host_alias_size_in_bytes
+            + stats.host_temp_size_in_bytes
+        ),
+        peak=total if _platform(compiled) == "cpu" else stats.peak_memory_in_bytes,
+    )
+
+
+def _platform(compiled: jax.stages.Compiled) -> str:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return next(iter(shardings[0].device_set)).platform

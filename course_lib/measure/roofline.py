@@ -1,0 +1,94 @@
+"""How fast a step could be at best: the roofline model, and how near a measured step comes to it.
+
+A step has to do its FLOPs and to move its bytes. A chip that does both at its peak rates, and at the same time, needs
+the longer of the two times. No program gets there: this is a floor under the step time, never a forecast.
+(Williams, Waterman and Patterson, 2009, https://doi.org/10.1145/1498765.1498785)
+"""
+
+import dataclasses
+
+from course_lib.hardware import Accelerator
+from course_lib.measure.flops import Flops
+from course_lib.measure.traffic import Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The least time that a step can take on an accelerator, in seconds.
+
+    Attributes:
+      compute_seconds: its matrix products at the accelerator's peak rate.
+      memory_seconds: its bytes at the peak bandwidth of device memory.
+      floor_seconds: the longer of the two, as if they overlapped entirely.
+    """
+
+    compute_seconds: float
+    memory_seconds: float
+    floor_seconds: float
+
+    @property
+    def bound(self) -> str:
+        """What the floor comes from: "compute" or "memory"."""
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+    def __str__(self) -> str:
+        compute, memory, floor = (1e3 * s for s in (self.compute_seconds, self.memory_seconds, self.floor_seconds))
+        return f"at least {floor:.4g} ms (a floor, not a forecast): products {compute:.4g} ms, memory {memory:.4g} ms"
+
+
+def roofline(
+    flops: Flops, traffic: Traffic, accelerator: Accelerator, *, float32_precision: str | None = None
+) -> Roofline:
+    """Returns the floor under a step's time on one accelerator.
+
+    Args:
+      flops: what the step computes; `total` counts, since what is recomputed takes time too.
+      traffic: what the step compiled for this accelerator moves.
+      accelerator: a row of `hardware`.
+      float32_precision: how float32 products are computed, a name of `accelerator.peak_flops`. By default
+        "tensorfloat32" where the accelerator has it, as XLA does without `precision="highest"`, else "float32".
+
+    Raises:
+      ValueError: if the accelerator has no unit for the dtype of a product.
+    """
+    compute = sum(count / _peak(accelerator, dtype, float32_precision) for dtype, count in flops.total.items())
+    memory = traffic.bytes / accelerator.memory_bandwidth
+    return Roofline(compute, memory, max(compute, memory))
+
+
+def mfu(
+    flops: Flops, seconds: float, accelerator: Accelerator | None, *, float32_precision: str | None = None
+) -> float | None:
+    """Returns the model FLOPs utilization: the part of the peak rate that went into what the model needs.
+
+    Recomputed FLOPs do not count (Chowdhery et al., 2022, appendix B, https://arxiv.org/abs/2204.02311).
+
+    Args:
+      flops: of the step.
+      seconds: measured step time.
+      accelerator: what it ran on, None if unknown.
+      float32_precision: as of `roofline`.
+
+    Returns:
+      A fraction of 1, or None on an unknown accelerator.
+
+    Raises:
+      ValueError: if the accelerator has no unit for the dtype of a product.
+    """
+    if accelerator is None:
+        return None
+    at_peak = sum(count / _peak(accelerator, dtype, float32_precision) for dtype, count in flops.model.items())
+    return at_peak / seconds
+
+
+def _peak(accelerator: Accelerator, dtype: str, float32_precision: str | None) -> float:
+    if dtype == "float32":
+        default = "tensorfloat32" if "tensorfloat32" in accelerator.peak_flops else "float32"
+        dtype = float32_precision or default
+    peak = accelerator.peak(dtype)
+    if peak is None:
+        raise ValueError(
+            f"dtype={dtype!r} must be one of {', '.join(accelerator.peak_flops)}: {accelerator.title} has no unit for "
+            "products of it, and what it does instead has no peak; choose another dtype or accelerator"
+        )
+    return peak

@@ -1,0 +1,170 @@
+"""The bytes that a compiled program moves through device memory.
+
+Between two instructions of a compiled program every array lies in device memory: each instruction reads its operands
+there and writes its results there. A fusion does many operations while it passes over its operands once, and that is
+what it is for. So the bytes of operands and results, times the number of executions, say what a step must move.
+
+What the count does not see: an array that is still in the L2 cache when the next instruction reads it (real traffic is
+then lower), and a kernel that reads an operand more than once, as a large matrix product does (then it is higher).
+"""
+
+import dataclasses
+
+import jax
+
+from course_lib.measure import hlo, origin
+
+# The kinds of moves.
+KINDS = (
+    "matmul",  # matrix products and convolutions, with what XLA fused into them
+    "dynamic-update-slice",  # one slice of a larger array is written, in place: how a scan keeps what an iteration made
+    "dynamic-slice",  # one slice of a larger array is read out: how a scan gets its inputs
+    "gather/scatter",  # rows picked or added to by index: embeddings and their gradients
+    "reduce",  # sums, maxima, softmax, normalization, with what XLA fused into them
+    "elementwise",
+    "copy",  # copies, transposes
+    "fill",  # constants written: zeros before a loop
+    "collective",
+    "offload",  # between the host's memory and the device's; the device's side is counted
+    "other",  # sorts, random bits, calls of libraries that do no matrix products
+)
+
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call async-start after-all opt-barrier "
+    "add-dependency partition-id replica-id".split()
+)
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
+_RENAMES = frozenset("parameter constant bitcast reshape get-tuple-element tuple".split())
+_COPIES = _RENAMES | frozenset(
+    "copy copy-start transpose convert slice dynamic-slice gather concatenate pad reverse".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What one instruction of the scheduled program moves."""
+
+    op: str  # the instruction's name
+    kind: str  # one of KINDS
+    bytes: int  # read and written, in all its executions
+    executions: int
+    scope: str  # where in the source it comes from; empty where XLA does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes read and written by a program, in all and by instruction, in program order."""
+
+    bytes: int
+    moves: tuple[Move, ...]
+
+    def by_kind(self) -> dict[str, int]:
+        """Returns the bytes of each kind that occurs, most first."""
+        totals = {kind: sum(move.bytes for move in self.moves if move.kind == kind) for kind in KINDS}
+        return dict(sorted(((kind, n) for kind, n in totals.items() if n), key=lambda item: -item[1]))
+
+
+def traffic(compiled: jax.stages.Compiled) -> Traffic:
+    """Counts the bytes that a compiled program moves through the memory of one device.
+
+    Operands and results of every instruction of the scheduled program, times its executions. Three things are counted
+    as what they are, not as the size of the array that they touch: an update in place moves the slice, a fusion that
+    slices an operand reads the slice, a gather reads the rows. Of a conditional, the most expensive branch counts.
+
+    Args:
+      compiled: `jax.jit(f).lower(...).compile()`, for a real or a virtual device. On a CPU it counts too, but caches
+        make less of it there.
+
+    Raises:
+      ValueError: if the program has a loop of which the compiler does not know the number of iterations.
+    """
+    found = moves(hlo.parse(compiled.as_text()))
+    return Traffic(sum(move.bytes for move in found), found)
+
+
+def moves(module: hlo.Module) -> tuple[Move, ...]:
+    """Lists what each instruction of a scheduled program moves; the rest is as in `traffic`."""
+    executed = hlo.scheduled(module, weight=_bytes)
+    return tuple(Move(i.name, _kind(i), _bytes(i) * n, n, origin.origin(i)) for i, n in executed if _bytes(i))
+
+
+def _bytes(instruction: hlo.Instruction) -> int:
+    """Bytes that one execution reads and writes."""
+    if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
+        return 0
+    if instruction.opcode in origin.FUSIONS:
+        return _fused_bytes(instruction.called[0].instructions)
+    inputs = {id(i): dataclasses.replace(i, opcode="parameter", operands=()) for i in instruction.operands}
+    alone = dataclasses.replace(instruction, operands=tuple(inputs[id(i)] for i in instruction.operands), is_root=True)
+    return _fused_bytes((*inputs.values(), alone))
+
+
+def _fused_bytes(instructions: tuple[hlo.Instruction, ...]) -> int:
+    """Bytes that a fused computation reads of its parameters and writes to its results.
+
+    Walks from the results back to the parameters and notes how many elements of each array are needed on the way.
+    """
+    root = next(i for i in instructions if i.is_root)
+    results = [origin.behind(i) for i in (root.operands if root.opcode == "tuple" else (root,))]
+    needed = dict.fromkeys(map(id, instructions), 0.0)
+    needed.update({id(i): i.elements for i in results})
+    written = 0
+    for i in reversed(instructions):
+        in_place = i in results and _updates_parameter(i)
+        written += _bytes_of_result(i, in_place) if i in results else 0
+        for position, operand in enumerate(i.operands):
+            if position == 0 and i.opcode in ("dynamic-slice", "slice", "gather"):
+                elements = needed[id(i)]
+            elif position == 0 and in_place:
+                elements = i.operands[-1].elements if i.opcode == "scatter" else 0  # scatter adds to what is there
+            else:
+                elements = operand.elements * needed[id(i)] / max(i.elements, 1)
+            needed[id(operand)] = min(operand.elements, needed[id(operand)] + elements)
+    parameters = [i for i in instructions if i.opcode == "parameter"]
+    return written + round(sum(_on_device(*i.shapes) * needed[id(i)] / max(i.elements, 1) for i in parameters))
+
+
+def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
+    if in_place:
+        part = i.operands[-1 if i.opcode == "scatter" else 1]
+        return part.bytes if _on_device(*i.shapes) else 0
+    if i.target.startswith("__cu"):  # cuBLAS and cuDNN append scratch memory to their results
+        return _on_device(i.shapes[0])
+    if i.opcode == "copy-start":  # result, operand, and what synchronizes them
+        return _on_device(i.shapes[0])
+    if i.opcode.endswith("-start") and len(i.shapes) > len(i.operands):  # operands, results, and what synchronizes them
+        return _on_device(*i.shapes[len(i.operands) : 2 * len(i.operands)])
+    return _on_device(*i.shapes)
+
+
+def _on_device(*shapes: hlo.Shape) -> int:
+    return sum(shape.bytes for shape in shapes if shape.space != hlo.HOST_SPACE)
+
+
+def _updates_parameter(i: hlo.Instruction) -> bool:
+    """Whether it writes a part of an array that it was given: XLA then leaves the rest where it is."""
+    return i.opcode in ("dynamic-update-slice", "scatter") and origin.behind(i.operands[0]).opcode == "parameter"
+
+
+def _kind(instruction: hlo.Instruction) -> str:
+    body = origin.body(instruction)
+    opcodes = {i.opcode for i in body if any(array.elements > 1 for array in (i, *i.operands))}  # scalars only address
+    if instruction.opcode.startswith(_COLLECTIVES):
+        return "collective"
+    if any(shape.space == hlo.HOST_SPACE for i in body for shape in i.shapes):
+        return "offload"
+    if opcodes & {"dot", "convolution"} or any(i.target.startswith("__cu") for i in body):
+        return "matmul"
+    if "dynamic-update-slice" in opcodes:
+        return "dynamic-update-slice"
+    if "scatter" in opcodes:
+        return "gather/scatter"
+    if opcodes & {"reduce", "reduce-window"}:
+        return "reduce"
+    if opcodes & {"custom-call", "sort", "rng-bit-generator", "topk", "fft", "triangular-solve", "cholesky"}:
+        return "other"
+    if opcodes <= _COPIES | {"broadcast", "iota"} and all(i.elements <= 1 for i in instruction.operands):
+        return "fill"
+    if opcodes <= _COPIES and opcodes - _RENAMES - {"convert"}:
+        return "dynamic-slice" if "dynamic-slice" in opcodes else "gather/scatter" if "gather" in opcodes else "copy"
+    return "elementwise"

@@ -1,0 +1,52 @@
+"""What a model must beat: counting. The losses of unigram and bigram models, in nats a token."""
+
+import numpy as np
+from jaxtyping import Float, Integer
+
+
+def unigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int) -> float:
+    """Returns the loss of guessing each token by how often it occurs, in nats a token.
+
+    p(v) = (count(v) + 1) / (T + V): each token counts once more than it occurs, so that none is impossible.
+
+    Args:
+      train: the tokens that are counted.
+      validation: the tokens that are guessed, all but the first, as by a language model.
+      vocab_size: V.
+    """
+    return float(-np.log(_unigram(train, vocab_size)[validation[1:]]).mean())
+
+
+def bigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int) -> float:
+    """Returns the loss of guessing each token from the one before it, in nats a token.
+
+    p(v | u) = w count(u, v) / count(u) + (1 - w) p(v), with the unigram's p(v). A pair that was never seen has only the
+    second term. The weight w is chosen on the last tenth of `train`, with counts from the rest (Jelinek and Mercer, 1980);
+    then everything in `train` is counted. `validation` has no part in it.
+
+    Args:
+      train: the tokens that are counted.
+      validation: the tokens that are guessed, all but the first.
+      vocab_size: V.
+    """
+    cut = len(train) - len(train) // 10
+    weights = np.linspace(0.01, 0.99, 99)
+    bigram, unigram = _probabilities(train[:cut], train[cut:], vocab_size)
+    held_out = [-np.log(weight * bigram + (1 - weight) * unigram).mean() for weight in weights]
+    weight = weights[int(np.argmin(held_out))]
+    bigram, unigram = _probabilities(train, validation, vocab_size)
+    return float(-np.log(weight * bigram + (1 - weight) * unigram).mean())
+
+
+def _unigram(train: Integer[np.ndarray, "T"], vocab_size: int) -> Float[np.ndarray, "V"]:
+    return (np.bincount(train, minlength=vocab_size) + 1) / (len(train) + vocab_size)
+
+
+def _probabilities(
+    train: Integer[np.ndarray, "T"], text: Integer[np.ndarray, "U"], vocab_size: int
+) -> tuple[Float[np.ndarray, "U-1"], Float[np.ndarray, "U-1"]]:
+    """Returns count(u, v) / count(u), and p(v), of each token v of a text and the token u before it."""
+    before, after = text[:-1].astype(np.int64), text[1:]
+    pairs = np.bincount(train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2)
+    firsts = np.bincount(train[:-1], minlength=vocab_size)
+    return pairs[before * vocab_size + after] / np.maximum(firsts, 1)[before], _unigram(train, vocab_size)[after]

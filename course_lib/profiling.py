@@ -1,0 +1,271 @@
+"""Profiling: where the time of a step goes, read in Python.
+
+`trace` records a few steps with JAX's profiler, `read` opens the record without a browser. What it writes is also what
+TensorBoard's profile plugin opens (https://docs.jax.dev/en/latest/profiling.html), and `write_virtual` writes the same
+for a step compiled for an accelerator that is not there: nothing ran, so there is no time in it, but all of its memory.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+from course_lib.measure.heap import write_session
+
+_CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One execution of one operation of a compiled program."""
+
+    op: str  # its instruction in the compiled program, such as "fusion.12"
+    start: float  # seconds
+    duration: float  # seconds, with the operations inside it (a loop's body)
+    self_time: float  # seconds without them
+    line: str  # the thread (CPU) or stream (GPU) that it ran on
+
+    @property
+    def container(self) -> bool:
+        """Whether it only holds others: a loop takes time while its body waits."""
+        return _CONTAINER.match(self.op) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTime:
+    """The time of one operation over the steps of a trace."""
+
+    op: str
+    scope: str  # where in the source it comes from; empty if not known
+    calls: float  # executions a step
+    seconds: float  # self time a step
+    share: float  # of the self time of all operations
+
+
+@dataclasses.dataclass(frozen=True)
+class Busy:
+    """How one step divides into compute and waiting, in seconds."""
+
+    seconds: float  # the whole step
+    busy: float  # at least one operation was running
+    gaps: tuple[tuple[float, float], ...]  # (start within the step, length) of each time when none was, longest first
+
+    @property
+    def idle(self) -> float:
+        """Seconds when none was."""
+        return self.seconds - self.busy
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The steps of a trace and the operations that ran in it."""
+
+    device: str  # "/host:CPU", "/device:GPU:0"
+    spans: tuple[tuple[float, float], ...]  # (start, end) of each step in seconds
+    events: tuple[Event, ...]  # those that began in a step, by their start
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """Seconds of each step, from its dispatch until its results are there."""
+        return tuple(end - start for start, end in self.spans)
+
+    def during(self, step: int) -> list[Event]:
+        """Returns the operations of one step, counted from 0, with times counted from the step's start."""
+        start, end = self.spans[step]
+        events = (event for event in self.events if start <= event.start < end)
+        return [dataclasses.replace(event, start=event.start - start) for event in events]
+
+    def top_ops(self, k: int = 10, scopes: Mapping[str, str] | None = None) -> list[OpTime]:
+        """Returns the `k` operations with most self time, the largest first.
+
+        Args:
+          k: how many.
+          scopes: instruction -> where in the source it comes from, of the program that was traced (`op_scopes`).
+        """
+        own: dict[str, list[float]] = defaultdict(list)
+        for step in range(len(self.spans)):
+            for event in self.during(step):
+                own[event.op].append(event.self_time)
+        total = sum(sum(times) for times in own.values())
+        steps = len(self.spans)
+        ranked = sorted(own.items(), key=lambda item: -sum(item[1]))[:k]
+        return [
+            OpTime(op, (scopes or {}).get(op, ""), len(times) / steps, sum(times) / steps, sum(times) / total)
+            for op, times in ranked
+        ]
+
+    def busy(self) -> list[Busy]:
+        """Returns compute against idle time for each step.
+
+        A step is busy while at least one operation runs, on whatever thread or stream: the union of their times.
+        Operations that only contain others (`while`, `conditional`, `call`) do not count. On a CPU several threads
+        share one operation, and the profile says when it ran, not how many of them worked on it.
+        """
+        return [_busy(self.during(step), seconds) for step, seconds in enumerate(self.steps)]
+
+
+def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int = 3, name: str = "train") -> Any:
+    """Records a few training steps with JAX's profiler.
+
+    One step runs before the recording, so that it holds no compilation. Each recorded step is waited for before the
+    next is dispatched, so that what runs in it lies in it. A training loop that does not wait hides the dispatch of a
+    step behind the previous one.
+
+    Args:
+      logdir: a folder; the record goes to `plugins/profile/<time>/` in it, where TensorBoard looks.
+      step: a compiled `step(state, batch) -> (state, metrics)`.
+      state: the first state; if the step donates it, it is gone afterwards.
+      batch: the batch for every step.
+      steps: how many steps to record.
+      name: what the steps are called in the record.
+
+    Returns:
+      The state after `steps + 1` steps.
+
+    Raises:
+      ValueError: if `steps` is not positive.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1: nothing would be recorded")
+    state, _ = jax.block_until_ready(step(state, batch))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's own frames are many, and slow the step down
+    with _quiet():
+        jax.profiler.start_trace(str(logdir), profiler_options=options)
+    try:
+        for i in range(steps):
+            with jax.profiler.StepTraceAnnotation(name, step_num=i):
+                state, _ = jax.block_until_ready(step(state, batch))
+    finally:
+        with _quiet():
+            jax.profiler.stop_trace()
+    return state
+
+
+def read(logdir: str | Path, *, name: str = "train") -> Trace:
+    """Reads the newest record under a folder.
+
+    Args:
+      logdir: the folder that `trace` wrote to.
+      name: what the steps were called.
+
+    Raises:
+      FileNotFoundError: if there is no record under `logdir`.
+      ValueError: if the record holds no step of that name, or no operation.
+    """
+    files = [file for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb") if file.stat().st_size > 0]
+    if not files:  # those of `write_virtual` are empty
+        raise FileNotFoundError(f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run profiling.trace")
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    planes = list(ProfileData.from_file(str(newest)).planes)
+    devices = sorted((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
+    hosts = [plane for plane in planes if plane.name == "/host:CPU"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.7.2 on Python 3.13: "event_stats has no __module__"
+        annotations = (e for plane in hosts for line in plane.lines for e in line.events if e.name == name)
+        spans = sorted((e.start_ns * 1e-9, e.end_ns * 1e-9) for e in annotations if "step_num" in dict(e.stats))
+        if not spans:
+            raise ValueError(f"name={name!r} must be what the steps in {str(newest)!r} were called: none is")
+        for plane in devices + hosts:  # where there is a device, the host only launches operations
+            events = [e for e in _ops(plane) if any(start <= e.start < end for start, end in spans)]
+            if events:
+                return Trace(plane.name, tuple(spans), tuple(sorted(events, key=lambda event: event.start)))
+    raise ValueError(f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps")
+
+
+def op_scopes(compiled: jax.stages.Compiled) -> dict[str, str]:
+    """Returns where in the source each instruction of a compiled program comes from.
+
+    Args:
+      compiled: `jax.jit(step).lower(...).compile()`.
+
+    Returns:
+      instruction -> scope, such as `{"fusion.12": "jit(step)/transpose(jvp(Net))/block_1/mlp/dot_general"}`. A fusion
+      has the scope of its last operation. Instructions that the compiler added on its own are missing.
+    """
+    instruction = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"', re.MULTILINE)
+    return {found[1]: found[2] for found in instruction.finditer(compiled.as_text() or "")}
+
+
+def write_virtual(lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual") -> Path:
+    """Writes what TensorBoard's profile plugin opens, for a step that never ran.
+
+    The plugin's memory viewer shows the step's heap as the compiler planned it: what `measure.heap` reads.
+
+    Args:
+      lowered: a step lowered with `virtual.abstract` arguments (or any other); it is compiled once more here.
+      logdir: the folder that TensorBoard is pointed to; the record goes to `plugins/profile/<run>/` in it.
+      run: the record's name in TensorBoard.
+
+    Returns:
+      The folder of the record.
+    """
+    write_session(lowered, logdir, run)
+    return Path(logdir) / "plugins" / "profile" / run
+
+
+def _ops(plane: Any) -> Iterator[Event]:
+    """Yields the operations of a plane of a record, line by line."""
+    count: dict[str, int] = defaultdict(int)
+    streams = [line for line in plane.lines if line.name.startswith("Stream")]  # of a GPU; its other lines repeat them
+    for line in streams or plane.lines:
+        spans = []
+        for event in line.events:
+            op = dict(event.stats).get("hlo_op", event.name if streams else None)
+            if op is not None:
+                spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, str(op)))
+        if spans:
+            thread = line.name.split("/")[0].removeprefix("tf_")  # threads are called tf_XLAEigen/<a long number>
+            count[thread] += 1
+            yield from _with_self_time(spans, f"{thread} {count[thread]}")
+
+
+def _with_self_time(spans: list[tuple[float, float, str]], line: str) -> Iterator[Event]:
+    """Yields the events of one line from (start, duration, operation), properly nested, as calls on one thread are."""
+    open_spans: list[list[Any]] = []  # [start, duration, operation, seconds inside it], the innermost last
+    for start, duration, op in [*sorted(spans, key=lambda span: (span[0], -span[1])), (math.inf, 0.0, "")]:
+        while open_spans and open_spans[-1][0] + open_spans[-1][1] <= start:
+            begin, length, name, inside = open_spans.pop()
+            yield Event(name, begin, length, max(0.0, length - inside), line)
+        if open_spans:
+            open_spans[-1][3] += duration
+        open_spans.append([start, duration, op, 0.0])
+
+
+def _busy(events: Iterable[Event], seconds: float) -> Busy:
+    """Divides a step of `seconds` by the union of its events; their times count from its start."""
+    busy, reached, gaps = 0.0, 0.0, []
+    for event in sorted(events, key=lambda event: event.start):
+        end = min(event.start + event.duration, seconds)
+        if not event.container and end > reached:
+            if event.start > reached:
+                gaps.append((reached, event.start - reached))
+            busy += end - max(event.start, reached)
+            reached = end
+    if seconds > reached:
+        gaps.append((reached, seconds - reached))
+    return Busy(seconds, busy, tuple(sorted(gaps, key=lambda gap: -gap[1])))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Sends what C++ libraries write to stderr nowhere: the profiler logs its start on some versions."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)

@@ -1,0 +1,290 @@
+"""Training: the state, the losses, and the one train step, where the techniques of this course meet.
+
+    loss_fn(params, batch, rng) -> (loss, metrics)     loss: weighted mean;  metrics: name -> (sum, count)
+    grad_fn(params, batch, rng) -> (grads, metrics)    the gradient of that mean
+    step(state, batch) -> (state, metrics)             rng, scale, gradients, unscale, clip and update
+
+A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None` means evaluation,
+without dropout; `as_function` makes one from a Flax model. What is trained is what is evaluated: the same loss
+function, with `rng=None`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Float, Int, Key
+from ml_collections import ConfigDict
+
+from course_lib import accumulation, optimizers, precision
+from course_lib.accumulation import LossFn, Metrics, PyTree
+from course_lib.config import check
+from course_lib.data import Batch
+from course_lib.transformer import Transformer
+
+ApplyFn = Callable[..., Array]
+
+
+@struct.dataclass
+class TrainState:
+    """Everything that a step reads and writes: a pytree of arrays, so that it can be donated, placed and stored.
+
+    Attributes:
+      step: int32, how many batches have been seen, skipped updates included.
+      params: pytree of parameters.
+      opt_state: the optimizer's.
+      rng: typed random key, split anew at every step.
+      loss_scale: of `course_lib.precision`.
+    """
+
+    step: Any
+    params: PyTree
+    opt_state: PyTree
+    rng: Any
+    loss_scale: Any
+
+
+def init_state(
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    rng: Key[Array, ""],
+    loss_scale: precision.LossScale | None = None,
+) -> TrainState:
+    """Returns the state before the first step.
+
+    It holds `params` and `rng` themselves, not copies: a step that donates its state consumes them.
+
+    Args:
+      params: pytree of parameters.
+      optimizer: the optimizer that `make_train_step` gets.
+      rng: typed random key, for dropout.
+      loss_scale: how the loss is scaled; not at all if None.
+    """
+    scale = precision.NoLossScale() if loss_scale is None else loss_scale
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        rng=rng,
+        loss_scale=jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), scale),
+    )
+
+
+def as_function(model: Any) -> ApplyFn:
+    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
+
+    Args:
+      model: a module whose call takes `train`, and draws its dropout from `rngs["dropout"]`.
+    """
+
+    def apply_fn(params, inputs, rng=None):
+        if rng is None:
+            return model.apply({"params": params}, inputs, train=False)
+        return model.apply({"params": params}, inputs, train=True, rngs={"dropout": rng})
+
+    return apply_fn
+
+
+def classification_loss(apply_fn: ApplyFn) -> LossFn:
+    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights [B]."""
+
+    def loss_fn(params, batch, rng):
+        return _cross_entropy(apply_fn(params, batch.inputs, rng), batch.labels, batch.weights)
+
+    return loss_fn
+
+
+def next_token_loss(apply_fn: ApplyFn) -> LossFn:
+    """Returns the loss function of a language model, in nats a token: inputs, labels and their weights are [B, L].
+
+    It is the classifier's: each position of each sequence is an example, and the vocabulary holds the classes.
+    """
+    return classification_loss(apply_fn)
+
+
+def _cross_entropy(
+    logits: Float[Array, "... V"], labels: Int[Array, "..."], weights: Float[Array, "..."]
+) -> tuple[Float[Array, ""], Metrics]:
+    """Returns the weighted mean of the cross entropy, and loss and accuracy as (sum, count), all in float32."""
+    if not logits.shape[:-1] == labels.shape == weights.shape:
+        raise ValueError(
+            f"labels {labels.shape} and weights {weights.shape} must have the first axes of logits {logits.shape}: "
+            "each label belongs to one row of logits"
+        )
+    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
+    loss = (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights).sum()
+    correct = ((logits.argmax(axis=-1) == labels) * weights).sum()
+    count = weights.sum()
+    metrics = {"loss": (loss, count), "accuracy": (correct, count)}
+    return loss / jnp.where(count > 0, count, 1), metrics  # without any weight the loss is 0, and so is its gradient
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    num_minibatches: int = 1,
+    method: str = "scan",
+    accumulator_dtype: Any = jnp.float32,
+    policy: precision.Policy | None = None,
+    donate: bool = True,
+    gradient_fn: Callable[[LossFn], accumulation.GradFn] = accumulation.gradient,
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first call.
+
+    Where the state holds a loss scale, a step whose gradients are not all finite changes neither parameters nor
+    optimizer state, and `metrics["skipped"]` counts it. Without one, nothing of this is in the program.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
+      optimizer: any of optax; a norm to clip to is part of it, so that it sees gradients that are unscaled.
+      num_minibatches: M, into how many the batch is cut.
+      method: "scan" or "loop" over the minibatches.
+      accumulator_dtype: dtype that their gradients are summed in.
+      policy: dtypes to compute in; as the model has it if None.
+      donate: whether the state given in is overwritten by the one that comes out.
+      gradient_fn: makes the gradient function of a loss function.
+
+    Raises:
+      ValueError: for options that do not exist; the step raises it, before it is compiled, if M does not divide B.
+    """
+    accumulation.check_options(num_minibatches, method, accumulator_dtype)
+    loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
+
+    def train_step(state, batch):
+        rng, step_rng = jax.random.split(state.rng)
+
+        def scaled_loss_fn(params, batch, rng):
+            loss, metrics = loss_fn(params, batch, rng)
+            return state.loss_scale.scale(loss), metrics
+
+        grads, metrics = accumulation.accumulate(
+            gradient_fn(scaled_loss_fn),
+            state.params,
+            batch,
+            step_rng,
+            num_minibatches=num_minibatches,
+            method=method,
+            accumulator_dtype=accumulator_dtype,
+        )
+        with jax.named_scope("optimizer"):
+            grads = state.loss_scale.unscale(grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng)
+        if not isinstance(state.loss_scale, precision.NoLossScale):
+            new, skipped = _skip_if_not_finite(grads, state, new)
+            metrics = metrics | {"skipped": (skipped, jnp.ones_like(skipped))}
+        return new, metrics
+
+    return jax.jit(train_step, donate_argnums=0 if donate else ())
+
+
+def _skip_if_not_finite(grads, old, new):
+    finite = precision.all_finite(grads)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (old.params, old.opt_state)
+    )
+    scale = old.loss_scale.update(finite)
+    new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_scale=scale)
+    return new, 1 - finite.astype(jnp.float32)
+
+
+def add_metrics(first: Metrics, second: Metrics) -> Metrics:
+    """Adds sums to sums and counts to counts."""
+    return jax.tree.map(jnp.add, first, second)
+
+
+def mean_metrics(metrics: Metrics) -> dict[str, float]:
+    """Divides each sum by its count, once, at the end; NaN where nothing was counted."""
+    metrics = jax.device_get(metrics)
+    return {name: float(total / count) if count else float("nan") for name, (total, count) in metrics.items()}
+
+
+def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
+    """Returns the mean metrics over all labels of all batches, without dropout.
+
+    Args:
+      loss_fn: the loss function that is trained, called with `rng=None`. The same object compiles once.
+      params: pytree of parameters.
+      batches: at least one batch.
+
+    Raises:
+      ValueError: if there is no batch.
+    """
+    each = [_metrics(loss_fn, params, batch) for batch in batches]
+    if not each:
+        raise ValueError("batches must hold at least one batch: a mean over nothing is undefined")
+    return mean_metrics(functools.reduce(add_metrics, each))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _metrics(loss_fn, params, batch):
+    return loss_fn(params, batch, None)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that a training run needs, built from one configuration.
+
+    Attributes:
+      config: that configuration.
+      apply_fn: the Transformer as a function of its parameters.
+      loss_fn: its next-token loss.
+      train_step: `train_step(state, batch) -> (state, metrics)`.
+      init: `init(rng) -> state`, parameters, optimizer and loss scale before the first step.
+    """
+
+    config: ConfigDict
+    apply_fn: ApplyFn
+    loss_fn: LossFn
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    init: Callable[[Key[Array, ""]], TrainState]
+
+    def abstract(self) -> tuple[TrainState, Batch]:
+        """Returns the shapes of the state and of a batch, to lower the step with; nothing is computed or allocated."""
+        return jax.eval_shape(self.init, jax.random.key(0)), _abstract_batch(self.config)
+
+
+def _abstract_batch(config: ConfigDict) -> Batch:
+    shape = (config.data.batch_size, config.data.seq_len)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return Batch(inputs=tokens, labels=tokens, weights=jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def build(config: ConfigDict) -> Run:
+    """Builds a training run of the Transformer. Nothing is computed yet.
+
+    Args:
+      config: a whole configuration (`course_lib.config`).
+
+    Raises:
+      ValueError: if it cannot work: the field, its value and the fix.
+    """
+    check(config)
+    model = Transformer(config.model)
+    apply_fn = as_function(model)
+    loss_fn = next_token_loss(apply_fn)
+    optimizer = optimizers.from_config(config.optimizer)
+    scale = precision.loss_scale(config.training.loss_scale)
+
+    def init(rng):
+        param_rng, state_rng = jax.random.split(rng)
+        tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
+        params = model.init(param_rng, tokens, train=False)["params"]
+        return init_state(params, optimizer, state_rng, scale)
+
+    train_step = make_train_step(
+        loss_fn,
+        optimizer,
+        num_minibatches=config.training.num_minibatches,
+        method=config.training.accumulation,
+        accumulator_dtype=config.training.accumulator_dtype,
+        donate=config.training.donate,
+    )
+    return Run(config, apply_fn, loss_fn, train_step, jax.jit(init))

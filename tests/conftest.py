@@ -1,0 +1,40 @@
+"""How the unit tests run: types and shapes checked, promotions refused, warnings turned into errors (pyproject.toml).
+
+Only the tests are this strict. A learner's session has JAX's defaults.
+"""
+
+import os
+
+# On a machine with a GPU the same tests run there with COURSE_BACKEND=gpu (`make gpu`); everywhere else on the CPU.
+# JAX reads its platforms when it first looks for devices, so they are set before anything imports it.
+# Virtual devices do not mind: they are asked for by name.
+if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jaxtyping
+
+# Checks the jaxtyping annotations of course_lib on every call. Must come before the first import of course_lib.
+jaxtyping.install_import_hook("course_lib", "beartype.beartype")
+
+import jax
+import pytest
+
+# bfloat16 + float32 is an error here, not a silent float32. But Flax's LayerNorm asks for promote_types(float16,
+# float32), and Optax's Adam raises a float to the power of an int32 step count: both promote on purpose, and JAX has no
+# way to allow it to them alone. So tests that call them have JAX's default.
+CALLS_FLAX_OR_OPTAX = set(
+    "test_accumulation test_case_study test_config test_donation test_figures test_measure test_mlp test_profiling "
+    "test_recorded test_remat test_training test_transformer".split()
+)
+# What a learner types runs with a learner's defaults.
+A_LEARNERS_CODE = {"test_solutions"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion(request):
+    """Refuses implicit promotion in a whole test module: of dtypes, and of ranks, as in (B, 1) + (B,) = (B, B)."""
+    name = request.module.__name__.rpartition(".")[2]
+    dtypes = "standard" if name in CALLS_FLAX_OR_OPTAX | A_LEARNERS_CODE else "strict"
+    ranks = "allow" if name in A_LEARNERS_CODE else "raise"
+    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
+        yield

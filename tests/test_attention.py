@@ -1,0 +1,132 @@
+"""What must be true of every implementation of attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course_lib import attention, hardware, virtual
+
+B, L, H, K = 2, 6, 2, 4
+NEAR = dict(rtol=1e-5, atol=1e-6)  # float32, sums in another order
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    return tuple(jax.random.normal(key, (B, L, H, K)) for key in jax.random.split(jax.random.key(0), 3))
+
+
+def _out_and_grads(implementation, qkv, **options):
+    def loss(qkv):
+        out = attention.attend(*qkv, implementation=implementation, **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    with jax.default_matmul_precision("highest"):
+        grads, out = jax.grad(loss, has_aux=True)(qkv)
+    return out, *grads
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": jnp.eye(L, dtype=bool)[None, None] | (jnp.arange(L) < 3)}])
+def test_reference_and_xla_give_the_same_values_and_gradients(qkv, options):
+    for ours, theirs in zip(_out_and_grads("reference", qkv, **options), _out_and_grads("xla", qkv, **options), strict=True):
+        np.testing.assert_allclose(ours, theirs, **NEAR)
+
+
+def test_attention_is_a_mean_of_the_values_weighted_by_a_softmax(qkv):
+    query, key, value = (np.asarray(x, np.float64) for x in qkv)
+    scores = query[1, :, 0] @ key[1, :, 0].T / np.sqrt(K)
+    weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    with jax.default_matmul_precision("highest"):
+        out = attention.attend(*qkv, causal=False)
+    np.testing.assert_allclose(out[1, :, 0], weights @ value[1, :, 0], **NEAR)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_causal_attention_reads_the_past_and_only_the_past(qkv, implementation):
+    """Three gradient criteria, after nanodo's test_causality (https://github.com/google-deepmind/nanodo).
+
+    The output at a position does not depend on later ones, depends on itself, and on earlier ones.
+    """
+    at = 3
+    grad = jax.grad(lambda value: attention.attend(*qkv[:2], value, implementation=implementation)[:, at].sum())(qkv[2])
+    assert np.all(grad[:, at + 1 :] == 0)
+    assert np.all(grad[:, at] != 0)
+    assert np.all(grad[:, :at] != 0)
+
+
+def test_a_bfloat16_softmax_errs_more_than_a_float32_one(qkv):
+    short = tuple(x.astype(jnp.bfloat16) for x in qkv)
+    exact = attention.attend(*(x.astype(jnp.float32) for x in short))
+
+    def error(softmax_dtype):
+        out = attention.attend(*short, softmax_dtype=softmax_dtype)
+        assert out.dtype == jnp.bfloat16
+        return float(jnp.abs(out.astype(jnp.float32) - exact).mean())
+
+    assert error(jnp.float32) < error(jnp.bfloat16)
+
+
+def test_why_unavailable_names_the_reason():
+    for name in ("reference", "xla"):
+        assert attention.why_unavailable(name, None) is None
+    for name in ("cudnn", "pallas"):
+        assert "needs an NVIDIA GPU" in attention.why_unavailable(name, None)
+        assert "needs an NVIDIA GPU" in attention.why_unavailable(name, hardware.get("v5e"))
+        assert "compute capability 8.0" in attention.why_unavailable(name, hardware.get("t4"))
+    with pytest.raises(ValueError, match="attention='flash' must be one of"):
+        attention.why_unavailable("flash", None)
+
+
+def test_what_is_not_installed_is_refused_before_anything_is_compiled(qkv):
+    a5000 = hardware.get("a5000")
+    for name in ("cudnn", "pallas"):
+        if attention.why_unavailable(name, a5000):
+            with pytest.raises(ValueError, match=f"attention='{name}' cannot be had"):
+                attention.attend(*qkv, implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"implementation": "flash"}, "attention='flash' must be one of"),
+        ({"implementation": "xla", "softmax_dtype": jnp.bfloat16}, "softmax_dtype='bfloat16' must be 'float32'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(qkv, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention.attend(*qkv, **options)
+
+
+needs_pallas = pytest.mark.skipif(
+    bool(attention.why_unavailable("pallas", hardware.get("a5000"))),
+    reason=str(attention.why_unavailable("pallas", hardware.get("a5000"))),
+)
+needs_virtual = pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+
+
+@needs_pallas
+def test_pallas_refuses_what_its_kernel_would_get_wrong(qkv):
+    with pytest.raises(ValueError, match="seq_len=6 must be a multiple of 128"):
+        attention.attend(*qkv, implementation="pallas")
+    with pytest.raises(ValueError, match="mask must be None for attention='pallas'"):
+        attention.attend(*qkv, mask=jnp.ones((1, 1, L, L), bool), implementation="pallas")
+
+
+@needs_pallas
+@needs_virtual
+@pytest.mark.parametrize("name", ["a5000", "h100"])
+def test_flash_attention_does_not_store_the_weights(name):
+    """For L = 1024, B x H x L x L float32 weights are 64 MiB, and `reference` holds several arrays of that shape."""
+    batch, length, heads, width = 2, 1024, 8, 128
+    x = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
+    qkv = virtual.abstract((x, x, x), virtual.devices(name)[0])
+
+    def temporaries(implementation):
+        def loss(qkv):
+            return attention.attend(*qkv, implementation=implementation).astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(loss)).lower(qkv).compile().memory_analysis().temp_size_in_bytes
+
+    weights = 4 * batch * heads * length * length
+    assert temporaries("reference") >= weights
+    assert temporaries("pallas") < weights / 3  # vectors of K numbers and a sum for each position: no L x L

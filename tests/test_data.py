@@ -1,0 +1,188 @@
+"""What must be true of the corpus, the tokenizer and the batches."""
+
+import gzip
+import hashlib
+import importlib.resources
+import multiprocessing
+import re
+
+import numpy as np
+import pytest
+
+from course_lib import data, ngrams
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache folder of its own for these tests, empty at first."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COURSE_CACHE", str(folder))
+        data._prepared.cache_clear()
+        yield folder
+    data._prepared.cache_clear()
+
+
+def test_the_corpus_is_the_one_that_was_built():
+    packed = importlib.resources.files("course_lib").joinpath("corpus", data.CORPUS).read_bytes()
+    assert hashlib.sha256(gzip.decompress(packed)).hexdigest() == data.CORPUS_SHA256
+
+
+def test_the_corpus_comes_with_its_licence_and_its_source():
+    folder = importlib.resources.files("course_lib").joinpath("corpus")
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in folder.joinpath("LICENSE").read_text()
+    assert "3.13.0" in folder.joinpath("SOURCE.md").read_text()
+
+
+def test_no_document_is_in_both_splits_and_both_hold_english_and_code():
+    train, validation = ({document.name for document in data.documents(split)} for split in data.SPLITS)
+    assert not train & validation
+    for names in (train, validation):
+        assert {name.split("/")[0] for name in names} == {"lib", "topics"}
+    sizes = [sum(len(document.text) for document in data.documents(split)) for split in data.SPLITS]
+    assert 0.08 < sizes[1] / sum(sizes) < 0.16
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'é'", "漢字 \N{PILE OF POO}\r\n\x00", "", "  two  spaces  "])
+def test_any_text_survives_the_tokenizer(text):
+    tokenizer = data.tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_tokens_are_the_documents_each_closed_by_the_end_token():
+    tokens, tokenizer = data.tokens("validation"), data.tokenizer()
+    end = tokenizer.token_to_id(data.END)
+    texts = [tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == end))]
+    assert texts == [*[document.text for document in data.documents("validation")], ""]
+    assert tokenizer.get_vocab_size() == data.VOCAB_SIZE > tokens.max()
+
+
+def test_the_tokenizer_has_not_seen_the_validation_split():
+    texts = [document.text for document in data.documents("train")]
+    assert data._train_tokenizer(texts).to_str() == data.tokenizer().to_str()
+
+
+def test_tokens_come_from_the_cache_the_second_time(cache, monkeypatch):
+    first = data.tokens("train")
+    data._prepared.cache_clear()
+    monkeypatch.setattr(data, "_prepare", lambda corpus: pytest.fail("prepared again"))
+    np.testing.assert_array_equal(data.tokens("train"), first)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:1000], lambda content: content[:-1] + b"!", lambda content: b""])
+def test_a_damaged_cache_is_made_again_and_it_is_said(cache, capsys, damage):
+    first = data.tokens("train")
+    (path,) = cache.glob("tokens-*.npz")
+    path.write_bytes(damage(path.read_bytes()))
+    data._prepared.cache_clear()
+    np.testing.assert_array_equal(data.tokens("train"), first)
+    assert "damaged" in capsys.readouterr().out
+    data._prepared.cache_clear()
+    data.tokens("train")
+    assert capsys.readouterr().out == ""
+
+
+def _sum_of_tokens(folder, barrier, results):
+    import os
+
+    os.environ["COURSE_CACHE"] = folder
+    barrier.wait()
+    results.put(int(data.tokens("train").sum()))
+
+
+def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    workers = [context.Process(target=_sum_of_tokens, args=(str(tmp_path), barrier, results)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    sums = [results.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sums == [int(data.tokens("train").sum())] * 2
+    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]  # no half-written file is left
+
+
+def test_a_batch_is_windows_of_the_text_and_its_labels_are_one_token_later():
+    tokens = np.arange(100, dtype=np.uint16)
+    for batch in data.batches(tokens, batch_size=3, seq_len=5, seed=0, steps=50):
+        assert batch.inputs.shape == batch.labels.shape == batch.weights.shape == (3, 5)
+        np.testing.assert_array_equal(batch.labels, batch.inputs + 1)
+        np.testing.assert_array_equal(batch.inputs, batch.inputs[:, :1] + np.arange(5))
+        assert (batch.weights == 1).all()
+
+
+def test_a_seed_gives_the_same_batches_again_and_another_seed_others():
+    def first(seed):
+        return next(data.batches(data.tokens("train"), batch_size=4, seq_len=8, seed=seed, steps=1)).inputs
+
+    np.testing.assert_array_equal(first(1), first(1))
+    assert (first(1) != first(2)).any()
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
+def test_validation_batches_hold_every_token_but_the_first_once_as_a_label(length):
+    tokens = np.arange(length, dtype=np.uint16)
+    batches = list(data.validation_batches(tokens, batch_size=2, seq_len=8))
+    labels = np.concatenate([batch.labels[batch.weights == 1] for batch in batches])
+    np.testing.assert_array_equal(labels, tokens[1:])
+    assert all(batch.labels.shape == (2, 8) for batch in batches)
+
+
+def test_counting_pairs_beats_counting_tokens():
+    train, validation = data.tokens("train"), data.tokens("validation")
+    assert ngrams.bigram_loss(train, validation, 2048) < ngrams.unigram_loss(train, validation, 2048) - 1
+
+
+def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_and_the_unigram_only_how_often_it_occurs():
+    train, validation = np.tile([0, 1], 500), np.tile([0, 1], 50)
+    assert ngrams.unigram_loss(train, validation, 2) == pytest.approx(np.log(2), abs=1e-3)
+    assert ngrams.bigram_loss(train, validation, 2) == pytest.approx(-np.log(0.99 + 0.01 / 2), abs=1e-3)
+
+
+def test_no_token_is_impossible():
+    train = np.array([0, 1] * 20)
+    assert np.isfinite(ngrams.bigram_loss(train, np.array([0, 2, 3]), 4))
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_position():
+    with pytest.raises(ValueError, match=r"tokens\[2\]=7 must be in \[0, vocab_size=5\)"):
+        data.batches(np.array([1, 4, 7], np.uint16), batch_size=1, seq_len=1, seed=0, steps=1, vocab_size=5)
+    with pytest.raises(ValueError, match=r"tokens\[0\]=-1"):
+        data.check_tokens(np.array([-1, 4]), 5)
+
+
+def test_too_few_tokens_for_a_window_are_refused():
+    with pytest.raises(ValueError, match="seq_len=3 must be under the number of tokens, 3"):
+        data.batches(np.arange(3, dtype=np.uint16), batch_size=1, seq_len=3, seed=0, steps=1)
+    with pytest.raises(ValueError, match="tokens must be two or more, not 1"):
+        data.validation_batches(np.arange(1, dtype=np.uint16), batch_size=1, seq_len=1)
+
+
+def test_a_folder_of_text_is_a_corpus(tmp_path):
+    for name in ("a.txt", "b.txt", "c/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"this is {name}", encoding="utf-8")
+    names = [document.name for split in data.SPLITS for document in data.documents(split, tmp_path)]
+    assert sorted(names) == ["a.txt", "b.txt", "c/d.txt"]
+    tokenizer = data.tokenizer()
+    text = "".join(tokenizer.decode(data.tokens(split, tmp_path).tolist()) for split in data.SPLITS)
+    assert all(f"this is {name}" in text for name in names)
+
+
+def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        data.documents("train", tmp_path / "missing")
+    with pytest.raises(ValueError, match=re.escape(f"corpus={str(tmp_path)!r} must hold two files or more, it has 0")):
+        data.documents("train", tmp_path)
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "bad.bin").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="'bad.bin' is not UTF-8"):
+        data.documents("train", tmp_path)
+    with pytest.raises(ValueError, match="split='test' must be one of"):
+        data.documents("test")
+
+
+def test_this_machines_standard_library_is_a_larger_corpus():
+    size = sum(len(document.text) for split in data.SPLITS for document in data.documents(split, "stdlib"))
+    assert size > 3e6

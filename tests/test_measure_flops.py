@@ -1,0 +1,171 @@
+"""What must be true of counted FLOPs: they are those of the hand formulas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from course_lib.measure import flops
+
+B, D, F, N = 8, 16, 64, 3
+FORWARD = 2 * B * D * F + 2 * B * F * D  # of one MLP: (B, D) @ (D, F), then (B, F) @ (F, D)
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(x, weights):
+    up, down = weights
+    return jax.nn.gelu(x @ up) @ down
+
+
+def gradient(fn, **kwargs):
+    return jax.grad(lambda x, weights: jnp.sum(fn(x, weights, **kwargs) ** 2), argnums=(0, 1))
+
+
+X, WEIGHTS = array(B, D), (array(D, F), array(F, D))
+STACKED = (array(N, D, F), array(N, F, D))
+
+
+def layers(x, weights, remat):
+    layer = jax.checkpoint(mlp, prevent_cse=False) if remat else mlp
+    return jax.lax.scan(lambda x, w: (x + layer(x, w), None), x, weights)[0]
+
+
+def test_a_matrix_product_takes_two_operations_for_each_pair_that_it_multiplies():
+    assert flops(jnp.matmul, array(5, 7), array(7, 11)).total == {"float32": 2 * 5 * 7 * 11}
+
+
+def test_batched_products_count_for_each_of_the_batch():
+    scores = functools.partial(jnp.einsum, "BLHK,BMHK->BHLM")
+    assert flops(scores, array(2, 5, 3, 4), array(2, 6, 3, 4)).total == {"float32": 2 * (2 * 3) * 5 * 6 * 4}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_counts_as_the_product_that_it_is_at_each_output(groups):
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", feature_group_count=groups
+    )
+    image, kernel = array(2, 4, 10, 10), array(6, 4 // groups, 3, 3)
+    assert flops(convolve, image, kernel).total == {"float32": 2 * (2 * 6 * 8 * 8) * (4 // groups * 3 * 3)}
+
+
+def test_a_gradient_costs_twice_the_forward_pass_on_top_of_it():
+    assert flops(mlp, X, WEIGHTS).total == {"float32": FORWARD}
+    assert flops(gradient(mlp), X, WEIGHTS).total == {"float32": 3 * FORWARD}
+
+
+def test_remat_repeats_what_the_backward_pass_needs_and_model_flops_leave_it_out():
+    counted = flops(gradient(jax.checkpoint(mlp)), X, WEIGHTS)
+    assert counted.recomputed == {"float32": FORWARD // 2}  # the hidden layer; nobody needs the output again
+    assert counted.total == {"float32": 3 * FORWARD + FORWARD // 2}
+    assert counted.model == flops(gradient(mlp), X, WEIGHTS).total
+
+
+def test_a_chain_costs_four_times_its_forward_pass_with_full_remat_and_three_times_without():
+    def chain(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    weights = tuple(array(D, D) for _ in range(10))
+    counted = flops(gradient(jax.checkpoint(chain)), X, weights)
+    assert counted.total == {"float32": 4 * 10 * 2 * B * D * D}  # tanh needs its own result, so none is spared
+    assert counted.model == {"float32": 3 * 10 * 2 * B * D * D}
+
+
+def test_a_policy_that_saves_products_recomputes_none():
+    saving = jax.checkpoint(mlp, policy=jax.checkpoint_policies.dots_saveable)
+    assert flops(gradient(saving), X, WEIGHTS).recomputed == {}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_counts_as_often_as_it_runs(remat):
+    one, stacked = flops(gradient(jax.checkpoint(mlp) if remat else mlp), X, WEIGHTS), gradient(layers, remat=remat)
+    counted = flops(stacked, X, STACKED)
+    assert counted.total == {"float32": N * one.total["float32"]}
+    assert counted.recomputed == {dtype: N * count for dtype, count in one.recomputed.items()}
+
+
+def test_a_train_step_counts_through_jit_accumulation_scan_and_remat():
+    def step(weights, batch):
+        grads = jax.tree.map(jnp.zeros_like, weights)
+
+        def add(grads, x):
+            return jax.tree.map(jnp.add, grads, gradient(layers, remat=True)(x, weights)[1]), None
+
+        grads, _ = jax.lax.scan(add, grads, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+    counted = flops(jax.jit(step, donate_argnums=0), STACKED, array(4, B, D))
+    assert counted.model == {"float32": 4 * N * 3 * FORWARD}
+    assert counted.recomputed == {"float32": 4 * N * FORWARD // 2}
+
+
+def test_of_a_conditional_the_most_expensive_branch_counts():
+    def either(flag, x, w):
+        return jax.lax.cond(flag, lambda: x, lambda: x @ w @ w)
+
+    assert flops(either, array(dtype=bool), X, array(D, D)).total == {"float32": 2 * 2 * B * D * D}
+
+
+def test_custom_derivatives_are_looked_into():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+    assert flops(product, X, array(D, D)).total == {"float32": 2 * B * D * D}
+    assert flops(gradient(product), X, array(D, D)).total == {"float32": 3 * 2 * B * D * D}
+    assert flops(jax.nn.relu, X).total == {}
+
+
+def test_each_product_counts_for_the_dtype_of_its_operands():
+    def two(x, w):
+        return x @ w, x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    one = 2 * B * D * D
+    assert flops(two, X, array(D, D)).total == {"float32": one, "bfloat16": one}
+    mixed = functools.partial(jax.lax.dot, preferred_element_type=jnp.float32)
+    assert flops(mixed, array(B, D, dtype=jnp.bfloat16), array(D, D)).total == {"float32": one}
+
+
+def test_loops_with_fixed_bounds_count_and_others_are_refused():
+    def fixed(x, w):
+        return jax.lax.fori_loop(0, 5, lambda _, x: x @ w, x)
+
+    def until(x, w):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x @ w, x)
+
+    assert flops(fixed, X, array(D, D)).total == {"float32": 5 * 2 * B * D * D}
+    with pytest.raises(ValueError, match="known number of iterations"):
+        flops(until, X, array(D, D))
+
+
+def test_a_loop_without_products_may_end_when_it_likes():
+    def until(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x + 1, x)
+
+    assert flops(until, X).total == {}
+
+
+def test_a_kernel_counts_as_the_estimate_it_was_given_and_is_refused_without():
+    def double(x, **options):
+        def kernel(x_ref, out_ref):
+            out_ref[...] = 2 * x_ref[...]
+
+        return pl.pallas_call(kernel, out_shape=x, interpret=True, **options)(x)
+
+    estimate = pl.CostEstimate(flops=1234, transcendentals=0, bytes_accessed=0)
+    assert flops(functools.partial(double, cost_estimate=estimate), X).total == {"float32": 1234}
+    with pytest.raises(ValueError, match="must have a cost_estimate"):
+        flops(double, X)
+
+
+def test_what_cannot_be_seen_is_refused_instead_of_counted_as_nothing():
+    call = jax.ffi.ffi_call("some_library", X)
+    with pytest.raises(ValueError, match="products cannot be seen"):
+        flops(call, X)

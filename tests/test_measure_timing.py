@@ -1,0 +1,115 @@
+"""What must be true of a measured time: what runs, how often, in which order."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from course_lib.measure import compare, peak_in_own_process, step_time, time
+
+
+def step(state, batch):
+    return state + batch, {"loss": jnp.sum(state)}
+
+
+def test_each_step_gets_the_state_of_the_one_before():
+    seen = []
+
+    def remembering(state, batch):
+        seen.append(state)
+        return state + batch, {}
+
+    step_time(remembering, 0, 2, steps=3, warmup=1)
+    assert seen == [0, 2, 4, 6]
+
+
+def test_a_jitted_step_is_compiled_once_and_apart():
+    traces = []
+
+    def traced(state, batch):
+        traces.append(1)
+        return step(state, batch)
+
+    found = step_time(jax.jit(traced, donate_argnums=0), jnp.zeros(8), jnp.ones(8), steps=5)
+    assert len(traces) == 1
+    assert found.compile_seconds > found.median
+    assert 0 < found.low <= found.median <= found.high
+
+
+def test_a_donated_state_is_handed_on_and_the_first_one_is_gone():
+    state = jnp.zeros(8)
+    step_time(jax.jit(step, donate_argnums=0), state, jnp.ones(8), steps=2)
+    assert state.is_deleted()
+
+
+def test_a_function_that_is_not_jitted_has_no_compile_time():
+    assert step_time(step, jnp.zeros(8), jnp.ones(8), steps=2).compile_seconds is None
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(0, 1), (1, -1)])
+def test_no_steps_are_refused(steps, warmup):
+    with pytest.raises(ValueError, match="must be at least 1 and 0"):
+        step_time(step, jnp.zeros(8), jnp.ones(8), steps=steps, warmup=warmup)
+
+
+def test_functions_are_compared_by_turns():
+    calls = []
+    compare({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1)
+    assert calls == ["a", "b"] * 4
+
+
+def test_more_work_takes_longer():
+    x = jnp.ones((300, 300))
+
+    @jax.jit
+    def once(x):
+        return x @ x
+
+    @jax.jit
+    def fifty_times(x):
+        return jax.lax.fori_loop(0, 50, lambda _, y: x @ y, x)
+
+    found = compare({"once": lambda: once(x), "fifty": lambda: fifty_times(x)})
+    assert found["fifty"].low > found["once"].high
+    assert "ms" in str(time(once, x))
+
+
+def test_a_comparison_that_would_time_the_compilation_is_refused():
+    with pytest.raises(ValueError, match="the first call compiles"):
+        compare({"a": lambda: None}, warmup=0)
+
+
+COUNTS = jax.local_devices()[0].memory_stats() is not None
+
+
+@pytest.mark.skipif(COUNTS, reason="this device counts the memory in use")
+def test_where_devices_do_not_count_there_is_no_peak_and_nothing_runs(tmp_path):
+    assert peak_in_own_process("test_measure_timing:touch", path=str(tmp_path / "ran")) is None
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(not COUNTS, reason="a CPU does not count the memory in use")
+def test_the_peak_of_another_process_is_that_of_its_arrays_alone():
+    here = jnp.ones((64, 2**20))
+    peak = peak_in_own_process("test_measure_timing:hold", megabytes=32)
+    assert 32 * 2**20 <= peak < here.nbytes
+
+
+def test_what_goes_wrong_in_the_other_process_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax.Device, "memory_stats", lambda self: {}, raising=False)
+    with pytest.raises(RuntimeError, match="No such file or directory"):
+        peak_in_own_process("test_measure_timing:touch", path=str(tmp_path / "nowhere" / "ran"))
+
+
+def test_a_function_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="'module:function'"):
+        peak_in_own_process("test_measure_timing:nothing")
+
+
+def touch(path):
+    pathlib.Path(path).touch()
+
+
+def hold(megabytes):
+    return jnp.ones((megabytes, 2**18))  # float32

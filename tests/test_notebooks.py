@@ -1,0 +1,136 @@
+"""The notebooks as they are stored: run in one go, tagged, and laid out as docs/design.md says.
+
+What they print is compared by `pytest --nbval notebooks`, which passes over cells that were never run; that is caught
+here.
+"""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import stamp
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NAMES = [
+    "01_mixed_precision",
+    "02_rematerialization",
+    "03_gradient_accumulation",
+    "04_buffer_donation",
+    "05_transformer",
+    "06_profiling",
+]
+TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
+CLOSING = ["Summary", "Exercises", "References"]
+# Folders of one machine. /tmp and site-packages would be another machine's noise too.
+MACHINE = re.compile(r"ipykernel_\d+|(?:/home|/root|/Users|/work|/tmp|/usr/lib|/var)/\w|site-packages")
+MOST_BYTES = 1_000_000
+
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", 4)
+
+
+def code_cells(name):
+    return [cell for cell in read(name).cells if cell.cell_type == "code"]
+
+
+def tags(cell):
+    return set(cell.metadata.get("tags", ()))
+
+
+def output_text(output):
+    return "".join([output.get("text", ""), *(v for k, v in output.get("data", {}).items() if k.startswith("text/"))])
+
+
+def test_there_are_these_notebooks_and_no_others():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+
+
+@each
+def test_it_was_run_from_top_to_bottom(name):
+    nb = read(name)
+    nbformat.validate(nb)
+    counts = [cell.execution_count for cell in code_cells(name)]
+    assert counts == list(range(1, len(counts) + 1)), f"run make notebooks NB={name[:2]}"
+
+
+@each
+def test_it_runs_in_any_jupyter(name):
+    metadata = read(name).metadata
+    assert metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert set(metadata) == {"kernelspec", "language_info"}
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@each
+def test_its_tags_are_known_and_do_not_contradict_each_other(name):
+    for cell in code_cells(name):
+        assert tags(cell) <= TAGS
+        assert not {"nbval-ignore-output", "nbval-check-output"} <= tags(cell)
+
+
+@each
+def test_it_fails_only_where_the_lesson_is_the_error(name):
+    for cell in code_cells(name):
+        raised = any(output.output_type == "error" for output in cell.outputs)
+        assert raised == ("raises-exception" in tags(cell)), cell.source
+
+
+@each
+def test_nothing_was_written_to_stderr(name):
+    for cell in code_cells(name):
+        assert not [output.text for output in cell.outputs if output.get("name") == "stderr"], cell.source
+
+
+@each
+def test_it_names_no_path_of_a_machine(name):
+    for cell in read(name).cells:
+        texts = [cell.source, *map(output_text, cell.get("outputs", ()))]
+        assert not [match[0] for text in texts for match in MACHINE.finditer(text)]
+
+
+@each
+def test_no_cell_ends_in_a_semicolon_which_nbval_does_not_understand(name):
+    for cell in code_cells(name):
+        assert not cell.source.rstrip().endswith(";"), cell.source
+
+
+@each
+def test_it_opens_with_title_badge_and_set_up(name):
+    title, *_ = read(name).cells
+    badge, setup = stamp.notebook_texts(f"{name}.ipynb", stamp.repository())
+    first = code_cells(name)[0]
+    assert title.cell_type == "markdown" and title.source.startswith("# ") and badge in title.source, "run make badges"
+    assert first.source == setup and tags(first) == {"nbval-ignore-output"}, "run make badges"
+
+
+@each
+def test_it_closes_with_summary_exercises_references(name):
+    markdown = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
+    headings = re.findall(r"^## (.*)$", markdown, re.M)
+    assert headings[-3:] == CLOSING
+    exercises = markdown[markdown.index("## Exercises") : markdown.index("## References")]
+    assert exercises.count("<details>") == exercises.count("</details>") == 3
+    assert len(re.findall(r"<summary>.*?</summary>", exercises)) == 3
+    assert markdown.count("<details>") == 3, "only solutions are folded"
+
+
+@each
+def test_it_shows_pictures_and_asserts_its_claims(name):
+    cells = code_cells(name)
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    assert any(re.search(r"^\s*assert |assert_allclose|assert_array_equal", cell.source, re.M) for cell in cells)
+
+
+@each
+def test_it_shows_the_library_instead_of_repeating_it(name):
+    """No function or class of course_lib is defined again."""
+    library = set()
+    for file in (FOLDER.parent / "course_lib").rglob("*.py"):
+        library |= set(re.findall(r"^(?:def|class) ([A-Za-z]\w+)", file.read_text(), re.M))
+    own = {found for cell in code_cells(name) for found in re.findall(r"^(?:def|class) (\w+)", cell.source, re.M)}
+    assert not own & library
+    assert any("notebook.source(" in cell.source for cell in code_cells(name))

@@ -1,0 +1,122 @@
+"""Everything that says which versions, which files and which address agrees with pyproject.toml."""
+
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import check_gpu
+import nbformat
+import pin_versions
+import pytest
+import stamp
+import sync_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+SETS = {name: sync_environment.pins(ROOT / "requirements" / f"{name}.txt") for name in ("py311", "py312", "oldest")}
+ADDRESSES = re.compile(r"https?://\S+|--(?:extra-)?index-url|--find-links|@ |file:")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_exact_versions_lie_in_the_ranges(name):
+    wanted = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"]
+    for requirement in map(Requirement, wanted + (EXTRAS["virtual"] if name != "oldest" else [])):
+        (exact,) = SETS[name][canonicalize_name(requirement.name)].specifier
+        assert exact.operator == "==" and exact.version in requirement.specifier, str(requirement)
+
+
+def test_the_oldest_set_is_the_lower_bounds():
+    for bound in map(Requirement, pin_versions.lower_bounds(PROJECT["dependencies"])):
+        (exact,) = SETS["oldest"][canonicalize_name(bound.name)].specifier
+        assert exact.version in bound.specifier  # ==0.22 holds 0.22.0
+
+
+@pytest.mark.parametrize("name", ["py311", "py312"])
+def test_the_cuda_plugin_is_of_jaxs_version_and_only_where_it_runs(name):
+    pins = SETS[name]
+    assert pins["jax-cuda13-plugin"].specifier == pins["jax-cuda13-pjrt"].specifier == pins["jax"].specifier
+    for wheel in ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm"):
+        assert pins[wheel].marker.evaluate({"sys_platform": "linux", "platform_machine": "x86_64"})
+        assert not pins[wheel].marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"})
+    assert not any("cudnn" in pin or "cublas" in pin for pin in pins), "the compiler alone, not gigabytes of CUDA"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem)
+def test_requirements_name_no_index_and_no_address(path):
+    assert not ADDRESSES.findall(path.read_text())
+
+
+def test_environment_yml_is_in_step():
+    assert (ROOT / "environment.yml").read_text() == sync_environment.environment(), "run make environment"
+
+
+def test_plain_metadata_has_ranges_not_exact_versions():
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        assert not any(specifier.operator in ("==", "===", "~=") for specifier in requirement.specifier), requirement
+
+
+def test_what_colab_installs_brings_no_jax_of_its_own():
+    lacks = {canonicalize_name(name) for name in stamp.COLAB_LACKS.split()}
+    assert lacks < {canonicalize_name(Requirement(r).name) for r in PROJECT["dependencies"]}
+    assert not lacks & {"jax", "jaxlib", "flax", "optax", "numpy"}
+    assert "--no-deps" in stamp.SETUP
+
+
+def test_the_set_up_checks_for_the_oldest_jax_that_is_allowed():
+    from course_lib import notebook
+
+    (jax,) = [requirement for requirement in map(Requirement, PROJECT["dependencies"]) if requirement.name == "jax"]
+    assert f">={notebook.OLDEST_JAX}" in map(str, jax.specifier)
+
+
+def test_data_files_travel_with_the_package():
+    package = ROOT / "course_lib"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["course_lib"]
+    carried = {file for pattern in patterns for file in package.glob(pattern)}
+    data = {f for f in package.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert data and data <= carried, f"not in the wheel: {sorted(map(str, data - carried))}"
+
+
+def test_this_environment_has_what_the_project_asks_for():
+    assert not check_gpu.missing(), sys.prefix
+
+
+def test_the_readme_links_to_the_projects_own_address():
+    readme, repo = (ROOT / "README.md").read_text(), stamp.repository()
+    linked = set(re.findall(r"colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob", readme))
+    assert linked <= {repo}, "run make badges"
+    assert f"github.com/{repo}" in readme, "the README says where to clone it from"
+
+
+def test_a_new_address_reaches_every_link_of_the_readme():
+    text = "https://github.com/OWNER/REPO.git https://colab.research.google.com/github/OWNER/REPO/blob/main/x.ipynb"
+    moved = "https://github.com/ada/course.git https://colab.research.google.com/github/ada/course/blob/main/x.ipynb"
+    assert stamp.readme_with(text, "OWNER/REPO", "ada/course") == moved
+    assert stamp.readme_with("https://github.com/OWNER/REPO2", "OWNER/REPO", "ada/course").endswith("OWNER/REPO2")
+
+
+def test_stamping_twice_is_stamping_once():
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Title\n\nWhat it is.")])
+    stamp.stamp_notebook(nb, "01_x.ipynb", "ada/course")
+    first = nbformat.writes(nb)
+    stamp.stamp_notebook(nb, "01_x.ipynb", "ada/course")
+    assert nbformat.writes(nb) == first
+    assert nb.cells[0].source.startswith("# Title\n\n[![Open In Colab]") and nb.cells[0].source.endswith("What it is.")
+    assert "git+https://github.com/ada/course" in nb.cells[1].source
+    stamp.stamp_notebook(nb, "01_x.ipynb", "bob/course")
+    assert "ada/course" not in nbformat.writes(nb)
+
+
+def test_the_installed_version_is_the_packages_own():
+    import course_lib
+
+    try:
+        installed = metadata.version("course-lib")
+    except metadata.PackageNotFoundError:
+        pytest.skip("course_lib runs from its folder here, it is not installed")
+    assert installed == course_lib.__version__

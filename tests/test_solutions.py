@@ -1,0 +1,30 @@
+"""The folded solutions of the notebooks' exercises run, each in a fresh namespace, and their asserts hold."""
+
+import pathlib
+import re
+
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>(.*?)</details>", re.S)
+CODE = re.compile(r"```python\n(.*?)```", re.S)
+
+
+def solutions(path: pathlib.Path) -> list[str]:
+    """Returns the code of each folded solution of a notebook, in order."""
+    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    return ["\n".join(CODE.findall(solution)) for solution in SOLUTION.findall(text)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_notebook_has_three_exercises_with_solutions_that_check_themselves(path):
+    codes = solutions(path)
+    assert len(codes) == 3
+    assert all("assert" in code for code in codes)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_solution_runs_and_its_assert_holds(path, number):
+    exec(compile(solutions(path)[number - 1], f"{path.name}, solution {number}", "exec"), {"__name__": "solution"})

@@ -1,0 +1,93 @@
+"""Runs notebooks from top to bottom, each in a fresh kernel, and stores what they print.
+
+usage: python tools/execute_notebooks.py [--fresh] [01 02 ...]        no number: all of them
+
+A notebook is left as it is when nothing has changed but the outputs of cells tagged nbval-ignore-output (times, say,
+that differ in every run), so that running all of them twice leaves nothing to commit; `--fresh` stores those too. What
+is stored is always one whole run. A notebook that fails is not touched.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import stamp
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+FOLDER = stamp.ROOT / "notebooks"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+SECONDS_A_CELL = 600
+
+
+def run(path: Path) -> nbformat.NotebookNode:
+    """Returns the notebook with the outputs of a fresh run; the file stays as it is."""
+    nb = nbformat.read(path, 4)
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        nb,
+        timeout=SECONDS_A_CELL,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.execute()
+    nb.metadata = nbformat.from_dict(METADATA)
+    for number, cell in enumerate(nb.cells):
+        cell.id = f"cell-{number:02d}"
+        cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if cell.metadata.get("tags") else {})
+    nbformat.validate(nb)
+    return nb
+
+
+def facts(nb: nbformat.NotebookNode) -> list:
+    """Returns what two runs on one machine have in common: all but the outputs of cells tagged as measurements."""
+    cells = []
+    for cell in nb.cells:
+        measured = "nbval-ignore-output" in cell.metadata.get("tags", ())
+        cells.append({key: value for key, value in cell.items() if not (measured and key == "outputs")})
+    return [nb.metadata, cells]
+
+
+def store(path: Path, *, fresh: bool = False, repo: str | None = None) -> str:
+    """Runs a notebook and stores it if something has changed; returns what was done."""
+    before = path.read_text()
+    nb = run(path)
+    if repo:
+        stamp.stamp_notebook(nb, path.name, repo)
+    if not fresh and facts(nbformat.reads(before, 4)) == facts(nb):
+        return "unchanged"
+    path.write_text(nbformat.writes(nb) + "\n")
+    return "stored"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the notebooks that are named; returns the number of failures."""
+    fresh, names = "--fresh" in arguments, [a for a in arguments if a != "--fresh"]
+    paths = sorted(path for name in names or [""] for path in FOLDER.glob(f"{name}*.ipynb"))
+    if not paths:
+        there = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+        sys.exit(f"NB={' '.join(names)!r} must be how a notebook's name begins: there are {there}")
+    if Path("/proc/driver/nvidia/version").exists():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # what is stored is what a CPU prints
+    failures = 0
+    for path in paths:
+        start = time.perf_counter()
+        try:
+            done = store(path, fresh=fresh, repo=stamp.repository())
+        except CellExecutionError as error:
+            failures, done = failures + 1, f"FAILED, left as it was\n{error}"
+        print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {done}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Stamps the project's address into the README's links and into each notebook's badge and set-up cell.
+
+usage: python tools/stamp.py [owner/name]     with a name: makes it the project's address first
+       python tools/stamp.py --check          changes nothing, fails if something is out of step
+
+The address is written by hand in one place, `[project.urls]` of pyproject.toml.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+# What Colab does not have of our dependencies. All of them are small, and none brings a JAX or a CUDA along.
+COLAB_LACKS = "ml_collections jaxtyping tensorboard-plugin-profile"
+BADGE = (
+    "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{repo}/blob/main/notebooks/{name})"
+)
+SETUP = """\
+# On Colab: install the course's library, leaving Colab's own JAX and CUDA alone. Elsewhere: check what is installed.
+import importlib.util
+import sys
+
+if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is None:
+    %pip install -q --no-deps "course_lib @ git+https://github.com/{repo}"
+    %pip install -q {lacks}
+
+from course_lib import notebook
+
+notebook.setup()"""
+IS_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.M)
+
+
+def repository(root: Path = ROOT) -> str:
+    """Returns the project's `owner/name`."""
+    url = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return url.removeprefix("https://github.com/")
+
+
+def notebook_texts(name: str, repo: str) -> tuple[str, str]:
+    """Returns the badge and the set-up cell of a notebook, by its file name."""
+    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=COLAB_LACKS)
+
+
+def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:
+    """Puts the badge under the title, and the set-up cell first among the code cells.
+
+    Raises:
+      ValueError: if the notebook does not begin with a title.
+    """
+    title = nb.cells[0]
+    if title.cell_type != "markdown" or not title.source.startswith("# "):
+        raise ValueError(f"{name} must begin with a Markdown cell that holds its title, as in '# Mixed precision'")
+    badge, setup = notebook_texts(name, repo)
+    if IS_BADGE.search(title.source):
+        title.source = IS_BADGE.sub(badge, title.source)
+    else:
+        first, _, rest = title.source.partition("\n")
+        title.source = f"{first}\n\n{badge}\n{rest}".rstrip()
+    cell = next((cell for cell in nb.cells if cell.cell_type == "code"), None)
+    if cell is None or "notebook.setup()" not in cell.source:
+        cell = nbformat.v4.new_code_cell(id="setup")
+        nb.cells.insert(1, cell)
+    cell.source = setup
+    cell.metadata.tags = ["nbval-ignore-output"]
+
+
+def readme_with(text: str, old: str, new: str) -> str:
+    """Returns the README with the project's old address replaced by a new one."""
+    return re.sub(rf"(?<=github\.com/){re.escape(old)}(?![\w-])|(?<=/github/){re.escape(old)}(?![\w-])", new, text)
+
+
+def main(arguments: list[str]) -> int:
+    """Stamps, or checks; returns the exit status."""
+    check = arguments == ["--check"]
+    old = new = repository()
+    if arguments and not check:
+        new = arguments[0]
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", new):
+            sys.exit(f"REPO={new!r} must be owner/name, as it stands after github.com/ in the project's address")
+        toml = ROOT / "pyproject.toml"
+        toml.write_text(toml.read_text().replace(f'"https://github.com/{old}"', f'"https://github.com/{new}"'))
+        readme = ROOT / "README.md"
+        readme.write_text(readme_with(readme.read_text(), old, new))
+
+    stale = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        before = path.read_text()
+        nb = nbformat.reads(before, 4)
+        stamp_notebook(nb, path.name, new)
+        after = nbformat.writes(nb) + "\n"
+        if after != before:
+            stale.append(path.name)
+            if not check:
+                path.write_text(after)
+    outcome = "out of step; run make badges:" if check else "stamped:"
+    print(new, outcome, ", ".join(stale) or "nothing")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Writes environment.yml, for conda users, from pyproject.toml and the exact versions of requirements/py311.txt.
+
+usage: python tools/sync_environment.py [--check]
+
+Conda brings Python and pip, and pip the rest, so that both ways lead to the same versions. The versions are spelt out
+since micromamba cannot follow a `-r requirements.txt` (https://github.com/mamba-org/mamba/issues/1894).
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = """\
+# Written by tools/sync_environment.py from pyproject.toml and requirements/py311.txt. Do not edit.
+# From the project's folder: conda env create -f environment.yml
+name: course-lib
+channels: [conda-forge, nodefaults]
+dependencies:
+  - python=3.11
+  - pip
+  - pip:
+"""
+
+
+def pins(path: Path) -> dict[str, Requirement]:
+    """Returns the exact versions of a requirements file by canonical name."""
+    lines = (line for line in path.read_text().splitlines() if line and not line.startswith("#"))
+    return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
+
+
+def direct() -> list[Requirement]:
+    """Returns what pyproject.toml asks for by name, once each: the dependencies and the extras that `.venv` has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = map(Requirement, project["dependencies"] + extras["notebooks"] + extras["test"] + extras["virtual"])
+    return list({canonicalize_name(r.name) + str(sorted(r.extras)): r for r in wanted}.values())
+
+
+def environment() -> str:
+    """Returns the text of environment.yml."""
+    exact = pins(ROOT / "requirements" / "py311.txt")
+    lines = []
+    for wanted in direct():
+        pin = exact[canonicalize_name(wanted.name)]
+        extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
+        line = f"{pin.name}{extras}{pin.specifier}"
+        if wanted.marker:
+            line = '"' + f"{line} ; {wanted.marker}".replace('"', "'") + '"'
+        lines.append(f"      - {line}\n")
+    return HEADER + "".join(lines) + "      - -e .\n"
+
+
+def main() -> int:
+    """Writes the file, or with --check says whether it is in step; returns the exit status."""
+    path = ROOT / "environment.yml"
+    if "--check" not in sys.argv:
+        path.write_text(environment())
+        return 0
+    if path.exists() and path.read_text() == environment():
+        return 0
+    print("environment.yml is out of step: run make environment")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
