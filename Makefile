@@ -9,15 +9,16 @@ PY = .venv/bin/python
 PINS = pyproject.toml requirements/py311.txt requirements/py312.txt requirements/oldest.txt
 # JupyterLab refuses to run as root, which is who one is in a container.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
-# The first Python >= 3.12 that runs, for the newest JAX.
-NEWEST_PYTHON ?= $(shell for p in python3.13 python3.12 python3.14 $(PYTHON); do \
+# The first Python >= 3.12 that runs, for the newest JAX; the last ones are pyenv's.
+NEWEST_PYTHON ?= $(shell for p in python3.13 python3.12 python3.14 $(PYTHON) \
+	$(lastword $(sort $(wildcard $(HOME)/.pyenv/versions/3.1[2-9].*/bin/python))); do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
 .NOTPARALLEL:
 .PHONY: help lab test lint unit nbval notebooks test-oldest test-oldest-unit test-latest gpu case-study badges environment pins clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 18
 
 lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a browser: prints the URL)
 	$(PY) -m jupyterlab --notebook-dir=notebooks --LabApp.news_url=None \
@@ -51,11 +52,14 @@ test-latest: ## unit tests and notebooks with the newest packages there are (nee
 	.venv-latest/bin/python -m pytest -q
 	COURSE_COMPARE=facts .venv-latest/bin/python -m pytest -q --nbval notebooks
 
+# Not all of the GPU's memory for whoever comes first: tests start processes of their own.
+gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
+gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, notebooks, measurements into docs/results/
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) tools/check_gpu.py
-	COURSE_BACKEND=gpu PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest -q
-	COURSE_BACKEND=gpu PYTHONPATH=$$PWD:$$PYTHONPATH $(PYTHON) -m pytest -q --nbval notebooks
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu
+	$(PYTHON) tools/check_gpu.py
+	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q
+	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q --nbval notebooks
+	$(PYTHON) -m benchmarks.gpu
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.case_study

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import tempfile
+import time as clock
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from course_lib import attention, config, hardware, measure, training
-from course_lib import virtual as _  # keeps JAX's start quiet where its CUDA plugin is there for compiling only
+from course_lib import virtual as virtual  # keeps JAX's start quiet where its CUDA plugin is there for compiling only
 
 CHANGES: dict[str, dict[str, Any]] = {
     "the preset": {},
@@ -68,14 +69,16 @@ def measure_case(preset: str, case: str, steps: int, out: str) -> Any:
         run = training.build(chosen)
         abstract = run.abstract()
         step: Any = run.train_step
-        row["compiled_peak_bytes"] = measure.memory(step.lower(*abstract).compile()).peak
+        start = clock.perf_counter()
+        compiled = step.lower(*abstract).compile()
+        row["compile_seconds"] = clock.perf_counter() - start
+        row["compiled_peak_bytes"] = measure.memory(compiled).peak
         limit = (device.memory_stats() or {}).get("bytes_limit", row["compiled_peak_bytes"])
         if row["compiled_peak_bytes"] > limit:
             row["not_run"] = f"its peak is beyond the {limit} bytes that JAX may take here"
         else:
             state, batch = run.init(jax.random.key(0)), jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract[1])
             time = measure.step_time(step, state, batch, steps=steps)
-            row["compile_seconds"] = time.compile_seconds
             row["step_seconds"] = {"median": time.median, "low": time.low, "high": time.high}
             row["tokens_per_second"] = batch.labels.size / time.median
             row["mfu"] = measure.mfu(measure.flops(step, *abstract), time.median, accelerator)
@@ -101,12 +104,11 @@ def describe(row: dict[str, Any]) -> str:
     """Returns a row as a line on the screen."""
     if row["not_run"]:
         return f"{row['case']:24} not run: {row['not_run']}"
-    measured = row["measured_peak_bytes"]
-    mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    time, peak = row["step_seconds"], row["measured_peak_bytes"]
     return (
-        f"{row['case']:24} {row['step_seconds']['median'] * 1e3:8.1f} ms   MFU {mfu}   "
-        f"peak {row['compiled_peak_bytes'] / measure.GIB:.2f} GiB compiled, "
-        f"{'not counted' if measured is None else f'{measured / measure.GIB:.2f} GiB measured'}"
+        f"{row['case']:24} {time['median'] * 1e3:9.1f} ms ({time['low'] * 1e3:.1f} to {time['high'] * 1e3:.1f}), "
+        f"MFU {'unknown' if row['mfu'] is None else format(row['mfu'], '.1%')}, "
+        f"peak {measure.gib(row['compiled_peak_bytes'])} compiled, {'not' if peak is None else measure.gib(peak)} measured"
     )
 
 

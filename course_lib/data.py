@@ -7,7 +7,6 @@ modules of its standard library (Python). It is real text, but narrow: a model t
 Tokens are byte-level byte pairs (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909), learned from the training split.
 """
 
-import functools
 import gzip
 import hashlib
 import importlib.resources
@@ -84,13 +83,14 @@ def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Do
 def _read(corpus: str | os.PathLike[str]) -> list[Document]:
     if corpus == "shipped":
         packed = importlib.resources.files("course_lib").joinpath("corpus", CORPUS).read_bytes()
-        return [Document(**json.loads(line)) for line in gzip.decompress(packed).decode().splitlines()]
+        return [Document(**json.loads(line)) for line in gzip.decompress(packed).splitlines()]
     folder = pathlib.Path(sysconfig.get_path("stdlib") if corpus == "stdlib" else corpus)
     if not folder.is_dir():
         raise ValueError(f"corpus={str(corpus)!r} must be 'shipped', 'stdlib' or a folder: there is no such folder")
     files = sorted(path for path in folder.rglob("*.py" if corpus == "stdlib" else "*") if path.is_file())
     if corpus == "stdlib":
-        files = [path for path in files if not {"test", "tests", "site-packages", "idlelib"} & set(path.parts)]
+        left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib"}
+        files = [path for path in files if not left_out & set(path.relative_to(folder).parts)]
     found = []
     for path in files:
         name = path.relative_to(folder).as_posix()
@@ -126,7 +126,7 @@ def tokens(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16[np.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {SPLITS}")
-    return _prepared(str(corpus))[split]
+    return _prepared(corpus)[split]
 
 
 def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
@@ -159,8 +159,7 @@ def _prepare(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return prepared
 
 
-@functools.lru_cache(maxsize=4)
-def _prepared(corpus: str) -> dict[str, np.ndarray]:
+def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     everything = _read(corpus)
     settings = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE, *[(doc.name, doc.text) for doc in everything]]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -223,14 +222,22 @@ def batches(
       vocab_size: V that every token must be under.
 
     Raises:
-      ValueError: if the tokens do not fill one window, or one is outside the vocabulary. At the call, not at the first batch.
+      ValueError: if the tokens do not fill one window, one is outside the vocabulary, or B or L is below 1. At the call, not at
+        the first batch.
     """
+    _check_sizes(batch_size, seq_len)
     check_tokens(tokens, vocab_size)
     if len(tokens) < seq_len + 1:
         raise ValueError(f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window fits")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - seq_len, (steps, batch_size, 1))
     weights = np.ones((batch_size, seq_len), np.float32)
     return (_windows(tokens, start + np.arange(seq_len), weights) for start in starts)
+
+
+def _check_sizes(batch_size: int, seq_len: int) -> None:
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1: a batch would hold no label")
 
 
 def _windows(
@@ -254,8 +261,9 @@ def validation_batches(
       vocab_size: V that every token must be under.
 
     Raises:
-      ValueError: if there are fewer than two tokens, or one is outside the vocabulary.
+      ValueError: if there are fewer than two tokens, one is outside the vocabulary, or B or L is below 1.
     """
+    _check_sizes(batch_size, seq_len)
     check_tokens(tokens, vocab_size)
     labels = len(tokens) - 1
     if labels < 1:

@@ -19,7 +19,7 @@ def generate(
     *,
     max_seq_len: int,
     temperature: float = 1.0,
-) -> Int[Array, "B L+length"]:
+) -> Int[Array, "B L+{length}"]:
     """Continues B prompts of L tokens by `length` tokens.
 
     The model must be causal. It sees the last `max_seq_len` tokens, and computes all of them anew for each new one;

@@ -3,13 +3,16 @@
 import gzip
 import hashlib
 import importlib.resources
+import json
 import multiprocessing
 import re
+import sysconfig
 
+import build_corpus
 import numpy as np
 import pytest
 
-from course_lib import data, ngrams
+from course_lib import data
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,14 +21,40 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COURSE_CACHE", str(folder))
-        data._prepared.cache_clear()
         yield folder
-    data._prepared.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small corpus."""
+    for name in ("a.txt", "b.txt", "c/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"this is {name}", encoding="utf-8")
+    return tmp_path
 
 
 def test_the_corpus_is_the_one_that_was_built():
     packed = importlib.resources.files("course_lib").joinpath("corpus", data.CORPUS).read_bytes()
     assert hashlib.sha256(gzip.decompress(packed)).hexdigest() == data.CORPUS_SHA256
+
+
+def test_the_build_script_packs_this_text_with_this_header_and_lists_these_modules():
+    packed = importlib.resources.files("course_lib").joinpath("corpus", data.CORPUS).read_bytes()
+    text = gzip.decompress(packed)
+    assert gzip.decompress(build_corpus.pack(text)) == text
+    assert build_corpus.pack(text)[:10] == packed[:10]  # the header: no date, no name of a file or a system
+    names = [json.loads(line)["name"] for line in text.splitlines()]
+    assert [name for name in names if name.startswith("lib/")] == sorted(f"lib/{name}.py" for name in build_corpus.MODULES)
+
+
+def test_another_release_of_python_is_no_source_of_the_corpus(tmp_path):
+    header = tmp_path / "include" / "python3.13" / "patchlevel.h"
+    header.parent.mkdir(parents=True)
+    header.write_text('#define PY_VERSION "3.13.1"')
+    source = tmp_path / "lib" / "python3.13"
+    with pytest.raises(ValueError, match=r"must be the lib/python3\.13 of an installed CPython 3\.13\.0"):
+        build_corpus.build(source, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
 
 
 def test_the_corpus_comes_with_its_licence_and_its_source():
@@ -64,22 +93,29 @@ def test_the_tokenizer_has_not_seen_the_validation_split():
 
 def test_tokens_come_from_the_cache_the_second_time(cache, monkeypatch):
     first = data.tokens("train")
-    data._prepared.cache_clear()
     monkeypatch.setattr(data, "_prepare", lambda corpus: pytest.fail("prepared again"))
     np.testing.assert_array_equal(data.tokens("train"), first)
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:1000], lambda content: content[:-1] + b"!", lambda content: b""])
-def test_a_damaged_cache_is_made_again_and_it_is_said(cache, capsys, damage):
-    first = data.tokens("train")
-    (path,) = cache.glob("tokens-*.npz")
+@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: content[:-1] + b"!", lambda content: b""])
+def test_a_damaged_cache_is_made_again_and_it_is_said(cache, folder, capsys, damage):
+    data.tokenizer()
+    others = set(cache.iterdir())
+    first = data.tokens("train", folder)
+    (path,) = set(cache.iterdir()) - others
     path.write_bytes(damage(path.read_bytes()))
-    data._prepared.cache_clear()
-    np.testing.assert_array_equal(data.tokens("train"), first)
-    assert "damaged" in capsys.readouterr().out
-    data._prepared.cache_clear()
-    data.tokens("train")
+    np.testing.assert_array_equal(data.tokens("train", folder), first)
+    assert f"{path.name} are damaged" in capsys.readouterr().out
+    data.tokens("train", folder)
     assert capsys.readouterr().out == ""
+    path.unlink()
+
+
+def test_tokens_follow_a_folder_that_changes(folder):
+    before = data.tokens("train", folder)
+    for path in folder.rglob("*.txt"):
+        path.write_text("something else and longer")
+    assert len(data.tokens("train", folder)) > len(before)
 
 
 def _sum_of_tokens(folder, barrier, results):
@@ -129,22 +165,6 @@ def test_validation_batches_hold_every_token_but_the_first_once_as_a_label(lengt
     assert all(batch.labels.shape == (2, 8) for batch in batches)
 
 
-def test_counting_pairs_beats_counting_tokens():
-    train, validation = data.tokens("train"), data.tokens("validation")
-    assert ngrams.bigram_loss(train, validation, 2048) < ngrams.unigram_loss(train, validation, 2048) - 1
-
-
-def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_and_the_unigram_only_how_often_it_occurs():
-    train, validation = np.tile([0, 1], 500), np.tile([0, 1], 50)
-    assert ngrams.unigram_loss(train, validation, 2) == pytest.approx(np.log(2), abs=1e-3)
-    assert ngrams.bigram_loss(train, validation, 2) == pytest.approx(-np.log(0.99 + 0.01 / 2), abs=1e-3)
-
-
-def test_no_token_is_impossible():
-    train = np.array([0, 1] * 20)
-    assert np.isfinite(ngrams.bigram_loss(train, np.array([0, 2, 3]), 4))
-
-
 def test_a_token_outside_the_vocabulary_is_named_with_its_position():
     with pytest.raises(ValueError, match=r"tokens\[2\]=7 must be in \[0, vocab_size=5\)"):
         data.batches(np.array([1, 4, 7], np.uint16), batch_size=1, seq_len=1, seed=0, steps=1, vocab_size=5)
@@ -159,14 +179,20 @@ def test_too_few_tokens_for_a_window_are_refused():
         data.validation_batches(np.arange(1, dtype=np.uint16), batch_size=1, seq_len=1)
 
 
-def test_a_folder_of_text_is_a_corpus(tmp_path):
-    for name in ("a.txt", "b.txt", "c/d.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"this is {name}", encoding="utf-8")
-    names = [document.name for split in data.SPLITS for document in data.documents(split, tmp_path)]
+@pytest.mark.parametrize("sizes", [{"batch_size": 0, "seq_len": 8}, {"batch_size": 2, "seq_len": 0}])
+def test_a_batch_without_labels_is_refused(sizes):
+    tokens = np.arange(100, dtype=np.uint16)
+    with pytest.raises(ValueError, match="=0 must be at least 1"):
+        data.batches(tokens, **sizes, seed=0, steps=1)
+    with pytest.raises(ValueError, match="=0 must be at least 1"):
+        data.validation_batches(tokens, **sizes)
+
+
+def test_a_folder_of_text_is_a_corpus(folder):
+    names = [document.name for split in data.SPLITS for document in data.documents(split, folder)]
     assert sorted(names) == ["a.txt", "b.txt", "c/d.txt"]
     tokenizer = data.tokenizer()
-    text = "".join(tokenizer.decode(data.tokens(split, tmp_path).tolist()) for split in data.SPLITS)
+    text = "".join(tokenizer.decode(data.tokens(split, folder).tolist()) for split in data.SPLITS)
     assert all(f"this is {name}" in text for name in names)
 
 
@@ -184,5 +210,14 @@ def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
 
 
 def test_this_machines_standard_library_is_a_larger_corpus():
-    size = sum(len(document.text) for split in data.SPLITS for document in data.documents(split, "stdlib"))
+    size = sum(len(document.text) for document in data.documents("train", "stdlib"))
     assert size > 3e6
+
+
+def test_a_standard_library_that_lies_in_a_folder_called_test_is_read_but_for_its_own_tests(tmp_path, monkeypatch):
+    stdlib = tmp_path / "test" / "lib"
+    for name in ("a.py", "b.py", "json/test/c.py", "site-packages/d.py"):
+        (stdlib / name).parent.mkdir(parents=True, exist_ok=True)
+        (stdlib / name).write_text("pass")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(stdlib))
+    assert {document.name for split in data.SPLITS for document in data.documents(split, "stdlib")} == {"a.py", "b.py"}

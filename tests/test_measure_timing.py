@@ -71,7 +71,7 @@ def test_more_work_takes_longer():
         return jax.lax.fori_loop(0, 50, lambda _, y: x @ y, x)
 
     found = compare({"once": lambda: once(x), "fifty": lambda: fifty_times(x)})
-    assert found["fifty"].low > found["once"].high
+    assert found["fifty"].median > found["once"].median
     assert "ms" in str(time(once, x))
 
 

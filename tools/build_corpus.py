@@ -2,13 +2,15 @@
 
     python tools/build_corpus.py --source PATH/lib/python3.13
 
-PATH is an installation of CPython 3.13.0 (any other release is refused: the corpus would differ). Building twice gives the
-same text; its SHA-256 is printed, and stands in `course_lib/data.py`.
+PATH is an installation of CPython 3.13.0 (any other release is refused: the corpus would differ). Building it again gives the
+same file, byte for byte where zlib is the same (zlib-ng packs otherwise), and the same text everywhere. The SHA-256 of the text
+is printed, and stands in `course_lib/data.py`.
 """
 
 import argparse
 import gzip
 import hashlib
+import io
 import json
 import pathlib
 import runpy
@@ -46,9 +48,17 @@ def build(source: pathlib.Path, destination: pathlib.Path = CORPUS) -> str:
     lines = [json.dumps(document, ensure_ascii=False, sort_keys=True) + "\n" for document in documents(source)]
     text = "".join(lines).encode()
     destination.mkdir(exist_ok=True)
-    (destination / f"cpython-{RELEASE}.jsonl.gz").write_bytes(gzip.compress(text, compresslevel=9, mtime=0))
+    (destination / f"cpython-{RELEASE}.jsonl.gz").write_bytes(pack(text))
     (destination / "LICENSE").write_bytes((source / "LICENSE.txt").read_bytes())
     return hashlib.sha256(text).hexdigest()
+
+
+def pack(text: bytes) -> bytes:
+    """Compresses with a header that knows no time, no file name and no operating system (`gzip.compress` may write one)."""
+    packed = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0) as file:
+        file.write(text)
+    return packed.getvalue()
 
 
 if __name__ == "__main__":

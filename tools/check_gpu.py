@@ -12,14 +12,14 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 ROOT = Path(__file__).resolve().parent.parent
 NOT_NEEDED = {"ruff", "mypy", "packaging"}
 
 
 def missing() -> list[str]:
     """Returns the requirements of the course that are not installed here, or too old."""
+    from packaging.requirements import Requirement  # not before JAX is known to be here
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = map(Requirement, project["dependencies"] + extras["test"] + ["ipykernel"])

@@ -25,9 +25,10 @@ METADATA = {
 SECONDS_A_CELL = 600
 
 
-def run(path: Path) -> nbformat.NotebookNode:
-    """Returns the notebook with the outputs of a fresh run; the file stays as it is."""
+def run(path: Path, repo: str) -> nbformat.NotebookNode:
+    """Returns the notebook, stamped with the project's address, with the outputs of a fresh run; writes nothing."""
     nb = nbformat.read(path, 4)
+    stamp.stamp_notebook(nb, path.name, repo)
     for cell in nb.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -37,6 +38,7 @@ def run(path: Path) -> nbformat.NotebookNode:
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
+        extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute()
@@ -57,12 +59,10 @@ def facts(nb: nbformat.NotebookNode) -> list:
     return [nb.metadata, cells]
 
 
-def store(path: Path, *, fresh: bool = False, repo: str | None = None) -> str:
+def store(path: Path, *, fresh: bool = False) -> str:
     """Runs a notebook and stores it if something has changed; returns what was done."""
     before = path.read_text()
-    nb = run(path)
-    if repo:
-        stamp.stamp_notebook(nb, path.name, repo)
+    nb = run(path, stamp.repository())
     if not fresh and facts(nbformat.reads(before, 4)) == facts(nb):
         return "unchanged"
     path.write_text(nbformat.writes(nb) + "\n")
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     for path in paths:
         start = time.perf_counter()
         try:
-            done = store(path, fresh=fresh, repo=stamp.repository())
+            done = store(path, fresh=fresh)
         except CellExecutionError as error:
             failures, done = failures + 1, f"FAILED, left as it was\n{error}"
         print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {done}", flush=True)

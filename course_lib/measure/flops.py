@@ -16,7 +16,7 @@ import jax
 
 # Calls of which the jaxpr does not show the inside. To pass over them would count too little.
 _OPAQUE = ("dot_product_attention", "ffi_call", "custom_partitioning", "triton_kernel_call", "mosaic_gpu", "tpu_custom")
-_NOT_COUNTED = ("ragged_dot", "scaled_dot", "shard_map")
+_NOT_COUNTED = ("ragged_dot", "scaled_", "shard_map")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ def origin(instruction: hlo.Instruction) -> str:
     source = updates[0]
     while source.operands and (not source.scope or "dynamic_update" in source.scope):
         source = source.operands[0]
-    if source.opcode == "parameter" and instruction.opcode in FUSIONS:
+    if instruction.opcode in FUSIONS and source in instruction.called[0].parameters:
         source = behind(instruction.operands[int(source.literal)])
     return _scope(source) or own
 
@@ -58,7 +58,10 @@ def stacked(module: hlo.Module) -> dict[str, str]:
             if loop.opcode != "while":
                 continue
             # What the loop begins with, and what an iteration hands to the next, both in the order of the loop's tuple.
-            for before, after in zip(loop.operands[0].operands, loop.calls["body"][0].root.operands, strict=True):
+            first, last = loop.operands[0], loop.calls["body"][0].root
+            if first.opcode != "tuple" or last.opcode != "tuple":
+                continue
+            for before, after in zip(first.operands, last.operands, strict=True):
                 update = behind(after)
                 if any(i.opcode == "dynamic-update-slice" for i in body(update)):
                     for name in _names(before):

@@ -1,0 +1,71 @@
+"""What must be true of optimizers built from a configuration."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course_lib import config as configs
+from course_lib import optimizers
+
+
+def example_config(**options):
+    config = configs.get("155m").optimizer
+    config.update(options)
+    return config
+
+
+def moves(config, grads):
+    """Returns the moves of one parameter, step by step."""
+    optimizer = optimizers.from_config(config)
+    param, moves = jnp.ones(()), []
+    state = optimizer.init(param)
+    with jax.numpy_dtype_promotion("standard"):  # Optax raises a float to the power of an int32 step count
+        for grad in grads:
+            update, state = optimizer.update(jnp.float32(grad), state, param)
+            moves.append(float(update))
+    return moves
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.1] * 7),
+        ("warmup_exponential", [0, 0.025, 0.05, 0.075, 0.1, 0.05, 0.025]),
+        ("warmup_cosine", [0, 0.025, 0.05, 0.075, 0.1, 0.05, 0.0]),
+    ],
+)
+def test_the_rate_follows_the_schedule(schedule, rates):
+    config = example_config(
+        name="sgd", schedule=schedule, learning_rate=0.1, warmup_steps=4, decay_rate=0.5, total_steps=6
+    )
+    np.testing.assert_allclose(moves(config, [1.0] * 7), -np.array(rates), atol=1e-8)
+
+
+def test_adam_divides_the_mean_gradient_by_the_root_of_its_mean_square():
+    config = example_config(schedule="constant", learning_rate=0.1, b1=0.8, b2=0.9)
+    mean = square = 0.0
+    expected = []
+    for step, grad in enumerate([1.0, -2.0, 3.0], start=1):
+        mean, square = 0.8 * mean + 0.2 * grad, 0.9 * square + 0.1 * grad**2
+        expected.append(-0.1 * (mean / (1 - 0.8**step)) / (square / (1 - 0.9**step)) ** 0.5)
+    np.testing.assert_allclose(moves(config, [1.0, -2.0, 3.0]), expected, rtol=1e-5)
+
+
+def test_weight_decay_pulls_a_parameter_towards_zero_without_any_gradient():
+    options = dict(schedule="constant", learning_rate=0.1, weight_decay=0.5)
+    assert moves(example_config(name="adam", **options), [0.0]) == [0.0]
+    np.testing.assert_allclose(moves(example_config(name="adamw", **options), [0.0]), [-0.05], rtol=1e-6)
+
+
+def test_a_norm_is_clipped_before_the_update():
+    options = dict(name="sgd", schedule="constant", learning_rate=0.1)
+    np.testing.assert_allclose(moves(example_config(clip_norm=2.0, **options), [8.0, 1.0]), [-0.2, -0.1], rtol=1e-6)
+    np.testing.assert_allclose(moves(example_config(clip_norm=0.0, **options), [8.0]), [-0.8], rtol=1e-6)
+
+
+def test_names_that_do_not_exist_are_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"optimizer.name='adma' must be one of \['sgd', 'adam', 'adamw'\]"):
+        optimizers.from_config(example_config(name="adma"))
+    with pytest.raises(ValueError, match="optimizer.schedule='cosine' must be one of"):
+        optimizers.from_config(example_config(schedule="cosine"))
