@@ -18,7 +18,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.13 python3.12 python3.14 $(PYTHON) \
 .PHONY: help lab test lint unit nbval notebooks test-oldest test-oldest-unit test-latest gpu case-study badges environment pins clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 18
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
 
 lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a browser: prints the URL)
 	$(PY) -m jupyterlab --notebook-dir=notebooks --LabApp.news_url=None \

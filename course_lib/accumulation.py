@@ -85,8 +85,8 @@ def accumulate(
         count = metrics["loss"][1]
 
         def add_leaf(total, grad):
-            weighted = jnp.where(count > 0, grad.astype(jnp.float32) * count, 0)  # without weight it may be 0 / 0
-            return total + weighted.astype(dtype)
+            weighted = (grad.astype(jnp.float32) * count).astype(dtype)
+            return jnp.where(count > 0, total + weighted, total)  # a gradient without weight may be 0 / 0
 
         return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
 

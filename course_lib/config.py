@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from course_lib import accumulation, attention, precision, transformer
+from course_lib import accumulation, attention, optimizers, precision, transformer
 from course_lib.hardware import Accelerator
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -151,6 +151,7 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     accumulation.check_options(training.num_minibatches, training.accumulation, training.accumulator_dtype)
     accumulation.check_divides(jax.ShapeDtypeStruct((config.data.batch_size,), jnp.int32), training.num_minibatches)
     precision.loss_scale(training.loss_scale)
+    optimizers.from_config(config.optimizer)
 
 
 def _check_fields(config: Any, template: ConfigDict, path: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from course_lib.measure.heap import write_session
+from course_lib.measure.heap import RECORD, write_session
 
 _CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
 
@@ -163,8 +163,8 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
       FileNotFoundError: if there is no record under `logdir`.
       ValueError: if the record holds no step of that name, or no operation.
     """
-    files = [file for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb") if file.stat().st_size > 0]
-    if not files:  # those of `write_virtual` are empty
+    files = [file for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb") if file.name != RECORD]
+    if not files:  # in those of `write_virtual` nothing ran
         raise FileNotFoundError(f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run profiling.trace")
     newest = max(files, key=lambda file: file.stat().st_mtime)
     planes = list(ProfileData.from_file(str(newest)).planes)

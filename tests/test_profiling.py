@@ -194,9 +194,11 @@ def test_tensorboards_memory_viewer_shows_the_peak_of_a_step_that_ran_nowhere(tm
 
     from xprof.convert import raw_to_tool_data  # what the plugin answers the browser with
 
+    [record] = folder.glob("*.xplane.pb")
+    assert {"memory_viewer", "graph_viewer"} <= set(raw_to_tool_data.xspace_to_tool_names([str(record)]))
     [module] = [path.name.removesuffix(".hlo_proto.pb") for path in folder.glob("*.hlo_proto.pb")]
     options = {"module_name": module, "memory_space": "0"}
-    view, _ = raw_to_tool_data.xspace_to_tool_data([str(folder / "vm.xplane.pb")], "memory_viewer", options)
+    view, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", options)
     view = json.loads(view)
     assert view["peakHeapMib"] * 2**20 == lowered.compile().memory_analysis().peak_memory_in_bytes
     assert max(view["heapSizes"]) == view["peakHeapMib"]

@@ -36,7 +36,7 @@ def main(folder, wanted="pinned"):
         installs = [["--requirement", pins], ["--no-deps", "--editable", ROOT]]
 
     print(f"Installing into {folder}: some minutes the first time, about 2 GB of disk on Linux ...", flush=True)
-    venv.create(folder, with_pip=True, clear=True)
+    venv.create(folder, with_pip=True, clear=True, symlinks=True)
     pip = [os.path.join(folder, "bin", "python"), "-m", "pip", "-qq", "--disable-pip-version-check", "install"]
     for install in installs:
         if subprocess.call(pip + install):

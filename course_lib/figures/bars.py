@@ -53,6 +53,7 @@ def memory_breakdown(
     label: str = "name",
     values: Sequence[str] = ("arguments", "temporaries"),
     capacity: style.Number | None = None,
+    xlabel: str = "memory (GiB)",
     title: str = "",
 ) -> Figure:
     """Draws the memory of each row as one bar, made of `values` one after the other, with their sum at its end.
@@ -62,6 +63,7 @@ def memory_breakdown(
       label: the key that holds a row's name.
       values: the keys that hold bytes; they are the legend, too.
       capacity: bytes of memory that the accelerator has, drawn as a line.
+      xlabel: what the bytes are, drawn in GiB.
       title: what the picture shows.
 
     Raises:
@@ -76,7 +78,7 @@ def memory_breakdown(
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for y, total in enumerate(left):
         style.write(axes, style.size(total * GIB), total, y)
-    _finish(figure, axes, capacity, title)
+    _finish(figure, axes, capacity, title, xlabel)
     return figure
 
 
@@ -217,12 +219,14 @@ def _case_axes(rows: Rows, label: str, values: Sequence[str], height_per_row: st
     return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes, capacity: style.Number | None, title: str) -> None:
+def _finish(
+    figure: Figure, axes: Axes, capacity: style.Number | None, title: str, xlabel: str = "memory (GiB)"
+) -> None:
     if capacity is not None:
         text = f"capacity {style.size(capacity)}"
         axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1.2, label=text)
     axes.margins(x=0.15)
-    axes.set(xlim=(0, None), xlabel="memory (GiB)", title=title)
+    axes.set(xlim=(0, None), xlabel=xlabel, title=title)
     _legend(figure)
 
 

@@ -10,12 +10,16 @@ import json
 import os
 import pathlib
 import tempfile
+import warnings
 
 import jax
 import numpy as np
+from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.memory import MIB
+
+RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 
 _KINDS = {"Parameter": "argument", "Output": "output", "Temporary": "temporary", "Constant": "constant"}
 
@@ -74,8 +78,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
-        session = next(pathlib.Path(folder).glob("plugins/profile/*"))
-        record = _memory_viewer(session / "vm.xplane.pb", "step")
+        record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
     module = hlo.parse(compiled.as_text())
     scopes = {i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions}
     scopes |= origin.stacked(module)
@@ -93,10 +96,13 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
 def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], name: str) -> jax.stages.Compiled:
     """Compiles a step and writes what TensorBoard's memory viewer and graph viewer open, without running anything.
 
+    A profiler's record holds the programs that ran, with the plan of their memory, and the times of their operations.
+    This one holds the program only.
+
     Args:
       lowered: `jax.jit(f).lower(...)`, for a real or a virtual device.
       logdir: TensorBoard's `--logdir`. The session goes into `logdir/plugins/profile/name/`.
-      name: what the session and the program are called in TensorBoard.
+      name: what the session is called in TensorBoard.
 
     Raises:
       RuntimeError: if XLA wrote no dump.
@@ -112,21 +118,35 @@ def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], n
                 'compiled; call jax.config.update("jax_enable_compilation_cache", False) before'
             )
         largest = max(protos, key=lambda path: path.stat().st_size)  # the others are what a GPU times to choose kernels
-        (session / f"{name}.hlo_proto.pb").write_bytes(largest.read_bytes())
-    (session / "vm.xplane.pb").touch()  # the trace of a run that did not take place
+        (session / RECORD).write_bytes(_as_record(largest.read_bytes()))
     return compiled
 
 
-def _memory_viewer(xplane: pathlib.Path, module_name: str) -> dict:
-    """Returns the memory viewer's own table, sizes in MiB."""
+def _as_record(program: bytes) -> bytes:
+    """Returns a profiler's record (an `XSpace`) with a program (an `HloProto`) and without times."""
+    escaped = program.decode("latin-1").encode("unicode_escape").decode().replace('"', '\\"')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.7.2 on Python 3.13 has one about itself
+        return ProfileData.text_proto_to_serialized_xspace(f"""
+            planes {{
+              name: "/host:metadata"
+              event_metadata {{ key: 1 value {{ id: 1 stats {{ metadata_id: 1 bytes_value: "{escaped}" }} }} }}
+              stat_metadata {{ key: 1 value {{ id: 1 name: "Hlo Proto" }} }}
+            }}""")
+
+
+def _memory_viewer(record: pathlib.Path) -> dict:
+    """Returns the memory viewer's own table for a session of one program, sizes in MiB."""
     before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read when xprof is loaded: else its C++ side logs every call
     try:
         from xprof.convert import raw_to_tool_data
     finally:
         os.environ.pop("TF_CPP_MIN_LOG_LEVEL") if before is None else os.environ.update(TF_CPP_MIN_LOG_LEVEL=before)
-    params = {"module_name": module_name, "memory_space": "0"}  # the device's own memory
-    data, _ = raw_to_tool_data.xspace_to_tool_data([str(xplane)], "memory_viewer", params)
+    raw_to_tool_data.xspace_to_tool_names([str(record)])  # unpacks the program into a file of its own
+    [program] = record.parent.glob("*.hlo_proto.pb")
+    params = {"module_name": program.name.removesuffix(".hlo_proto.pb"), "memory_space": "0"}  # the device's own memory
+    data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
     return json.loads(data)
 
 

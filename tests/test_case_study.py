@@ -1,0 +1,85 @@
+"""What must be true of the published measurements and their compiled counterparts."""
+
+import os
+
+import jax
+import pytest
+
+from course_lib import case_study, virtual
+
+PUBLISHED = [case for case in case_study.CASES if case.published_gib]
+TOLERANCE = 0.12  # a compiler of another year, without the GPU's context and its libraries' workspace
+
+
+def _recorded(accelerator):
+    return {row["case"]: row for row in case_study.recorded_rows(accelerator)}
+
+
+def _is_near(row):
+    return abs(row["peak_bytes"] / 2**30 / row["published_gib"] - 1) <= TOLERANCE
+
+
+@pytest.mark.parametrize("accelerator", case_study.ACCELERATORS)
+def test_every_case_is_recorded_for_every_accelerator(accelerator):
+    rows = _recorded(accelerator)
+    assert list(rows) == [case.name for case in case_study.CASES]
+    for case in case_study.CASES:
+        row = rows[case.name]
+        assert (row["published_gib"], row["published_seconds"]) == (case.published_gib, case.published_seconds)
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
+def test_recorded_memory_is_within_12_percent_of_the_published(case):
+    row = _recorded("a5000")[case.name]
+    assert _is_near(row), case_study.format_row(row)
+
+
+def test_no_published_step_is_faster_than_its_floor():
+    for row in case_study.recorded_rows("a5000"):
+        assert row["published_seconds"] is None or row["floor_seconds"] < row["published_seconds"]
+
+
+def test_the_largest_arrays_without_remat_are_the_attention_weights_and_the_activations_of_the_mlp():
+    largest = _recorded("a5000")["bfloat16"]["largest"]
+    assert ("float32", [12, 16, 8, 512, 512]) == (largest[0]["dtype"], largest[0]["shape"])
+    assert {"bfloat16"} == {array["dtype"] for array in largest if array["shape"] == [12, 16, 512, 4096]}
+
+
+def test_flash_attention_takes_less_memory_and_does_the_same_model_flops():
+    rows = _recorded("a5000")
+    for flash, written_out in [("flash", "bfloat16"), ("flash, remat Block", "remat Block")]:
+        assert rows[flash]["peak_bytes"] < rows[written_out]["peak_bytes"]
+        assert rows[flash]["model_flops"] == rows[written_out]["model_flops"]
+
+
+def test_remat_adds_flops_and_takes_none_from_the_model():
+    rows = _recorded("a5000")
+    assert rows["bfloat16"]["recomputed_flops"] == 0
+    assert 0 < rows["remat MLP+Attn"]["recomputed_flops"] < rows["remat Block"]["model_flops"] / 3
+    assert len({rows[case.name]["model_flops"] for case in PUBLISHED if "256" not in case.name}) == 1
+
+
+@pytest.mark.parametrize("case", case_study.CASES, ids=lambda case: case.name)
+def test_every_case_is_a_configuration_that_can_work(case):
+    whole = case.config()
+    for name, value in case.changes.items():
+        part, name = name.split(".")
+        assert whole[part][name] == value
+
+
+def test_a_device_without_a_datasheet_is_refused():
+    with pytest.raises(ValueError, match=r"device=.* must be one that course_lib.hardware knows"):
+        case_study.compile_case(case_study.CASES[0], jax.devices("cpu")[0])
+
+
+def test_an_accelerator_that_was_not_recorded_is_refused():
+    with pytest.raises(ValueError, match="accelerator='t4' must be one of"):
+        case_study.recorded_rows("t4")
+
+
+@pytest.mark.skipif(os.environ.get("COURSE_SLOW") != "1", reason="compiles for minutes: COURSE_SLOW=1 runs it")
+@pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
+def test_compiled_memory_is_within_12_percent_of_the_published(case):
+    row = case_study.compile_case(case, virtual.devices("a5000")[0])
+    assert _is_near(row), case_study.format_row(row)
