@@ -114,11 +114,14 @@ def _scan(add, total, params, minibatches, rngs):
 def _loop(add, total, params, minibatches, rngs):
     for index in range(len(rngs)):
         # Nothing in the mathematics makes a minibatch wait for the one before: a compiler may compute all of them first
-        # and add later, with M trees of gradients alive. The barrier makes the parameters wait for the total so far.
-        # (XLA:CPU heeds it from JAX 0.12 on; before, it is dropped before the operations are put in order.)
-        total, params = jax.lax.optimization_barrier((total, params))
+        # and add later, with the activations and gradients of all M alive. A branch has to wait for what it reads. This
+        # one reads the total so far and is always taken, which the compiler cannot know.
+        def minibatch(total, index=index):
+            return add(total, params, _take(minibatches, index), rngs[index])
+
         with jax.named_scope(f"minibatch_{index}"):
-            total = add(total, params, _take(minibatches, index), rngs[index])
+            count = total[1]["loss"][1]
+            total = jax.lax.cond(count >= 0, minibatch, lambda total: total, total)
     return total
 
 

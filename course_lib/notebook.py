@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import numbers
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -22,6 +23,8 @@ def setup() -> None:
       RuntimeError: if JAX is older than the course needs.
     """
     check_version(metadata.version("jax"))
+    # XLA would log to the screen what arrives as an exception anyway. It reads this when JAX is loaded.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
 
     from course_lib import figures, virtual  # before the first device is asked for: virtual keeps JAX's start quiet

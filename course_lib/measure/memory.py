@@ -22,7 +22,8 @@ class Memory:
       aliased: the part of the outputs that is written over donated arguments, so that it costs nothing more.
       temporaries: the block in which everything lives that is neither: activations, gradients, workspace.
       host: what of all this lies in the host's memory instead (arrays that were offloaded).
-      peak: the most that is needed at one moment.
+      peak: the most that is needed at one moment. Where arrays are offloaded to the host, XLA counts them too; `heap`
+        has the device's alone.
     """
 
     arguments: int
