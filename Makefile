@@ -63,6 +63,7 @@ gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, 
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.case_study
+	$(PY) tools/draw_case_study.py
 
 badges: .venv/.installed ## stamp the project's address into badges and set-up cells: make badges REPO=owner/name
 	$(PY) tools/stamp.py $(REPO)

@@ -99,7 +99,8 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     whole = case.config()
     config.check(whole, accelerator)
     run = training.build(whole)
-    lowered = run.train_step.lower(*virtual.abstract(run.abstract(), device))
+    step: Any = run.train_step
+    lowered = step.lower(*virtual.abstract(run.abstract(), device))
     heap = measure.heap(lowered)
     memory, traffic = measure.memory(heap.compiled), measure.traffic(heap.compiled)
     flops = _flops(whole)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import accumulation, optimizers, precision
 from course_lib.accumulation import LossFn, Metrics, PyTree
@@ -233,7 +233,7 @@ class Run:
     """All that a training run needs, built from one configuration.
 
     Attributes:
-      config: that configuration.
+      config: a frozen copy of that configuration.
       apply_fn: the Transformer as a function of its parameters.
       loss_fn: its next-token loss.
       train_step: `train_step(state, batch) -> (state, metrics)`.
@@ -267,6 +267,7 @@ def build(config: ConfigDict) -> Run:
       ValueError: if it cannot work: the field, its value and the fix.
     """
     check(config)
+    config = FrozenConfigDict(config)  # what is changed later does not reach into this run
     model = Transformer(config.model)
     apply_fn = as_function(model)
     loss_fn = next_token_loss(apply_fn)

@@ -133,13 +133,9 @@ def test_a_bfloat16_accumulator_loses_what_float32_keeps():
 def test_gradients_leave_in_the_dtype_in_which_one_batch_has_them():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), example_params())
     batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), example_batch())
-    one, four = (
-        jax.eval_shape(
-            lambda m=m: accumulation.accumulate(GRAD_FN, params, batch, jax.random.key(0), num_minibatches=m)[0]
-        )
-        for m in (1, 4)
-    )
-    assert one == four
+    steps = [compiled_step(GRAD_FN, num_minibatches=num_minibatches) for num_minibatches in (1, 4)]
+    one, four = [jax.eval_shape(step, params, batch, jax.random.key(0))[0] for step in steps]
+    assert one == four and one[0].dtype == jnp.bfloat16
 
 
 def test_one_minibatch_is_the_gradient_function_itself():
@@ -158,7 +154,7 @@ def scanned_loss_fn(params, batch, rng):
 
 def temporaries(device, method, scanned):
     """Returns the temporary memory of 16 minibatches, in trees of gradients; these are large beside the activations."""
-    width, layers, size = 256, 4, 32
+    width, layers, size = 256, 2, 32
     params = example_params(width, layers)
     params, loss_fn = (jnp.stack(params), scanned_loss_fn) if scanned else (params, make_loss_fn())
     step = compiled_step(accumulation.gradient(loss_fn), num_minibatches=16, method=method)
@@ -166,10 +162,10 @@ def temporaries(device, method, scanned):
     return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes / (layers * width * width * 4)
 
 
-# The accumulator is an output and no temporary, except that XLA:GPU keeps half of it apart; a scan's backward pass holds
-# up to two trees itself, also without accumulation. Gradients of minibatches that do not wait would come to 16.
+# The accumulator is an output, not a temporary; XLA:GPU keeps half of it a second time where a branch hands it on. The
+# backward pass of a scan takes half a tree beside the gradients that it returns, in one batch too. A tenth for activations.
 MEMORY_LAW = pytest.mark.parametrize(
-    ("method", "scanned", "bound"), [("scan", False, 1.2), ("loop", False, 1.2), ("loop", True, 2.2)]
+    ("method", "scanned", "bound"), [("scan", False, 1.2), ("loop", False, 1.2), ("loop", True, 2.3)]
 )
 
 

@@ -7,7 +7,9 @@ from importlib import metadata
 from pathlib import Path
 
 import check_gpu
+import draw_case_study
 import nbformat
+import PIL.Image
 import pin_versions
 import pytest
 import stamp
@@ -119,3 +121,8 @@ def test_the_installed_version_is_the_packages_own():
     except metadata.PackageNotFoundError:
         pytest.skip("course_lib runs from its folder here, it is not installed")
     assert installed == course_lib.__version__
+
+
+def test_the_readmes_picture_shows_the_recorded_rows():
+    with PIL.Image.open(ROOT / "docs" / "case_study.png") as picture:
+        assert picture.text["Description"] == draw_case_study.digest(), "run tools/draw_case_study.py"

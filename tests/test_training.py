@@ -262,8 +262,8 @@ def test_mistakes_are_refused_before_anything_is_compiled():
 
 def example_config(**training_options):
     config = configs.get("cpu")
-    config.model.update(num_layers=2, hidden_size=16, head_dim=8, num_heads=2, vocab_size=11, num_outputs=11)
-    config.model.update(max_seq_len=8, dropout_rate=0.1, scan_layers=True)
+    config.model.update(num_layers=1, hidden_size=16, head_dim=8, num_heads=2, vocab_size=11, num_outputs=11)
+    config.model.update(max_seq_len=8, dropout_rate=0.1)
     config.data.update(batch_size=4, seq_len=8)
     config.optimizer.update(learning_rate=1e-2, warmup_steps=2, total_steps=60)
     config.training.update(training_options)
@@ -284,7 +284,14 @@ def test_a_run_built_from_a_configuration_learns_a_sequence_by_heart(run):
     for _ in range(60):
         state, metrics = run.train_step(state, batch)
         losses.append(training.mean_metrics(metrics)["loss"])
-    assert abs(losses[0] - math.log(11)) < 0.5 and losses[-1] < 0.5  # nothing known of 11 tokens; the sequence known
+    assert losses[0] > 2 and losses[-1] < 0.5  # at first no better than guessing among 11, log(11) = 2.4
+
+
+def test_a_run_does_not_change_with_the_configuration_that_it_was_built_from():
+    config = example_config()
+    run = training.build(config)
+    config.data.batch_size = 8
+    assert run.config.data.batch_size == run.abstract()[1].inputs.shape[0] == 4
 
 
 def test_a_configuration_whose_batch_does_not_divide_is_refused():

@@ -94,6 +94,7 @@ def step_timeline(
     for y, value in enumerate(seconds):
         axes.annotate(style.duration(value), (1.01, y), xycoords=axes.get_yaxis_transform(), va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [style.shorten(name, 40) for name in rows], fontsize=9)
+    axes.set_xlim(left=0)  # what comes before the first operation is a gap, too
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set(xlabel="time since the step began (ms); at the right: self time", title=title)
     axes.grid(visible=False, axis="y")

@@ -1,0 +1,40 @@
+"""Draws the README's picture, docs/case_study.png, from the recorded table of the case study.
+
+The picture carries a digest of the rows that it shows, so that a test can tell whether it is in step.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from course_lib import case_study, figures, hardware, measure
+
+PICTURE = Path(__file__).parent.parent / "docs" / "case_study.png"
+PUBLISHED, COMPILED = "published, measured on an A5000", "compiled for an A5000, without one"
+
+
+def rows() -> list[dict[str, Any]]:
+    """Returns the bars: a name and two sizes in bytes for each case that was published."""
+    return [
+        {"name": row["case"], PUBLISHED: row["published_gib"] * measure.GIB, COMPILED: row["peak_bytes"]}
+        for row in case_study.recorded_rows("a5000")
+        if row["published_gib"]
+    ]
+
+
+def digest() -> str:
+    """Returns what identifies these rows."""
+    return hashlib.sha256(json.dumps(rows()).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    figures.use_style()
+    figure = figures.memory_bars(
+        rows(),
+        values=(PUBLISHED, COMPILED),
+        capacity=hardware.get("a5000").memory_bytes,
+        title="Peak memory of one training step, 155.9M parameters",
+    )
+    figure.savefig(PICTURE, metadata={"Description": digest()})
+    print(f"drew {PICTURE.name}")
