@@ -49,7 +49,7 @@ test-latest: ## unit tests and notebooks with the newest packages there are (nee
 	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The newest JAX needs Python >= 3.12, and none was found."; \
 		echo "Name one: make test-latest NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
 	$(NEWEST_PYTHON) tools/make_venv.py .venv-latest newest
-	.venv-latest/bin/python -m pytest -q
+	COURSE_SLOW=1 .venv-latest/bin/python -m pytest -q
 	COURSE_COMPARE=facts .venv-latest/bin/python -m pytest -q --nbval notebooks
 
 # Not all of the GPU's memory for whoever comes first: tests start processes of their own.

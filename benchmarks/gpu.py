@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from course_lib import attention, config, hardware, measure, training
+from course_lib import attention, case_study, config, hardware, measure, training
 from course_lib import virtual as virtual  # keeps JAX's start quiet where its CUDA plugin is there for compiling only
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ def measure_case(preset: str, case: str, steps: int, out: str) -> Any:
             time = measure.step_time(step, state, batch, steps=steps)
             row["step_seconds"] = {"median": time.median, "low": time.low, "high": time.high}
             row["tokens_per_second"] = batch.labels.size / time.median
-            row["mfu"] = measure.mfu(measure.flops(step, *abstract), time.median, accelerator)
+            row["mfu"] = measure.mfu(case_study.step_flops(chosen), time.median, accelerator)
     Path(out).write_text(json.dumps(row))
 
 

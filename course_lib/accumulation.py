@@ -86,7 +86,7 @@ def accumulate(
 
         def add_leaf(total, grad):
             weighted = (grad.astype(jnp.float32) * count).astype(dtype)
-            return jnp.where(count > 0, total + weighted, total)  # a gradient without weight may be 0 / 0
+            return jnp.where(count != 0, total + weighted, total)  # a gradient without weight may be 0 / 0
 
         return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
 
@@ -99,7 +99,7 @@ def accumulate(
     total, metrics = run(add, zeros, params, minibatches, rngs)
 
     count = metrics["loss"][1]
-    divisor = jnp.where(count > 0, count, 1)
+    divisor = jnp.where(count != 0, count, 1)
     grads = jax.tree.map(lambda sum, leaf: (sum.astype(jnp.float32) / divisor).astype(leaf.dtype), total, shapes[0])
     return grads, metrics
 
@@ -121,7 +121,7 @@ def _loop(add, total, params, minibatches, rngs):
 
         with jax.named_scope(f"minibatch_{index}"):
             count = total[1]["loss"][1]
-            total = jax.lax.cond(count >= 0, minibatch, lambda total: total, total)
+            total = jax.lax.cond(count != jnp.inf, minibatch, lambda total: total, total)
     return total
 
 

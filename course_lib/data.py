@@ -173,7 +173,10 @@ def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     prepared = _prepare(corpus)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **prepared)
-    _write(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    try:
+        _write(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    except OSError as error:
+        print(f"the tokens cannot be cached ({error}); COURSE_CACHE names another folder")
     return prepared
 
 
@@ -187,14 +190,21 @@ def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file whole or not at all, so that no other process ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.close()
+            os.chmod(file.name, 0o644)  # a shared cache is for all its users
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def check_tokens(tokens: Integer[np.ndarray, "T"], vocab_size: int) -> None:
     """Refuses tokens that the model has no embedding for.
 
-    Inside a compiled step an index out of range is no error in JAX: it reads the last row. So it is checked here.
+    Inside a compiled step an index out of range is no error: the embedding reads NaN, and one step later every parameter is
+    NaN. So it is checked here.
 
     Raises:
       ValueError: naming the first such token and its position.
@@ -209,7 +219,7 @@ def check_tokens(tokens: Integer[np.ndarray, "T"], vocab_size: int) -> None:
 
 
 def batches(
-    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, seed: int, steps: int, vocab_size: int = VOCAB_SIZE
+    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, seed: int, steps: int, vocab_size: int
 ) -> Iterator[Batch]:
     """Yields `steps` batches of windows from anywhere in the tokens, the same for the same seed.
 
@@ -248,7 +258,7 @@ def _windows(
 
 
 def validation_batches(
-    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, vocab_size: int = VOCAB_SIZE
+    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, vocab_size: int
 ) -> Iterator[Batch]:
     """Yields batches that hold every token but the first exactly once as a label.
 

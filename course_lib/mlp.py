@@ -17,13 +17,13 @@ class MLPClassifier(nn.Module):
     Parameters are float32, whatever `dtype` is: it is the dtype of the computation and of the activations.
 
     Attributes:
-      dtype: compute dtype.
+      dtype: compute dtype; that of inputs and parameters if None, so that a `precision.Policy` can choose it.
       hidden_size: width of the hidden layer.
       num_classes: C, how many classes.
       dropout_rate: share of hidden values set to zero in training.
     """
 
-    dtype: Any = jnp.float32
+    dtype: Any = None
     hidden_size: int = 256
     num_classes: int = 100
     dropout_rate: float = 0.1

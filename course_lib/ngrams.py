@@ -49,4 +49,6 @@ def _probabilities(
     before, after = text[:-1].astype(np.int64), text[1:]
     pairs = np.bincount(train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2)
     firsts = np.bincount(train[:-1], minlength=vocab_size)
-    return pairs[before * vocab_size + after] / np.maximum(firsts, 1)[before], _unigram(train, vocab_size)[after]
+    unigram = _unigram(train, vocab_size)[after]
+    bigram = pairs[before * vocab_size + after] / np.maximum(firsts, 1)[before]
+    return np.where(firsts[before] > 0, bigram, unigram), unigram

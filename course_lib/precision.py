@@ -104,7 +104,8 @@ class Policy:
         they are. The cast is part of what is differentiated, so gradients leave in `param_dtype`.
 
         Args:
-          loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with a field `inputs`.
+          loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with a field `inputs`. A model
+            with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it None there.
         """
 
         def in_policy(params, batch, rng):

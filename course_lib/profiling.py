@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from course_lib.measure import hlo
 from course_lib.measure.heap import RECORD, write_session
 
 _CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
@@ -193,8 +194,8 @@ def op_scopes(compiled: jax.stages.Compiled) -> dict[str, str]:
       instruction -> scope, such as `{"fusion.12": "jit(step)/transpose(jvp(Net))/block_1/mlp/dot_general"}`. A fusion
       has the scope of its last operation. Instructions that the compiler added on its own are missing.
     """
-    instruction = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"', re.MULTILINE)
-    return {found[1]: found[2] for found in instruction.finditer(compiled.as_text() or "")}
+    computations = hlo.parse(compiled.as_text()).computations.values()
+    return {one.name: one.scope for computation in computations for one in computation.instructions if one.scope}
 
 
 def write_virtual(lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual") -> Path:

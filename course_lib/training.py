@@ -121,7 +121,7 @@ def _cross_entropy(
     correct = ((logits.argmax(axis=-1) == labels) * weights).sum()
     count = weights.sum()
     metrics = {"loss": (loss, count), "accuracy": (correct, count)}
-    return loss / jnp.where(count > 0, count, 1), metrics  # without any weight the loss is 0, and so is its gradient
+    return loss / jnp.where(count != 0, count, 1), metrics  # without any weight the loss is 0, and so is its gradient
 
 
 def make_train_step(
@@ -178,21 +178,22 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
             new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng)
         if not isinstance(state.loss_scale, precision.NoLossScale):
-            new, skipped = _skip_if_not_finite(grads, state, new)
-            metrics = metrics | {"skipped": (skipped, jnp.ones_like(skipped))}
+            new, metrics = _skip_if_not_finite(grads, state, new, metrics)
         return new, metrics
 
     return jax.jit(train_step, donate_argnums=0 if donate else ())
 
 
-def _skip_if_not_finite(grads, old, new):
+def _skip_if_not_finite(grads, old, new, metrics):
     finite = precision.all_finite(grads)
+    metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)  # what is not finite would stay in a sum
+    skipped = 1 - finite.astype(jnp.float32)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (old.params, old.opt_state)
     )
     scale = old.loss_scale.update(finite)
     new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_scale=scale)
-    return new, 1 - finite.astype(jnp.float32)
+    return new, metrics | {"skipped": (skipped, jnp.ones_like(skipped))}
 
 
 def add_metrics(first: Metrics, second: Metrics) -> Metrics:

@@ -207,3 +207,13 @@ def test_leaves_of_different_batch_sizes_are_refused(num_minibatches):
 def test_options_that_do_not_exist_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         accumulate(example_batch(), **options)  # raised while tracing: before anything is compiled
+
+
+@pytest.mark.parametrize("method", accumulation.METHODS)
+@pytest.mark.parametrize("bad", [float("nan"), -2.0])
+def test_a_weight_that_makes_no_sense_is_not_hidden_by_cutting_the_batch(method, bad):
+    weights = jnp.ones(EXAMPLES).at[7].set(bad)
+    whole, _ = accumulate(example_batch(weights), 1)
+    parts, _ = accumulate(example_batch(weights), 4, method=method)
+    for leaf, expected in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)  # NaN where the whole batch gives NaN

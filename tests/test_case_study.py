@@ -25,7 +25,8 @@ def test_every_case_is_recorded_for_every_accelerator(accelerator):
     assert list(rows) == [case.name for case in case_study.CASES]
     for case in case_study.CASES:
         row = rows[case.name]
-        assert (row["published_gib"], row["published_seconds"]) == (case.published_gib, case.published_seconds)
+        published = (case.published_gib, case.published_seconds) if accelerator == "a5000" else (None, None)
+        assert (row["published_gib"], row["published_seconds"]) == published
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)

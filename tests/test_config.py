@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib import config, hardware
+from course_lib import config, hardware, optimizers
 
 
 def test_the_155m_preset_is_the_published_configuration():
@@ -94,3 +94,33 @@ def test_attention_is_checked_against_the_accelerator_if_one_is_given():
     config.check(whole)
     with pytest.raises(ValueError, match="model.attention='cudnn' cannot be had on NVIDIA T4"):
         config.check(whole, hardware.get("t4"))
+
+
+@pytest.mark.parametrize("name", [name for name, preset in config.PRESETS.items() if preset().training.steps >= 100])
+def test_a_preset_still_learns_halfway(name):
+    preset = config.get(name)
+    schedule = optimizers.SCHEDULES[preset.optimizer.schedule](preset.optimizer)
+    assert schedule(preset.training.steps // 2) > 0.01 * preset.optimizer.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.dtype": "float16"}, "training.loss_scale='none' must be"),
+        ({"optimizer.weight_decay": 0.1}, "optimizer.weight_decay=0.1 must be 0 for optimizer.name='adam'"),
+        ({"optimizer.schedule": "warmup_cosine", "optimizer.warmup_steps": 2000}, "warmup_steps=2000 must be under"),
+        ({"optimizer.decay_rate": 1.5}, r"optimizer.decay_rate=1.5 must be in \(0, 1\]"),
+        ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf must be positive and finite"),
+        ({"optimizer.clip_norm": float("nan")}, "optimizer.clip_norm=nan must not be negative, infinite or NaN"),
+    ],
+)
+def test_values_that_undo_each_other_or_change_nothing_are_refused(changes, message):
+    changed = config.get("155m")
+    changed.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        config.check(changed)
+
+
+def test_a_dtype_that_the_accelerator_lacks_is_refused():
+    with pytest.raises(ValueError, match="model.dtype='bfloat16' must be one of"):
+        config.check(config.get("155m"), hardware.get("t4"))

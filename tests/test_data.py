@@ -141,7 +141,7 @@ def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path):
 
 def test_a_batch_is_windows_of_the_text_and_its_labels_are_one_token_later():
     tokens = np.arange(100, dtype=np.uint16)
-    for batch in data.batches(tokens, batch_size=3, seq_len=5, seed=0, steps=50):
+    for batch in data.batches(tokens, batch_size=3, seq_len=5, seed=0, steps=50, vocab_size=data.VOCAB_SIZE):
         assert batch.inputs.shape == batch.labels.shape == batch.weights.shape == (3, 5)
         np.testing.assert_array_equal(batch.labels, batch.inputs + 1)
         np.testing.assert_array_equal(batch.inputs, batch.inputs[:, :1] + np.arange(5))
@@ -150,7 +150,8 @@ def test_a_batch_is_windows_of_the_text_and_its_labels_are_one_token_later():
 
 def test_a_seed_gives_the_same_batches_again_and_another_seed_others():
     def first(seed):
-        return next(data.batches(data.tokens("train"), batch_size=4, seq_len=8, seed=seed, steps=1)).inputs
+        batches = data.batches(data.tokens("train"), batch_size=4, seq_len=8, seed=seed, steps=1, vocab_size=data.VOCAB_SIZE)
+        return next(batches).inputs
 
     np.testing.assert_array_equal(first(1), first(1))
     assert (first(1) != first(2)).any()
@@ -159,7 +160,7 @@ def test_a_seed_gives_the_same_batches_again_and_another_seed_others():
 @pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
 def test_validation_batches_hold_every_token_but_the_first_once_as_a_label(length):
     tokens = np.arange(length, dtype=np.uint16)
-    batches = list(data.validation_batches(tokens, batch_size=2, seq_len=8))
+    batches = list(data.validation_batches(tokens, batch_size=2, seq_len=8, vocab_size=data.VOCAB_SIZE))
     labels = np.concatenate([batch.labels[batch.weights == 1] for batch in batches])
     np.testing.assert_array_equal(labels, tokens[1:])
     assert all(batch.labels.shape == (2, 8) for batch in batches)
@@ -174,18 +175,18 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position():
 
 def test_too_few_tokens_for_a_window_are_refused():
     with pytest.raises(ValueError, match="seq_len=3 must be under the number of tokens, 3"):
-        data.batches(np.arange(3, dtype=np.uint16), batch_size=1, seq_len=3, seed=0, steps=1)
+        data.batches(np.arange(3, dtype=np.uint16), batch_size=1, seq_len=3, seed=0, steps=1, vocab_size=data.VOCAB_SIZE)
     with pytest.raises(ValueError, match="tokens must be two or more, not 1"):
-        data.validation_batches(np.arange(1, dtype=np.uint16), batch_size=1, seq_len=1)
+        data.validation_batches(np.arange(1, dtype=np.uint16), batch_size=1, seq_len=1, vocab_size=data.VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("sizes", [{"batch_size": 0, "seq_len": 8}, {"batch_size": 2, "seq_len": 0}])
 def test_a_batch_without_labels_is_refused(sizes):
     tokens = np.arange(100, dtype=np.uint16)
     with pytest.raises(ValueError, match="=0 must be at least 1"):
-        data.batches(tokens, **sizes, seed=0, steps=1)
+        data.batches(tokens, **sizes, seed=0, steps=1, vocab_size=data.VOCAB_SIZE)
     with pytest.raises(ValueError, match="=0 must be at least 1"):
-        data.validation_batches(tokens, **sizes)
+        data.validation_batches(tokens, **sizes, vocab_size=data.VOCAB_SIZE)
 
 
 def test_a_folder_of_text_is_a_corpus(folder):

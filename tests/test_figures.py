@@ -219,6 +219,12 @@ def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operat
     assert [(round(box.x0, 6), round(box.x1, 6)) for box in spans] == [(0, 4), (5, 7), (9, 10)]  # ms: white from 4 to 5
 
 
+def test_a_step_timeline_begins_with_the_step_and_not_with_its_first_operation():
+    late = [Object(**vars(event) | {"start": event.start + 1}) for event in EVENTS]
+    [axes] = figures.step_timeline(late).axes
+    assert axes.get_xlim()[0] == 0
+
+
 def test_a_step_timeline_sums_the_rows_that_have_no_place():
     [axes] = figures.step_timeline(EVENTS, top=1).axes
     assert [t.get_text() for t in axes.get_yticklabels()] == ["fusion", "others", "any operation"]

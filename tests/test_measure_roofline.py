@@ -44,7 +44,7 @@ def test_float32_products_use_tensorfloat32_unless_told_otherwise():
     assert roofline(products("float32", int(T4.peak("float32"))), NOTHING, T4).floor_seconds == 1.0  # has no tf32
 
 
-@pytest.mark.parametrize(("dtype", "accelerator"), [("bfloat16", T4), ("float32", V5E)])
+@pytest.mark.parametrize(("dtype", "accelerator"), [("bfloat16", T4), ("float16", V5E)])
 def test_a_dtype_that_the_accelerator_has_no_unit_for_is_refused(dtype, accelerator):
     with pytest.raises(ValueError, match=f"dtype={dtype!r} must be one of"):
         roofline(products(dtype, 1), NOTHING, accelerator)
@@ -58,3 +58,8 @@ def test_on_an_unknown_accelerator_there_is_no_utilization():
 
 def test_a_roofline_calls_itself_a_floor():
     assert "floor, not a forecast" in str(roofline(products("bfloat16", 10**12), NOTHING, A5000))
+
+
+def test_a_tpu_multiplies_float32_as_bfloat16():
+    flops = {dtype: roofline(products(dtype, 10**12), NOTHING, V5E).compute_seconds for dtype in ("float32", "bfloat16")}
+    assert flops["float32"] == flops["bfloat16"]

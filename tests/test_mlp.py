@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from course_lib import measure, precision, training
+from course_lib.data import Batch
 from course_lib.mlp import MLPClassifier
 
 
@@ -38,3 +40,13 @@ def test_dropout_draws_in_training_only():
 
     np.testing.assert_array_equal(logits(False, 0), logits(False, 1))
     assert not np.allclose(logits(True, 0), logits(True, 1))
+
+
+@pytest.mark.parametrize("name", precision.POLICIES)
+def test_without_a_dtype_of_its_own_it_computes_in_the_policys(name):
+    policy, model = precision.policy(name), MLPClassifier(dropout_rate=0.0)
+    params, inputs = _init(model)
+    batch = Batch(inputs, jnp.zeros(4, jnp.int32), jnp.ones(4))
+    loss_fn = policy.wrap(training.classification_loss(training.as_function(model)))
+    found = measure.flops(lambda params: loss_fn(params, batch, None), params)
+    assert list(found.total) == [policy.compute_dtype.dtype.name]

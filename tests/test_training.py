@@ -223,9 +223,11 @@ def test_a_step_that_overflows_changes_neither_parameters_nor_optimizer_and_back
     assert bad.loss_scale.value == state.loss_scale.value / 2 and bad.step == state.step + 1
     assert training.mean_metrics({"skipped": metrics["skipped"]}) == {"skipped": 1.0}
 
-    good, metrics = step(bad, example_batch())
-    assert not same(good.params, bad.params) and metrics["skipped"] == (0, 1)
+    good, good_metrics = step(bad, example_batch())
+    assert not same(good.params, bad.params) and good_metrics["skipped"] == (0, 1)
     assert precision.all_finite(good.params)
+    both = training.mean_metrics(training.add_metrics(metrics, good_metrics))  # what is not finite must not stay in the sum
+    assert both["loss"] == training.mean_metrics(good_metrics)["loss"] and both["skipped"] == 0.5
 
 
 def test_a_scale_too_large_for_float16_comes_down_until_training_goes_on():

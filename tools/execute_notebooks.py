@@ -78,6 +78,7 @@ def main(arguments: list[str]) -> int:
         sys.exit(f"NB={' '.join(names)!r} must be how a notebook's name begins: there are {there}")
     if Path("/proc/driver/nvidia/version").exists():
         os.environ["JAX_PLATFORMS"] = "cpu"  # what is stored is what a CPU prints
+    os.environ["COURSE_RECORD"] = "1"  # what virtual devices say is recorded for machines that have none
     failures = 0
     for path in paths:
         start = time.perf_counter()

@@ -15,14 +15,13 @@ Counted before anything is compiled: `flops(step, state, batch)`. Measured where
 from course_lib.measure import hlo as hlo
 from course_lib.measure.flops import Flops, flops
 from course_lib.measure.heap import Heap, LiveArray, heap, write_session
-from course_lib.measure.memory import GIB, KIB, MIB, Memory, gib, memory
+from course_lib.measure.memory import GIB, MIB, Memory, gib, memory
 from course_lib.measure.roofline import Roofline, mfu, roofline
 from course_lib.measure.timing import StepTime, Time, compare, peak_in_own_process, step_time, time
 from course_lib.measure.traffic import Move, Traffic, traffic
 
 __all__ = [
     "GIB",
-    "KIB",
     "MIB",
     "Flops",
     "Heap",

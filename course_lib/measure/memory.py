@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def gib(bytes: int | float) -> str:
@@ -22,7 +22,7 @@ class Memory:
       aliased: the part of the outputs that is written over donated arguments, so that it costs nothing more.
       temporaries: the block in which everything lives that is neither: activations, gradients, workspace.
       host: what of all this lies in the host's memory instead (arrays that were offloaded).
-      peak: the most that is needed at one moment. Where arrays are offloaded to the host, XLA counts them too; `heap`
+      peak: the most that is needed at one moment. Arrays that were offloaded to the host may be counted too; `heap`
         has the device's alone.
     """
 

@@ -46,7 +46,8 @@ def roofline(
       traffic: what the step compiled for this accelerator moves.
       accelerator: a row of `hardware`.
       float32_precision: how float32 products are computed, a name of `accelerator.peak_flops`. By default
-        "tensorfloat32" where the accelerator has it, as XLA does without `precision="highest"`, else "float32".
+        "tensorfloat32" where the accelerator has it, as XLA does without `precision="highest"`, else "float32", and
+        "bfloat16" on a TPU, which has nothing else.
 
     Raises:
       ValueError: if the accelerator has no unit for the dtype of a product.
@@ -83,7 +84,8 @@ def mfu(
 
 def _peak(accelerator: Accelerator, dtype: str, float32_precision: str | None) -> float:
     if dtype == "float32":
-        default = "tensorfloat32" if "tensorfloat32" in accelerator.peak_flops else "float32"
+        units = ("tensorfloat32", "float32", "bfloat16")  # a TPU multiplies float32 as bfloat16
+        default = next(unit for unit in units if unit in accelerator.peak_flops)
         dtype = float32_precision or default
     peak = accelerator.peak(dtype)
     if peak is None:

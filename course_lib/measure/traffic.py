@@ -33,6 +33,8 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async-start after-all opt-barrier "
     "add-dependency partition-id replica-id".split()
 )
+_SOLVERS = ("__cublas$triangularSolve",)
+_LIBRARIES = ("__cublas$", "__cublas$lt", "__cudnn$")  # what XLA calls of cuBLAS and cuDNN
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
 _RENAMES = frozenset("parameter constant bitcast reshape get-tuple-element tuple".split())
 _COPIES = _RENAMES | frozenset(
@@ -128,7 +130,7 @@ def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
     if in_place:
         part = i.operands[-1 if i.opcode == "scatter" else 1]
         return part.bytes if _on_device(*i.shapes) else 0
-    if i.target.startswith("__cu"):  # cuBLAS and cuDNN append scratch memory to their results
+    if i.target.startswith(_LIBRARIES):  # cuBLAS and cuDNN append scratch memory to their results
         return _on_device(i.shapes[0])
     if i.opcode == "copy-start":  # result, operand, and what synchronizes them
         return _on_device(i.shapes[0])
@@ -153,7 +155,7 @@ def _kind(instruction: hlo.Instruction) -> str:
         return "collective"
     if any(shape.space == hlo.HOST_SPACE for i in body for shape in i.shapes):
         return "offload"
-    if opcodes & {"dot", "convolution"} or any(i.target.startswith("__cu") for i in body):
+    if opcodes & {"dot", "convolution"} or any(i.target.startswith(_LIBRARIES) and i.target not in _SOLVERS for i in body):
         return "matmul"
     if "dynamic-update-slice" in opcodes:
         return "dynamic-update-slice"
