@@ -18,7 +18,7 @@ def pytest_configure(config):
     option.nbval_current_env = True  # the kernel of this Python, whatever kernels are installed elsewhere
     option.nbval_sanitize_with = option.nbval_sanitize_with or str(Path(__file__).parent / "nbval_sanitize.cfg")
     if option.nbval_cell_timeout == NBVALS_OWN_TIMEOUT:
-        option.nbval_cell_timeout = 180.0
+        option.nbval_cell_timeout = 600.0
     on_gpu = os.environ.get("COURSE_BACKEND", "cpu") == "gpu"
     if on_gpu or os.environ.get("COURSE_COMPARE") == "facts":
         option.nbval_lax = True  # wins over --nbval
