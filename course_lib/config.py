@@ -204,7 +204,8 @@ def _check_ranges(config: ConfigDict) -> None:
                 raise ValueError(f"{part}.{field}={config[part][field]!r} must be in [0, 1): 1 leaves nothing")
     for field in ("warmup_steps", "weight_decay", "clip_norm"):
         if not (config.optimizer[field] >= 0 and math.isfinite(config.optimizer[field])):
-            raise ValueError(f"optimizer.{field}={config.optimizer[field]!r} must not be negative, infinite or NaN; 0 turns it off")
+            value = config.optimizer[field]
+            raise ValueError(f"optimizer.{field}={value!r} must not be negative, infinite or NaN; 0 turns it off")
     if not 0 < config.optimizer.decay_rate <= 1:
         raise ValueError(
             f"optimizer.decay_rate={config.optimizer.decay_rate!r} must be in (0, 1]: what is left of the rate after a step"
