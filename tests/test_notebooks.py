@@ -23,8 +23,9 @@ NAMES = [
 ]
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
 CLOSING = ["Summary", "Exercises", "References"]
-# Folders of one machine. /tmp and site-packages would be another machine's noise too.
-MACHINE = re.compile(r"ipykernel_\d+|(?:/home|/root|/Users|/work|/tmp|/usr/lib|/var)/\w|site-packages")
+# Folders of one machine: everybody's, and this one's. /tmp and site-packages would be another machine's noise too.
+FOLDERS = {"/home", "/Users", "/tmp", "/usr/lib", "/var", str(Path.home()), str(Path(__file__).parents[2])} - {"/"}
+MACHINE = re.compile(rf"ipykernel_\d+|(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/\w|site-packages")
 MOST_BYTES = 1_000_000
 
 each = pytest.mark.parametrize("name", NAMES)
