@@ -53,6 +53,16 @@ def test_a_convolution_counts_as_the_product_that_it_is_at_each_output(groups):
     assert flops(convolve, image, kernel).total == {"float32": 2 * (2 * 6 * 8 * 8) * (4 // groups * 3 * 3)}
 
 
+def test_the_gradient_of_a_strided_convolution_costs_twice_the_forward_pass_on_top_of_it():
+    def convolve(image, kernel):
+        return jax.lax.conv_general_dilated(image, kernel, (2, 2), "SAME").sum()
+
+    image, kernel = array(1, 8, 32, 32), array(16, 8, 3, 3)
+    forward = flops(convolve, image, kernel).total["float32"]
+    assert flops(jax.grad(convolve, argnums=0), image, kernel).total == {"float32": 2 * forward}
+    assert flops(jax.grad(convolve, argnums=(0, 1)), image, kernel).total == {"float32": 3 * forward}
+
+
 def test_a_gradient_costs_twice_the_forward_pass_on_top_of_it():
     assert flops(mlp, X, WEIGHTS).total == {"float32": FORWARD}
     assert flops(gradient(mlp), X, WEIGHTS).total == {"float32": 3 * FORWARD}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache
 
 from course_lib import virtual
 from course_lib.measure import GIB, MIB, gib, heap, memory
@@ -137,6 +138,34 @@ def test_a_program_that_was_not_compiled_here_has_no_record():
 
     with pytest.raises(RuntimeError, match="persistent compilation cache"):
         heap(FromCache())
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """JAX's persistent compilation cache, of all programs, in a folder of its own."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    configure_cache(options)
+    yield tmp_path
+    configure_cache(before)
+
+
+def configure_cache(options):
+    compilation_cache.reset_cache()  # JAX opens it once
+    for name, value in options.items():
+        jax.config.update(name, value)
+
+
+def test_a_program_out_of_the_persistent_cache_has_no_record_either(cache):
+    lowered = jax.jit(lambda x: jnp.cos(x) @ x).lower(array(64, 64))
+    assert heap(lowered).peak > 0
+    assert list(cache.iterdir())
+    with pytest.raises(RuntimeError, match="no record of the program's memory: .* persistent compilation cache"):
+        heap(lowered)
 
 
 @pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))

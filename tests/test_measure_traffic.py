@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from course_lib import virtual
+from course_lib import attention, hardware, virtual
 from course_lib.measure import hlo, traffic
 from course_lib.measure.traffic import KINDS, moves
 
 NO_VIRTUAL = virtual.why_unavailable()
+NO_PALLAS = attention.why_unavailable("pallas", hardware.get("a5000"))
 NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
 DEVICES = pytest.mark.parametrize("device", ["here", pytest.param("a5000", marks=NEEDS_VIRTUAL)])
 FLOAT32 = 4
@@ -157,6 +158,38 @@ ENTRY %main (a: f32[4,8], b: f32[8,4]) -> f32[4,4] {
 """
     (move,) = moves(hlo.parse(text))
     assert (move.kind, move.bytes) == ("matmul", (32 + 32 + 16) * FLOAT32)
+
+
+FUSION = """HloModule m
+
+%fused (p: f32[1024], q: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %q = f32[1024]{0} parameter(1)
+  ROOT %sum = f32[1024]{0} add(%p, %q)
+}
+
+ENTRY %main (a: f32[1024], b: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %b = f32[1024]{0} parameter(1)
+  ROOT %out = f32[1024]{0} fusion(%a, SECOND), kind=kLoop, calls=%fused
+}
+"""
+
+
+@pytest.mark.parametrize(("second", "arrays"), [("%b", 3), ("%a", 2)])
+def test_an_array_that_is_two_operands_of_a_fusion_is_read_once(second, arrays):
+    (move,) = moves(hlo.parse(FUSION.replace("SECOND", second)))
+    assert move.bytes == arrays * 1024 * FLOAT32
+
+
+@NEEDS_VIRTUAL
+@pytest.mark.skipif(NO_PALLAS is not None, reason=str(NO_PALLAS))
+def test_a_flash_attention_kernel_reads_queries_keys_and_values_and_writes_its_result():
+    attend = functools.partial(attention.attend, implementation="pallas")
+    x = array(2, 256, 4, 64, dtype=jnp.bfloat16)
+    found = measured(attend, x, x, x, device="a5000")
+    assert found.by_kind() == {"kernel": found.bytes}
+    assert 4 * x.size * 2 <= found.bytes <= 4.1 * x.size * 2  # no L x L weights; sums of each position at most
 
 
 def test_a_transfer_to_the_host_counts_on_the_device_s_side_only():

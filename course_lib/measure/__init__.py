@@ -6,6 +6,7 @@ Read from the compiled program, for a device that need not be there:
     memory(compiled)        what it needs at its peak, and of what that consists
     heap(lowered)           which arrays are alive at the peak, and the memory over the program
     traffic(compiled)       bytes that it moves through device memory
+    ledger(compiled, mesh)  bytes that the devices which run it together send each other
     roofline(...)           the least time that FLOPs and bytes allow
 
 Counted before anything is compiled: `flops(step, state, batch)`. Measured where it runs: `step_time`, `compare`, `mfu`,
@@ -15,6 +16,7 @@ Counted before anything is compiled: `flops(step, state, batch)`. Measured where
 from course_lib.measure import hlo as hlo
 from course_lib.measure.flops import Flops, flops
 from course_lib.measure.heap import Heap, LiveArray, heap, write_session
+from course_lib.measure.ledger import Collective, Ledger, ledger
 from course_lib.measure.memory import GIB, MIB, Memory, gib, memory
 from course_lib.measure.roofline import Roofline, mfu, roofline
 from course_lib.measure.timing import StepTime, Time, compare, peak_in_own_process, step_time, time
@@ -23,8 +25,10 @@ from course_lib.measure.traffic import Move, Traffic, traffic
 __all__ = [
     "GIB",
     "MIB",
+    "Collective",
     "Flops",
     "Heap",
+    "Ledger",
     "LiveArray",
     "Memory",
     "Move",
@@ -37,6 +41,7 @@ __all__ = [
     "gib",
     "heap",
     "hlo",
+    "ledger",
     "memory",
     "mfu",
     "peak_in_own_process",

@@ -111,7 +111,8 @@ def _flops_of_product(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left[axis] for axis in contracted)
     out_channels = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * out * math.prod(right) // out_channels
+    zeros = math.prod(eqn.params["lhs_dilation"])  # of so many inputs one is none: the gradient of a strided convolution
+    return 2 * out * math.prod(right) // out_channels // zeros
 
 
 def _flops_of_kernel(eqn: Any) -> int:

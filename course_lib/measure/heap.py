@@ -74,11 +74,16 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
       lowered: `jax.jit(f).lower(...)`, not yet compiled: a compiled program no longer knows.
 
     Raises:
-      RuntimeError: if XLA wrote no record.
+      RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation cache.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
+    if "peakHeapMib" not in record:  # XLA dumps a program that it loads, too, but without the plan of its memory
+        raise RuntimeError(
+            "XLA wrote no record of the program's memory: it came out of JAX's persistent compilation cache, and nothing "
+            'was compiled; call jax.config.update("jax_enable_compilation_cache", False) before'
+        )
     module = hlo.parse(compiled.as_text())
     scopes = {i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions}
     scopes |= origin.stacked(module)

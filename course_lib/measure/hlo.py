@@ -26,6 +26,7 @@ _CALLS = re.compile(
 _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+_COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -134,11 +135,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, and the one that is run."""
+    """A compiled program: its computations by name, the one that is run, and how many devices run it together."""
 
     name: str
     entry: Computation
     computations: Mapping[str, Computation] = dataclasses.field(repr=False)
+    devices: int = 1
 
 
 def parse(text: str) -> Module:
@@ -165,7 +167,8 @@ def parse(text: str) -> Module:
     header = re.match(r"HloModule ([\w.\-]+)", text)
     if header is None or entry not in computations:
         raise ValueError(f"text={text[:40]!r}... must be an HLO module with an ENTRY: pass compiled.as_text()")
-    return Module(header[1], computations[entry], computations)
+    devices = math.prod(int(count) for count in _COUNTS.findall(text.split("\n", 1)[0]))
+    return Module(header[1], computations[entry], computations, devices)
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:

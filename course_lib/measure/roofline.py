@@ -2,6 +2,9 @@
 
 A step has to do its FLOPs and to move its bytes. A chip that does both at its peak rates, and at the same time, needs
 the longer of the two times. No program gets there: this is a floor under the step time, never a forecast.
+
+The floor of the memory holds where arrays are larger than the chip's L2 cache (6 MiB on an A5000, 50 MiB on an H100). An
+array that fits may still be there when the next instruction reads it; it is counted as if it were moved all the same.
 (Williams, Waterman and Patterson, 2009, https://doi.org/10.1145/1498765.1498785)
 """
 

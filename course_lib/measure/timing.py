@@ -104,8 +104,9 @@ def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
     """Runs a function in a Python process of its own and returns the most device memory that was in use, in bytes.
 
     A device counts its peak over the whole life of a process, so each measurement needs a process. It is told to
-    reserve no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Start this process in the same way: else it holds
-    three quarters of the device, and the other one has to do with the rest.
+    reserve no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Start this process in the same way, or set that in
+    `os.environ` before JAX first looks for devices, as `notebook.setup` does: else it holds three quarters of the
+    device, and the other one has to do with the rest.
 
     Args:
       target: `"module:function"`. The module is looked for where this process finds its modules.

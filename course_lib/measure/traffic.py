@@ -26,15 +26,17 @@ KINDS = (
     "fill",  # constants written: zeros before a loop
     "collective",
     "offload",  # between the host's memory and the device's; the device's side is counted
+    "kernel",  # kernels written by hand, in Pallas or Triton; XLA cannot look inside
     "other",  # sorts, random bits, calls of libraries that do no matrix products
 )
 
-_FREE = frozenset(
+FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async-start after-all opt-barrier "
     "add-dependency partition-id replica-id".split()
 )
 _SOLVERS = ("__cublas$triangularSolve",)
 _LIBRARIES = ("__cublas$", "__cublas$lt", "__cudnn$")  # what XLA calls of cuBLAS and cuDNN
+_KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
 _RENAMES = frozenset("parameter constant bitcast reshape get-tuple-element tuple".split())
 _COPIES = _RENAMES | frozenset(
@@ -87,24 +89,25 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
 def moves(module: hlo.Module) -> tuple[Move, ...]:
     """Lists what each instruction of a scheduled program moves; the rest is as in `traffic`."""
     executed = hlo.scheduled(module, weight=_bytes)
-    return tuple(Move(i.name, _kind(i), _bytes(i) * n, n, origin.origin(i)) for i, n in executed if _bytes(i))
+    return tuple(Move(i.name, kind_of(i), _bytes(i) * n, n, origin.origin(i)) for i, n in executed if _bytes(i))
 
 
 def _bytes(instruction: hlo.Instruction) -> int:
     """Bytes that one execution reads and writes."""
-    if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
+    if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
         return 0
     if instruction.opcode in origin.FUSIONS:
-        return _fused_bytes(instruction.called[0].instructions)
+        return _fused_bytes(instruction.called[0].instructions, instruction.operands)
     inputs = {id(i): dataclasses.replace(i, opcode="parameter", operands=()) for i in instruction.operands}
     alone = dataclasses.replace(instruction, operands=tuple(inputs[id(i)] for i in instruction.operands), is_root=True)
     return _fused_bytes((*inputs.values(), alone))
 
 
-def _fused_bytes(instructions: tuple[hlo.Instruction, ...]) -> int:
+def _fused_bytes(instructions: tuple[hlo.Instruction, ...], operands: tuple[hlo.Instruction, ...] = ()) -> int:
     """Bytes that a fused computation reads of its parameters and writes to its results.
 
-    Walks from the results back to the parameters and notes how many elements of each array are needed on the way.
+    Walks from the results back to the parameters and notes how many elements of each array are needed on the way. An
+    operand of the fusion that comes as two parameters is one array, and is read once.
     """
     root = next(i for i in instructions if i.is_root)
     results = [origin.behind(i) for i in (root.operands if root.opcode == "tuple" else (root,))]
@@ -122,8 +125,11 @@ def _fused_bytes(instructions: tuple[hlo.Instruction, ...]) -> int:
             else:
                 elements = operand.elements * needed[id(i)] / max(i.elements, 1)
             needed[id(operand)] = min(operand.elements, needed[id(operand)] + elements)
-    parameters = [i for i in instructions if i.opcode == "parameter"]
-    return written + round(sum(_on_device(*i.shapes) * needed[id(i)] / max(i.elements, 1) for i in parameters))
+    read: dict[int, float] = {}
+    for i in (i for i in instructions if i.opcode == "parameter"):
+        array, whole = id(operands[int(i.literal)]) if operands else id(i), _on_device(*i.shapes)
+        read[array] = min(whole, read.get(array, 0) + whole * needed[id(i)] / max(i.elements, 1))
+    return written + round(sum(read.values()))
 
 
 def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
@@ -148,7 +154,8 @@ def _updates_parameter(i: hlo.Instruction) -> bool:
     return i.opcode in ("dynamic-update-slice", "scatter") and origin.behind(i.operands[0]).opcode == "parameter"
 
 
-def _kind(instruction: hlo.Instruction) -> str:
+def kind_of(instruction: hlo.Instruction) -> str:
+    """Returns which of KINDS an instruction is."""
     body = origin.body(instruction)
     opcodes = {i.opcode for i in body if any(array.elements > 1 for array in (i, *i.operands))}  # scalars only address
     if instruction.opcode.startswith(_COLLECTIVES):
@@ -157,6 +164,8 @@ def _kind(instruction: hlo.Instruction) -> str:
         return "offload"
     if opcodes & {"dot", "convolution"} or any(i.target.startswith(_LIBRARIES) and i.target not in _SOLVERS for i in body):
         return "matmul"
+    if any(i.target.startswith(_KERNELS) for i in body):
+        return "kernel"
     if "dynamic-update-slice" in opcodes:
         return "dynamic-update-slice"
     if "scatter" in opcodes:

@@ -1,0 +1,141 @@
+"""Which devices take part in a collective, and along which axes of the mesh they lie.
+
+In a compiled program a device is a number: its place in `mesh.devices.flat`. A collective runs in groups of devices
+that know nothing of each other. XLA spells them in several ways, and changes its mind from version to version
+(https://openxla.org/xla/operation_semantics#allreduce, `replica_groups`):
+
+    replica_groups={{0,1,2,3},{4,5,6,7}}                 each group listed
+    replica_groups={}                                    one group of all devices
+    replica_groups=[2,4]<=[8]                            0 to 7 in two rows of four; each row is a group
+    replica_groups=[4,2]<=[2,4]T(1,0)                    two rows of four, transposed, read as four rows of two
+    replica_groups=mesh['a'=2,'b'=4] {'b'}               along an axis of a mesh, which is not always the caller's
+    source_target_pairs={{0,1},{1,2},{2,3}}              a permutation: who sends to whom
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+
+_LIST = re.compile(r"\{([\d,\s]*)\}")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{[\d,\s]*\},?\s*)*)\}")
+_LISTED = re.compile(r"\breplica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_IOTA = re.compile(r"\breplica_groups=\[([\d,]+)\]<=" + _ORDER)
+_MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
+
+
+def pairs(attributes: str) -> Groups:
+    """Returns the (source, target) pairs of a permutation; none if the collective is of another kind."""
+    found = _PAIRS.search(attributes)
+    return _lists(found[1]) if found else ()
+
+
+def groups(attributes: str, devices: int) -> Groups:
+    """Returns the groups of devices in which a collective runs.
+
+    Args:
+      attributes: of its instruction (`hlo.Instruction.attributes`).
+      devices: how many run the program.
+
+    Returns:
+      One tuple of device numbers a group. In a permutation, a group are those connected by sending.
+
+    Raises:
+      ValueError: if they are spelled in a way that is not known here.
+    """
+    if "source_target_pairs=" in attributes:
+        return _chains(pairs(attributes))
+    if found := _LISTED.search(attributes):
+        return _lists(found[1]) or (tuple(range(devices)),)
+    if found := _IOTA.search(attributes):
+        return _rows(_order(found[2], found[3]).reshape(_ints(found[1])))
+    if found := _MESH.search(attributes):
+        return _along(*found.groups())
+    raise ValueError(f"attributes={attributes[:120]!r} must name the groups of devices in a way that is known here")
+
+
+def axes_of_groups(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the fewest axes of a mesh along which groups lie; none, `()`, if they fit no axes.
+
+    Args:
+      found: the groups.
+      sizes: of the mesh's axes, by name (`mesh.shape`).
+    """
+    wanted = {frozenset(group) for group in found}
+    devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    for count in range(len(sizes) + 1):
+        for axes in itertools.combinations(range(len(sizes)), count):
+            rows = _last(devices, axes)
+            if len(rows) == len(wanted) and {frozenset(row) for row in rows.tolist()} == wanted:
+                return tuple(list(sizes)[axis] for axis in axes)
+    return ()
+
+
+def axes_of_pairs(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes of a mesh along which the sources and targets of a permutation differ; `sizes` as above."""
+    sources, targets = (np.unravel_index(ends, tuple(sizes.values())) for ends in np.transpose(found))
+    return tuple(name for name, a, b in zip(sizes, sources, targets, strict=True) if (a != b).any())
+
+
+def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
+    """Reads `'a'=2,'b'=8`, `4,0,5,1,...` or `[8,2]T(1,0)`, and the axes of a group: `'a','b':(2)4`.
+
+    `'b':(2)4` is a part of an axis: of 8 = 2 x 4 x 1, the 4.
+    """
+    names = {name: int(size) for name, size, _, _ in _AXIS.findall(mesh)}
+    spans = [(name, int(p or 1), int(p or 1) * int(s or names[name])) for name, _, p, s in _AXIS.findall(grouped)]
+    sizes: list[int] = []
+    axes: list[int] = []
+    for name, size in names.items():
+        inside = [(start, end) for axis, start, end in spans if axis == name]
+        for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*inside)})):
+            axes += [len(sizes)] if any(start <= low and high <= end for start, end in inside) else []
+            sizes.append(high // low)
+    listed = re.fullmatch(_ORDER, device_ids or f"[{math.prod(sizes)}]")
+    devices = _order(listed[1], listed[2]) if listed else np.array(_ints(device_ids or ""))
+    return _rows(_last(devices.reshape(sizes), tuple(axes)))
+
+
+def _order(sizes: str, transposed: str | None) -> np.ndarray:
+    """Reads `[2,4]T(1,0)`: 0 to 7 in two rows of four, transposed."""
+    shape = _ints(sizes)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_ints(transposed) if transposed else None)
+
+
+def _last(devices: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Puts the axes of a group last and makes one of them."""
+    size = math.prod(devices.shape[axis] for axis in axes)
+    return np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, size)
+
+
+def _rows(devices: np.ndarray) -> Groups:
+    return tuple(map(tuple, devices.tolist()))
+
+
+def _chains(permutation: Groups) -> Groups:
+    """Returns the devices along each chain or ring of (source, target) pairs."""
+    following = {source: target for source, target in permutation}
+    found = []
+    for start in (*(following.keys() - following.values()), *following):  # where chains begin; what is left are rings
+        chain = [start]
+        while chain[-1] in following:
+            chain.append(following.pop(chain[-1]))
+        found += [tuple(dict.fromkeys(chain))] if len(chain) > 1 else []
+    return tuple(found)
+
+
+@functools.lru_cache
+def _lists(text: str) -> Groups:
+    """Reads `{0,1},{2,3}`. A step spells few groups, over and over, and each names every device."""
+    return tuple(_ints(inside) for inside in _LIST.findall(text))
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
