@@ -90,38 +90,44 @@ def as_function(model: Any) -> ApplyFn:
     return apply_fn
 
 
-def classification_loss(apply_fn: ApplyFn) -> LossFn:
-    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights [B]."""
+def cross_entropy(
+    logits: Float[Array, "... V"], labels: Int[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest logit, else 0.0."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
+
+
+def classification_loss(apply_fn: ApplyFn, score: Callable[..., tuple[Array, Array]] = cross_entropy) -> LossFn:
+    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights [B].
+
+    Args:
+      apply_fn: the model as a function.
+      score: gives loss and correctness of each label, as `cross_entropy` does.
+    """
 
     def loss_fn(params, batch, rng):
-        return _cross_entropy(apply_fn(params, batch.inputs, rng), batch.labels, batch.weights)
+        logits, labels, weights = apply_fn(params, batch.inputs, rng), batch.labels, batch.weights
+        if not logits.shape[:-1] == labels.shape == weights.shape:
+            raise ValueError(
+                f"labels {labels.shape} and weights {weights.shape} must have the first axes of logits {logits.shape}: "
+                "each label belongs to one row of logits"
+            )
+        loss, correct = score(logits.astype(jnp.float32), labels)
+        weights = weights.astype(jnp.float32)
+        count = weights.sum()
+        metrics = {"loss": ((loss * weights).sum(), count), "accuracy": ((correct * weights).sum(), count)}
+        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics  # without any weight 0, as is its gradient
 
     return loss_fn
 
 
-def next_token_loss(apply_fn: ApplyFn) -> LossFn:
+def next_token_loss(apply_fn: ApplyFn, score: Callable[..., tuple[Array, Array]] = cross_entropy) -> LossFn:
     """Returns the loss function of a language model, in nats a token: inputs, labels and their weights are [B, L].
 
     It is the classifier's: each position of each sequence is an example, and the vocabulary holds the classes.
     """
-    return classification_loss(apply_fn)
-
-
-def _cross_entropy(
-    logits: Float[Array, "... V"], labels: Int[Array, "..."], weights: Float[Array, "..."]
-) -> tuple[Float[Array, ""], Metrics]:
-    """Returns the weighted mean of the cross entropy, and loss and accuracy as (sum, count), all in float32."""
-    if not logits.shape[:-1] == labels.shape == weights.shape:
-        raise ValueError(
-            f"labels {labels.shape} and weights {weights.shape} must have the first axes of logits {logits.shape}: "
-            "each label belongs to one row of logits"
-        )
-    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
-    loss = (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights).sum()
-    correct = ((logits.argmax(axis=-1) == labels) * weights).sum()
-    count = weights.sum()
-    metrics = {"loss": (loss, count), "accuracy": (correct, count)}
-    return loss / jnp.where(count != 0, count, 1), metrics  # without any weight the loss is 0, and so is its gradient
+    return classification_loss(apply_fn, score)
 
 
 def make_train_step(
@@ -134,6 +140,7 @@ def make_train_step(
     policy: precision.Policy | None = None,
     donate: bool = True,
     gradient_fn: Callable[[LossFn], accumulation.GradFn] = accumulation.gradient,
+    out_shardings: Any = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -149,6 +156,7 @@ def make_train_step(
       policy: dtypes to compute in; as the model has it if None.
       donate: whether the state given in is overwritten by the one that comes out.
       gradient_fn: makes the gradient function of a loss function.
+      out_shardings: where the new state and the metrics are placed, as `jax.jit` takes it.
 
     Raises:
       ValueError: for options that do not exist; the step raises it, before it is compiled, if M does not divide B.
@@ -181,7 +189,7 @@ def make_train_step(
             new, metrics = _skip_if_not_finite(grads, state, new, metrics)
         return new, metrics
 
-    return jax.jit(train_step, donate_argnums=0 if donate else ())
+    return jax.jit(train_step, donate_argnums=0 if donate else (), out_shardings=out_shardings)
 
 
 def _skip_if_not_finite(grads, old, new, metrics):

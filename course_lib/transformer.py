@@ -6,6 +6,8 @@ its published measurements can be compared: learned positions, N blocks of an ML
 first and added to its input, and an output layer. Parameters and logits are float32, `dtype` is what the rest is computed in.
 """
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,8 +21,44 @@ from course_lib import attention, remat
 
 PyTree = Any
 
-NAMES = ("block_in", "mlp_hidden", "qkv", "attn_out")
-"""Values of a block that a policy can keep or offload by name: [B L D], [B L F] before the GELU, [B L H 3K], [B L H K]."""
+NAMES = {"block_in": "Block", "mlp_hidden": "MLP", "qkv": "Attn", "attn_out": "Attn"}
+"""Values that a policy can keep or offload by name, and the module that makes each.
+
+Their shapes: [B L D], [B L F] before the GELU, [B L H 3K], [B L H K].
+"""
+
+
+PARTS = ("embed", "layers", "head")
+"""What the model consists of: tokens to activations, N blocks, and activations to logits."""
+
+
+def _lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+    return jnp.take(table, tokens, axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Where a parallel strategy takes hold of the model. By default nothing is taken hold of.
+
+    Attributes:
+      shards: into how many parts the heads, the MLP's hidden width and the vocabulary are cut: one device holds one.
+      column: the product of a layer whose outputs are cut, as `jax.lax.dot_general`.
+      row: the product of a layer whose inputs are cut; its bias is added once, to the whole sum.
+      lookup: reads rows of the token table.
+      positions: the positions that this device has of a sequence of L tokens.
+      attend: as `attention.attend`.
+      named: marks a value of `NAMES`, for rematerialization; may also say where it is placed.
+      layer: wraps the class of a layer, to change the parameters that it sees.
+    """
+
+    shards: int = 1
+    column: Callable[..., Array] = jax.lax.dot_general
+    row: Callable[..., Array] = jax.lax.dot_general
+    lookup: Callable[..., Array] = _lookup
+    positions: Callable[[int], Array] = jnp.arange
+    attend: Callable[..., Array] = attention.attend
+    named: Callable[[Array, str], Array] = checkpoint_name
+    layer: Callable[[type[nn.Module]], type[nn.Module]] = lambda module: module
 
 
 class MLPBlock(nn.Module):
@@ -28,16 +66,18 @@ class MLPBlock(nn.Module):
 
     config: ConfigDict
     train: bool
+    hooks: Hooks = Hooks()
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """Transforms each position by itself."""
-        config, dtype, width = self.config, jnp.dtype(self.config.dtype), x.shape[-1]
+        config, hooks, dtype, width = self.config, self.hooks, jnp.dtype(self.config.dtype), x.shape[-1]
         x = nn.LayerNorm(dtype=dtype, name="pre_norm")(x)
-        x = nn.Dense(config.mlp_expansion * width, dtype=dtype, name="input_layer")(x)
-        x = checkpoint_name(x, "mlp_hidden")
+        hidden = config.mlp_expansion * width // hooks.shards
+        x = nn.Dense(hidden, dtype=dtype, dot_general=hooks.column, name="input_layer")(x)
+        x = hooks.named(x, "mlp_hidden")
         x = nn.gelu(x)
-        x = nn.Dense(width, dtype=dtype, name="output_layer")(x)
+        x = nn.Dense(width, dtype=dtype, dot_general=hooks.row, name="output_layer")(x)
         return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
 
 
@@ -46,16 +86,18 @@ class AttentionBlock(nn.Module):
 
     config: ConfigDict
     train: bool
+    hooks: Hooks = Hooks()
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """Lets each position read from those that it may see."""
-        config, dtype, width = self.config, jnp.dtype(self.config.dtype), x.shape[-1]
+        config, hooks, dtype, width = self.config, self.hooks, jnp.dtype(self.config.dtype), x.shape[-1]
         x = nn.LayerNorm(dtype=dtype, name="pre_norm")(x)
-        qkv = nn.DenseGeneral((config.num_heads, 3 * config.head_dim), dtype=dtype, name="qkv")(x)
-        qkv = checkpoint_name(qkv, "qkv")
+        heads = config.num_heads // hooks.shards
+        qkv = nn.DenseGeneral((heads, 3 * config.head_dim), dtype=dtype, dot_general=hooks.column, name="qkv")(x)
+        qkv = hooks.named(qkv, "qkv")
         query, key, value = jnp.split(qkv, 3, axis=-1)
-        x = attention.attend(
+        x = hooks.attend(
             query,
             key,
             value,
@@ -63,8 +105,8 @@ class AttentionBlock(nn.Module):
             implementation=config.attention,
             softmax_dtype=jnp.dtype(config.softmax_dtype),
         )
-        x = checkpoint_name(x, "attn_out")
-        x = nn.DenseGeneral(width, axis=(-2, -1), dtype=dtype, name="output_layer")(x)
+        x = hooks.named(x, "attn_out")
+        x = nn.DenseGeneral(width, axis=(-2, -1), dtype=dtype, dot_general=hooks.row, name="output_layer")(x)
         return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
 
 
@@ -73,13 +115,15 @@ class Block(nn.Module):
 
     config: ConfigDict
     train: bool
+    hooks: Hooks = Hooks()
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """Applies one layer of the model."""
-        x = checkpoint_name(x, "block_in")
-        x = x + _rematerialized(MLPBlock, "MLP", self.config)(self.config, self.train, name="mlp")(x)
-        x = x + _rematerialized(AttentionBlock, "Attn", self.config)(self.config, self.train, name="attn")(x)
+        given = self.config, self.train, self.hooks
+        x = self.hooks.named(x, "block_in")
+        x = x + _rematerialized(MLPBlock, "MLP", self.config)(*given, name="mlp")(x)
+        x = x + _rematerialized(AttentionBlock, "Attn", self.config)(*given, name="attn")(x)
         return x
 
 
@@ -91,53 +135,62 @@ class Transformer(nn.Module):
 
     Attributes:
       config: the `model` part of a configuration (`course_lib.config`).
+      hooks: what of it one of many devices does.
     """
 
     config: ConfigDict
+    hooks: Hooks = Hooks()
 
     @nn.compact
-    def __call__(self, tokens: Int[Array, "B L"], *, train: bool = True) -> Float[Array, "B L V"]:
+    def __call__(
+        self, x: Int[Array, "B L"] | Float[Array, "B _ D"], *, train: bool = True, parts: Sequence[str] = PARTS
+    ) -> Float[Array, "B _ V"] | Float[Array, "B _ D"]:
         """Returns float32 logits of the token at each position, given those before it.
 
         Args:
-          tokens: the tokens before each position: B sequences of L.
+          x: the tokens before each position, B sequences of L; activations if `parts` does not begin with "embed", those
+            of a device's part of the sequences where the hooks divide them.
           train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
+          parts: those of `PARTS` to run, in that order; without "head" it returns activations.
 
         Raises:
           ValueError: if L exceeds `max_seq_len`, or the configuration asks for what does not exist.
         """
-        config, dtype, length = self.config, jnp.dtype(self.config.dtype), tokens.shape[1]
+        config, hooks, dtype, length = self.config, self.hooks, jnp.dtype(self.config.dtype), x.shape[1]
         check(config, length)
-        # Both tables are read in float32: the gradient of a row sums over all its uses, more than bfloat16 can add up.
-        small = nn.initializers.normal(0.02)
-        embed = nn.Embed(config.vocab_size, config.hidden_size, name="embed")
-        pos_emb = nn.Embed(config.max_seq_len, config.hidden_size, embedding_init=small, name="pos_emb")
-        x = embed(tokens) + pos_emb(jnp.broadcast_to(jnp.arange(length), tokens.shape))
-        x = x.astype(dtype)
-
-        block = _rematerialized(Block, "Block", config)
-        if config.scan_layers:  # one traced and compiled block; its parameters have a leading axis of N layers
-            scan = nn.scan(
-                lambda block, x, _: (block(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "dropout": True},
-                length=config.num_layers,
-            )
-            x, _ = scan(block(config, train, name="block"), x, None)
-        else:
-            for layer in range(config.num_layers):
-                x = block(config, train, name=f"block_{layer}")(x)
-
-        x = nn.LayerNorm(dtype=dtype, name="post_norm")(x)
-        x = nn.Dense(config.num_outputs, dtype=dtype, name="output_layer")(x)
-        return x.astype(jnp.float32)
+        if "embed" in parts:
+            # Both tables are read in float32: the gradient of a row sums over all its uses, more than bfloat16 can add up.
+            small = nn.initializers.normal(0.02)
+            embed = nn.Embed(config.vocab_size // hooks.shards, config.hidden_size, name="embed")
+            pos_emb = nn.Embed(config.max_seq_len, config.hidden_size, embedding_init=small, name="pos_emb")
+            x = hooks.lookup(embed.embedding, x) + pos_emb(hooks.positions(length))[None]
+            x = x.astype(dtype)
+        if "layers" in parts:
+            block = _rematerialized(hooks.layer(Block), "Block", config)
+            if config.scan_layers:  # one traced and compiled block; its parameters have a leading axis of N layers
+                scan = nn.scan(
+                    lambda block, x, _: (block(x), None),
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True, "dropout": True},
+                    length=config.num_layers,
+                )
+                x, _ = scan(block(config, train, hooks, name="block"), x, None)
+            else:
+                for layer in range(config.num_layers):
+                    x = block(config, train, hooks, name=f"block_{layer}")(x)
+        if "head" in parts:
+            x = nn.LayerNorm(dtype=dtype, name="post_norm")(x)
+            outputs = config.num_outputs // hooks.shards
+            x = nn.Dense(outputs, dtype=dtype, dot_general=hooks.column, name="output_layer")(x)
+            x = x.astype(jnp.float32)
+        return x
 
 
 def _rematerialized(module: type[nn.Module], name: str, config: ConfigDict) -> type[nn.Module]:
     return remat.wrap(module, name, config.remat, config.remat_policy, config.remat_names, scanned=config.scan_layers)
 
 
-def check(config: ConfigDict, seq_len: int = 1) -> None:
+def check(config: ConfigDict, seq_len: int) -> None:
     """Refuses a model that cannot be.
 
     Args:
@@ -161,9 +214,13 @@ def check(config: ConfigDict, seq_len: int = 1) -> None:
     for name in config.remat_names:
         if name not in NAMES:
             names = tuple(config.remat_names)
-            raise ValueError(f"remat_names={names!r} must hold names from {NAMES}: there is no {name!r}")
-    if config.attention not in attention.IMPLEMENTATIONS:
-        raise ValueError(f"attention={config.attention!r} must be one of {list(attention.IMPLEMENTATIONS)}")
+            raise ValueError(f"remat_names={names!r} must hold names from {tuple(NAMES)}: there is no {name!r}")
+        if not {NAMES[name], "Block"} & set(config.remat):
+            raise ValueError(
+                f"remat={tuple(config.remat)!r} must hold {NAMES[name]!r} or 'Block' for remat_names to hold {name!r}: "
+                "that value is made there, and is kept anyway where nothing is rematerialized"
+            )
+    attention.check(config.attention, dtype=config.dtype, softmax_dtype=config.softmax_dtype, seq_len=seq_len)
 
 
 def num_params(params: PyTree) -> int:

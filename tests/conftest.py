@@ -19,14 +19,22 @@ jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 import jax
 import pytest
 
+# The tests of course_lib.parallel run on eight devices. Where there are not as many GPUs, the CPU shows as eight; all other
+# tests use the first. Set here, as JAX reads it when it starts.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # bfloat16 + float32 is an error here, not a silent float32. But Flax's LayerNorm asks for promote_types(float16,
 # float32), and Optax's Adam raises a float to the power of an int32 step count: both promote on purpose, and JAX has no
 # way to allow it to them alone. So tests that call them have JAX's default.
 CALLS_FLAX_OR_OPTAX = {
     "test_accumulation",
+    "test_bug_zoo",
     "test_case_study",
     "test_donation",
     "test_mlp",
+    "test_parallel_data",
+    "test_parallel_strategy",
+    "test_parallel_tensor",
     "test_training",
     "test_transformer",
 }
@@ -42,3 +50,12 @@ def promotion(request):
     ranks = "allow" if name in A_LEARNERS_CODE else "raise"
     with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def code_that_is_compiled_quickly(request):
+    """Many devices mean many programs, whose numbers are compared and not their times: machine code is not optimized."""
+    many = request.module.__name__.rpartition(".")[2].startswith(("test_parallel_", "test_bug_zoo"))
+    jax.config.update("jax_disable_most_optimizations", many)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

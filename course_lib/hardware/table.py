@@ -1,131 +1,18 @@
-"""Accelerators: what they hold, what they move, what they compute, and what a compiler must know to target them.
+"""The rows: what each accelerator holds, moves and computes.
 
-The figures of each row come from its `source`. Three things to know when reading such documents:
-
-- Sparse or dense. NVIDIA quotes most tensor-core rates "with sparsity" (two of every four weights are zero), which is
-  twice the dense rate. This table holds dense rates: the ones that a training step could reach.
-- GB or GiB. An H100's "80 GB" are about 80 GiB of chips, of which firmware and driver keep a little. `memory_bytes` is
-  what is left for a program: for GPUs what the CUDA driver reports, for TPUs what its compiler calls available.
-- One direction or both. NVLink's "900 GB/s" count both directions. `link_bandwidth` is one direction.
+Each figure comes from its row's `source`, but for `network_bandwidth`. That one belongs to the machine around the GPU:
+in NVIDIA's servers of eight, every GPU has a network card of its own, of 200 Gb/s beside an A100
+(https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html), of 400 Gb/s beside an H100, H200 or B200
+(https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html).
+A T4, an L4 and an A5000 stand in all kinds of servers, and a TPU's links reach past its host: there it is None.
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
 import jax
-import jax.numpy as jnp
+
+from course_lib.hardware.accelerator import Accelerator, GpuTarget, TpuTarget
 
 GIB = 2**30
 MIB = 2**20
-
-# The keys of `Accelerator.peak_flops`. "tensorfloat32" is float32 data, rounded to 10 bits of mantissa on its way into
-# a tensor core (XLA's default for float32 products on GPUs that can); "float8" stands for every eight-bit format.
-PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8")
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuTarget:
-    """What XLA's compiler asks about an NVIDIA GPU, in XLA's words: a *core* is a streaming multiprocessor.
-
-    Sources: the CUDA programming guide's technical specifications per compute capability
-    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities) and XLA's own targets
-    (https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs).
-    """
-
-    compute_capability: tuple[int, int]
-    core_count: int
-    fpus_per_core: int  # float32 lanes
-    clock_ghz: float  # boost
-    l2_bytes: int
-    shared_memory_per_core: int  # bytes
-    shared_memory_per_block: int  # bytes, the most that one block can ask for
-    threads_per_core: int
-
-    def text(self, description: str, memory_bytes: int, memory_bandwidth: float) -> str:
-        """Returns XLA's `GpuTargetConfigProto` in text form, for `topologies.get_topology_desc(target_config=...)`.
-
-        Args:
-          description: becomes the `device_kind` of the devices.
-          memory_bytes: device memory. XLA rematerializes on its own when a program comes close to it.
-          memory_bandwidth: bytes per second.
-        """
-        major, minor = self.compute_capability
-        return f"""
-            gpu_device_info {{
-              cuda_compute_capability {{ major: {major} minor: {minor} }}
-              core_count: {self.core_count}
-              fpus_per_core: {self.fpus_per_core}
-              clock_rate_ghz: {self.clock_ghz}
-              device_memory_size: {memory_bytes}
-              memory_bandwidth: {int(memory_bandwidth)}
-              l2_cache_size: {self.l2_bytes}
-              shared_memory_per_core: {self.shared_memory_per_core}
-              shared_memory_per_block: 49152
-              shared_memory_per_block_optin: {self.shared_memory_per_block}
-              threads_per_core_limit: {self.threads_per_core}
-              threads_per_block_limit: 1024  threads_per_warp: 32
-              registers_per_core_limit: 65536  registers_per_block_limit: 65536
-              block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-            }}
-            platform_name: "CUDA"  runtime_version {{ major: 13 }}  dnn_version_info {{ major: 9 minor: 7 }}
-            device_description_str: "{description}"
-            """
-
-
-@dataclasses.dataclass(frozen=True)
-class TpuTarget:
-    """How chips are arranged: `prefix` "v5e" and `layouts[8] == "2x4"` make the topology "v5e:2x4".
-
-    Source: the configurations listed for each chip in https://docs.cloud.google.com/tpu/docs.
-    """
-
-    prefix: str
-    layouts: Mapping[int, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Accelerator:
-    """One row of the table."""
-
-    name: str
-    title: str
-    memory_bytes: int  # what a program can use
-    memory_bandwidth: float  # bytes/s between device memory and the chip
-    link_bandwidth: float  # bytes/s in one direction over `link`
-    link: str  # the fastest way to a neighbour
-    peak_flops: Mapping[str, float]  # dense FLOP/s of matrix products, by precision; float32 is without tensor cores
-    device_kinds: tuple[str, ...]  # as jax.Device.device_kind spells it; virtual devices carry the first
-    target: GpuTarget | TpuTarget
-    source: str
-
-    @property
-    def platform(self) -> str:
-        """Returns "gpu" or "tpu", as `jax.Device.platform` does."""
-        return "gpu" if isinstance(self.target, GpuTarget) else "tpu"
-
-    def peak(self, dtype: Any) -> float | None:
-        """Returns the dense FLOP/s of matrix products with operands of a dtype.
-
-        Args:
-          dtype: anything that names a floating-point dtype (`jnp.bfloat16`, "float8_e4m3fn"), or one of `PRECISIONS`.
-
-        Returns:
-          FLOP/s, or None where the table has no figure: bfloat16 on a T4, float32 on a TPU, float64 anywhere.
-
-        Raises:
-          ValueError: if `dtype` is no floating-point dtype.
-        """
-        if isinstance(dtype, str) and dtype in PRECISIONS:
-            return self.peak_flops.get(dtype)
-        try:
-            name = jnp.dtype(dtype).name
-            is_float = jnp.issubdtype(name, jnp.floating)
-        except TypeError:
-            is_float = False
-        if not is_float:
-            raise ValueError(f"dtype={dtype!r} must be a floating-point dtype or one of {', '.join(PRECISIONS)}")
-        return self.peak_flops.get("float8" if name.startswith("float8") else name)
 
 
 def get(name: str) -> Accelerator:
@@ -169,6 +56,7 @@ _ROWS = (
         memory_bandwidth=320e9,
         link_bandwidth=16e9,
         link="PCIe 3.0 x16, through the host",
+        network_bandwidth=None,
         peak_flops={"float32": 8.1e12, "float16": 65e12},
         device_kinds=("Tesla T4",),
         target=GpuTarget((7, 5), 40, 64, 1.59, 4 * MIB, 65_536, 65_536, 1024),
@@ -181,6 +69,7 @@ _ROWS = (
         memory_bandwidth=300e9,
         link_bandwidth=32e9,
         link="PCIe 4.0 x16, through the host",
+        network_bandwidth=None,
         peak_flops=_L4_PEAK,
         device_kinds=("NVIDIA L4",),
         target=GpuTarget((8, 9), 58, 128, 2.04, 48 * MIB, 102_400, 101_376, 1536),
@@ -193,6 +82,7 @@ _ROWS = (
         memory_bandwidth=768e9,
         link_bandwidth=32e9,
         link="PCIe 4.0 x16, through the host",
+        network_bandwidth=None,
         peak_flops={"float32": 27.8e12, "tensorfloat32": 55.5e12, "float16": 111e12, "bfloat16": 111e12},
         device_kinds=("NVIDIA RTX A5000", "RTX A5000"),
         target=GpuTarget((8, 6), 64, 128, 1.7, 6 * MIB, 102_400, 101_376, 1536),
@@ -205,6 +95,7 @@ _ROWS = (
         memory_bandwidth=1555e9,
         link_bandwidth=300e9,
         link="NVLink 3, to the GPUs of the host",
+        network_bandwidth=200e9 / 8,
         peak_flops=_A100_PEAK,
         device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
         target=_A100,
@@ -217,6 +108,7 @@ _ROWS = (
         memory_bandwidth=2039e9,
         link_bandwidth=300e9,
         link="NVLink 3, to the GPUs of the host",
+        network_bandwidth=200e9 / 8,
         peak_flops=_A100_PEAK,
         device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
         target=_A100,
@@ -229,6 +121,7 @@ _ROWS = (
         memory_bandwidth=3.35e12,
         link_bandwidth=450e9,
         link="NVLink 4, to the GPUs of the host",
+        network_bandwidth=400e9 / 8,
         peak_flops=_HOPPER_PEAK,
         device_kinds=("NVIDIA H100 80GB HBM3",),
         target=GpuTarget((9, 0), 132, 128, 1.98, 50 * MIB, 233_472, 232_448, 2048),
@@ -241,6 +134,7 @@ _ROWS = (
         memory_bandwidth=4.8e12,
         link_bandwidth=450e9,
         link="NVLink 4, to the GPUs of the host",
+        network_bandwidth=400e9 / 8,
         peak_flops=_HOPPER_PEAK,
         device_kinds=("NVIDIA H200",),
         target=GpuTarget((9, 0), 132, 128, 1.98, 60 * MIB, 233_472, 232_448, 2048),
@@ -253,6 +147,7 @@ _ROWS = (
         memory_bandwidth=7.7e12,
         link_bandwidth=900e9,
         link="NVLink 5, to the GPUs of the host",
+        network_bandwidth=400e9 / 8,
         peak_flops=_B200_PEAK,
         device_kinds=("NVIDIA B200",),
         target=GpuTarget((10, 0), 148, 128, 1.965, 132_644_864, 233_472, 232_448, 2048),
@@ -265,6 +160,7 @@ _ROWS = (
         memory_bandwidth=819e9,
         link_bandwidth=50e9,
         link="one of 4 ICI links, to the next chip of a 2D torus",
+        network_bandwidth=None,
         peak_flops={"bfloat16": 197e12},
         device_kinds=("TPU v5 lite", "TPU v5e"),
         target=TpuTarget("v5e", _LAYOUTS_2D),
@@ -277,6 +173,7 @@ _ROWS = (
         memory_bandwidth=2765e9,
         link_bandwidth=100e9,
         link="one of 6 ICI links, to the next chip of a 3D torus",
+        network_bandwidth=None,
         peak_flops={"bfloat16": 459e12},
         device_kinds=("TPU v5", "TPU v5p"),
         target=TpuTarget("v5p", _LAYOUTS_3D),
@@ -289,6 +186,7 @@ _ROWS = (
         memory_bandwidth=1600e9,
         link_bandwidth=100e9,
         link="one of 4 ICI links, to the next chip of a 2D torus",
+        network_bandwidth=None,
         peak_flops={"bfloat16": 918e12},
         device_kinds=("TPU v6 lite", "TPU v6e"),
         target=TpuTarget("v6e", _LAYOUTS_2D),

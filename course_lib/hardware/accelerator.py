@@ -1,0 +1,116 @@
+"""What is said of an accelerator: the columns of the table, and the text by which XLA's compiler is told of one."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+# The keys of `Accelerator.peak_flops`. "tensorfloat32" is float32 data, rounded to 10 bits of mantissa on its way into
+# a tensor core (XLA's default for float32 products on GPUs that can); "float8" stands for every eight-bit format.
+PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8")
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """What XLA's compiler asks about an NVIDIA GPU, in XLA's words: a *core* is a streaming multiprocessor.
+
+    Sources: the CUDA programming guide's technical specifications per compute capability
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities) and XLA's own targets
+    (https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs).
+    """
+
+    compute_capability: tuple[int, int]
+    core_count: int
+    fpus_per_core: int  # float32 lanes
+    clock_ghz: float  # boost
+    l2_bytes: int
+    shared_memory_per_core: int  # bytes
+    shared_memory_per_block: int  # bytes, the most that one block can ask for
+    threads_per_core: int
+
+    def text(self, description: str, memory_bytes: int, memory_bandwidth: float) -> str:
+        """Returns XLA's `GpuTargetConfigProto` in text form, for `topologies.get_topology_desc(target_config=...)`.
+
+        Args:
+          description: becomes the `device_kind` of the devices.
+          memory_bytes: device memory. XLA rematerializes on its own when a program comes close to it.
+          memory_bandwidth: bytes per second.
+        """
+        major, minor = self.compute_capability
+        return f"""
+            gpu_device_info {{
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              core_count: {self.core_count}
+              fpus_per_core: {self.fpus_per_core}
+              clock_rate_ghz: {self.clock_ghz}
+              device_memory_size: {memory_bytes}
+              memory_bandwidth: {int(memory_bandwidth)}
+              l2_cache_size: {self.l2_bytes}
+              shared_memory_per_core: {self.shared_memory_per_core}
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: {self.shared_memory_per_block}
+              threads_per_core_limit: {self.threads_per_core}
+              threads_per_block_limit: 1024  threads_per_warp: 32
+              registers_per_core_limit: 65536  registers_per_block_limit: 65536
+              block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+            }}
+            platform_name: "CUDA"  runtime_version {{ major: 13 }}  dnn_version_info {{ major: 9 minor: 7 }}
+            device_description_str: "{description}"
+            """
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuTarget:
+    """How chips are arranged: `prefix` "v5e" and `layouts[8] == "2x4"` make the topology "v5e:2x4".
+
+    Source: the configurations listed for each chip in https://docs.cloud.google.com/tpu/docs.
+    """
+
+    prefix: str
+    layouts: Mapping[int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """One row of the table."""
+
+    name: str
+    title: str
+    memory_bytes: int  # what a program can use
+    memory_bandwidth: float  # bytes/s between device memory and the chip
+    link_bandwidth: float  # bytes/s in one direction over `link`
+    link: str  # the fastest way to a neighbour
+    network_bandwidth: float | None  # bytes/s in one direction to an accelerator of another host; None: no such figure
+    peak_flops: Mapping[str, float]  # dense FLOP/s of matrix products, by precision; float32 is without tensor cores
+    device_kinds: tuple[str, ...]  # as jax.Device.device_kind spells it; virtual devices carry the first
+    target: GpuTarget | TpuTarget
+    source: str
+
+    @property
+    def platform(self) -> str:
+        """Returns "gpu" or "tpu", as `jax.Device.platform` does."""
+        return "gpu" if isinstance(self.target, GpuTarget) else "tpu"
+
+    def peak(self, dtype: Any) -> float | None:
+        """Returns the dense FLOP/s of matrix products with operands of a dtype.
+
+        Args:
+          dtype: anything that names a floating-point dtype (`jnp.bfloat16`, "float8_e4m3fn"), or one of `PRECISIONS`.
+
+        Returns:
+          FLOP/s, or None where the table has no figure: bfloat16 on a T4, float32 on a TPU, float64 anywhere.
+
+        Raises:
+          ValueError: if `dtype` is no floating-point dtype.
+        """
+        if isinstance(dtype, str) and dtype in PRECISIONS:
+            return self.peak_flops.get(dtype)
+        try:
+            name = jnp.dtype(dtype).name
+            is_float = jnp.issubdtype(name, jnp.floating)
+        except TypeError:
+            is_float = False
+        if dtype is None or not is_float:  # NumPy reads None as float64
+            raise ValueError(f"dtype={dtype!r} must be a floating-point dtype or one of {', '.join(PRECISIONS)}")
+        return self.peak_flops.get("float8" if name.startswith("float8") else name)

@@ -1,0 +1,97 @@
+"""What a pipeline's devices need to know in each slot: a schedule as arrays, with the buffers that it needs.
+
+Three things wait on a device, each in a buffer whose slots are assigned before anything runs:
+
+    inbox       activations that have arrived, until their F
+    stash       the input of each stage, from its F until its W: what is recomputed from. As many slots as
+                microbatches are live at once, `schedule.peak_live`
+    gradients   gradients that have arrived, until their W
+
+A slot that is free again is given to the next: two values share it only if one is gone before the other comes. Intervals of
+time that are given slots in the order in which they begin need no more slots than there are values at once (interval
+graph colouring, https://en.wikipedia.org/wiki/Interval_graph#Efficient_recognition_algorithms).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from course_lib.parallel import schedule as schedules
+from course_lib.parallel.schedule import Schedule
+
+Interval = tuple[int, int]  # from the first slot of time to the last, both included
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A schedule as arrays.
+
+    Attributes:
+      kinds: "idle", and those that occur; the column "kind" counts in it.
+      columns: int32 [S, T] by name. "kind", "microbatch", "stage" (of the model), "chunk" say what to do. "inbox", "stash",
+        "gradient" are the slots where the op finds its values. "arriving" is the inbox slot of the activation that
+        arrives at the end of this slot of time, "returning" that of the gradient. Where there is none, it is one past the end.
+      sizes: the slots of "inbox", "stash" and "gradient", on the device that needs most: all devices run one program.
+    """
+
+    kinds: tuple[str, ...]
+    columns: Mapping[str, np.ndarray]
+    sizes: Mapping[str, int]
+
+
+def program(schedule: Schedule) -> Program:
+    """Assigns slots to all that waits in a legal schedule, or in the forward part of one."""
+    cells = schedules.cells(schedule)
+    place = {(op.microbatch, schedule.stage(d, op.chunk)): d for d, _, op in cells}
+    when = {(part, op.microbatch, schedule.stage(d, op.chunk)): t for d, t, op in cells for part in op.kind.strip("-")}
+    waiting: dict[str, list[dict[tuple[int, int], Interval]]] = {
+        name: [{} for _ in range(schedule.stages)] for name in ("inbox", "stash", "gradient")
+    }
+    for (m, stage), device in place.items():
+        start = when["F", m, stage]
+        end = when.get(("W", m, stage), start)
+        waiting["stash"][device][m, stage] = (start, end)
+        if ("F", m, stage - 1) in when:
+            waiting["inbox"][device][m, stage] = (when["F", m, stage - 1] + 1, start)
+        if ("B", m, stage + 1) in when:
+            waiting["gradient"][device][m, stage] = (when["B", m, stage + 1] + 1, end)
+    slots = {name: [colour(intervals) for intervals in devices] for name, devices in waiting.items()}
+    sizes = {name: max([1, *(1 + slot for found in devices for slot in found.values())]) for name, devices in slots.items()}
+
+    shape = schedule.stages, len(schedule.table[0])
+    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "stage", "chunk")}
+    columns |= {name: np.full(shape, size, np.int32) for name, size in sizes.items()}
+    columns |= {"arriving": np.full_like(columns["inbox"], sizes["inbox"])}
+    columns |= {"returning": np.full_like(columns["gradient"], sizes["gradient"])}
+    kinds = ("idle", *(kind for kind in schedules.KINDS if any(op.kind == kind for _, _, op in cells)))
+    for device, time, op in cells:
+        key = m, stage = op.microbatch, schedule.stage(device, op.chunk)
+        given = {"kind": kinds.index(op.kind), "microbatch": m, "stage": stage, "chunk": op.chunk}
+        given |= {name: slots[name][device].get(key, sizes[name]) for name in sizes}
+        for name, value in given.items():
+            columns[name][device, time] = value
+    for name, buffer, before in (("arriving", "inbox", ("F", -1)), ("returning", "gradient", ("B", 1))):
+        for device, found in enumerate(slots[buffer]):
+            for (m, stage), slot in found.items():
+                columns[name][device, when[before[0], m, stage + before[1]]] = slot
+    return Program(kinds, columns, sizes)
+
+
+def colour(intervals: Mapping[tuple[int, int], Interval]) -> dict[tuple[int, int], int]:
+    """Returns a slot for each interval, so that those that share a slot do not overlap."""
+    ends: list[int] = []  # of the last interval in each slot
+    found = {}
+    for key, (start, end) in sorted(intervals.items(), key=lambda item: item[1]):
+        slot = next((slot for slot, last in enumerate(ends) if last < start), len(ends))
+        ends[slot : slot + 1] = [end]
+        found[key] = slot
+    return found
+
+
+def forward(schedule: Schedule) -> Schedule:
+    """Returns a schedule of the same size that has only forwards, as early as they can be: those of breadth-first."""
+    whole = schedules.breadth_first(schedule.stages, schedule.microbatches, schedule.chunks)
+    rows = [[op if op is not None and op.kind == "F" else None for op in row] for row in whole.table]
+    length = max(time + 1 for row in rows for time, op in enumerate(row) if op is not None)
+    return dataclasses.replace(whole, name="forward", table=tuple(tuple(row[:length]) for row in rows))

@@ -1,0 +1,300 @@
+"""A training run spread over a mesh: the same model, loss, optimizer and train step as on one device.
+
+    grid = mesh.make({"data": 4, "tensor": 2})
+    run = strategy.build(config, grid, Strategy(zero=1, sequence=True))
+    state = run.init(jax.random.key(0))          # cut as the strategy says; no device ever holds all of it
+    state, metrics = run.train_step(state, batch)
+
+What a mesh axis is for follows from its name; a `Strategy` says how. Every strategy can be written `by="hand"`, with
+explicit collectives inside of a `jax.shard_map`, or `by="compiler"`, as shardings that `jax.jit` has to respect. Both
+give the numbers of one device. A pipeline is written by hand only:
+
+    grid = mesh.make({"data": 2, "pipe": 2, "tensor": 2})
+    run = strategy.build(config, grid, Strategy(schedule="zero_bubble", microbatches=4))
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from course_lib import accumulation, optimizers, training, virtual
+from course_lib.accumulation import GradFn, LossFn
+from course_lib.data import Batch
+from course_lib.parallel import data, pipeline, sharding, tensor, tensor_async
+from course_lib.parallel import mesh as meshes
+from course_lib.parallel import schedule as schedules
+from course_lib.transformer import Hooks, Transformer
+
+PyTree = Any
+
+BY = ("hand", "compiler")
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """How a run uses the axes of its mesh.
+
+    Attributes:
+      by: "hand" or "compiler".
+      zero: stage of ZeRO along "data", 0 to 3.
+      gather_again: with stage 3 by hand, whether layers gather their parameters again for the backward pass.
+      sequence: whether norms and residuals are divided along the sequence, over "tensor".
+      overlap: with that, by hand, how the products of "tensor" communicate: "none" (before or after they compute),
+        "one-way" or "two-way" (around a ring, meanwhile).
+      schedule: of the pipeline along "pipe": one of `schedule.SCHEDULES`.
+      microbatches: M, into how many a pipeline cuts the share of a device along "data".
+      chunks: v, how many parts of the model a device of the pipeline holds.
+    """
+
+    by: str = "hand"
+    zero: int = 0
+    gather_again: bool = True
+    sequence: bool = False
+    overlap: str = "none"
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    chunks: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(training.Run):
+    """A training run on a mesh: as on one device, and who holds what.
+
+    Attributes:
+      mesh: what it runs on.
+      specs: a `TrainState` of PartitionSpecs.
+    """
+
+    mesh: Mesh
+    specs: training.TrainState
+
+    def abstract(self) -> tuple[training.TrainState, Batch]:
+        """Returns the shapes of the state and of a batch, placed on the mesh, to lower the step with."""
+        state, batch = super().abstract()
+        cut = NamedSharding(self.mesh, P("data"))
+        placed = jax.tree.map(virtual.abstract, state, sharding.place(self.specs, self.mesh))
+        return placed, virtual.abstract(batch, cut)
+
+
+def check(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> None:
+    """Refuses a strategy that does not exist, or that this mesh and this model cannot have.
+
+    Raises:
+      ValueError: naming what is wrong, its value and the fix.
+    """
+    training.check(config)
+    if strategy.by not in BY:
+        raise ValueError(f"by={strategy.by!r} must be one of {BY}")
+    data.check_stage(strategy.zero)
+    n = meshes.axis_size(mesh, "data")
+    if unknown := set(mesh.axis_names) - {"data", "pipe", "tensor"}:
+        raise ValueError(f"mesh={dict(mesh.shape)} must have axes 'data', 'pipe' and 'tensor' only: {unknown} would do nothing")
+    if strategy.sequence and "tensor" not in mesh.shape:
+        raise ValueError("sequence=True must come with a mesh axis 'tensor': it divides the sequence over that")
+    tensor_async.check(strategy.overlap, strategy.sequence and strategy.by == "hand")
+    _check_pipeline(config, mesh, strategy)
+    data.check_gathering(strategy.zero if strategy.by == "hand" else 0, strategy.gather_again, config.model.remat)
+    size, minibatches = config.data.batch_size, config.training.num_minibatches
+    parts = n * minibatches * strategy.microbatches
+    if rest := size % parts:
+        below = size - rest
+        raise ValueError(
+            f"batch_size={size} must be a multiple of {parts}: {n} devices along 'data' x {minibatches} minibatches x "
+            f"{strategy.microbatches} microbatches of one size; take {f'{below} or ' * (below > 0)}{below + parts}"
+        )
+    if "tensor" in mesh.shape:
+        tensor.check(config.model, config.data.seq_len, mesh, strategy.sequence)
+
+
+def _check_pipeline(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> None:
+    given = dict(schedule=strategy.schedule, microbatches=strategy.microbatches, chunks=strategy.chunks)
+    if "pipe" not in mesh.shape:
+        if given != dict(schedule=Strategy.schedule, microbatches=1, chunks=1):
+            raise ValueError(f"{given} must come with a mesh axis 'pipe', of two devices or more: it would do nothing")
+        return
+    if strategy.by != "hand":
+        raise ValueError(f"by={strategy.by!r} must be 'hand' with a mesh axis 'pipe': shardings do not say what runs when")
+    if strategy.overlap != "none":
+        raise ValueError(
+            f"overlap={strategy.overlap!r} must be 'none' with a mesh axis 'pipe': all devices of the mesh take a step "
+            "on a ring together, but stages do different things in a slot, and would wait for each other forever"
+        )
+    if strategy.zero > 1:
+        raise ValueError(
+            f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a stage runs once a microbatch, and each time "
+            "stage 2 would send all of its gradients, stage 3 all of its parameters"
+        )
+    pipeline.check(config, mesh, strategy.chunks)
+    schedules.make(strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks)
+
+
+def layout(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> tuple[training.TrainState, PyTree]:
+    """Returns who holds what.
+
+    Args:
+      config: a whole configuration.
+      mesh: with an axis "data", "pipe" if the layers are to be divided, and "tensor" if heads, hidden width and vocabulary are.
+      strategy: how the axes are used.
+
+    Returns:
+      The specs of the train state, as a `TrainState`, and those of the gradients.
+
+    Raises:
+      ValueError: if an axis does not divide a dimension that it has to.
+    """
+    check(config, mesh, strategy)
+    state, _ = training.build(config).abstract()
+    rules = {"pipe": sharding.PIPELINE, "tensor": sharding.TENSOR}
+    whole = {name: axis for used, rule in rules.items() if used in mesh.shape for name, axis in rule.items()}
+    cut = {**whole, **sharding.ZERO}
+    params = sharding.specs(state.params, cut if strategy.zero == 3 else whole, mesh)
+    kept = sharding.specs(state.params, cut if strategy.zero else whole, mesh)
+    return sharding.state_specs(state, optimizers.from_config(config.optimizer), params, kept), kept
+
+
+def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
+    """Returns the gradient function of a strategy, `grad_fn(params, batch, rng) -> (grads, metrics)`, on whole arrays.
+
+    Of a pipeline with several chunks the layers are in the order of `pipeline.to_stages`, as in the state that `init` returns.
+    Arguments and errors as for `build`.
+    """
+    state, kept = layout(config, mesh, strategy)
+    config = FrozenConfigDict(config)  # what is changed later does not reach into the gradient function
+    loss_fn, gradient_fn = _on_one_device(config, mesh, strategy, state.params, kept)
+    return gradient_fn(loss_fn)
+
+
+def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Run:
+    """Builds a training run on a mesh. Nothing is computed yet.
+
+    Its functions take and return whole arrays, as on one device; `init` starts from the same numbers as on one device.
+
+    Args:
+      config: a whole configuration. The batch is that of all devices together.
+      mesh: with an axis "data", "pipe" if the layers are to be divided, and "tensor" if heads, hidden width and vocabulary are.
+      strategy: how the axes are used.
+
+    Raises:
+      ValueError: if something does not divide, or does not exist: the name, its value and the fix.
+    """
+    state, kept = layout(config, mesh, strategy)
+    single, placed = training.build(config), sharding.place(state, mesh)
+    loss_fn, gradient_fn = _on_one_device(single.config, mesh, strategy, state.params, kept)
+    by_hand = strategy.by == "hand"
+    train_step = training.make_train_step(
+        loss_fn,
+        optimizers.from_config(config.optimizer),
+        # By hand, minibatches are cut inside of the gradient function: what can be sent once for all is sent once.
+        num_minibatches=1 if by_hand else config.training.num_minibatches,
+        method=config.training.accumulation,
+        accumulator_dtype=config.training.accumulator_dtype,
+        donate=config.training.donate,
+        gradient_fn=gradient_fn,
+        out_shardings=(placed, NamedSharding(mesh, P())),
+    )
+    init, apply_fn = single.init, single.apply_fn
+    if "pipe" in mesh.shape:
+        size = mesh.shape["pipe"], strategy.chunks
+        whole_loss = pipeline.loss(loss_fn, *_pipeline(single.config, mesh, strategy, state.params))
+
+        def init(rng: Any) -> training.TrainState:  # optimizers start from the same numbers in all layers
+            new = single.init(rng)
+            cut = jax.lax.with_sharding_constraint(new.params, placed.params)  # before they move: no device has them all
+            return dataclasses.replace(new, params=pipeline.to_stages(cut, *size))
+
+        def apply_fn(params: PyTree, *args: Any) -> Array:
+            return single.apply_fn(pipeline.from_stages(params, *size), *args)
+    else:
+        whole_loss = data.loss(loss_fn, mesh, state.params) if by_hand else loss_fn
+    return Run(single.config, apply_fn, whole_loss, train_step, jax.jit(init, out_shardings=placed), mesh, state)
+
+
+def _on_one_device(
+    config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree, kept: PyTree
+) -> tuple[LossFn, Callable[[LossFn], GradFn]]:
+    """Returns the loss that is differentiated, and what makes the gradient function of it."""
+    if "pipe" in mesh.shape:
+        given = _pipeline(config, mesh, strategy, held)
+        loss_fn = pipeline.loss_of_head(given[0], _tensor(mesh, strategy)[1])
+        return loss_fn, lambda loss_fn: pipeline.gradient(loss_fn, *given, kept)
+    if strategy.by == "hand":
+        loss_fn = _local_loss(config, mesh, strategy, held)
+        return loss_fn, functools.partial(_gradient_by_hand, config, mesh, strategy, held, kept)
+    return _constrained_loss(config, mesh, strategy), functools.partial(_gradient_by_compiler, sharding.place(kept, mesh))
+
+
+def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> LossFn:
+    """Returns what one device computes of the loss, on parameters and sequences as it holds them."""
+    hooks, score = _tensor(mesh, strategy)
+    if strategy.zero == 3:
+        scanned = config.model.scan_layers
+        layer = data.gather_layers(held, config.model.dtype, again=strategy.gather_again, scanned=scanned)
+        hooks = dataclasses.replace(hooks, layer=layer)
+    apply_fn = training.as_function(Transformer(config.model, hooks))
+    if strategy.zero == 3:
+        apply_fn = data.gather_around(apply_fn, held, config.model.dtype)
+    if strategy.sequence:
+        apply_fn = tensor.own_dropout(apply_fn)
+    return training.next_token_loss(apply_fn, score)
+
+
+def _tensor(mesh: Mesh, strategy: Strategy) -> tuple[Hooks, Callable[..., Any]]:
+    """Returns what one device along "tensor" does of the model and of the cross entropy: all, without that axis."""
+    if "tensor" not in mesh.shape:
+        return Hooks(), training.cross_entropy
+    if strategy.overlap == "none":
+        return tensor.hooks(mesh, sequence=strategy.sequence), tensor.cross_entropy
+    return tensor_async.hooks(mesh, bidirectional=strategy.overlap == "two-way"), tensor.cross_entropy
+
+
+def _pipeline(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> tuple[Any, Mesh, PyTree, Any]:
+    """Returns what a pipeline executes: the model in parts, the mesh, the specs of its parameters and the schedule."""
+    stages, chunks = mesh.shape["pipe"], strategy.chunks
+    apply_part = pipeline.parts(config.model, stages * chunks, _tensor(mesh, strategy)[0])
+    if strategy.sequence:
+        apply_part = tensor.own_dropout(apply_part)
+    return apply_part, mesh, held, schedules.make(strategy.schedule, stages, strategy.microbatches, chunks)
+
+
+def _gradient_by_hand(
+    config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree, kept: PyTree, loss_fn: LossFn
+) -> GradFn:
+    return data.gradient(
+        loss_fn,
+        mesh,
+        held,
+        kept,
+        stage=strategy.zero,
+        num_minibatches=config.training.num_minibatches,
+        method=config.training.accumulation,
+        accumulator_dtype=config.training.accumulator_dtype,
+    )
+
+
+def _constrained_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> LossFn:
+    """Returns the loss of one device, which says of the values that the model names where they lie."""
+    rules = sharding.activation_rules(mesh, strategy.sequence)
+
+    def named(x: Array, name: str) -> Array:
+        place = NamedSharding(mesh, sharding.spec(sharding.ACTIVATIONS[name], rules))
+        return checkpoint_name(jax.lax.with_sharding_constraint(x, place), name)
+
+    return training.next_token_loss(training.as_function(Transformer(config.model, Hooks(named=named))))
+
+
+def _gradient_by_compiler(placed: PyTree, loss_fn: LossFn) -> GradFn:
+    grad_fn = accumulation.gradient(loss_fn)
+
+    def constrained(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
+        grads, metrics = grad_fn(params, batch, rng)
+        return jax.lax.with_sharding_constraint(grads, placed), metrics
+
+    return constrained

@@ -1,0 +1,135 @@
+"""What data parallelism sends, and what its devices hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_device
+import pytest
+from jax.sharding import PartitionSpec as P
+from ml_collections import FrozenConfigDict
+
+from course_lib import measure, training, virtual
+from course_lib.parallel import data, sharding, strategy
+from course_lib.parallel.strategy import Strategy
+
+METRICS = (12, 16)  # bytes of loss and accuracy as (sum, count) in float32; XLA may send their equal counts once
+
+
+def sizes(whole):
+    """Returns bytes of parameters: of the layers and of the rest, that ZeRO cuts and that it leaves whole.
+
+    "kernels" are those of the layers, all of which it cuts.
+    """
+    params, _, _ = one_device.reference(FrozenConfigDict(whole))
+    found = {"layers cut": 0, "layers whole": 0, "rest cut": 0, "rest whole": 0, "kernels": 0}
+    specs = sharding.specs(params, sharding.ZERO, one_device.grid(data=2))
+    for (path, leaf), spec in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True
+    ):
+        part = "layers" if path[0].key == "block" else "rest"
+        found[f"{part} {'cut' if sharding.dim_of(spec, 'data') is not None else 'whole'}"] += leaf.nbytes
+        found["kernels"] += leaf.nbytes if part == "layers" and path[-1].key == "kernel" else 0
+    return found
+
+
+def ledger_of_gradient(whole, axes, chosen):
+    grid = one_device.grid(**axes)
+    state, batch = strategy.build(whole, grid, chosen).abstract()
+    grad_fn = jax.jit(strategy.gradient(whole, grid, chosen))
+    return measure.ledger(grad_fn.lower(state.params, batch, jax.random.key(0)).compile(), grid)
+
+
+def test_data_parallelism_reduces_the_bytes_of_the_gradient():
+    whole = one_device.small()
+    found = ledger_of_gradient(whole, dict(data=4), Strategy())
+    assert found.bytes("all-reduce", "data") - sum(size for part, size in sizes(whole).items() if part != "kernels") in METRICS
+    assert found.bytes() == found.bytes("all-reduce", "data")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_device_whose_labels_weigh_nothing_has_no_say_even_if_its_own_mean_is_not_a_number(stage):
+    def unguarded(params, batch, rng):
+        total, count = (params * batch["x"] * batch["weights"]).sum(), batch["weights"].sum()
+        return total / count, {"loss": (total, count)}
+
+    grad_fn = data.gradient(unguarded, one_device.grid(data=2), P(), P(), stage=stage)
+    batch = {"x": jnp.arange(1.0, 9.0), "weights": jnp.array([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])}
+    assert jax.jit(grad_fn)(jnp.ones(()), batch, jax.random.key(0))[0] == 2.5
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_minibatches_communicate_once_a_step(stage):
+    once = ledger_of_gradient(one_device.small(), dict(data=2), Strategy(zero=stage))
+    also = ledger_of_gradient(one_device.small(**{"training.num_minibatches": 4}), dict(data=2), Strategy(zero=stage))
+    assert abs(also.bytes() - once.bytes()) <= 4  # a count
+
+
+def test_zero_two_scatters_the_gradient_of_each_minibatch():
+    whole = one_device.small(**{"training.num_minibatches": 4})
+    size = sizes(whole)
+    found = ledger_of_gradient(whole, dict(data=2), Strategy(zero=2))
+    assert found.bytes("reduce-scatter", "data") == 4 * (size["layers cut"] + size["rest cut"])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_scatters_the_gradient_and_gathers_the_new_parameters(stage):
+    whole = one_device.small(**{"optimizer.name": "adam"})
+    grid, size = one_device.grid(data=4), sizes(one_device.small())
+    run = strategy.build(whole, grid, Strategy(zero=stage))
+    found = measure.ledger(run.train_step.lower(*run.abstract()).compile(), grid)
+    cut, rest = size["layers cut"] + size["rest cut"], size["layers whole"] + size["rest whole"]
+    assert found.bytes("reduce-scatter", "data") == cut
+    assert found.bytes("all-gather", "data") == cut
+    assert found.bytes("all-reduce", "data") - rest in METRICS
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_zero_three_gathers_kernels_for_each_pass_and_scatters_their_gradients_once(again):
+    whole = one_device.small()
+    size = sizes(whole)
+    found = ledger_of_gradient(whole, dict(data=4), Strategy(zero=3, gather_again=again))
+    # The backward pass needs the kernels again. Not the biases, nor the scales of norms, whose products are kept.
+    assert found.bytes("all-gather", "data") == size["layers cut"] + again * size["kernels"] + size["rest cut"]
+    assert found.bytes("reduce-scatter", "data") == size["layers cut"] + size["rest cut"]
+    assert found.bytes("all-reduce", "data") - size["layers whole"] - size["rest whole"] in METRICS
+
+
+@pytest.mark.parametrize(("stage", "params", "moments"), [(0, 1, 1), (1, 1, 4), (2, 1, 4), (3, 4, 4)])
+def test_a_device_holds_what_the_stage_leaves_it(stage, params, moments):
+    whole = one_device.small(**{"optimizer.name": "adam"})
+    run = strategy.build(whole, one_device.grid(data=4), Strategy(zero=stage))
+    state, batch = run.abstract()
+    size = sizes(one_device.small())
+    cut, rest = size["layers cut"] + size["rest cut"], size["layers whole"] + size["rest whole"]
+    alone = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.step, state.opt_state)) if leaf.shape == ()) + 8
+    )  # and the random key
+    expected = cut // params + rest + 2 * (cut // moments + rest) + alone
+    found = measure.memory(run.train_step.lower(state, batch).compile())
+    batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
+    assert found.arguments == expected + batch_bytes // 4
+
+
+def test_devices_along_data_drop_different_units():
+    whole = one_device.small(**{"model.dropout_rate": 0.5})
+    run = strategy.build(whole, one_device.grid(data=2))
+    params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
+    batch, rng = one_device.batch(whole), jax.random.key(3)
+    single = jax.jit(training.build(whole).loss_fn)
+    halves = [jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)]
+    metrics = [single(params, halves[d], jax.random.fold_in(rng, d))[1] for d in (0, 1)]
+    total, count = training.add_metrics(*metrics)["loss"]
+    found = jax.jit(run.loss_fn)(params, batch, rng)[0]
+    np.testing.assert_allclose(found, total / count, rtol=1e-5)
+
+
+@pytest.mark.skipif(virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100")))
+@pytest.mark.parametrize("by", strategy.BY)
+def test_kernels_are_gathered_in_the_dtype_that_the_layers_compute_in(by):
+    whole = one_device.small(**{"model.dtype": "bfloat16", "model.hidden_size": 512, "model.head_dim": 64})
+    whole.model.max_seq_len = whole.data.seq_len = 128
+    grid = strategy.meshes.make({"data": 8}, virtual.devices("h100", 8))
+    run = strategy.build(whole, grid, Strategy(by=by, zero=3))
+    found = measure.ledger(run.train_step.lower(*run.abstract()).compile(), grid)
+    by_dtype = {entry.dtype for entry in found.entries if entry.kind == "all-gather" and entry.payload_bytes > 100_000}
+    assert "bfloat16" in by_dtype

@@ -1,0 +1,108 @@
+"""What tensor parallelism sends, and that its parts are those of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_device
+import pytest
+from jax.sharding import PartitionSpec as P
+from ml_collections import FrozenConfigDict
+
+from course_lib import measure, training
+from course_lib.parallel import strategy, tensor
+from course_lib.parallel.strategy import Strategy
+
+
+def on_devices(fn, mesh, in_specs, out_specs):
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+@functools.cache
+def ledger(sequence):
+    whole, grid = one_device.small(), one_device.grid(data=1, tensor=4)
+    chosen = Strategy(sequence=sequence)
+    state, batch = strategy.build(whole, grid, chosen).abstract()
+    grad_fn = jax.jit(strategy.gradient(whole, grid, chosen))
+    return measure.ledger(grad_fn.lower(state.params, batch, jax.random.key(0)).compile(), grid)
+
+
+def sizes():
+    """Returns the bytes of a residual [B, L, D] and of one number a token, and the number of layers."""
+    whole = one_device.small()
+    tokens = 4 * whole.data.batch_size * whole.data.seq_len
+    return tokens * whole.model.hidden_size, tokens, whole.model.num_layers
+
+
+def test_a_block_reduces_two_residuals_forward_and_two_backward():
+    residual, token, layers = sizes()
+    found = ledger(sequence=False)
+    # Around the blocks: the embedding forward, the output layer backward, and four numbers a token in the loss.
+    assert found.bytes("all-reduce", "tensor") == (4 * layers + 2) * residual + 4 * token
+    assert found.bytes() == found.bytes("all-reduce", "tensor")
+
+
+def test_along_the_sequence_each_all_reduce_becomes_a_gather_and_a_scatter_of_the_same_bytes():
+    residual, _, layers = sizes()
+    found = ledger(sequence=True)
+    assert found.bytes("all-gather", "tensor") == found.bytes("reduce-scatter", "tensor") == (4 * layers + 2) * residual
+    assert found.sent("all-gather") + found.sent("reduce-scatter") == (4 * layers + 2) * 2 * 3 * residual // 4
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_cross_entropy_of_a_divided_vocabulary_is_that_of_the_whole(n):
+    logits = 10 * jax.random.normal(jax.random.key(0), (4, 16))
+    logits = logits.at[1, 3].set(50.0).at[1, 12].set(50.0)  # of two equal ones the first counts
+    labels = jnp.array([0, 12, 3, 15])
+    score = on_devices(tensor.cross_entropy, one_device.grid(tensor=n), (P(None, "tensor"), P()), (P(), P()))
+    loss, correct = score(logits, labels)
+    expected, expected_correct = training.cross_entropy(logits, labels)
+    # One device takes a logit from the logarithm of a sum, both about 50, in float32.
+    np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=np.spacing(np.float32(50)))
+    np.testing.assert_array_equal(correct, expected_correct)
+
+
+def test_large_logits_do_not_overflow_on_any_device():
+    logits = jnp.array([[1e4, 0.0, 0.0, -1e4]])
+    score = on_devices(tensor.cross_entropy, one_device.grid(tensor=4), (P(None, "tensor"), P()), (P(), P()))
+    np.testing.assert_array_equal(score(logits, jnp.array([0]))[0], [0.0])
+    np.testing.assert_array_equal(score(logits, jnp.array([3]))[0], [2e4])
+
+
+def test_each_device_looks_up_its_own_rows():
+    table, tokens = jax.random.normal(jax.random.key(0), (8, 3)), jnp.array([[0, 7, 3, 4]])
+    lookup = on_devices(
+        lambda *args: jax.lax.psum(tensor.lookup(*args), "tensor"), one_device.grid(tensor=4), (P("tensor"), P()), P()
+    )
+    np.testing.assert_array_equal(lookup(table, tokens), table[tokens])
+
+
+def test_a_token_or_label_outside_of_the_vocabulary_gives_nan_as_on_one_device():
+    table, logits, tokens = jnp.ones((8, 3)), jnp.ones((1, 2, 8)), jnp.array([[7, 8]])
+    grid = one_device.grid(tensor=4)
+    lookup = on_devices(lambda *args: jax.lax.psum(tensor.lookup(*args), "tensor"), grid, (P("tensor"), P()), P())
+    np.testing.assert_array_equal(lookup(table, tokens), jnp.take(table, tokens, axis=0))
+    score = on_devices(tensor.cross_entropy, grid, (P(None, None, "tensor"), P()), (P(), P()))
+    expected = training.cross_entropy(logits, tokens)[0]
+    assert np.isnan(expected[0, 1])
+    np.testing.assert_allclose(score(logits, tokens)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_devices_along_tensor_drop_the_same_units_of_what_they_share(sequence):
+    """Whole residuals: the same masks, so the gradient is one device's. Parts of the sequence: each its own mask."""
+    whole = one_device.small(**{"model.dropout_rate": 0.5})
+    params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
+    batch, rng = one_device.batch(whole), jax.random.key(3)
+    run = strategy.build(whole, one_device.grid(data=1, tensor=4), Strategy(sequence=sequence))
+    loss = jax.jit(run.loss_fn)(params, batch, rng)[0]
+    key = jax.random.fold_in(rng, 0)  # of the first device along "data"
+    alone = jax.jit(training.build(whole).loss_fn)(params, batch, key)[0]
+    assert (abs(loss - alone) < 1e-5 * alone) == (not sequence)
+
+
+def test_each_part_of_the_sequence_has_its_own_key():
+    draw = tensor.own_dropout(lambda params, inputs, rng: jax.random.uniform(rng, (1,)))
+    draws = on_devices(lambda key: draw(None, jnp.zeros(1), key), one_device.grid(tensor=4), P(), P("tensor"))
+    assert len(set(draws(jax.random.key(0)).tolist())) == 4
