@@ -11,7 +11,7 @@ import pytest
 from matplotlib.text import Annotation, Text
 
 from course_lib import figures, precision
-from course_lib.figures import style
+from course_lib.figures import devices, style
 
 GIB = 2**30
 
@@ -64,6 +64,37 @@ OPS = [
 FORMATS = [precision.describe(name) for name in ("float32", "float16", "bfloat16")]
 FLOAT16 = precision.describe("float16")
 
+# An array of shape (4, 8), cut in two ways over two rows of four devices, and a vector that all hold.
+HOLDINGS = {
+    "P('data', 'tensor')": [
+        Object(device=4 * row + column, ranges=((2 * row, 2 * row + 2), (2 * column, 2 * column + 2)))
+        for row in range(2)
+        for column in range(4)
+    ],
+    "P(None, 'tensor')": [{"device": d, "ranges": [[0, 4], [2 * (d % 4), 2 * (d % 4) + 2]]} for d in range(8)],
+    "P()": [Object(device=d, ranges=((0, 8),)) for d in range(8)],
+    "P(('data', 'tensor'))": [Object(device=d, ranges=((d, d + 1),)) for d in range(8)],
+}
+
+
+def cell(kind, microbatch, chunk=0):
+    return Object(kind=kind, microbatch=microbatch, chunk=chunk)
+
+
+# Two devices: backwards in one go, then split; and one device with two chunks.
+TABLES = {
+    "in one go": [
+        [cell("F", 0), None, None, None, cell("-", 0), cell("BW", 0)],
+        [None, cell("F", 0), cell("-", 0), cell("BW", 0), None, None],
+    ],
+    "split": [
+        [cell("F", 0), None, None, cell("B", 0), cell("W", 0)],
+        [None, cell("F", 0), cell("B", 0), cell("W", 0), None],
+    ],
+    "two chunks": [[cell("F", 0), cell("F", 0, 1), cell("-", 0, 1), cell("BW", 0, 1), cell("-", 0), cell("BW", 0)]],
+}
+SECONDS = {"network": [(2, 2e-2), (8, 4e-2), (64, 5e-2)], "NVLink": [(2, 2e-3), (8, 4e-3)]}
+
 PICTURES = {
     "formats": lambda: figures.formats(FORMATS),
     "gradient_histogram": lambda: figures.gradient_histogram({"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16),
@@ -77,9 +108,12 @@ PICTURES = {
     "memory_breakdown": lambda: figures.memory_breakdown(ROWS, capacity=24 * GIB),
     "residuals": lambda: figures.residuals(ARRAYS),
     "roofline": lambda: figures.roofline(ROWS),
+    "schedule": lambda: figures.schedule(TABLES, title="one microbatch"),
+    "seconds_by_devices": lambda: figures.seconds_by_devices(SECONDS, host=8),
     "step_timeline": lambda: figures.step_timeline(EVENTS),
     "top_ops": lambda: figures.top_ops(OPS),
     "tradeoff": lambda: figures.tradeoff(ROWS + [ROWS[1] | {"name": "a neighbour"}]),
+    "who_holds_what": lambda: figures.who_holds_what(HOLDINGS, title="(4, 8) on 2 x 4 devices"),
 }
 
 
@@ -127,7 +161,7 @@ def test_letters_are_large_enough_lie_inside_and_do_not_cover_each_other(picture
         assert min(shared) <= 1, f"{text_a.get_text()!r} and {text_b.get_text()!r} overlap by {shared} pixels"
 
 
-@pytest.mark.parametrize("name", ["formats", "memory_bars", "memory_breakdown", "roofline"])
+@pytest.mark.parametrize("name", ["formats", "memory_bars", "memory_breakdown", "roofline", "schedule"])
 def test_bars_of_different_kinds_have_different_hatches(name):
     figure = PICTURES[name]()
     for axes in figure.axes:
@@ -231,6 +265,56 @@ def test_a_step_timeline_sums_the_rows_that_have_no_place():
     assert [t.get_text() for t in axes.texts] == ["6.0 ms", "1.0 ms"]
 
 
+def test_who_holds_what_has_a_rectangle_a_part_and_names_all_of_its_devices():
+    cut, copies, vector, spread = PICTURES["who_holds_what"]().axes[:4]
+    assert [t.get_text() for t in cut.texts] == ["0", "1", "2", "3", "4", "5", "6", "7"]
+    assert [t.get_text() for t in copies.texts] == ["0, 4", "1, 5", "2, 6", "3, 7"]
+    assert [t.get_text() for t in vector.texts] == ["0-7"]
+    corners = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in cut.patches]
+    assert corners == [(2 * column, 2 * row, 2, 2) for row in range(2) for column in range(4)]
+    assert sum(patch.get_width() * patch.get_height() for patch in spread.patches) == 8
+    assert cut.get_ylim() == (4, 0)  # the first row at the top
+
+
+def test_no_two_devices_of_a_host_look_the_same():
+    for axes in PICTURES["who_holds_what"]().axes[:4]:
+        looks = [(patch.get_facecolor(), patch.get_hatch()) for patch in axes.patches]
+        assert len(set(looks)) == len(looks)
+
+
+def test_an_array_that_has_no_flat_picture_is_refused():
+    with pytest.raises(ValueError, match=r"arrays\['x'\] must have at most two dimensions .* it has 3"):
+        figures.who_holds_what({"x": [Object(device=0, ranges=((0, 1), (0, 1), (0, 1)))]})
+
+
+def test_device_numbers_are_spelled_in_runs():
+    assert [devices.spell(d) for d in ([3], [1, 0], [0, 4], [5, 4, 0, 1])] == ["3", "0-1", "0, 4", "0-1, 4-5"]
+
+
+def test_time_against_devices_is_logarithmic_and_says_where_a_host_ends():
+    [axes] = PICTURES["seconds_by_devices"]().axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [8]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["2", "8\none host", "64"]
+
+
+def test_a_schedule_has_a_cell_for_all_that_is_done_as_long_as_it_takes():
+    one_go, split, chunks = PICTURES["schedule"]().axes
+    placed = [[(p.get_x(), round(p.get_y() + 0.45), p.get_width()) for p in axes.patches] for axes in (one_go, split, chunks)]
+    assert placed[0] == [(0, 0, 1), (4, 0, 2), (1, 1, 1), (2, 1, 2)]
+    assert placed[1] == [(0, 0, 1), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1)]
+    assert placed[2] == [(0, 0, 0.5), (0.5, 0, 0.5), (1, 0, 1), (2, 0, 1)]
+    assert one_go.get_xlim() == split.get_xlim() == chunks.get_xlim() == (0, 6)
+    assert one_go.get_ylim()[0] > one_go.get_ylim()[1]  # device 0 at the top
+
+
+def test_cells_of_a_schedule_say_microbatch_and_chunk_if_they_are_wide_enough():
+    *_, chunks = PICTURES["schedule"]().axes
+    assert [t.get_text() for t in chunks.texts] == ["0", "0'", "0'", "0"]
+    many = [[cell("F", m) for m in range(200)]]
+    assert not figures.schedule({"narrow": many}).axes[0].texts
+
+
 def test_labels_that_would_collide_are_spread_in_their_order():
     low, high, middle = style.spread([0.50, 0.99, 0.51], gap=0.1)
     assert low == 0.50 and middle == pytest.approx(0.60) and high == pytest.approx(0.99)
@@ -263,7 +347,12 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.memory_bars([]),
         lambda: figures.residuals([]),
         lambda: figures.step_timeline([]),
+        lambda: figures.schedule({}),
+        lambda: figures.schedule({"idle": [[None]]}),
+        lambda: figures.seconds_by_devices({}),
         lambda: figures.tradeoff([]),
+        lambda: figures.who_holds_what({}),
+        lambda: figures.who_holds_what({"x": []}),
     ],
 )
 def test_a_picture_of_nothing_is_refused(draw_nothing):

@@ -20,6 +20,9 @@ NAMES = [
     "04_buffer_donation",
     "05_transformer",
     "06_profiling",
+    "07_collectives",
+    "08_data_parallel",
+    "09_pipeline_parallel",
 ]
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
 CLOSING = ["Summary", "Exercises", "References"]

@@ -92,6 +92,7 @@ def test_the_readme_links_to_the_projects_own_address():
     readme, repo = (ROOT / "README.md").read_text(), stamp.repository()
     linked = set(re.findall(r"colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob", readme))
     assert linked <= {repo}, "run make badges"
+    assert f"git clone https://github.com/{repo}.git" in readme, "run make badges"
 
 
 def test_a_new_address_reaches_every_link_of_the_readme():
@@ -111,6 +112,15 @@ def test_stamping_twice_is_stamping_once():
     assert "git+https://github.com/ada/course" in nb.cells[1].source
     stamp.stamp_notebook(nb, "01_x.ipynb", "bob/course")
     assert "ada/course" not in nbformat.writes(nb)
+
+
+def test_part_two_sets_up_eight_devices_before_jax_starts_and_part_one_one():
+    (_, one), (_, eight) = (stamp.notebook_texts(name, "ada/course") for name in ("06_x.ipynb", "07_x.ipynb"))
+    assert "simulate" not in one
+    lines = [line for line in eight.splitlines() if not line.startswith("#")]
+    extra = [line for line in lines if line not in one.splitlines()]
+    assert extra[0] == "from course_lib.parallel import mesh" and extra[1].startswith("mesh.simulate(8)") and len(extra) == 2
+    assert lines.index(extra[1]) < lines.index("notebook.setup()") == len(lines) - 1
 
 
 def test_the_installed_version_is_the_packages_own():

@@ -30,8 +30,14 @@ if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is N
     %pip install -q {lacks}
 
 from course_lib import notebook
-
+{many}
 notebook.setup()"""
+# Part II, from notebook 7 on: before `setup` starts JAX.
+FIRST_OF_PART_TWO = "07"
+MANY_DEVICES = """\
+from course_lib.parallel import mesh
+
+mesh.simulate(8)  # this CPU shows as eight devices, if it is told before JAX starts"""
 IS_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.M)
 
 
@@ -43,7 +49,8 @@ def repository(root: Path = ROOT) -> str:
 
 def notebook_texts(name: str, repo: str) -> tuple[str, str]:
     """Returns the badge and the set-up cell of a notebook, by its file name."""
-    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=COLAB_LACKS)
+    many = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
+    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=COLAB_LACKS, many=many)
 
 
 def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:

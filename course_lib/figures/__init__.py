@@ -2,7 +2,9 @@
 
 from course_lib.figures.bars import largest_arrays, memory_bars, memory_breakdown, residuals, roofline, top_ops
 from course_lib.figures.curves import lines, loss_curve, tradeoff
+from course_lib.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.figures.numbers import formats, gradient_histogram
+from course_lib.figures.schedules import schedule
 from course_lib.figures.style import use_style
 from course_lib.figures.timelines import heap_timeline, step_timeline
 
@@ -17,8 +19,11 @@ __all__ = [
     "memory_breakdown",
     "residuals",
     "roofline",
+    "schedule",
+    "seconds_by_devices",
     "step_timeline",
     "top_ops",
     "tradeoff",
     "use_style",
+    "who_holds_what",
 ]
