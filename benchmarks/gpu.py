@@ -12,18 +12,15 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import re
 import sys
-import tempfile
-import time as clock
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from course_lib import attention, case_study, config, hardware, measure, training
+from course_lib import case_study, config, hardware, measure
 from course_lib import virtual as virtual  # keeps JAX's start quiet where its CUDA plugin is there for compiling only
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -43,61 +40,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Case -> what it changes in the preset. Where the preset has it already, the case measures the preset again."""
 
 
-def settings(preset: str, case: str) -> ConfigDict:
-    """Returns the configuration of one case."""
-    changed = config.get(preset)
-    changed.update_from_flattened_dict(CHANGES[case])
-    config.check(changed)
-    return changed
-
-
-def measure_case(preset: str, case: str, steps: int, out: str) -> Any:
-    """Measures one case and writes its row; of a case that cannot run here, the reason.
-
-    Args:
-      preset: a name of `config.PRESETS`.
-      case: a name of `CHANGES`.
-      steps: how many steps are timed.
-      out: the file for the row, as JSON.
-    """
-    [device, *_] = jax.local_devices()
-    accelerator = hardware.recognize(device)
-    chosen = settings(preset, case)
-    row: dict[str, Any] = {"case": case}
-    row["not_run"] = attention.why_unavailable(chosen.model.attention, accelerator)
-    if row["not_run"] is None:
-        run = training.build(chosen)
-        abstract = run.abstract()
-        step: Any = run.train_step
-        start = clock.perf_counter()
-        compiled = step.lower(*abstract).compile()
-        row["compile_seconds"] = clock.perf_counter() - start
-        row["compiled_peak_bytes"] = measure.memory(compiled).peak
-        limit = (device.memory_stats() or {}).get("bytes_limit", row["compiled_peak_bytes"])
-        if row["compiled_peak_bytes"] > limit:
-            row["not_run"] = f"its peak is beyond the {limit} bytes that JAX may take here"
-        else:
-            state, batch = run.init(jax.random.key(0)), jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract[1])
-            time = measure.step_time(step, state, batch, steps=steps)
-            row["step_seconds"] = {"median": time.median, "low": time.low, "high": time.high}
-            row["tokens_per_second"] = batch.labels.size / time.median
-            row["mfu"] = measure.mfu(case_study.step_flops(chosen), time.median, accelerator)
-    Path(out).write_text(json.dumps(row))
-
-
 def row_of(preset: str, case: str, steps: int) -> dict[str, Any]:
-    """Runs one case in a process of its own and returns its row, with the peak that the device counted there."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "row.json"
-        arguments: dict[str, Any] = {"preset": preset, "case": case, "steps": steps, "out": str(file)}
-        try:
-            peak = measure.peak_in_own_process("benchmarks.gpu:measure_case", **arguments)
-        except RuntimeError as error:
-            return {"case": case, "not_run": str(error).strip().splitlines()[-1]}
-        if peak is None:  # a CPU does not count; then nothing was run
-            measure_case(**arguments)
-        row = json.loads(file.read_text())
-    return row if row["not_run"] else row | {"measured_peak_bytes": peak}
+    """Returns the row of one case of `CHANGES`, measured in a process of its own; if it cannot run here, the reason."""
+    return {"case": case} | case_study.measure_here(preset, CHANGES[case], steps)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -124,6 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for <device>.json")
     options = parser.parse_args()
 
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
     [device, *_] = jax.local_devices()
     if device.platform != options.device:
         print(

@@ -8,8 +8,6 @@ block and never stores them.
 
 import ctypes.util
 import importlib.util
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +25,8 @@ IMPLEMENTATIONS = {
 """What computes the attention, by name."""
 
 PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
+# Later versions deprecate the kernel, and warn where it is imported (https://docs.jax.dev/en/latest/pallas/CHANGELOG.html).
+_PALLAS_UNTIL = (0, 11, 0)
 
 
 def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str | None:
@@ -47,7 +47,7 @@ def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str
     if implementation in ("reference", "xla"):
         return None
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
-        return f"{implementation} attention needs an NVIDIA GPU: use 'reference' or 'xla' here"
+        return f"{implementation} attention needs an NVIDIA GPU that course_lib.hardware knows: use 'reference' or 'xla' here"
     if accelerator.target.compute_capability < (8, 0):
         return (
             f"{implementation} attention needs compute capability 8.0 (A100, A5000 or newer), "
@@ -62,20 +62,43 @@ def _why_not_installed(implementation: str) -> str | None:
         wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
         if not wheel and not ctypes.util.find_library("cudnn"):
             return "cudnn attention needs cuDNN's library, also to compile: install jax[cuda13], or use 'xla'"
-    if implementation == "pallas":
-        try:
-            _mha()
-        except (ImportError, DeprecationWarning) as error:
-            return f"pallas attention is on its way out of JAX, {jax.__version__} says: {error} Use 'cudnn' or 'xla'"
+    if implementation == "pallas" and jax.__version_info__ > _PALLAS_UNTIL:
+        return f"pallas attention is on its way out of JAX, {jax.__version__} has it no longer or warns: use 'cudnn' or 'xla'"
     return None
 
 
-def _mha() -> Callable[..., Any]:
-    """Imports Pallas' attention. JAX 0.12 warns on import that it goes away: there it counts as gone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu.attention import mha
-    return mha
+def check(
+    implementation: str, *, dtype: Any, softmax_dtype: Any = jnp.float32, seq_len: int, masked: bool = False
+) -> None:
+    """Refuses what an implementation cannot do, on whatever accelerator. What is installed plays no part.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      dtype: of queries, keys and values.
+      softmax_dtype: of the scores and of the softmax.
+      seq_len: L.
+      masked: whether there is a mask beside the causal one.
+
+    Raises:
+      ValueError: naming the argument, its value and the fix.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
+    dtype, softmax_dtype = jnp.dtype(dtype), jnp.dtype(softmax_dtype)
+    if implementation != "reference" and softmax_dtype != jnp.float32:
+        raise ValueError(
+            f"softmax_dtype={softmax_dtype.name!r} must be 'float32' for attention={implementation!r}: "
+            "its softmax is always float32; use 'reference' to choose"
+        )
+    if implementation == "cudnn" and dtype not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or use 'xla'")
+    if implementation == "pallas" and masked:
+        raise ValueError("mask must be None for attention='pallas': its kernel knows only the causal mask; use 'xla'")
+    if implementation == "pallas" and seq_len % PALLAS_BLOCK:
+        raise ValueError(
+            f"seq_len={seq_len} must be a multiple of {PALLAS_BLOCK} for attention='pallas': "
+            "its kernel works on whole tiles; pad the sequences, or use 'xla'"
+        )
 
 
 def attend(
@@ -105,12 +128,17 @@ def attend(
     Raises:
       ValueError: if `implementation` is unknown, not installed, or cannot do what is asked.
     """
-    _refuse_what_cannot_be_done(query, mask, implementation, softmax_dtype)
+    length, masked = query.shape[1], mask is not None
+    check(implementation, dtype=query.dtype, softmax_dtype=softmax_dtype, seq_len=length, masked=masked)
+    if reason := _why_not_installed(implementation):
+        raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
     if implementation == "reference":
         return _reference(query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype)
     if implementation == "pallas":
+        from jax.experimental.pallas.ops.gpu.attention import mha  # here only: newer versions of JAX warn, or lack it
+
         width = query.shape[-1]
-        return _mha()(query, key, value, segment_ids=None, sm_scale=width**-0.5, causal=causal)
+        return mha(query, key, value, segment_ids=None, sm_scale=width**-0.5, causal=causal)
     options: dict[str, Any] = {"mask": mask, "is_causal": causal, "implementation": implementation}
     return jax.nn.dot_product_attention(query, key, value, **options)
 
@@ -119,7 +147,7 @@ def _reference(query, key, value, *, causal, mask, softmax_dtype):
     """Attention written out."""
     dtype, length, width = query.dtype, query.shape[1], query.shape[-1]
     # Scores are sums of K products, and the softmax takes their exponentials: both in softmax_dtype.
-    query = (query * width**-0.5).astype(softmax_dtype)
+    query = query.astype(softmax_dtype) * width**-0.5
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key.astype(softmax_dtype))
     if causal:
         position = jnp.arange(length)
@@ -129,29 +157,3 @@ def _reference(query, key, value, *, causal, mask, softmax_dtype):
         scores = jnp.where(mask, scores, jnp.finfo(softmax_dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
     return jnp.einsum("bhqs,bshk->bqhk", weights, value)
-
-
-def _refuse_what_cannot_be_done(query, mask, implementation, softmax_dtype):
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
-    if implementation == "reference":
-        return
-    if jnp.dtype(softmax_dtype) != jnp.float32:
-        raise ValueError(
-            f"softmax_dtype={jnp.dtype(softmax_dtype).name!r} must be 'float32' for attention={implementation!r}: "
-            "its softmax is always float32; use 'reference' to choose"
-        )
-    reason = _why_not_installed(implementation)
-    if reason is not None:
-        raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
-    length = query.shape[1]
-    if implementation == "cudnn" and query.dtype not in (jnp.float16, jnp.bfloat16):
-        dtype = query.dtype.name
-        raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or use 'xla'")
-    if implementation == "pallas" and mask is not None:
-        raise ValueError("mask must be None for attention='pallas': its kernel knows only the causal mask; use 'xla'")
-    if implementation == "pallas" and length % PALLAS_BLOCK:
-        raise ValueError(
-            f"seq_len={length} must be a multiple of {PALLAS_BLOCK} for attention='pallas': "
-            "its kernel works on whole tiles; pad the sequences, or use 'xla'"
-        )

@@ -3,7 +3,8 @@
 The tutorial series that this course builds on trains a Transformer of 155.9 million parameters on an RTX A5000 of 24 GB,
 with the techniques of this course added one by one, and reads memory and time a step out of a profiler
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html, 2024, JAX
-0.4.25). Here each configuration is compiled for that GPU, or for one that the series did not have.
+0.4.25). Here each configuration is compiled for that GPU, or for one that the series did not have; and where there is a
+GPU, it is run.
 
     python -m course_lib.case_study      # compiles all for three GPUs, prints and records the tables: many minutes
 """
@@ -11,12 +12,15 @@ with the techniques of this course added one by one, and reads memory and time a
 import functools
 import json
 import os
+import pathlib
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from course_lib import attention, config, hardware, measure, recorded, training, virtual
@@ -148,9 +152,87 @@ def recorded_rows(accelerator: str = "a5000") -> list[dict[str, Any]]:
     Raises:
       ValueError: if the accelerator is not one of `ACCELERATORS`.
     """
+    _check_recorded(accelerator)
+    return json.loads((recorded.FOLDER / f"case_study_{accelerator}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def _check_recorded(accelerator: str) -> None:
     if accelerator not in ACCELERATORS:
         raise ValueError(f"accelerator={accelerator!r} must be one of {ACCELERATORS}: no other was recorded")
-    return json.loads((recorded.FOLDER / f"case_study_{accelerator}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def table(accelerator: str = "a5000", live: Sequence[str] = ()) -> recorded.Table:
+    """Returns the rows of all cases: those named in `live` compiled anew where that can be done, the others recorded.
+
+    Raises:
+      ValueError: if the accelerator is not one of `ACCELERATORS`, or there is no such case.
+    """
+    _check_recorded(accelerator)
+    by_name = {case.name: case for case in CASES}
+    unknown = [name for name in live if name not in by_name]
+    if unknown:
+        raise ValueError(f"live={unknown} must be among {list(by_name)}: there are no other cases")
+
+    def compute(name):
+        return compile_case(by_name[name], virtual.devices(accelerator)[0])
+
+    return recorded.partly_live(f"case_study_{accelerator}", compute, live, accelerator=accelerator)
+
+
+def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> dict[str, Any]:
+    """Runs the train step of a preset, with changes, on the device of this machine, in a process of its own.
+
+    That process gets what memory this one has left: this one must not have reserved the device's memory ahead
+    (`measure.peak_in_own_process`; `notebook.setup` sees to it).
+
+    Args:
+      preset: a name of `config.PRESETS`.
+      changes: what differs from it, by field, as in `Case.changes`.
+      steps: how many steps are timed.
+
+    Returns:
+      A row: "compiled_peak_bytes" and "measured_peak_bytes" (None where a device does not count, as a CPU),
+      "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second", "mfu", and "not_run": None, or the
+      reason why there is nothing else in the row.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "row.json"
+        arguments: dict[str, Any] = {"preset": preset, "changes": dict(changes), "steps": steps, "out": str(file)}
+        try:
+            peak = measure.peak_in_own_process("course_lib.case_study:run_steps", **arguments)
+        except RuntimeError as error:
+            return {"not_run": str(error).strip().splitlines()[-1]}
+        if peak is None:  # a CPU does not count; then nothing was run
+            run_steps(**arguments)
+        row = json.loads(file.read_text())
+    return row if row["not_run"] else row | {"measured_peak_bytes": peak}
+
+
+def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> None:
+    """What `measure_here` runs in the other process: takes steps on a batch of ones and writes the row to a JSON file."""
+    whole = config.get(preset)
+    whole.update_from_flattened_dict(dict(changes))
+    [device, *_] = jax.local_devices()
+    accelerator = hardware.recognize(device)
+    row: dict[str, Any] = {"not_run": attention.why_unavailable(whole.model.attention, accelerator)}
+    if row["not_run"] is None:
+        run = training.build(whole)
+        step: Any = run.train_step
+        state, batch = run.abstract()
+        start = time.perf_counter()
+        compiled = step.lower(state, batch).compile()
+        row["compile_seconds"] = time.perf_counter() - start
+        row["compiled_peak_bytes"] = measure.memory(compiled).peak
+        limit = (device.memory_stats() or {}).get("bytes_limit", row["compiled_peak_bytes"])
+        if row["compiled_peak_bytes"] > limit:
+            row["not_run"] = f"its peak is beyond the {limit} bytes that JAX may take here"
+        else:
+            ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), batch)
+            taken = measure.step_time(compiled, run.init(jax.random.key(0)), ones, steps=steps)
+            row["step_seconds"] = {"median": taken.median, "low": taken.low, "high": taken.high}
+            row["tokens_per_second"] = ones.labels.size / taken.median
+            row["mfu"] = measure.mfu(step_flops(whole), taken.median, accelerator)
+    pathlib.Path(out).write_text(json.dumps(row))
 
 
 def format_row(row: Mapping[str, Any]) -> str:

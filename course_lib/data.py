@@ -67,7 +67,8 @@ def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Do
         or a folder of UTF-8 text, read with its subfolders.
 
     Raises:
-      ValueError: if the split is unknown, or the folder is missing, has fewer than two files, or one that is not UTF-8.
+      ValueError: if the split is unknown, or the folder is missing, has fewer than two files, or one that is not UTF-8 or
+        holds `END`, or if all files of the split are empty.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {SPLITS}")
@@ -77,6 +78,8 @@ def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Do
     by_name = sorted(everything, key=lambda document: zlib.crc32(document.name.encode()))
     validation = by_name[: max(1, len(by_name) // 10)]
     chosen = validation if split == "validation" else by_name[len(validation) :]
+    if not any(document.text for document in chosen):
+        raise ValueError(f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty")
     return sorted(chosen, key=lambda document: document.name)
 
 
@@ -98,11 +101,13 @@ def _read(corpus: str | os.PathLike[str]) -> list[Document]:
             found.append(Document(name, path.read_bytes().decode("utf-8")))
         except UnicodeDecodeError as error:
             raise ValueError(f"corpus={str(corpus)!r}: {name!r} is not UTF-8 text ({error}); convert or remove it") from None
+        if END in found[-1].text:
+            raise ValueError(f"corpus={str(corpus)!r}: {name!r} holds {END!r}, which ends a document; remove it")
     return found
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text survives the round trip.
+    """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text without `END` survives the round trip.
 
     It was trained on the shipped corpus' training split, whatever corpus it is then used on: 2048 tokens, of which 256 are
     the bytes and token 0 ends a document. The first call trains it, in seconds, and caches it (see `tokens`).
@@ -232,11 +237,13 @@ def batches(
       vocab_size: V that every token must be under.
 
     Raises:
-      ValueError: if the tokens do not fill one window, one is outside the vocabulary, or B or L is below 1. At the call, not at
-        the first batch.
+      ValueError: if the tokens do not fill one window, one is outside the vocabulary, or B, L or `steps` is below 1. At the
+        call, not at the first batch.
     """
     _check_sizes(batch_size, seq_len)
     check_tokens(tokens, vocab_size)
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1: there would be no batch")
     if len(tokens) < seq_len + 1:
         raise ValueError(f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window fits")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - seq_len, (steps, batch_size, 1))

@@ -2,10 +2,13 @@
 
 A step that returns a new state beside the old one needs memory for both. `jax.jit(step, donate_argnums=0)` gives the
 buffers of the first argument away: an output of the same shape and dtype takes a donated buffer over (it is *aliased*
-to it), and the old array can no longer be read (https://docs.jax.dev/en/latest/buffer_donation.html).
+to it), and the old array can no longer be read (https://docs.jax.dev/en/latest/buffer_donation.html). That is all in
+JAX 0.7. JAX 0.10 and 0.12 then leave what remains to XLA: an output of as many elements may take over a donated buffer of
+as many bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for int32, not for bfloat16).
 
 A donated buffer that no output can take over is no error. JAX says so once, when the step is lowered, with the warning
-"Some donated buffers were not usable". `report` reads the same, and more, from the compiled step, without a warning.
+"Some donated buffers were not usable", but not of one that it left to XLA. `report` reads all of it from the compiled
+step, without a warning.
 """
 
 import re

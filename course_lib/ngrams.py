@@ -13,7 +13,11 @@ def unigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray
       train: the tokens that are counted.
       validation: the tokens that are guessed, all but the first, as by a language model.
       vocab_size: V.
+
+    Raises:
+      ValueError: if a token is not in [0, V), or a text is too short.
     """
+    _check(train, validation, vocab_size)
     return float(-np.log(_unigram(train, vocab_size)[validation[1:]]).mean())
 
 
@@ -25,10 +29,14 @@ def bigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray,
     then everything in `train` is counted. `validation` has no part in it.
 
     Args:
-      train: the tokens that are counted.
+      train: the tokens that are counted, at least 20: the last tenth must hold a pair.
       validation: the tokens that are guessed, all but the first.
       vocab_size: V.
+
+    Raises:
+      ValueError: if a token is not in [0, V), or a text is too short.
     """
+    _check(train, validation, vocab_size, shortest=20)
     cut = len(train) - len(train) // 10
     weights = np.linspace(0.01, 0.99, 99)
     bigram, unigram = _probabilities(train[:cut], train[cut:], vocab_size)
@@ -36,6 +44,17 @@ def bigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray,
     weight = weights[int(np.argmin(held_out))]
     bigram, unigram = _probabilities(train, validation, vocab_size)
     return float(-np.log(weight * bigram + (1 - weight) * unigram).mean())
+
+
+def _check(train: np.ndarray, validation: np.ndarray, vocab_size: int, shortest: int = 1) -> None:
+    for name, tokens, least in (("train", train, shortest), ("validation", validation, 2)):
+        if len(tokens) < least:
+            raise ValueError(f"len({name})={len(tokens)} must be at least {least}: else a mean is over no token")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(
+                f"{name} holds tokens from {tokens.min()} to {tokens.max()}, which must be in [0, {vocab_size}): "
+                "another would be counted as another pair; give the vocab_size of the tokenizer"
+            )
 
 
 def _unigram(train: Integer[np.ndarray, "T"], vocab_size: int) -> Float[np.ndarray, "V"]:

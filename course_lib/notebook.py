@@ -19,12 +19,16 @@ OLDEST_JAX = "0.7.2"
 def setup() -> None:
     """Checks the environment, sets the style of the pictures, and prints one line that says what runs here.
 
+    On a GPU, JAX takes memory as it needs it from here on, instead of most of it at the start.
+
     Raises:
       RuntimeError: if JAX is older than the course needs.
     """
     check_version(metadata.version("jax"))
     # XLA would log to the screen what arrives as an exception anyway. It reads this when JAX is loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # JAX would reserve three quarters of a GPU's memory; some cells measure in processes of their own, which need it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     from course_lib import figures, virtual  # before the first device is asked for: virtual keeps JAX's start quiet

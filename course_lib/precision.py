@@ -7,11 +7,13 @@ number, and divides it out in float32.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
@@ -57,6 +59,8 @@ def describe(dtype: Any) -> Format:
     """
     try:
         info = jnp.finfo(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):  # a complex one has an info too, of its parts
+            raise ValueError
     except (TypeError, ValueError):
         raise ValueError(f"dtype={dtype!r} must be a floating dtype, such as {list(FORMATS)}") from None
     return Format(
@@ -215,6 +219,15 @@ class DynamicLossScale(StaticLossScale):
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
         if self.factor <= 1:
             raise ValueError(f"factor={self.factor} must be above 1: the scale could not back off; 2.0 is usual")
+        if not 0 < self.smallest <= self.largest < math.inf:
+            raise ValueError(f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <= largest < infinity")
+        if isinstance(self.value, float | int | np.number):  # and not an array of a train state
+            object.__setattr__(self, "value", float(self.value))  # an int would be of another dtype before `update`
+            if not self.smallest <= self.value <= self.largest:
+                raise ValueError(
+                    f"value={self.value} must be from smallest={self.smallest} to largest={self.largest}: "
+                    "the next overflow would raise it"
+                )
 
     def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
         """Returns the scale for the next step.

@@ -7,8 +7,11 @@ the function runs; elsewhere the same rows come from a file of this package, wri
     print(table.note)
 
 `COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does that).
+
+Where each row takes a while, `partly_live` computes a few and reads the others.
 """
 
+import concurrent.futures
 import dataclasses
 import datetime
 import importlib.metadata
@@ -16,7 +19,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from course_lib import hardware, virtual
@@ -31,7 +34,7 @@ class Table:
 
     Attributes:
       rows: one dict a row, of JSON's types: the same whether computed or read.
-      live: whether they were computed just now.
+      live: whether all of them were computed just now.
       note: a sentence that says so, for the reader; a recorded table also says when, with which versions, and why.
     """
 
@@ -46,7 +49,8 @@ def live_or_recorded(name: str, compute: Callable[[], list[dict[str, Any]]], acc
     Args:
       name: of the table and of its file, `recorded_tables/<name>.json`: lower-case letters, digits and underscores.
       compute: returns the rows. The same versions must give the same rows, so no times and no dates in them.
-      accelerator: the name in `hardware` whose virtual devices `compute` needs.
+      accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several, if the rows name theirs
+        under "accelerator".
 
     Raises:
       ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does not fit into JSON.
@@ -58,10 +62,60 @@ def live_or_recorded(name: str, compute: Callable[[], list[dict[str, Any]]], acc
     if reason is not None:
         return _read(name, accelerator, reason)
     rows = _as_json(name, compute())
-    if os.environ.get("COURSE_RECORD") == "1":
+    if _recording():
         _write(name, accelerator, rows)
+    return Table(rows, True, _computed_here(rows, accelerator))
+
+
+def partly_live(
+    name: str,
+    compute: Callable[[str], dict[str, Any]],
+    live: Sequence[str],
+    *,
+    cases: Sequence[str] = (),
+    accelerator: str = "a5000",
+) -> Table:
+    """Computes some rows of a recorded table anew, and reads the others; all of them where nothing can be computed.
+
+    Two rows are computed at a time, in threads: XLA's compiler lets Python go on, and uses little more than one core.
+
+    Args:
+      name: of the table and of its file.
+      compute: returns the row of a case, which stands in it under "case".
+      live: the cases that are computed.
+      cases: all of them, in the table's order: these are computed and written under `COURSE_RECORD=1`. Without it
+        nothing is written: then the table is recorded elsewhere.
+      accelerator: the name in `hardware` whose virtual devices `compute` needs.
+
+    Raises:
+      ValueError: as `live_or_recorded`, or if `live` names a case that is not among `cases`.
+      FileNotFoundError: if the table was not recorded.
+    """
+    if cases and not set(live) <= set(cases):
+        raise ValueError(f"live={list(live)} must be among cases={list(cases)}: no other has a row in the table")
+    reason = virtual.why_unavailable(accelerator)
+    if reason is not None:
+        return _read(name, accelerator, reason)
+    recording = bool(cases) and _recording()
+    if not live and not recording:
+        return _read(name, accelerator, "none of them was asked for anew")
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        rows = _as_json(name, list(pool.map(compute, cases if recording else live)))
+    if recording:
+        _write(name, accelerator, rows)
+    record = _read(name, accelerator, "all of them would take minutes")
+    by_case = {row["case"]: row for row in [*record.rows, *rows]}  # in the order of the record
+    note = f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}; the other rows: {record.note}"
+    return Table(list(by_case.values()), False, note)
+
+
+def _recording() -> bool:
+    return os.environ.get("COURSE_RECORD") == "1"
+
+
+def _computed_here(rows: list[dict[str, Any]], accelerator: str) -> str:
     versions = _spell({"jax": importlib.metadata.version("jax")})
-    return Table(rows, True, f"computed here for a virtual {hardware.get(accelerator).title}, with {versions}")
+    return f"computed here for a virtual {_titles(rows, accelerator)}, with {versions}"
 
 
 def _as_json(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -83,7 +137,7 @@ def _read(name: str, accelerator: str, reason: str) -> Table:
     if record["accelerator"] != accelerator:
         raise ValueError(f"accelerator={accelerator!r} must be {record['accelerator']!r}, as in the table {name!r}")
     note = (
-        f"recorded on {record['recorded']} for a virtual {hardware.get(accelerator).title} with "
+        f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)} with "
         f"{_spell(record['versions'])}, because here {reason}"
     )
     return Table(record["rows"], False, note)
@@ -101,6 +155,12 @@ def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
         "rows": rows,
     }
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
+    """Spells out the accelerators that the rows name, or else the one that all of them are for."""
+    named = dict.fromkeys(row["accelerator"] for row in rows if row.get("accelerator") in hardware.names())
+    return ", ".join(hardware.get(name).title for name in named or (accelerator,))
 
 
 def _spell(versions: dict[str, str]) -> str:

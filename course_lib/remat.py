@@ -66,10 +66,11 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 
 
 def check(remat: Sequence[str], policy_name: str = "nothing", names: Sequence[str] = ()) -> None:
-    """Refuses a choice that does not exist.
+    """Refuses a choice that does not exist, or that would change nothing.
 
     Raises:
-      ValueError: if `remat` is not a tuple of names from `MODULES`, or the policy is none (see `policy`).
+      ValueError: if `remat` is not a tuple of names from `MODULES`, if the policy is none (see `policy`), or if there is
+        one for no module.
     """
     if isinstance(remat, str):
         raise ValueError(f"remat={remat!r} must be a tuple, a string would be read letter by letter: ({remat!r},)")
@@ -77,6 +78,11 @@ def check(remat: Sequence[str], policy_name: str = "nothing", names: Sequence[st
         if module not in MODULES:
             raise ValueError(f"remat={tuple(remat)!r} must hold names from {MODULES}: there is no {module!r}")
     policy(policy_name, names)
+    if policy_name != "nothing" and not remat:
+        raise ValueError(
+            f"remat_policy={policy_name!r} must be 'nothing' for remat=(): it says what to keep inside of rematerialized "
+            f"modules, and there are none; name some of {MODULES}"
+        )
 
 
 def wrap(
@@ -155,8 +161,8 @@ def _origin(jaxpr: Any, var: Any) -> str:
         if var not in eqn.outvars:
             continue
         inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        if inner is not None:
-            inner = getattr(inner, "jaxpr", inner)
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is not None and len(inner.outvars) == len(eqn.outvars):  # a kernel's insides return nothing
             return _origin(inner, inner.outvars[list(eqn.outvars).index(var)])
         if eqn.primitive.name == "name":
             return f"named {eqn.params['name']!r}"

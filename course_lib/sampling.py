@@ -26,7 +26,8 @@ def generate(
     nothing is cached in between.
 
     Args:
-      apply_fn: `apply_fn(params, tokens, rng=None) -> logits [B, L, V]`, as from `training.as_function`.
+      apply_fn: `apply_fn(params, tokens, rng=None) -> logits [B, L, V]`, as from `training.as_function`. It must take
+        all V tokens that it has logits for.
       params: pytree of parameters.
       prompt: the tokens to continue, at least one.
       length: how many tokens to add.
@@ -44,6 +45,10 @@ def generate(
         raise ValueError(f"length={length} must be at least 1 token")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0: logits are divided by it; 0.01 is all but greedy")
+    if max_seq_len < 1:
+        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1 token: the model would see nothing")
+    if prompt.ndim != 2:
+        raise ValueError(f"prompt.shape={prompt.shape} must be [B, L]: one prompt is prompt[None]")
     if not prompt.size:
         raise ValueError(f"prompt.shape={prompt.shape} must hold at least one token: there is nothing to continue")
     vocab_size = jax.eval_shape(apply_fn, params, prompt[:, :1]).shape[-1]

@@ -16,8 +16,8 @@ The import sets these environment variables, unless they are set already:
 
 - `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would otherwise look for cuDNN,
   which compiling does not need, and give up with a traceback.
-- `TF_CPP_MIN_LOG_LEVEL=3` in place of JAX's default, 1: XLA would otherwise log to the screen when a program does not
-  fit, which here is often the lesson. Errors still arrive as exceptions.
+- `TF_CPP_MIN_LOG_LEVEL=3`, also in place of 1, which JAX sets itself and so cannot be told from a choice: XLA would
+  otherwise log to the screen when a program does not fit, which here is often the lesson. Errors still arrive as exceptions.
 - `TPU_SKIP_MDS_QUERY`, `TPU_WORKER_HOSTNAMES`, `TPU_ACCELERATOR_TYPE` where libtpu is installed and there is no TPU:
   it would otherwise look for the TPU machine that it is on, and complain.
 """

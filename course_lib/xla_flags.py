@@ -140,7 +140,8 @@ def set_flags(*names: str) -> Report:
         raise RuntimeError("XLA has read its flags already: restart Python, and set them before the first use of JAX")
     accepted = tuple(name for name in names if is_accepted(FLAGS[name].text))
     present = os.environ.get("XLA_FLAGS", "").split()
-    new = [FLAGS[name].text for name in accepted if not any(flag.startswith(f"--{name}=") for flag in present)]
+    set_by_user = {flag.partition("=")[0] for flag in present}  # a boolean flag may stand without a value
+    new = [FLAGS[name].text for name in accepted if f"--{name}" not in set_by_user]
     if new:
         os.environ["XLA_FLAGS"] = " ".join(present + new)
     return Report(accepted, tuple(name for name in names if name not in accepted))

@@ -1,5 +1,8 @@
 """What must be true of every implementation of attention."""
 
+import importlib
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,11 +73,25 @@ def test_a_bfloat16_softmax_errs_more_than_a_float32_one(qkv):
     assert error(jnp.float32) < error(jnp.bfloat16)
 
 
+def test_in_bfloat16_only_the_weights_and_the_result_are_rounded():
+    """A head of 128 is scaled by 1 / 11.3, which bfloat16 would round; one of 4 or 16 by a power of two."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 128), jnp.bfloat16)
+    given = [x.astype(jnp.float32) for x in (query, key, value)]
+    scores = jnp.einsum("bqhk,bshk->bhqs", given[0], given[1], precision="highest") * 128**-0.5
+    past = jnp.tril(jnp.ones((64, 64), bool))[None, None]
+    weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1).astype(jnp.bfloat16)
+    expected = jnp.einsum("bhqs,bshk->bqhk", weights, value).astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        found = attention.attend(query, key, value).astype(jnp.float32)
+    differ = jnp.mean(jnp.abs(found - expected) > 0.02 * jnp.abs(expected))
+    assert differ < 0.01  # a few weights lie next to where bfloat16 rounds up or down
+
+
 def test_why_unavailable_names_the_reason():
     for name in ("reference", "xla"):
         assert attention.why_unavailable(name, None) is None
     for name in ("cudnn", "pallas"):
-        assert "needs an NVIDIA GPU" in attention.why_unavailable(name, None)
+        assert "needs an NVIDIA GPU that course_lib.hardware knows" in attention.why_unavailable(name, None)
         assert "needs an NVIDIA GPU" in attention.why_unavailable(name, hardware.get("v5e"))
         assert "compute capability 8.0" in attention.why_unavailable(name, hardware.get("t4"))
     with pytest.raises(ValueError, match="attention='flash' must be one of"):
@@ -83,10 +100,22 @@ def test_why_unavailable_names_the_reason():
 
 def test_what_is_not_installed_is_refused_before_anything_is_compiled(qkv):
     a5000 = hardware.get("a5000")
+    long = tuple(jnp.tile(x, (1, 64, 1, 1)).astype(jnp.bfloat16) for x in qkv)  # what both could do: 384 positions
     for name in ("cudnn", "pallas"):
         if attention.why_unavailable(name, a5000):
             with pytest.raises(ValueError, match=f"attention='{name}' cannot be had"):
-                attention.attend(*qkv, implementation=name)
+                attention.attend(*long, implementation=name)
+
+
+@pytest.mark.parametrize(("version", "there"), [((0, 7, 2), True), ((0, 11, 0), True), ((0, 12, 0), False)])
+def test_pallas_attention_counts_as_gone_where_its_import_warns_whether_or_not_it_was_imported_before(
+    monkeypatch, version, there
+):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert (attention.why_unavailable("pallas", hardware.get("a5000")) is None) == there
 
 
 @pytest.mark.parametrize(
@@ -94,6 +123,9 @@ def test_what_is_not_installed_is_refused_before_anything_is_compiled(qkv):
     [
         ({"implementation": "flash"}, "attention='flash' must be one of"),
         ({"implementation": "xla", "softmax_dtype": jnp.bfloat16}, "softmax_dtype='bfloat16' must be 'float32'"),
+        ({"implementation": "cudnn"}, "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"),
+        ({"implementation": "pallas"}, "seq_len=6 must be a multiple of 128"),
+        ({"implementation": "pallas", "mask": SOME}, "mask must be None for attention='pallas'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(qkv, options, message):
@@ -106,14 +138,6 @@ needs_pallas = pytest.mark.skipif(
     reason=str(attention.why_unavailable("pallas", hardware.get("a5000"))),
 )
 needs_virtual = pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
-
-
-@needs_pallas
-def test_pallas_refuses_what_its_kernel_would_get_wrong(qkv):
-    with pytest.raises(ValueError, match="seq_len=6 must be a multiple of 128"):
-        attention.attend(*qkv, implementation="pallas")
-    with pytest.raises(ValueError, match="mask must be None for attention='pallas'"):
-        attention.attend(*qkv, mask=jnp.ones((1, 1, L, L), bool), implementation="pallas")
 
 
 @needs_pallas

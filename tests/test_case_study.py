@@ -1,11 +1,14 @@
 """What must be true of the published measurements and their compiled counterparts."""
 
+import json
 import os
+import pathlib
+from unittest import mock
 
 import jax
 import pytest
 
-from course_lib import case_study, virtual
+from course_lib import case_study, measure, virtual
 
 PUBLISHED = [case for case in case_study.CASES if case.published_gib]
 TOLERANCE = 0.12  # a compiler of another year, without the GPU's context and its libraries' workspace
@@ -76,6 +79,65 @@ def test_a_device_without_a_datasheet_is_refused():
 def test_an_accelerator_that_was_not_recorded_is_refused():
     with pytest.raises(ValueError, match="accelerator='t4' must be one of"):
         case_study.recorded_rows("t4")
+
+
+def test_a_live_case_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"live=\['float8'\] must be among"):
+        case_study.table("a5000", live=["float32", "float8"])
+
+
+def test_without_live_cases_the_table_is_the_record():
+    assert case_study.table("h100").rows == case_study.recorded_rows("h100")
+
+
+TINY = {
+    "model.num_layers": 1,
+    "model.hidden_size": 32,
+    "model.num_heads": 2,
+    "model.head_dim": 16,
+    "model.remat": ["Block"],  # as it comes back from JSON
+    "data.batch_size": 2,
+    "data.seq_len": 16,
+}
+
+
+def test_a_step_that_is_run_here_has_its_time_and_its_peak_beside_the_compiled_one(monkeypatch):
+    """Without a device that counts: a pretended one, whose process runs here, counts a megabyte more than planned."""
+
+    def run_here(target, **arguments):
+        assert target == "course_lib.case_study:run_steps"
+        arguments = json.loads(json.dumps(arguments))
+        case_study.run_steps(**arguments)
+        return json.loads(pathlib.Path(arguments["out"]).read_text())["compiled_peak_bytes"] + 2**20
+
+    monkeypatch.setattr(measure, "peak_in_own_process", run_here)
+    with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
+        row = case_study.measure_here("cpu", TINY, steps=2)
+    assert row["not_run"] is None
+    assert row["measured_peak_bytes"] == row["compiled_peak_bytes"] + 2**20
+    assert 0 < row["step_seconds"]["low"] <= row["step_seconds"]["median"]
+    assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["step_seconds"]["median"])
+
+
+def test_a_step_that_fails_in_its_process_is_a_row_with_the_reason(monkeypatch):
+    def fails(target, **arguments):
+        raise RuntimeError("failed in its own process:\nTraceback\nRESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(measure, "peak_in_own_process", fails)
+    assert case_study.measure_here("cpu", {}) == {"not_run": "RESOURCE_EXHAUSTED: Out of memory"}
+
+
+def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
+    timed = []
+
+    def step_time(step, *args, **options):
+        timed.append(step)
+        return mock.Mock(median=1.0, low=1.0, high=1.0)
+
+    monkeypatch.setattr(measure, "step_time", step_time)
+    with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
+        case_study.run_steps("cpu", TINY, 1, str(tmp_path / "row.json"))
+    assert isinstance(timed[0], jax.stages.Compiled)
 
 
 @pytest.mark.skipif(os.environ.get("COURSE_SLOW") != "1", reason="compiles for minutes: COURSE_SLOW=1 runs it")

@@ -63,7 +63,8 @@ def test_a_missing_field_is_refused():
         ("model.remat_policy", "dot", "remat_policy='dot' must be one of"),
         ("model.remat_names", ("qkv",), "must be empty for remat_policy='nothing'"),
         ("model.attention", "flash", "attention='flash' must be one of"),
-        ("model.num_outputs", 2000, "model.num_outputs=2000 must be at least vocab_size=2048"),
+        ("model.num_outputs", 2000, "model.num_outputs=2000 must be vocab_size=2048"),
+        ("model.num_outputs", 2056, "model.num_outputs=2056 must be vocab_size=2048"),
         ("data.seq_len", 129, "seq_len=129 must be at most max_seq_len=128"),
         ("optimizer.name", "adma", "optimizer.name='adma' must be one of"),
         ("optimizer.schedule", "cosine", "optimizer.schedule='cosine' must be one of"),
@@ -90,7 +91,8 @@ def test_a_value_of_another_type_is_refused():
 
 def test_attention_is_checked_against_the_accelerator_if_one_is_given():
     whole = config.get("cpu")
-    whole.model.attention = "cudnn"
+    whole.model.update(attention="cudnn", dtype="float16")
+    whole.training.loss_scale = "dynamic"
     config.check(whole)
     with pytest.raises(ValueError, match="model.attention='cudnn' cannot be had on NVIDIA T4"):
         config.check(whole, hardware.get("t4"))
@@ -106,9 +108,14 @@ def test_a_preset_still_learns_halfway(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"model.attention": "pallas", "data.seq_len": 200}, "seq_len=200 must be a multiple of 128 for attention='pallas'"),
+        ({"model.attention": "cudnn", "model.dtype": "float32"}, "dtype='float32' must be .* for attention='cudnn'"),
+        ({"model.attention": "xla", "model.softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16' must be 'float32'"),
+        ({"model.remat": ("Attn",), "model.remat_policy": "names", "model.remat_names": ("mlp_hidden",)}, "must hold 'MLP' or"),
         ({"model.dtype": "float16"}, "training.loss_scale='none' must be"),
         ({"optimizer.weight_decay": 0.1}, "optimizer.weight_decay=0.1 must be 0 for optimizer.name='adam'"),
         ({"optimizer.schedule": "warmup_cosine", "optimizer.warmup_steps": 2000}, "warmup_steps=2000 must be under"),
+        ({"optimizer.schedule": "warmup_cosine", "training.steps": 1001}, "training.steps=1001 must be at most .*=1000: "),
         ({"optimizer.decay_rate": 1.5}, r"optimizer.decay_rate=1.5 must be in \(0, 1\]"),
         ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf must be positive and finite"),
         ({"optimizer.clip_norm": float("nan")}, "optimizer.clip_norm=nan must not be negative, infinite or NaN"),

@@ -210,6 +210,20 @@ def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
         data.documents("test")
 
 
+def test_a_document_that_holds_the_token_between_documents_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("text")
+    (tmp_path / "two.txt").write_text(f"a {data.END} b")
+    with pytest.raises(ValueError, match=r"'two.txt' holds '<\|end\|>', which ends a document"):
+        data.documents("train", tmp_path)
+
+
+def test_a_folder_of_empty_files_is_refused(tmp_path):
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match="must hold text: the files of split='validation' are all empty"):
+        data.documents("validation", tmp_path)
+
+
 def test_this_machines_standard_library_is_a_larger_corpus():
     size = sum(len(document.text) for document in data.documents("train", "stdlib"))
     assert size > 3e6
@@ -222,3 +236,8 @@ def test_a_standard_library_that_lies_in_a_folder_called_test_is_read_but_for_it
         (stdlib / name).write_text("pass")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(stdlib))
     assert {document.name for split in data.SPLITS for document in data.documents(split, "stdlib")} == {"a.py", "b.py"}
+
+
+def test_no_steps_are_refused_and_not_a_silent_nothing():
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        data.batches(np.arange(9, dtype=np.uint16), batch_size=1, seq_len=2, seed=0, steps=0, vocab_size=9)

@@ -98,6 +98,26 @@ def test_each_failure_has_its_reason():
     assert (found.donated_bytes, found.aliased_bytes, found.argument_bytes) == (4 * 16 + 12, 16 + 12, 4 * 11 + 12)
 
 
+NEWER = jax.__version_info__ >= (0, 10)  # 0.7 asks for the same shape and dtype; the versions between were not tried
+
+
+@pytest.mark.skipif((0, 7, 2) < jax.__version_info__ < (0, 10), reason="JAX changed between these versions")
+@pytest.mark.parametrize(
+    ("function", "taken_over"),
+    [
+        (lambda x: jnp.sin(x.reshape(32, 32)), NEWER),  # as many elements, in another shape
+        (lambda x: x.astype(jnp.int32), NEWER),  # as many bytes, of another dtype
+        (lambda x: x.astype(jnp.bfloat16), False),  # as many elements, not as many bytes
+        (lambda x: jnp.tile(x, 2).astype(jnp.bfloat16), False),  # as many bytes, not as many elements
+    ],
+)
+def test_a_buffer_of_another_shape_or_dtype_is_taken_over_in_newer_jax_and_the_report_says_so(function, taken_over):
+    found = report(function, jnp.ones(1024), donate_argnums=0)
+    (row,) = found.arguments
+    assert (row.aliased_to, row.why_not) == (("out", None) if taken_over else (None, "no output has this shape and dtype"))
+    assert found.aliased_bytes == taken_over * row.bytes
+
+
 def test_arguments_by_name_and_a_single_result_have_paths():
     function = jax.jit(lambda state, batch: state + batch.sum(), donate_argnums=0)
     found = donation.report(function.lower(jnp.ones(3), batch=jnp.ones(2)).compile())

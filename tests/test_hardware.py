@@ -84,6 +84,12 @@ def test_tensor_cores_multiply_a_known_number_of_elements_a_cycle(row):
     assert row.peak("float16") == pytest.approx(expected, rel=0.12)
 
 
+def test_gpus_with_nvlink_have_a_network_card_each_which_is_an_order_of_magnitude_slower():
+    for row in GPUS:
+        assert (row.network_bandwidth is not None) == ("NVLink" in row.link)
+        assert row.network_bandwidth is None or 9 <= row.link_bandwidth / row.network_bandwidth <= 18
+
+
 def test_a_t4_has_no_unit_for_bfloat16_and_a_tpu_none_for_float16():
     assert hardware.get("t4").peak(jnp.bfloat16) is None
     assert hardware.get("v5e").peak(jnp.float16) is None
@@ -108,6 +114,7 @@ def test_units_are_bytes_and_seconds(row):
     assert 10 * 2**30 < row.memory_bytes < 200 * 2**30
     assert 2e11 < row.memory_bandwidth < 1e13
     assert 1e10 < row.link_bandwidth < row.memory_bandwidth
+    assert row.network_bandwidth is None or 1e10 < row.network_bandwidth < row.link_bandwidth
     assert all(1e12 < peak < 1e16 for peak in row.peak_flops.values())
     assert row.source.startswith("https://")
 
@@ -130,3 +137,8 @@ def test_a_layout_holds_the_chips_that_it_is_listed_under(row):
     for chips, layout in row.target.layouts.items():
         sides = [int(side) for side in layout.split("x")]
         assert jnp.prod(jnp.array(sides)) == chips
+
+
+def test_nothing_is_no_dtype():
+    with pytest.raises(ValueError, match="dtype=None must be a floating-point dtype"):
+        hardware.get("h100").peak(None)

@@ -29,3 +29,23 @@ def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_and_the_unigram_
 def test_no_token_is_impossible():
     train = np.array([0, 1] * 20)
     assert np.isfinite(ngrams.bigram_loss(train, np.array([0, 2, 3]), 4))
+
+
+@pytest.mark.parametrize("loss", [ngrams.unigram_loss, ngrams.bigram_loss])
+def test_tokens_outside_of_the_vocabulary_are_refused_and_not_counted_as_another_pair(loss):
+    inside, outside, negative = np.tile([0, 1, 2], 50), np.tile([0, 1, 2, 3], 50), np.tile([0, 1, -1], 50)
+    with pytest.raises(ValueError, match=r"train holds tokens from 0 to 3, which must be in \[0, 3\)"):
+        loss(outside, inside, 3)
+    with pytest.raises(ValueError, match="validation holds tokens from 0 to 3"):
+        loss(inside, outside, 3)
+    with pytest.raises(ValueError, match="validation holds tokens from -1 to 1"):
+        loss(inside, negative, 3)
+
+
+def test_a_text_too_short_for_a_mean_is_refused():
+    text = np.tile([0, 1], 20)
+    with pytest.raises(ValueError, match=r"len\(train\)=19 must be at least 20"):
+        ngrams.bigram_loss(text[:19], text, 2)
+    with pytest.raises(ValueError, match=r"len\(validation\)=1 must be at least 2"):
+        ngrams.unigram_loss(text, text[:1], 2)
+    assert np.isfinite(ngrams.bigram_loss(text[:20], text, 2))

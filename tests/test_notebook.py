@@ -1,6 +1,7 @@
 """What the notebooks are helped with: a checked environment, source that is the live one, tables that line up."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,15 @@ def test_setup_says_in_one_line_what_runs_here(capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert f"jax {jax.__version__}" in out and jax.devices()[0].device_kind in out and "virtual GPUs: " in out
+
+
+def test_setup_leaves_a_gpus_memory_to_other_processes_unless_the_user_decided(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    notebook.setup()
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    notebook.setup()
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
 
 
 @pytest.mark.parametrize("version", ["0.6.2", "0.7.1"])

@@ -44,7 +44,7 @@ def test_a_format_says_where_its_numbers_end():
     assert np.float16(1) + np.float16(form.epsilon) > 1 and np.float16(1) + np.float16(form.epsilon / 2) == 1
 
 
-@pytest.mark.parametrize("dtype", ["int32", "float17", jnp.bool_])
+@pytest.mark.parametrize("dtype", ["int32", "float17", jnp.bool_, "complex64"])
 def test_a_dtype_without_a_fraction_is_refused(dtype):
     with pytest.raises(ValueError, match="must be a floating dtype"):
         precision.describe(dtype)
@@ -146,3 +146,21 @@ def test_loss_scales_that_cannot_work_are_refused():
         precision.DynamicLossScale(factor=0.5)
     with pytest.raises(ValueError, match="growth_interval=0 must be at least 1"):
         precision.DynamicLossScale(growth_interval=0)
+
+
+def test_a_dynamic_scale_outside_of_its_bounds_is_refused_as_an_overflow_would_raise_it():
+    with pytest.raises(ValueError, match=r"value=0.25 must be from smallest=1.0 to largest=16777216.0"):
+        precision.DynamicLossScale(value=0.25)
+    assert precision.DynamicLossScale(value=0.25, smallest=0.25).update(jnp.bool_(False)).value == 0.25
+    for value in (np.float32(-1), 2.0**25, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="value="):
+            precision.DynamicLossScale(value=value)
+    for bounds in ({"smallest": 0.0}, {"smallest": 8.0, "largest": 4.0}, {"largest": float("inf")}):
+        with pytest.raises(ValueError, match="must be 0 < smallest <= largest < infinity"):
+            precision.DynamicLossScale(value=4.0, **bounds)
+
+
+@pytest.mark.parametrize("value", [8, np.float16(8)])
+def test_a_dynamic_scale_has_the_same_dtype_before_and_after_an_update(value):
+    scale = precision.DynamicLossScale(value=value)
+    assert jnp.asarray(scale.value).dtype == scale.update(jnp.bool_(True)).value.dtype == jnp.float32

@@ -57,6 +57,14 @@ def test_elsewhere_the_same_rows_are_read_and_the_note_says_when_and_why(table):
     assert read.note.endswith(", because here JAX is too old")
 
 
+def test_the_note_names_all_accelerators_that_the_rows_name(folder, here, monkeypatch):
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    rows = [{"accelerator": name, "peak": 1} for name in ("h100", "t4", "h100")]
+    assert "a virtual NVIDIA H100 SXM, NVIDIA T4, with jax" in recorded.live_or_recorded("table", lambda: rows).note
+    here("JAX is too old")
+    assert "a virtual NVIDIA H100 SXM, NVIDIA T4 with jax" in recorded.live_or_recorded("table", never).note
+
+
 def test_computed_rows_look_as_they_would_when_read(folder, here):
     table = recorded.live_or_recorded("table", lambda: [{"shape": (2, 3)}])
     assert table.rows == [{"shape": [2, 3]}]
@@ -87,6 +95,47 @@ def test_a_table_that_nobody_recorded_is_an_error_that_says_what_to_do(folder, h
 def test_a_table_of_another_accelerator_is_refused(table):
     with pytest.raises(ValueError, match="accelerator='h100' must be 'a5000'"):
         recorded.live_or_recorded("table", never, accelerator="h100")
+
+
+def compute(case):
+    return {"case": case, "peak": 1}
+
+
+def test_of_a_partly_live_table_some_rows_are_computed_and_the_others_read_in_the_records_order(table, here):
+    here(None)
+    mixed = recorded.partly_live("table", compute, live=["kept"], cases=["donated", "kept"])
+    assert mixed.rows == [ROWS[0], {"case": "kept", "peak": 1}] and not mixed.live
+    assert "computed here" in mixed.note and ": 'kept'; the other rows: recorded on " in mixed.note
+
+
+def test_where_nothing_can_be_computed_all_rows_are_read(table):
+    read = recorded.partly_live("table", never, live=["kept"])
+    assert read.rows == ROWS and "computed here" not in read.note
+
+
+def test_where_no_row_is_asked_for_anew_the_note_does_not_say_that_one_was_computed(table, here):
+    here(None)
+    read = recorded.partly_live("table", never, live=[])
+    assert read.rows == ROWS and "computed" not in read.note and read.note.startswith("recorded on ")
+
+
+def test_recording_a_partly_live_table_computes_and_writes_all_of_its_rows(table, here, monkeypatch):
+    here(None)
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    recorded.partly_live("table", compute, live=["new"], cases=["kept", "new"])
+    assert json.loads(table.read_text())["rows"] == [compute("kept"), compute("new")]
+
+
+def test_a_table_that_is_recorded_elsewhere_is_not_written(table, here, monkeypatch):
+    here(None)
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    recorded.partly_live("table", compute, live=["kept"])
+    assert json.loads(table.read_text())["rows"] == ROWS
+
+
+def test_a_live_case_that_the_table_does_not_have_is_refused(table):
+    with pytest.raises(ValueError, match=r"live=\['lost'\] must be among cases=\['kept'\]"):
+        recorded.partly_live("table", never, live=["lost"], cases=["kept"])
 
 
 @pytest.mark.parametrize("name", ["", "../secret", "A table", "a-b"])

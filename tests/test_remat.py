@@ -1,5 +1,7 @@
 """What must be true of rematerialization, and of the list of what is saved."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from course_lib import remat
+from course_lib import attention, hardware, remat
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -63,6 +65,18 @@ def test_residuals_of_a_scan_are_listed_once_with_the_axis_of_its_iterations():
     }
 
 
+NO_PALLAS = attention.why_unavailable("pallas", hardware.get("a5000"))
+
+
+@pytest.mark.skipif(NO_PALLAS is not None, reason=str(NO_PALLAS))
+def test_what_a_kernel_leaves_is_listed_with_the_kernel_as_its_origin():
+    x = jax.ShapeDtypeStruct((1, 128, 2, 32), jnp.bfloat16)
+    attend = functools.partial(attention.attend, implementation="pallas")
+    kept = remat.residuals(lambda query, key, value: attend(query, key, value).astype(jnp.float32).sum(), x, x, x)
+    whole = [r.why.split(" in ")[0] for r in kept if r.shape == x.shape]
+    assert sorted(whole) == ["argument [0]", "argument [1]", "argument [2]", "pallas_call"]
+
+
 def test_every_policy_gives_the_same_gradient():
     x, w = jax.random.normal(jax.random.key(0), X.shape), jax.random.normal(jax.random.key(1), W.shape)
     plain = jax.grad(_layers, argnums=1)(x, w)
@@ -100,9 +114,11 @@ def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside
         (("MLP",), r"remat='MLP' must be a tuple"),
         ((("MLP",), "dot"), "remat_policy='dot' must be one of"),
         ((("MLP",), "names"), r"remat_names=\(\) must name a value for remat_policy='names'"),
+        (((), "dots"), r"remat_policy='dots' must be 'nothing' for remat=\(\)"),
+        (((), "offload", ("qkv",)), r"remat_policy='offload' must be 'nothing' for remat=\(\)"),
         ((("MLP",), "dots", ("qkv",)), r"remat_names=\('qkv',\) must be empty for remat_policy='dots'"),
     ],
 )
-def test_a_choice_that_does_not_exist_is_refused(arguments, message):
+def test_a_choice_that_does_not_exist_or_would_change_nothing_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         remat.check(*arguments)

@@ -1,5 +1,7 @@
 """What must be true of sampling."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +62,16 @@ def test_a_low_temperature_takes_the_likeliest_and_a_high_one_takes_any():
         (np.zeros((1, 0), np.int32), {}, "must hold at least one token"),
         ([[0]], {"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ([[0]], {"length": 0}, "length=0 must be at least 1"),
+        ([[0]], {"max_seq_len": 0}, "max_seq_len=0 must be at least 1"),
+        ([[0]], {"max_seq_len": -3}, "max_seq_len=-3 must be at least 1"),
     ],
 )
 def test_mistakes_are_refused(prompt, options, message):
     with pytest.raises(ValueError, match=message):
         generate(prompt, **({"length": 1} | options))
+
+
+def test_a_prompt_without_a_batch_axis_is_refused():
+    unchecked = inspect.unwrap(sampling.generate)  # the tests' own check of shapes would refuse it first
+    with pytest.raises(ValueError, match=r"prompt.shape=\(2,\) must be \[B, L\]"):
+        unchecked(counts_up, jnp.float32(1.0), jnp.array([0, 1]), 1, jax.random.key(0), max_seq_len=4)

@@ -268,7 +268,7 @@ def example_config(**training_options):
     config.model.update(max_seq_len=8, dropout_rate=0.1)
     config.data.update(batch_size=4, seq_len=8)
     config.optimizer.update(learning_rate=1e-2, warmup_steps=2, total_steps=60)
-    config.training.update(training_options)
+    config.training.update(training_options, steps=60)
     return config
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course_lib import config, measure, transformer
+from course_lib import config, measure, remat, transformer
 from course_lib.transformer import Transformer
 
 REMAT = [(), ("MLP",), ("Attn",), ("MLP", "Attn"), ("Block",)]
@@ -85,7 +85,7 @@ def test_rematerialized_modules_give_the_same_gradient(scan_layers, modules):
     _assert_same(_grads(scan_layers=scan_layers, remat=modules), _grads(scan_layers=scan_layers))
 
 
-@pytest.mark.parametrize(("policy", "names"), [("dots", ()), ("offload", transformer.NAMES)])
+@pytest.mark.parametrize(("policy", "names"), [("dots", ()), ("offload", tuple(transformer.NAMES))])
 def test_what_a_policy_keeps_does_not_change_the_gradient(policy, names):
     _assert_same(_grads(remat=("Block",), remat_policy=policy, remat_names=names), _grads())
 
@@ -185,10 +185,36 @@ def test_matmul_flops_are_those_counted_in_the_traced_model(scan_layers):
         ({"head_dim": 6}, r"head_dim=6 must be hidden_size / num_heads = 16 / 2"),
         ({"remat": ("mlp",)}, r"remat=\('mlp',\) must hold names"),
         ({"remat_policy": "some"}, "remat_policy='some' must be one of"),
-        ({"remat_policy": "names", "remat_names": ("kqv",)}, r"remat_names=\('kqv',\) must hold .* no 'kqv'"),
+        ({"remat_policy": "dots"}, r"remat_policy='dots' must be 'nothing' for remat=\(\)"),
+        ({"remat_policy": "names", "remat": ("Attn",), "remat_names": ("kqv",)}, r"remat_names=\('kqv',\) must hold .* no"),
         ({"attention": "flash"}, "attention='flash' must be one of"),
+        ({"attention": "pallas"}, "seq_len=6 must be a multiple of 128 for attention='pallas'"),
+        ({"attention": "cudnn"}, "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"),
+        ({"attention": "xla", "softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16' must be 'float32'"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_model_is_traced(changes, message):
     with pytest.raises(ValueError, match=message):
         transformer.abstract_params(Transformer(_config(**changes)), jax.ShapeDtypeStruct((3, 6), jnp.int32))
+
+
+@pytest.mark.parametrize("name", transformer.NAMES)
+@pytest.mark.parametrize("modules", REMAT[1:])
+def test_a_name_is_refused_exactly_where_it_would_change_nothing(name, modules):
+    x = jax.ShapeDtypeStruct((3, 6, 16), jnp.float32)
+
+    def saved(policy, names):
+        """Returns what a block saves that is more than its arguments."""
+        model = _config(remat=modules, remat_policy=policy, remat_names=names)
+        block = transformer._rematerialized(transformer.Block, "Block", model)(model, train=True)
+        params = jax.eval_shape(block.init, jax.random.key(0), x)
+        return [r for r in remat.residuals(block.apply, params, x) if not r.why.startswith("argument")]
+
+    chosen = _config(remat=modules, remat_policy="names", remat_names=(name,))
+    if name == "block_in" and modules == ("Block",):  # an argument under another name: it can be offloaded
+        transformer.check(chosen, 6)
+    elif len(saved("names", (name,))) > len(saved("nothing", ())):
+        transformer.check(chosen, 6)
+    else:
+        with pytest.raises(ValueError, match=rf"remat=.* for remat_names to hold '{name}'"):
+            transformer.check(chosen, 6)

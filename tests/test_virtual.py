@@ -114,11 +114,24 @@ def test_it_works_where_jax_was_started_before_the_import():
 
 
 @needs_virtual
+def test_what_trains_needs_no_other_import_to_start_without_noise():
+    run = run_alone("from course_lib import training; import jax; jax.devices()")
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_the_persistent_compilation_cache_does_not_warn(tmp_path):
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     first, second = run_alone(COMPILE, **cache), run_alone(COMPILE, **cache)
     assert any(tmp_path.iterdir())
     assert (second.returncode, first.stderr, second.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(virtual.why_unavailable("v5e") is not None, reason=str(virtual.why_unavailable("v5e")))
+def test_a_program_compiles_for_a_tpu():
+    device = virtual.devices("v5e")[0]
+    assert hardware.recognize(device) is hardware.get("v5e")
+    x = virtual.abstract(jnp.ones((1024, 256)), device)
+    assert jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().memory_analysis().argument_size_in_bytes == 1024 * 256 * 4
 
 
 # Everywhere

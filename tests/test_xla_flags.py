@@ -51,6 +51,12 @@ def test_flags_of_the_user_stay(fresh, monkeypatch):
     assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/tmp/dump --{THERE}=2 --xla_gpu_triton_gemm_any=false"
 
 
+def test_a_flag_that_the_user_turned_on_without_a_value_stays_too(fresh, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_triton_gemm_any")
+    xla_flags.set_flags("xla_gpu_triton_gemm_any")
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_triton_gemm_any"
+
+
 def test_an_unknown_name_is_refused_before_anything_is_set(fresh):
     with pytest.raises(ValueError, match="name='xla_gpu_go_faster' must be one of"):
         xla_flags.set_flags(THERE, "xla_gpu_go_faster")

@@ -6,7 +6,7 @@ usage: python tools/pin_versions.py         (needs uv on the PATH: pip install u
   py312.txt   newest versions for Python >= 3.12
   oldest.txt  the lower bounds of pyproject.toml, on Python 3.11
 
-`.venv` is made from these, whatever machine the learner has: Linux or macOS, x86-64 or arm64. They name no index.
+`.venv` is made from these, whatever machine the learner has: Linux on x86-64 or arm64, or macOS on arm64. They name no index.
 """
 
 import subprocess
