@@ -3,7 +3,7 @@
     with bug_zoo.release("mean_of_means"):
         run = strategy.build(config, grid)      # what is built and traced in here has the fault
 
-Most train: the loss falls, a little slower or with another step size, and Adam hides a wrong scale altogether. What finds
+A loss that falls does not rule one out: Adam, for one, hides a wrong scale of the gradient altogether. What finds
 them is a comparison of gradients with one device's, and a ledger of what was sent. `tests/test_bug_zoo.py` proves that every
 fault here is found so. Nothing but `release` reaches them, and outside of it the library is as it is written.
 """

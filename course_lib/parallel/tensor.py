@@ -76,7 +76,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Returns cross entropy and correctness of each label, from logits of which each device has a part.
 
-    As `training.cross_entropy` of all logits, which no device ever holds: three numbers a label are exchanged. A label
+    As `training.cross_entropy` of all logits, which no device ever holds: four numbers a label are exchanged. A label
     outside of the vocabulary gives NaN, as there.
 
     Args:
