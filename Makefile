@@ -6,6 +6,8 @@ LABFLAGS ?=
 NB ?=
 
 PY = .venv/bin/python
+# A process for each core; tests of one file, and cells of one notebook, stay together.
+TEST = -m pytest -q -n auto --dist loadfile
 PINS = pyproject.toml requirements/py311.txt requirements/py312.txt requirements/oldest.txt
 # JupyterLab refuses to run as root, which is who one is in a container.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
@@ -31,26 +33,26 @@ lint: .venv/.installed
 	$(PY) -m mypy
 
 unit: .venv/.installed
-	$(PY) -m pytest -q --durations=10
+	$(PY) $(TEST) --durations=10
 
 nbval: .venv/.installed
-	$(PY) -m pytest -q --durations=10 --nbval notebooks
+	$(PY) $(TEST) --durations=10 --nbval notebooks
 
 notebooks: .venv/.installed ## re-run the notebooks and store their outputs; one of them: make notebooks NB=01
 	$(PY) tools/execute_notebooks.py $(NB)
 
 test-oldest: test-oldest-unit ## unit tests and notebooks at the lower bounds of pyproject.toml
-	COURSE_COMPARE=facts .venv-oldest/bin/python -m pytest -q --nbval notebooks
+	COURSE_COMPARE=facts .venv-oldest/bin/python $(TEST) --nbval notebooks
 
 test-oldest-unit: .venv-oldest/.installed ## the unit tests of it alone
-	.venv-oldest/bin/python -m pytest -q
+	.venv-oldest/bin/python $(TEST)
 
 test-latest: ## unit tests and notebooks with the newest packages there are (needs Python >= 3.12)
 	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The newest JAX needs Python >= 3.12, and none was found."; \
 		echo "Name one: make test-latest NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
 	$(NEWEST_PYTHON) tools/make_venv.py .venv-latest newest
-	COURSE_SLOW=1 .venv-latest/bin/python -m pytest -q
-	COURSE_COMPARE=facts .venv-latest/bin/python -m pytest -q --nbval notebooks
+	COURSE_SLOW=1 .venv-latest/bin/python $(TEST)
+	COURSE_COMPARE=facts .venv-latest/bin/python $(TEST) --nbval notebooks
 
 # Not all of the GPU's memory for whoever comes first: tests start processes of their own.
 gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false

@@ -18,7 +18,7 @@ NOT_NEEDED = {"ruff", "mypy", "packaging"}
 
 def missing() -> list[str]:
     """Returns the requirements of the course that are not installed here, or too old."""
-    from packaging.requirements import Requirement  # not before JAX is known to be here
+    from packaging.requirements import Requirement  # not before it is known to be here
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -41,6 +41,8 @@ def main() -> None:
     """Prints what will be tested, or exits with what to do."""
     if importlib.util.find_spec("jax") is None:
         sys.exit(f"{sys.executable} has no JAX. With internet: pip install -e '.[gpu,notebooks,test]'")
+    if importlib.util.find_spec("packaging") is None:
+        sys.exit(f"{sys.executable} cannot read what the course needs: pip install packaging")
     if lacking := missing():
         sys.exit("Missing here (pip install --no-deps leaves JAX alone):\n  " + "\n  ".join(lacking))
     import jax

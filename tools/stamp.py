@@ -104,8 +104,10 @@ def main(arguments: list[str]) -> int:
             stale.append(path.name)
             if not check:
                 path.write_text(after)
-    outcome = "out of step; run make badges:" if check else "stamped:"
-    print(new, outcome, ", ".join(stale) or "nothing")
+    if not stale:
+        print(new, "is in every notebook already")
+    else:
+        print(new, "is missing, run make badges:" if check else "stamped:", ", ".join(stale))
     return int(check and bool(stale))
 
 
