@@ -47,7 +47,10 @@ def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str
     if implementation in ("reference", "xla"):
         return None
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
-        return f"{implementation} attention needs an NVIDIA GPU that course_lib.hardware knows: use 'reference' or 'xla' here"
+        return (
+            f"{implementation} attention needs an NVIDIA GPU that course_lib.hardware knows: use 'reference' or 'xla' here, "
+            "or add the GPU's row to course_lib/hardware/table.py"
+        )
     if accelerator.target.compute_capability < (8, 0):
         return (
             f"{implementation} attention needs compute capability 8.0 (A100, A5000 or newer), "
@@ -68,7 +71,13 @@ def _why_not_installed(implementation: str) -> str | None:
 
 
 def check(
-    implementation: str, *, dtype: Any, softmax_dtype: Any = jnp.float32, seq_len: int, masked: bool = False
+    implementation: str,
+    *,
+    dtype: Any,
+    softmax_dtype: Any = jnp.float32,
+    seq_len: int,
+    masked: bool = False,
+    grouped: bool = False,
 ) -> None:
     """Refuses what an implementation cannot do, on whatever accelerator. What is installed plays no part.
 
@@ -78,6 +87,7 @@ def check(
       softmax_dtype: of the scores and of the softmax.
       seq_len: L.
       masked: whether there is a mask beside the causal one.
+      grouped: whether several query heads read the same keys and values.
 
     Raises:
       ValueError: naming the argument, its value and the fix.
@@ -94,6 +104,8 @@ def check(
         raise ValueError(f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or use 'xla'")
     if implementation == "pallas" and masked:
         raise ValueError("mask must be None for attention='pallas': its kernel knows only the causal mask; use 'xla'")
+    if implementation == "pallas" and grouped:
+        raise ValueError("num_kv_heads must be 0 for attention='pallas': its kernel has keys for each query; use 'xla'")
     if implementation == "pallas" and seq_len % PALLAS_BLOCK:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of {PALLAS_BLOCK} for attention='pallas': "
@@ -103,8 +115,8 @@ def check(
 
 def attend(
     query: Float[Array, "B L H K"],
-    key: Float[Array, "B L H K"],
-    value: Float[Array, "B L H K"],
+    key: Float[Array, "B L G K"],
+    value: Float[Array, "B L G K"],
     *,
     causal: bool = True,
     mask: Bool[Array, "#B #H L L"] | None = None,
@@ -115,10 +127,11 @@ def attend(
 
     Args:
       query: B sequences of L positions, H heads of width K.
-      key: the same shape and dtype.
-      value: the same shape and dtype.
+      key: the same dtype; G heads, where G divides H, each of which H / G heads of queries in a row read.
+      value: the same shape and dtype as the key.
       causal: whether a position sees only itself and the positions before it.
-      mask: true where a query (third axis) may see a key (fourth axis), beside `causal`.
+      mask: true where a query (third axis) may see a key (fourth axis), beside `causal`. A query that may see none reads
+        all of them alike: keep such positions, of padding, out of the loss and out of what others may see.
       implementation: one of `IMPLEMENTATIONS`. All but "reference" accumulate and take the softmax in float32.
       softmax_dtype: dtype of the scores and of the softmax in "reference".
 
@@ -128,11 +141,16 @@ def attend(
     Raises:
       ValueError: if `implementation` is unknown, not installed, or cannot do what is asked.
     """
-    length, masked = query.shape[1], mask is not None
-    check(implementation, dtype=query.dtype, softmax_dtype=softmax_dtype, seq_len=length, masked=masked)
+    length, masked, heads, groups = query.shape[1], mask is not None, query.shape[2], key.shape[2]
+    if heads % groups:
+        raise ValueError(f"key of shape {key.shape} must have a number of heads that divides the query's {heads}")
+    grouped = groups != heads
+    check(implementation, dtype=query.dtype, softmax_dtype=softmax_dtype, seq_len=length, masked=masked, grouped=grouped)
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
     if implementation == "reference":
+        if grouped:
+            key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         return _reference(query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype)
     if implementation == "pallas":
         from jax.experimental.pallas.ops.gpu.attention import mha  # here only: newer versions of JAX warn, or lack it

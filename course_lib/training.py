@@ -18,16 +18,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import accumulation, optimizers, precision
+from course_lib import accumulation, losses, optimizers, precision
 from course_lib.accumulation import LossFn, Metrics, PyTree
 from course_lib.config import check
 from course_lib.data import Batch
+from course_lib.losses import ApplyFn
+from course_lib.losses import as_function as as_function  # they belong to training, and have a file of their own
+from course_lib.losses import classification_loss as classification_loss
+from course_lib.losses import cross_entropy as cross_entropy
+from course_lib.losses import next_token_loss as next_token_loss
 from course_lib.transformer import Transformer
-
-ApplyFn = Callable[..., Array]
 
 
 @struct.dataclass
@@ -75,61 +78,6 @@ def init_state(
     )
 
 
-def as_function(model: Any) -> ApplyFn:
-    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
-
-    Args:
-      model: a module whose call takes `train`, and draws its dropout from `rngs["dropout"]`.
-    """
-
-    def apply_fn(params, inputs, rng=None):
-        if rng is None:
-            return model.apply({"params": params}, inputs, train=False)
-        return model.apply({"params": params}, inputs, train=True, rngs={"dropout": rng})
-
-    return apply_fn
-
-
-def cross_entropy(
-    logits: Float[Array, "... V"], labels: Int[Array, "..."]
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest logit, else 0.0."""
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
-
-
-def classification_loss(apply_fn: ApplyFn, score: Callable[..., tuple[Array, Array]] = cross_entropy) -> LossFn:
-    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights [B].
-
-    Args:
-      apply_fn: the model as a function.
-      score: gives loss and correctness of each label, as `cross_entropy` does.
-    """
-
-    def loss_fn(params, batch, rng):
-        logits, labels, weights = apply_fn(params, batch.inputs, rng), batch.labels, batch.weights
-        if not logits.shape[:-1] == labels.shape == weights.shape:
-            raise ValueError(
-                f"labels {labels.shape} and weights {weights.shape} must have the first axes of logits {logits.shape}: "
-                "each label belongs to one row of logits"
-            )
-        loss, correct = score(logits.astype(jnp.float32), labels)
-        weights = weights.astype(jnp.float32)
-        count = weights.sum()
-        metrics = {"loss": ((loss * weights).sum(), count), "accuracy": ((correct * weights).sum(), count)}
-        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics  # without any weight 0, as is its gradient
-
-    return loss_fn
-
-
-def next_token_loss(apply_fn: ApplyFn, score: Callable[..., tuple[Array, Array]] = cross_entropy) -> LossFn:
-    """Returns the loss function of a language model, in nats a token: inputs, labels and their weights are [B, L].
-
-    It is the classifier's: each position of each sequence is an example, and the vocabulary holds the classes.
-    """
-    return classification_loss(apply_fn, score)
-
-
 def make_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
@@ -159,12 +107,13 @@ def make_train_step(
       out_shardings: where the new state and the metrics are placed, as `jax.jit` takes it.
 
     Raises:
-      ValueError: for options that do not exist; the step raises it, before it is compiled, if M does not divide B.
+      ValueError: for options that do not exist; before it compiles, if M does not divide B or float16 has no loss scale.
     """
     accumulation.check_options(num_minibatches, method, accumulator_dtype)
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
 
     def train_step(state, batch):
+        precision.check_loss_scale(policy, state.loss_scale)
         rng, step_rng = jax.random.split(state.rng)
 
         def scaled_loss_fn(params, batch, rng):
@@ -199,8 +148,7 @@ def _skip_if_not_finite(grads, old, new, metrics):
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (old.params, old.opt_state)
     )
-    scale = old.loss_scale.update(finite)
-    new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_scale=scale)
+    new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_scale=old.loss_scale.update(finite))
     return new, metrics | {"skipped": (skipped, jnp.ones_like(skipped))}
 
 
@@ -279,7 +227,7 @@ def build(config: ConfigDict) -> Run:
     config = FrozenConfigDict(config)  # what is changed later does not reach into this run
     model = Transformer(config.model)
     apply_fn = as_function(model)
-    loss_fn = next_token_loss(apply_fn)
+    loss_fn = losses.of_model(config.model, as_function(model, balance=config.model.num_experts > 0))
     optimizer = optimizers.from_config(config.optimizer)
     scale = precision.loss_scale(config.training.loss_scale)
 

@@ -39,6 +39,28 @@ def test_reference_and_xla_give_the_same_values_and_gradients(qkv, options):
         np.testing.assert_allclose(ours, theirs, **NEAR)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_grouped_queries_read_the_same_keys_as_if_each_had_a_copy(qkv, implementation):
+    query = jnp.concatenate(qkv, axis=2)  # 6 heads, of which 3 in a row share the keys and values of one
+
+    def loss(query, key, value, copies):
+        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+        return jnp.sin(attention.attend(query, key, value, implementation=implementation)).sum()
+
+    with jax.default_matmul_precision("highest"):
+        both = [jax.grad(loss, argnums=(0, 1, 2))(query, *qkv[1:], copies) for copies in (1, 3)]
+    for ours, theirs in zip(*both, strict=True):
+        np.testing.assert_allclose(ours, theirs, **NEAR)
+
+
+def test_grouped_queries_are_refused_where_they_cannot_be(qkv):
+    query, one = jnp.concatenate(qkv, axis=2), qkv[1][:, :, :1]
+    with pytest.raises(ValueError, match=r"key of shape \(2, 6, 2, 4\) must have a number of heads that divides .* 3"):
+        attention.attend(query[:, :, :3], *qkv[1:])
+    with pytest.raises(ValueError, match="num_kv_heads must be 0 for attention='pallas'"):
+        attention.attend(query, one, one, implementation="pallas")
+
+
 def test_attention_is_a_mean_of_the_values_weighted_by_a_softmax(qkv):
     query, key, value = (np.asarray(x, np.float64) for x in qkv)
     scores = query[1, :, 0] @ key[1, :, 0].T / np.sqrt(K)
@@ -91,7 +113,8 @@ def test_why_unavailable_names_the_reason():
     for name in ("reference", "xla"):
         assert attention.why_unavailable(name, None) is None
     for name in ("cudnn", "pallas"):
-        assert "needs an NVIDIA GPU that course_lib.hardware knows" in attention.why_unavailable(name, None)
+        reason = attention.why_unavailable(name, None)
+        assert "needs an NVIDIA GPU that course_lib.hardware knows" in reason and "add the GPU's row" in reason
         assert "needs an NVIDIA GPU" in attention.why_unavailable(name, hardware.get("v5e"))
         assert "compute capability 8.0" in attention.why_unavailable(name, hardware.get("t4"))
     with pytest.raises(ValueError, match="attention='flash' must be one of"):

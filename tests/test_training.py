@@ -257,6 +257,15 @@ def test_mistakes_are_refused_before_anything_is_compiled():
         training.make_train_step(LOSS_FN, SGD, method="vmap")
     with pytest.raises(ValueError, match="num_minibatches=5 must divide the batch of 24 examples"):
         train_step(LOSS_FN, SGD, num_minibatches=5).trace(example_state(SGD), example_batch())
+    with pytest.raises(ValueError, match=r"loss_scale=NoLossScale\(\) must scale the loss for a policy"):
+        train_step(LOSS_FN, SGD, policy=precision.policy("float16")).trace(example_state(SGD), example_batch())
+
+
+def test_a_batch_without_any_weight_changes_no_parameter():
+    state = example_state(SGD)
+    for num_minibatches in (1, 4):
+        new, metrics = train_step(LOSS_FN, SGD, num_minibatches=num_minibatches)(state, example_batch(np.zeros(EXAMPLES)))
+        assert same(new.params, state.params) and metrics["loss"] == (0, 0)
 
 
 # A run from a configuration.
@@ -294,6 +303,24 @@ def test_a_run_does_not_change_with_the_configuration_that_it_was_built_from():
     run = training.build(config)
     config.data.batch_size = 8
     assert run.config.data.batch_size == run.abstract()[1].inputs.shape[0] == 4
+
+
+def test_a_run_accumulates_and_donates_as_its_configuration_says():
+    whole = configs.get("cpu")
+    whole.model.update(num_layers=1, hidden_size=32, head_dim=16, num_heads=2, max_seq_len=8)
+    whole.data.update(batch_size=4, seq_len=8)
+    whole.training.update(num_minibatches=2)
+
+    def step(**options):
+        whole.training.update(options)
+        run = training.build(whole)
+        return run.train_step.lower(*run.abstract())
+
+    assert donation.report(step(donate=False).compile()).aliased_bytes == 0
+    assert donation.report(step(donate=True).compile()).aliased_bytes > 0
+    scanned, looped = (step(accumulation=method).as_text() for method in ("scan", "loop"))
+    assert looped.count("dot_general") == 2 * scanned.count("dot_general")
+    assert "bf16" not in looped and "bf16" in step(accumulator_dtype="bfloat16").as_text()
 
 
 def test_a_configuration_whose_batch_does_not_divide_is_refused():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course_lib import config, measure, remat, transformer
+from course_lib import config, layers, measure, remat, transformer
 from course_lib.transformer import Transformer
 
 REMAT = [(), ("MLP",), ("Attn",), ("MLP", "Attn"), ("Block",)]
@@ -85,7 +85,7 @@ def test_rematerialized_modules_give_the_same_gradient(scan_layers, modules):
     _assert_same(_grads(scan_layers=scan_layers, remat=modules), _grads(scan_layers=scan_layers))
 
 
-@pytest.mark.parametrize(("policy", "names"), [("dots", ()), ("offload", tuple(transformer.NAMES))])
+@pytest.mark.parametrize(("policy", "names"), [("dots", ()), ("offload", tuple(layers.NAMES))])
 def test_what_a_policy_keeps_does_not_change_the_gradient(policy, names):
     _assert_same(_grads(remat=("Block",), remat_policy=policy, remat_names=names), _grads())
 
@@ -154,6 +154,12 @@ def test_the_gradient_of_a_token_that_occurs_often_is_summed_in_float32():
     np.testing.assert_allclose(gradient(np.zeros((1024, 1), np.int32)), 1024 * one, rtol=0.01)
 
 
+@pytest.mark.parametrize("parts", [("embed", "layer"), "head", (), ("embed", "head"), ("layers", "embed")])
+def test_parts_that_the_model_does_not_have_are_refused(parts):
+    with pytest.raises(ValueError, match=r"parts=.* must be one of \('embed', 'layers', 'head'\)"):
+        jax.eval_shape(lambda: Transformer(_config()).init(jax.random.key(0), jnp.zeros((3, 6), jnp.int32), parts=parts))
+
+
 def test_matmul_flops_count_every_weight_and_the_attention():
     model = config.get("155m").model
     params = transformer.abstract_params(Transformer(model), jax.ShapeDtypeStruct((1, 512), jnp.int32))
@@ -164,10 +170,12 @@ def test_matmul_flops_count_every_weight_and_the_attention():
     assert transformer.matmul_flops(model, batch_size=64, seq_len=512) == 2 * tokens * kernels + attention
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_matmul_flops_are_those_counted_in_the_traced_model(scan_layers):
+@pytest.mark.parametrize(
+    "changes", [{}, {"scan_layers": False}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "parallel_block": True, "remat": ()}]
+)
+def test_matmul_flops_are_those_counted_in_the_traced_model(changes):
     model = config.get("155m").model
-    model.scan_layers = scan_layers
+    model.update(changes)
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     params = transformer.abstract_params(Transformer(model), tokens)
 
@@ -187,6 +195,13 @@ def test_matmul_flops_are_those_counted_in_the_traced_model(scan_layers):
         ({"remat_policy": "some"}, "remat_policy='some' must be one of"),
         ({"remat_policy": "dots"}, r"remat_policy='dots' must be 'nothing' for remat=\(\)"),
         ({"remat_policy": "names", "remat": ("Attn",), "remat_names": ("kqv",)}, r"remat_names=\('kqv',\) must hold .* no"),
+        ({"mlp_activation": "relu"}, r"mlp_activation='relu' must be one of \('gelu', 'squared_relu'\)"),
+        ({"positions": "none"}, r"positions='none' must be one of \('learned', 'rotary'\)"),
+        ({"num_kv_heads": -1}, "num_kv_heads=-1 must divide num_heads=2"),
+        ({"num_kv_heads": 4}, "num_kv_heads=4 must divide num_heads=2"),
+        ({"positions": "rotary", "num_heads": 16, "head_dim": 1}, "head_dim=1 must be even for positions='rotary'"),
+        ({"parallel_block": True, "remat": ("MLP",)}, r"remat=\('MLP',\) must be \(\) or \('Block',\) for parallel_block"),
+        ({"attention": "pallas", "num_kv_heads": 1}, "num_kv_heads must be 0 for attention='pallas'"),
         ({"attention": "flash"}, "attention='flash' must be one of"),
         ({"attention": "pallas"}, "seq_len=6 must be a multiple of 128 for attention='pallas'"),
         ({"attention": "cudnn"}, "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"),
@@ -198,7 +213,7 @@ def test_what_cannot_be_is_refused_when_the_model_is_traced(changes, message):
         transformer.abstract_params(Transformer(_config(**changes)), jax.ShapeDtypeStruct((3, 6), jnp.int32))
 
 
-@pytest.mark.parametrize("name", transformer.NAMES)
+@pytest.mark.parametrize("name", layers.NAMES)
 @pytest.mark.parametrize("modules", REMAT[1:])
 def test_a_name_is_refused_exactly_where_it_would_change_nothing(name, modules):
     x = jax.ShapeDtypeStruct((3, 6, 16), jnp.float32)
@@ -206,7 +221,7 @@ def test_a_name_is_refused_exactly_where_it_would_change_nothing(name, modules):
     def saved(policy, names):
         """Returns what a block saves that is more than its arguments."""
         model = _config(remat=modules, remat_policy=policy, remat_names=names)
-        block = transformer._rematerialized(transformer.Block, "Block", model)(model, train=True)
+        block = layers.rematerialized(layers.Block, "Block", model)(model, train=True)
         params = jax.eval_shape(block.init, jax.random.key(0), x)
         return [r for r in remat.residuals(block.apply, params, x) if not r.why.startswith("argument")]
 
