@@ -28,11 +28,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 # way to allow it to them alone. So tests that call them have JAX's default.
 CALLS_FLAX_OR_OPTAX = {
     "test_accumulation",
-    "test_bug_zoo",
+    "test_faults",
     "test_case_study",
     "test_donation",
+    "test_experts",
     "test_mlp",
+    "test_parallel_context",
     "test_parallel_data",
+    "test_parallel_estimate",
+    "test_parallel_experts",
     "test_parallel_strategy",
     "test_parallel_tensor",
     "test_training",
@@ -55,7 +59,7 @@ def promotion(request):
 @pytest.fixture(scope="module", autouse=True)
 def code_that_is_compiled_quickly(request):
     """Many devices mean many programs, whose numbers are compared and not their times: machine code is not optimized."""
-    many = request.module.__name__.rpartition(".")[2].startswith(("test_parallel_", "test_bug_zoo"))
+    many = request.module.__name__.rpartition(".")[2].startswith(("test_parallel_", "test_faults"))
     jax.config.update("jax_disable_most_optimizations", many)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

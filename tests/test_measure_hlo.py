@@ -88,6 +88,14 @@ def test_of_a_conditional_the_heaviest_branch_runs_if_there_are_weights_else_all
     assert "neg" in weighed and "p.0" not in weighed
 
 
+def test_of_a_conditional_each_branch_runs_as_often_as_it_is_said_to_be_taken():
+    module = hlo.parse(TEXT)
+    counts = {i.name: times for i, times in hlo.scheduled(module, weight=lambda i: i.bytes, taken={2: (5, 7)})}
+    assert (counts["p.0"], counts["neg"]) == (5, 7)
+    other = {i.name for i, _ in hlo.scheduled(module, weight=lambda i: i.bytes, taken={3: (1, 2, 3)})}
+    assert "neg" in other and "p.0" not in other  # it has two branches
+
+
 def test_a_loop_that_stops_on_data_is_refused_by_name():
     with pytest.raises(ValueError, match="while='loop' .* must run a number of times that the compiler knows"):
         hlo.scheduled(hlo.parse(TEXT.replace("known_trip_count", "something_else")))

@@ -1,6 +1,7 @@
 """What must be true of a measured time: what runs, how often, in which order."""
 
 import pathlib
+import time as clock
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,16 @@ def test_a_function_that_is_not_jitted_has_no_compile_time():
 def test_no_steps_are_refused(steps, warmup):
     with pytest.raises(ValueError, match="must be at least 1 and 0"):
         step_time(step, jnp.zeros(8), jnp.ones(8), steps=steps, warmup=warmup)
+
+
+def test_the_first_calls_which_compile_are_not_in_the_time():
+    calls = []
+
+    def slow_at_first():
+        calls.append(1)
+        clock.sleep(0.5 if len(calls) == 1 else 0)
+
+    assert time(slow_at_first, repeats=1, warmup=1).median < 0.4
 
 
 def test_functions_are_compared_by_turns():

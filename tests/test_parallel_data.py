@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 
 from course_lib import measure, training, virtual
-from course_lib.parallel import data, sharding, strategy
+from course_lib.parallel import data, options, sharding, strategy
 from course_lib.parallel.strategy import Strategy
 
 METRICS = (12, 16)  # bytes of loss and accuracy as (sum, count) in float32; XLA may send their equal counts once
@@ -124,7 +124,7 @@ def test_devices_along_data_drop_different_units():
 
 
 @pytest.mark.skipif(virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100")))
-@pytest.mark.parametrize("by", strategy.BY)
+@pytest.mark.parametrize("by", options.BY)
 def test_kernels_are_gathered_in_the_dtype_that_the_layers_compute_in(by):
     whole = one_device.small(**{"model.dtype": "bfloat16", "model.hidden_size": 512, "model.head_dim": 64})
     whole.model.max_seq_len = whole.data.seq_len = 128

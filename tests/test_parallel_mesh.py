@@ -222,6 +222,7 @@ def test_the_outer_axis_of_many_hosts_crosses_them():
     network = "network, to another host"
     pipe, tensor = mesh.links(mesh.make({"pipe": 4, "tensor": 8}, devices), h100)
     assert pipe == mesh.Link("pipe", 4, 8, network, 50e9) and tensor.bandwidth == 450e9
+    assert mesh.links({"pipe": 4, "tensor": 8}, h100) == [pipe, tensor]  # sizes stand for the first devices
     [whole] = mesh.links(mesh.make({"data": 32}, devices), h100)
     assert whole == mesh.Link("data", 32, 1, network, 50e9)  # most neighbours share a host, and the slowest link counts
     outside, inside = mesh.links(mesh.make({"tensor": 8, "data": 4}, devices), h100)

@@ -12,10 +12,10 @@ import pytest
 from ml_collections import FrozenConfigDict
 
 from course_lib import measure, training
+from course_lib.hooks import Hooks
 from course_lib.measure import hlo
 from course_lib.parallel import pipeline, schedule, sharding, slots, strategy
 from course_lib.parallel.strategy import Strategy
-from course_lib.transformer import Hooks
 
 KEY = jax.random.key(2)
 WIDTH, LENGTH, BATCH = 16, 8, 24

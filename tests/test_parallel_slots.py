@@ -31,7 +31,7 @@ def replay(found):
     stages = found.stages * found.chunks
     buffers = [{what: [None] * (size + 1) for what, size in program.sizes.items()} for _ in found.table]
     for time in range(len(found.table[0])):
-        sent_on, sent_back = {}, {}
+        kept, sent_on, sent_back = {}, {}, {}
         for device, row in enumerate(found.table):
             column = {what: int(values[device, time]) for what, values in program.columns.items()}
             op = row[time]
@@ -41,14 +41,13 @@ def replay(found):
             stage = found.stage(device, op.chunk)
             assert (program.kinds[column["kind"]], column["microbatch"], column["stage"]) == (op.kind, op.microbatch, stage)
             if op.kind == "F":
-                buffers[device]["stash"][column["stash"]] = op.microbatch, stage
-                sent_on[device] = op.microbatch, stage
+                kept[device] = sent_on[device] = op.microbatch, stage
             if "B" in op.kind:
                 sent_back[device] = op.microbatch, stage
             yield op, stage, stages, {what: buffers[device][what][column[what]] for what in program.sizes}
         for device, buffer in enumerate(buffers):
-            for what, column, sent, by in (("inbox", "arriving", sent_on, -1), ("gradient", "returning", sent_back, 1)):
-                slot = program.columns[column][device, time]
+            for what, sent, by in (("inbox", sent_on, -1), ("stash", kept, 0), ("gradient", sent_back, 1)):
+                slot = program.columns[f"{what}_put"][device, time]
                 if slot < program.sizes[what]:
                     buffer[what][slot] = sent[(device + by) % found.stages]
 
@@ -77,3 +76,11 @@ def test_forwards_alone_follow_each_other_without_pause_and_keep_nothing():
     found = slots.forward(schedule.one_f_one_b(2, 4))
     assert [[op and op.microbatch for op in row] for row in found.table] == [[0, 1, 2, 3, None], [None, 0, 1, 2, 3]]
     assert slots.program(found).sizes == {"inbox": 1, "stash": 1, "gradient": 1}
+
+
+@pytest.mark.parametrize("planned", SCHEDULES, ids=name)
+def test_all_devices_take_each_branch_as_often(planned):
+    kinds, [counts] = slots.program(planned).kinds, slots.taken(planned).values()
+    for row in planned.table:
+        found = ["idle" if op is None else op.kind for op in row]
+        assert [found.count(kind) for kind in kinds] == list(counts)

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import FrozenConfigDict
 
 from course_lib import measure, training
-from course_lib.parallel import strategy
+from course_lib.parallel import options, strategy
 from course_lib.parallel.strategy import Strategy
 
 STAGES = (0, 1, 2, 3)
@@ -17,7 +17,7 @@ STAGES = (0, 1, 2, 3)
 
 def cases():
     """Returns (axes, strategy, number of minibatches): each stage, each degree and the main pairs, not their product."""
-    for by in strategy.BY:
+    for by in options.BY:
         degrees = (1, 2, 4, 8) if by == "hand" else (2, 8)  # what the compiler does does not depend on this code
         yield from ((dict(data=n), Strategy(by=by), 1) for n in degrees)
         yield from ((dict(data=4), Strategy(by=by, zero=stage), 1) for stage in STAGES[1:])
@@ -27,8 +27,25 @@ def cases():
             yield dict(data=1, tensor=n), Strategy(by=by, sequence=sequence), 1
         yield from ((dict(data=2, tensor=4), Strategy(by=by, zero=stage, sequence=True), 1) for stage in (1, 3))
         yield dict(data=4, tensor=2), Strategy(by=by, zero=3), 2
+        yield from ((dict(data=1, context=n), Strategy(by=by), 1) for n in degrees)
+        yield dict(data=2, context=2, tensor=2), Strategy(by=by, zero=1), 2
+        yield dict(data=2, context=4), Strategy(by=by, zero=3), 2
     yield dict(data=1, tensor=4), Strategy(sequence=True, overlap="one-way"), 1
     yield dict(data=2, tensor=4), Strategy(zero=3, sequence=True, overlap="two-way"), 1
+
+
+EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
+
+
+def cases_with_experts():
+    """As `cases`. Each expert has room for its even share of a sequence, so that tokens find none."""
+    for by in options.BY:
+        for n in (1, 2, 4, 8) if by == "hand" else (2,):
+            yield dict(data=1, expert=n), Strategy(by=by), 1
+        yield dict(data=2, expert=2), Strategy(by=by, zero=3), 2
+    yield dict(data=4), Strategy(), 1
+    yield dict(data=2, expert=4), Strategy(zero=1), 1
+    yield dict(data=2, expert=2), Strategy(zero=2), 2
 
 
 def name(value):
@@ -39,23 +56,31 @@ def name(value):
     return str(value)
 
 
-def run_gradient(whole, axes, chosen):
-    """Returns gradient and metrics of a strategy, from the parameters of one device."""
-    grid = one_device.grid(**axes)
-    params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
+def same_as_one_device(axes, chosen, num_minibatches, **changes):
+    """Compares gradient and metrics of a strategy with those of one device, from its parameters."""
+    whole = one_device.small(**changes)
+    params, expected, expected_metrics = one_device.reference(FrozenConfigDict(whole))
+    whole.training.num_minibatches = num_minibatches
     with jax.default_matmul_precision("highest"):
-        grad_fn = jax.jit(strategy.gradient(whole, grid, chosen))
-        return grad_fn(params, one_device.batch(whole), jax.random.key(2))
+        grad_fn = jax.jit(strategy.gradient(whole, one_device.grid(**axes), chosen))
+        grads, metrics = grad_fn(params, one_device.batch(whole), jax.random.key(2))
+    assert not one_device.different_leaves(grads, expected)
+    assert training.mean_metrics(metrics) == pytest.approx(training.mean_metrics(expected_metrics), rel=1e-5)
 
 
 @pytest.mark.parametrize(("axes", "chosen", "num_minibatches"), list(cases()), ids=name)
 def test_a_strategy_gives_the_gradient_of_one_device(axes, chosen, num_minibatches):
-    whole = one_device.small()
-    whole.training.num_minibatches = num_minibatches
-    grads, metrics = run_gradient(whole, axes, chosen)
-    _, expected, expected_metrics = one_device.reference(FrozenConfigDict(one_device.small()))
-    assert not one_device.different_leaves(grads, expected)
-    assert training.mean_metrics(metrics) == pytest.approx(training.mean_metrics(expected_metrics), rel=1e-5)
+    same_as_one_device(axes, chosen, num_minibatches)
+
+
+@pytest.mark.parametrize(("axes", "chosen", "num_minibatches"), list(cases_with_experts()), ids=name)
+def test_with_experts_too(axes, chosen, num_minibatches):
+    same_as_one_device(axes, chosen, num_minibatches, **EXPERTS)
+
+
+def test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries():
+    later = {"model.positions": "rotary", "model.num_kv_heads": 2, "model.num_heads": 4, "model.head_dim": 4}
+    same_as_one_device(dict(data=1, context=4), Strategy(), 1, **later)
 
 
 def test_parameters_start_from_the_same_numbers_on_every_mesh():
@@ -75,7 +100,7 @@ def test_no_device_ever_holds_all_parameters_while_they_are_made():
     assert memory.outputs + memory.temporaries < all_of_it.outputs / 2
 
 
-@pytest.mark.parametrize("by", strategy.BY)
+@pytest.mark.parametrize("by", options.BY)
 def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is_clipped(by):
     whole = one_device.small(**{"optimizer.clip_norm": 0.1, "training.donate": False})
     single = training.build(whole)
@@ -126,9 +151,14 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
     ("axes", "chosen", "changes", "message"),
     [
         (dict(data=2), Strategy(by="magic"), {}, r"by='magic' must be one of \('hand', 'compiler'\)"),
+        (
+            dict(data=1, tensor=2),
+            Strategy(by="compiler"),
+            {"model.attention": "pallas", "model.max_seq_len": 128, "data.seq_len": 128},
+            r"attention='pallas' must be 'xla' or 'cudnn' with by='compiler'",
+        ),
         (dict(data=2), Strategy(zero=4), {}, r"zero=4 must be one of \(0, 1, 2, 3\)"),
         (dict(tensor=2), Strategy(), {}, r"axis='data' must be an axis of the mesh"),
-        (dict(data=1, expert=2), Strategy(), {}, r"must have axes 'data', 'pipe' and 'tensor' only"),
         (dict(data=2), Strategy(sequence=True), {}, r"sequence=True must come with a mesh axis 'tensor'"),
         (dict(data=1, tensor=2), Strategy(overlap="two-way"), {}, r"overlap='two-way' must come with sequence=True"),
         (dict(data=1, tensor=2), Strategy(overlap="ring"), {}, r"overlap='ring' must be one of"),
@@ -144,3 +174,9 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
 def test_what_cannot_work_is_refused(axes, chosen, changes, message):
     with pytest.raises(ValueError, match=message):
         strategy.build(one_device.small(**changes), one_device.grid(**axes), chosen)
+
+
+def test_an_axis_that_no_strategy_uses_is_refused():
+    grid = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "rows"))
+    with pytest.raises(ValueError, match=r"must have axes of .* only: {'rows'} would do nothing"):
+        strategy.build(one_device.small(), grid)

@@ -14,14 +14,24 @@ from course_lib import measure, training
 from course_lib.parallel import strategy, tensor
 from course_lib.parallel.strategy import Strategy
 
+WIDER = {"model.hidden_size": 64, "model.head_dim": 8, "model.num_heads": 8, "data.batch_size": 2}
+NORMED = WIDER | {"model.qk_norm": True}
+LATER = NORMED | {
+    "model.parallel_block": True,
+    "model.num_kv_heads": 4,
+    "model.mlp_activation": "squared_relu",
+    "model.positions": "rotary",
+    "model.use_bias": False,
+}
+"""What later models do otherwise, all at once. Heads are 8 wide: two numbers, normalized, are 1 and -1, whatever they were."""
 
 def on_devices(fn, mesh, in_specs, out_specs):
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 @functools.cache
-def ledger(sequence):
-    whole, grid = one_device.small(), one_device.grid(data=1, tensor=4)
+def ledger(sequence, parallel_block=False):
+    whole, grid = one_device.small(**{"model.parallel_block": parallel_block}), one_device.grid(data=1, tensor=4)
     chosen = Strategy(sequence=sequence)
     state, batch = strategy.build(whole, grid, chosen).abstract()
     grad_fn = jax.jit(strategy.gradient(whole, grid, chosen))
@@ -48,6 +58,53 @@ def test_along_the_sequence_each_all_reduce_becomes_a_gather_and_a_scatter_of_th
     found = ledger(sequence=True)
     assert found.bytes("all-gather", "tensor") == found.bytes("reduce-scatter", "tensor") == (4 * layers + 2) * residual
     assert found.sent("all-gather") + found.sent("reduce-scatter") == (4 * layers + 2) * 2 * 3 * residual // 4
+
+
+def test_a_parallel_block_exchanges_half_as_much():
+    residual, token, layers = sizes()
+    assert ledger(False, parallel_block=True).bytes() == (2 * layers + 2) * residual + 4 * token
+    found = ledger(True, parallel_block=True)
+    assert found.bytes("all-gather", "tensor") == found.bytes("reduce-scatter", "tensor") == (2 * layers + 2) * residual
+
+
+@pytest.mark.parametrize(
+    ("changes", "axes", "chosen"),
+    [
+        (NORMED, dict(data=1, tensor=4), Strategy()),
+        (NORMED, dict(data=2, tensor=2), Strategy(zero=3, sequence=True)),
+        (LATER, dict(data=1, tensor=4), Strategy()),
+        (LATER, dict(data=1, tensor=2), Strategy(sequence=True)),
+        (LATER, dict(data=1, tensor=2), Strategy(sequence=True, overlap="one-way")),
+        (LATER, dict(data=1, tensor=2), Strategy(by="compiler", sequence=True)),
+        (LATER, dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2)),
+    ],
+)
+def test_with_the_options_of_later_models_the_gradient_is_one_devices(changes, axes, chosen):
+    whole = one_device.small(**changes)
+    params, expected, _ = one_device.reference(FrozenConfigDict(whole))
+    with jax.default_matmul_precision("highest"):
+        grad_fn = jax.jit(strategy.gradient(whole, one_device.grid(**axes), chosen))
+        grads, _ = grad_fn(params, one_device.batch(whole), jax.random.key(2))
+    assert not one_device.different_leaves(grads, expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "by"),
+    [(dict(data=1, tensor=8), "hand"), (dict(data=2, tensor=2), "hand"), (dict(data=1, tensor=8), "compiler")],
+)
+def test_a_sequence_a_device_of_a_length_that_nothing_divides_gives_the_gradient_of_one_device(axes, by):
+    whole = one_device.small(**{"data.batch_size": axes["data"], "data.seq_len": 13})
+    params, expected, _ = one_device.reference(FrozenConfigDict(whole))
+    with jax.default_matmul_precision("highest"):
+        grad_fn = jax.jit(strategy.gradient(whole, one_device.grid(**axes), Strategy(by=by)))
+        grads, _ = grad_fn(params, one_device.batch(whole), jax.random.key(2))
+    assert not one_device.different_leaves(grads, expected)
+
+
+def test_heads_of_keys_and_values_that_cannot_be_divided_are_refused():
+    whole = one_device.small(**{"model.num_kv_heads": 2})
+    with pytest.raises(ValueError, match=r"num_kv_heads of shape \(2,\) .* 4"):
+        strategy.build(whole, one_device.grid(data=1, tensor=4))
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

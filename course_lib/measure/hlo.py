@@ -12,7 +12,7 @@ order in which they will run. A fusion, a loop or a conditional calls other comp
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 HOST_SPACE = 5  # XLA's number for the host's memory, in a layout such as {1,0:S(5)}
 
@@ -191,12 +191,17 @@ def trip_count(loop: Instruction) -> int:
     )
 
 
-def scheduled(module: Module, weight: Callable[[Instruction], int] | None = None) -> list[tuple[Instruction, int]]:
+def scheduled(
+    module: Module,
+    weight: Callable[[Instruction], int] | None = None,
+    taken: Mapping[int, Sequence[int]] | None = None,
+) -> list[tuple[Instruction, int]]:
     """Lists what the program executes: the entry, loops and calls walked through, fusions not opened.
 
     Args:
       module: a parsed program.
       weight: what an instruction costs. Then only the most expensive branch of a conditional is listed, else all are.
+      taken: for conditionals with that many branches, how often the program takes each: then all of them are listed.
 
     Returns:
       (instruction, number of executions), in program order.
@@ -213,6 +218,9 @@ def scheduled(module: Module, weight: Callable[[Instruction], int] | None = None
                 trips = trip_count(i)
                 found += walk(i.calls["condition"][0], executions * (trips + 1))
                 found += walk(i.calls["body"][0], executions * trips)
+            elif i.opcode == "conditional" and taken and len(i.called) in taken:
+                for branch, times in zip(i.called, taken[len(i.called)], strict=True):
+                    found += walk(branch, times)
             elif i.opcode == "conditional":
                 branches = [walk(branch, executions) for branch in i.called]
                 if weight is not None:

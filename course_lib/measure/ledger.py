@@ -135,7 +135,9 @@ class Ledger:
         return [entry for entry in found if set(entry.axes or ()) == axes]
 
 
-def ledger(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None) -> Ledger:
+def ledger(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None, *, taken: Mapping[int, Sequence[int]] | None = None
+) -> Ledger:
     """Lists what the devices that run a compiled program send each other.
 
     Of a conditional, the branch that communicates most counts. A collective along an axis of one device is left out:
@@ -144,23 +146,31 @@ def ledger(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None)
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
       mesh: the mesh of the program's arrays. Without it, the entries do not say along which axes they run.
+      taken: for conditionals with that many branches, how often a step takes each of them. The program does not say; a
+        pipeline's schedule does: `slots.taken`.
 
     Raises:
       ValueError: if the mesh is not of the program's devices, or the program has a loop of which the compiler does not
         know the number of iterations.
     """
     module = hlo.parse(compiled.as_text())
-    return Ledger(entries(module, mesh), None if mesh is None else tuple(mesh.axis_names))
+    return Ledger(entries(module, mesh, taken), None if mesh is None else tuple(mesh.axis_names))
 
 
-def entries(module: hlo.Module, mesh: jax.sharding.Mesh | None = None) -> tuple[Collective, ...]:
+def entries(
+    module: hlo.Module, mesh: jax.sharding.Mesh | None = None, taken: Mapping[int, Sequence[int]] | None = None
+) -> tuple[Collective, ...]:
     """Lists the collectives of a parsed program; the rest is as in `ledger`."""
     if mesh is not None and mesh.size != module.devices:
         raise ValueError(
             f"mesh={dict(mesh.shape)} must be the program's: it has {mesh.size} devices, the program {module.devices}; "
             "pass the mesh on which the arguments of the step lie"
         )
-    executed = hlo.scheduled(module, weight=lambda i: sum(sum(_payload(j, module.devices).values()) for j in _inside(i)))
+
+    def weight(i: hlo.Instruction) -> int:
+        return sum(sum(_payload(j, module.devices).values()) for j in _inside(i))
+
+    executed = hlo.scheduled(module, weight, taken)
     order = [i for i, _ in executed]
     if unpaired := [i.name for i in order if i.opcode == "send" and "is_host_transfer=true" not in i.attributes]:
         raise ValueError(

@@ -98,11 +98,45 @@ def loss(loss_fn: LossFn, mesh: Mesh, held: PyTree) -> LossFn:
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         rng = None if rng is None else _own_key(rng)
-        metrics = jax.lax.psum(loss_fn(params, batch, rng)[1], AXIS)
-        total, count = metrics["loss"]
-        return total / jnp.where(count != 0, count, 1), metrics
+        return mean_over_devices(*loss_fn(params, batch, rng), AXIS)
 
     return jax.shard_map(on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(P(), P()))
+
+
+def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn:
+    """Returns the loss of tokens that the devices along another axis divide among themselves.
+
+    Each takes its own from those of all. The parameters are marked as each device's own before they are used, so that JAX
+    sums their gradients over devices once, when the backward pass is through. Each device draws dropout from a key of its own.
+
+    Args:
+      loss_fn: what a device computes, of its own tokens.
+      axis: of the mesh.
+      own: a device's part of an array of tokens.
+    """
+
+    def of_all(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
+        rng = None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(axis))
+        return mean_over_devices(*loss_fn(vary(params, axis), jax.tree.map(own, batch), rng), axis)
+
+    return of_all
+
+
+def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, PyTree]:
+    """Returns the weighted mean of the losses of all devices along an axis, and their summed metrics."""
+    total = _sum_of_metrics(metrics, axis)
+    share = _share(metrics, total)
+    return jax.lax.psum(jnp.where(share != 0, loss * share, 0), axis), total
+
+
+def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
+    """Returns metrics summed over devices; only the loss is differentiated.
+
+    They are sent as one array. A count that is sent by itself could be sent early, on some devices before and on others after
+    a transfer of the model's, and simulated devices, which have few threads, would wait for each other forever.
+    """
+    numbers, tree = jax.tree.flatten(jax.lax.stop_gradient(metrics))
+    return jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(numbers), axis)))
 
 
 def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
@@ -110,7 +144,7 @@ def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
 
     def share_of_mean(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         loss, metrics = loss_fn(params, batch, rng)
-        total = jax.lax.psum(jax.lax.stop_gradient(metrics), AXIS)  # only the loss is differentiated
+        total = _sum_of_metrics(metrics, AXIS)
         return loss * _share(metrics, total), total
 
     def grad_fn(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
@@ -168,10 +202,10 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
 
 
-def gather_around(apply_fn: Callable[..., Array], specs: PyTree, dtype: Any) -> Callable[..., Array]:
+def gather_around(apply_fn: Callable[..., Any], specs: PyTree, dtype: Any) -> Callable[..., Any]:
     """Returns a model that gathers what stands outside of its layers: embeddings, last norm, output layer."""
 
-    def gathering(params: PyTree, inputs: Array, rng: Any) -> Array:
+    def gathering(params: PyTree, inputs: Array, rng: Any) -> Any:
         outside = {name: params[name] for name in params if not name.startswith("block")}
         whole = gather(outside, {name: specs[name] for name in outside}, dtype)
         return apply_fn(params | whole, inputs, rng)

@@ -18,13 +18,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from course_lib import virtual
 from course_lib.hardware import Accelerator
 
 PyTree = Any
 
+Shape = Mesh | AbstractMesh  # where only the sizes of axes count, no device is needed
 AXES = ("data", "pipe", "expert", "context", "tensor")  # the names that the course uses
 
 
@@ -107,7 +108,7 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found)
 
 
-def axis_size(mesh: Mesh, axis: str) -> int:
+def axis_size(mesh: Shape, axis: str) -> int:
     """Returns the number of devices along an axis.
 
     Raises:
@@ -233,19 +234,23 @@ class Link:
     bandwidth: float | None
 
 
-def links(mesh: Mesh, accelerator: Accelerator) -> list[Link]:
+def links(mesh: Mesh | Mapping[str, int], accelerator: Accelerator) -> list[Link]:
     """Returns for each axis whether it stays inside a host, or crosses the network between hosts.
 
     GPUs count as `virtual.GPUS_PER_HOST` to a host, in order of their numbers. TPUs are linked across hosts.
 
     Args:
-      mesh: of any devices; simulated ones stand for the accelerator's.
+      mesh: of any devices; simulated ones stand for the accelerator's. Sizes of axes alone, outer to inner, are taken for a
+        mesh of the first so many devices.
       accelerator: what its devices are, or stand for.
     """
-    numbers = np.vectorize(lambda device: device.id)(mesh.devices)
+    if isinstance(mesh, Mesh):
+        numbers, names = np.vectorize(lambda device: device.id)(mesh.devices), mesh.axis_names
+    else:
+        numbers, names = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())), tuple(mesh)
     hosts = numbers // virtual.GPUS_PER_HOST
     rows = []
-    for dim, axis in enumerate(mesh.axis_names):
+    for dim, axis in enumerate(names):
         crosses = accelerator.platform == "gpu" and np.any(np.diff(hosts, axis=dim))
         link = "network, to another host" if crosses else accelerator.link
         bandwidth = accelerator.network_bandwidth if crosses else accelerator.link_bandwidth

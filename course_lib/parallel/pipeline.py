@@ -29,13 +29,14 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import accumulation, training
 from course_lib.accumulation import GradFn, LossFn
+from course_lib.hooks import Hooks
 from course_lib.parallel import data, slots, stage
 from course_lib.parallel import mesh as meshes
 from course_lib.parallel import schedule as schedules
 from course_lib.parallel.collectives import shift
 from course_lib.parallel.mesh import vary
 from course_lib.parallel.schedule import Schedule
-from course_lib.transformer import Hooks, Transformer
+from course_lib.transformer import Transformer
 
 PyTree = Any
 ApplyPart = Callable[..., Any]
@@ -153,7 +154,7 @@ def _execute(
     """Executes a schedule on one device. Returns its state after the last slot; nothing is summed over devices yet."""
     program = slots.program(schedule)
     params, batch = vary(params, ("data", AXIS)), vary(batch, AXIS)
-    params = {part: {name: params[name] for name in names} for part, names in stage.PARTS.items()}
+    params = {part: {name: params[name] for name in names if name in params} for part, names in stage.PARTS.items()}
     params["layers"] = jax.tree.map(lambda x: x.reshape(schedule.chunks, -1, *x.shape[1:]), params["layers"])
     device = stage.Device(
         apply_part=apply_part,
@@ -168,27 +169,26 @@ def _execute(
     branches = {"idle": device.idle, "-": device.idle, "F": device.forward}
     branches |= {wrt: functools.partial(device.backward, wrt) for wrt in ("B", "W", "BW")}
 
-    def branch(number: int, run: Callable[..., stage.Result]) -> Callable[..., tuple[stage.State, Array, Array]]:
-        def taken(state: stage.State, arrived: dict[str, Array], op: PyTree) -> tuple[stage.State, Array, Array]:
-            state, *sent = run(state | {"taken": state["taken"].at[number].add(1)}, arrived, op)
-            y, gradient = (nothing if x is None else x for x in sent)
-            return state, y, gradient
+    def branch(number: int, run: Callable[..., stage.Result]) -> Callable[..., stage.Result]:
+        def taken(state: stage.State, waiting: dict[str, Array], op: PyTree) -> stage.Result:
+            state, found = run(state | {"taken": state["taken"].at[number].add(1)}, waiting, op)
+            return state, {name: found.get(name, nothing) for name in waiting}
 
         return taken
 
     choices = [branch(number, branches[kind]) for number, kind in enumerate(program.kinds)]
 
     def slot(carry: tuple[stage.State, dict[str, Array]], op: PyTree) -> tuple[tuple[stage.State, dict[str, Array]], None]:
-        state, arrived = carry
-        state, y, gradient = jax.lax.switch(op["kind"], choices, state, arrived, op)
-        inbox = stage.put(arrived["inbox"], op["arriving"], shift(y, AXIS, 1))
-        gradients = stage.put(arrived["gradient"], op["returning"], shift(gradient, AXIS, -1))
-        return (state, {"inbox": inbox, "gradient": gradients}), None
+        state, waiting = carry
+        state, found = jax.lax.switch(op["kind"], choices, state, waiting, op)
+        found |= {"inbox": shift(found["inbox"], AXIS, 1), "gradient": shift(found["gradient"], AXIS, -1)}
+        # Buffers are written here, in place: what passes through a branch is copied on the way, on a GPU.
+        return (state, {name: stage.put(waiting[name], op[f"{name}_put"], found[name]) for name in waiting}), None
 
     state = device.state(program.sizes["stash"]) | {"taken": vary(jnp.zeros(len(choices), jnp.int32), AXIS)}
-    arrived = {name: jnp.broadcast_to(nothing, (program.sizes[name], *nothing.shape)) for name in ("inbox", "gradient")}
+    waiting = {name: jnp.broadcast_to(nothing, (size, *nothing.shape)) for name, size in program.sizes.items()}
     rows = {name: jnp.asarray(column)[jax.lax.axis_index(AXIS)] for name, column in program.columns.items()}
-    (state, _), _ = jax.lax.scan(slot, (state, arrived), rows)
+    (state, _), _ = jax.lax.scan(slot, (state, waiting), rows)
     return state
 
 
@@ -225,7 +225,7 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
     return params if 1 in sizes else params | {"block": jax.tree.map(of_leaf, params["block"])}
 
 
-def check(config: ConfigDict, mesh: Mesh, chunks: int = 1) -> None:
+def check(config: ConfigDict, mesh: meshes.Shape, chunks: int = 1) -> None:
     """Refuses a model whose layers cannot be cut into the stages of a pipeline, and minibatches beside its microbatches.
 
     Args:

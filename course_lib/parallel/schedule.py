@@ -30,6 +30,7 @@ https://arxiv.org/abs/2104.04473, https://arxiv.org/abs/2401.10241.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -130,6 +131,7 @@ LOOPING = ("breadth_first", "depth_first")
 """The schedules that have several chunks a device."""
 
 
+@functools.cache
 def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Returns a schedule by its name.
 

@@ -27,7 +27,7 @@ from course_lib.parallel import mesh as meshes
 from course_lib.training import TrainState
 
 PyTree = Any
-Rules = Mapping[str, str]
+Rules = Mapping[str, str | tuple[str, ...]]
 
 LOGICAL = {
     "embed/embedding": ("vocab", "embed"),
@@ -38,43 +38,69 @@ LOGICAL = {
     "mlp/input_layer/bias": ("mlp",),
     "mlp/output_layer/kernel": ("mlp", "embed"),
     "mlp/output_layer/bias": ("embed",),
+    "mlp/router": ("embed", "choices"),
+    "mlp/expert_in/kernel": ("experts", "embed", "mlp"),
+    "mlp/expert_in/bias": ("experts", "mlp"),
+    "mlp/expert_out/kernel": ("experts", "mlp", "embed"),
+    "mlp/expert_out/bias": ("experts", "embed"),
     "attn/pre_norm/scale": ("embed",),
     "attn/pre_norm/bias": ("embed",),
     "attn/qkv/kernel": ("embed", "heads", "head_dim"),
     "attn/qkv/bias": ("heads", "head_dim"),
+    "attn/q/kernel": ("embed", "heads", "head_dim"),
+    "attn/q/bias": ("heads", "head_dim"),
+    "attn/kv/kernel": ("embed", "heads", "head_dim"),
+    "attn/kv/bias": ("heads", "head_dim"),
+    "attn/query_norm/scale": ("head_dim",),
+    "attn/key_norm/scale": ("head_dim",),
     "attn/output_layer/kernel": ("heads", "head_dim", "embed"),
     "attn/output_layer/bias": ("embed",),
+    "pre_norm/scale": ("embed",),
+    "pre_norm/bias": ("embed",),
+    "query_norm/scale": ("head_dim",),
+    "key_norm/scale": ("head_dim",),
     "post_norm/scale": ("embed",),
     "post_norm/bias": ("embed",),
     "output_layer/kernel": ("embed", "vocab"),
     "output_layer/bias": ("vocab",),
 }
-"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front."""
+"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front; norms that MLP and attention of a
+parallel block share belong to the block."""
 
 ACTIVATIONS = {
     "block_in": ("batch", "length", "width"),
     "mlp_hidden": ("batch", "positions", "mlp"),
     "qkv": ("batch", "positions", "heads", "head_dim"),
     "attn_out": ("batch", "positions", "heads", "head_dim"),
+    "dispatched": ("choices", "batch", "room", "width"),
+    "at_experts": ("experts", "sequences", "room", "width"),
 }
-"""The dimensions of the values that the model names (`transformer.NAMES`). "length" is cut by sequence parallelism."""
+"""The dimensions of the values that the model names (`layers.NAMES`), and of the tokens at their experts.
+
+Sequence parallelism cuts "length", context parallelism both "length" and "positions".
+"""
 
 DATA: Rules = {}
 ZERO: Rules = {"embed": "data"}
 TENSOR: Rules = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 PIPELINE: Rules = {"layers": "pipe"}
+EXPERTS: Rules = {"experts": "expert"}
 
 
 def activation_rules(mesh: Mesh, sequence: bool) -> Rules:
     """Returns the rules of activations: the batch is cut over "data", and over "tensor" what the layers cut.
 
     Args:
-      mesh: with an axis "data", and perhaps "tensor".
+      mesh: with an axis "data", and perhaps "expert", "context" and "tensor".
       sequence: whether what stands between the layers' pairs of products is cut along the sequence instead.
     """
-    rules = {"batch": "data"}
+    rules: dict[str, str | tuple[str, ...]] = {"batch": "data", "sequences": "data"}
+    if "expert" in mesh.shape:
+        rules |= {**EXPERTS, "batch": ("data", "expert")}
     if "tensor" in mesh.shape:
         rules |= TENSOR
+    if "context" in mesh.shape:
+        rules |= {"length": "context", "positions": "context"}
     if sequence:
         rules |= {"length": "tensor"}
     return rules
@@ -98,7 +124,7 @@ def spec(logical: tuple[str, ...], rules: Rules) -> P:
     return found
 
 
-def specs(params: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
+def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
     """Returns the PartitionSpec of each parameter of the Transformer: what one device holds of it.
 
     Args:

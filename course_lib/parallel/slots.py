@@ -30,8 +30,8 @@ class Program:
     Attributes:
       kinds: "idle", and those that occur; the column "kind" counts in it.
       columns: int32 [S, T] by name. "kind", "microbatch", "stage" (of the model), "chunk" say what to do. "inbox", "stash",
-        "gradient" are the slots where the op finds its values. "arriving" is the inbox slot of the activation that
-        arrives at the end of this slot of time, "returning" that of the gradient. Where there is none, it is one past the end.
+        "gradient" are the slots where the op finds its values; "inbox_put", "stash_put", "gradient_put" those into which what
+        arrives or is kept is put, at the end of this slot of time. Where there is none, it is one past the end.
       sizes: the slots of "inbox", "stash" and "gradient", on the device that needs most: all devices run one program.
     """
 
@@ -62,8 +62,7 @@ def program(schedule: Schedule) -> Program:
     shape = schedule.stages, len(schedule.table[0])
     columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "stage", "chunk")}
     columns |= {name: np.full(shape, size, np.int32) for name, size in sizes.items()}
-    columns |= {"arriving": np.full_like(columns["inbox"], sizes["inbox"])}
-    columns |= {"returning": np.full_like(columns["gradient"], sizes["gradient"])}
+    columns |= {f"{name}_put": np.full(shape, size, np.int32) for name, size in sizes.items()}
     kinds = ("idle", *(kind for kind in schedules.KINDS if any(op.kind == kind for _, _, op in cells)))
     for device, time, op in cells:
         key = m, stage = op.microbatch, schedule.stage(device, op.chunk)
@@ -71,11 +70,20 @@ def program(schedule: Schedule) -> Program:
         given |= {name: slots[name][device].get(key, sizes[name]) for name in sizes}
         for name, value in given.items():
             columns[name][device, time] = value
-    for name, buffer, before in (("arriving", "inbox", ("F", -1)), ("returning", "gradient", ("B", 1))):
+    for buffer, made_by, distance in (("inbox", "F", -1), ("stash", "F", 0), ("gradient", "B", 1)):
         for device, found in enumerate(slots[buffer]):
             for (m, stage), slot in found.items():
-                columns[name][device, when[before[0], m, stage + before[1]]] = slot
+                columns[f"{buffer}_put"][device, when[made_by, m, stage + distance]] = slot
     return Program(kinds, columns, sizes)
+
+
+def taken(schedule: Schedule) -> dict[int, tuple[int, ...]]:
+    """Returns how often a device takes each branch of the program in a step, for `measure.ledger(..., taken=...)`.
+
+    The same for all devices: each does every microbatch once with each of its chunks.
+    """
+    found = program(schedule)
+    return {len(found.kinds): tuple(np.bincount(found.columns["kind"][0], minlength=len(found.kinds)).tolist())}
 
 
 def colour(intervals: Mapping[tuple[int, int], Interval]) -> dict[tuple[int, int], int]:

@@ -21,7 +21,7 @@ from course_lib.parallel.mesh import vary, varying
 
 PyTree = Any
 State = dict[str, Any]
-Result = tuple[State, Array | None, Array | None]  # the new state, an activation and a gradient to send
+Result = tuple[State, dict[str, Array]]  # the new state; what is for the own "stash", the next "inbox", the last "gradient"
 
 PARTS = {"embed": ("embed", "pos_emb"), "layers": ("block",), "head": ("post_norm", "output_layer")}
 """Which parameters each part of the model has (`transformer.PARTS`)."""
@@ -31,8 +31,9 @@ PARTS = {"embed": ("embed", "pos_emb"), "layers": ("block",), "head": ("post_nor
 class Device:
     """What one device computes with, inside `jax.shard_map`: the same in all slots of a step.
 
-    Its methods take a state, the buffers in which activations ("inbox") and gradients ("gradient") have arrived, and an op, a
-    row of `slots.Program`.
+    Its methods take a state, the buffers of what waits (activations that arrived, "inbox", inputs to recompute from,
+    "stash", and gradients that arrived, "gradient"), and an op, a row of `slots.Program`. They read the buffers, and `pipeline`
+    writes them.
 
     Attributes:
       apply_part: the model in parts, `apply_part(part, params, x, rng)`; its layers are those of one stage.
@@ -57,23 +58,22 @@ class Device:
         return zeros_like(lambda: self.apply_part("embed", self.params["embed"], self.batch.inputs[0], None))
 
     def state(self, stash: int) -> State:
-        """Returns the state before the first slot, with an empty stash of that size."""
+        """Returns the state before the first slot, where none of as many slots of the stash is in use."""
         empty = self.activation()
         return {
-            "stash": jnp.broadcast_to(empty, (stash, *empty.shape)),
             "live": vary(jnp.zeros(stash, bool), "pipe"),  # which slots of the stash are in use
             "peak": vary(jnp.zeros((), jnp.int32), "pipe"),  # how many of them were so far
             "grads": zeros_like(lambda: self.params),
             "metrics": zeros_like(lambda: self._loss(self.params["head"], take(self.batch, 0), empty)[1]),
         }
 
-    def forward(self, state: State, arrived: dict[str, Array], op: PyTree) -> Result:
-        """F: returns the state with the input in the stash, and the stage's output."""
+    def forward(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
+        """F: returns the stage's input, for the stash, and its output."""
         microbatch, layers, rng = self._of(op)
         x = jax.lax.cond(
             op["stage"] == 0,
             lambda: self.apply_part("embed", self.params["embed"], microbatch.inputs, None),
-            lambda: take(arrived["inbox"], op["inbox"]),
+            lambda: take(waiting["inbox"], op["inbox"]),
         )
         y = self.apply_part("layers", layers, x, rng)
         metrics = jax.lax.cond(
@@ -83,13 +83,12 @@ class Device:
         )
         live = state["live"].at[op["stash"]].set(True)
         peak = jnp.maximum(state["peak"], live.sum())
-        stash = put(state["stash"], op["stash"], x)
-        return state | {"stash": stash, "live": live, "peak": peak, "metrics": metrics}, y, None
+        return state | {"live": live, "peak": peak, "metrics": metrics}, {"stash": x, "inbox": y}
 
-    def backward(self, wrt: str, state: State, arrived: dict[str, Array], op: PyTree) -> Result:
+    def backward(self, wrt: str, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
         """B, W or BW, as `wrt` says: returns the state with the gradients of weights added, and that of the input."""
         microbatch, layers, rng = self._of(op)
-        x, grads = take(state["stash"], op["stash"]), dict(state["grads"])
+        x, grads = take(waiting["stash"], op["stash"]), dict(state["grads"])
         given = ({"x": x} if "B" in wrt else {}) | ({"layers": layers} if "W" in wrt else {})
         y, pull_back = jax.vjp(
             lambda given: self.apply_part("layers", given.get("layers", layers), given.get("x", x), rng), given
@@ -97,7 +96,7 @@ class Device:
         gradient, grads["head"] = jax.lax.cond(
             op["stage"] == self.last,
             lambda: self._from_loss(wrt, grads["head"], microbatch, y),
-            lambda: (take(arrived["gradient"], op["gradient"]), grads["head"]),
+            lambda: (take(waiting["gradient"], op["gradient"]), grads["head"]),
         )
         (found,) = pull_back(gradient)
         if "B" in wrt:  # the embedding's weights need nothing but the gradient of its result, which is here now
@@ -109,11 +108,11 @@ class Device:
         if "W" in wrt:
             grads["layers"] = jax.tree.map(lambda sum, x: sum.at[op["chunk"]].add(x), grads["layers"], found["layers"])
             state = state | {"live": state["live"].at[op["stash"]].set(False)}
-        return state | {"grads": grads}, None, found.get("x")
+        return state | {"grads": grads}, {"gradient": found["x"]} if "B" in wrt else {}
 
-    def idle(self, state: State, arrived: dict[str, Array], op: PyTree) -> Result:
+    def idle(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
         """Does nothing: an idle slot, or the first of the two slots of a BW, which all happens in the second."""
-        return state, None, None
+        return state, {}
 
     def _of(self, op: PyTree) -> tuple[PyTree, PyTree, Any]:
         """Returns an op's microbatch, parameters and key: the same ones in its F, B and W."""

@@ -25,44 +25,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import accumulation, optimizers, training, virtual
+from course_lib import accumulation, losses, optimizers, training, virtual
 from course_lib.accumulation import GradFn, LossFn
 from course_lib.data import Batch
-from course_lib.parallel import data, pipeline, sharding, tensor, tensor_async
+from course_lib.hooks import Hooks
+from course_lib.parallel import context, data, experts, pipeline, sharding, tensor, tensor_async
 from course_lib.parallel import mesh as meshes
 from course_lib.parallel import schedule as schedules
-from course_lib.transformer import Hooks, Transformer
+from course_lib.parallel.options import Strategy, check
+from course_lib.transformer import Transformer
 
 PyTree = Any
-
-BY = ("hand", "compiler")
-
-
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """How a run uses the axes of its mesh.
-
-    Attributes:
-      by: "hand" or "compiler".
-      zero: stage of ZeRO along "data", 0 to 3.
-      gather_again: with stage 3 by hand, whether layers gather their parameters again for the backward pass.
-      sequence: whether norms and residuals are divided along the sequence, over "tensor".
-      overlap: with that, by hand, how the products of "tensor" communicate: "none" (before or after they compute),
-        "one-way" or "two-way" (around a ring, meanwhile).
-      schedule: of the pipeline along "pipe": one of `schedule.SCHEDULES`.
-      microbatches: M, into how many a pipeline cuts the share of a device along "data".
-      chunks: v, how many parts of the model a device of the pipeline holds.
-    """
-
-    by: str = "hand"
-    zero: int = 0
-    gather_again: bool = True
-    sequence: bool = False
-    overlap: str = "none"
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    chunks: int = 1
-
 
 @dataclasses.dataclass(frozen=True)
 class Run(training.Run):
@@ -84,64 +57,13 @@ class Run(training.Run):
         return placed, virtual.abstract(batch, cut)
 
 
-def check(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> None:
-    """Refuses a strategy that does not exist, or that this mesh and this model cannot have.
-
-    Raises:
-      ValueError: naming what is wrong, its value and the fix.
-    """
-    training.check(config)
-    if strategy.by not in BY:
-        raise ValueError(f"by={strategy.by!r} must be one of {BY}")
-    data.check_stage(strategy.zero)
-    n = meshes.axis_size(mesh, "data")
-    if unknown := set(mesh.axis_names) - {"data", "pipe", "tensor"}:
-        raise ValueError(f"mesh={dict(mesh.shape)} must have axes 'data', 'pipe' and 'tensor' only: {unknown} would do nothing")
-    if strategy.sequence and "tensor" not in mesh.shape:
-        raise ValueError("sequence=True must come with a mesh axis 'tensor': it divides the sequence over that")
-    tensor_async.check(strategy.overlap, strategy.sequence and strategy.by == "hand")
-    _check_pipeline(config, mesh, strategy)
-    data.check_gathering(strategy.zero if strategy.by == "hand" else 0, strategy.gather_again, config.model.remat)
-    size, minibatches = config.data.batch_size, config.training.num_minibatches
-    parts = n * minibatches * strategy.microbatches
-    if rest := size % parts:
-        below = size - rest
-        raise ValueError(
-            f"batch_size={size} must be a multiple of {parts}: {n} devices along 'data' x {minibatches} minibatches x "
-            f"{strategy.microbatches} microbatches of one size; take {f'{below} or ' * (below > 0)}{below + parts}"
-        )
-    if "tensor" in mesh.shape:
-        tensor.check(config.model, config.data.seq_len, mesh, strategy.sequence)
-
-
-def _check_pipeline(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> None:
-    given = dict(schedule=strategy.schedule, microbatches=strategy.microbatches, chunks=strategy.chunks)
-    if "pipe" not in mesh.shape:
-        if given != dict(schedule=Strategy.schedule, microbatches=1, chunks=1):
-            raise ValueError(f"{given} must come with a mesh axis 'pipe', of two devices or more: it would do nothing")
-        return
-    if strategy.by != "hand":
-        raise ValueError(f"by={strategy.by!r} must be 'hand' with a mesh axis 'pipe': shardings do not say what runs when")
-    if strategy.overlap != "none":
-        raise ValueError(
-            f"overlap={strategy.overlap!r} must be 'none' with a mesh axis 'pipe': all devices of the mesh take a step "
-            "on a ring together, but stages do different things in a slot, and would wait for each other forever"
-        )
-    if strategy.zero > 1:
-        raise ValueError(
-            f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a stage runs once a microbatch, and each time "
-            "stage 2 would send all of its gradients, stage 3 all of its parameters"
-        )
-    pipeline.check(config, mesh, strategy.chunks)
-    schedules.make(strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks)
-
-
 def layout(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> tuple[training.TrainState, PyTree]:
     """Returns who holds what.
 
     Args:
       config: a whole configuration.
-      mesh: with an axis "data", "pipe" if the layers are to be divided, and "tensor" if heads, hidden width and vocabulary are.
+      mesh: with an axis "data", "pipe" if the layers are to be divided, "context" if the sequences are, "expert" if the
+        experts are, and "tensor" if heads, hidden width and vocabulary are.
       strategy: how the axes are used.
 
     Returns:
@@ -151,8 +73,14 @@ def layout(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> t
       ValueError: if an axis does not divide a dimension that it has to.
     """
     check(config, mesh, strategy)
-    state, _ = training.build(config).abstract()
-    rules = {"pipe": sharding.PIPELINE, "tensor": sharding.TENSOR}
+    return layout_of(training.build(config).abstract()[0], config, mesh, strategy)
+
+
+def layout_of(
+    state: training.TrainState, config: ConfigDict, mesh: meshes.Shape, strategy: Strategy
+) -> tuple[training.TrainState, PyTree]:
+    """Returns the same as `layout` of a state whose shapes are known, for a strategy that is checked."""
+    rules = {"pipe": sharding.PIPELINE, "expert": sharding.EXPERTS, "tensor": sharding.TENSOR}
     whole = {name: axis for used, rule in rules.items() if used in mesh.shape for name, axis in rule.items()}
     cut = {**whole, **sharding.ZERO}
     params = sharding.specs(state.params, cut if strategy.zero == 3 else whole, mesh)
@@ -179,7 +107,8 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
 
     Args:
       config: a whole configuration. The batch is that of all devices together.
-      mesh: with an axis "data", "pipe" if the layers are to be divided, and "tensor" if heads, hidden width and vocabulary are.
+      mesh: with an axis "data", "pipe" if the layers are to be divided, "context" if the sequences are, "expert" if the
+        experts are, and "tensor" if heads, hidden width and vocabulary are.
       strategy: how the axes are used.
 
     Raises:
@@ -238,12 +167,21 @@ def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
         scanned = config.model.scan_layers
         layer = data.gather_layers(held, config.model.dtype, again=strategy.gather_again, scanned=scanned)
         hooks = dataclasses.replace(hooks, layer=layer)
-    apply_fn = training.as_function(Transformer(config.model, hooks))
+    if "context" in mesh.shape:
+        hooks = context.hooks(hooks)
+    if "expert" in mesh.shape:
+        hooks = experts.hooks(mesh, hooks)
+    apply_fn = training.as_function(Transformer(config.model, hooks), balance=config.model.num_experts > 0)
     if strategy.zero == 3:
         apply_fn = data.gather_around(apply_fn, held, config.model.dtype)
     if strategy.sequence:
         apply_fn = tensor.own_dropout(apply_fn)
-    return training.next_token_loss(apply_fn, score)
+    loss_fn = losses.of_model(config.model, apply_fn, score)
+    if "context" in mesh.shape:
+        loss_fn = data.divided(loss_fn, "context", context.own)
+    if "expert" in mesh.shape:
+        loss_fn = data.divided(loss_fn, "expert", experts.own)
+    return loss_fn
 
 
 def _tensor(mesh: Mesh, strategy: Strategy) -> tuple[Hooks, Callable[..., Any]]:
@@ -287,7 +225,13 @@ def _constrained_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> Los
         place = NamedSharding(mesh, sharding.spec(sharding.ACTIVATIONS[name], rules))
         return checkpoint_name(jax.lax.with_sharding_constraint(x, place), name)
 
-    return training.next_token_loss(training.as_function(Transformer(config.model, Hooks(named=named))))
+    def at_experts(run: Callable[[Array], Array], tokens: Array) -> Array:
+        """Says where tokens lie before they go to their experts, there, and after: the compiler brings them."""
+        there = named(named(tokens, "dispatched"), "at_experts")
+        return named(named(run(there), "at_experts"), "dispatched")
+
+    model = Transformer(config.model, Hooks(named=named, experts=at_experts))
+    return losses.of_model(config.model, training.as_function(model, balance=config.model.num_experts > 0))
 
 
 def _gradient_by_compiler(placed: PyTree, loss_fn: LossFn) -> GradFn:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from course_lib.hooks import Hooks
 from course_lib.parallel import mesh as meshes
 from course_lib.parallel.mesh import vary
-from course_lib.transformer import Hooks
 
 AXIS = "tensor"
 LENGTH = 1  # the dimension of an activation [B, L, ...] that sequence parallelism cuts
@@ -131,7 +131,7 @@ def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
     return folded
 
 
-def check(model: Any, seq_len: int, mesh: Mesh, sequence: bool) -> None:
+def check(model: Any, seq_len: int, mesh: meshes.Shape, sequence: bool) -> None:
     """Refuses a model that cannot be divided among the devices of the "tensor" axis.
 
     Args:
@@ -149,6 +149,7 @@ def check(model: Any, seq_len: int, mesh: Mesh, sequence: bool) -> None:
         "mlp_expansion * hidden_size": model.mlp_expansion * model.hidden_size,
         "vocab_size": model.vocab_size,
         "num_outputs": model.num_outputs,
+        "num_kv_heads": model.num_kv_heads or model.num_heads,
     } | ({"seq_len": seq_len} if sequence else {})
     for name, size in cut.items():
         meshes.check_divides((size,), 0, AXIS, n, name)

@@ -11,8 +11,8 @@ As many bytes are sent as by the collective, in n - 1 steps of which each hides 
 `bidirectional`, half of the parts go around the other way, and the ring needs half of the steps. Their gradients are
 rings as well, which JAX derives.
 
-`jax.lax.optimization_barrier` ties a transfer to the product that it runs beside. Without it XLA merges the small
-products into one large one, which no transfer can hide behind.
+`jax.lax.optimization_barrier` ties a transfer to the product that it runs beside. Without it XLA may send first and
+multiply later, or merge the small products into one large one: either leaves transfers that nothing runs beside.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from course_lib.hooks import Hooks
 from course_lib.parallel import collectives, tensor
 from course_lib.parallel.tensor import AXIS, LENGTH
-from course_lib.transformer import Hooks
 
 OVERLAPS = ("none", "one-way", "two-way")
 """How the products can communicate: before or after they compute, or meanwhile, around a ring in one or both directions."""
