@@ -12,8 +12,7 @@ from matplotlib.text import Annotation, Text
 
 from course_lib import figures, precision
 from course_lib.figures import devices, style
-
-GIB = 2**30
+from course_lib.units import GIB
 
 ROWS = [
     {
@@ -93,6 +92,10 @@ TABLES = {
     ],
     "two chunks": [[cell("F", 0), cell("F", 0, 1), cell("-", 0, 1), cell("BW", 0, 1), cell("-", 0), cell("BW", 0)]],
 }
+SPANS = {
+    "waits": {"sends": [(0.0, 2e-5)], "multiplies": [(2e-5, 4e-5)]},
+    "ring": {"sends": [(0.0, 1e-5)], "multiplies": [(0.0, 2e-5), (2e-5, 2e-5)]},
+}
 SECONDS = {"network": [(2, 2e-2), (8, 4e-2), (64, 5e-2)], "NVLink": [(2, 2e-3), (8, 4e-3)]}
 
 PICTURES = {
@@ -106,6 +109,7 @@ PICTURES = {
     ),
     "memory_bars": lambda: figures.memory_bars(ROWS, capacity=24 * GIB),
     "memory_breakdown": lambda: figures.memory_breakdown(ROWS, capacity=24 * GIB),
+    "overlap": lambda: figures.overlap(SPANS, title="a product"),
     "residuals": lambda: figures.residuals(ARRAYS),
     "roofline": lambda: figures.roofline(ROWS),
     "schedule": lambda: figures.schedule(TABLES, title="one microbatch"),
@@ -120,6 +124,14 @@ PICTURES = {
 @pytest.fixture(autouse=True)
 def styled():
     figures.use_style()
+
+
+def test_a_loss_without_baselines_and_one_that_diverged_are_drawn(tmp_path):
+    curve = [(0, 8.0), (9, 4.5), (99, 4.6)]
+    figures.loss_curve(curve, curve).savefig(tmp_path / "without.png")
+    diverged = [(0, 8.0), (9, 4.5), (99, math.nan)]
+    figures.loss_curve(diverged, diverged).savefig(tmp_path / "diverged.png")
+    figures.lines({"a": diverged}, "step", "loss").savefig(tmp_path / "lines.png")
 
 
 def draw(figure) -> None:
@@ -161,7 +173,7 @@ def test_letters_are_large_enough_lie_inside_and_do_not_cover_each_other(picture
         assert min(shared) <= 1, f"{text_a.get_text()!r} and {text_b.get_text()!r} overlap by {shared} pixels"
 
 
-@pytest.mark.parametrize("name", ["formats", "memory_bars", "memory_breakdown", "roofline", "schedule"])
+@pytest.mark.parametrize("name", ["formats", "memory_bars", "memory_breakdown", "overlap", "roofline", "schedule"])
 def test_bars_of_different_kinds_have_different_hatches(name):
     figure = PICTURES[name]()
     for axes in figure.axes:
@@ -238,6 +250,11 @@ def test_a_gradient_histogram_counts_what_float16_loses():
     assert np.mean((rounded == 0) & (entries != 0)) == 0.25 and np.mean(~np.isfinite(rounded)) == 0.25
 
 
+def test_a_gradient_histogram_tells_nan_from_overflow():
+    [axes] = figures.gradient_histogram({"g": [1.0, np.nan, np.inf, 1.0]}, FLOAT16).axes
+    assert axes.get_title(loc="left") == "g: 0.0% underflow to 0, 25.0% overflow, 25.0% are NaN"
+
+
 def test_a_heap_timeline_marks_each_peak():
     [axes] = PICTURES["heap_timeline"]().axes
     peaks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() != ""]
@@ -298,6 +315,15 @@ def test_time_against_devices_is_logarithmic_and_says_where_a_host_ends():
     assert [t.get_text() for t in axes.get_xticklabels()] == ["2", "8\none host", "64"]
 
 
+def test_what_runs_while_a_device_sends_stands_below_it():
+    waits, ring = PICTURES["overlap"]().axes
+    for axes, spans in ((waits, [(0, 20), (20, 40)]), (ring, [(0, 10), (0, 20), (20, 20)])):
+        np.testing.assert_allclose([(box.get_x(), box.get_width()) for box in axes.patches], spans, atol=1e-9)
+    assert waits.get_xlim() == ring.get_xlim()
+    assert [axes.get_title("left") for axes in (waits, ring)] == ["waits: 60.0 µs", "ring: 40.0 µs"]
+    assert waits.patches[0].get_hatch() != waits.patches[1].get_hatch()
+
+
 def test_a_schedule_has_a_cell_for_all_that_is_done_as_long_as_it_takes():
     one_go, split, chunks = PICTURES["schedule"]().axes
     placed = [[(p.get_x(), round(p.get_y() + 0.45), p.get_width()) for p in axes.patches] for axes in (one_go, split, chunks)]
@@ -347,6 +373,8 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.memory_bars([]),
         lambda: figures.residuals([]),
         lambda: figures.step_timeline([]),
+        lambda: figures.overlap({}),
+        lambda: figures.overlap({"idle": {"sends": []}}),
         lambda: figures.schedule({}),
         lambda: figures.schedule({"idle": [[None]]}),
         lambda: figures.seconds_by_devices({}),

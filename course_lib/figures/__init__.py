@@ -4,6 +4,7 @@ from course_lib.figures.bars import largest_arrays, memory_bars, memory_breakdow
 from course_lib.figures.curves import lines, loss_curve, tradeoff
 from course_lib.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.figures.numbers import formats, gradient_histogram
+from course_lib.figures.overlap import overlap
 from course_lib.figures.schedules import schedule
 from course_lib.figures.style import use_style
 from course_lib.figures.timelines import heap_timeline, step_timeline
@@ -17,6 +18,7 @@ __all__ = [
     "loss_curve",
     "memory_bars",
     "memory_breakdown",
+    "overlap",
     "residuals",
     "roofline",
     "schedule",

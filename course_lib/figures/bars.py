@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures import style
+from course_lib.units import GIB, MIB
 
-GIB = 2**30
 Rows = Sequence[Any]  # mappings or dataclasses
 
 
@@ -196,9 +196,9 @@ def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: 
         num_arrays = sum(count[key] for key, _ in rest)
         rows.append({"name": f"{num_arrays} others", "bytes": sum(num_bytes for _, num_bytes in rest)})
     figure, axes = _case_axes(rows, "name", ("bytes",), height_per_row=0.42)
-    axes.barh(range(len(rows)), [row["bytes"] / 2**20 for row in rows], 0.6, **style.fill(0))
+    axes.barh(range(len(rows)), [row["bytes"] / MIB for row in rows], 0.6, **style.fill(0))
     for y, row in enumerate(rows):
-        style.write(axes, style.size(row["bytes"]), row["bytes"] / 2**20, y)
+        style.write(axes, style.size(row["bytes"]), row["bytes"] / MIB, y)
     axes.margins(x=0.15)
     axes.set(xlim=(0, None), xlabel="MiB", title=title)
     return figure

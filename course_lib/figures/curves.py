@@ -1,5 +1,6 @@
 """Curves: how something changes along an axis, or what is traded for what."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from course_lib.figures import style
+from course_lib.units import GIB
 
 Points = Sequence[Sequence[style.Number]]  # (x, y) each
 
@@ -49,7 +51,7 @@ def lines(
     else:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    style.label_right(axes, [points[-1] for points in series.values()], list(series))
+    style.label_right(axes, [_end(points) for points in series.values()], list(series))
     return figure
 
 
@@ -75,7 +77,7 @@ def loss_curve(
     figure, axes = style.canvas()
     axes.plot(*zip(*train, strict=True), color=style.COLORS[0], linewidth=1)
     axes.plot(*zip(*validation, strict=True), **style.stroke(1))
-    ends = [train[-1], validation[-1]]
+    ends = [_end(train), _end(validation)]
     labels = [f"train {train[-1][1]:.2f}", f"validation {validation[-1][1]:.2f}"]
     right = max(train[-1][0], validation[-1][0])
     for name, value in (baselines or {}).items():
@@ -115,7 +117,7 @@ def tradeoff(
         raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
     rows = style.as_dicts(rows)
     figure, axes = style.canvas(height=4)
-    points = [(float(row[x]), float(row[y]) / 2**30) for row in rows]
+    points = [(float(row[x]), float(row[y]) / GIB) for row in rows]
     for i, point in enumerate(points):
         axes.plot(*point, **style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"})
     axes.margins(x=0.08, y=0.12)
@@ -125,7 +127,12 @@ def tradeoff(
     return figure
 
 
+def _end(points: Points) -> Sequence[style.Number]:
+    """Returns the last point that can be drawn: a run that diverges ends in NaN."""
+    return [point for point in points if all(map(math.isfinite, point))][-1]
+
+
 def _check(series: Mapping[str, Points]) -> None:
-    empty = [name for name, points in series.items() if len(points) == 0]
+    empty = [name for name, points in series.items() if not any(all(map(math.isfinite, point)) for point in points)]
     if empty or not series:
-        raise ValueError(f"series={empty} must hold points (x, y): there is nothing to draw")
+        raise ValueError(f"series={empty} must hold points (x, y) of finite numbers: there is nothing to draw")

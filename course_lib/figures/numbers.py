@@ -67,7 +67,7 @@ def gradient_histogram(gradients: Mapping[str, ArrayLike], number_format: Any, *
     """Draws how large the entries of gradients are, over the range that a format can hold.
 
     Entries left of the range become zero in that format (underflow), entries right of it become infinite. Entries that
-    are zero or not finite to begin with have no place on the axis; the label of their row counts them.
+    are zero, infinite or NaN to begin with have no place on the axis; the label of their row counts them.
 
     Args:
       gradients: label -> entries of a gradient, any shape, in a precision that holds them all (float32).
@@ -97,9 +97,10 @@ def gradient_histogram(gradients: Mapping[str, ArrayLike], number_format: Any, *
         _shade(axes, underflow, subnormal, "//", "#FFF3C4")
         _shade(axes, overflow, edges[-1], "xx", "#F4C7C3")
         zero, lost = np.mean(every == 0), np.mean((every > 0) & (np.log2(np.maximum(every, 1e-300)) <= underflow))
-        over = np.mean(~(every <= number_format.largest))
+        over, nan = np.mean(every > number_format.largest), np.mean(np.isnan(every))
         notes = [f"{lost:.1%} underflow to 0"]
-        notes += [f"{share:.1%} {what}" for share, what in ((over, "overflow"), (zero, "are 0 already")) if share > 0]
+        others = {"overflow": over, "are NaN": nan, "are 0 already": zero}
+        notes += [f"{share:.1%} {what}" for what, share in others.items() if share > 0]
         axes.set_title(f"{label}: {', '.join(notes)}", fontsize=10)
         axes.set(xlim=(edges[0], edges[-1]), ylabel="% of entries")
         axes.grid(visible=False)

@@ -16,6 +16,8 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_lib.units import GIB, MIB
+
 Number = int | float
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -81,7 +83,7 @@ def as_dicts(rows: Iterable[Any]) -> list[dict[str, Any]]:
 
 def size(num_bytes: Number) -> str:
     """Returns bytes as a reader wants them: "1.2 GiB", "96 MiB", "512 B"."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{_short(num_bytes / unit)} {name}"
     return f"{num_bytes:.0f} B"
@@ -128,6 +130,7 @@ def write(axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, ha: st
 
 def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
     """Writes each label right of the axes, level with the point (x, y) it belongs to, joined to it by a thin line."""
+    axes.get_ylim()  # has Matplotlib choose the limits now: they are in transLimits
     to_axes = axes.transScale + axes.transLimits
     points = [to_axes.transform(tuple(end)) for end in ends]
     _, height = _axes_points(axes)

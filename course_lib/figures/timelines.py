@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from course_lib.figures import style
+from course_lib.units import GIB
 
 
 def heap_timeline(
@@ -30,15 +31,15 @@ def heap_timeline(
     for i, (label, timeline) in enumerate(timelines.items()):
         line = style.stroke(i) | {"marker": "", "linewidth": 1.3}
         mark = style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"}
-        heights = [b / 2**30 for b in timeline]
+        heights = [b / GIB for b in timeline]
         axes.plot(range(len(heights)), heights, **line)
         peak = max(heights)
         axes.plot(heights.index(peak), peak, **mark)
-        labels.append(f"{label}: {style.size(peak * 2**30)}")
+        labels.append(f"{label}: {style.size(peak * GIB)}")
         peaks.append((heights.index(peak), peak))
     if capacity is not None:
-        axes.axhline(capacity / 2**30, color="black", linestyle="--", linewidth=1.2)
-        peaks.append((axes.get_xlim()[1], capacity / 2**30))
+        axes.axhline(capacity / GIB, color="black", linestyle="--", linewidth=1.2)
+        peaks.append((axes.get_xlim()[1], capacity / GIB))
         labels.append(f"capacity: {style.size(capacity)}")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.set(xlabel="instruction, in the order of the program", ylabel="memory alive (GiB)", title=title)
