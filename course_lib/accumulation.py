@@ -55,8 +55,9 @@ def accumulate(
 
     Minibatch m is the m-th of M equal slices of the batch, and gets `jax.random.split(rng, M)[m]`, also where M = 1.
     One minibatch is `grad_fn` itself, at no further cost. With more, one tree of gradients in `accumulator_dtype` is
-    added to memory, beside the gradients of the minibatch at work. A minibatch whose weights sum to 0 adds nothing,
-    whatever its gradient; if all do, the gradient is 0.
+    added to memory, beside the gradients of the minibatch at work. A minibatch whose weights are all 0 adds nothing,
+    whatever its gradient; if all do, the gradient is 0. With one minibatch that is up to the loss: one that divides by
+    the weights as they are is 0 / 0, with a gradient of NaN; those of `training` are 0, with gradient 0.
 
     Args:
       grad_fn: gradient of a weighted mean, with `metrics["loss"] == (sum, count)`.

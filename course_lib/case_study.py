@@ -100,7 +100,10 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     """
     accelerator = hardware.recognize(device)
     if accelerator is None:
-        raise ValueError(f"device={device!r} must be one that course_lib.hardware knows: its roofline is unknown")
+        raise ValueError(
+            f"device={device!r} must be one that course_lib.hardware knows, not {device.device_kind!r}: its roofline is "
+            "unknown; take one of virtual.devices(name), or add its row to course_lib/hardware/table.py"
+        )
     whole = case.config()
     config.check(whole, accelerator)
     run = training.build(whole)
@@ -140,7 +143,7 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     Args:
       config: a whole configuration.
     """
-    written_out = config.copy_and_resolve_references()
+    written_out = ConfigDict(config)
     written_out.model.attention = "reference"
     run = training.build(written_out)
     return measure.flops(run.train_step, *run.abstract())

@@ -72,7 +72,10 @@ def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Do
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {SPLITS}")
-    everything = _read(corpus)
+    return _of_split(split, _read(corpus), corpus)
+
+
+def _of_split(split: str, everything: list[Document], corpus: str | os.PathLike[str]) -> list[Document]:
     if len(everything) < 2:
         raise ValueError(f"corpus={str(corpus)!r} must hold two files or more, it has {len(everything)}: one is for validation")
     by_name = sorted(everything, key=lambda document: zlib.crc32(document.name.encode()))
@@ -148,9 +151,9 @@ def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     return model
 
 
-def _prepare(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def _prepare(everything: list[Document], corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Returns tokens of both splits, and with the shipped corpus the tokenizer as JSON."""
-    texts = {split: [document.text for document in documents(split, corpus)] for split in SPLITS}
+    texts = {split: [document.text for document in _of_split(split, everything, corpus)] for split in SPLITS}
     prepared = {}
     if corpus == "shipped":
         model = _train_tokenizer(texts["train"])
@@ -175,7 +178,7 @@ def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             with np.load(io.BytesIO(stored[32:])) as arrays:
                 return dict(arrays)
         print(f"the cached tokens {path.name} are damaged: making them again")
-    prepared = _prepare(corpus)
+    prepared = _prepare(everything, corpus)  # the same texts as in the key: files may be written meanwhile
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **prepared)
     try:
@@ -205,7 +208,7 @@ def _write(path: pathlib.Path, content: bytes) -> None:
             raise
 
 
-def check_tokens(tokens: Integer[np.ndarray, "T"], vocab_size: int) -> None:
+def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
     """Refuses tokens that the model has no embedding for.
 
     Inside a compiled step an index out of range is no error: the embedding reads NaN, and one step later every parameter is
@@ -214,11 +217,11 @@ def check_tokens(tokens: Integer[np.ndarray, "T"], vocab_size: int) -> None:
     Raises:
       ValueError: naming the first such token and its position.
     """
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if outside.size:
-        position = int(outside[0])
+    outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        position = tuple(map(int, outside[0]))
         raise ValueError(
-            f"tokens[{position}]={int(tokens[position])} must be in [0, vocab_size={vocab_size}): "
+            f"tokens[{', '.join(map(str, position))}]={int(tokens[position])} must be in [0, vocab_size={vocab_size}): "
             "the model has no such embedding; take a larger vocab_size, or this model's tokenizer"
         )
 
@@ -247,8 +250,8 @@ def batches(
     if len(tokens) < seq_len + 1:
         raise ValueError(f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window fits")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - seq_len, (steps, batch_size, 1))
-    weights = np.ones((batch_size, seq_len), np.float32)
-    return (_windows(tokens, start + np.arange(seq_len), weights) for start in starts)
+    shape = batch_size, seq_len
+    return (_windows(tokens, start + np.arange(seq_len), np.ones(shape, np.float32)) for start in starts)
 
 
 def _check_sizes(batch_size: int, seq_len: int) -> None:

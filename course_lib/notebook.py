@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import numbers
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -47,9 +48,12 @@ def check_version(found: str) -> None:
 
     Raises:
       RuntimeError: if it is older than `OLDEST_JAX`.
+      ValueError: if it is no version.
     """
-    numbers, oldest = (tuple(map(int, version.split(".")[:3])) for version in (found, OLDEST_JAX))
-    if numbers < oldest:
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)  # what follows, as in "0.10.0rc1", changes nothing here
+    if numbers is None:
+        raise ValueError(f"found={found!r} must be a version such as '0.10.2'")
+    if tuple(map(int, numbers.groups())) < tuple(map(int, OLDEST_JAX.split("."))):
         raise RuntimeError(
             f"jax {found} is too old: the course needs {OLDEST_JAX} or newer. "
             f"Run `pip install 'jax>={OLDEST_JAX}'`, then restart the kernel."
@@ -99,7 +103,7 @@ def table(
     Raises:
       ValueError: if there are no rows, or one lacks a column, or (with `columns=None`) has one that the first lacks.
     """
-    if not rows:
+    if len(rows) == 0:
         raise ValueError("rows=[] must hold at least one row: there is nothing to print")
     dicts = [_as_dict(row) for row in rows]
     names = list(dicts[0] if columns is None else columns)
@@ -134,7 +138,7 @@ def table(
 
 def _as_dict(row: Any) -> dict[str, Any]:
     """Returns a row's columns by name, scalars of NumPy and JAX as numbers of Python."""
-    if dataclasses.is_dataclass(row):
+    if dataclasses.is_dataclass(row) and not isinstance(row, type):
         columns = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     elif isinstance(row, Mapping):
         columns = dict(row)

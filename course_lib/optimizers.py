@@ -15,7 +15,12 @@ SCHEDULES = {
         0.0, config.learning_rate, config.warmup_steps, config.total_steps
     ),
 }
-"""The learning rate: flat, or from 0 up over `warmup_steps`, then down by `decay_rate` a step or along a cosine."""
+"""The learning rate: flat, or from 0 up over `warmup_steps`, then down by `decay_rate` a step or along a cosine.
+
+Each reads `learning_rate` and what stands behind its name above: "constant" ignores `warmup_steps`, only
+"warmup_exponential" reads `decay_rate`, only "warmup_cosine" `total_steps`. A configuration holds all of them, so that a
+schedule can be changed by its name alone.
+"""
 
 OPTIMIZERS = {
     "sgd": lambda config, rate: optax.sgd(rate),

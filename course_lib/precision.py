@@ -58,6 +58,8 @@ def describe(dtype: Any) -> Format:
       ValueError: if there is no such floating dtype.
     """
     try:
+        if dtype is None:  # NumPy takes it for float64
+            raise ValueError
         info = jnp.finfo(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):  # a complex one has an info too, of its parts
             raise ValueError
@@ -176,8 +178,8 @@ class StaticLossScale:
     value: Any = 2.0**15
 
     def __post_init__(self):
-        if isinstance(self.value, float | int) and not self.value > 0:
-            raise ValueError(f"value={self.value!r} must be positive: gradients are divided by it; 2.0**15 is a start")
+        if isinstance(self.value, float | int | np.generic) and not 0 < float(self.value) < math.inf:
+            raise ValueError(f"value={self.value!r} must be positive and finite: it divides gradients; 2.0**15 is a start")
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the loss times the scale."""
@@ -215,10 +217,10 @@ class DynamicLossScale(StaticLossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.growth_interval < 1:
+        if not self.growth_interval >= 1:
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
-        if self.factor <= 1:
-            raise ValueError(f"factor={self.factor} must be above 1: the scale could not back off; 2.0 is usual")
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"factor={self.factor} must be above 1 and finite: the scale could not back off; 2.0 is usual")
         if not 0 < self.smallest <= self.largest < math.inf:
             raise ValueError(f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <= largest < infinity")
         if isinstance(self.value, float | int | np.number):  # and not an array of a train state
@@ -246,6 +248,23 @@ LossScale = NoLossScale | StaticLossScale  # a DynamicLossScale is a StaticLossS
 
 LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
 """The ways to scale a loss, by the name that a configuration gives them."""
+
+
+def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
+    """Refuses to compute in float16 without a loss scale.
+
+    Args:
+      policy: dtypes to compute in, if any.
+      loss_scale: of the train state.
+
+    Raises:
+      ValueError: if small gradients would become 0 without a word.
+    """
+    if policy and jnp.dtype(policy.compute_dtype) == jnp.float16 and isinstance(loss_scale, NoLossScale):
+        raise ValueError(
+            f"loss_scale={loss_scale!r} must scale the loss for a policy that computes in float16: small gradients would "
+            "become 0; init_state(..., loss_scale=precision.DynamicLossScale())"
+        )
 
 
 def loss_scale(name: str) -> LossScale:

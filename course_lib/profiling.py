@@ -35,6 +35,8 @@ class Event:
     duration: float  # seconds, with the operations inside it (a loop's body)
     self_time: float  # seconds without them
     line: str  # the thread (CPU) or stream (GPU) that it ran on
+    program: str = ""  # the compiled program that it belongs to, such as "jit_train_step"; empty where none is known
+    program_id: int = 0  # tells programs of one name apart
 
     @property
     def container(self) -> bool:
@@ -47,6 +49,7 @@ class OpTime:
     """The time of one operation over the steps of a trace."""
 
     op: str
+    program: str  # two programs may both have a "fusion.12"
     scope: str  # where in the source it comes from; empty if not known
     calls: float  # executions a step
     seconds: float  # self time a step
@@ -86,23 +89,24 @@ class Trace:
         events = (event for event in self.events if start <= event.start < end)
         return [dataclasses.replace(event, start=event.start - start) for event in events]
 
-    def top_ops(self, k: int = 10, scopes: Mapping[str, str] | None = None) -> list[OpTime]:
-        """Returns the `k` operations with most self time, the largest first.
+    def top_ops(self, k: int = 10, scopes: Mapping[tuple[str, str], str] | None = None) -> list[OpTime]:
+        """Returns the `k` operations with most self time, the largest first, those of different programs apart.
 
         Args:
           k: how many.
-          scopes: instruction -> where in the source it comes from, of the program that was traced (`op_scopes`).
+          scopes: (program, instruction) -> where in the source it comes from (`op_scopes`); of several programs, joined
+            by `|`.
         """
-        own: dict[str, list[float]] = defaultdict(list)
+        own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
         for step in range(len(self.spans)):
             for event in self.during(step):
-                own[event.op].append(event.self_time)
+                own[event.program, event.program_id, event.op].append(event.self_time)
         total = sum(sum(times) for times in own.values())
         steps = len(self.spans)
         ranked = sorted(own.items(), key=lambda item: -sum(item[1]))[:k]
         return [
-            OpTime(op, (scopes or {}).get(op, ""), len(times) / steps, sum(times) / steps, sum(times) / total)
-            for op, times in ranked
+            OpTime(op, name, (scopes or {}).get((name, op), ""), len(times) / steps, sum(times) / steps, sum(times) / total)
+            for (name, _, op), times in ranked
         ]
 
     def busy(self) -> list[Busy]:
@@ -154,7 +158,7 @@ def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int =
 
 
 def read(logdir: str | Path, *, name: str = "train") -> Trace:
-    """Reads the newest record under a folder.
+    """Reads the newest record under a folder: of the first device that computed, if there are several.
 
     Args:
       logdir: the folder that `trace` wrote to.
@@ -184,18 +188,19 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
     raise ValueError(f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps")
 
 
-def op_scopes(compiled: jax.stages.Compiled) -> dict[str, str]:
+def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
     """Returns where in the source each instruction of a compiled program comes from.
 
     Args:
       compiled: `jax.jit(step).lower(...).compile()`.
 
     Returns:
-      instruction -> scope, such as `{"fusion.12": "jit(step)/transpose(jvp(Net))/block_1/mlp/dot_general"}`. A fusion
-      has the scope of its last operation. Instructions that the compiler added on its own are missing.
+      (program, instruction) -> scope, as `{("jit_step", "fusion.12"): "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`.
+      A fusion has the scope of its last operation. Instructions that the compiler added on its own are missing.
     """
-    computations = hlo.parse(compiled.as_text()).computations.values()
-    return {one.name: one.scope for computation in computations for one in computation.instructions if one.scope}
+    module = hlo.parse(compiled.as_text())
+    instructions = (one for computation in module.computations.values() for one in computation.instructions)
+    return {(module.name, one.name): one.scope for one in instructions if one.scope}
 
 
 def write_virtual(lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual") -> Path:
@@ -206,10 +211,13 @@ def write_virtual(lowered: jax.stages.Lowered, logdir: str | Path, *, run: str =
     Args:
       lowered: a step lowered with `virtual.abstract` arguments (or any other); it is compiled once more here.
       logdir: the folder that TensorBoard is pointed to; the record goes to `plugins/profile/<run>/` in it.
-      run: the record's name in TensorBoard.
+      run: the record's name in TensorBoard. An older record that was written so under that name is replaced.
 
     Returns:
       The folder of the record.
+
+    Raises:
+      ValueError: if there is something else of that name, as the trace of steps that ran.
     """
     write_session(lowered, logdir, run)
     return Path(logdir) / "plugins" / "profile" / run
@@ -222,25 +230,27 @@ def _ops(plane: Any) -> Iterator[Event]:
     for line in streams or plane.lines:
         spans = []
         for event in line.events:
-            op = dict(event.stats).get("hlo_op", event.name if streams else None)
+            stats = dict(event.stats)
+            op = stats.get("hlo_op", event.name if streams else None)
             if op is not None:
-                spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, str(op)))
+                what = str(op), str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
+                spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, what))
         if spans:
             thread = line.name.split("/")[0].removeprefix("tf_")  # threads are called tf_XLAEigen/<a long number>
             count[thread] += 1
             yield from _with_self_time(spans, f"{thread} {count[thread]}")
 
 
-def _with_self_time(spans: list[tuple[float, float, str]], line: str) -> Iterator[Event]:
-    """Yields the events of one line from (start, duration, operation), properly nested, as calls on one thread are."""
-    open_spans: list[list[Any]] = []  # [start, duration, operation, seconds inside it], the innermost last
-    for start, duration, op in [*sorted(spans, key=lambda span: (span[0], -span[1])), (math.inf, 0.0, "")]:
+def _with_self_time(spans: list[tuple[float, float, tuple[str, str, int]]], line: str) -> Iterator[Event]:
+    """Yields the events of one line from (start, duration, what ran), properly nested, as calls on one thread are."""
+    open_spans: list[list[Any]] = []  # [start, duration, (operation, program, its id), seconds inside it], innermost last
+    for start, duration, what in [*sorted(spans, key=lambda span: (span[0], -span[1])), (math.inf, 0.0, ("", "", 0))]:
         while open_spans and open_spans[-1][0] + open_spans[-1][1] <= start:
-            begin, length, name, inside = open_spans.pop()
-            yield Event(name, begin, length, max(0.0, length - inside), line)
+            begin, length, (op, *program), inside = open_spans.pop()
+            yield Event(op, begin, length, max(0.0, length - inside), line, *program)
         if open_spans:
             open_spans[-1][3] += duration
-        open_spans.append([start, duration, op, 0.0])
+        open_spans.append([start, duration, what, 0.0])
 
 
 def _busy(events: Iterable[Event], seconds: float) -> Busy:

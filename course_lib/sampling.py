@@ -43,8 +43,8 @@ def generate(
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1 token")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be above 0: logits are divided by it; 0.01 is all but greedy")
+    if not temperature >= 1e-6:
+        raise ValueError(f"temperature={temperature} must be at least 1e-6: logits are divided by it; 0.01 is all but greedy")
     if max_seq_len < 1:
         raise ValueError(f"max_seq_len={max_seq_len} must be at least 1 token: the model would see nothing")
     if prompt.ndim != 2:

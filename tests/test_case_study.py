@@ -72,7 +72,7 @@ def test_every_case_is_a_configuration_that_can_work(case):
 
 
 def test_a_device_without_a_datasheet_is_refused():
-    with pytest.raises(ValueError, match=r"device=.* must be one that course_lib.hardware knows"):
+    with pytest.raises(ValueError, match=r"device=.* must be one that course_lib.hardware knows, .*add its row"):
         case_study.compile_case(case_study.CASES[0], jax.devices("cpu")[0])
 
 

@@ -93,8 +93,29 @@ def test_the_tokenizer_has_not_seen_the_validation_split():
 
 def test_tokens_come_from_the_cache_the_second_time(cache, monkeypatch):
     first = data.tokens("train")
-    monkeypatch.setattr(data, "_prepare", lambda corpus: pytest.fail("prepared again"))
+    monkeypatch.setattr(data, "_prepare", lambda *args: pytest.fail("prepared again"))
     np.testing.assert_array_equal(data.tokens("train"), first)
+
+
+def test_tokens_are_those_of_the_text_that_their_place_in_the_cache_is_named_after(cache, tmp_path, monkeypatch):
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("before")
+    prepare = data._prepare
+
+    def written_meanwhile(everything, corpus):
+        (tmp_path / "one.txt").write_text("after")
+        (tmp_path / "two.txt").write_text("after")
+        return prepare(everything, corpus)
+
+    monkeypatch.setattr(data, "_prepare", written_meanwhile)
+    data.tokenizer()
+    assert data.tokenizer().decode(data.tokens("train", tmp_path)[:-1]) == "before"
+
+
+def test_labels_that_are_masked_in_one_batch_are_not_in_the_next():
+    batches = data.batches(np.arange(99, dtype=np.uint16), batch_size=2, seq_len=4, seed=0, steps=2, vocab_size=200)
+    next(batches).weights[0] = 0
+    assert next(batches).weights.min() == 1
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: content[:-1] + b"!", lambda content: b""])
@@ -171,6 +192,8 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position():
         data.batches(np.array([1, 4, 7], np.uint16), batch_size=1, seq_len=1, seed=0, steps=1, vocab_size=5)
     with pytest.raises(ValueError, match=r"tokens\[0\]=-1"):
         data.check_tokens(np.array([-1, 4]), 5)
+    with pytest.raises(ValueError, match=r"tokens\[1, 0\]=9"):
+        data.check_tokens(np.array([[1, 4], [9, 7]]), 5)
 
 
 def test_too_few_tokens_for_a_window_are_refused():

@@ -38,9 +38,14 @@ def test_a_jax_that_is_too_old_is_refused_with_the_command_that_helps(version):
         notebook.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.7.2", "0.10.2", "0.12.0.1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.7.2", "0.10.2", "0.12.0.1", "1.0.0", "0.10.0rc1", "0.11.0.dev20260101"])
 def test_versions_are_compared_as_numbers(version):
     notebook.check_version(version)
+
+
+def test_what_is_no_version_is_refused():
+    with pytest.raises(ValueError, match="found='newest' must be a version such as '0.10.2'"):
+        notebook.check_version("newest")
 
 
 def test_source_shows_the_file_and_the_text_of_the_live_function(capsys, monkeypatch):
@@ -98,6 +103,8 @@ def test_a_table_takes_dataclasses_chooses_columns_and_formats_scalars_of_any_ki
         (dict(rows=[{"a": 1}], columns=["c"]), r"rows\[0\] must have the columns \['c'\]"),
         (dict(rows=[{"a": 1}], formats={"A": ".1f"}), r"formats=\['A'\] must name columns"),
         (dict(rows=[3]), "must be a dict or a dataclass"),
+        (dict(rows=[("a", 1)]), "must be a dict or a dataclass"),
+        (dict(rows=[Row]), "must be a dict or a dataclass"),
     ],
 )
 def test_a_table_that_would_drop_something_is_refused(arguments, message):

@@ -23,6 +23,10 @@ NAMES = [
     "07_collectives",
     "08_data_parallel",
     "09_pipeline_parallel",
+    "10_tensor_parallel",
+    "11_async_tensor_parallel",
+    "12_3d_parallelism",
+    "13_context_and_experts",
 ]
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
 CLOSING = ["Summary", "Exercises", "References"]

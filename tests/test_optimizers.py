@@ -42,8 +42,9 @@ def test_the_rate_follows_the_schedule(schedule, rates):
     np.testing.assert_allclose(moves(config, [1.0] * 7), -np.array(rates), atol=1e-8)
 
 
-def test_adam_divides_the_mean_gradient_by_the_root_of_its_mean_square():
-    config = example_config(schedule="constant", learning_rate=0.1, b1=0.8, b2=0.9)
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_divides_the_mean_gradient_by_the_root_of_its_mean_square(name):
+    config = example_config(name=name, schedule="constant", learning_rate=0.1, b1=0.8, b2=0.9)
     mean = square = 0.0
     expected = []
     for step, grad in enumerate([1.0, -2.0, 3.0], start=1):

@@ -1,5 +1,7 @@
 """What must be true of formats, policies and loss scales."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,10 +142,12 @@ def test_loss_scales_have_names(name, kind):
 def test_loss_scales_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="loss_scale='auto' must be one of"):
         precision.loss_scale("auto")
-    with pytest.raises(ValueError, match="value=0.0 must be positive"):
-        precision.StaticLossScale(0.0)
-    with pytest.raises(ValueError, match="factor=0.5 must be above 1"):
-        precision.DynamicLossScale(factor=0.5)
+    for value in (0.0, float("inf"), float("nan"), np.float32(-1), np.float64(-1), np.int32(0), jnp.bfloat16.dtype.type(-1)):
+        with pytest.raises(ValueError, match="value=.* must be positive and finite"):
+            precision.StaticLossScale(value)
+    for factor in (0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"factor={factor} must be above 1"):
+            precision.DynamicLossScale(factor=factor)
     with pytest.raises(ValueError, match="growth_interval=0 must be at least 1"):
         precision.DynamicLossScale(growth_interval=0)
 

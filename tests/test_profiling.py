@@ -93,6 +93,24 @@ def test_top_operations_know_their_scope_and_a_scan_calls_its_body_once_a_layer(
         assert all(op.calls == 3 for op in products)
 
 
+def test_equal_instructions_of_two_programs_are_two_operations():
+    def event(program, program_id, seconds):
+        return profiling.Event("fusion.1", 0.0, seconds, seconds, "a", program, program_id)
+
+    events = (event("jit_step", 1, 4.0), event("jit_step", 1, 2.0), event("jit_eval", 2, 1.0), event("jit_step", 3, 3.0))
+    ops = profiling.Trace("/host:CPU", ((0.0, 10.0),), events).top_ops(scopes={("jit_step", "fusion.1"): "mlp"})
+    assert [(op.program, op.scope, op.calls, op.seconds) for op in ops] == [
+        ("jit_step", "mlp", 2, 6.0),
+        ("jit_step", "mlp", 1, 3.0),
+        ("jit_eval", "", 1, 1.0),
+    ]
+
+
+def test_operations_know_their_program(trace):
+    named = {(event.program, event.program_id) for event in trace.events if event.program == "jit_step"}
+    assert len(named) == 1
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's streams hold kernels, and no loops around them")
 def test_a_loop_has_no_self_time_of_its_body(trace):
     loops = [event for event in trace.events if event.container]
@@ -203,3 +221,29 @@ def test_tensorboards_memory_viewer_shows_the_peak_of_a_step_that_ran_nowhere(tm
     assert view["peakHeapMib"] * 2**20 == lowered.compile().memory_analysis().peak_memory_in_bytes
     assert max(view["heapSizes"]) == view["peakHeapMib"]
     assert "f32[3,128,64]" in str(view["maxHeapBySize"])  # the layers' inputs, kept for the backward pass
+
+
+def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
+    pytest.importorskip("xprof")
+    from xprof.convert import raw_to_tool_data
+
+    def shown(function):
+        folder = profiling.write_virtual(jax.jit(function).lower(BATCH), tmp_path)
+        [record] = folder.glob("*.xplane.pb")
+        raw_to_tool_data.xspace_to_tool_names([str(record)])  # unpacks the program, as opening it in TensorBoard does
+        return [path.name.partition("(")[0] for path in folder.glob("*.hlo_proto.pb")]
+
+    def first(x):
+        return jnp.tanh(x)
+
+    def second(x):
+        return x @ x.T
+
+    assert shown(first) == ["jit_first"] and shown(second) == ["jit_second"]
+
+
+def test_the_trace_of_steps_that_ran_is_not_written_over(logdir, trace):
+    [folder] = (logdir / "plugins" / "profile").iterdir()
+    with pytest.raises(ValueError, match="name='.*' must be new"):
+        profiling.write_virtual(step.lower(WEIGHTS, BATCH), logdir, run=folder.name)
+    assert len(profiling.read(logdir).steps) == 3

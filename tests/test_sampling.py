@@ -60,7 +60,7 @@ def test_a_low_temperature_takes_the_likeliest_and_a_high_one_takes_any():
         ([[0, VOCAB]], {}, r"tokens from 0 to 5, which must be in \[0, 5\)"),
         ([[-1]], {}, "tokens from -1 to -1"),
         (np.zeros((1, 0), np.int32), {}, "must hold at least one token"),
-        ([[0]], {"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ([[0]], {"temperature": 0.0}, "temperature=0.0 must be at least 1e-6"),
         ([[0]], {"length": 0}, "length=0 must be at least 1"),
         ([[0]], {"max_seq_len": 0}, "max_seq_len=0 must be at least 1"),
         ([[0]], {"max_seq_len": -3}, "max_seq_len=-3 must be at least 1"),

@@ -119,6 +119,7 @@ def test_what_trains_needs_no_other_import_to_start_without_noise():
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@needs_virtual
 def test_the_persistent_compilation_cache_does_not_warn(tmp_path):
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     first, second = run_alone(COMPILE, **cache), run_alone(COMPILE, **cache)

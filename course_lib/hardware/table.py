@@ -10,9 +10,7 @@ A T4, an L4 and an A5000 stand in all kinds of servers, and a TPU's links reach 
 import jax
 
 from course_lib.hardware.accelerator import Accelerator, GpuTarget, TpuTarget
-
-GIB = 2**30
-MIB = 2**20
+from course_lib.units import GIB, MIB
 
 
 def get(name: str) -> Accelerator:

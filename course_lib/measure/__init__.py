@@ -17,10 +17,11 @@ from course_lib.measure import hlo as hlo
 from course_lib.measure.flops import Flops, flops
 from course_lib.measure.heap import Heap, LiveArray, heap, write_session
 from course_lib.measure.ledger import Collective, Ledger, ledger
-from course_lib.measure.memory import GIB, MIB, Memory, gib, memory
+from course_lib.measure.memory import Memory, gib, memory
 from course_lib.measure.roofline import Roofline, mfu, roofline
 from course_lib.measure.timing import StepTime, Time, compare, peak_in_own_process, step_time, time
 from course_lib.measure.traffic import Move, Traffic, traffic
+from course_lib.units import GIB, MIB
 
 __all__ = [
     "GIB",

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import tempfile
 import warnings
 
@@ -17,7 +18,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
-from course_lib.measure.memory import MIB
+from course_lib.units import MIB
 
 RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 
@@ -107,13 +108,15 @@ def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], n
     Args:
       lowered: `jax.jit(f).lower(...)`, for a real or a virtual device.
       logdir: TensorBoard's `--logdir`. The session goes into `logdir/plugins/profile/name/`.
-      name: what the session is called in TensorBoard.
+      name: what the session is called in TensorBoard. An older one that was written so under that name is replaced.
 
     Raises:
+      ValueError: if there is something else of that name, as the trace of steps that ran.
       RuntimeError: if XLA wrote no dump.
     """
     session = pathlib.Path(logdir) / "plugins" / "profile" / name
-    session.mkdir(parents=True, exist_ok=True)
+    if session.exists() and [path.name for path in session.glob("*.xplane.pb")] != [RECORD]:
+        raise ValueError(f"name={name!r} must be new: {str(session)!r} holds something else; take another name")
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
@@ -123,7 +126,10 @@ def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], n
                 'compiled; call jax.config.update("jax_enable_compilation_cache", False) before'
             )
         largest = max(protos, key=lambda path: path.stat().st_size)  # the others are what a GPU times to choose kernels
-        (session / RECORD).write_bytes(_as_record(largest.read_bytes()))
+        record = _as_record(largest.read_bytes())
+    shutil.rmtree(session, ignore_errors=True)  # who has looked at an older record has unpacked its program there
+    session.mkdir(parents=True)
+    (session / RECORD).write_bytes(record)
     return compiled
 
 

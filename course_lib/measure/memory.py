@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-MIB, GIB = 2**20, 2**30
+from course_lib.units import GIB, MIB
 
 
 def gib(bytes: int | float) -> str:
