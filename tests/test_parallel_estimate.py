@@ -156,6 +156,10 @@ def test_memory_is_that_of_a_compiled_step_within_a_fifth():
 
 
 def test_what_cannot_be_estimated_is_refused():
+    with pytest.raises(ValueError, match="there is no formula here for context"):
+        half({"data": 2, "context": 2}, Strategy())
+    with pytest.raises(ValueError, match="schedule='zero_bubble' must be another for an estimate"):
+        half({"data": 1, "pipe": 4}, Strategy(schedule="zero_bubble", microbatches=4))
     with pytest.raises(ValueError, match="by='compiler' must be 'hand' for an estimate"):
         half({"data": 2}, Strategy(by="compiler"))
     with pytest.raises(ValueError, match=r"num_heads of shape \(20,\)"):

@@ -99,3 +99,10 @@ def test_evaluation_counts_the_balance_too():
 def test_what_cannot_work_is_refused(axes, changes, message):
     with pytest.raises(ValueError, match=message):
         strategy.build(one_device.small(**{**WITH_EXPERTS, **changes}), one_device.grid(**axes))
+
+
+def test_sequences_that_the_devices_cannot_share_are_refused_and_not_left_out():
+    run = strategy.build(one_device.small(**WITH_EXPERTS), one_device.grid(data=1, expert=4), Strategy())
+    six = jax.tree.map(lambda x: x[:6], one_device.batch(one_device.small()))
+    with pytest.raises(ValueError, match="batch of shape .* must have a dimension 0 that the 4 devices"):
+        jax.eval_shape(run.loss_fn, run.abstract()[0].params, six, None)

@@ -91,19 +91,20 @@ def sent_inside_layers(
     return 2 * (n["tensor"] - 1) / n["tensor"] * total
 
 
-def activations(model: Any, tokens: int, residual: int, n: Sizes) -> int:
+def activations(config: Any, tokens: int, residual: int, n: Sizes) -> int:
     """Returns about what a device keeps inside of its layers, and works on at once.
 
     Args:
-      model: the `model` part of a configuration.
+      config: a whole configuration.
       tokens: that the device computes at once.
       residual: bytes of their activation between layers, as the device holds it.
       n: devices of each axis.
     """
+    model = config.model
     size, t = jnp.dtype(model.dtype).itemsize, n["tensor"]
     width, heads = model.hidden_size, model.num_heads * model.head_dim
     of_attention = 2 * heads + 2 * (model.num_kv_heads or model.num_heads) * model.head_dim
-    scores = 0 if model.attention in ("cudnn", "pallas") else model.num_heads * model.max_seq_len
+    scores = 0 if model.attention in ("cudnn", "pallas") else model.num_heads * config.data.seq_len
     # A normalized input, whole; what the products make of it; scores and softmax in float32, and what multiplies the values.
     inside = {
         "MLP": (width + 2 * model.mlp_expansion * width / t) * size,

@@ -93,15 +93,25 @@ def estimate(config: ConfigDict, axes: Mapping[str, int], chosen: Strategy, acce
       accelerator: what each device is.
 
     Raises:
-      ValueError: if the strategy is refused (`options.check`), or is left to the compiler, which decides by itself; if the
-        accelerator has no unit for a product's dtype, or there is no figure for a link.
+      ValueError: if the strategy is refused (`options.check`), has no formula here (experts, contexts, zero-bubble), or is
+        left to the compiler, which decides by itself; if the accelerator has no unit for a product's dtype, or there is no
+        figure for a link.
     """
-    grid = AbstractMesh(tuple(axes.values()), tuple(axes))
+    if (unknown := set(axes) - set(AXES)) or config.model.num_experts:
+        raise ValueError(
+            f"axes={dict(axes)}, num_experts={config.model.num_experts} must be of {AXES} and 0: there is no formula here for "
+            f"{' and '.join(sorted(unknown)) or 'experts'}; compile the step, and read memory and ledger"
+        )
+    if chosen.schedule == "zero_bubble":
+        raise ValueError(
+            "schedule='zero_bubble' must be another for an estimate: its W computes again what its B found, and there is no "
+            "formula here for that; compile the step, and read memory and ledger"
+        )
+    grid, piped = AbstractMesh(tuple(axes.values()), tuple(axes)), "pipe" in axes
     options.check(config, grid, chosen)
     if chosen.by != "hand":
         raise ValueError(f"by={chosen.by!r} must be 'hand' for an estimate: a compiler sends what it likes; read the ledger")
     frozen, n = FrozenConfigDict(config), {axis: axes.get(axis, 1) for axis in AXES}
-    piped = "pipe" in axes
     parts = chosen.microbatches if piped else config.training.num_minibatches
     state = _state(frozen)
     held, kept = strategy.layout_of(state, config, grid, chosen)
@@ -117,7 +127,7 @@ def estimate(config: ConfigDict, axes: Mapping[str, int], chosen: Strategy, acce
         "optimizer": sum(leaf.bytes for leaf in costs.leaves(rest, of_rest, of_rest, n)),
         "batch": 3 * 4 * config.data.batch_size // n["data"] * config.data.seq_len,
         "gradients": whole * (2 if parts > 1 or piped else 1),  # the sum over parts, and that of the part at hand
-        "activations": waiting * residual + costs.activations(config.model, share * config.data.seq_len, residual, n),
+        "activations": waiting * residual + costs.activations(config, share * config.data.seq_len, residual, n),
     }
     outside = sum(leaf.bytes for leaf in params if "['block" not in leaf.path)
     sent = {
@@ -150,6 +160,9 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
 
     Returns:
       Estimates, the fastest first; none if nothing fits.
+
+    Raises:
+      ValueError: as `estimate`, if the accelerator has no figure for a link.
     """
     found = []
     hosted = [t for t in _divisors(count) if t <= virtual.GPUS_PER_HOST]

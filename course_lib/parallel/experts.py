@@ -29,8 +29,14 @@ Experts = Callable[[Array], Array]
 
 
 def own(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
-    """Returns this device's sequences, of all those that the devices along the axis share."""
-    size = x.shape[0] // jax.lax.axis_size(AXIS)
+    """Returns this device's sequences, of all those that the devices along the axis share.
+
+    Raises:
+      ValueError: if they cannot share them evenly.
+    """
+    n = jax.lax.axis_size(AXIS)
+    meshes.check_divides(x.shape, 0, AXIS, n, "batch")
+    size = x.shape[0] // n
     return jax.lax.dynamic_slice_in_dim(vary(x, AXIS), jax.lax.axis_index(AXIS) * size, size)
 
 

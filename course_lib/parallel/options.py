@@ -47,10 +47,10 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
     training.check(config)
     if strategy.by not in BY:
         raise ValueError(f"by={strategy.by!r} must be one of {BY}")
-    if strategy.by == "compiler" and config.model.attention == "pallas" and mesh.size > 1:
+    if config.model.attention == "pallas" and mesh.size > 1:
         raise ValueError(
-            "attention='pallas' must be 'xla' or 'cudnn' with by='compiler': a kernel of one's own does not say how it can be "
-            "divided, and all queries, keys and values would be gathered on every device; or take by='hand'"
+            "attention='pallas' must be 'reference' or 'xla' on several devices: the kernel does not say how it is divided, "
+            "nor over which devices its results vary; a compiler would gather all queries, keys and values on every device"
         )
     data.check_stage(strategy.zero)
     n = meshes.axis_size(mesh, "data")
