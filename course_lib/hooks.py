@@ -41,7 +41,6 @@ class Hooks:
       attend: as `attention.attend`.
       named: marks a value of `layers.NAMES`, for rematerialization; may also say where it is placed.
       layer: wraps the class of a layer, to change the parameters that it sees.
-      expert_shards: into how many parts the experts are cut: one device holds one.
       experts: runs this device's experts, a function, on tokens [E B C D] for all of them.
     """
 
@@ -54,7 +53,6 @@ class Hooks:
     attend: Callable[..., Array] = attention.attend
     named: Callable[[Array, str], Array] = checkpoint_name
     layer: Callable[[type[nn.Module]], type[nn.Module]] = lambda module: module
-    expert_shards: int = 1
     experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, tokens: run(tokens)
 
 

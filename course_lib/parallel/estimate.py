@@ -73,7 +73,10 @@ class Estimate:
 
     @property
     def floor(self) -> float:
-        """Seconds of a step if all that is sent is hidden behind products, or the products behind it."""
+        """Seconds of a step if all that is sent is hidden behind products, or the products behind it.
+
+        But for the bubble of a pipeline, in which what "tensor" sends is still counted.
+        """
         computing = self.seconds["products"] + self.seconds["bubble"]
         return max(computing, *(self.seconds[axis] for axis in AXES))
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
 from course_lib.hooks import Hooks
@@ -51,14 +50,13 @@ def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B
     return jax.lax.all_to_all(run(there), AXIS, split_axis=1, concat_axis=0, tiled=True)
 
 
-def hooks(mesh: Mesh, others: Hooks) -> Hooks:
+def hooks(others: Hooks) -> Hooks:
     """Returns the hooks that make the Transformer one device's part of an expert-parallel one.
 
     Args:
-      mesh: with an axis "expert".
       others: what else the device does differently.
     """
-    return dataclasses.replace(others, expert_shards=meshes.axis_size(mesh, AXIS), experts=exchange)
+    return dataclasses.replace(others, experts=exchange)
 
 
 def check(model: Any, sequences: int, mesh: meshes.Shape) -> None:

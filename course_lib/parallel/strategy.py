@@ -91,6 +91,7 @@ def layout_of(
 def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
     """Returns the gradient function of a strategy, `grad_fn(params, batch, rng) -> (grads, metrics)`, on whole arrays.
 
+    By hand it cuts the batch into minibatches itself; by the compiler it takes the batch whole, and the train step cuts it.
     Of a pipeline with several chunks the layers are in the order of `pipeline.to_stages`, as in the state that `init` returns.
     Arguments and errors as for `build`.
     """
@@ -170,7 +171,7 @@ def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
     if "context" in mesh.shape:
         hooks = context.hooks(hooks)
     if "expert" in mesh.shape:
-        hooks = experts.hooks(mesh, hooks)
+        hooks = experts.hooks(hooks)
     apply_fn = training.as_function(Transformer(config.model, hooks), balance=config.model.num_experts > 0)
     if strategy.zero == 3:
         apply_fn = data.gather_around(apply_fn, held, config.model.dtype)
