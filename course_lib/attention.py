@@ -18,12 +18,14 @@ from course_lib.hardware import Accelerator, GpuTarget
 
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
+    "blocks": "as reference, a block of queries at a time, without the keys that none of them sees; runs everywhere",
     "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
     "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
     "pallas": "flash attention as a Triton kernel, written in JAX's Pallas",
 }
 """What computes the attention, by name."""
 
+BLOCK = 64  # queries of "blocks"; half of the scores are left out in the end, less half a block a query
 PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
 # Later versions deprecate the kernel, and warn where it is imported (https://docs.jax.dev/en/latest/pallas/CHANGELOG.html).
 _PALLAS_UNTIL = (0, 11, 0)
@@ -44,7 +46,7 @@ def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
-    if implementation in ("reference", "xla"):
+    if implementation in ("reference", "blocks", "xla"):
         return None
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
         return (
@@ -95,10 +97,10 @@ def check(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
     dtype, softmax_dtype = jnp.dtype(dtype), jnp.dtype(softmax_dtype)
-    if implementation != "reference" and softmax_dtype != jnp.float32:
+    if implementation not in ("reference", "blocks") and softmax_dtype != jnp.float32:
         raise ValueError(
             f"softmax_dtype={softmax_dtype.name!r} must be 'float32' for attention={implementation!r}: "
-            "its softmax is always float32; use 'reference' to choose"
+            "its softmax is always float32; use 'reference' or 'blocks' to choose"
         )
     if implementation == "cudnn" and dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or use 'xla'")
@@ -132,8 +134,8 @@ def attend(
       causal: whether a position sees only itself and the positions before it.
       mask: true where a query (third axis) may see a key (fourth axis), beside `causal`. A query that may see none reads
         all of them alike: keep such positions, of padding, out of the loss and out of what others may see.
-      implementation: one of `IMPLEMENTATIONS`. All but "reference" accumulate and take the softmax in float32.
-      softmax_dtype: dtype of the scores and of the softmax in "reference".
+      implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the softmax in float32.
+      softmax_dtype: dtype of the scores and of the softmax in "reference" and "blocks".
 
     Returns:
       The attended values, in the dtype of `query`.
@@ -148,10 +150,11 @@ def attend(
     check(implementation, dtype=query.dtype, softmax_dtype=softmax_dtype, seq_len=length, masked=masked, grouped=grouped)
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
-    if implementation == "reference":
+    if implementation in ("reference", "blocks"):
         if grouped:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
-        return _reference(query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype)
+        written_out = _blocks if implementation == "blocks" and causal else _reference
+        return written_out(query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype)
     if implementation == "pallas":
         from jax.experimental.pallas.ops.gpu.attention import mha  # here only: newer versions of JAX warn, or lack it
 
@@ -175,3 +178,16 @@ def _reference(query, key, value, *, causal, mask, softmax_dtype):
         scores = jnp.where(mask, scores, jnp.finfo(softmax_dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
     return jnp.einsum("bhqs,bshk->bqhk", weights, value)
+
+
+def _blocks(query, key, value, *, causal, mask, softmax_dtype):
+    """Attention written out for some queries at a time, with the keys up to the last of them: the later ones have weight 0."""
+    length = query.shape[1]
+    past = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    mask = past if mask is None else mask & past
+    parts = []
+    for start in range(0, length, BLOCK):
+        own, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
+        of_block = dict(causal=False, mask=mask[:, :, own, seen], softmax_dtype=softmax_dtype)
+        parts.append(_reference(query[:, own], key[:, seen], value[:, seen], **of_block))
+    return jnp.concatenate(parts, axis=1)

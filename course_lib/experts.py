@@ -68,7 +68,7 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
     return Routing(dispatch, dispatch * probabilities[..., None], balance)
 
 
-def check(num_experts: int, per_token: int, factor: float, balance_weight: float) -> None:
+def check(num_experts: int, per_token: int, factor: float, balance_weight: float, length: int) -> None:
     """Refuses experts that cannot be, or cannot be reached.
 
     Args:
@@ -76,6 +76,7 @@ def check(num_experts: int, per_token: int, factor: float, balance_weight: float
       per_token: k.
       factor: of the capacity.
       balance_weight: of the balance in the loss.
+      length: L tokens of a sequence.
 
     Raises:
       ValueError: naming the field, its value and the fix.
@@ -86,5 +87,7 @@ def check(num_experts: int, per_token: int, factor: float, balance_weight: float
         raise ValueError(f"experts_per_token={per_token} must be between 1 and num_experts={num_experts}")
     if not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"capacity_factor={factor!r} must be positive and finite: with 0 no expert has room for a token")
+    if num_experts and not capacity(length, num_experts, per_token, factor):
+        raise ValueError(f"capacity_factor={factor!r} must be larger: no expert would have room for a token; take 1.25")
     if not (balance_weight >= 0 and math.isfinite(balance_weight)):
         raise ValueError(f"balance_weight={balance_weight!r} must not be negative, infinite or NaN; 0 turns it off")

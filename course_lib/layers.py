@@ -76,7 +76,7 @@ class ExpertsBlock(nn.Module):
         common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
         x = nn.LayerNorm(**common, name="pre_norm")(x)
         router = self.param("router", nn.initializers.lecun_normal(), (width, config.num_experts))
-        logits = x.astype(jnp.float32) @ router
+        logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
         per_token = config.experts_per_token
         room = experts.capacity(length, config.num_experts, per_token, config.capacity_factor)
         routing = experts.route(logits, per_token, room)
@@ -222,11 +222,12 @@ def rematerialized(module: type[nn.Module], name: str, config: ConfigDict) -> ty
     return remat.wrap(module, name, config.remat, config.remat_policy, config.remat_names, scanned=config.scan_layers)
 
 
-def check(config: ConfigDict) -> None:
+def check(config: ConfigDict, seq_len: int) -> None:
     """Refuses layers that cannot be.
 
     Args:
       config: the `model` part of a configuration.
+      seq_len: L.
 
     Raises:
       ValueError: naming the field, its value and the fix.
@@ -241,7 +242,7 @@ def check(config: ConfigDict) -> None:
         )
     if config.positions == "rotary" and config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim} must be even for positions='rotary': dimensions are turned in pairs")
-    experts.check(config.num_experts, config.experts_per_token, config.capacity_factor, config.balance_weight)
+    experts.check(config.num_experts, config.experts_per_token, config.capacity_factor, config.balance_weight, seq_len)
     if config.num_experts and config.parallel_block:
         raise ValueError(f"num_experts={config.num_experts} must be 0 for parallel_block=True, whose MLP shares its products")
     if config.parallel_block and {"MLP", "Attn"} & set(config.remat):

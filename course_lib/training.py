@@ -11,6 +11,7 @@ function, with `rng=None`.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -164,7 +165,7 @@ def mean_metrics(metrics: Metrics) -> dict[str, float]:
 
 
 def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
-    """Returns the mean metrics over all labels of all batches, without dropout.
+    """Returns the mean metrics over all labels of all batches, without dropout; a batch is made when it is its turn.
 
     Args:
       loss_fn: the loss function that is trained, called with `rng=None`. The same object compiles once.
@@ -174,15 +175,46 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
     Raises:
       ValueError: if there is no batch.
     """
-    each = [_metrics(loss_fn, params, batch) for batch in batches]
-    if not each:
+    each = (_metrics(loss_fn, params, batch) for batch in batches)
+    if (late := next(each, None)) is None:
         raise ValueError("batches must hold at least one batch: a mean over nothing is undefined")
-    return mean_metrics(functools.reduce(add_metrics, each))
+    total: dict[str, list[float]] = {}
+    for following in itertools.chain(each, [None]):  # is computed while those before it are read
+        for name, pair in jax.device_get(late).items():  # a sum in float32 would lose what a batch adds to many
+            total[name] = [old + float(new) for old, new in zip(total.get(name, [0.0, 0.0]), pair, strict=True)]
+        late = following
+    return {name: of_all / count if count else float("nan") for name, (of_all, count) in total.items()}
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _metrics(loss_fn, params, batch):
     return loss_fn(params, batch, None)[1]
+
+
+def skipping(train_step: Callable[..., Any], *, donate: bool = True, out_shardings: Any = None) -> Callable[..., Any]:
+    """Returns a train step that keeps parameters and optimizer where the new ones, or the loss, are not finite.
+
+    As one with a loss scale does (`course_lib.precision`); here the state has none more than without, so a run can go on so.
+    Its metrics count what was left out: "skipped", as (sum, count).
+
+    Args:
+      train_step: `train_step(state, batch) -> (state, metrics)`.
+      donate: whether the new state takes the old one's memory.
+      out_shardings: of state and metrics; the compiler's choice if None.
+    """
+
+    def step(state, batch):
+        new, metrics = train_step(state, batch)
+        finite = precision.all_finite((new.params, new.opt_state, metrics["loss"]))
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (state.params, state.opt_state)
+        )
+        by_scale = metrics.get("skipped", (jnp.float32(0),))[0]
+        metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
+        metrics |= {"skipped": (by_scale + 1 - finite.astype(jnp.float32), jnp.float32(1))}
+        return dataclasses.replace(new, params=params, opt_state=opt_state), metrics
+
+    return jax.jit(step, donate_argnums=0 if donate else (), out_shardings=out_shardings)
 
 
 @dataclasses.dataclass(frozen=True)

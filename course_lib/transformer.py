@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from course_lib import attention, experts, layers, remat
-from course_lib.hooks import Hooks
+from course_lib.hooks import Hooks, with_products
 
 PyTree = Any
 
@@ -55,7 +55,8 @@ class Transformer(nn.Module):
           ValueError: if L exceeds `max_seq_len`, or the configuration or `parts` ask for what does not exist.
         """
         check_parts(parts)
-        config, hooks, dtype, length = self.config, self.hooks, jnp.dtype(self.config.dtype), x.shape[1]
+        config, dtype, length = self.config, jnp.dtype(self.config.dtype), x.shape[1]
+        hooks = with_products(self.hooks, config.flat_products)
         check(config, length)
         if "embed" in parts:
             # Both tables are read in float32: the gradient of a row sums over all its uses, more than bfloat16 can add up.
@@ -109,7 +110,7 @@ def check(config: ConfigDict, seq_len: int) -> None:
             f"head_dim={config.head_dim} must be hidden_size / num_heads = {config.hidden_size} / {config.num_heads}: "
             "the heads share the width of the model"
         )
-    layers.check(config)
+    layers.check(config, seq_len)
     remat.check(config.remat, config.remat_policy, config.remat_names)
     for name in config.remat_names:
         if name not in layers.NAMES:

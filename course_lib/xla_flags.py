@@ -6,7 +6,8 @@ of last year may do just that. Here a flag is tried in a process of its own, and
 
 A flag can also be given to one compilation: `lowered.compile(compiler_options={"xla_gpu_...": True})`.
 
-The course sets none by default. The defaults named below are those of JAX 0.10.
+The course sets one by itself, and only where JAX is older than 0.8.2: `keep_products_right` says why. The defaults named
+below are those of JAX 0.10.
 
 Sources: https://docs.jax.dev/en/latest/gpu_performance_tips.html and
 https://github.com/openxla/xla/blob/main/xla/debug_options_flags.cc.
@@ -14,9 +15,12 @@ https://github.com/openxla/xla/blob/main/xla/debug_options_flags.cc.
 
 import dataclasses
 import functools
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import warnings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +149,41 @@ def set_flags(*names: str) -> Report:
     if new:
         os.environ["XLA_FLAGS"] = " ".join(present + new)
     return Report(accepted, tuple(name for name in names if name not in accepted))
+
+
+def keep_products_right() -> None:
+    """Turns XNNPACK off where it may multiply by a matrix that is not there any more: on CPUs, in JAX before 0.8.2.
+
+    There XLA's products keep a packed copy of their right operand and find it again by its address alone. Other numbers at
+    the same address are not seen: those of a new array where an old one was freed, or of donated parameters that a step has
+    overwritten. A training loop does both, and nothing tells: its losses fall, only less.
+
+        product = jax.jit(lambda w, x: x @ w)
+        for i in range(8):
+            w = jnp.full((512, 128), float(i))
+            print(product(w, jnp.ones((512, 512)))[0, 0] / 512)   # JAX 0.7.2: 0, 0, 0, 3, 3, ...; 0.8.2: 0, 1, 2, 3, 4, ...
+
+    Importing `course_lib` calls this. A value that the user gave the flag stays. If JAX runs already, it only warns.
+    """
+    version = tuple(map(int, re.findall(r"\d+", _jaxlib_version())[:3]))
+    if version >= (0, 8, 2) or _XNNPACK in os.environ.get("XLA_FLAGS", ""):
+        return
+    if _backend_started():
+        warnings.warn(
+            f"jaxlib {_jaxlib_version()} computes wrong products on CPUs, and JAX runs already: import course_lib before the "
+            f"first use of JAX, or set XLA_FLAGS={_XNNPACK}=false",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    else:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XNNPACK}=false".strip()
+
+
+_XNNPACK = "--xla_cpu_use_xnnpack"
+
+
+def _jaxlib_version() -> str:
+    return importlib.metadata.version("jaxlib")
 
 
 def _backend_started() -> bool:

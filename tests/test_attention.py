@@ -33,13 +33,22 @@ SOME = jnp.eye(L, dtype=bool)[None, None] | (jnp.arange(L) < 3)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": SOME}])
-def test_reference_and_xla_give_the_same_values_and_gradients(qkv, options):
-    reference, xla = (_out_and_grads(name, qkv, **options) for name in ("reference", "xla"))
-    for ours, theirs in zip(reference, xla, strict=True):
-        np.testing.assert_allclose(ours, theirs, **NEAR)
+def test_what_runs_everywhere_gives_the_same_values_and_gradients(qkv, options, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 4)  # a whole one, and a part of one
+    reference, *others = (_out_and_grads(name, qkv, **options) for name in ("reference", "blocks", "xla"))
+    for other in others:
+        for ours, theirs in zip(reference, other, strict=True):
+            np.testing.assert_allclose(ours, theirs, **NEAR)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_block_of_queries_has_no_scores_of_keys_that_none_of_them_sees(qkv, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    product = f"{B},{H},2,{{}}"  # 2 queries with the keys up to the last of them: 2, 4, 6
+    lowered = str(jax.make_jaxpr(lambda *qkv: attention.attend(*qkv, implementation="blocks"))(*qkv))
+    assert all(f"f32[{product.format(keys)}]" in lowered for keys in (2, 4, 6)) and f"f32[{B},{H},{L},{L}]" not in lowered
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocks", "xla"])
 def test_grouped_queries_read_the_same_keys_as_if_each_had_a_copy(qkv, implementation):
     query = jnp.concatenate(qkv, axis=2)  # 6 heads, of which 3 in a row share the keys and values of one
 
@@ -70,7 +79,7 @@ def test_attention_is_a_mean_of_the_values_weighted_by_a_softmax(qkv):
     np.testing.assert_allclose(out[1, :, 0], weights @ value[1, :, 0], **NEAR)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "blocks", "xla"])
 def test_causal_attention_reads_the_past_and_only_the_past(qkv, implementation):
     """Three gradient criteria, after nanodo's test_causality (https://github.com/google-deepmind/nanodo).
 

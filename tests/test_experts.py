@@ -80,6 +80,20 @@ def block(model, kind):
     return layer, jax.jit(layer.init)(jax.random.key(0), x)["params"], x
 
 
+def test_the_router_computes_in_float32_also_where_factors_of_float32_are_rounded_by_default():
+    """As on GPUs and TPUs: to 11 bits, or to 8, unless the highest precision is asked for."""
+    model = small(dtype="bfloat16").model
+    layer, params, x = block(model, layers.ExpertsBlock)
+    gradients = jax.make_jaxpr(jax.grad(lambda *given: layer.apply({"params": given[0]}, given[1]).sum(), (0, 1)))(params, x)
+    of_router = []
+    for eqn in gradients.eqns:
+        factors = [var.aval for var in eqn.invars]
+        # Other products are of bfloat16, or find places from zeros and ones, which have no width.
+        if eqn.primitive.name == "dot_general" and factors[0].dtype == factors[1].dtype == jnp.float32:
+            of_router += [eqn.params["precision"]] * any(model.hidden_size in factor.shape for factor in factors)
+    assert of_router == 3 * [(jax.lax.Precision.HIGHEST,) * 2]  # the logits, and gradients of tokens and router
+
+
 RENAMED = {"expert_in": "input_layer", "expert_out": "output_layer"}
 
 
@@ -101,7 +115,7 @@ def test_a_token_without_room_is_left_to_the_residual():
 
 
 def test_rematerialized_experts_give_the_same_gradient():
-    tokens, grads = one_device.batch(small()), []
+    tokens, grads = jax.device_put(one_device.batch(small())), []
     for modules in ((), ("MLP",)):
         run = training.build(small(num_layers=1, remat=modules))
         params = run.init(jax.random.key(0)).params
@@ -134,6 +148,7 @@ def test_flops_are_those_counted_by_hand():
         ({"experts_per_token": 5}, r"experts_per_token=5 must be between 1 and num_experts=4"),
         ({"experts_per_token": 0}, r"experts_per_token=0 must be between 1 and"),
         ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be positive and finite"),
+        ({"capacity_factor": 1e-12}, r"capacity_factor=1e-12 must be larger: no expert would have room"),
         ({"balance_weight": float("nan")}, r"balance_weight=nan must not be negative"),
         ({"parallel_block": True}, r"num_experts=4 must be 0 for parallel_block=True"),
     ],

@@ -142,3 +142,13 @@ def test_a_layout_holds_the_chips_that_it_is_listed_under(row):
 def test_nothing_is_no_dtype():
     with pytest.raises(ValueError, match="dtype=None must be a floating-point dtype"):
         hardware.get("h100").peak(None)
+
+
+def test_cores_are_counted_as_xla_counts_them(monkeypatch):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    assert hardware.cores() >= 1
+    monkeypatch.setenv("NPROC", "3")
+    assert hardware.cores() == 3
+    monkeypatch.setenv("PJRT_NPROC", "5")
+    assert hardware.cores() == 5

@@ -37,5 +37,10 @@ def test_the_balance_adds_over_parts_of_a_batch():
     assert added == pytest.approx(training.mean_metrics(whole), rel=1e-6)
 
 
-def test_without_any_weight_the_loss_is_zero():
-    assert loss_fn(None, part(2), None)[0] == 0
+def test_without_any_weight_the_loss_and_its_gradient_are_zero():
+    def apply_fn(params, rows, rng):
+        return LOGITS[rows[:, 0]] * params, BALANCE[rows[:, 0]] * params
+
+    loss_fn = losses.balanced_loss(apply_fn, 0.5)
+    (loss, _), grad = jax.value_and_grad(loss_fn, has_aux=True)(jnp.float32(1), part(2), None)
+    assert loss == grad == 0

@@ -130,6 +130,12 @@ def test_evaluation_is_a_mean_over_labels_and_has_no_dropout():
         training.evaluate(LOSS_FN, params, [])
 
 
+def test_of_many_batches_none_is_lost_in_the_sum():
+    losses = [np.float32(2**24)] + [np.float32(1)] * 100  # in float32, 2**24 + 1 is 2**24
+    found = training.evaluate(lambda params, batch, rng: (batch, {"loss": (batch, jnp.ones_like(batch))}), {}, losses)
+    assert found["loss"] == (2**24 + 100) / 101
+
+
 # The train step.
 
 
@@ -303,6 +309,22 @@ def test_a_run_does_not_change_with_the_configuration_that_it_was_built_from():
     run = training.build(config)
     config.data.batch_size = 8
     assert run.config.data.batch_size == run.abstract()[1].inputs.shape[0] == 4
+
+
+def test_steps_that_donate_their_state_compute_what_steps_that_keep_it_compute():
+    """Many steps, of a size at which JAX 0.7.2 takes other kernels for its products: see xla_flags.keep_products_right."""
+    config = configs.get("cpu")
+    config.model.update(num_layers=1, vocab_size=64, num_outputs=64)
+    config.optimizer.update(schedule="constant", learning_rate=1e-3)
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 4, 129), dtype=np.int32)
+    states = []
+    for config.training.donate in (True, False):
+        run = training.build(config)
+        state = run.init(jax.random.key(0))
+        for batch in tokens:
+            state, _ = run.train_step(state, Batch(batch[:, :-1], batch[:, 1:], np.ones((4, 128), np.float32)))
+        states.append(state.params)
+    assert same(*states)
 
 
 def test_a_run_accumulates_and_donates_as_its_configuration_says():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course_lib import config, layers, measure, remat, transformer
+from course_lib import attention, config, layers, measure, remat, transformer
 from course_lib.transformer import Transformer
 
 REMAT = [(), ("MLP",), ("Attn",), ("MLP", "Attn"), ("Block",)]
@@ -168,6 +168,12 @@ def test_matmul_flops_count_every_weight_and_the_attention():
     tokens = 64 * 512
     attention = 12 * 2 * 2 * tokens * 512 * 1024
     assert transformer.matmul_flops(model, batch_size=64, seq_len=512) == 2 * tokens * kernels + attention
+
+
+def test_flat_products_and_attention_in_blocks_change_the_time_and_not_the_numbers(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    fast, plain = _grads(scan_layers=False, flat_products=True, attention="blocks"), _grads(scan_layers=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), fast, plain)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,6 @@ The figures of each row come from its `source`. Three things to know when readin
 """
 
 from course_lib.hardware.accelerator import PRECISIONS, Accelerator, GpuTarget, TpuTarget
-from course_lib.hardware.table import get, names, recognize
+from course_lib.hardware.table import cores, get, names, recognize
 
-__all__ = ["PRECISIONS", "Accelerator", "GpuTarget", "TpuTarget", "get", "names", "recognize"]
+__all__ = ["PRECISIONS", "Accelerator", "GpuTarget", "TpuTarget", "cores", "get", "names", "recognize"]

@@ -7,6 +7,8 @@ in NVIDIA's servers of eight, every GPU has a network card of its own, of 200 Gb
 A T4, an L4 and an A5000 stand in all kinds of servers, and a TPU's links reach past its host: there it is None.
 """
 
+import os
+
 import jax
 
 from course_lib.hardware.accelerator import Accelerator, GpuTarget, TpuTarget
@@ -36,6 +38,14 @@ def recognize(device: jax.Device) -> Accelerator | None:
     name of the table in theirs, and are slower or smaller.
     """
     return next((row for row in _ROWS if device.device_kind in row.device_kinds), None)
+
+
+def cores() -> int:
+    """Returns how many cores of the host this process may use, as XLA counts them: it takes as many threads."""
+    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    if told and told.isdecimal():
+        return int(told)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _A100 = GpuTarget((8, 0), 108, 64, 1.41, 40 * MIB, 167_936, 166_912, 2048)
