@@ -20,7 +20,8 @@ def same_gradient(axes, chosen, **changes):
     whole = one_device.small(**changes)
     params, expected, _ = one_device.reference(FrozenConfigDict(whole))
     with jax.default_matmul_precision("highest"):
-        grads, _ = jax.jit(strategy.gradient(whole, one_device.grid(**axes), chosen))(params, one_device.batch(whole), KEY)
+        grad_fn = one_device.jit(strategy.gradient(whole, one_device.grid(**axes), chosen))
+        grads, _ = grad_fn(params, one_device.batch(whole), KEY)
     return not one_device.different_leaves(grads, expected)
 
 
@@ -32,7 +33,7 @@ def same_update():
     expected = jax.tree.map(lambda p, g: p - 0.1 * g * min(1.0, 0.1 / norm), params, grads)
     run = strategy.build(whole, one_device.grid(data=2), Strategy(zero=1))
     with jax.default_matmul_precision("highest"):
-        found, _ = run.train_step(run.init(jax.random.key(0)), one_device.batch(whole))
+        found, _ = one_device.call(run.train_step, one_device.call(run.init, jax.random.key(0)), one_device.batch(whole))
     pairs = zip(jax.tree.leaves(jax.device_get(found.params)), jax.tree.leaves(expected), strict=True)
     return all(np.allclose(a, b, atol=3e-7) for a, b in pairs)
 
@@ -41,7 +42,7 @@ def same_bytes():
     """Compares what ZeRO-3 gathers with the bytes of parameters that are cut, and of kernels once more."""
     whole, grid, chosen = one_device.small(), one_device.grid(data=2), Strategy(zero=3)
     state, batch = strategy.build(whole, grid, chosen).abstract()
-    lowered = jax.jit(strategy.gradient(whole, grid, chosen)).lower(state.params, batch, KEY)
+    lowered = one_device.jit(strategy.gradient(whole, grid, chosen)).lower(state.params, batch, KEY)
     found = measure.ledger(lowered.compile(), grid)
     params, held = state.params, strategy.layout(whole, grid, chosen)[0].params
     leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(held), strict=True)
@@ -54,11 +55,11 @@ def own_masks():
     """Compares a loss with dropout with that of two devices, each with its half of the batch and its own key."""
     whole = one_device.small(**{"model.dropout_rate": 0.5})
     params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
-    batch, single = one_device.batch(whole), jax.jit(training.build(whole).loss_fn)
+    batch, single = one_device.batch(whole), one_device.jit(training.build(whole).loss_fn)
     halves = [jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)]
     metrics = [single(params, halves[d], jax.random.fold_in(KEY, d))[1] for d in (0, 1)]
     total, count = training.add_metrics(*metrics)["loss"]
-    found = jax.jit(strategy.build(whole, one_device.grid(data=2)).loss_fn)(params, batch, KEY)[0]
+    found = one_device.jit(strategy.build(whole, one_device.grid(data=2)).loss_fn)(params, batch, KEY)[0]
     return np.allclose(found, total / count, rtol=1e-5)
 
 
@@ -66,7 +67,7 @@ def two_steps():
     """Takes two steps that donate their state."""
     whole = one_device.small()
     run = strategy.build(whole, one_device.grid(data=2))
-    state, batch = run.init(jax.random.key(0)), one_device.batch(whole)
+    state, batch = one_device.call(run.init, jax.random.key(0)), one_device.batch(whole)
     try:
         for _ in range(2):
             state, _ = run.train_step(state, batch)

@@ -23,7 +23,7 @@ AXES = dict(data=2, expert=4)
 def ledger(by):
     whole, grid = one_device.small(**WITH_EXPERTS), one_device.grid(**AXES)
     state, batch = strategy.build(whole, grid, Strategy(by=by)).abstract()
-    grad_fn = jax.jit(strategy.gradient(whole, grid, Strategy(by=by)))
+    grad_fn = one_device.jit(strategy.gradient(whole, grid, Strategy(by=by)))
     return measure.ledger(grad_fn.lower(state.params, batch, jax.random.key(0)).compile(), grid)
 
 
@@ -67,13 +67,13 @@ def test_each_expert_runs_on_the_device_that_has_it():
     tokens = jax.random.normal(jax.random.key(0), (8, 4, 3, 5))  # two sequences a device
     exchange = functools.partial(experts.exchange, run)
     cut = P(None, "expert")
-    found = jax.jit(jax.shard_map(exchange, mesh=one_device.grid(expert=2), in_specs=cut, out_specs=cut))(tokens)
+    found = one_device.jit(jax.shard_map(exchange, mesh=one_device.grid(expert=2), in_specs=cut, out_specs=cut))(tokens)
     np.testing.assert_allclose(found, tokens * np.arange(8.0)[:, None, None, None], rtol=1e-6)
 
 
 def test_devices_take_their_own_sequences():
     own = jax.shard_map(experts.own, mesh=one_device.grid(expert=4), in_specs=P(), out_specs=P("expert"))
-    np.testing.assert_array_equal(jax.jit(own)(jnp.arange(24).reshape(8, 3)), np.arange(24).reshape(8, 3))
+    np.testing.assert_array_equal(one_device.jit(own)(jnp.arange(24).reshape(8, 3)), np.arange(24).reshape(8, 3))
 
 
 def test_evaluation_counts_the_balance_too():

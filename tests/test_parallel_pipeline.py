@@ -71,7 +71,7 @@ def executed(name, stages, microbatches, chunks, n):
     count = pipeline.count(pipeline.loss_of_head(apply_part), apply_part, grid, held, found)
     given = jax.device_put(pipeline.to_stages(params, stages, chunks), sharding.place(held, grid))
     with jax.default_matmul_precision("highest"):
-        compiled = jax.jit(count).lower(given, one_device.batch(whole), None).compile()
+        compiled = one_device.jit(count).lower(given, one_device.batch(whole), None).compile()
     batch = jax.device_put(one_device.batch(whole), compiled.input_shardings[0][1])
     grads, metrics, counts = compiled(given, batch, None)
     grads = pipeline.from_stages(jax.device_get(grads), stages, chunks)
@@ -135,7 +135,7 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
         """The same, one microbatch and stage after the other, with a key for each share, microbatch and stage."""
 
         def loss_of(index):
-            part = jax.tree.map(lambda x: x[index], microbatch)
+            part = jax.tree.map(lambda x: jnp.asarray(x)[index], microbatch)
             rng = jax.random.fold_in(jax.random.fold_in(KEY, index // microbatches), index % microbatches)
             x = apply_part("embed", params, part.inputs, None)
             for stage in range(stages):
@@ -146,8 +146,8 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
         return jax.lax.map(loss_of, jnp.arange(n * microbatches)).sum() / batch.weights.sum()
 
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(jax.grad(replayed))(params)
-        grads, _ = jax.jit(grad_fn)(params, batch, KEY)
+        expected = one_device.jit(jax.grad(replayed))(params)
+        grads, _ = one_device.jit(grad_fn)(params, batch, KEY)
     assert not one_device.different_leaves(grads, expected)
 
 
@@ -158,11 +158,11 @@ def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
     params, grads, metrics = reference(small())
     batch = one_device.batch(whole)
     with jax.default_matmul_precision("highest"):
-        before = run.init(jax.random.key(0))
-        after, _ = run.train_step(before, batch)
-        loss, _ = jax.jit(run.loss_fn)(before.params, batch, None)
-        logits = jax.jit(run.apply_fn)(before.params, batch.inputs)
-        expected = jax.jit(training.build(whole).apply_fn)(params, batch.inputs)
+        before = one_device.call(run.init, jax.random.key(0))
+        after, _ = one_device.call(run.train_step, before, batch)
+        loss, _ = one_device.jit(run.loss_fn)(before.params, batch, None)
+        logits = one_device.jit(run.apply_fn)(before.params, batch.inputs)
+        expected = one_device.jit(training.build(whole).apply_fn)(params, batch.inputs)
     assert loss == pytest.approx(training.mean_metrics(metrics)["loss"], rel=1e-5)
     np.testing.assert_allclose(logits, expected, atol=1e-5)  # of numbers near 1
     updated = pipeline.from_stages(jax.device_get(after.params), 2, 2)
@@ -178,7 +178,7 @@ def test_data_pipeline_and_tensor_give_the_gradient_of_one_device(name):
     grad_fn = strategy.gradient(whole, one_device.grid(data=2, pipe=2, tensor=2), Strategy(schedule=name, microbatches=3))
     params, expected, _ = reference(whole)
     with jax.default_matmul_precision("highest"):
-        grads, _ = jax.jit(grad_fn)(params, one_device.batch(whole), KEY)
+        grads, _ = one_device.jit(grad_fn)(params, one_device.batch(whole), KEY)
     assert not one_device.different_leaves(grads, expected)
 
 
@@ -187,7 +187,7 @@ def test_activations_are_passed_in_the_dtype_that_layers_compute_in():
     params, _, _ = reference(small())
     with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
         grad_fn = strategy.gradient(whole, one_device.grid(data=1, pipe=2), Strategy(microbatches=2))
-        lowered = jax.jit(grad_fn).lower(params, one_device.batch(whole), None)
+        lowered = one_device.jit(grad_fn).lower(params, one_device.batch(whole), None)
     sent = [line for line in lowered.as_text().splitlines() if "collective_permute" in line]
     assert len(sent) == 2 and all(f"{BATCH // 2}x{LENGTH}x{WIDTH}xbf16" in line for line in sent)
 
@@ -239,6 +239,8 @@ def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
         ({"model.num_layers": 2}, {}, "num_layers=2 .* some stages would have no layer; take 4"),
         ({}, {"schedule": "breadth_first", "chunks": 3}, "num_layers=8 must be a multiple of the 12 stages, 3 on each of 4"),
         ({"model.scan_layers": False}, {}, "scan_layers=False must be True"),
+        ({"training.accumulator_dtype": "bfloat16"}, {}, "accumulator_dtype='bfloat16' must be 'float32' with a pipeline"),
+        ({}, {"chunks": 0}, "chunks=0 must be"),
         ({"training.num_minibatches": 2}, {}, r"num_minibatches=2 must be 1 .*Strategy\(microbatches="),
         ({}, {"microbatches": 5}, "batch_size=24 must be a multiple of 5"),
         ({}, {"microbatches": 0}, "microbatches=0"),

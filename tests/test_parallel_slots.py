@@ -1,5 +1,7 @@
 """Buffers of a pipeline: nothing is overwritten before it is read, and none is larger than it must be."""
 
+import dataclasses
+
 import pytest
 
 from course_lib.parallel import schedule, slots
@@ -84,3 +86,30 @@ def test_all_devices_take_each_branch_as_often(planned):
     for row in planned.table:
         found = ["idle" if op is None else op.kind for op in row]
         assert [found.count(kind) for kind in kinds] == list(counts)
+
+
+def test_half_a_schedule_has_no_branches_that_could_be_told_apart():
+    with pytest.raises(ValueError, match="must be a whole one"):
+        slots.taken(slots.forward(schedule.one_f_one_b(2, 4)))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 16), (12, 36)])
+def test_executed_in_lockstep_gpipe_takes_its_table_and_1f1b_much_longer(stages, microbatches):
+    """With a backward as long as two forwards, as in the table."""
+
+    def stretched(make):
+        table = make(stages, microbatches)
+        return slots.lockstep(table, {"F": 1.0, "BW": 2.0}) / (3 * microbatches / (1 - schedule.bubble(table)))
+
+    assert stretched(schedule.gpipe) == 1
+    assert 1.2 < stretched(schedule.one_f_one_b) < 2
+
+
+def test_a_device_waits_for_its_neighbours_only():
+    F, row = schedule.Op("F", 0), (None, None)
+    found = schedule.Schedule("one", 5, 1, 1, ((F, None), row, row, row, row))
+    assert slots.lockstep(found, {"F": 1.0}) == 1
+    later = dataclasses.replace(found, table=((F, None), row, (None, F), row, row))
+    assert slots.lockstep(later, {"F": 1.0}) == 1  # two columns at once
+    beside = dataclasses.replace(found, table=((F, None), (None, F), row, row, row))
+    assert slots.lockstep(beside, {"F": 1.0}) == 2

@@ -4,7 +4,8 @@ Beside each other they read (R: an activation [b L D] of all sequences of a devi
 axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather or a reduce-scatter half of that):
 
     data      an all-reduce of the gradients; with ZeRO 1 and 2 a reduce-scatter of them, and an all-gather of the new
-              parameters; with ZeRO 3 one of what was computed with, once more for the kernels of layers
+              parameters; with ZeRO 3 one of what was computed with, once more for the kernels of layers, or for all that
+              a rematerialized block needs
     tensor    for each pair of products an all-reduce of R forward, one backward, and one where it is computed again;
               around the layers one of R, and one of the embedding in float32; a few numbers for each label
 """
@@ -27,6 +28,9 @@ from course_lib.parallel.sharding import dim_of
 
 PyTree = Any
 Sizes = Mapping[str, int]
+
+KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5}
+"""How many arrays of the hidden width the backward pass of an MLP needs, as compiled: a comparison's bits count half."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ def sent_for_gradients(config: ConfigDict, chosen: Strategy, params: Sequence[Le
     for leaf in params:
         if dim_of(leaf.held, "data") is not None:
             kernel = "kernel" in leaf.path
-            again = "Block" in config.model.remat or (kernel and chosen.gather_again)
+            again = _needed_again(leaf, config) if "Block" in config.model.remat else kernel and chosen.gather_again
             gathers = 1 + ("['block" in leaf.path and again)
             total += times * (gathers + 1) * leaf.bytes * n * (narrow if kernel else 1)
         elif dim_of(leaf.kept, "data") is not None:
@@ -65,6 +69,12 @@ def sent_for_gradients(config: ConfigDict, chosen: Strategy, params: Sequence[Le
         else:
             total += times * 2 * leaf.bytes
     return (n - 1) / n * total
+
+
+def _needed_again(leaf: Leaf, config: ConfigDict) -> bool:
+    """Whether the backward pass of a rematerialized block needs a parameter: all but biases that are added last."""
+    last = "['attn']" in leaf.path or config.model.parallel_block
+    return not (last and "['output_layer']['bias']" in leaf.path)
 
 
 def sent_inside_layers(
@@ -77,7 +87,7 @@ def sent_inside_layers(
     if "Block" in model.remat:
         again = pairs - (0.5 if chosen.sequence else 1)
     elif chosen.zero == 3 and chosen.gather_again:  # keeps nothing that was gathered, along "tensor" neither
-        again = 0.5 * pairs * chosen.sequence
+        again = 0.5 * pairs * (chosen.sequence and chosen.overlap == "none")  # what a ring brings is kept
     else:
         again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * chosen.sequence
     layers = model.num_layers // n["pipe"] * (2 * pairs + again + piped * pairs)
@@ -91,40 +101,92 @@ def sent_inside_layers(
     return 2 * (n["tensor"] - 1) / n["tensor"] * total
 
 
-def activations(config: Any, tokens: int, residual: int, n: Sizes) -> int:
+def gradients(chosen: Strategy, params: Sequence[Leaf], n: int, summed: bool) -> int:
+    """Returns the bytes of gradients: those of the part of the batch at hand, and if there are several parts the sum."""
+    total = 0
+    for leaf in params:
+        slices = n if chosen.zero == 2 and dim_of(leaf.kept, "data") is not None else 1  # stage 2 sums slices
+        total += leaf.bytes + (leaf.bytes // slices if summed else 0)
+    return total
+
+
+def copies(config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], layers: int, n: Sizes) -> int:
+    """Returns about the bytes of parameters as layers compute with them: gathered, and kernels in the model's dtype.
+
+    One layer's at a time, and as much of their gradients; those of all layers where the backward pass does not make them
+    again. What stands around the layers stays.
+
+    Args:
+      config: a whole configuration.
+      chosen: the strategy.
+      params: parameters as devices hold them.
+      layers: that the device computes at once.
+      n: devices of each axis.
+    """
+    model, narrow = config.model, jnp.dtype(config.model.dtype).itemsize / 4
+    total = 0.0
+    for leaf in params:
+        cut, kernel = dim_of(leaf.held, "data") is not None, "kernel" in leaf.path
+        if not cut and not (kernel and narrow < 1):
+            continue  # used as it is held
+        size = leaf.bytes * (n["data"] if cut else 1) * (narrow if kernel else 1)
+        if "['block" not in leaf.path:
+            total += size
+            continue
+        of_one = size * n["pipe"] / model.num_layers
+        module = "MLP" if "['mlp']" in leaf.path else "Attn"
+        again = "Block" in model.remat or (chosen.gather_again if cut else module in model.remat)
+        total += of_one * (2 if again else 2 + layers)
+    return int(total)
+
+
+def activations(config: Any, layers: int, tokens: int, residual: int, shards: int) -> int:
     """Returns about what a device keeps inside of its layers, and works on at once.
 
     Args:
       config: a whole configuration.
-      tokens: that the device computes at once.
+      layers: that the device computes at once.
+      tokens: that it computes at once.
       residual: bytes of their activation between layers, as the device holds it.
-      n: devices of each axis.
+      shards: devices along "tensor".
     """
     model = config.model
-    size, t = jnp.dtype(model.dtype).itemsize, n["tensor"]
-    width, heads = model.hidden_size, model.num_heads * model.head_dim
+    size, width, heads = jnp.dtype(model.dtype).itemsize, model.hidden_size, model.num_heads * model.head_dim
     of_attention = 2 * heads + 2 * (model.num_kv_heads or model.num_heads) * model.head_dim
+    hidden = KEPT_BY_MLP[model.mlp_activation] * model.mlp_expansion * width
     scores = 0 if model.attention in ("cudnn", "pallas") else model.num_heads * config.data.seq_len
-    # A normalized input, whole; what the products make of it; scores and softmax in float32, and what multiplies the values.
+    # A norm keeps three arrays in float32, and its output, whole; attention its softmax, and a narrow copy to multiply with.
+    norm = 3 * 4 * residual // size + tokens * width * size
     inside = {
-        "MLP": (width + 2 * model.mlp_expansion * width / t) * size,
-        "Attn": (width + of_attention / t) * size + scores / t * (8 + size),
+        "MLP": norm + tokens * hidden * size / shards,
+        "Attn": norm + tokens * (of_attention * size + scores * (4 + size)) / shards,
     }
-    layer = 2 * residual + tokens * sum(inside.values())
-    kept = residual if "Block" in model.remat else layer - tokens * sum(inside[name] for name in model.remat)
-    logits = 3 * 4 * tokens * model.num_outputs / t  # with their softmax and their gradient
-    return int(model.num_layers // n["pipe"] * kept + max(2 * layer, logits))
+    layer = 2 * residual + sum(inside.values())
+    kept = residual if "Block" in model.remat else layer - sum(inside[name] for name in model.remat)
+    logits = 3 * 4 * tokens * model.num_outputs / shards  # with their softmax and their gradient
+    at_work = layer + max(inside.values())  # all of one, and gradients inside of one of its modules
+    return int(layers * kept + max(at_work, logits))
 
 
-def products(config: FrozenConfigDict, accelerator: Accelerator, n: Sizes, piped: bool) -> tuple[float, float]:
-    """Returns seconds of products at the peak rate: a device's share of the model's, and all that the busiest device does."""
+def products(
+    config: FrozenConfigDict, sequences: float, accelerator: Accelerator, n: Sizes, piped: bool
+) -> tuple[float, float]:
+    """Returns seconds of products at the peak rate: a device's share of the model's, and all that the busiest device does.
+
+    Args:
+      config: a whole configuration, of one sequence.
+      sequences: how many a device along "data" has in a step.
+      accelerator: what each device is.
+      n: devices of each axis.
+      piped: whether there is a pipeline.
+    """
     of_model, again, of_head = (
         measure.mfu(measure.Flops({config.model.dtype: count}, {}), 1.0, accelerator) or 0.0 for count in flops(config)
     )
     layers = of_model - of_head + again
     if piped:  # a stage runs once more, from its stashed input; the head is on one of them
         layers, of_head = layers + (of_model - of_head) / 3, of_head * 4 / 3
-    sequences = config.data.batch_size / n["data"] / n["tensor"]
+    sequences /= n["tensor"]
     return sequences * of_model / n["pipe"], sequences * (layers / n["pipe"] + of_head)
 
 
@@ -135,7 +197,6 @@ def flops(config: FrozenConfigDict) -> tuple[int, int, int]:
     All in the model's dtype, as kernels of attention compute them; "reference" has its scores in float32.
     """
     one = ConfigDict(config.to_dict())
-    one.data.batch_size = one.training.num_minibatches = 1
     one.model.attention = "reference"
     run = training.build(one)
     state, batch = run.abstract()

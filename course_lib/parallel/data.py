@@ -6,7 +6,8 @@ https://arxiv.org/abs/1910.02054) is what a device keeps, and so what it has to 
     stage   parameters   gradients   optimizer   communication of a step, in parameters that a device sends
     0       all          all         all         all-reduce of gradients: 2 (n - 1) / n P
     1       all          all         1/n         reduce-scatter of gradients, all-gather of new parameters: the same
-    2       all          1/n         1/n         the same; with accumulation, a reduce-scatter each minibatch
+    2       all          1/n         1/n         the same; with accumulation, a reduce-scatter each minibatch,
+                                                 whose own gradients are whole until then: only their sum is 1/n
     3       1/n          1/n         1/n         all-gather twice (forward, backward) and reduce-scatter: 3 (n - 1) / n P
 
 Stage 3 is also called FSDP. Which dimension of a parameter is cut says `sharding.ZERO`: the model's width. The few
@@ -51,7 +52,9 @@ def gradient(
     Each device draws its dropout from a key of its own, the given one with its index folded in.
 
     Args:
-      loss_fn: what one device computes, of parameters as it holds them and its share of the batch.
+      loss_fn: what one device computes, of parameters as it holds them and its share of the batch. As all losses of
+        `losses`, it must be 0 with gradient 0 where all weights are 0: a device may have no labels, and 0 / 0 of one
+        would be NaN on all of them.
       mesh: with an axis "data".
       held: specs of the parameters.
       kept: specs of the gradients that come out: cut over "data" from stage 1 on.
@@ -80,8 +83,7 @@ def gradient(
             return grads, metrics
         total = jax.lax.psum(metrics, AXIS)
         share = _share(metrics, total)
-        # A device without labels has no say, also where its own mean is 0 / 0.
-        grads = jax.tree.map(lambda grad: jnp.where(share != 0, grad * share.astype(grad.dtype), 0), grads)
+        grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
         return sum_over_devices(grads, held, kept), total
 
     return jax.shard_map(on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(kept, P()))
@@ -126,7 +128,7 @@ def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, P
     """Returns the weighted mean of the losses of all devices along an axis, and their summed metrics."""
     total = _sum_of_metrics(metrics, axis)
     share = _share(metrics, total)
-    return jax.lax.psum(jnp.where(share != 0, loss * share, 0), axis), total
+    return jax.lax.psum(loss * share, axis), total
 
 
 def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
@@ -235,8 +237,12 @@ def gather_layers(specs: PyTree, dtype: Any, again: bool, scanned: bool) -> Call
 
 
 def _save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A checkpoint policy: keeps neither what an all-gather returns, nor that under the name that it then gets."""
-    return primitive.name != "all_gather" and params.get("name") != "gathered"
+    """A checkpoint policy: keeps neither what an all-gather returns, nor that under the name that it then gets.
+
+    Nor what `hooks.columns` and `rows` make of it, kernels that are reshaped or joined.
+    """
+    made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
+    return primitive.name != "all_gather" and not made_of_it and params.get("name") != "gathered"
 
 
 def check_stage(stage: int) -> None:
@@ -250,7 +256,7 @@ def check_stage(stage: int) -> None:
 
 
 def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
-    """Refuses a way to gather parameters that would undo a rematerialization.
+    """Refuses a way to gather parameters that would undo a rematerialization, or where layers gather none.
 
     Args:
       stage: of ZeRO by hand; 0 if it is left to the compiler.
@@ -260,6 +266,11 @@ def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
     Raises:
       ValueError: naming what would do.
     """
+    if not again and stage != 3:
+        raise ValueError(
+            "gather_again=False must come with zero=3 and by='hand': at other stages layers gather nothing, and a compiler "
+            "gathers when it likes, so that it would do nothing"
+        )
     if again and stage == 3 and {"MLP", "Attn"} & set(remat):
         raise ValueError(
             f"remat={tuple(remat)!r} must be () or ('Block',) with gather_again=True, which keeps all of a layer but what is "

@@ -9,11 +9,13 @@ what is sent follows from both, by the formulas of `costs` (Narayanan et al., 20
 Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198; https://jax-ml.github.io/scaling-book/training).
 
 Times are at peak rates, and neither a product nor a link reaches its peak. What takes time beside products and links is
-not there at all: the softmax of attention, norms, the optimizer, latencies.
+not there at all: the softmax of attention, norms, the optimizer, latencies. The bubble is that of the schedule's table, where
+nobody waits for a neighbour without need; in the program of `pipeline` they do: `slots.lockstep` says how long.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +40,8 @@ class Estimate:
       axes: the mesh, sizes by name, outer to inner.
       strategy: how its axes are used.
       parts: into how many parts a device along "data" cuts its share of the batch: microbatches, or minibatches.
-      bytes: "parameters", "optimizer" and "batch", which are the arguments of the step, exactly; "gradients" and
-        "activations", about.
+      bytes: "parameters", "optimizer" and "batch", which are the arguments of the step, exactly; "gradients",
+        "copies" (of parameters, as they are computed with) and "activations", about.
       sent: along each axis, in bytes.
       seconds: "products" at the peak rate, with what is computed again, on the device that has most; "bubble", in which it
         waits; "data", "pipe" and "tensor", what is sent along an axis by its link.
@@ -73,12 +75,10 @@ class Estimate:
 
     @property
     def floor(self) -> float:
-        """Seconds of a step if all that is sent is hidden behind products, or the products behind it.
-
-        But for the bubble of a pipeline, in which what "tensor" sends is still counted.
-        """
-        computing = self.seconds["products"] + self.seconds["bubble"]
-        return max(computing, *(self.seconds[axis] for axis in AXES))
+        """Seconds of a step if all that is sent is hidden behind products, or the products behind it."""
+        products, tensor = self.seconds["products"], self.seconds["tensor"]
+        waiting = self.seconds["bubble"] / (products + tensor)  # of a pipeline, for each second of its slots
+        return max(max(products, tensor) * (1 + waiting), self.seconds["data"], self.seconds["pipe"])
 
     @property
     def mfu(self) -> float:
@@ -100,6 +100,8 @@ def estimate(config: ConfigDict, axes: Mapping[str, int], chosen: Strategy, acce
         left to the compiler, which decides by itself; if the accelerator has no unit for a product's dtype, or there is no
         figure for a link.
     """
+    if few := {axis: size for axis, size in axes.items() if size < 1}:
+        raise ValueError(f"axes={few} must be at least 1 device each")
     if (unknown := set(axes) - set(AXES)) or config.model.num_experts:
         raise ValueError(
             f"axes={dict(axes)}, num_experts={config.model.num_experts} must be of {AXES} and 0: there is no formula here for "
@@ -114,35 +116,38 @@ def estimate(config: ConfigDict, axes: Mapping[str, int], chosen: Strategy, acce
     options.check(config, grid, chosen)
     if chosen.by != "hand":
         raise ValueError(f"by={chosen.by!r} must be 'hand' for an estimate: a compiler sends what it likes; read the ledger")
-    frozen, n = FrozenConfigDict(config), {axis: axes.get(axis, 1) for axis in AXES}
+    n = {axis: axes.get(axis, 1) for axis in AXES}
     parts = chosen.microbatches if piped else config.training.num_minibatches
+    frozen = _of_one(config)
     state = _state(frozen)
     held, kept = strategy.layout_of(state, config, grid, chosen)
     params = costs.leaves(state.params, held.params, kept, n)
     time, waiting, idle = _pipeline(chosen, n["pipe"]) if piped else (0, 0, 0.0)
-    share = config.data.batch_size // n["data"] // parts  # b, sequences that a device has at a time
-    residual = share * config.data.seq_len * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
+    # What a device computes at once.
+    layers = config.model.num_layers // n["pipe"] // chosen.chunks
+    tokens = config.data.batch_size // n["data"] // parts * config.data.seq_len
+    residual = tokens * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     residual //= n["tensor"] if chosen.sequence else 1
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, held))
-    whole = sum(leaf.bytes for leaf in params)
     held_bytes = {
-        "parameters": whole,
+        "parameters": sum(leaf.bytes for leaf in params),
         "optimizer": sum(leaf.bytes for leaf in costs.leaves(rest, of_rest, of_rest, n)),
         "batch": 3 * 4 * config.data.batch_size // n["data"] * config.data.seq_len,
-        "gradients": whole * (2 if parts > 1 or piped else 1),  # the sum over parts, and that of the part at hand
-        "activations": waiting * residual + costs.activations(config, share * config.data.seq_len, residual, n),
+        "gradients": costs.gradients(chosen, params, n["data"], summed=parts > 1 or piped),
+        "copies": costs.copies(config, chosen, params, layers, n),
+        "activations": waiting * residual + costs.activations(config, layers, tokens, residual, n["tensor"]),
     }
     outside = sum(leaf.bytes for leaf in params if "['block" not in leaf.path)
     sent = {
         "data": costs.sent_for_gradients(config, chosen, params, n["data"]),
-        "pipe": 2 * time * residual + 2 * (n["pipe"] - 1) / n["pipe"] * outside if piped else 0.0,
+        "pipe": 2 * time * residual + 2 * (n["pipe"] - 1) / n["pipe"] * outside if n["pipe"] > 1 else 0.0,
         "tensor": costs.sent_inside_layers(config, chosen, params, n, parts, piped),
     }
     bandwidth = {link.axis: link.bandwidth for link in meshes.links(axes, accelerator)}
     for axis in sent:
         if sent[axis] and bandwidth[axis] is None:
             raise ValueError(f"accelerator={accelerator.name!r} must have a figure for its network: axis {axis!r} crosses it")
-    of_model, products = costs.products(frozen, accelerator, n, piped)
+    of_model, products = costs.products(frozen, config.data.batch_size / n["data"], accelerator, n, piped)
     seconds = {"products": products} | {axis: sent[axis] / bandwidth[axis] if sent[axis] else 0.0 for axis in AXES}
     seconds["bubble"] = idle / (1 - idle) * (products + seconds["tensor"])
     fits = sum(held_bytes.values()) <= accelerator.memory_bytes
@@ -153,8 +158,9 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
     """Estimates the strategies for a number of devices: those that fit, by the time of a step.
 
     Goes through all grids data x pipe x tensor that divide the model, with "tensor" inside of a host. Without a pipeline
-    ZeRO 0, 1 and 3, with that number of minibatches that is fastest among those that fit; with one, 1F1B with ZeRO 1 and
-    as many microbatches as there can be, at most eight a stage. Where there is an axis "tensor", it divides the sequence too.
+    ZeRO 0, 1 and 3, with that number of minibatches that is fastest among those that fit; with one only 1F1B, one chunk a
+    device, with ZeRO 1 and as many microbatches as there can be, at most eight a stage. Where "data" does not divide the
+    model's width, only ZeRO 0 is left. Where there is an axis "tensor", it divides the sequence too.
 
     Args:
       config: a whole configuration; its own number of minibatches does not count.
@@ -165,19 +171,26 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
       Estimates, the fastest first; none if nothing fits.
 
     Raises:
-      ValueError: as `estimate`, if the accelerator has no figure for a link.
+      ValueError: if there is no device, or the model cannot work on any number of them; as `estimate`, if the accelerator
+        has no figure for a link.
     """
-    found = []
-    hosted = [t for t in _divisors(count) if t <= virtual.GPUS_PER_HOST]
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1 device")
+    found, whole = [], ConfigDict(config.to_dict())
+    whole.training.num_minibatches = 1
+    training.check(whole)  # so that what is refused below only does not divide
+    hosted = _divisors(math.gcd(count, virtual.GPUS_PER_HOST) if count > virtual.GPUS_PER_HOST else count)
     for tensor, pipe in ((t, p) for t in hosted for p in _divisors(count // t)):
         axes = {"data": count // tensor // pipe, "pipe": pipe, "tensor": tensor}
         axes = {axis: size for axis, size in axes.items() if axis == "data" or size > 1}
         for chosen, minibatches in _candidates(config, axes):
             given = ConfigDict(config.to_dict())
             given.training.num_minibatches = minibatches
+            grid = AbstractMesh(tuple(axes.values()), tuple(axes))
             try:
-                options.check(given, AbstractMesh(tuple(axes.values()), tuple(axes)), chosen)
-            except ValueError:  # something does not divide
+                options.check(given, grid, chosen)
+                strategy.layout_of(_state(_of_one(given)), given, grid, chosen)
+            except ValueError:  # something does not divide: the model, or, with ZeRO, a parameter
                 continue
             found.append(estimate(given, axes, chosen, accelerator))
     fitting = sorted((each for each in found if each.fits), key=lambda each: each.step)
@@ -201,6 +214,13 @@ def _candidates(config: ConfigDict, axes: Mapping[str, int]) -> list[tuple[Strat
     stages = (0, 1, 3) if axes["data"] > 1 else (0,)
     again = not {"MLP", "Attn"} & set(config.model.remat)
     return [(Strategy(zero=zero, sequence=sequence, gather_again=again or zero < 3), m) for zero in stages for m in parts]
+
+
+def _of_one(config: ConfigDict) -> FrozenConfigDict:
+    """Returns the same for one sequence: what does not depend on their number is computed once for all."""
+    one = ConfigDict(config.to_dict())
+    one.data.batch_size = one.training.num_minibatches = 1
+    return FrozenConfigDict(one)
 
 
 @functools.cache

@@ -19,7 +19,8 @@ class Strategy:
     Attributes:
       by: "hand" or "compiler".
       zero: stage of ZeRO along "data", 0 to 3.
-      gather_again: with stage 3 by hand, whether layers gather their parameters again for the backward pass.
+      gather_again: with stage 3 by hand, whether layers gather their parameters again for the backward pass. Blocks that are
+        rematerialized do in any case.
       sequence: whether norms and residuals are divided along the sequence, over "tensor".
       overlap: with that, by hand, how the products of "tensor" communicate: "none" (before or after they compute),
         "one-way" or "two-way" (around a ring, meanwhile).
@@ -117,5 +118,12 @@ def _check_pipeline(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) 
             f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a stage runs once a microbatch, and each time "
             "stage 2 would send all of its gradients, stage 3 all of its parameters"
         )
+    if config.training.accumulator_dtype != "float32":
+        raise ValueError(
+            f"accumulator_dtype={config.training.accumulator_dtype!r} must be 'float32' with a pipeline, which adds up the "
+            "gradients of microbatches in the dtype of the parameters"
+        )
+    if strategy.chunks < 1:
+        raise ValueError(f"chunks={strategy.chunks} must be at least 1: so many parts of the model a device has")
     pipeline.check(config, mesh, strategy.chunks)
     schedules.make(strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks)

@@ -9,7 +9,8 @@ https://arxiv.org/abs/1811.06965).
 One program runs on all devices, and that has a price. The parameters of embedding and head lie on all of them, though only
 the first and the last use them; their gradients are summed over "pipe" once a step. And what a slot sends is sent in all
 slots, whether there is something or not: neighbours wait for each other, so that a slot of the table lasts as long as the
-longest op in it. Parameters of layers never move.
+longest op in it. A step of GPipe takes as long as its table says; one of 1F1B, whose backwards lie on a diagonal, 1.6 times
+as long with 4 stages and 16 microbatches (`slots.lockstep`): what it is taken for is memory. Parameters of layers never move.
 
     sent by a device, along "pipe"      2 * slots * activation bytes of a microbatch, and 2 (S-1)/S of the gradient
                                         bytes of embedding and head

@@ -81,8 +81,16 @@ def taken(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     """Returns how often a device takes each branch of the program in a step, for `measure.ledger(..., taken=...)`.
 
     The same for all devices: each does every microbatch once with each of its chunks.
+
+    Args:
+      schedule: a whole one. A conditional is known by its number of branches, and half of one has as many as others.
+
+    Raises:
+      ValueError: if it has only forwards.
     """
     found = program(schedule)
+    if len(found.kinds) < 3:
+        raise ValueError("schedule must be a whole one: branches of forwards only are like other conditionals")
     return {len(found.kinds): tuple(np.bincount(found.columns["kind"][0], minlength=len(found.kinds)).tolist())}
 
 
@@ -103,3 +111,21 @@ def forward(schedule: Schedule) -> Schedule:
     rows = [[op if op is not None and op.kind == "F" else None for op in row] for row in whole.table]
     length = max(time + 1 for row in rows for time, op in enumerate(row) if op is not None)
     return dataclasses.replace(whole, name="forward", table=tuple(tuple(row[:length]) for row in rows))
+
+
+def lockstep(schedule: Schedule, durations: Mapping[str, float]) -> float:
+    """Returns when the last device is through a step, of the program that `pipeline` runs: neighbours wait for each other.
+
+    They exchange what they have after every column of the table, so that a device begins a column when it and the devices
+    before and after it are through the last one. A backward in one piece stands in two columns and is computed in the second.
+    Of a table whose backwards lie on a diagonal, as in 1F1B, hardly two columns overlap.
+
+    Args:
+      schedule: a legal one.
+      durations: of an op by its kind, "F" and "BW", or "F", "B" and "W"; what is sent takes no time.
+    """
+    through = [0.0] * schedule.stages
+    for column in zip(*schedule.table, strict=True):
+        ends = [begin + (durations.get(op.kind, 0.0) if op else 0.0) for begin, op in zip(through, column, strict=True)]
+        through = [max(ends[d - 1], end, ends[(d + 1) % len(ends)]) for d, end in enumerate(ends)]
+    return max(through)

@@ -166,7 +166,9 @@ def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
     hooks, score = _tensor(mesh, strategy)
     if strategy.zero == 3:
         scanned = config.model.scan_layers
-        layer = data.gather_layers(held, config.model.dtype, again=strategy.gather_again, scanned=scanned)
+        by_block = "Block" in config.model.remat and config.model.remat_policy == "nothing"  # which gathers again already
+        again = strategy.gather_again and not by_block
+        layer = data.gather_layers(held, config.model.dtype, again=again, scanned=scanned)
         hooks = dataclasses.replace(hooks, layer=layer)
     if "context" in mesh.shape:
         hooks = context.hooks(hooks)

@@ -54,16 +54,22 @@ def row_scatter(x: Array, kernel: Array, dimension_numbers: Any, **options: Any)
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
     """Returns this device's part of the sum over devices that is the embedding: its own rows, and zeros.
 
-    A token that no device has a row for gives NaN, as on one device.
+    A token that no device has a row for gives NaN, and a negative one counts from the end, as on one device.
 
     Args:
       table: this device's rows of the token table.
       tokens: of the whole vocabulary.
     """
+    tokens = _from_the_end(tokens, table.shape[0])
     index = vary(tokens, AXIS) - jax.lax.axis_index(AXIS) * table.shape[0]
     mine = (index >= 0) & (index < table.shape[0])
     rows = jnp.take(table, jnp.where(mine, index, 0), axis=0)
     return jnp.where(mine[..., None], rows, _zero_or_nan(tokens, table.shape[0])[..., None].astype(rows.dtype))
+
+
+def _from_the_end(tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
+    """Returns tokens of which negative ones count from the end of the vocabulary, as `jnp.take` has it."""
+    return jnp.where(tokens < 0, tokens + size * jax.lax.axis_size(AXIS), tokens)
 
 
 def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
@@ -77,7 +83,7 @@ def cross_entropy(
     """Returns cross entropy and correctness of each label, from logits of which each device has a part.
 
     As `training.cross_entropy` of all logits, which no device ever holds: four numbers a label are exchanged. A label
-    outside of the vocabulary gives NaN, as there.
+    outside of the vocabulary gives NaN, and a negative one counts from its end, as there.
 
     Args:
       logits: those of this device's part of the vocabulary.
@@ -88,14 +94,15 @@ def cross_entropy(
     own_top = jax.lax.stop_gradient(logits).max(axis=-1)
     top = jax.lax.pmax(own_top, AXIS)
     total = jax.lax.psum(jnp.exp(logits - top[..., None]).sum(axis=-1), AXIS)
-    index = vary(labels, AXIS) - offset
+    places = _from_the_end(labels, size)
+    index = vary(places, AXIS) - offset
     mine = (index >= 0) & (index < size)
     own = jnp.take_along_axis(logits, jnp.where(mine, index, 0)[..., None], axis=-1)[..., 0]
     of_label = jax.lax.psum(jnp.where(mine, own - top, 0), AXIS)
     # Of equal logits the first counts, as in an argmax over all.
     best = jnp.where(own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max)
     correct = jax.lax.pmin(best, AXIS) == labels
-    return jnp.log(total) - of_label + _zero_or_nan(labels, size), correct.astype(jnp.float32)
+    return jnp.log(total) - of_label + _zero_or_nan(places, size), correct.astype(jnp.float32)
 
 
 def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
