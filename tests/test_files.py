@@ -1,0 +1,108 @@
+"""What must be true of files that are written whole or not at all."""
+
+import errno
+import os
+import pathlib
+
+import pytest
+
+from course_lib import files
+
+
+def test_a_file_is_there_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "folder" / "file"
+    with files.whole_file(path) as file:
+        file.write(b"whole")
+        file.flush()
+        assert not path.exists()
+    assert path.read_bytes() == b"whole" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_writer_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    with pytest.raises(KeyboardInterrupt), files.whole_file(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_part_that_a_killed_writer_left_goes_and_one_that_is_being_written_stays(tmp_path):
+    path = tmp_path / "file"
+    for name in ("file.killed.part", "other.part", "file.part.txt", "filex.killed.part"):
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "file.young.part").write_bytes(b"half")
+    with files.whole_file(path) as first:
+        os.utime(first.name, (0, 0))  # slow, but alive
+        with files.whole_file(path) as second:
+            second.write(b"second")
+        first.write(b"first")
+    assert path.read_bytes() == b"first"
+    left = {found.name for found in tmp_path.iterdir()}
+    assert left == {"file", "file.young.part", "other.part", "file.part.txt", "filex.killed.part"}
+
+
+def test_other_users_may_read_what_one_wrote(tmp_path):
+    with files.whole_file(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("number, of_folders", [(errno.EINVAL, "left to itself"), (errno.EIO, "refused")])
+def test_a_file_system_that_syncs_no_folders_is_left_to_itself_but_no_error_is(tmp_path, monkeypatch, number, of_folders):
+    def fails(file):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError):
+        files.to_disk(tmp_path / "file")
+    if of_folders == "left to itself":
+        files.to_disk(tmp_path)
+    else:
+        with pytest.raises(OSError):
+            files.to_disk(tmp_path)
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("COURSE_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / "course_lib"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.cache_folder() == pathlib.Path.home() / ".cache" / "course_lib"
+    monkeypatch.setenv("COURSE_CACHE", "/elsewhere")
+    assert files.cache_folder() == pathlib.Path("/elsewhere")
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path):
+    with files.locked(tmp_path / "run"):
+        with pytest.raises(BlockingIOError, match="run is in use by another process"), files.locked(tmp_path / "run"):
+            pass
+    with files.locked(tmp_path / "run"):
+        pass
+
+
+def test_what_a_file_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, real=real: (done.append(name), real(*given))[1])
+    with files.whole_file(tmp_path / "file") as file:
+        file.write(b"whole")
+    assert done == ["fsync", "replace"]
+
+
+def test_where_no_locks_are_to_be_had_a_folder_is_held_by_all(tmp_path, monkeypatch):
+    def refuse(*given):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with files.locked(tmp_path), files.one_at_a_time(tmp_path):
+        assert (tmp_path / "lock").exists()
+
+
+def test_a_name_that_is_not_utf_8_is_refused():
+    files.check_name("ä")
+    with pytest.raises(ValueError, match=r"'/a/\\udcff' has a name that is not UTF-8; rename it"):
+        files.check_name(os.fsdecode(b"/a/\xff"))
