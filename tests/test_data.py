@@ -1,12 +1,15 @@
 """What must be true of the corpus, the tokenizer and the batches."""
 
+import errno
 import gzip
 import hashlib
 import importlib.resources
 import json
 import multiprocessing
+import os
 import re
 import sysconfig
+import tracemalloc
 
 import build_corpus
 import numpy as np
@@ -14,14 +17,7 @@ import pytest
 
 from course_lib import data
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A cache folder of its own for these tests, empty at first."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COURSE_CACHE", str(folder))
-        yield folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -107,8 +103,8 @@ def test_tokens_are_those_of_the_text_that_their_place_in_the_cache_is_named_aft
         (tmp_path / "two.txt").write_text("after")
         return prepare(everything, corpus)
 
-    monkeypatch.setattr(data, "_prepare", written_meanwhile)
     data.tokenizer()
+    monkeypatch.setattr(data, "_prepare", written_meanwhile)
     assert data.tokenizer().decode(data.tokens("train", tmp_path)[:-1]) == "before"
 
 
@@ -140,8 +136,6 @@ def test_tokens_follow_a_folder_that_changes(folder):
 
 
 def _sum_of_tokens(folder, barrier, results):
-    import os
-
     os.environ["COURSE_CACHE"] = folder
     barrier.wait()
     results.put(int(data.tokens("train").sum()))
@@ -185,6 +179,17 @@ def test_validation_batches_hold_every_token_but_the_first_once_as_a_label(lengt
     labels = np.concatenate([batch.labels[batch.weights == 1] for batch in batches])
     np.testing.assert_array_equal(labels, tokens[1:])
     assert all(batch.labels.shape == (2, 8) for batch in batches)
+
+
+def test_a_validation_batch_is_made_when_it_is_asked_for():
+    tokens = np.zeros(10**6, np.uint16)  # 2 MB; all batches at once, and the positions in them, would be 28 MB
+    tracemalloc.start()
+    try:
+        for _ in data.validation_batches(tokens, batch_size=4, seq_len=256, vocab_size=data.VOCAB_SIZE):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_its_position():
@@ -231,6 +236,46 @@ def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
         data.documents("train", tmp_path)
     with pytest.raises(ValueError, match="split='test' must be one of"):
         data.documents("test")
+
+
+def test_links_are_followed_and_no_text_is_read_twice(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "inner").mkdir()
+    (elsewhere / "inner" / "e.txt").write_text("e")
+    targets = {"linked": elsewhere, "c/up": folder, "again": folder / "c", "f.txt": elsewhere / "inner" / "e.txt"}
+    for name, target in targets.items():
+        (folder / name).symlink_to(target)
+    assert list(data.text_files(folder)) == ["a.txt", "again/d.txt", "b.txt", "f.txt", "linked/inner/e.txt"]
+
+
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(folder, monkeypatch):
+    scandir = os.scandir
+
+    def forbidden(path):
+        if os.fspath(path).endswith("/c"):  # the tests may run as root, to whom nothing is forbidden
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", forbidden)
+    with pytest.raises(ValueError, match=rf"^corpus='{folder}': '{folder}/c' may not be read; permit it, or take another"):
+        data.text_files(folder)
+
+
+def test_what_is_no_file_is_refused_and_not_left_out(folder):
+    (folder / "c" / "gone.txt").symlink_to(folder / "nothing")
+    with pytest.raises(ValueError, match=r"c/gone.txt' is neither a file nor a folder, or a link to what is not there; remove"):
+        data.text_files(folder)
+
+
+def test_a_name_that_is_not_utf8_is_named(folder):
+    path = os.path.join(os.fsencode(folder), b"caf\xe9.txt")
+    try:
+        with open(path, "w"):
+            pass
+    except OSError:
+        pytest.skip("this file system has no such names")
+    with pytest.raises(ValueError, match=r"caf\\udce9\.txt' has a name that is not UTF-8; rename it"):
+        data.documents("train", folder)
 
 
 def test_a_document_that_holds_the_token_between_documents_is_refused(tmp_path):
