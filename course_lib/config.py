@@ -49,6 +49,7 @@ def published_155m() -> ConfigDict:
         remat_policy="nothing",  # what is kept inside of that all the same
         remat_names=(),  # which named values the policies "names" and "offload" keep
         attention="reference",  # see course_lib.attention
+        flat_products=False,  # B and L as one dimension: on a CPU gradients of products are faster, see course_lib.hooks
         qk_norm=False,  # normalizes queries and keys, so that scores stay small: see course_lib.layers for these options
         parallel_block=False,  # MLP and attention of the same input: half the exchanges of tensor parallelism
         num_kv_heads=0,  # G: how many heads keys and values have, fewer parameters and less to keep; 0 means H
@@ -90,7 +91,8 @@ def published_155m() -> ConfigDict:
 def cpu() -> ConfigDict:
     """For two CPU cores: 1.1 million parameters. 1,000 steps take about 95 s of CPU time, 50 to 95 s on two idle cores.
 
-    Trained on the course's corpus it predicts better than a bigram model: notebook 05.
+    Trained on the course's corpus it predicts better than a bigram model: notebook 05. Its step is the plain one, of which the
+    notebooks speak; model.flat_products and model.attention="blocks" make a CPU faster (docs/benchmarks.md).
     """
     config = published_155m()
     config.model.update(num_layers=3, hidden_size=128, head_dim=32, num_heads=4, max_seq_len=128)
@@ -164,7 +166,7 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     Raises:
       ValueError: naming the field, its value, and the fix.
     """
-    _check_fields(config, published_155m(), "")
+    check_fields(config, published_155m(), "")
     _check_ranges(config)
     model, training = config.model, config.training
     for field in ("dtype", "softmax_dtype"):
@@ -188,8 +190,12 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     _check_pairs(config)
 
 
-def _check_fields(config: Any, template: ConfigDict, path: str) -> None:
-    """Compares names and types with those of a configuration that works."""
+def check_fields(config: Any, template: ConfigDict, path: str) -> None:
+    """Compares names and types with those of a configuration that works.
+
+    Raises:
+      ValueError: naming the field, behind `path`, its value, and what is close.
+    """
     for field in config:
         if field not in template:
             close = difflib.get_close_matches(field, template, n=1)
@@ -200,7 +206,7 @@ def _check_fields(config: Any, template: ConfigDict, path: str) -> None:
             raise ValueError(f"{path}{field} must be given: start from a preset, config.get({'155m'!r})")
         value = config[field]
         if isinstance(example, ConfigDict):
-            _check_fields(value, example, f"{path}{field}.")
+            check_fields(value, example, f"{path}{field}.")
         elif isinstance(value, bool) != isinstance(example, bool) or not isinstance(value, _accepted(example)):
             raise ValueError(f"{path}{field}={value!r} must be of type {type(example).__name__}, as in {example!r}")
 
@@ -229,6 +235,8 @@ def _check_ranges(config: ConfigDict) -> None:
                 raise ValueError(f"{part}.{field}={config[part][field]!r} must be in [0, 1): 1 leaves nothing")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed!r} must not be negative: NumPy's generators take none")
+    if config.seed >= 2**32:
+        raise ValueError(f"seed={config.seed!r} must be under 2**32: JAX's keys keep 32 bits of it")
     for field in ("warmup_steps", "weight_decay", "clip_norm"):
         if not (config.optimizer[field] >= 0 and math.isfinite(config.optimizer[field])):
             value = config.optimizer[field]
@@ -259,5 +267,5 @@ def _check_pairs(config: ConfigDict) -> None:
     if optimizer.schedule == "warmup_cosine" and config.training.steps > optimizer.total_steps:
         raise ValueError(
             f"training.steps={config.training.steps} must be at most optimizer.total_steps={optimizer.total_steps}: from "
-            "there on the rate is 0; raise both"
+            "there on the rate is 0; raise both, as another run if this one has begun"
         )

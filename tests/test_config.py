@@ -69,6 +69,7 @@ def test_a_missing_field_is_refused():
         ("optimizer.name", "adma", "optimizer.name='adma' must be one of"),
         ("optimizer.schedule", "cosine", "optimizer.schedule='cosine' must be one of"),
         ("seed", -1, "seed=-1 must not be negative"),
+        ("seed", 2**32, r"seed=4294967296 must be under 2\*\*32"),
         ("optimizer.clip_norm", -1.0, "optimizer.clip_norm=-1.0 must not be negative"),
         ("training.num_minibatches", 3, "num_minibatches=3"),
         ("training.accumulation", "while", "'while' must be one of"),

@@ -103,6 +103,7 @@ PICTURES = {
     "gradient_histogram": lambda: figures.gradient_histogram({"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16),
     "heap_timeline": lambda: figures.heap_timeline({"a": [0, 2 * GIB, GIB], "b": [0, GIB]}, capacity=3 * GIB),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
+    "trace": lambda: figures.trace([(step, 4e-4 * 0.99**step) for step in range(300)], "step", "learning rate", title="Rate"),
     "lines": lambda: figures.lines({"loop": [(1, 1), (4, 4)], "scan": [(1, 1), (4, 1)]}, "minibatches", "s", logx=True),
     "loss_curve": lambda: figures.loss_curve(
         [(0, 8.0), (9, 4.5)], [(0, 8.0), (9, 4.6)], {"bigram": 4.9, "unigram": 6.3}
@@ -132,6 +133,12 @@ def test_a_loss_without_baselines_and_one_that_diverged_are_drawn(tmp_path):
     diverged = [(0, 8.0), (9, 4.5), (99, math.nan)]
     figures.loss_curve(diverged, diverged).savefig(tmp_path / "diverged.png")
     figures.lines({"a": diverged}, "step", "loss").savefig(tmp_path / "lines.png")
+
+
+def test_what_lies_outside_of_the_drawn_range_is_drawn_at_its_edge():
+    figure = figures.lines({"a": [(0, 8.0), (1, 40.0), (2, 0.1)]}, "step", "loss", ylim=(4, 9))
+    (axes,) = figure.axes
+    assert axes.get_ylim() == (4, 9) and list(axes.lines[0].get_ydata()) == [8.0, 9, 4]
 
 
 def draw(figure) -> None:

@@ -1,7 +1,7 @@
 """Every picture of the course: one function a picture, plain data in, a matplotlib `Figure` out."""
 
 from course_lib.figures.bars import largest_arrays, memory_bars, memory_breakdown, residuals, roofline, top_ops
-from course_lib.figures.curves import lines, loss_curve, tradeoff
+from course_lib.figures.curves import lines, loss_curve, trace, tradeoff
 from course_lib.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.figures.numbers import formats, gradient_histogram
 from course_lib.figures.overlap import overlap
@@ -25,6 +25,7 @@ __all__ = [
     "seconds_by_devices",
     "step_timeline",
     "top_ops",
+    "trace",
     "tradeoff",
     "use_style",
     "who_holds_what",

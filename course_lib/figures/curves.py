@@ -20,6 +20,7 @@ def lines(
     *,
     logx: bool = False,
     logy: bool = False,
+    ylim: tuple[style.Number, style.Number] | None = None,
     title: str = "",
 ) -> Figure:
     """Draws one line a series, labelled at its end.
@@ -30,12 +31,16 @@ def lines(
       ylabel: what y is, with its unit.
       logx: draw x on a logarithmic axis, with a tick at each of its values.
       logy: draw y on a logarithmic axis; a linear one starts at 0.
+      ylim: draw y from the first to the second instead, and what is outside at the edge: for a loss, whose 0 says nothing.
       title: what the picture shows.
 
     Raises:
       ValueError: if there is no series, or one without points.
     """
     _check(series)
+    if ylim is not None:
+        low, high = ylim
+        series = {name: [(x, min(max(y, low), high)) for x, y in points] for name, points in series.items()}
     figure, axes = style.canvas()
     for i, points in enumerate(series.values()):
         axes.plot(*zip(*points, strict=True), **style.stroke(i))
@@ -48,7 +53,9 @@ def lines(
         axes.set_xticklabels([f"{x:g}" for x in ticks])
     if logy:
         axes.set_yscale("log")
-    else:
+    if ylim is not None:
+        axes.set_ylim(ylim)
+    elif not logy:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     style.label_right(axes, [_end(points) for points in series.values()], list(series))
@@ -86,6 +93,26 @@ def loss_curve(
         labels.append(f"{name} {value:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     style.label_right(axes, ends, labels)
+    return figure
+
+
+def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figure:
+    """Draws one thin line without markers, from 0 up: for something with a value at each of many steps.
+
+    Args:
+      points: (x, y).
+      xlabel: what x is, with its unit.
+      ylabel: what y is, with its unit.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there are no points.
+    """
+    _check({"points": points})
+    figure, axes = style.canvas(height=2.5)
+    axes.plot(*zip(*points, strict=True), color=style.COLORS[0], linewidth=1.2)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     return figure
 
 
