@@ -1,0 +1,115 @@
+"""Measures whether the input keeps up: tokens/s that arrive on the device, against those that the train step takes.
+
+    python -m benchmarks.input --preset cpu         prints one line of JSON; --out docs/results/benchmarks stores it
+
+Three things by turns: batches alone, steps alone (on a batch that lies ready), and steps that are fed. Batches are made ahead:
+while others have their turn, some get ready, which would be had for nothing. So a turn begins with as many that are not timed.
+The input works in a thread beside the steps: where there are few cores it takes time from them, which the fed steps show.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import table
+from course_lib import config, loading, training
+
+READY = 8  # batches that may lie ready: Grain's 2, the one in its hand, those on the device, and some
+NAMES = {"input": "batches alone", "step": "steps alone", "fed": "steps that are fed"}
+
+
+def by_turns(rounds: Mapping[str, Callable[[], Any]], steps: int, repeats: int) -> dict[str, list[float]]:
+    """Returns the seconds of each turn of so many rounds, after rounds that are not timed.
+
+    Args:
+      rounds: name to a function without arguments that returns arrays.
+      steps: rounds of a turn.
+      repeats: turns of each, after one that compiles.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in rounds}
+    for _ in range(1 + repeats):
+        for name, function in rounds.items():
+            for _ in range(READY):
+                last = function()
+            jax.block_until_ready(last)
+            start = time.perf_counter()
+            for _ in range(steps):
+                last = function()
+            jax.block_until_ready(last)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+def summary(seconds: Mapping[str, list[float]], tokens: int) -> list[dict[str, Any]]:
+    """Returns the rows of the table.
+
+    Args:
+      seconds: of each turn of "input", "step" and "fed".
+      tokens: how many tokens each turn had.
+
+    Returns:
+      Tokens/s at the median and the quartiles of the turns, and the median over that of the steps alone: how many times faster
+      batches come than steps take them, and what is left of the steps' rate when they are fed.
+    """
+    rates = {name: np.quantile(tokens / np.asarray(each), [0.25, 0.5, 0.75]).tolist() for name, each in seconds.items()}
+    return [
+        {"measured": NAMES[name], "tokens/s": middle, "quartiles": [low, high], "over steps alone": middle / rates["step"][1]}
+        for name, (low, middle, high) in rates.items()
+    ]
+
+
+def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
+    """Measures a preset on the first device of this machine.
+
+    Args:
+      preset: of `course_lib.config`.
+      steps: batches or steps a turn.
+      repeats: turns of each.
+    """
+    chosen = config.get(preset)
+    run = training.build(chosen)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    tokens = loading.token_file("train")
+    sizes = dict(batch_size=chosen.data.batch_size, seq_len=chosen.data.seq_len, vocab_size=chosen.model.vocab_size)
+
+    def batches():
+        return loading.to_devices(loading.batches(tokens, seed=chosen.seed, **sizes), sharding)
+
+    alone, feeding = batches(), batches()
+    ready = next(alone)
+    state = run.init(jax.random.key(chosen.seed))
+
+    def step(batch):
+        nonlocal state
+        state, metrics = run.train_step(state, batch)
+        return metrics
+
+    rounds = {"input": lambda: next(alone), "step": lambda: step(ready), "fed": lambda: step(next(feeding))}
+    rows = summary(by_turns(rounds, steps, repeats), steps * sizes["batch_size"] * sizes["seq_len"])
+    notes = (
+        f"Preset `{preset}`, batches of {sizes['batch_size']} x {sizes['seq_len']} tokens. {repeats} turns of {steps} each, "
+        "by turns: median and quartiles."
+    )
+    return table.record("input", rows, notes, ("jax", "jaxlib", "grain", "numpy"))
+
+
+def main() -> dict[str, Any]:
+    """Measures, prints the result as one line of JSON, and returns it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="cpu", choices=config.PRESETS)
+    parser.add_argument("--steps", type=int, default=20, help="batches or steps a turn")
+    parser.add_argument("--repeats", type=int, default=15, help="turns of each")
+    parser.add_argument("--out", type=Path, help="a folder for input.json")
+    options = parser.parse_args()
+    result = measure_here(options.preset, options.steps, options.repeats)
+    table.store(result, options.out)
+    return result
+
+
+if __name__ == "__main__":
+    main()

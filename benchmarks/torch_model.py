@@ -1,0 +1,154 @@
+"""The library's Transformer in PyTorch, with the same names for the same parameters, and its training step.
+
+What `benchmarks.torch_step` compares with. Written as one writes it for speed in PyTorch: its own scaled dot-product
+attention, which knows that half of the weights are masked, and its fused AdamW. Only this file needs PyTorch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from ml_collections import ConfigDict
+from torch import nn
+
+from course_lib import hardware
+
+
+class MLPBlock(nn.Module):
+    """`course_lib.layers.MLPBlock`."""
+
+    def __init__(self, config: ConfigDict):
+        super().__init__()
+        width, hidden = config.hidden_size, config.mlp_expansion * config.hidden_size
+        self.pre_norm, self.dropout = nn.LayerNorm(width, eps=1e-6), nn.Dropout(config.dropout_rate)
+        self.input_layer, self.output_layer = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Transforms each position [B L D] by itself."""
+        x = F.gelu(self.input_layer(self.pre_norm(x)), approximate="tanh")
+        return self.dropout(self.output_layer(x))
+
+
+class AttentionBlock(nn.Module):
+    """`course_lib.layers.AttentionBlock`."""
+
+    def __init__(self, config: ConfigDict):
+        super().__init__()
+        width, self.heads = config.hidden_size, config.num_heads
+        self.pre_norm, self.dropout = nn.LayerNorm(width, eps=1e-6), nn.Dropout(config.dropout_rate)
+        self.qkv, self.output_layer = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Lets each position [B L D] read from those before it."""
+        products = self.qkv(self.pre_norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(*products.chunk(3, dim=-1), is_causal=True)
+        return self.dropout(self.output_layer(x.transpose(1, 2).flatten(2)))
+
+
+class Transformer(nn.Module):
+    """`course_lib.transformer.Transformer`, for the options that the preset "cpu" has."""
+
+    def __init__(self, config: ConfigDict):
+        super().__init__()
+        self.num_layers = config.num_layers
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.pos_emb = nn.Embedding(config.max_seq_len, config.hidden_size)
+        for layer in range(config.num_layers):
+            self.add_module(f"block_{layer}", nn.ModuleDict({"mlp": MLPBlock(config), "attn": AttentionBlock(config)}))
+        self.post_norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.output_layer = nn.Linear(config.hidden_size, config.num_outputs)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns logits [B L V]."""
+        x = self.embed(tokens) + self.pos_emb.weight[: tokens.shape[1]]
+        for layer in range(self.num_layers):
+            block = self.get_submodule(f"block_{layer}")
+            x = x + block["mlp"](x)
+            x = x + block["attn"](x)
+        return self.output_layer(self.post_norm(x))
+
+
+def _jax_name(module: nn.Module, kind: str) -> str:
+    names = {nn.Linear: "kernel", nn.LayerNorm: "scale", nn.Embedding: "embedding"}
+    return names[type(module)] if kind == "weight" else kind
+
+
+class Trainer:
+    """A model, its optimizer, and a batch to train it on.
+
+    Args:
+      config: a whole configuration of `course_lib`.
+      params: the initial parameters, as the library has them: "block_0/mlp/input_layer/kernel" and so on.
+      tokens: int [B, L + 1].
+      rates: the learning rate of each step.
+      compiled: whether `torch.compile` compiles model and loss.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        params: Mapping[str, np.ndarray],
+        tokens: np.ndarray,
+        rates: Sequence[float],
+        compiled: bool,
+    ):
+        torch.set_num_threads(hardware.cores())
+        torch.manual_seed(config.seed)
+        self.model, optimizer = Transformer(config.model), config.optimizer
+        with torch.no_grad():
+            for name, kind, module, parameter in self._parameters():
+                value = torch.from_numpy(np.array(params[name]))
+                turned = kind == "weight" and isinstance(module, nn.Linear)  # PyTorch has [outputs inputs]
+                parameter.copy_(value.reshape(parameter.shape[::-1]).T if turned else value.reshape(parameter.shape))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=0.0,
+            betas=(optimizer.b1, optimizer.b2),
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.clip_norm, self.rates = optimizer.clip_norm, iter(rates)
+        self.inputs, self.labels = torch.from_numpy(tokens[:, :-1]).long(), torch.from_numpy(tokens[:, 1:]).long()
+        self.loss = torch.compile(self._loss) if compiled else self._loss
+
+    def _parameters(self) -> list[tuple[str, str, nn.Module, nn.Parameter]]:
+        """Returns (its name in the library, "weight" or "bias", its layer, the parameter)."""
+        return [
+            (f"{path}.{_jax_name(module, kind)}".replace(".", "/"), kind, module, parameter)
+            for path, module in self.model.named_modules()
+            for kind, parameter in module.named_parameters(recurse=False)
+        ]
+
+    def _loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns loss and accuracy, as the library's step does."""
+        logits, labels = self.model(inputs).flatten(0, 1), labels.flatten()
+        return F.cross_entropy(logits, labels), (logits.argmax(dim=-1) == labels).float().mean()
+
+    def _backward(self) -> torch.Tensor:
+        loss, _ = self.loss(self.inputs, self.labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> Any:
+        """Trains for a step and returns its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = next(self.rates)
+        loss = self._backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        return loss
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Returns the gradients by the library's names, each flattened in the library's order."""
+        self._backward()
+        found = {}
+        for name, kind, module, parameter in self._parameters():
+            turned = kind == "weight" and isinstance(module, nn.Linear)
+            found[name] = (parameter.grad.T if turned else parameter.grad).numpy().flatten()
+        return found
+
+    def wait(self) -> None:
+        """PyTorch computes on a CPU before it returns."""
