@@ -7,7 +7,7 @@ NB ?=
 
 PY = .venv/bin/python
 # A process for each core; tests of one file, and cells of one notebook, stay together.
-TEST = -m pytest -q -n auto --dist loadfile
+TEST = -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 PINS = pyproject.toml requirements/py311.txt requirements/py312.txt requirements/oldest.txt
 # JupyterLab refuses to run as root, which is who one is in a container.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
@@ -17,7 +17,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.13 python3.12 python3.14 $(PYTHON) \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
 .NOTPARALLEL:
-.PHONY: help lab test lint unit nbval notebooks test-oldest test-oldest-unit test-latest gpu case-study badges environment pins clean
+.PHONY: help lab test lint unit nbval notebooks test-oldest test-oldest-unit test-latest gpu case-study soak badges environment pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,9 @@ gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, 
 	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q
 	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q --nbval notebooks
 	$(PYTHON) -m benchmarks.gpu
+
+soak: .venv/.installed ## kill a small training run 100 times and see that nothing is lost (many minutes)
+	COURSE_KILLS=100 $(PY) -m pytest -q tests/test_trainer.py -k killed_at_random_moments
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.case_study

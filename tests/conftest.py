@@ -30,20 +30,42 @@ CALLS_FLAX_OR_OPTAX = {
     "test_accumulation",
     "test_faults",
     "test_case_study",
+    "test_checkpoints",
+    "test_cluster",
     "test_donation",
+    "test_dry_run",
     "test_experts",
     "test_mlp",
+    "test_observe",
     "test_parallel_context",
     "test_parallel_data",
     "test_parallel_estimate",
     "test_parallel_experts",
     "test_parallel_strategy",
     "test_parallel_tensor",
+    "test_parallel_virtual",
+    "test_trainer",
     "test_training",
     "test_transformer",
 }
 # What a learner types runs with a learner's defaults.
 A_LEARNERS_CODE = {"test_solutions"}
+
+# These files take a minute or more each, and a file is one process's: begun last, they would be waited for.
+LONG = {
+    "test_cluster",
+    "test_parallel_estimate",
+    "test_parallel_pipeline",
+    "test_parallel_strategy",
+    "test_train",
+    "test_trainer",
+    "test_training",
+}
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the long files first. That they stay there is `--no-loadscope-reorder`'s (Makefile)."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,8 +80,28 @@ def promotion(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def code_that_is_compiled_quickly(request):
-    """Many devices mean many programs, whose numbers are compared and not their times: machine code is not optimized."""
-    many = request.module.__name__.rpartition(".")[2].startswith(("test_parallel_", "test_faults"))
+    """Where the numbers of many programs are compared, and not their times or memory: machine code is not optimized."""
+    names = ("parallel_", "faults", "experts", "layers", "training", "transformer", "cluster", "trainer", "observe")
+    many = request.module.__name__.rpartition(".")[2].removeprefix("test_").startswith(names)
     jax.config.update("jax_disable_most_optimizations", many)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache folder of its own for the tests of a module, empty at first."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COURSE_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def programs_kept(tmp_path_factory):
+    """What processes that train have in their environment, so that each program is compiled once for all of them."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }

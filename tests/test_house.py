@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,9 +62,13 @@ def test_imports_point_down(module):
             assert floor[other] < floor[module], f"{module} imports {other}: floors {floor[module]}, {floor[other]}"
 
 
-def test_importing_the_package_imports_nothing():
-    assert imports("__init__") == set()
-    assert not [node for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text())) if "Import" in repr(node)]
+def test_importing_the_package_imports_no_jax_and_none_of_its_modules_but_the_one_for_flags():
+    assert imports("__init__") == {"xla_flags"}
+    imported = subprocess.run(
+        [sys.executable, "-c", "import sys, course_lib; print(*sys.modules)"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert [name for name in imported if name.startswith("course_lib.")] == ["course_lib.xla_flags"]
+    assert "jax" not in imported and "numpy" not in imported
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

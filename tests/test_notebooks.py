@@ -27,6 +27,7 @@ NAMES = [
     "11_async_tensor_parallel",
     "12_3d_parallelism",
     "13_context_and_experts",
+    "14_train_for_real",
 ]
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
 CLOSING = ["Summary", "Exercises", "References"]

@@ -1,6 +1,7 @@
 """Everything that says which versions, which files and which address agrees with pyproject.toml."""
 
 import re
+import shlex
 import sys
 import tomllib
 from importlib import metadata
@@ -63,7 +64,7 @@ def test_plain_metadata_has_ranges_not_exact_versions():
 
 
 def test_what_colab_installs_brings_no_jax_of_its_own():
-    lacks = {canonicalize_name(name) for name in stamp.COLAB_LACKS.split()}
+    lacks = {canonicalize_name(Requirement(word).name) for word in shlex.split(stamp.COLAB_LACKS + stamp.PROGRAM_LACKS)}
     assert lacks < {canonicalize_name(Requirement(r).name) for r in PROJECT["dependencies"]}
     assert not lacks & {"jax", "jaxlib", "flax", "optax", "numpy"}
     assert "--no-deps" in stamp.SETUP

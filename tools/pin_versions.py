@@ -3,7 +3,7 @@
 usage: python tools/pin_versions.py         (needs uv on the PATH: pip install uv)
 
   py311.txt   newest versions for Python 3.11      the reference: notebooks hold what these print
-  py312.txt   newest versions for Python >= 3.12
+  py312.txt   newest versions for Python 3.12 to 3.14 (array-record, which Grain needs, has no wheel for a later one)
   oldest.txt  the lower bounds of pyproject.toml, on Python 3.11
 
 `.venv` is made from these, whatever machine the learner has: Linux on x86-64 or arm64, or macOS on arm64. They name no index.
@@ -73,7 +73,12 @@ def main() -> None:
     newest = needed + extras["virtual"]
     sets = {
         "py311.txt": ("newest versions for Python 3.11", newest, "3.11", "python_full_version < '3.12'"),
-        "py312.txt": ("newest versions for Python >= 3.12", newest, "3.12", "python_full_version >= '3.12'"),
+        "py312.txt": (
+            "newest versions for Python 3.12 to 3.14",
+            newest,
+            "3.12",
+            "python_full_version >= '3.12' and python_full_version < '3.15'",
+        ),
         "oldest.txt": (
             "its lower bounds, on Python 3.11",
             needed + lower_bounds(project["dependencies"]) + OLDEST_ALSO,

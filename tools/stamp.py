@@ -16,6 +16,8 @@ import nbformat
 ROOT = Path(__file__).resolve().parent.parent
 # What Colab does not have of our dependencies. All of them are small, and none brings a JAX or a CUDA along.
 COLAB_LACKS = "ml_collections jaxtyping tensorboard-plugin-profile"
+# And of those of the training program.
+PROGRAM, PROGRAM_LACKS = "14", ' grain "orbax-checkpoint>=0.12"'
 BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     "(https://colab.research.google.com/github/{repo}/blob/main/notebooks/{name})"
@@ -50,7 +52,8 @@ def repository(root: Path = ROOT) -> str:
 def notebook_texts(name: str, repo: str) -> tuple[str, str]:
     """Returns the badge and the set-up cell of a notebook, by its file name."""
     many = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
-    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=COLAB_LACKS, many=many)
+    lacks = COLAB_LACKS + PROGRAM_LACKS * (name >= PROGRAM)
+    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=lacks, many=many)
 
 
 def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:
