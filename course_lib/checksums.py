@@ -19,13 +19,18 @@ def write(folder: Path) -> None:
 def damage(folder: Path) -> str | None:
     """Returns the first thing that is not as it was when the checksums were written; None if all is."""
     try:
-        lines = (folder / NAME).read_text().split("\n")[:-1]  # each ends with one
+        lines = (folder / NAME).read_bytes().decode().split("\n")[:-1]  # each ends with one
         listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         found = _digests(folder, threads=8)
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError as error:
+        return f"{NAME} cannot be read: {error}"
+    except OSError as error:  # which names the file
         return f"it cannot be read: {error}"
     if not listed:
         return f"{NAME} is empty"
+    missing, others = sorted(listed.keys() - found.keys()), sorted(found.keys() - listed.keys())
+    if missing and others:  # more likely a name that was damaged than a file that got another one
+        return f"{NAME} lists {missing[0]!r}, and the folder has {others[0]!r} instead"
     for name in sorted(listed.keys() | found.keys()):
         if name not in found:
             return f"{name!r} is missing"
