@@ -18,6 +18,7 @@ BFLOAT16, FLOAT32 = 2, 4
 METRICS = (8, 12, 16)  # bytes of loss and accuracy as (sum, count); XLA may send their equal counts once, or know them
 STRATEGIES = {
     "data": (dict(data=8), Strategy(by="compiler")),
+    "zero 1": (dict(data=8), Strategy(by="compiler", zero=1)),
     "zero 3": (dict(data=8), Strategy(by="compiler", zero=3)),
     "zero 3 by hand": (dict(data=8), Strategy(zero=3)),
     "tensor": (dict(data=1, tensor=8), Strategy(by="compiler")),
@@ -77,6 +78,17 @@ def test_data_parallelism_reduces_each_gradient_once_in_the_dtype_that_it_comes_
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.kernels + p.of_output + p.biases)
     assert moved(found, "all-reduce", "float32") - FLOAT32 * (p.embeddings + p.norms) in METRICS
     assert found.bytes() == found.bytes("all-reduce", "data")
+
+
+def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parameters_in_theirs(p):
+    found = ledger("zero 1")
+    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (p.kernels + p.of_output + p.last)
+    assert moved(found, "reduce-scatter", "float32") == FLOAT32 * (p.embeddings + p.norms)
+    assert moved(found, "all-gather", "float32") == FLOAT32 * (p.kernels + p.of_output + p.last + p.embeddings + p.norms)
+    # Biases without the model's width are whole everywhere.
+    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
+    assert moved(found, "all-reduce", "float32") in METRICS
+    assert found.bytes() == sum(found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce"))
 
 
 @pytest.mark.parametrize("name", ["zero 3", "zero 3 by hand"])
