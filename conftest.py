@@ -18,7 +18,8 @@ def pytest_configure(config):
     option.nbval_current_env = True  # the kernel of this Python, whatever kernels are installed elsewhere
     option.nbval_sanitize_with = option.nbval_sanitize_with or str(Path(__file__).parent / "nbval_sanitize.cfg")
     if option.nbval_cell_timeout == NBVALS_OWN_TIMEOUT:
-        option.nbval_cell_timeout = 600.0
+        option.nbval_cell_timeout = 1800.0
+    option.nbval_kernel_startup_timeout = max(option.nbval_kernel_startup_timeout, 300.0)
     on_gpu = os.environ.get("COURSE_BACKEND", "cpu") == "gpu"
     if on_gpu or os.environ.get("COURSE_COMPARE") == "facts":
         option.nbval_lax = True  # wins over --nbval
@@ -26,3 +27,9 @@ def pytest_configure(config):
         os.environ["JAX_PLATFORMS"] = "cpu"  # there is a GPU, but it was not asked for
     if getattr(option, "numprocesses", None) and option.dist in ("no", "load"):
         option.dist = "loadscope"  # a notebook is one kernel, so one worker
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if hasattr(item, "output_timeout"):  # a cell: seconds that nbval waits for each of its messages, by default five
+            item.output_timeout = 60

@@ -257,6 +257,8 @@ class Checkpoints:
             return math.inf
 
     def _not_saved(self, step: int, why: str) -> CheckpointError:
+        with contextlib.suppress(Exception):  # what Orbax still writes of it would fail in the next one, or stand in its way
+            self._orbax.wait_until_finished()
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 files.remove_drafts(self.folder / UNFINISHED, self.folder)  # a disk that is full needs the room

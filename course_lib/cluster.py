@@ -256,9 +256,9 @@ def _ends_at_an_error(name: str, watcher: subprocess.Popen) -> Iterator[None]:
         else:
             traceback.print_exc()
             code, message = 1, f"{name} ends with this error, and the others with it, as they cannot go on alone"
-        _tell(watcher, "")
-        _say(message)
         sys.stdout.flush()
+        _say_last(message)
+        _tell(watcher, "")
         os._exit(code)
 
 
@@ -277,6 +277,15 @@ def _name(place: Place) -> str:
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def _say_last(message: str) -> None:
+    """Says what nothing comes after: JAX may be aborting this process just now, and then writes much of it in C++."""
+    sys.stderr.flush()
+    screen, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    with contextlib.suppress(OSError):
+        os.write(screen, f"{message}\n".encode())
 
 
 def _tell(watcher: subprocess.Popen, message: str) -> None:

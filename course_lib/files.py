@@ -108,7 +108,7 @@ def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as file:
         try:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX)  # `remove_stale` of another process may hold it for an instant
             yield file
             file.flush()
             os.fsync(file.fileno())  # else a name that outlives a crash of the machine may lead to an empty file

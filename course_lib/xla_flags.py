@@ -115,6 +115,7 @@ def is_accepted(flag: str) -> bool:
 
     Raises:
       ValueError: if `flag` is not of the form "--xla_name=value".
+      RuntimeError: if the trial ended for another reason than the flag.
     """
     if not flag.startswith("--xla_") or "=" not in flag or any(c.isspace() for c in flag):
         raise ValueError(f"flag={flag!r} must be one flag with its value, like --xla_gpu_autotune_level=0")
@@ -125,6 +126,8 @@ def is_accepted(flag: str) -> bool:
         capture_output=True,
         text=True,
     )
+    if trial.returncode and flag.partition("=")[0].lstrip("-") not in trial.stderr:  # as where the memory was not enough
+        raise RuntimeError(f"{flag} could not be tried: exit code {trial.returncode}\n{trial.stderr}")
     return trial.returncode == 0
 
 

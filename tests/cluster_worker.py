@@ -65,7 +65,7 @@ if __name__ == "__main__":
     coordinator, process, processes = (place[0], int(place[1]), int(place[2])) if place else (None, None, None)
     mesh.simulate(2)
     jax.config.update("jax_disable_most_optimizations", True)
-    seconds = dict(heartbeat=cluster.HEARTBEAT if job == "train" else 5, patience=int(os.environ.get("PATIENCE", 60)))
+    seconds = dict(heartbeat=cluster.HEARTBEAT if job == "train" else 10, patience=int(os.environ.get("PATIENCE", 60)))
     with cluster.start(coordinator, process, processes, **seconds) as info:
         if job == "train":
             print(f"process {info.process} of {info.processes} has {info.local_devices} devices, losses {losses()}", flush=True)

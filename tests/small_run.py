@@ -14,6 +14,9 @@ import sys
 
 from course_lib import config, settings
 
+# A program that is killed while it keeps a compiled one leaves a part of it: the next one says so, and compiles it itself.
+STRICT = ["-W", "error", "-W", "ignore:Error reading persistent compilation cache entry"]
+
 
 def corpus(folder):
     """Writes a corpus of a few thousand tokens into a folder, and returns its name."""

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ports import free_port
 
 from course_lib import checksums, config, optimizers, precision, training
 from course_lib.checkpoints import CheckpointError, Checkpoints
@@ -333,16 +333,19 @@ SAVES_UNTIL_KILLED = """
 def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_the_one_before(tmp_path, capsys):
     folder, moments = tmp_path / "checkpoints", random.Random(0)
     like = {"w": jnp.zeros((300, 300)), "rng": jax.random.key(0), "step": jnp.int32(0)}
-    last = 0
+    last, takes = 0, 0.12
     with python(SAVES_UNTIL_KILLED, folder) as process, contextlib.closing(Checkpoints(folder)) as checkpoints:
-        for _ in range(12):
+        for number in range(12):
             process.stdin.write("\n")
             process.stdin.flush()
             first, pid = map(int, process.stdout.readline().split())
             assert first == last + 1  # it went on where the one before was killed
-            time.sleep(moments.uniform(0, 0.3))
+            begun, began = [first], time.monotonic()
+            if number == 1:  # the next one begins when this one is there: so long one takes on this disk
+                begun.append(int(process.stdout.readline().split()[0]))
+                takes = time.monotonic() - began
+            time.sleep(moments.uniform(0, 2.5 * takes))
             os.kill(pid, signal.SIGKILL)
-            begun = [first]
             while (line := process.stdout.readline()) != "killed\n":
                 begun.append(int(line.split()[0]))
             saved = checkpoints.restore(abstract(like))
@@ -464,13 +467,11 @@ ONE_OF_TWO = """
 
 def test_what_two_processes_save_together_both_restore_and_one_alone_does(tmp_path):
     folder = tmp_path / "checkpoints"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with contextlib.ExitStack() as stack:
         both = [stack.enter_context(python(ONE_OF_TWO, folder, port, number, JAX_NUM_CPU_DEVICES="2")) for number in range(2)]
         for process in both:
-            printed, errors = process.communicate(timeout=120)
+            printed, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
             step, right, drawn = printed.splitlines()[-1].split()  # JAX itself prints who is connected with whom
             assert (step, right, float(drawn)) == ("3", "True", float(jax.random.uniform(jax.random.key(3))))

@@ -147,7 +147,7 @@ def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path):
     workers = [context.Process(target=_sum_of_tokens, args=(str(tmp_path), barrier, results)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    sums = [results.get(timeout=120) for _ in workers]
+    sums = [results.get(timeout=600) for _ in workers]
     for worker in workers:
         worker.join()
     assert sums == [int(data.tokens("train").sum())] * 2

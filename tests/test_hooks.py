@@ -31,9 +31,9 @@ def test_products_of_one_input_are_one_product_where_devices_share_the_work(shar
     first, second = hooks.columns(given, X, list(weights.values()))
     assert len(calls) == products
     w = jax.device_get(weights)
-    np.testing.assert_allclose(first, X @ w["first"]["kernel"] + w["first"]["bias"][None, None], rtol=1e-5)
+    np.testing.assert_allclose(first, X @ w["first"]["kernel"] + w["first"]["bias"][None, None], rtol=1e-5, atol=1e-6)
     expected = np.einsum("bld,dhk->blhk", X, w["second"]["kernel"]) + w["second"]["bias"]
-    np.testing.assert_allclose(second, expected, rtol=1e-5)
+    np.testing.assert_allclose(second, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("shards", "products"), [(1, 2), (2, 1)])
@@ -45,7 +45,7 @@ def test_a_sum_of_products_is_one_product_where_devices_share_the_work_and_has_e
     assert len(calls) == products
     w = jax.device_get(weights)
     kernel = w["first"]["kernel"] + w["second"]["kernel"].reshape(4, 6)
-    np.testing.assert_allclose(found, X @ kernel + 2, rtol=1e-5)
+    np.testing.assert_allclose(found, X @ kernel + 2, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_start_as_those_of_a_dense_layer():

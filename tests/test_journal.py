@@ -175,6 +175,7 @@ def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
 
 
 def test_without_a_terminal_lines_come_now_and_then(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(journal, "QUIET", 3600)  # however slow the disk is
     with Journal(tmp_path, 0, 10) as book:
         book.show(1, "too soon")
         monkeypatch.setattr(journal, "QUIET", -1)

@@ -219,21 +219,24 @@ def test_a_token_file_of_which_a_bit_was_flipped_is_made_again_and_it_is_said(fo
 
 def test_a_token_file_that_is_killed_half_way_is_never_seen(folder, cache):
     program = (
-        "import sys, time, numpy as np\n"
+        "import sys\n"
         "from course_lib import data, loading\n"
         "loading.GROUP, encode = 1, data.encode\n"
         "def slow(model, texts):\n"
         "    print('piece', flush=True)\n"
-        "    time.sleep(0.2)\n"
+        "    sys.stdin.readline()\n"
         "    return encode(model, texts)\n"
         "data.encode = slow\n"
         "loading.token_file('train', sys.argv[1])\n"
     )
     data.tokenizer()
     path = loading._path("train", folder)
-    with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        for _ in range(2):  # the first piece is written when the second begins
-            assert process.stdout.readline() == "piece\n"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", program, str(folder)], **pipes) as process:
+        assert process.stdout.readline() == "piece\n"
+        process.stdin.write("\n")  # for the first piece; the second waits for a line until it is killed
+        process.stdin.flush()
+        assert process.stdout.readline() == "piece\n"  # the first piece is written when the second begins
         parts = list(cache.glob(f"{path.name}.*.part"))
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL

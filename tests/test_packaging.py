@@ -81,7 +81,7 @@ def test_data_files_travel_with_the_package():
     package = ROOT / "course_lib"
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["course_lib"]
     carried = {file for pattern in patterns for file in package.glob(pattern)}
-    data = {f for f in package.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    data = {f for f in package.rglob("*") if f.is_file() and f.suffix != ".py" and f.parent.name != "__pycache__"}
     assert data and data <= carried, f"not in the wheel: {sorted(map(str, data - carried))}"
 
 

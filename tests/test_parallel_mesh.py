@@ -43,7 +43,7 @@ mesh.simulate(8)  # as many as there are: nothing to do
 print(len(mesh.devices()), len(mesh.devices(3)), sums(jnp.arange(8)))
 """)
     assert out == "8 3 [28]\n", err
-    assert err == ""
+    assert [line for line in err.splitlines() if "rendezvous.cc" not in line] == []  # XLA's word that the machine stood still
 
 
 def test_simulated_devices_asked_for_after_jax_has_started_are_an_error_that_says_how():

@@ -124,12 +124,14 @@ with preemption.notices() as told_to_end:
 def test_before_the_first_step_sigterm_ends_a_process_even_while_it_compiles(first, rounds, code):
     command = [sys.executable, "-W", "error", "-c", COMPILES.format(first=first, rounds=rounds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        late = threading.Timer(60, process.kill)
+        late = threading.Timer(600, process.kill)
         late.start()
-        assert process.stdout.readline() == "ready\n"
-        process.terminate()
-        said = process.communicate()[1]
-        late.cancel()
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.terminate()
+            said = process.communicate()[1]
+        finally:
+            late.cancel()
     assert process.returncode == code, said
     assert said.strip().startswith("SIGTERM before the first step: ends at once") is (not first)
 

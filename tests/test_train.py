@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +14,24 @@ from pathlib import Path
 
 import jax
 import pytest
-from small_run import arguments, corpus
+from ports import free_port
+from small_run import STRICT, arguments, corpus
 
 from course_lib import cluster, config, dry_run, journal, loading, settings, train, trainer
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was(monkeypatch):
+    """As if a user had started it: no launcher, 80 columns. The allocator is asked in test_host_memory."""
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JOB_COMPLETION_INDEX")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(train.host_memory, "keep", lambda: None)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")  # so that it is taken back whatever comes
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def asked(*given):
@@ -165,16 +177,17 @@ def test_the_program_trains_on_simulated_devices_ends_at_sigterm_and_goes_on(pro
     text, run = corpus(tmp_path / "text"), tmp_path / "run"
     given = arguments(text, run, 2, "run.checkpoint_every=50")
     environment = os.environ | programs_kept | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command = [sys.executable, "-W", "error", "-m", "course_lib.train", *given]
+    command = [sys.executable, *STRICT, "-m", "course_lib.train", *given]
     metrics = run / "metrics.jsonl"
     endless = [*command, "--set", "training.steps=100000"]
     with subprocess.Popen(endless, env=environment, stderr=subprocess.PIPE, text=True) as first:
-        last = time.monotonic() + 120
+        late = threading.Timer(600, first.kill)
+        late.start()
         while first.poll() is None and not (metrics.exists() and metrics.stat().st_size > 200):
-            assert time.monotonic() < last
             time.sleep(0.02)
         first.send_signal(signal.SIGTERM)
         said = first.communicate()[1]
+        late.cancel()
     assert first.returncode == train.PREEMPTED, said
     step = int(re.search(r"ended by SIGTERM after step (\d+), with a checkpoint", said)[1])
     again = [*command, "--set", f"training.steps={step + 3}"]
@@ -201,23 +214,21 @@ class Commands:
 
     def pair(self, run, *changes, second=()):
         """Starts two processes of one run; the second may be told something else."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            place = ["--coordinator", f"localhost:{free.getsockname()[1]}", "--processes", "2", "--process"]
+        place = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
         return [self.start(run, *changes, *second * number, more=[*place, str(number)]) for number in range(2)]
 
     def until(self, run, step, *processes):
         """Waits until a run has written the line of a step, and returns its last step."""
-        last = time.monotonic() + 180
+        last = time.monotonic() + 600
         while not (steps := [number for number, _ in self.losses(run)]) or steps[-1] < step:
             said = "".join(log.read_text() for _, log in processes if log.exists())
-            assert time.monotonic() < last and "error" not in said.lower(), said
+            assert time.monotonic() < last and not re.search(r"^[\w.]*error\b", said, re.I | re.M), said
             time.sleep(0.02)
         return steps[-1]
 
     def log_with(self, words, *processes):
         """Waits until the first of some processes has said something, and returns all that it said."""
-        last = time.monotonic() + 180
+        last = time.monotonic() + 600
         while words not in (said := processes[0][1].read_text() if processes[0][1].exists() else ""):
             assert time.monotonic() < last, said
             time.sleep(0.02)
@@ -232,7 +243,7 @@ class Commands:
 
     def _ask(self, what):
         """Asks the server, which is killed with all that it started if it does not answer: then there is no number to read."""
-        late = threading.Timer(180, os.killpg, [self.server.pid, signal.SIGKILL])
+        late = threading.Timer(600, os.killpg, [self.server.pid, signal.SIGKILL])
         late.start()
         try:
             self.server.stdin.write(json.dumps(what) + "\n")
@@ -263,7 +274,8 @@ def test_processes_that_are_told_different_things_end_at_once_and_say_which(comm
     assert [commands.code(each) for each in both] == [train.USAGE] * 2, both[0][1].read_text()
     for _, log in both:
         said = "run.validate_every: 250 in process 0, 2 in process 1; seed: 42 in process 0, 7 in process 1"
-        assert log.read_text().splitlines()[-1] == f"error: all processes must be told the same: {said}"
+        lines = [line for line in log.read_text().splitlines() if not line.startswith("[Gloo]")]  # of any thread, at any time
+        assert lines[-1] == f"error: all processes must be told the same: {said}"
     assert not (commands.folder / "unlike" / "metrics.jsonl").exists()
 
 
@@ -298,7 +310,7 @@ def test_two_processes_of_which_one_is_killed_and_then_one_is_told_to_end_lose_n
     code = commands.code(both[0])
     jaxs = -signal.SIGABRT if jax.__version_info__ >= (0, 8) else 1
     assert code in (cluster.OTHER_GONE, jaxs), both[0][1].read_text()  # JAX's heartbeat may be faster than a broken connection
-    assert time.monotonic() - killed < cluster.HEARTBEAT + 20  # the machine may be busy
+    assert time.monotonic() - killed < cluster.HEARTBEAT + 60  # JAX's own is 100, and the machine may be busy
     assert commands.code(both[1]) == -signal.SIGKILL
     assert "another one is gone" in commands.log_with("Start all of them again", both[0]).splitlines()[-1]
 

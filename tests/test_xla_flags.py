@@ -35,6 +35,13 @@ def test_a_value_of_the_wrong_type_is_not_accepted():
     assert not xla_flags.is_accepted(f"--{THERE}=often")
 
 
+def test_a_trial_that_ended_for_another_reason_says_nothing_of_the_flag(monkeypatch):
+    killed = subprocess.CompletedProcess([], returncode=-9, stdout="", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: killed)
+    with pytest.raises(RuntimeError, match="--xla_gpu_autotune_level=3 could not be tried: exit code -9"):
+        xla_flags.is_accepted(f"--{THERE}=3")
+
+
 @pytest.mark.parametrize("flag", ["xla_gpu_autotune_level=0", "--xla_gpu_autotune_level", "--xla_a=1 --xla_b=1", ""])
 def test_what_is_not_one_flag_with_a_value_is_refused(flag):
     with pytest.raises(ValueError, match="flag="):
