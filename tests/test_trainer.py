@@ -135,7 +135,7 @@ def end(process):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed(text, programs_kept, tmp_path):
-    moments, steps = random.Random(KILLS), 200 + 40 * KILLS  # the last kill comes long before the end
+    moments, steps = random.Random(KILLS), 120 + 40 * KILLS  # the last kill comes long before the end
     with server(tmp_path / "unbroken", text, programs_kept) as process:
         begin(process, steps)
         assert end(process) == 0, (tmp_path / "unbroken.log").read_text()
