@@ -5,8 +5,8 @@ import os
 import socket
 
 # Below those that Linux hands out itself, from 32768 on: no other process is given one between the asking and the use. Each
-# of pytest's workers counts from somewhere else.
-_candidates = itertools.cycle(range(20_000 + 97 * os.getpid() % 12_000, 32_000))
+# of pytest's workers begins somewhere else, and comes to all 12,000.
+_candidates = (20_000 + (97 * os.getpid() + number) % 12_000 for number in itertools.count())
 
 
 def free_port():

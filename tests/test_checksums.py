@@ -24,15 +24,14 @@ def test_what_was_not_touched_is_whole(folder):
 
 
 def test_any_flipped_bit_in_any_file_is_found(folder):
-    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
-    assert {path.name for path in files} == {"numbers", "text", "SHA256SUMS"}
+    files = [folder / "numbers", folder / "inner" / "text"]  # of the list itself: below
     for path in files:
         whole = path.read_bytes()
         for bit in random.Random(0).sample(range(8 * len(whole)), k=min(60, 8 * len(whole))):
             flipped = bytearray(whole)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
-            assert checksums.damage(folder) is not None, f"bit {bit} of {path.name}"
+            assert path.name in checksums.damage(folder), f"bit {bit} of {path.name}"
         path.write_bytes(whole)
     assert checksums.damage(folder) is None
 

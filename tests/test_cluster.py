@@ -342,6 +342,32 @@ def test_an_error_that_came_from_a_lost_connection_says_so(monkeypatch, capsys):
         watcher.communicate()
 
 
+ABORTED_WHILE_IT_ENDS = """
+import os, subprocess
+from course_lib import cluster
+
+watcher = subprocess.Popen(["sh", "-c", cluster._WATCHER], stdin=subprocess.PIPE, text=True)
+cluster._tell(watcher, "the watcher speaks")
+
+def abort(*_):
+    os.write(2, b"a trace from C++\\n")
+    os.abort()
+
+cluster._tell = abort  # in place of silencing the watcher
+with cluster._ends_at_an_error("process 0 of 2", watcher):
+    raise OSError("no space left")
+"""
+
+
+def test_a_process_that_jax_aborts_while_it_says_what_to_do_has_said_it_and_so_does_its_watcher():
+    """At 3 of 3 lost connections in the middle of a checkpoint JAX's C++ was about to abort the process as Python ended it."""
+    done = subprocess.run([sys.executable, "-c", ABORTED_WHILE_IT_ENDS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    *traceback, said, watcher = done.stderr.splitlines()
+    assert traceback[-1] == "OSError: no space left" and watcher == "the watcher speaks"
+    assert said.startswith("process 0 of 2 ends with this error") and "C++" not in done.stderr
+
+
 def test_one_process_alone_hears_what_it_says():
     assert cluster.gather("é") == ["é"]
 

@@ -310,7 +310,7 @@ def test_two_processes_of_which_one_is_killed_and_then_one_is_told_to_end_lose_n
     code = commands.code(both[0])
     jaxs = -signal.SIGABRT if jax.__version_info__ >= (0, 8) else 1
     assert code in (cluster.OTHER_GONE, jaxs), both[0][1].read_text()  # JAX's heartbeat may be faster than a broken connection
-    assert time.monotonic() - killed < cluster.HEARTBEAT + 60  # JAX's own is 100, and the machine may be busy
+    assert time.monotonic() - killed < cluster.HEARTBEAT + 30  # the machine may be busy
     assert commands.code(both[1]) == -signal.SIGKILL
     assert "another one is gone" in commands.log_with("Start all of them again", both[0]).splitlines()[-1]
 
