@@ -21,7 +21,7 @@ STORE = pathlib.Path(__file__).resolve().parent.parent / "tests" / "data" / "com
 PRESETS = {"155m": "a5000", "cpu": "a5000", "t4": "t4", "80gb": "h100"}
 MESHES: dict[str, dict[str, Any]] = {
     "155m, data": {},
-    "155m, ZeRO-3": {"strategy.zero": 3},
+    "155m, ZeRO-3": {"strategy.zero": 3, "model.remat": ("Block",)},
     "155m, tensor": {"mesh.tensor": 2, "strategy.sequence": True},
     "155m, ZeRO-1 by the compiler": {"strategy.zero": 1, "strategy.by": "compiler"},
     "155m, pipeline": {"mesh.pipe": 2, "strategy.schedule": "1f1b", "strategy.microbatches": 4, "training.num_minibatches": 1},
