@@ -64,10 +64,10 @@ gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, 
 	$(PYTHON) -m benchmarks.gpu
 
 soak: .venv/.installed ## kill a small training run 100 times and see that nothing is lost (many minutes)
-	COURSE_KILLS=100 $(PY) -m pytest -q tests/test_trainer.py -k killed_at_random_moments
+	COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_loop.py -k killed_at_random_moments
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
-	$(PY) -m course_lib.case_study
+	$(PY) -m course_lib.lessons.case_study
 	$(PY) tools/draw_case_study.py
 
 badges: .venv/.installed ## stamp the project's address into badges and set-up cells: make badges REPO=owner/name

@@ -21,8 +21,9 @@ from unittest import mock
 import jax
 
 from benchmarks import table
-from course_lib import config, observe, settings, trainer
-from course_lib.checkpoints import Checkpoints
+from course_lib import configs
+from course_lib.program import loop, observe, settings
+from course_lib.program.checkpoints import Checkpoints
 
 GOAL = 0.03
 """The share of a run's time that saving may take."""
@@ -88,14 +89,14 @@ def measure_here(preset: str, every: int, saves: int, repeats: int, intervals: S
     """Measures a preset on this machine's first device.
 
     Args:
-      preset: of `course_lib.config`.
+      preset: of `course_lib.configs`.
       every: steps between two saves.
       saves: of a run, besides the one at its end.
       repeats: runs of either kind.
       intervals: as `summary` takes them.
       folder: where runs are written, on the disk that is to be measured.
     """
-    whole = settings.whole(config.get(preset))
+    whole = settings.whole(configs.get(preset))
     whole.training.steps = every * (saves + 1)
     whole.optimizer.total_steps = max(whole.optimizer.total_steps, whole.training.steps)
     never = whole.training.steps + 1
@@ -103,13 +104,13 @@ def measure_here(preset: str, every: int, saves: int, repeats: int, intervals: S
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     blocked = []
     devices = jax.devices()[:1]
-    built = trainer.build(whole, devices)
-    with mock.patch.object(trainer, "build", lambda *given: built):  # compiled once
+    built = loop.build(whole, devices)
+    with mock.patch.object(loop, "build", lambda *given: built):  # compiled once
         for repeat in range(1 + repeats):  # the first ones compile
             for with_saves in (False, True):
                 whole.run.checkpoint_every = every if with_saves else never
                 with Clocks() as clocks:
-                    trainer.train(whole, folder / f"{repeat}-{with_saves}", devices)
+                    loop.train(whole, folder / f"{repeat}-{with_saves}", devices)
                 if repeat:
                     seconds[with_saves] += clocks.between_lines()
                     blocked += clocks.blocked[:-1]
@@ -129,7 +130,7 @@ def measure_here(preset: str, every: int, saves: int, repeats: int, intervals: S
 def main() -> dict[str, Any]:
     """Measures, prints the result as one line of JSON, and returns it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="cpu", choices=config.PRESETS)
+    parser.add_argument("--preset", default="cpu", choices=configs.PRESETS)
     parser.add_argument("--every", type=int, default=40, help="steps between saves, in more time than it takes to write one")
     parser.add_argument("--saves", type=int, default=5, help="of a run, at least 2")
     parser.add_argument("--repeats", type=int, default=4, help="runs of either kind, after one that compiles")

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu                                            on a machine with a GPU; `make gpu` calls this
     python -m benchmarks.gpu --device cpu --preset cpu --out FOLDER     the same on the CPU, to try this program out
 
-One preset of `course_lib.config`, changed by one technique at a time. For each: the time of a step, its MFU, and the
+One preset of `course_lib.configs`, changed by one technique at a time. For each: the time of a step, its MFU, and the
 device memory at its peak, measured and as compiled. Each case runs in a process of its own. The results go to
 `docs/results/<device>.json`, anew after each case, so that a run that is cut short leaves what it has.
 """
@@ -20,8 +20,10 @@ from typing import Any
 
 import jax
 
-from course_lib import case_study, config, hardware, measure
-from course_lib import virtual as virtual  # keeps JAX's start quiet where its CUDA plugin is there for compiling only
+from course_lib import configs, measure
+from course_lib.lessons import case_study
+from course_lib.measure import hardware
+from course_lib.measure import virtual as virtual  # keeps JAX's start quiet where its CUDA plugin is there for compiling only
 
 CHANGES: dict[str, dict[str, Any]] = {
     "the preset": {},
@@ -61,7 +63,7 @@ def main() -> None:
     """Measures all cases and writes the results; exits with code 2 where there is no such device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="gpu", choices=("gpu", "tpu", "cpu"), help="what the steps must run on")
-    parser.add_argument("--preset", choices=config.PRESETS, help='by default "155m", on a T4 "t4"')
+    parser.add_argument("--preset", choices=configs.PRESETS, help='by default "155m", on a T4 "t4"')
     parser.add_argument(
         "--cases", nargs="+", default=list(CHANGES), choices=CHANGES, metavar="CASE", help=f"of {list(CHANGES)}"
     )

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from benchmarks import table
-from course_lib import config, loading, training
+from course_lib import configs, training
+from course_lib.text import loading
 
 READY = 8  # batches that may lie ready: Grain's 2, the one in its hand, those on the device, and some
 NAMES = {"input": "batches alone", "step": "steps alone", "fed": "steps that are fed"}
@@ -67,11 +68,11 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
     """Measures a preset on the first device of this machine.
 
     Args:
-      preset: of `course_lib.config`.
+      preset: of `course_lib.configs`.
       steps: batches or steps a turn.
       repeats: turns of each.
     """
-    chosen = config.get(preset)
+    chosen = configs.get(preset)
     run = training.build(chosen)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     tokens = loading.token_file("train")
@@ -101,7 +102,7 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
 def main() -> dict[str, Any]:
     """Measures, prints the result as one line of JSON, and returns it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="cpu", choices=config.PRESETS)
+    parser.add_argument("--preset", default="cpu", choices=configs.PRESETS)
     parser.add_argument("--steps", type=int, default=20, help="batches or steps a turn")
     parser.add_argument("--repeats", type=int, default=15, help="turns of each")
     parser.add_argument("--out", type=Path, help="a folder for input.json")

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from ml_collections import ConfigDict
 from torch import nn
 
-from course_lib import hardware
+from course_lib.measure import hardware
 
 
 class MLPBlock(nn.Module):
-    """`course_lib.layers.MLPBlock`."""
+    """`course_lib.models.layers.MLPBlock`."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()
@@ -32,7 +32,7 @@ class MLPBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """`course_lib.layers.AttentionBlock`."""
+    """`course_lib.models.layers.AttentionBlock`."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()
@@ -48,7 +48,7 @@ class AttentionBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`course_lib.transformer.Transformer`, for the options that the preset "cpu" has."""
+    """`course_lib.models.transformer.Transformer`, for the options that the preset "cpu" has."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()

@@ -30,7 +30,9 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from course_lib import config, hardware, host_memory, optimizers
+from course_lib import configs, optimizers
+from course_lib.measure import hardware
+from course_lib.program import host_memory
 
 LIKE_EAGER, LIKE_DROPOUT = "PyTorch, eager", "PyTorch, eager, dropout 0.1"
 DROPOUT = {"model.dropout_rate": 0.1}
@@ -54,7 +56,7 @@ CHECKED_STEPS = 5
 
 def model_of_6m() -> ConfigDict:
     """Returns the preset "cpu" with 5.9 million parameters and batches of 8 x 256 tokens, and what is fastest on a CPU."""
-    chosen = config.get("cpu")
+    chosen = configs.get("cpu")
     chosen.model.update(num_layers=6, hidden_size=256, num_heads=4, head_dim=64, max_seq_len=256)
     chosen.model.update(flat_products=True, attention="blocks")
     chosen.data.update(batch_size=8, seq_len=256)
@@ -68,7 +70,7 @@ class Trainer:
         import jax
 
         from course_lib import training
-        from course_lib.data import Batch
+        from course_lib.text.data import Batch
 
         run = training.build(chosen)
         weights = np.ones(tokens[:, 1:].shape, np.float32)

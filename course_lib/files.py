@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from course_lib.units import MIB
+from course_lib.measure.units import MIB
 
 REPLACED = "replaced-"  # before the name of a folder that is to be replaced
 STALE = 60  # seconds; a part that is younger may belong to a process that is just about to lock it

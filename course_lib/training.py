@@ -22,16 +22,18 @@ from flax import struct
 from jaxtyping import Array, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import accumulation, losses, optimizers, precision
-from course_lib.accumulation import LossFn, Metrics, PyTree
-from course_lib.config import check
-from course_lib.data import Batch
-from course_lib.losses import ApplyFn
-from course_lib.losses import as_function as as_function  # they belong to training, and have a file of their own
-from course_lib.losses import classification_loss as classification_loss
-from course_lib.losses import cross_entropy as cross_entropy
-from course_lib.losses import next_token_loss as next_token_loss
-from course_lib.transformer import Transformer
+from course_lib import optimizers
+from course_lib.configs import check
+from course_lib.models import losses
+from course_lib.models.losses import ApplyFn
+from course_lib.models.losses import as_function as as_function  # they belong to training, and have a file of their own
+from course_lib.models.losses import classification_loss as classification_loss
+from course_lib.models.losses import cross_entropy as cross_entropy
+from course_lib.models.losses import next_token_loss as next_token_loss
+from course_lib.models.transformer import Transformer
+from course_lib.one_device import gradient_accumulation, mixed_precision
+from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
+from course_lib.text.data import Batch
 
 
 @struct.dataclass
@@ -43,7 +45,7 @@ class TrainState:
       params: pytree of parameters.
       opt_state: the optimizer's.
       rng: typed random key, split anew at every step.
-      loss_scale: of `course_lib.precision`.
+      loss_scale: of `course_lib.one_device.mixed_precision`.
     """
 
     step: Any
@@ -57,7 +59,7 @@ def init_state(
     params: PyTree,
     optimizer: optax.GradientTransformation,
     rng: Key[Array, ""],
-    loss_scale: precision.LossScale | None = None,
+    loss_scale: mixed_precision.LossScale | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -69,7 +71,7 @@ def init_state(
       rng: typed random key, for dropout.
       loss_scale: how the loss is scaled; not at all if None.
     """
-    scale = precision.NoLossScale() if loss_scale is None else loss_scale
+    scale = mixed_precision.NoLossScale() if loss_scale is None else loss_scale
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -86,9 +88,9 @@ def make_train_step(
     num_minibatches: int = 1,
     method: str = "scan",
     accumulator_dtype: Any = jnp.float32,
-    policy: precision.Policy | None = None,
+    policy: mixed_precision.Policy | None = None,
     donate: bool = True,
-    gradient_fn: Callable[[LossFn], accumulation.GradFn] = accumulation.gradient,
+    gradient_fn: Callable[[LossFn], gradient_accumulation.GradFn] = gradient_accumulation.gradient,
     out_shardings: Any = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first call.
@@ -110,18 +112,18 @@ def make_train_step(
     Raises:
       ValueError: for options that do not exist; before it compiles, if M does not divide B or float16 has no loss scale.
     """
-    accumulation.check_options(num_minibatches, method, accumulator_dtype)
+    gradient_accumulation.check_options(num_minibatches, method, accumulator_dtype)
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
 
     def train_step(state, batch):
-        precision.check_loss_scale(policy, state.loss_scale)
+        mixed_precision.check_loss_scale(policy, state.loss_scale)
         rng, step_rng = jax.random.split(state.rng)
 
         def scaled_loss_fn(params, batch, rng):
             loss, metrics = loss_fn(params, batch, rng)
             return state.loss_scale.scale(loss), metrics
 
-        grads, metrics = accumulation.accumulate(
+        grads, metrics = gradient_accumulation.accumulate(
             gradient_fn(scaled_loss_fn),
             state.params,
             batch,
@@ -135,7 +137,7 @@ def make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng)
-        if not isinstance(state.loss_scale, precision.NoLossScale):
+        if not isinstance(state.loss_scale, mixed_precision.NoLossScale):
             new, metrics = _skip_if_not_finite(grads, state, new, metrics)
         return new, metrics
 
@@ -143,7 +145,7 @@ def make_train_step(
 
 
 def _skip_if_not_finite(grads, old, new, metrics):
-    finite = precision.all_finite(grads)
+    finite = mixed_precision.all_finite(grads)
     metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)  # what is not finite would stay in a sum
     skipped = 1 - finite.astype(jnp.float32)
     params, opt_state = jax.tree.map(
@@ -194,7 +196,7 @@ def _metrics(loss_fn, params, batch):
 def skipping(train_step: Callable[..., Any], *, donate: bool = True, out_shardings: Any = None) -> Callable[..., Any]:
     """Returns a train step that keeps parameters and optimizer where the new ones, or the loss, are not finite.
 
-    As one with a loss scale does (`course_lib.precision`); here the state has none more than without, so a run can go on so.
+    As one with a loss scale does (`course_lib.one_device.mixed_precision`); here the state has none more than without, so a run can go on so.
     Its metrics count what was left out: "skipped", as (sum, count).
 
     Args:
@@ -205,7 +207,7 @@ def skipping(train_step: Callable[..., Any], *, donate: bool = True, out_shardin
 
     def step(state, batch):
         new, metrics = train_step(state, batch)
-        finite = precision.all_finite((new.params, new.opt_state, metrics["loss"]))
+        finite = mixed_precision.all_finite((new.params, new.opt_state, metrics["loss"]))
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (state.params, state.opt_state)
         )
@@ -250,7 +252,7 @@ def build(config: ConfigDict) -> Run:
     """Builds a training run of the Transformer. Nothing is computed yet.
 
     Args:
-      config: a whole configuration (`course_lib.config`).
+      config: a whole configuration (`course_lib.configs`).
 
     Raises:
       ValueError: if it cannot work: the field, its value and the fix.
@@ -261,7 +263,7 @@ def build(config: ConfigDict) -> Run:
     apply_fn = as_function(model)
     loss_fn = losses.of_model(config.model, as_function(model, balance=config.model.num_experts > 0))
     optimizer = optimizers.from_config(config.optimizer)
-    scale = precision.loss_scale(config.training.loss_scale)
+    scale = mixed_precision.loss_scale(config.training.loss_scale)
 
     def init(rng):
         param_rng, state_rng = jax.random.split(rng)

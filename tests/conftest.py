@@ -19,7 +19,7 @@ jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 import jax
 import pytest
 
-# The tests of course_lib.parallel run on eight devices. Where there are not as many GPUs, the CPU shows as eight; all other
+# The tests of course_lib.many_devices run on eight devices. Where there are not as many GPUs, the CPU shows as eight; all other
 # tests use the first. Set here, as JAX reads it when it starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -27,24 +27,24 @@ jax.config.update("jax_num_cpu_devices", 8)
 # float32), and Optax's Adam raises a float to the power of an int32 step count: both promote on purpose, and JAX has no
 # way to allow it to them alone. So tests that call them have JAX's default.
 CALLS_FLAX_OR_OPTAX = {
-    "test_accumulation",
+    "test_gradient_accumulation",
     "test_faults",
     "test_case_study",
     "test_checkpoints",
-    "test_cluster",
-    "test_donation",
+    "test_processes",
+    "test_buffer_donation",
     "test_dry_run",
-    "test_experts",
+    "test_routing",
     "test_mlp",
     "test_observe",
-    "test_parallel_context",
-    "test_parallel_data",
-    "test_parallel_estimate",
-    "test_parallel_experts",
-    "test_parallel_strategy",
-    "test_parallel_tensor",
-    "test_parallel_virtual",
-    "test_trainer",
+    "test_context_parallel",
+    "test_data_parallel",
+    "test_estimate",
+    "test_expert_parallel",
+    "test_strategies",
+    "test_tensor_parallel",
+    "test_virtual_gpus",
+    "test_loop",
     "test_training",
     "test_transformer",
 }
@@ -53,12 +53,12 @@ A_LEARNERS_CODE = {"test_solutions"}
 
 # These files take a minute or more each, and a file is one process's: begun last, they would be waited for.
 LONG = {
-    "test_cluster",
-    "test_parallel_estimate",
-    "test_parallel_pipeline",
-    "test_parallel_strategy",
-    "test_train",
-    "test_trainer",
+    "test_processes",
+    "test_estimate",
+    "test_pipeline",
+    "test_strategies",
+    "test_command",
+    "test_loop",
     "test_training",
 }
 
@@ -81,8 +81,9 @@ def promotion(request):
 @pytest.fixture(scope="module", autouse=True)
 def code_that_is_compiled_quickly(request):
     """Where the numbers of many programs are compared, and not their times or memory: machine code is not optimized."""
-    names = ("parallel_", "faults", "experts", "layers", "training", "transformer", "cluster", "trainer", "observe")
-    many = request.module.__name__.rpartition(".")[2].removeprefix("test_").startswith(names)
+    name = request.path.stem.removeprefix("test_")
+    names = {"faults", "routing", "layers", "training", "transformer", "processes", "loop", "observe"}
+    many = "many_devices" in request.path.parts or name in names
     jax.config.update("jax_disable_most_optimizations", many)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

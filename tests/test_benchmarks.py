@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu, input, table
-from course_lib import config, loading
+from course_lib import configs
+from course_lib.text import loading
 
 
-@pytest.mark.parametrize("preset", config.PRESETS)
+@pytest.mark.parametrize("preset", configs.PRESETS)
 def test_every_case_is_a_configuration_that_can_work(preset):
     for case, change in gpu.CHANGES.items():
-        chosen = config.get(preset)
+        chosen = configs.get(preset)
         chosen.update_from_flattened_dict(change)
         if (preset, case) == ("cpu", "attention cudnn"):  # which has no kernel for float32: its row says so
             with pytest.raises(ValueError, match="dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"):
-                config.check(chosen)
+                configs.check(chosen)
         else:
-            config.check(chosen)
+            configs.check(chosen)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")
@@ -33,8 +34,8 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(monkeypatch, capsys):
     assert "finds no gpu here" in capsys.readouterr().err
 
 
-def small() -> config.ConfigDict:
-    small = config.cpu()
+def small() -> configs.ConfigDict:
+    small = configs.cpu()
     small.model.update(num_layers=1, hidden_size=32, head_dim=16, num_heads=2, max_seq_len=16)
     small.model.update(vocab_size=64, num_outputs=64)
     small.data.update(batch_size=2, seq_len=16)
@@ -43,7 +44,7 @@ def small() -> config.ConfigDict:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU each case runs in a process without the small preset")
 def test_results_say_what_was_measured_where_and_what_could_not_be(monkeypatch, tmp_path):
-    monkeypatch.setitem(config.PRESETS, "cpu", small)
+    monkeypatch.setitem(configs.PRESETS, "cpu", small)
     arguments = ["--device", "cpu", "--preset", "cpu", "--steps", "2", "--out", str(tmp_path), "--cases"]
     monkeypatch.setattr("sys.argv", ["benchmarks.gpu", *arguments, "the preset", "attention pallas"])
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
@@ -81,7 +82,7 @@ def test_what_lies_ready_when_a_turn_begins_is_not_timed(monkeypatch):
 
 
 def test_input_is_measured_against_the_steps_that_it_feeds(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(config.PRESETS, "cpu", small)
+    monkeypatch.setitem(configs.PRESETS, "cpu", small)
     monkeypatch.setattr(loading, "token_file", lambda split: np.arange(20_000, dtype=np.uint16) % 64)
     monkeypatch.setattr("sys.argv", ["benchmarks.input", "--steps", "2", "--repeats", "3", "--out", str(tmp_path)])
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose

@@ -7,7 +7,8 @@ import pytest
 from small_run import configuration, corpus
 
 from benchmarks import checkpoint
-from course_lib import config, settings
+from course_lib import configs
+from course_lib.program import settings
 
 
 def test_a_save_costs_what_steps_with_it_take_more_than_those_without():
@@ -28,7 +29,7 @@ def test_a_save_that_costs_nothing_may_come_at_every_step():
 def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path):
     jax.config.update("jax_disable_most_optimizations", True)  # compiles faster; conftest.py turns it off again
     tiny = configuration(corpus(tmp_path / "text"))
-    monkeypatch.setitem(config.PRESETS, "cpu", lambda: settings.part_of_model(tiny))
+    monkeypatch.setitem(configs.PRESETS, "cpu", lambda: settings.part_of_model(tiny))
     runs, train = [], checkpoint.trainer.train
 
     def noted(whole, folder, devices):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import torch_step
-from course_lib import config
+from course_lib import configs
 
 LIKE = torch_step.LIKE_EAGER, torch_step.LIKE_DROPOUT
 
@@ -30,7 +30,7 @@ def test_every_case_is_a_configuration_that_can_work():
     for case in torch_step.CASES.values():
         chosen = torch_step.model_of_6m()
         chosen.update_from_flattened_dict(case.get("changes", {}))
-        config.check(chosen)
+        configs.check(chosen)
 
 
 def test_without_pytorch_it_says_how_to_get_it(monkeypatch, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import cluster
+from course_lib.program import processes
 
 FOLDER = Path(__file__).parent.parent / "docs" / "cluster"
 
@@ -130,6 +130,6 @@ def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not
 
 def test_the_page_says_how_long_it_takes_and_which_exit_code_it_is():
     page = (FOLDER / "README.md").read_text()
-    assert f"heartbeat after {cluster.HEARTBEAT} s at most" in page
-    assert f"wait {cluster.PATIENCE} s" in page
-    assert f"| {cluster.OTHER_GONE}, or JAX's" in page
+    assert f"heartbeat after {processes.HEARTBEAT} s at most" in page
+    assert f"wait {processes.PATIENCE} s" in page
+    assert f"| {processes.OTHER_GONE}, or JAX's" in page

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course_lib import config as configs
-from course_lib import optimizers
+from course_lib import configs, optimizers
 
 
 def example_config(**options):

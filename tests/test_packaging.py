@@ -71,7 +71,7 @@ def test_what_colab_installs_brings_no_jax_of_its_own():
 
 
 def test_the_set_up_checks_for_the_oldest_jax_that_is_allowed():
-    from course_lib import notebook
+    from course_lib.show import notebook
 
     (jax,) = [requirement for requirement in map(Requirement, PROJECT["dependencies"]) if requirement.name == "jax"]
     assert f">={notebook.OLDEST_JAX}" in map(str, jax.specifier)
@@ -120,7 +120,7 @@ def test_part_two_sets_up_eight_devices_before_jax_starts_and_part_one_one():
     assert "simulate" not in one
     lines = [line for line in eight.splitlines() if not line.startswith("#")]
     extra = [line for line in lines if line not in one.splitlines()]
-    assert extra[0] == "from course_lib.parallel import mesh" and extra[1].startswith("mesh.simulate(8)") and len(extra) == 2
+    assert extra[0] == "from course_lib.many_devices import meshes" and extra[1].startswith("meshes.simulate(8)") and len(extra) == 2
     assert lines.index(extra[1]) < lines.index("notebook.setup()") == len(lines) - 1
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from course_lib import config as configs
-from course_lib import donation, precision, training
-from course_lib.data import Batch
-from course_lib.mlp import MLPClassifier
+from course_lib import configs, training
+from course_lib.models.mlp import MLPClassifier
+from course_lib.one_device import buffer_donation, mixed_precision
+from course_lib.text.data import Batch
 
 CLASSES, WIDTH, EXAMPLES = 7, 16, 24
 
@@ -73,7 +73,7 @@ def test_the_loss_is_the_weighted_mean_of_the_cross_entropy_by_hand():
 
 
 def test_metrics_are_float32_sums_and_counts_whatever_the_model_computes_in():
-    params = precision.policy("bfloat16").cast_to_compute(example_state(SGD).params)
+    params = mixed_precision.policy("bfloat16").cast_to_compute(example_state(SGD).params)
     batch = example_batch()
     loss, metrics = LOSS_FN(params, Batch(batch.inputs.astype(jnp.bfloat16), batch.labels, batch.weights), None)
     assert {leaf.dtype for leaf in jax.tree.leaves((loss, metrics))} == {jnp.dtype("float32")}
@@ -170,18 +170,18 @@ def test_dropout_is_new_in_every_step():
 
 def test_a_state_keeps_its_types_so_that_a_step_is_compiled_once():
     step = training.make_train_step(LOSS_FN, ADAM)
-    state, batch = example_state(ADAM, precision.DynamicLossScale()), example_batch()
+    state, batch = example_state(ADAM, mixed_precision.DynamicLossScale()), example_batch()
     for _ in range(3):
         state, _ = step(state, batch)
     assert step._cache_size() == 1
 
 
 def test_a_state_is_donated_whole():
-    state = example_state(ADAM, precision.DynamicLossScale())
-    report = donation.report(training.make_train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile())
+    state = example_state(ADAM, mixed_precision.DynamicLossScale())
+    report = buffer_donation.report(training.make_train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile())
     state_bytes = sum(row.bytes for row in report.arguments if row.path.startswith("args[0]"))
     assert report.donated_bytes == report.aliased_bytes == state_bytes
-    assert donation.report(train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile()).donated_bytes == 0
+    assert buffer_donation.report(train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile()).donated_bytes == 0
 
 
 def test_without_a_loss_scale_a_step_costs_what_one_written_out_costs():
@@ -205,7 +205,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_nothing_in_float32(num_mini
     with jax.default_matmul_precision("highest"):
         step = train_step(WITHOUT_DROPOUT, SGD, num_minibatches=num_minibatches)
         plain, _ = step(example_state(SGD), batch)
-        scaled, _ = step(example_state(SGD, precision.StaticLossScale(2.0**10)), batch)
+        scaled, _ = step(example_state(SGD, mixed_precision.StaticLossScale(2.0**10)), batch)
     assert_trees_close(scaled.params, plain.params, 1e-6)
 
 
@@ -213,7 +213,7 @@ def test_gradients_are_clipped_after_they_are_unscaled():
     clipped = optax.chain(optax.clip_by_global_norm(1e-3), SGD)
     step = train_step(WITHOUT_DROPOUT, clipped)
     moves = []
-    for scale in (None, precision.StaticLossScale(2.0**10)):
+    for scale in (None, mixed_precision.StaticLossScale(2.0**10)):
         state = example_state(clipped, scale)
         new, _ = step(state, example_batch())
         moves.append(jax.tree.map(jnp.subtract, new.params, state.params))
@@ -222,8 +222,8 @@ def test_gradients_are_clipped_after_they_are_unscaled():
 
 
 def test_a_step_that_overflows_changes_neither_parameters_nor_optimizer_and_backs_off():
-    step = train_step(WITHOUT_DROPOUT, ADAM, policy=precision.policy("float16"))
-    state, _ = step(example_state(ADAM, precision.DynamicLossScale(value=2.0**10)), example_batch())
+    step = train_step(WITHOUT_DROPOUT, ADAM, policy=mixed_precision.policy("float16"))
+    state, _ = step(example_state(ADAM, mixed_precision.DynamicLossScale(value=2.0**10)), example_batch())
     bad, metrics = step(state, example_batch(scale=1e5))  # inputs beyond 65504 are infinite in float16
     assert same((bad.params, bad.opt_state), (state.params, state.opt_state))
     assert bad.loss_scale.value == state.loss_scale.value / 2 and bad.step == state.step + 1
@@ -231,14 +231,14 @@ def test_a_step_that_overflows_changes_neither_parameters_nor_optimizer_and_back
 
     good, good_metrics = step(bad, example_batch())
     assert not same(good.params, bad.params) and good_metrics["skipped"] == (0, 1)
-    assert precision.all_finite(good.params)
+    assert mixed_precision.all_finite(good.params)
     both = training.mean_metrics(training.add_metrics(metrics, good_metrics))  # what is not finite must not stay in the sum
     assert both["loss"] == training.mean_metrics(good_metrics)["loss"] and both["skipped"] == 0.5
 
 
 def test_a_scale_too_large_for_float16_comes_down_until_training_goes_on():
-    step = train_step(WITHOUT_DROPOUT, ADAM, policy=precision.policy("float16"), num_minibatches=4)
-    state, skipped = example_state(ADAM, precision.DynamicLossScale(value=2.0**24)), []
+    step = train_step(WITHOUT_DROPOUT, ADAM, policy=mixed_precision.policy("float16"), num_minibatches=4)
+    state, skipped = example_state(ADAM, mixed_precision.DynamicLossScale(value=2.0**24)), []
     for _ in range(14):
         state, metrics = step(state, example_batch())
         skipped.append(int(metrics["skipped"][0]))
@@ -246,10 +246,10 @@ def test_a_scale_too_large_for_float16_comes_down_until_training_goes_on():
     assert state.loss_scale.value == 2.0 ** (24 - sum(skipped))
 
 
-@pytest.mark.parametrize("name", precision.POLICIES)
+@pytest.mark.parametrize("name", mixed_precision.POLICIES)
 def test_every_policy_trains_and_keeps_a_float32_state(name):
-    scale = precision.StaticLossScale(2.0**10) if name == "float16" else None
-    step = train_step(WITHOUT_DROPOUT, ADAM, policy=precision.policy(name))
+    scale = mixed_precision.StaticLossScale(2.0**10) if name == "float16" else None
+    step = train_step(WITHOUT_DROPOUT, ADAM, policy=mixed_precision.policy(name))
     state, losses = example_state(ADAM, scale), []
     for _ in range(20):
         state, metrics = step(state, example_batch())
@@ -264,7 +264,7 @@ def test_mistakes_are_refused_before_anything_is_compiled():
     with pytest.raises(ValueError, match="num_minibatches=5 must divide the batch of 24 examples"):
         train_step(LOSS_FN, SGD, num_minibatches=5).trace(example_state(SGD), example_batch())
     with pytest.raises(ValueError, match=r"loss_scale=NoLossScale\(\) must scale the loss for a policy"):
-        train_step(LOSS_FN, SGD, policy=precision.policy("float16")).trace(example_state(SGD), example_batch())
+        train_step(LOSS_FN, SGD, policy=mixed_precision.policy("float16")).trace(example_state(SGD), example_batch())
 
 
 def test_a_batch_without_any_weight_changes_no_parameter():
@@ -338,8 +338,8 @@ def test_a_run_accumulates_and_donates_as_its_configuration_says():
         run = training.build(whole)
         return run.train_step.lower(*run.abstract())
 
-    assert donation.report(step(donate=False).compile()).aliased_bytes == 0
-    assert donation.report(step(donate=True).compile()).aliased_bytes > 0
+    assert buffer_donation.report(step(donate=False).compile()).aliased_bytes == 0
+    assert buffer_donation.report(step(donate=True).compile()).aliased_bytes > 0
     scanned, looped = (step(accumulation=method).as_text() for method in ("scan", "loop"))
     assert looped.count("dot_general") == 2 * scanned.count("dot_general")
     assert "bf16" not in looped and "bf16" in step(accumulator_dtype="bfloat16").as_text()

@@ -4,7 +4,7 @@
 
 PATH is an installation of CPython 3.13.0 (any other release is refused: the corpus would differ). Building it again gives the
 same file, byte for byte where zlib is the same (zlib-ng packs otherwise), and the same text everywhere. The SHA-256 of the text
-is printed, and stands in `course_lib/data.py`.
+is printed, and stands in `course_lib/text/data.py`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import pathlib
 import runpy
 
 RELEASE = "3.13.0"
-CORPUS = pathlib.Path(__file__).parent.parent / "course_lib" / "corpus"
+CORPUS = pathlib.Path(__file__).parent.parent / "course_lib" / "text" / "corpus"
 
 # Modules that people read to learn: written by hand, of one style each, no tables, no tests.
 MODULES = """

@@ -15,7 +15,11 @@ from typing import Any
 
 import jax
 
-from course_lib import attention, case_study, config, measure, settings, trainer, training, virtual
+from course_lib import configs, measure, training
+from course_lib.lessons import case_study
+from course_lib.measure import virtual
+from course_lib.models import attention
+from course_lib.program import loop, settings
 
 STORE = pathlib.Path(__file__).resolve().parent.parent / "tests" / "data" / "compiled.json"
 PRESETS = {"155m": "a5000", "cpu": "a5000", "t4": "t4", "80gb": "h100"}
@@ -49,10 +53,10 @@ def on_one(whole: Any, accelerator: str) -> dict[str, int]:
 
 def on_eight(changes: dict[str, Any]) -> dict[str, int]:
     """Returns the numbers of preset 155m, changed, on eight virtual H100s."""
-    whole = settings.whole(config.get("155m"))
+    whole = settings.whole(configs.get("155m"))
     whole.model.dropout_rate = 0.0
     whole.update_from_flattened_dict(changes)
-    run, _ = trainer.build(whole, virtual.devices("h100", 8))
+    run, _ = loop.build(whole, virtual.devices("h100", 8))
     step: Any = run.train_step
     return numbers(step.lower(*run.abstract()))
 
@@ -66,7 +70,7 @@ def everything() -> dict[str, dict[str, int]]:
         print(f"{found[name]['peak'] / 2**30:7.3f} GiB  {name}", flush=True)
 
     for preset, accelerator in PRESETS.items():
-        add(f"preset {preset} on {accelerator}", on_one, config.get(preset), accelerator)
+        add(f"preset {preset} on {accelerator}", on_one, configs.get(preset), accelerator)
     for case in case_study.CASES:
         whole = case.config()
         if attention.why_unavailable(whole.model.attention, None) is None:

@@ -8,7 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from course_lib import case_study, figures, hardware, measure
+from course_lib import measure
+from course_lib.lessons import case_study
+from course_lib.measure import hardware
+from course_lib.show import figures
 
 PICTURE = Path(__file__).parent.parent / "docs" / "case_study.png"
 PUBLISHED, COMPILED = "published, measured on an A5000", "compiled for an A5000, without one"

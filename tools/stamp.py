@@ -31,15 +31,15 @@ if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is N
     %pip install -q --no-deps "course_lib @ git+https://github.com/{repo}"
     %pip install -q {lacks}
 
-from course_lib import notebook
+from course_lib.show import notebook
 {many}
 notebook.setup()"""
 # Part II, from notebook 7 on: before `setup` starts JAX.
 FIRST_OF_PART_TWO = "07"
 MANY_DEVICES = """\
-from course_lib.parallel import mesh
+from course_lib.many_devices import meshes
 
-mesh.simulate(8)  # this CPU shows as eight devices, if it is told before JAX starts"""
+meshes.simulate(8)  # this CPU shows as eight devices, if it is told before JAX starts"""
 IS_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.M)
 
 

@@ -21,7 +21,7 @@ from course_lib.measure.memory import Memory, gib, memory
 from course_lib.measure.roofline import Roofline, mfu, roofline
 from course_lib.measure.timing import StepTime, Time, compare, peak_in_own_process, step_time, time
 from course_lib.measure.traffic import Move, Traffic, traffic
-from course_lib.units import GIB, MIB
+from course_lib.measure.units import GIB, MIB
 
 __all__ = [
     "GIB",

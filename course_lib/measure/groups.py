@@ -1,6 +1,6 @@
 """Which devices take part in a collective, and along which axes of the mesh they lie.
 
-In a compiled program a device is a number: its place in `mesh.devices.flat`. A collective runs in groups of devices
+In a compiled program a device is a number: its place in `meshes.devices.flat`. A collective runs in groups of devices
 that know nothing of each other. XLA spells them in several ways, and changes its mind from version to version
 (https://openxla.org/xla/operation_semantics#allreduce, `replica_groups`):
 

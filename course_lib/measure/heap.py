@@ -18,7 +18,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
-from course_lib.units import MIB
+from course_lib.measure.units import MIB
 
 RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 

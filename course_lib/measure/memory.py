@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from course_lib.units import GIB, MIB
+from course_lib.measure.units import GIB, MIB
 
 
 def gib(bytes: int | float) -> str:

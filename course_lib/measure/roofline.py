@@ -10,8 +10,8 @@ array that fits may still be there when the next instruction reads it; it is cou
 
 import dataclasses
 
-from course_lib.hardware import Accelerator
 from course_lib.measure.flops import Flops
+from course_lib.measure.hardware import Accelerator
 from course_lib.measure.traffic import Traffic
 
 

@@ -1,0 +1,1 @@
+"""What only the course needs: the case study, and faults that many-device code has had. Nothing imports it."""

@@ -1,0 +1,81 @@
+"""Expert parallelism: each device has some of the experts of every layer, and tokens travel to the experts they chose.
+
+The devices along the axis "expert" share the sequences of their place along "data", as more of that axis would, and so they
+hold all of the model but the experts. Of these each holds E / n. Between the router and the experts stands an all-to-all
+(Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668): each device has room for the tokens of its own sequences at all
+experts, [E B C D], and gets that of all devices' sequences at its own experts. A second one brings the results back:
+
+    there   [E, B, C, D] -> [E / n, n B, C, D]
+    back    [E / n, n B, C, D] -> [E, B, C, D]
+
+Their transposes are all-to-alls as well, so a layer has two in each pass. The gradient of an expert comes from the tokens of
+all of these devices, and is on its own device already; that of all else is summed over them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Shaped
+
+from course_lib.many_devices import meshes
+from course_lib.many_devices.meshes import vary
+from course_lib.models.hooks import Hooks
+
+AXIS = "expert"
+Experts = Callable[[Array], Array]
+
+
+def own(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
+    """Returns this device's sequences, of all those that the devices along the axis share.
+
+    Raises:
+      ValueError: if they cannot share them evenly.
+    """
+    n = jax.lax.axis_size(AXIS)
+    meshes.check_divides(x.shape, 0, AXIS, n, "batch")
+    size = x.shape[0] // n
+    return jax.lax.dynamic_slice_in_dim(vary(x, AXIS), jax.lax.axis_index(AXIS) * size, size)
+
+
+def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
+    """Sends tokens to the devices that have their experts, runs these, and sends the results back.
+
+    Args:
+      run: this device's experts, [E/n, n B, C, D] to the same shape.
+      tokens: of this device's sequences, for all experts.
+    """
+    there = jax.lax.all_to_all(tokens, AXIS, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(run(there), AXIS, split_axis=1, concat_axis=0, tiled=True)
+
+
+def hooks(others: Hooks) -> Hooks:
+    """Returns the hooks that make the Transformer one device's part of an expert-parallel one.
+
+    Args:
+      others: what else the device does differently.
+    """
+    return dataclasses.replace(others, experts=exchange)
+
+
+def check(model: Any, sequences: int, mesh: meshes.Shape) -> None:
+    """Refuses a model whose experts cannot be divided among the devices of the "expert" axis.
+
+    Args:
+      model: the `model` part of a configuration.
+      sequences: how many a place along "data" has at a time.
+      mesh: with an axis "expert".
+
+    Raises:
+      ValueError: naming the field, its value and what would do.
+    """
+    n = meshes.axis_size(mesh, AXIS)
+    if not model.num_experts:
+        raise ValueError(f"num_experts=0 must be a multiple of {n} with a mesh axis {AXIS!r} of {n} devices: each holds some")
+    meshes.check_divides((model.num_experts,), 0, AXIS, n, "num_experts")
+    if sequences % n:
+        raise ValueError(
+            f"batch_size must give each place along 'data' a multiple of {n} sequences at a time, which the devices of axis "
+            f"{AXIS!r} share, not {sequences}"
+        )

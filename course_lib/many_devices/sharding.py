@@ -1,0 +1,182 @@
+"""Who holds what: one small table from the meaning of a dimension to the mesh axis that cuts it.
+
+Every dimension of every parameter has a logical name (`LOGICAL`): "embed" is the model's width D, "mlp" its hidden width
+F, "heads" its H heads, "vocab" its vocabulary V, "layers" its N layers. A strategy is a table of *rules* from these
+names to mesh axes, and rules of several strategies join into one:
+
+    DATA = {}                                                    every device holds all parameters
+    ZERO = {"embed": "data"}                                     each holds a slice of the width
+    TENSOR = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
+
+    specs(params, ZERO | TENSOR, mesh)      one PartitionSpec a parameter
+
+The same specs serve both ways to write a strategy: as the `in_specs` of a `jax.shard_map`, by hand, and as
+`NamedSharding`s that `jax.jit` has to respect, by the compiler
+(https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from course_lib.many_devices import meshes
+from course_lib.training import TrainState
+
+PyTree = Any
+Rules = Mapping[str, str | tuple[str, ...]]
+
+LOGICAL = {
+    "embed/embedding": ("vocab", "embed"),
+    "pos_emb/embedding": ("positions", "embed"),
+    "mlp/pre_norm/scale": ("embed",),
+    "mlp/pre_norm/bias": ("embed",),
+    "mlp/input_layer/kernel": ("embed", "mlp"),
+    "mlp/input_layer/bias": ("mlp",),
+    "mlp/output_layer/kernel": ("mlp", "embed"),
+    "mlp/output_layer/bias": ("embed",),
+    "mlp/router": ("embed", "choices"),
+    "mlp/expert_in/kernel": ("experts", "embed", "mlp"),
+    "mlp/expert_in/bias": ("experts", "mlp"),
+    "mlp/expert_out/kernel": ("experts", "mlp", "embed"),
+    "mlp/expert_out/bias": ("experts", "embed"),
+    "attn/pre_norm/scale": ("embed",),
+    "attn/pre_norm/bias": ("embed",),
+    "attn/qkv/kernel": ("embed", "heads", "head_dim"),
+    "attn/qkv/bias": ("heads", "head_dim"),
+    "attn/q/kernel": ("embed", "heads", "head_dim"),
+    "attn/q/bias": ("heads", "head_dim"),
+    "attn/kv/kernel": ("embed", "heads", "head_dim"),
+    "attn/kv/bias": ("heads", "head_dim"),
+    "attn/query_norm/scale": ("head_dim",),
+    "attn/key_norm/scale": ("head_dim",),
+    "attn/output_layer/kernel": ("heads", "head_dim", "embed"),
+    "attn/output_layer/bias": ("embed",),
+    "pre_norm/scale": ("embed",),
+    "pre_norm/bias": ("embed",),
+    "query_norm/scale": ("head_dim",),
+    "key_norm/scale": ("head_dim",),
+    "post_norm/scale": ("embed",),
+    "post_norm/bias": ("embed",),
+    "output_layer/kernel": ("embed", "vocab"),
+    "output_layer/bias": ("vocab",),
+}
+"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front; norms that MLP and attention of a
+parallel block share belong to the block."""
+
+ACTIVATIONS = {
+    "block_in": ("batch", "length", "width"),
+    "mlp_hidden": ("batch", "positions", "mlp"),
+    "qkv": ("batch", "positions", "heads", "head_dim"),
+    "attn_out": ("batch", "positions", "heads", "head_dim"),
+    "dispatched": ("choices", "batch", "room", "width"),
+    "at_experts": ("experts", "sequences", "room", "width"),
+}
+"""The dimensions of the values that the model names (`layers.NAMES`), and of the tokens at their experts.
+
+Sequence parallelism cuts "length", context parallelism both "length" and "positions".
+"""
+
+DATA: Rules = {}
+ZERO: Rules = {"embed": "data"}
+TENSOR: Rules = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
+PIPELINE: Rules = {"layers": "pipe"}
+EXPERTS: Rules = {"experts": "expert"}
+
+
+def activation_rules(mesh: Mesh, sequence: bool) -> Rules:
+    """Returns the rules of activations: the batch is cut over "data", and over "tensor" what the layers cut.
+
+    Args:
+      mesh: with an axis "data", and perhaps "expert", "context" and "tensor".
+      sequence: whether what stands between the layers' pairs of products is cut along the sequence instead.
+    """
+    rules: dict[str, str | tuple[str, ...]] = {"batch": "data", "sequences": "data"}
+    if "expert" in mesh.shape:
+        rules |= {**EXPERTS, "batch": ("data", "expert")}
+    if "tensor" in mesh.shape:
+        rules |= TENSOR
+    if "context" in mesh.shape:
+        rules |= {"length": "context", "positions": "context"}
+    if sequence:
+        rules |= {"length": "tensor"}
+    return rules
+
+
+def spec(logical: tuple[str, ...], rules: Rules) -> P:
+    """Returns the PartitionSpec of an array, from the names of its dimensions.
+
+    Raises:
+      ValueError: if two dimensions would be cut by one mesh axis.
+    """
+    axes = [rules.get(name) for name in logical]
+    found = P(*axes)
+    for axis in axes:
+        if axis is not None and axes.count(axis) > 1:
+            both = [name for name in logical if rules.get(name) == axis]
+            raise ValueError(
+                f"rules={dict(rules)} must cut an array once by axis {axis!r}, not its dimensions {' and '.join(both)}: "
+                f"dimensions {logical} would be {found}"
+            )
+    return found
+
+
+def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
+    """Returns the PartitionSpec of each parameter of the Transformer: what one device holds of it.
+
+    Args:
+      params: the model's parameters, or their shapes.
+      rules: from logical names to mesh axes.
+      mesh: with all of these axes.
+
+    Raises:
+      ValueError: if an axis is not in the mesh, does not divide a dimension, or would cut a parameter twice.
+      KeyError: if a parameter is not in `LOGICAL`.
+    """
+
+    def of_leaf(path: Any, leaf: Any) -> P:
+        name, logical = _logical(path, leaf)
+        found = spec(logical, rules)
+        for dim, axis in enumerate(found):
+            if axis is not None:
+                meshes.check_divides(leaf.shape, dim, axis, meshes.axis_size(mesh, axis), name)
+        return found
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def _logical(path: Any, leaf: Any) -> tuple[str, tuple[str, ...]]:
+    """Returns a parameter's name and the names of its dimensions."""
+    keys = [key.key for key in path]
+    layer = keys[0].partition("_")[0] == "block"
+    logical = LOGICAL["/".join(keys[1:] if layer else keys)]
+    return "/".join(keys), ("layers",) * (leaf.ndim - len(logical)) + logical
+
+
+def dim_of(spec: P, axis: str) -> int | None:
+    """Returns which dimension a mesh axis cuts, or None."""
+    return tuple(spec).index(axis) if axis in tuple(spec) else None
+
+
+def state_specs(state: TrainState, optimizer: optax.GradientTransformation, params: PyTree, kept: PyTree) -> TrainState:
+    """Returns the specs of a whole train state.
+
+    Args:
+      state: the state, or its shapes.
+      optimizer: whose state it holds.
+      params: specs of the parameters.
+      kept: specs of what the optimizer keeps for each parameter, such as Adam's two moments.
+    """
+    opt_state = optax.tree_map_params(
+        optimizer, lambda _, spec: spec, state.opt_state, kept, transform_non_params=lambda _: P()
+    )
+    alone = jax.tree.map(lambda _: P(), dict(step=state.step, rng=state.rng, loss_scale=state.loss_scale))
+    return TrainState(params=params, opt_state=opt_state, **alone)
+
+
+def place(specs: PyTree, mesh: Mesh) -> PyTree:
+    """Returns the same tree of `NamedSharding`s on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))

@@ -1,0 +1,162 @@
+"""Tensor parallelism: every device computes every token, with its share of the heads, hidden width and vocabulary.
+
+Two products in a row need one exchange (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Cut the first by its
+columns: each device computes its own outputs from the whole input, and nothing is sent. Cut the second by its rows: it
+takes these outputs as they lie, and gives a part of every sum; the sum over devices is an all-reduce. An MLP is such a
+pair, and so is attention, whose queries, keys and values are cut by heads.
+
+    column    x whole, y = x W[:, mine]                 backward: the gradients of x are summed over devices
+    row       x mine,  y = sum over devices x W[mine]   backward: nothing is sent
+
+Between the pairs, norms and residuals are the same on all devices. With *sequence parallelism* (Korthikanti et al., 2022,
+https://arxiv.org/abs/2205.05198) each device keeps a part of the sequence there instead: a column product first gathers
+the sequence, and a row product scatters its sum. As many bytes are sent, and what lies between is divided too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from course_lib.many_devices import meshes
+from course_lib.many_devices.meshes import vary
+from course_lib.models.hooks import Hooks
+
+AXIS = "tensor"
+LENGTH = 1  # the dimension of an activation [B, L, ...] that sequence parallelism cuts
+
+
+def column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """The product of a layer whose outputs are cut: the whole input, this device's columns."""
+    return jax.lax.dot_general(vary(x, AXIS), kernel, dimension_numbers, **options)
+
+
+def row(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """The product of a layer whose inputs are cut, summed over devices. A bias comes after the sum, once."""
+    return jax.lax.psum(jax.lax.dot_general(x, kernel, dimension_numbers, **options), AXIS)
+
+
+def gather_column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """As `column`, for an input of which each device has a part of the sequence."""
+    x = jax.lax.all_gather(x, AXIS, axis=LENGTH, tiled=True)
+    return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+
+
+def row_scatter(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """As `row`, leaving each device with its part of the sequence."""
+    partial = jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+    return jax.lax.psum_scatter(partial, AXIS, scatter_dimension=LENGTH, tiled=True)
+
+
+def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+    """Returns this device's part of the sum over devices that is the embedding: its own rows, and zeros.
+
+    A token that no device has a row for gives NaN, and a negative one counts from the end, as on one device.
+
+    Args:
+      table: this device's rows of the token table.
+      tokens: of the whole vocabulary.
+    """
+    tokens = _from_the_end(tokens, table.shape[0])
+    index = vary(tokens, AXIS) - jax.lax.axis_index(AXIS) * table.shape[0]
+    mine = (index >= 0) & (index < table.shape[0])
+    rows = jnp.take(table, jnp.where(mine, index, 0), axis=0)
+    return jnp.where(mine[..., None], rows, _zero_or_nan(tokens, table.shape[0])[..., None].astype(rows.dtype))
+
+
+def _from_the_end(tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
+    """Returns tokens of which negative ones count from the end of the vocabulary, as `jnp.take` has it."""
+    return jnp.where(tokens < 0, tokens + size * jax.lax.axis_size(AXIS), tokens)
+
+
+def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
+    """Returns 0 for tokens of the vocabulary, of which each device has `size`, and NaN for others."""
+    return jnp.where((tokens >= 0) & (tokens < size * jax.lax.axis_size(AXIS)), 0.0, jnp.nan)
+
+
+def cross_entropy(
+    logits: Float[Array, "... V"], labels: Int[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns cross entropy and correctness of each label, from logits of which each device has a part.
+
+    As `training.cross_entropy` of all logits, which no device ever holds: four numbers a label are exchanged. A label
+    outside of the vocabulary gives NaN, and a negative one counts from its end, as there.
+
+    Args:
+      logits: those of this device's part of the vocabulary.
+      labels: of the whole vocabulary.
+    """
+    size = logits.shape[-1]
+    offset = jax.lax.axis_index(AXIS) * size
+    own_top = jax.lax.stop_gradient(logits).max(axis=-1)
+    top = jax.lax.pmax(own_top, AXIS)
+    total = jax.lax.psum(jnp.exp(logits - top[..., None]).sum(axis=-1), AXIS)
+    places = _from_the_end(labels, size)
+    index = vary(places, AXIS) - offset
+    mine = (index >= 0) & (index < size)
+    own = jnp.take_along_axis(logits, jnp.where(mine, index, 0)[..., None], axis=-1)[..., 0]
+    of_label = jax.lax.psum(jnp.where(mine, own - top, 0), AXIS)
+    # Of equal logits the first counts, as in an argmax over all.
+    best = jnp.where(own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max)
+    correct = jax.lax.pmin(best, AXIS) == labels
+    return jnp.log(total) - of_label + _zero_or_nan(places, size), correct.astype(jnp.float32)
+
+
+def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
+    """Returns the hooks that make the Transformer one device's part of a tensor-parallel one.
+
+    Args:
+      mesh: with an axis "tensor" of n devices.
+      sequence: whether norms and residuals are divided along the sequence.
+    """
+    n = meshes.axis_size(mesh, AXIS)
+    if not sequence:
+        return Hooks(shards=n, column=column, row=row, lookup=lambda *args: jax.lax.psum(lookup(*args), AXIS))
+
+    def lookup_scatter(table: Array, tokens: Array) -> Array:
+        return jax.lax.psum_scatter(lookup(table, tokens), AXIS, scatter_dimension=LENGTH, tiled=True)
+
+    def positions(length: int) -> Array:
+        return jax.lax.axis_index(AXIS) * (length // n) + jnp.arange(length // n)
+
+    return Hooks(shards=n, column=gather_column, row=row_scatter, lookup=lookup_scatter, positions=positions)
+
+
+def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a model, or one in parts, whose devices along "tensor" draw dropout from keys of their own.
+
+    Right where each has its own part of the sequence. Where all have the same values, they must drop the same ones.
+    """
+
+    def folded(*args: Any) -> Any:
+        *given, rng = args
+        return apply_fn(*given, None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(AXIS)))
+
+    return folded
+
+
+def check(model: Any, seq_len: int, mesh: meshes.Shape, sequence: bool) -> None:
+    """Refuses a model that cannot be divided among the devices of the "tensor" axis.
+
+    Args:
+      model: the `model` part of a configuration.
+      seq_len: L.
+      mesh: with an axis "tensor".
+      sequence: whether the sequence is divided as well.
+
+    Raises:
+      ValueError: naming the field, its value and the nearest that would do.
+    """
+    n = meshes.axis_size(mesh, AXIS)
+    cut = {
+        "num_heads": model.num_heads,
+        "mlp_expansion * hidden_size": model.mlp_expansion * model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "num_outputs": model.num_outputs,
+        "num_kv_heads": model.num_kv_heads or model.num_heads,
+    } | ({"seq_len": seq_len} if sequence else {})
+    for name, size in cut.items():
+        meshes.check_divides((size,), 0, AXIS, n, name)

@@ -1,0 +1,167 @@
+"""Tables for machines that cannot compute them.
+
+A notebook asks for a table by name and hands over the function that computes it. Where virtual devices are to be had,
+the function runs; elsewhere the same rows come from a file of this package, written earlier by a machine that could:
+
+    table = recorded.live_or_recorded("donation_a5000", measure_both_steps)
+    print(table.note)
+
+`COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does that).
+
+Where each row takes a while, `partly_live` computes a few and reads the others.
+"""
+
+import concurrent.futures
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from course_lib.measure import hardware, virtual
+
+FOLDER = pathlib.Path(__file__).parent / "recorded_tables"
+_VERSIONS_OF = ("jax", "jaxlib", "flax", "optax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of a table, and where they come from.
+
+    Attributes:
+      rows: one dict a row, of JSON's types: the same whether computed or read.
+      live: whether all of them were computed just now.
+      note: a sentence that says so, for the reader; a recorded table also says when, with which versions, and why.
+    """
+
+    rows: list[dict[str, Any]]
+    live: bool
+    note: str
+
+
+def live_or_recorded(name: str, compute: Callable[[], list[dict[str, Any]]], accelerator: str = "a5000") -> Table:
+    """Computes a table for a virtual accelerator, or reads it where that cannot be done.
+
+    Args:
+      name: of the table and of its file, `recorded_tables/<name>.json`: lower-case letters, digits and underscores.
+      compute: returns the rows. The same versions must give the same rows, so no times and no dates in them.
+      accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several, if the rows name theirs
+        under "accelerator".
+
+    Raises:
+      ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does not fit into JSON.
+      FileNotFoundError: if the table can neither be computed here nor was recorded.
+    """
+    if not re.fullmatch(r"[a-z0-9_]+", name):
+        raise ValueError(f"name={name!r} must be of lower-case letters, digits and underscores: it names a file")
+    reason = virtual.why_unavailable(accelerator)
+    if reason is not None:
+        return _read(name, accelerator, reason)
+    rows = _as_json(name, compute())
+    if _recording():
+        _write(name, accelerator, rows)
+    return Table(rows, True, _computed_here(rows, accelerator))
+
+
+def partly_live(
+    name: str,
+    compute: Callable[[str], dict[str, Any]],
+    live: Sequence[str],
+    *,
+    cases: Sequence[str] = (),
+    accelerator: str = "a5000",
+) -> Table:
+    """Computes some rows of a recorded table anew, and reads the others; all of them where nothing can be computed.
+
+    Two rows are computed at a time, in threads: XLA's compiler lets Python go on, and uses little more than one core.
+
+    Args:
+      name: of the table and of its file.
+      compute: returns the row of a case, which stands in it under "case".
+      live: the cases that are computed.
+      cases: all of them, in the table's order: these are computed and written under `COURSE_RECORD=1`. Without it
+        nothing is written: then the table is recorded elsewhere.
+      accelerator: the name in `hardware` whose virtual devices `compute` needs.
+
+    Raises:
+      ValueError: as `live_or_recorded`, or if `live` names a case that is not among `cases`.
+      FileNotFoundError: if the table was not recorded.
+    """
+    if cases and not set(live) <= set(cases):
+        raise ValueError(f"live={list(live)} must be among cases={list(cases)}: no other has a row in the table")
+    reason = virtual.why_unavailable(accelerator)
+    if reason is not None:
+        return _read(name, accelerator, reason)
+    recording = bool(cases) and _recording()
+    if not live and not recording:
+        return _read(name, accelerator, "none of them was asked for anew")
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        rows = _as_json(name, list(pool.map(compute, cases if recording else live)))
+    if recording:
+        _write(name, accelerator, rows)
+    record = _read(name, accelerator, "all of them would take minutes")
+    by_case = {row["case"]: row for row in [*record.rows, *rows]}  # in the order of the record
+    note = f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}; the other rows: {record.note}"
+    return Table(list(by_case.values()), False, note)
+
+
+def _recording() -> bool:
+    return os.environ.get("COURSE_RECORD") == "1"
+
+
+def _computed_here(rows: list[dict[str, Any]], accelerator: str) -> str:
+    versions = _spell({"jax": importlib.metadata.version("jax")})
+    return f"computed here for a virtual {_titles(rows, accelerator)}, with {versions}"
+
+
+def _as_json(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows as they would come back from a file."""
+    try:
+        return json.loads(json.dumps(rows, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the rows of the table {name!r} must be of numbers, strings and lists: {error}") from error
+
+
+def _read(name: str, accelerator: str, reason: str) -> Table:
+    try:
+        record = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the table {name!r} cannot be computed here ({reason}), and no record of it comes with course_lib; "
+            "run this with COURSE_RECORD=1 on a machine that has virtual devices"
+        ) from error
+    if record["accelerator"] != accelerator:
+        raise ValueError(f"accelerator={accelerator!r} must be {record['accelerator']!r}, as in the table {name!r}")
+    note = (
+        f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)} with "
+        f"{_spell(record['versions'])}, because here {reason}"
+    )
+    return Table(record["rows"], False, note)
+
+
+def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
+    """Writes the record, unless these very rows are recorded already: the date is that of the last change."""
+    file = FOLDER / f"{name}.json"
+    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["rows"] == rows:
+        return
+    record = {
+        "recorded": datetime.date.today().isoformat(),
+        "versions": {package: importlib.metadata.version(package) for package in _VERSIONS_OF},
+        "accelerator": accelerator,
+        "rows": rows,
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
+    """Spells out the accelerators that the rows name, or else the one that all of them are for."""
+    named = dict.fromkeys(row["accelerator"] for row in rows if row.get("accelerator") in hardware.names())
+    return ", ".join(hardware.get(name).title for name in named or (accelerator,))
+
+
+def _spell(versions: dict[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())

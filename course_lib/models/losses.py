@@ -1,0 +1,117 @@
+"""Losses: what a model is trained to make small, and what is reported about it.
+
+    loss_fn(params, batch, rng) -> (loss, metrics)     loss: weighted mean;  metrics: name -> (sum, count)
+
+A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None` means evaluation,
+without dropout; `as_function` makes one from a Flax model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+from ml_collections import ConfigDict
+
+from course_lib.one_device.gradient_accumulation import LossFn
+
+ApplyFn = Callable[..., Any]
+Score = Callable[..., tuple[Array, Array]]
+
+BALANCE = "balance"
+"""The Flax collection in which layers with experts leave how unevenly each sequence chose them."""
+
+
+def as_function(model: Any, balance: bool = False) -> ApplyFn:
+    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
+
+    Args:
+      model: a module whose call takes `train`, and draws its dropout from `rngs["dropout"]`.
+      balance: whether the function returns `(logits, balance)`, the second for each sequence, the mean over layers.
+    """
+
+    def apply_fn(params, inputs, rng=None):
+        mode = dict(train=False) if rng is None else dict(train=True, rngs={"dropout": rng})
+        if not balance:
+            return model.apply({"params": params}, inputs, **mode)
+        logits, left = model.apply({"params": params}, inputs, **mode, mutable=[BALANCE])
+        of_layers = [leaf.reshape(-1, logits.shape[0]) for leaf in jax.tree.leaves(left)]  # scanned layers leave one array
+        return logits, jnp.concatenate(of_layers).mean(axis=0)
+
+    return apply_fn
+
+
+def cross_entropy(
+    logits: Float[Array, "... V"], labels: Int[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest logit, else 0.0."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
+
+
+def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
+    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights [B], none negative.
+
+    Args:
+      apply_fn: the model as a function.
+      score: gives loss and correctness of each label, as `cross_entropy` does.
+    """
+
+    def loss_fn(params, batch, rng):
+        logits, labels, weights = apply_fn(params, batch.inputs, rng), batch.labels, batch.weights
+        if not logits.shape[:-1] == labels.shape == weights.shape:
+            raise ValueError(
+                f"labels {labels.shape} and weights {weights.shape} must have the first axes of logits {logits.shape}: "
+                "each label belongs to one row of logits"
+            )
+        loss, correct = score(logits.astype(jnp.float32), labels)
+        weights = weights.astype(jnp.float32)
+        count = weights.sum()
+        metrics = {"loss": ((loss * weights).sum(), count), "accuracy": ((correct * weights).sum(), count)}
+        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics  # without any weight 0, as is its gradient
+
+    return loss_fn
+
+
+def next_token_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
+    """Returns the loss function of a language model, in nats a token: inputs, labels and their weights are [B, L].
+
+    It is the classifier's: each position of each sequence is an example, and the vocabulary holds the classes.
+    """
+    return classification_loss(apply_fn, score)
+
+
+def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
+    """Returns the loss of the Transformer: with experts its balance counts as well.
+
+    Args:
+      config: the `model` part of a configuration.
+      apply_fn: the model, as `as_function(model, balance=config.num_experts > 0)` gives it.
+      score: as for `classification_loss`.
+    """
+    return balanced_loss(apply_fn, config.balance_weight, score) if config.num_experts else next_token_loss(apply_fn, score)
+
+
+def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
+    """Returns the loss of a language model with experts: to each label's loss comes the balance of its sequence.
+
+    So it is a weighted mean over labels as well, and adds over sequences, minibatches and devices. `metrics["balance"]` tells
+    the balance alone.
+
+    Args:
+      apply_fn: gives `(logits, balance)`, as `as_function(model, balance=True)` does.
+      weight: of the balance; Fedus et al., 2021 (https://arxiv.org/abs/2101.03961) take 0.01.
+      score: as for `classification_loss`.
+    """
+
+    def loss_fn(params, batch, rng):
+        logits, balance = apply_fn(params, batch.inputs, rng)
+        _, metrics = next_token_loss(lambda *_: logits, score)(params, batch, rng)
+        total, count = metrics["loss"]
+        uneven = (balance[:, None] * batch.weights.astype(jnp.float32)).sum()
+        total = total + weight * uneven
+        return total / jnp.where(count != 0, count, 1), metrics | {"loss": (total, count), "balance": (uneven, count)}
+
+    return loss_fn

@@ -1,0 +1,44 @@
+"""A small classifier: the model on which the techniques are first shown.
+
+One hidden layer on vectors of features, as in the tutorial series that this course builds on
+(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_techniques.html).
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class MLPClassifier(nn.Module):
+    """Dense, LayerNorm, SiLU, Dropout, Dense.
+
+    Parameters are float32, whatever `dtype` is: it is the dtype of the computation and of the activations.
+
+    Attributes:
+      dtype: compute dtype; that of inputs and parameters if None, so that a `mixed_precision.Policy` can choose it.
+      hidden_size: width of the hidden layer.
+      num_classes: C, how many classes.
+      dropout_rate: share of hidden values set to zero in training.
+    """
+
+    dtype: Any = None
+    hidden_size: int = 256
+    num_classes: int = 100
+    dropout_rate: float = 0.1
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "B D"], *, train: bool) -> Float[Array, "B C"]:
+        """Returns the logits, float32: what follows, a softmax and a loss, needs the precision.
+
+        Args:
+          inputs: one vector of D features for each example.
+          train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
+        """
+        x = nn.Dense(self.hidden_size, dtype=self.dtype, name="input_layer")(inputs)
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
+        x = nn.silu(x)
+        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        x = nn.Dense(self.num_classes, dtype=self.dtype, name="output_layer")(x)
+        return x.astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Part I: the techniques for one device, a module for each of notebooks 01 to 04 and 06."""

@@ -1,0 +1,278 @@
+"""Numbers of fewer bits: the formats, which of them is used where, and loss scaling.
+
+Mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) keeps a float32 master copy of the
+parameters and computes in 16 bits. bfloat16 has float32's range, and needs nothing more. float16 has a narrow one:
+small gradients become zero. *Loss scaling* multiplies the loss, and by the chain rule every gradient, by a large
+number, and divides it out in float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+PyTree = Any
+
+FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""The formats of this course, from wide to narrow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What a floating-point format can hold.
+
+    Attributes:
+      name: its name in JAX.
+      bits: of one number: the sign, the exponent and the mantissa.
+      exponent_bits: bits that set the range.
+      mantissa_bits: bits that set the precision, without the leading one, which is not stored.
+      largest: largest finite number.
+      smallest_normal: smallest positive number at full precision.
+      smallest_subnormal: smallest positive number; some hardware, and XLA in places, rounds subnormal numbers to zero.
+      epsilon: distance from 1 to the next larger number.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+    epsilon: float
+
+
+def describe(dtype: Any) -> Format:
+    """Returns the properties of a floating dtype, as JAX reports them.
+
+    Args:
+      dtype: one of `FORMATS` or another floating dtype, by name or as a dtype.
+
+    Raises:
+      ValueError: if there is no such floating dtype.
+    """
+    try:
+        if dtype is None:  # NumPy takes it for float64
+            raise ValueError
+        info = jnp.finfo(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):  # a complex one has an info too, of its parts
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(f"dtype={dtype!r} must be a floating dtype, such as {list(FORMATS)}") from None
+    return Format(
+        name=jnp.dtype(dtype).name,
+        bits=int(info.bits),
+        exponent_bits=int(info.nexp),
+        mantissa_bits=int(info.nmant),
+        largest=float(info.max),
+        smallest_normal=float(info.smallest_normal),
+        smallest_subnormal=float(info.smallest_subnormal),
+        epsilon=float(info.eps),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Which dtype is used where. A cast touches floating arrays only: token ids and random keys pass unchanged.
+
+    Attributes:
+      param_dtype: of the parameters at rest, and so of their gradients and of the optimizer state.
+      compute_dtype: of parameters and activations inside the model.
+      output_dtype: of the loss and of everything that is summed or averaged after the model.
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+
+    def cast_to_param(self, tree: PyTree) -> PyTree:
+        """Returns the tree with its floating arrays in `param_dtype`."""
+        return _cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
+        """Returns the tree with its floating arrays in `compute_dtype`."""
+        return _cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: PyTree) -> PyTree:
+        """Returns the tree with its floating arrays in `output_dtype`."""
+        return _cast(tree, self.output_dtype)
+
+    def wrap(self, loss_fn: Callable) -> Callable:
+        """Returns the loss function, computed under this policy.
+
+        Parameters and `batch.inputs` enter in `compute_dtype`; the weights of the labels, which are summed, stay as
+        they are. The cast is part of what is differentiated, so gradients leave in `param_dtype`.
+
+        Args:
+          loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with a field `inputs`. A model
+            with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it None there.
+        """
+
+        def in_policy(params, batch, rng):
+            batch = dataclasses.replace(batch, inputs=self.cast_to_compute(batch.inputs))
+            return self.cast_to_output(loss_fn(self.cast_to_compute(params), batch, rng))
+
+        return in_policy
+
+
+def _cast(tree: PyTree, dtype: Any) -> PyTree:
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+POLICIES = {
+    "float32": Policy(jnp.float32, jnp.float32, jnp.float32),
+    "bfloat16": Policy(jnp.float32, jnp.bfloat16, jnp.float32),
+    "float16": Policy(jnp.float32, jnp.float16, jnp.float32),
+}
+"""Full precision, and the two mixed ones. "float16" needs a loss scale."""
+
+
+def policy(name: str) -> Policy:
+    """Returns the policy of that name: parameters and outputs float32, computed in the dtype that it is named after.
+
+    Raises:
+      ValueError: if `name` is not in `POLICIES`.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"policy={name!r} must be one of {list(POLICIES)}")
+    return POLICIES[name]
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Returns whether no floating number in the tree is infinite or NaN."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], jnp.bool_))
+
+
+@struct.dataclass
+class NoLossScale:
+    """No loss scaling: for float32 and bfloat16. Costs nothing, and no step is skipped."""
+
+    def scale(self, loss: Array) -> Array:
+        """Returns the loss as it is."""
+        return loss
+
+    def unscale(self, grads: PyTree) -> PyTree:
+        """Returns the gradients as they are."""
+        return grads
+
+    def update(self, finite: Array) -> "NoLossScale":
+        """Returns the same."""
+        return self
+
+
+@struct.dataclass
+class StaticLossScale:
+    """A loss scale that never changes.
+
+    Attributes:
+      value: float32, what the loss is multiplied by. A power of two only shifts exponents: no digit is lost.
+    """
+
+    value: Any = 2.0**15
+
+    def __post_init__(self):
+        if isinstance(self.value, float | int | np.generic) and not 0 < float(self.value) < math.inf:
+            raise ValueError(f"value={self.value!r} must be positive and finite: it divides gradients; 2.0**15 is a start")
+
+    def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns the loss times the scale."""
+        return loss * jnp.asarray(self.value, loss.dtype)
+
+    def unscale(self, grads: PyTree) -> PyTree:
+        """Returns the gradients divided by the scale, in float32: what float16 cannot hold would be lost here again."""
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.float32(self.value), grads)
+
+    def update(self, finite: Bool[Array, ""]) -> "StaticLossScale":
+        """Returns the same: after a skipped step the next one is tried with the same scale."""
+        return self
+
+
+@struct.dataclass
+class DynamicLossScale(StaticLossScale):
+    """A loss scale as large as it can be: it backs off when gradients overflow, and grows again after a while.
+
+    Defaults as in https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html
+
+    Attributes:
+      value: float32, what the loss is multiplied by now.
+      good_steps: int32, steps with finite gradients since the scale last changed.
+      growth_interval: after so many of them the scale grows.
+      factor: what it is multiplied by to grow, and divided by to back off.
+      smallest: lower bound of `value`.
+      largest: upper bound of `value`.
+    """
+
+    good_steps: Any = 0
+    growth_interval: int = struct.field(pytree_node=False, default=2000)
+    factor: float = struct.field(pytree_node=False, default=2.0)
+    smallest: float = struct.field(pytree_node=False, default=1.0)
+    largest: float = struct.field(pytree_node=False, default=2.0**24)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.growth_interval >= 1:
+            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"factor={self.factor} must be above 1 and finite: the scale could not back off; 2.0 is usual")
+        if not 0 < self.smallest <= self.largest < math.inf:
+            raise ValueError(f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <= largest < infinity")
+        if isinstance(self.value, float | int | np.number):  # and not an array of a train state
+            object.__setattr__(self, "value", float(self.value))  # an int would be of another dtype before `update`
+            if not self.smallest <= self.value <= self.largest:
+                raise ValueError(
+                    f"value={self.value} must be from smallest={self.smallest} to largest={self.largest}: "
+                    "the next overflow would raise it"
+                )
+
+    def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
+        """Returns the scale for the next step.
+
+        Args:
+          finite: whether all gradients of this step were finite; if not, this step's update is skipped.
+        """
+        value, good_steps = jnp.float32(self.value), jnp.int32(self.good_steps) + 1
+        grows = finite & (good_steps >= self.growth_interval)
+        value = jnp.where(finite, jnp.where(grows, value * self.factor, value), value / self.factor)
+        value = jnp.clip(value, self.smallest, self.largest)
+        return dataclasses.replace(self, value=value, good_steps=jnp.where(finite & ~grows, good_steps, 0))
+
+
+LossScale = NoLossScale | StaticLossScale  # a DynamicLossScale is a StaticLossScale
+
+LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
+"""The ways to scale a loss, by the name that a configuration gives them."""
+
+
+def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
+    """Refuses to compute in float16 without a loss scale.
+
+    Args:
+      policy: dtypes to compute in, if any.
+      loss_scale: of the train state.
+
+    Raises:
+      ValueError: if small gradients would become 0 without a word.
+    """
+    if policy and jnp.dtype(policy.compute_dtype) == jnp.float16 and isinstance(loss_scale, NoLossScale):
+        raise ValueError(
+            f"loss_scale={loss_scale!r} must scale the loss for a policy that computes in float16: small gradients would "
+            "become 0; init_state(..., loss_scale=mixed_precision.DynamicLossScale())"
+        )
+
+
+def loss_scale(name: str) -> LossScale:
+    """Returns a loss scale by name, with its defaults.
+
+    Raises:
+      ValueError: if `name` is not in `LOSS_SCALES`.
+    """
+    if name not in LOSS_SCALES:
+        raise ValueError(f"loss_scale={name!r} must be one of {list(LOSS_SCALES)}")
+    return LOSS_SCALES[name]()

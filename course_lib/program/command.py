@@ -1,0 +1,186 @@
+"""Trains a language model: python -m course_lib.train --preset cpu
+
+A run is a folder with its configuration, metrics, checkpoints, samples and a report. The same command, given again, goes on
+where the run stopped, whatever stopped it.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+from ml_collections import ConfigDict
+
+from course_lib import configs
+from course_lib.many_devices import meshes
+from course_lib.measure import hardware
+from course_lib.program import dry_run, host_memory, loop, preemption, processes, settings
+from course_lib.program.checkpoints import CheckpointError
+from course_lib.text import loading
+
+FAILED, USAGE, DOES_NOT_FIT, PREEMPTED, NOT_FINITE, INTERRUPTED = 1, 2, 3, preemption.EXIT, 77, 130
+
+EPILOG = f"""\
+examples:
+  python -m course_lib.train --preset cpu
+  python -m course_lib.train --data ~/books --run runs/books --set training.steps=500 --set optimizer.total_steps=500
+  python -m course_lib.train --config runs/books/config.json --run runs/books-2
+  python -m course_lib.train --preset cpu --run runs/cpu-4 --devices 4 --set mesh.tensor=2 --set strategy.zero=1
+  python -m course_lib.train --preset 80gb --set training.num_minibatches=1 --dry-run --target h100 --devices 64
+
+fields of --set:
+  model, optimizer, data, training, seed: those of course_lib/configs.py; a run's config.json has all with their values
+  run.*: corpus, log_every, validate_every, checkpoint_every, sample_every (steps), sample_tokens, validation_batches (0: all,
+    up to 262,144 tokens), keep (checkpoints), non_finite (stop, or skip: leave out what is not finite), skips_in_a_row (so many
+    end the run)
+  mesh.*: data (0: all devices), pipe, expert, context, tensor      strategy.*: by, zero, gather_again,
+    sequence, overlap, schedule, microbatches, chunks (course_lib/many_devices/options.py)
+  When a run goes on, these may be others than before: training.steps, training.donate; run.*, but not validation_batches, the
+    text may only lie elsewhere, and non_finite may go from stop to skip, not back; and mesh.*, strategy.*, model.remat*,
+    model.attention, model.flat_products, training.accumulation, which change the rounding
+
+the same numbers again, bit for bit, of a run that was stopped:
+  on CPUs with as many cores and the same JAX (XLA cuts sums by threads); on GPUs of the same kind with
+  XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every start. Steps are slower with it: additions have
+  an order, and XLA takes the first kernels that work, not those that it measured to be the fastest.
+  A run that goes on with another JAX, other devices or cores, says so: its last bits are others from there on
+
+exit codes:
+  0 done    {FAILED} an error, or no checkpoint can be read or written    {USAGE} the arguments or the configuration cannot work
+  {DOES_NOT_FIT} a dry run that does not fit    {PREEMPTED} ended by SIGTERM, after a checkpoint: start it again
+  {INTERRUPTED} ended by Ctrl-C, after a checkpoint; a second one ends at once. Before the first step both end at once
+  {processes.OTHER_GONE} another process is gone: start all again    {NOT_FINITE} loss, parameters or too many updates not finite
+"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m course_lib.train",
+        usage="%(prog)s [--preset NAME | --config FILE] [--set FIELD=VALUE ...] [--data DIR] [--run FOLDER] [...]",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is trained")
+    start = what.add_mutually_exclusive_group()
+    presets = {name: make.__doc__.split(":")[0].splitlines()[0].rstrip(".") for name, make in configs.PRESETS.items()}
+    known = "; ".join(f"{name}: {text}" for name, text in presets.items())
+    start.add_argument("--preset", choices=configs.PRESETS, default="cpu", help=f"the configuration (default: cpu). {known}")
+    start.add_argument("--config", metavar="FILE", help="a configuration in JSON instead, as config.json of a run folder")
+    what.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="changes a field; may be repeated")
+    what.add_argument("--data", metavar="DIR", help="a folder of UTF-8 text, two files or more, of which a tenth is "
+                      "for validation (default: the course's corpus); run.corpus")  # fmt: skip
+    where = parser.add_argument_group("where")
+    where.add_argument("--run", metavar="FOLDER", help="of the run (default: runs/PRESET; with --config X.json, runs/X); "
+                       "one that all processes see")  # fmt: skip
+    where.add_argument("--devices", metavar="N", type=int, help="makes N devices of this CPU; in a dry run, of the target")
+    where.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no launcher tells it (docs/cluster)")
+    where.add_argument("--process", metavar="P", type=int, help="the number of this process, from 0")
+    where.add_argument("--processes", metavar="N", type=int, help="how many processes there are")
+    dry = parser.add_argument_group("dry run")
+    dry.add_argument("--dry-run", action="store_true", help="only compiles, for devices that need not be there, and says what "
+                     "a step needs: memory, FLOPs, communication")  # fmt: skip
+    dry.add_argument("--target", metavar="NAME", help=f"default: h100. There are {', '.join(hardware.names())}")
+    return parser
+
+
+def configuration(given: argparse.Namespace) -> ConfigDict:
+    """Returns what the command line asks for, checked.
+
+    Raises:
+      ValueError: if it cannot work, or a file cannot be read.
+    """
+    for option in ("config", "data", "run"):
+        if getattr(given, option) == "":
+            raise ValueError(f"--{option} is empty, as an unset variable of a shell is: leave it out, or give it a value")
+    if given.config:
+        try:
+            whole = settings.whole(json.loads(pathlib.Path(given.config).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"--config {given.config} cannot be read: {error}") from None
+    else:
+        whole = settings.whole(configs.get(given.preset))
+    for change in given.set:
+        field, equals, text = change.partition("=")
+        if not equals:
+            raise ValueError(f"--set {change} must be FIELD=VALUE, as in --set model.num_layers=6")
+        settings.set_field(whole, field.strip(), text.strip())
+    if given.data:
+        named = given.data in ("shipped", "stdlib")
+        whole.run.corpus = given.data if named else str(pathlib.Path(given.data).expanduser().absolute())
+    settings.check(whole)
+    return whole
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit code."""
+    parser = arguments()
+    options = parser.parse_args(given)
+    if options.target and not options.dry_run:
+        parser.error("--target comes with --dry-run: a training runs on the devices that are there")
+    with contextlib.ExitStack() as stack:
+        try:
+            whole = configuration(options)
+            count = 1 if options.devices is None else options.devices
+            if count < 1:
+                raise ValueError(f"--devices {count} must be at least 1")
+            if options.target not in (None, *hardware.names()):
+                raise ValueError(f"--target {options.target} must be one of {', '.join(hardware.names())}")
+            if options.dry_run:
+                found = dry_run.dry_run(whole, options.target or "h100", count)
+                print(found.text())
+                return USAGE if found.refused else 0 if found.fits else DOES_NOT_FIT
+            if options.devices:
+                jax.config.update("jax_platforms", "cpu")
+                meshes.simulate(options.devices)
+            host_memory.keep()  # before JAX starts its threads
+            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(dry_run.GPU_SHARE))
+            stack.enter_context(processes.start(options.coordinator, options.process, options.processes))
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+            return _error(error, USAGE)
+        folder = options.run or f"runs/{pathlib.Path(options.config).stem if options.config else options.preset}"
+        return _train(whole, folder)
+
+
+def _train(whole: ConfigDict, folder: str) -> int:
+    """Trains. An error that is foreseen becomes an exit code; processes.start ends several processes at any but a refusal."""
+    try:
+        ended = loop.train(whole, folder)
+    except loop.Refused as error:  # in all processes alike
+        return _error(error, USAGE)
+    except (CheckpointError, OSError, loading.Changed) as error:
+        if jax.process_count() > 1:
+            raise
+        return _error(error, FAILED)
+    again = "the same command goes on from the last checkpoint"
+    by = {loop.PREEMPTED: ("SIGTERM", PREEMPTED), loop.INTERRUPTED: ("Ctrl-C", INTERRUPTED)}
+    if ended.reason in by:
+        notice, code = by[ended.reason]
+        _say(f"ended by {notice} after step {ended.step}, with a checkpoint: {again}")
+        return code
+    if ended.reason == loop.NOT_FINITE:
+        if not any((pathlib.Path(folder) / "checkpoints").glob("0*")):
+            again = "the same command begins anew, as there is no checkpoint yet"
+        _say(f"stopped after step {ended.step}: not finite. {again.capitalize()}, and comes to the same end unless that is "
+             "changed: --set run.non_finite=skip leaves such updates out, --set run.skips_in_a_row=N more of them")  # fmt: skip
+        return NOT_FINITE
+    report = pathlib.Path(folder) / "report.md"  # there is none of a run without a line of metrics
+    _say(f"done after {ended.step} steps" + f": see {report}" * report.exists())
+    return 0
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _error(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,1 @@
+"""What notebooks print and draw with: tables, source listings, figures."""

@@ -1,0 +1,32 @@
+"""Every picture of the course: one function a picture, plain data in, a matplotlib `Figure` out."""
+
+from course_lib.show.figures.bars import largest_arrays, memory_bars, memory_breakdown, residuals, roofline, top_ops
+from course_lib.show.figures.curves import lines, loss_curve, trace, tradeoff
+from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
+from course_lib.show.figures.numbers import formats, gradient_histogram
+from course_lib.show.figures.overlap import overlap
+from course_lib.show.figures.schedules import schedule
+from course_lib.show.figures.style import use_style
+from course_lib.show.figures.timelines import heap_timeline, step_timeline
+
+__all__ = [
+    "formats",
+    "gradient_histogram",
+    "heap_timeline",
+    "largest_arrays",
+    "lines",
+    "loss_curve",
+    "memory_bars",
+    "memory_breakdown",
+    "overlap",
+    "residuals",
+    "roofline",
+    "schedule",
+    "seconds_by_devices",
+    "step_timeline",
+    "top_ops",
+    "trace",
+    "tradeoff",
+    "use_style",
+    "who_holds_what",
+]

@@ -1,0 +1,165 @@
+"""Curves: how something changes along an axis, or what is traded for what."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from course_lib.measure.units import GIB
+from course_lib.show.figures import style
+
+Points = Sequence[Sequence[style.Number]]  # (x, y) each
+
+
+def lines(
+    series: Mapping[str, Points],
+    xlabel: str,
+    ylabel: str,
+    *,
+    logx: bool = False,
+    logy: bool = False,
+    ylim: tuple[style.Number, style.Number] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draws one line a series, labelled at its end.
+
+    Args:
+      series: label -> points (x, y).
+      xlabel: what x is, with its unit.
+      ylabel: what y is, with its unit.
+      logx: draw x on a logarithmic axis, with a tick at each of its values.
+      logy: draw y on a logarithmic axis; a linear one starts at 0.
+      ylim: draw y from the first to the second instead, and what is outside at the edge: for a loss, whose 0 says nothing.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there is no series, or one without points.
+    """
+    _check(series)
+    if ylim is not None:
+        low, high = ylim
+        series = {name: [(x, min(max(y, low), high)) for x, y in points] for name, points in series.items()}
+    figure, axes = style.canvas()
+    for i, points in enumerate(series.values()):
+        axes.plot(*zip(*points, strict=True), **style.stroke(i))
+    if logx:
+        axes.set_xscale("log")
+        ticks = sorted({x for points in series.values() for x, _ in points})
+        ticks = ticks[:: -(-len(ticks) // 8)]  # at most eight
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticklabels([f"{x:g}" for x in ticks])
+    if logy:
+        axes.set_yscale("log")
+    if ylim is not None:
+        axes.set_ylim(ylim)
+    elif not logy:
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    style.label_right(axes, [_end(points) for points in series.values()], list(series))
+    return figure
+
+
+def loss_curve(
+    train: Points,
+    validation: Points,
+    baselines: Mapping[str, style.Number] | None = None,
+    *,
+    title: str = "",
+) -> Figure:
+    """Draws the loss over steps, with dashed lines at what simpler models reach.
+
+    Args:
+      train: points (step, loss in nats a token) on the training batches.
+      validation: the same on the validation split.
+      baselines: label -> loss in nats a token, such as a bigram model's.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if a curve has no points.
+    """
+    _check({"train": train, "validation": validation})
+    figure, axes = style.canvas()
+    axes.plot(*zip(*train, strict=True), color=style.COLORS[0], linewidth=1)
+    axes.plot(*zip(*validation, strict=True), **style.stroke(1))
+    ends = [_end(train), _end(validation)]
+    labels = [f"train {train[-1][1]:.2f}", f"validation {validation[-1][1]:.2f}"]
+    right = max(train[-1][0], validation[-1][0])
+    for name, value in (baselines or {}).items():
+        axes.axhline(value, color="black", linestyle=":", linewidth=1.2)
+        ends.append((right, value))
+        labels.append(f"{name} {value:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    style.label_right(axes, ends, labels)
+    return figure
+
+
+def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figure:
+    """Draws one thin line without markers, from 0 up: for something with a value at each of many steps.
+
+    Args:
+      points: (x, y).
+      xlabel: what x is, with its unit.
+      ylabel: what y is, with its unit.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there are no points.
+    """
+    _check({"points": points})
+    figure, axes = style.canvas(height=2.5)
+    axes.plot(*zip(*points, strict=True), color=style.COLORS[0], linewidth=1.2)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    return figure
+
+
+def tradeoff(
+    rows: Sequence[Any],
+    *,
+    label: str = "name",
+    x: str = "recomputed",
+    y: str = "memory",
+    xlabel: str = "recomputed FLOPs (% of the model's)",
+    ylabel: str = "memory (GiB)",
+    title: str = "",
+) -> Figure:
+    """Draws one point a row, with its name beside it: what is paid (x) for what is saved (y).
+
+    Args:
+      rows: one mapping or dataclass a point.
+      label: the key that holds a row's name.
+      x: the key that holds its price, in the unit that `xlabel` names.
+      y: the key that holds its memory, in bytes.
+      xlabel: what x is, with its unit.
+      ylabel: what y is; drawn in GiB.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there are no rows.
+    """
+    if not rows:
+        raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
+    rows = style.as_dicts(rows)
+    figure, axes = style.canvas(height=4)
+    points = [(float(row[x]), float(row[y]) / GIB) for row in rows]
+    for i, point in enumerate(points):
+        axes.plot(*point, **style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"})
+    axes.margins(x=0.08, y=0.12)
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    style.label_points(axes, points, [str(row[label]) for row in rows])
+    return figure
+
+
+def _end(points: Points) -> Sequence[style.Number]:
+    """Returns the last point that can be drawn: a run that diverges ends in NaN."""
+    return [point for point in points if all(map(math.isfinite, point))][-1]
+
+
+def _check(series: Mapping[str, Points]) -> None:
+    empty = [name for name, points in series.items() if not any(all(map(math.isfinite, point)) for point in points)]
+    if empty or not series:
+        raise ValueError(f"series={empty} must hold points (x, y) of finite numbers: there is nothing to draw")

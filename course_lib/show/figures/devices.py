@@ -1,0 +1,107 @@
+"""Many devices: who holds what of an array, and how long they talk."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, NullLocator
+
+from course_lib.show.figures import curves, style
+
+PANELS_IN_A_ROW = 3
+Part = tuple[tuple[int, int], ...]  # (first index, one after the last) of each dimension
+
+
+def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> Figure:
+    """Draws arrays as they are cut: a panel an array, a rectangle a part, on it the numbers of the devices that hold it.
+
+    Args:
+      arrays: what is said of an array -> its holdings (`meshes.holdings`): one mapping or dataclass a device,
+        with its number as `device`, and as `ranges` the first and the last index + 1 in each of at most two dimensions.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there is no array, one is held by nobody, or has more than two dimensions.
+    """
+    empty = [name for name, holdings in arrays.items() if len(holdings) == 0]
+    if empty or not arrays:
+        raise ValueError(f"arrays={empty} must have holdings: there is nothing to draw")
+    rows = -(-len(arrays) // PANELS_IN_A_ROW)
+    columns = min(len(arrays), PANELS_IN_A_ROW)
+    figure = Figure(figsize=(max(2.6 * columns, 4), 2.3 * rows + 0.3 * bool(title)), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (name, holdings) in zip(panels, arrays.items(), strict=False):
+        _draw_parts(axes, name, holdings)
+    for axes in panels[len(arrays) :]:
+        axes.set_axis_off()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def seconds_by_devices(
+    series: Mapping[str, curves.Points], *, host: int | None = None, title: str = "", ylabel: str = "time"
+) -> Figure:
+    """Draws the time of communication against the number of devices, both on logarithmic axes.
+
+    Args:
+      series: label -> points (number of devices, seconds).
+      host: how many devices a host holds: a line there says where the network begins.
+      title: what the picture shows.
+      ylabel: what takes this time; each tick has its unit.
+
+    Raises:
+      ValueError: if there is no series, or one without points.
+    """
+    figure = curves.lines(series, "devices", ylabel, logx=True, logy=True, title=title)
+    [axes] = figure.axes
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda seconds, _: style.duration(seconds))
+    if host is not None:
+        axes.axvline(host, color="black", linestyle=":", linewidth=1.2)
+        ticks = sorted({host, *axes.get_xticks()})
+        axes.set_xticks(ticks, [f"{n:g}\none host" if n == host else f"{n:g}" for n in ticks])
+    return figure
+
+
+def _draw_parts(axes: Axes, name: str, holdings: Sequence[Any]) -> None:
+    parts: dict[Part, list[int]] = collections.defaultdict(list)
+    for row in style.as_dicts(holdings):
+        parts[tuple(tuple(pair) for pair in row["ranges"])].append(row["device"])
+    dims = max(map(len, parts))
+    if dims > 2:
+        raise ValueError(f"arrays[{name!r}] must have at most two dimensions to be drawn: it has {dims}")
+    rectangles = {part: ((0, 1),) * (2 - dims) + part for part in parts}  # a vector is one row
+    for part, devices in parts.items():
+        (top, bottom), (left, right) = rectangles[part]
+        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **_look(min(devices))))
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        middle = ((left + right) / 2, (top + bottom) / 2)
+        axes.annotate(spell(devices), middle, ha="center", va="center", fontsize=9, bbox=box)
+    vertical, horizontal = ({end for ranges in rectangles.values() for end in ranges[dim]} for dim in (0, 1))
+    axes.set_xlim(0, max(horizontal))
+    axes.set_ylim(max(vertical), 0)  # the first row of an array stands at the top
+    axes.set_xticks(sorted(horizontal))
+    axes.set_yticks(sorted(vertical) if dims == 2 else [])
+    axes.tick_params(labelsize=9)
+    axes.grid(False)
+    axes.set_title(name, fontsize=10)
+
+
+def _look(device: int) -> dict[str, Any]:
+    """Returns the colour and hatch of a device; no two of the first 49 look the same."""
+    return style.fill(device) | {"hatch": style.HATCHES[(device + device // 7) % 7]}
+
+
+def spell(devices: Sequence[int]) -> str:
+    """Returns device numbers as a reader wants them: "0-3", "0, 4", "0-1, 4-5"."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

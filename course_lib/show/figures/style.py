@@ -1,0 +1,170 @@
+"""One look for every picture of the course.
+
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any common kind of colour
+blindness tell apart. No picture relies on them alone: bars carry hatches, lines carry markers and their own labels.
+
+A picture is a plain `matplotlib.figure.Figure` that pyplot does not know of: nothing to show, nothing to close. As the
+last line of a notebook cell it is displayed, once.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import matplotlib.style
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from course_lib.measure.units import GIB, MIB
+
+Number = int | float
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
+GREY = "#5F5F5F"
+
+_STYLE: dict[str, Any] = {
+    "figure.dpi": 100,
+    "savefig.dpi": 100,
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same letters on every machine
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(color=COLORS),
+    "grid.color": "#D9D9D9",
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "svg.hashsalt": "course",
+}
+
+
+def use_style() -> None:
+    """Sets the style for all pictures made from here on, in this process."""
+    matplotlib.style.use(_STYLE)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:  # tell the notebook to display a Figure as a PNG
+        from IPython.core.pylabtools import select_figure_formats
+
+        select_figure_formats(shell, {"png"})
+
+
+def canvas(
+    width: Number = 7.5, height: Number = 3.5, columns: Sequence[Number] = (1,), rows: int = 1
+) -> tuple[Figure, Any]:
+    """Returns an empty figure of `width` x `height` inches, and its axes: one, or an array where there are several."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, len(columns), width_ratios=columns, sharex="col", sharey="row")
+
+
+def fill(i: int) -> dict[str, Any]:
+    """Returns the look of the i-th kind of bar: colour, hatch, dark edge."""
+    return {"facecolor": COLORS[i % 7], "hatch": HATCHES[i % 7], "edgecolor": "black", "linewidth": 0.6}
+
+
+def stroke(i: int) -> dict[str, Any]:
+    """Returns the look of the i-th line: colour, dash pattern, marker."""
+    return {"color": COLORS[i % 7], "linestyle": DASHES[i % 7], "marker": MARKERS[i % 7], "markeredgecolor": "white"}
+
+
+def as_dicts(rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Returns rows as dicts: each is a mapping, as in a recorded table, or a dataclass, as the library returns."""
+    return [dict(row) if isinstance(row, Mapping) else dict(vars(row)) for row in rows]
+
+
+def size(num_bytes: Number) -> str:
+    """Returns bytes as a reader wants them: "1.2 GiB", "96 MiB", "512 B"."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{_short(num_bytes / unit)} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: Number) -> str:
+    """Returns seconds as a reader wants them: "1.2 s", "96 ms", "3.4 µs"."""
+    for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= unit:
+            return f"{_short(seconds / unit)} {name}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def _short(number: Number) -> str:
+    return f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
+
+
+def shorten(text: str, width: int) -> str:
+    """Returns `text` in at most `width` letters: the middle gives way to an ellipsis."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3
+    return text[: width - 1 - tail] + "…" + text[-tail:]
+
+
+def spread(positions: Iterable[Number], gap: Number, top: Number = 1.0) -> list[Number]:
+    """Moves positions until neighbours are at least `gap` apart and none is above `top`; keeps their order."""
+    values = list(positions)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    for lower, upper in zip(order, order[1:], strict=False):
+        values[upper] = max(values[upper], values[lower] + gap)
+    limit = top
+    for i in reversed(order):
+        values[i] = min(values[i], limit)
+        limit = values[i] - gap
+    return values
+
+
+def write(axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, ha: str = "left") -> None:
+    """Writes a small text `shift` points right of (x, y), such as the end of a bar, over whatever line passes there."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axes.annotate(text, (x, y), (shift, 0), textcoords="offset points", va="center", ha=ha, fontsize=9, bbox=box)
+
+
+def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
+    """Writes each label right of the axes, level with the point (x, y) it belongs to, joined to it by a thin line."""
+    axes.get_ylim()  # has Matplotlib choose the limits now: they are in transLimits
+    to_axes = axes.transScale + axes.transLimits
+    points = [to_axes.transform(tuple(end)) for end in ends]
+    _, height = _axes_points(axes)
+    gap = max(label.count("\n") + 1 for label in labels) * 13 / height
+    for (x, y), text_y, label in zip(points, spread([p[1] for p in points], gap), labels, strict=True):
+        axes.annotate(
+            label, (x, y), (1.04, text_y), xycoords="axes fraction", textcoords="axes fraction",
+            va="center", ha="left", fontsize=9, arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7},
+        )  # fmt: skip
+
+
+def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
+    """Writes each label beside its point: on the first side where it covers no point and no other label."""
+    width, height = _axes_points(axes)
+    centers = [(axes.transScale + axes.transLimits).transform(tuple(point)) * (width, height) for point in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in centers]
+    for (x, y), label in zip(centers, labels, strict=True):
+        length = 5.5 * len(label)  # points: the mean width of a letter at size 9
+        sides = [(x + 9, y + dy) for dy in (0, 11, -11, 22, -22)] + [(x - 9 - length, y + dy) for dy in (0, 11, -11)]
+        boxes = [(left, middle - 6, left + length, middle + 6) for left, middle in sides]
+        box = next((b for b in boxes if b[0] >= 0 and b[2] <= width and not _overlaps(b, taken)), boxes[0])
+        taken.append(box)
+        axes.annotate(label, (box[0] / width, (box[1] + 6) / height), xycoords="axes fraction", va="center", fontsize=9)
+        if not y - 6 <= box[1] + 6 <= y + 6:  # moved away: join them
+            edge = (box[0] if box[0] > x else box[2]) / width
+            ends = ([x / width, edge], [y / height, (box[1] + 6) / height])
+            axes.plot(*ends, color=GREY, linewidth=0.7, transform=axes.transAxes)
+
+
+def _axes_points(axes: Axes) -> tuple[float, float]:
+    """Width and height of axes in points (1/72 inch), before the layout is known: about 0.8 of the figure."""
+    width, height = cast(Figure, axes.figure).get_size_inches()
+    return 0.85 * 72 * width, 0.75 * 72 * height
+
+
+def _overlaps(box: tuple[float, ...], others: Sequence[tuple[float, ...]]) -> bool:
+    return any(box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in others)

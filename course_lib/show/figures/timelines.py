@@ -1,0 +1,102 @@
+"""Timelines: memory over the order of a program, operations over the time of a step."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course_lib.measure.units import GIB
+from course_lib.show.figures import style
+
+
+def heap_timeline(
+    timelines: Mapping[str, Sequence[style.Number]], *, capacity: style.Number | None = None, title: str = ""
+) -> Figure:
+    """Draws the memory that is alive at each point of a program, with the peak marked.
+
+    Args:
+      timelines: label -> bytes alive, in the order of the program's instructions (`measure.heap(...).timeline`).
+      capacity: bytes of memory that the accelerator has, drawn as a line.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there is no timeline, or one is empty.
+    """
+    empty = [label for label, timeline in timelines.items() if len(timeline) == 0]
+    if empty or not timelines:
+        raise ValueError(f"timelines={empty} must hold the bytes alive at each point: there is nothing to draw")
+    figure, axes = style.canvas()
+    labels, peaks = [], []
+    for i, (label, timeline) in enumerate(timelines.items()):
+        line = style.stroke(i) | {"marker": "", "linewidth": 1.3}
+        mark = style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"}
+        heights = [b / GIB for b in timeline]
+        axes.plot(range(len(heights)), heights, **line)
+        peak = max(heights)
+        axes.plot(heights.index(peak), peak, **mark)
+        labels.append(f"{label}: {style.size(peak * GIB)}")
+        peaks.append((heights.index(peak), peak))
+    if capacity is not None:
+        axes.axhline(capacity / GIB, color="black", linestyle="--", linewidth=1.2)
+        peaks.append((axes.get_xlim()[1], capacity / GIB))
+        labels.append(f"capacity: {style.size(capacity)}")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+    axes.set(xlabel="instruction, in the order of the program", ylabel="memory alive (GiB)", title=title)
+    style.label_right(axes, peaks, labels)
+    return figure
+
+
+def kind(op: str) -> str:
+    """Returns an operation's name without its number: "fusion" for "fusion.12"."""
+    return re.sub(r"(\.\d+)+(\.clone)?$", "", op)
+
+
+def step_timeline(
+    events: Sequence[Any],
+    *,
+    row: Callable[[Any], str] = lambda event: kind(event.op),
+    top: int = 10,
+    title: str = "",
+) -> Figure:
+    """Draws the operations of one step over time, one row for each kind, those with most self time at the top.
+
+    The lowest row shows when any operation runs: what is white there is a gap. An operation that only holds others,
+    such as the `while` of a scan, is not drawn.
+
+    Args:
+      events: objects with `op`, `start`, `duration`, `self_time` (seconds) and `container` (`profiling.Trace.during`).
+      row: what names an event's row; `lambda event: event.line` gives one row a thread or stream.
+      top: how many rows to draw; the other operations share one.
+      title: what the picture shows.
+
+    Raises:
+      ValueError: if there are no events.
+    """
+    if not events:
+        raise ValueError("events=[] must hold at least one operation: was the step traced?")
+    own: dict[str, float] = {}
+    events = [event for event in events if not event.container]
+    for event in events:
+        own[row(event)] = own.get(row(event), 0.0) + event.self_time
+    names = sorted(own, key=lambda name: -own[name])[:top]
+    rest = [name for name in own if name not in names]
+    rows = names + (["others"] if rest else []) + ["any operation"]
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    for event in events:
+        span = (event.start * 1e3, event.duration * 1e3)
+        spans[row(event) if row(event) in names else "others"].append(span)
+        spans["any operation"].append(span)
+    figure, axes = style.canvas(width=8.5, height=1.0 + 0.3 * len(rows))
+    for y, name in enumerate(rows):
+        color = "black" if name == "any operation" else style.COLORS[y % 7]
+        axes.broken_barh(spans[name], (y - 0.38, 0.76), facecolor=color, edgecolor=color, linewidth=0.3)
+    seconds = [own[name] for name in names] + ([sum(own[name] for name in rest)] if rest else [])
+    for y, value in enumerate(seconds):
+        axes.annotate(style.duration(value), (1.01, y), xycoords=axes.get_yaxis_transform(), va="center", fontsize=9)
+    axes.set_yticks(range(len(rows)), [style.shorten(name, 40) for name in rows], fontsize=9)
+    axes.set_xlim(left=0)  # what comes before the first operation is a gap, too
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set(xlabel="time since the step began (ms); at the right: self time", title=title)
+    axes.grid(visible=False, axis="y")
+    return figure

@@ -1,0 +1,162 @@
+"""What the notebooks use to set up, to show source code and to print tables."""
+
+import dataclasses
+import inspect
+import numbers
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from IPython.display import Markdown, display
+
+OLDEST_JAX = "0.7.2"
+
+
+def setup() -> None:
+    """Checks the environment, sets the style of the pictures, and prints one line that says what runs here.
+
+    On a GPU, JAX takes memory as it needs it from here on, instead of most of it at the start.
+
+    Raises:
+      RuntimeError: if JAX is older than the course needs.
+    """
+    check_version(metadata.version("jax"))
+    # XLA would log to the screen what arrives as an exception anyway. It reads this when JAX is loaded.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # JAX would reserve three quarters of a GPU's memory; some cells measure in processes of their own, which need it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    from course_lib.measure import virtual  # before the first device is asked for: virtual keeps JAX's start quiet
+    from course_lib.show import figures
+
+    figures.use_style()
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax"))
+    why_not = virtual.why_unavailable()
+    print(f"{versions} on {jax.devices()[0].device_kind}; virtual GPUs: {f'no. {why_not}' if why_not else 'yes'}")
+
+
+def check_version(found: str) -> None:
+    """Refuses a JAX that is too old.
+
+    Args:
+      found: a version as pip prints it, such as "0.10.2".
+
+    Raises:
+      RuntimeError: if it is older than `OLDEST_JAX`.
+      ValueError: if it is no version.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)  # what follows, as in "0.10.0rc1", changes nothing here
+    if numbers is None:
+        raise ValueError(f"found={found!r} must be a version such as '0.10.2'")
+    if tuple(map(int, numbers.groups())) < tuple(map(int, OLDEST_JAX.split("."))):
+        raise RuntimeError(
+            f"jax {found} is too old: the course needs {OLDEST_JAX} or newer. "
+            f"Run `pip install 'jax>={OLDEST_JAX}'`, then restart the kernel."
+        )
+
+
+def source(*objects: Any) -> None:
+    """Shows the source of live functions, classes or modules as it stands in their files.
+
+    Raises:
+      ValueError: if an object has no Python source, before any is shown.
+    """
+    display(Markdown("\n\n".join(map(_fenced_source, objects))))
+
+
+def _fenced_source(obj: Any) -> str:
+    """Returns the source as a block of Markdown, under the file that it comes from."""
+    unwrapped = inspect.unwrap(obj)  # what jax.jit and its like wrap
+    try:
+        code, file = inspect.getsource(unwrapped), Path(inspect.getfile(unwrapped))
+    except (TypeError, OSError):
+        raise ValueError(
+            f"objects: {obj!r} must be a function, class or module: it has no Python source; its type may have"
+        ) from None
+    root = Path(__file__).parents[2]
+    name = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
+    return f"`{name}`\n```python\n{textwrap.dedent(code).rstrip()}\n```"
+
+
+def table(
+    rows: Sequence[Any],
+    columns: Sequence[str] | None = None,
+    title: str | None = None,
+    formats: Mapping[str, str] | None = None,
+) -> None:
+    """Prints rows as an aligned table of plain text.
+
+    Whole numbers get thousands separators, other numbers four significant digits, `None` a dash; numbers are aligned
+    to the right.
+
+    Args:
+      rows: dicts or dataclasses.
+      columns: the names to print, in this order; all of the first row if None.
+      title: a line above the table.
+      formats: a format of its own for a column, as in `{"loss": ".2f"}`.
+
+    Raises:
+      ValueError: if there are no rows, or one lacks a column, or (with `columns=None`) has one that the first lacks.
+    """
+    if len(rows) == 0:
+        raise ValueError("rows=[] must hold at least one row: there is nothing to print")
+    dicts = [_as_dict(row) for row in rows]
+    names = list(dicts[0] if columns is None else columns)
+    for number, row in enumerate(dicts):
+        missing = [name for name in names if name not in row]
+        surplus = [name for name in row if name not in names] if columns is None else []
+        if missing or surplus:
+            raise ValueError(
+                f"rows[{number}] must have the columns {names}: it lacks {missing}, adds {surplus}; "
+                f"name the columns to print with columns=[...]"
+            )
+    formats = formats or {}
+    unknown = [name for name in formats if name not in names]
+    if unknown:
+        raise ValueError(f"formats={unknown!r} must name columns that are printed: they are {names}")
+
+    cells = [[_cell(row[name], formats.get(name)) for name in names] for row in dicts]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    right = [any(_is_number(row[name]) for row in dicts) for name in names]
+
+    def line(texts: Sequence[str]) -> str:
+        aligned = [
+            text.rjust(width) if is_number else text.ljust(width)
+            for text, width, is_number in zip(texts, widths, right, strict=True)
+        ]
+        return "  ".join(aligned).rstrip()
+
+    if title:
+        print(title)
+    print("\n".join([line(names), line(["-" * width for width in widths]), *map(line, cells)]))
+
+
+def _as_dict(row: Any) -> dict[str, Any]:
+    """Returns a row's columns by name, scalars of NumPy and JAX as numbers of Python."""
+    if dataclasses.is_dataclass(row) and not isinstance(row, type):
+        columns = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    elif isinstance(row, Mapping):
+        columns = dict(row)
+    else:
+        raise ValueError(f"rows: {row!r} must be a dict or a dataclass: its columns have no names")
+    return {name: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else v for name, v in columns.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Says whether a value is a number; `True` is not."""
+    return isinstance(value, numbers.Number) and not isinstance(value, bool)
+
+
+def _cell(value: Any, spec: str | None) -> str:
+    """Returns a value as text."""
+    if value is None:
+        return "-"
+    if spec is None and _is_number(value):
+        spec = "," if isinstance(value, int) else ".4g"
+    return format(value, spec) if spec else str(value)

@@ -1,0 +1,150 @@
+"""What must be true of the published measurements and their compiled counterparts."""
+
+import json
+import os
+import pathlib
+from unittest import mock
+
+import jax
+import pytest
+
+from course_lib import measure
+from course_lib.lessons import case_study
+from course_lib.measure import virtual
+
+PUBLISHED = [case for case in case_study.CASES if case.published_gib]
+TOLERANCE = 0.12  # a compiler of another year, without the GPU's context and its libraries' workspace
+
+
+def _recorded(accelerator):
+    return {row["case"]: row for row in case_study.recorded_rows(accelerator)}
+
+
+def _is_near(row):
+    return abs(row["peak_bytes"] / 2**30 / row["published_gib"] - 1) <= TOLERANCE
+
+
+@pytest.mark.parametrize("accelerator", case_study.ACCELERATORS)
+def test_every_case_is_recorded_for_every_accelerator(accelerator):
+    rows = _recorded(accelerator)
+    assert list(rows) == [case.name for case in case_study.CASES]
+    for case in case_study.CASES:
+        row = rows[case.name]
+        published = (case.published_gib, case.published_seconds) if accelerator == "a5000" else (None, None)
+        assert (row["published_gib"], row["published_seconds"]) == published
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
+def test_recorded_memory_is_within_12_percent_of_the_published(case):
+    row = _recorded("a5000")[case.name]
+    assert _is_near(row), case_study.format_row(row)
+
+
+def test_no_published_step_is_faster_than_its_floor():
+    for row in case_study.recorded_rows("a5000"):
+        assert row["published_seconds"] is None or row["floor_seconds"] < row["published_seconds"]
+
+
+def test_the_largest_arrays_without_remat_are_the_attention_weights_and_the_activations_of_the_mlp():
+    largest = _recorded("a5000")["bfloat16"]["largest"]
+    assert ("float32", [12, 16, 8, 512, 512]) == (largest[0]["dtype"], largest[0]["shape"])
+    assert {"bfloat16"} == {array["dtype"] for array in largest if array["shape"] == [12, 16, 512, 4096]}
+
+
+def test_flash_attention_takes_less_memory_and_does_the_same_model_flops():
+    rows = _recorded("a5000")
+    for flash, written_out in [("flash", "bfloat16"), ("flash, remat Block", "remat Block")]:
+        assert rows[flash]["peak_bytes"] < rows[written_out]["peak_bytes"]
+        assert rows[flash]["model_flops"] == rows[written_out]["model_flops"]
+
+
+def test_remat_adds_flops_and_takes_none_from_the_model():
+    rows = _recorded("a5000")
+    assert rows["bfloat16"]["recomputed_flops"] == 0
+    assert 0 < rows["remat MLP+Attn"]["recomputed_flops"] < rows["remat Block"]["model_flops"] / 3
+    assert len({rows[case.name]["model_flops"] for case in PUBLISHED if "256" not in case.name}) == 1
+
+
+@pytest.mark.parametrize("case", case_study.CASES, ids=lambda case: case.name)
+def test_every_case_is_a_configuration_that_can_work(case):
+    whole = case.config()
+    for name, value in case.changes.items():
+        part, name = name.split(".")
+        assert whole[part][name] == value
+
+
+def test_a_device_without_a_datasheet_is_refused():
+    with pytest.raises(ValueError, match=r"device=.* must be one that course_lib.measure.hardware knows, .*add its row"):
+        case_study.compile_case(case_study.CASES[0], jax.devices("cpu")[0])
+
+
+def test_an_accelerator_that_was_not_recorded_is_refused():
+    with pytest.raises(ValueError, match="accelerator='t4' must be one of"):
+        case_study.recorded_rows("t4")
+
+
+def test_a_live_case_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"live=\['float8'\] must be among"):
+        case_study.table("a5000", live=["float32", "float8"])
+
+
+def test_without_live_cases_the_table_is_the_record():
+    assert case_study.table("h100").rows == case_study.recorded_rows("h100")
+
+
+TINY = {
+    "model.num_layers": 1,
+    "model.hidden_size": 32,
+    "model.num_heads": 2,
+    "model.head_dim": 16,
+    "model.remat": ["Block"],  # as it comes back from JSON
+    "data.batch_size": 2,
+    "data.seq_len": 16,
+}
+
+
+def test_a_step_that_is_run_here_has_its_time_and_its_peak_beside_the_compiled_one(monkeypatch):
+    """Without a device that counts: a pretended one, whose process runs here, counts a megabyte more than planned."""
+
+    def run_here(target, **arguments):
+        assert target == "course_lib.lessons.case_study:run_steps"
+        arguments = json.loads(json.dumps(arguments))
+        case_study.run_steps(**arguments)
+        return json.loads(pathlib.Path(arguments["out"]).read_text())["compiled_peak_bytes"] + 2**20
+
+    monkeypatch.setattr(measure, "peak_in_own_process", run_here)
+    with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
+        row = case_study.measure_here("cpu", TINY, steps=2)
+    assert row["not_run"] is None
+    assert row["measured_peak_bytes"] == row["compiled_peak_bytes"] + 2**20
+    assert 0 < row["step_seconds"]["low"] <= row["step_seconds"]["median"]
+    assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["step_seconds"]["median"])
+
+
+def test_a_step_that_fails_in_its_process_is_a_row_with_the_reason(monkeypatch):
+    def fails(target, **arguments):
+        raise RuntimeError("failed in its own process:\nTraceback\nRESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(measure, "peak_in_own_process", fails)
+    assert case_study.measure_here("cpu", {}) == {"not_run": "RESOURCE_EXHAUSTED: Out of memory"}
+
+
+def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
+    timed = []
+
+    def step_time(step, *args, **options):
+        timed.append(step)
+        return mock.Mock(median=1.0, low=1.0, high=1.0)
+
+    monkeypatch.setattr(measure, "step_time", step_time)
+    with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
+        case_study.run_steps("cpu", TINY, 1, str(tmp_path / "row.json"))
+    assert isinstance(timed[0], jax.stages.Compiled)
+
+
+@pytest.mark.skipif(os.environ.get("COURSE_SLOW") != "1", reason="compiles for minutes: COURSE_SLOW=1 runs it")
+@pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
+def test_compiled_memory_is_within_12_percent_of_the_published(case):
+    row = case_study.compile_case(case, virtual.devices("a5000")[0])
+    assert _is_near(row), case_study.format_row(row)

@@ -1,0 +1,267 @@
+"""A pipeline computes the gradient of one device, whatever the schedule, and does what its table says."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_device
+import pytest
+from ml_collections import FrozenConfigDict
+
+from course_lib import measure, training
+from course_lib.many_devices import sharding, strategies
+from course_lib.many_devices.pipeline_parallel import pipeline, schedules, slots
+from course_lib.many_devices.strategies import Strategy
+from course_lib.measure import hlo
+from course_lib.models.hooks import Hooks
+
+KEY = jax.random.key(2)
+WIDTH, LENGTH, BATCH = 16, 8, 24
+
+# name, S, M, v, devices along "data": each schedule, M below S, at S, odd and above, and one sequence a microbatch
+CASES = (
+    ("gpipe", 1, 1, 1, 1),
+    ("breadth_first", 1, 2, 2, 1),
+    ("gpipe", 2, 3, 1, 1),
+    ("1f1b", 2, 1, 1, 1),
+    ("1f1b", 2, 12, 1, 2),
+    ("zero_bubble", 2, 4, 1, 2),
+    ("depth_first", 2, 2, 2, 2),
+    ("breadth_first", 2, 3, 2, 1),
+    ("1f1b", 4, 2, 1, 1),
+    ("zero_bubble", 4, 1, 1, 1),
+    ("zero_bubble", 4, 8, 1, 1),
+    ("depth_first", 4, 8, 2, 1),
+)
+
+
+def small(**changes):
+    size = {"model.num_layers": 8, "model.num_heads": 2, "model.head_dim": 8}
+    return one_device.small(**(size | {"data.batch_size": BATCH, "data.seq_len": LENGTH} | changes))
+
+
+def reference(whole):
+    """Returns parameters, gradient and metrics of one device, on no device in particular."""
+    params, grads, metrics = one_device.reference(FrozenConfigDict(whole))
+    return jax.device_get(params), grads, metrics
+
+
+@dataclasses.dataclass
+class Executed:
+    schedule: schedules.Schedule
+    program: slots.Program
+    mesh: jax.sharding.Mesh
+    held: dict
+    compiled: jax.stages.Compiled
+    grads: dict
+    metrics: dict
+    counts: dict
+
+
+@functools.cache
+def executed(name, stages, microbatches, chunks, n):
+    """Returns what a schedule executes, and what comes out, with the layers in the model's order."""
+    whole, grid = small(), one_device.grid(data=n, pipe=stages)
+    params, _, _ = reference(whole)
+    found = schedules.make(name, stages, microbatches, chunks)
+    apply_part = pipeline.parts(whole.model, stages * chunks, Hooks())
+    held = sharding.specs(params, sharding.PIPELINE, grid)
+    count = pipeline.count(pipeline.loss_of_head(apply_part), apply_part, grid, held, found)
+    given = jax.device_put(pipeline.to_stages(params, stages, chunks), sharding.place(held, grid))
+    with jax.default_matmul_precision("highest"):
+        compiled = one_device.jit(count).lower(given, one_device.batch(whole), None).compile()
+    batch = jax.device_put(one_device.batch(whole), compiled.input_shardings[0][1])
+    grads, metrics, counts = compiled(given, batch, None)
+    grads = pipeline.from_stages(jax.device_get(grads), stages, chunks)
+    return Executed(found, slots.program(found), grid, held, compiled, grads, metrics, jax.device_get(counts))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_schedule_gives_the_gradient_of_one_device(case):
+    found = executed(*case)
+    _, expected, metrics = reference(small())
+    assert not one_device.different_leaves(found.grads, expected)
+    assert training.mean_metrics(found.metrics) == pytest.approx(training.mean_metrics(metrics), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_execution_idles_and_keeps_what_the_table_predicts(case):
+    found = executed(*case)
+    taken = found.counts["slots"]
+    assert sum(taken["idle"]) / sum(map(sum, taken.values())) == schedules.bubble(found.schedule)
+    assert list(found.counts["peak_live"]) == schedules.peak_live(found.schedule)
+    for kind, each in taken.items():
+        if kind not in ("idle", "-"):
+            assert list(each) == [found.schedule.microbatches * found.schedule.chunks] * found.schedule.stages
+
+
+def test_the_compiled_program_keeps_as_many_activations_as_its_buffers_have_slots():
+    found = executed("zero_bubble", 4, 8, 1, 1)
+    activation = BATCH // 8, LENGTH, WIDTH
+    module = hlo.parse(found.compiled.as_text())
+    whiles = [i for i in module.entry.instructions if i.opcode == "while"]
+    kept = [shape.dims[0] for i in whiles for shape in i.shapes if shape.dims[1:] == activation]
+    assert collections.Counter(kept) == collections.Counter(found.program.sizes.values())
+    assert max(schedules.peak_live(found.schedule)) in kept
+
+
+def test_a_device_sends_two_activations_a_slot_and_the_gradients_of_embedding_and_head_once():
+    found = executed("1f1b", 2, 12, 1, 2)
+    ledger = measure.ledger(found.compiled, found.mesh)
+    params, _, _ = reference(small())
+    outside = sum(leaf.nbytes for name, part in params.items() if name != "block" for leaf in jax.tree.leaves(part))
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["block"]))
+    activation, slots_of_time, float32 = BATCH // 2 // 12 * LENGTH * WIDTH * 4, len(found.schedule.table[0]), 4
+    assert ledger.bytes("collective-permute", "pipe") == 2 * slots_of_time * activation
+    assert ledger.bytes("all-reduce", "pipe") == outside
+    assert ledger.bytes("all-reduce", "data") == outside + layers // 2 + float32  # and the count of labels
+    assert ledger.bytes() == ledger.bytes(axis="pipe") + ledger.bytes(axis="data") + 4 * float32  # and the metrics
+
+
+def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently():
+    whole = small(**{"model.dropout_rate": 0.5})
+    stages, microbatches, n = 2, 2, 2
+    params, grid = reference(small())[0], one_device.grid(data=n, pipe=stages)
+    apply_part = pipeline.parts(whole.model, stages, Hooks())
+    loss_fn, held = pipeline.loss_of_head(apply_part), sharding.specs(params, sharding.PIPELINE, grid)
+    grad_fn = pipeline.gradient(loss_fn, apply_part, grid, held, schedules.zero_bubble(stages, microbatches))
+    batch = one_device.batch(whole)
+
+    microbatch = jax.tree.map(lambda x: x.reshape(n * microbatches, -1, LENGTH), batch)
+
+    def replayed(params):
+        """The same, one microbatch and stage after the other, with a key for each share, microbatch and stage."""
+
+        def loss_of(index):
+            part = jax.tree.map(lambda x: jnp.asarray(x)[index], microbatch)
+            rng = jax.random.fold_in(jax.random.fold_in(KEY, index // microbatches), index % microbatches)
+            x = apply_part("embed", params, part.inputs, None)
+            for stage in range(stages):
+                block = jax.tree.map(lambda leaf, stage=stage: leaf[4 * stage : 4 * stage + 4], params["block"])
+                x = apply_part("layers", {"block": block}, x, jax.random.fold_in(rng, stage))
+            return loss_fn(params, dataclasses.replace(part, inputs=x), None)[1]["loss"][0]
+
+        return jax.lax.map(loss_of, jnp.arange(n * microbatches)).sum() / batch.weights.sum()
+
+    with jax.default_matmul_precision("highest"):
+        expected = one_device.jit(jax.grad(replayed))(params)
+        grads, _ = one_device.jit(grad_fn)(params, batch, KEY)
+    assert not one_device.different_leaves(grads, expected)
+
+
+def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
+    whole = small(**{"training.donate": False, "training.loss_scale": "static"})
+    chosen = Strategy(zero=1, sequence=True, schedule="depth_first", microbatches=2, chunks=2)
+    run = strategies.build(whole, one_device.grid(data=2, pipe=2, tensor=2), chosen)
+    params, grads, metrics = reference(small())
+    batch = one_device.batch(whole)
+    with jax.default_matmul_precision("highest"):
+        before = one_device.call(run.init, jax.random.key(0))
+        after, _ = one_device.call(run.train_step, before, batch)
+        loss, _ = one_device.jit(run.loss_fn)(before.params, batch, None)
+        logits = one_device.jit(run.apply_fn)(before.params, batch.inputs)
+        expected = one_device.jit(training.build(whole).apply_fn)(params, batch.inputs)
+    assert loss == pytest.approx(training.mean_metrics(metrics)["loss"], rel=1e-5)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)  # of numbers near 1
+    updated = pipeline.from_stages(jax.device_get(after.params), 2, 2)
+    for new, old, grad in zip(*map(jax.tree.leaves, (updated, params, grads)), strict=True):
+        # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of itself.
+        move = -whole.optimizer.learning_rate * grad
+        np.testing.assert_allclose(new - old, move, atol=1e-5 * float(jnp.linalg.norm(move)) + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+def test_data_pipeline_and_tensor_give_the_gradient_of_one_device(name):
+    whole = small()
+    grad_fn = strategies.gradient(whole, one_device.grid(data=2, pipe=2, tensor=2), Strategy(schedule=name, microbatches=3))
+    params, expected, _ = reference(whole)
+    with jax.default_matmul_precision("highest"):
+        grads, _ = one_device.jit(grad_fn)(params, one_device.batch(whole), KEY)
+    assert not one_device.different_leaves(grads, expected)
+
+
+def test_activations_are_passed_in_the_dtype_that_layers_compute_in():
+    whole = small(**{"model.dtype": "bfloat16"})
+    params, _, _ = reference(small())
+    with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
+        grad_fn = strategies.gradient(whole, one_device.grid(data=1, pipe=2), Strategy(microbatches=2))
+        lowered = one_device.jit(grad_fn).lower(params, one_device.batch(whole), None)
+    sent = [line for line in lowered.as_text().splitlines() if "collective_permute" in line]
+    assert len(sent) == 2 and all(f"{BATCH // 2}x{LENGTH}x{WIDTH}xbf16" in line for line in sent)
+
+
+def test_layers_of_a_device_lie_together_and_come_back_in_order():
+    params = {"block": {"kernel": np.arange(8)[:, None]}, "embed": np.ones(3)}
+    placed = pipeline.to_stages(params, 2, 2)
+    np.testing.assert_array_equal(placed["block"]["kernel"][:, 0], [0, 1, 4, 5, 2, 3, 6, 7])
+    assert pipeline.from_stages(placed, 2, 2)["block"]["kernel"].tolist() == params["block"]["kernel"].tolist()
+    assert pipeline.to_stages(params, 4, 1) is params
+
+
+@pytest.mark.parametrize("name", ["1f1b", "depth_first"])
+def test_no_device_ever_holds_all_layers_while_they_are_made(name):
+    whole = small(**{"model.num_layers": 16})
+    chosen = Strategy(schedule=name, microbatches=8, chunks=2 if name == "depth_first" else 1)
+    run = strategies.build(whole, one_device.grid(data=1, pipe=8), chosen)
+    made = measure.memory(run.init.lower(jax.random.key(0)).compile())
+    state, _ = run.abstract()
+    layers = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params["block"]))
+    assert made.outputs + made.temporaries < layers
+
+
+def test_a_schedule_for_other_devices_or_an_illegal_one_is_refused():
+    grid = one_device.grid(data=1, pipe=2)
+    with pytest.raises(ValueError, match="stages=4 must be the number of devices along the mesh axis 'pipe': 2"):
+        pipeline.gradient(print, print, grid, {}, schedules.gpipe(4, 2))
+    legal = schedules.gpipe(2, 2)
+    late = dataclasses.replace(legal, table=((None,) + legal.table[0][1:], legal.table[1]))
+    with pytest.raises(ValueError, match=r"table\[0\] must have F of microbatch 0"):
+        pipeline.gradient(print, print, grid, {}, late)
+
+
+def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
+    whole = small()
+    apply_part = pipeline.parts(whole.model, 2, Hooks())
+    params, _, _ = reference(whole)
+    grid = one_device.grid(data=2, pipe=2)
+    held = sharding.specs(params, sharding.PIPELINE, grid)
+    grad_fn = pipeline.gradient(pipeline.loss_of_head(apply_part), apply_part, grid, held, schedules.gpipe(2, 5))
+    with pytest.raises(ValueError, match="=10 must divide the batch of 24 examples"):
+        grad_fn(params, one_device.batch(whole), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen", "message"),
+    [
+        ({"model.num_layers": 6}, {}, "num_layers=6 must be a multiple of the 4 stages, .* 2 would be left over; take 4 or 8"),
+        ({"model.num_layers": 2}, {}, "num_layers=2 .* some stages would have no layer; take 4"),
+        ({}, {"schedule": "breadth_first", "chunks": 3}, "num_layers=8 must be a multiple of the 12 stages, 3 on each of 4"),
+        ({"model.scan_layers": False}, {}, "scan_layers=False must be True"),
+        ({"training.accumulator_dtype": "bfloat16"}, {}, "accumulator_dtype='bfloat16' must be 'float32' with a pipeline"),
+        ({}, {"chunks": 0}, "chunks=0 must be"),
+        ({"training.num_minibatches": 2}, {}, r"num_minibatches=2 must be 1 .*Strategy\(microbatches="),
+        ({}, {"microbatches": 5}, "batch_size=24 must be a multiple of 5"),
+        ({}, {"microbatches": 0}, "microbatches=0"),
+        ({}, {"schedule": "dualpipe"}, "schedule='dualpipe' must be one of"),
+        ({}, {"schedule": "depth_first", "chunks": 2, "microbatches": 6}, "microbatches=6 must be a multiple of the 4 stages"),
+        ({}, {"zero": 2}, "zero=2 must be 0 or 1"),
+        ({}, {"by": "compiler"}, "by='compiler' must be 'hand'"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(changes, chosen, message):
+    with pytest.raises(ValueError, match=message):
+        strategies.build(small(**changes), one_device.grid(data=1, pipe=4), Strategy(**chosen))
+
+
+def test_stages_whose_tensors_move_around_rings_are_refused():
+    grid = one_device.grid(data=1, pipe=2, tensor=2)
+    with pytest.raises(ValueError, match="overlap='one-way' must be 'none' with a mesh axis 'pipe'"):
+        strategies.build(small(), grid, Strategy(sequence=True, overlap="one-way"))
+
+
+def test_options_of_a_pipeline_are_refused_where_there_is_none():
+    with pytest.raises(ValueError, match="'microbatches': 4.* must come with a mesh axis 'pipe'"):
+        strategies.build(small(), one_device.grid(data=2), Strategy(microbatches=4))

@@ -1,0 +1,154 @@
+"""What must be true of the table of accelerators."""
+
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import pytest
+
+from course_lib.measure import hardware
+
+ROWS = [hardware.get(name) for name in hardware.names()]
+GPUS = [row for row in ROWS if row.platform == "gpu"]
+each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def device(kind: str) -> jax.Device:
+    """Returns a stand-in for a device: only its kind counts."""
+    return mock.Mock(spec=jax.Device, device_kind=kind)
+
+
+def test_the_table_has_the_accelerators_of_the_course():
+    assert hardware.names() == ("t4", "l4", "a5000", "a100-40", "a100-80", "h100", "h200", "b200", "v5e", "v5p", "v6e")
+
+
+def test_an_unknown_name_is_refused_with_the_names_that_there_are():
+    with pytest.raises(ValueError, match=r"name='a500' .* a5000"):
+        hardware.get("a500")
+
+
+@each
+def test_each_device_kind_is_recognized_as_its_row(row):
+    assert all(hardware.recognize(device(kind)) is row for kind in row.device_kinds)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H200 NVL",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA RTX A5000 Laptop GPU",
+        "NVIDIA L40S",
+        "TPU v4",
+        "TPU7x",
+    ],
+)
+def test_a_product_that_is_not_in_the_table_is_unknown(kind):
+    assert hardware.recognize(device(kind)) is None
+
+
+def test_this_cpu_is_unknown():
+    assert hardware.recognize(jax.devices("cpu")[0]) is None
+
+
+@pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
+def test_the_float32_peak_is_what_lanes_and_clock_give(row):
+    # A lane does one multiplication and one addition a cycle. Datasheets round, and some take a clock 2% lower.
+    target = row.target
+    lanes = target.core_count * target.fpus_per_core
+    assert row.peak("float32") == pytest.approx(2 * lanes * target.clock_ghz * 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
+def test_tensor_cores_double_with_each_halving_of_the_format(row):
+    # Would be 4 where one figure of a pair was taken with sparsity. Datasheets round to two digits at worst.
+    peaks = [row.peak(precision) for precision in ("tensorfloat32", "float16", "float8")]
+    pairs = [(wide, narrow) for wide, narrow in itertools.pairwise(peaks) if wide and narrow]
+    assert all(narrow / wide == pytest.approx(2, rel=0.03) for wide, narrow in pairs)
+
+
+@pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
+def test_tensor_cores_multiply_a_known_number_of_elements_a_cycle(row):
+    # Dense multiply-adds a core and cycle with half-precision operands, from NVIDIA's architecture papers. A figure
+    # taken with sparsity would be off by 2; the clock that a datasheet takes is up to 10% under the boost clock.
+    multiply_adds = {(7, 5): 512, (8, 0): 1024, (8, 6): 512, (8, 9): 512, (9, 0): 2048, (10, 0): 4096}
+    target = row.target
+    expected = 2 * multiply_adds[target.compute_capability] * target.core_count * target.clock_ghz * 1e9
+    assert row.peak("float16") == pytest.approx(expected, rel=0.12)
+
+
+def test_gpus_with_nvlink_have_a_network_card_each_which_is_an_order_of_magnitude_slower():
+    for row in GPUS:
+        assert (row.network_bandwidth is not None) == ("NVLink" in row.link)
+        assert row.network_bandwidth is None or 9 <= row.link_bandwidth / row.network_bandwidth <= 18
+
+
+def test_a_t4_has_no_unit_for_bfloat16_and_a_tpu_none_for_float16():
+    assert hardware.get("t4").peak(jnp.bfloat16) is None
+    assert hardware.get("v5e").peak(jnp.float16) is None
+
+
+def test_a_dtype_may_be_spelt_in_any_way():
+    h100 = hardware.get("h100")
+    assert h100.peak("bfloat16") == h100.peak(jnp.bfloat16) == h100.peak(jnp.dtype("bfloat16")) == 989e12
+    assert h100.peak("float8") == h100.peak(jnp.float8_e4m3fn) == h100.peak(ml_dtypes.float8_e5m2) == 1979e12
+    assert h100.peak(jnp.float64) is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "tf32", jnp.int32, "int8"])
+def test_what_is_no_float_has_no_peak(dtype):
+    with pytest.raises(ValueError, match="dtype="):
+        hardware.get("h100").peak(dtype)
+
+
+@each
+def test_units_are_bytes_and_seconds(row):
+    # A figure in GiB, GB/s or TFLOP/s would be off by a factor of 1e9 or more.
+    assert 10 * 2**30 < row.memory_bytes < 200 * 2**30
+    assert 2e11 < row.memory_bandwidth < 1e13
+    assert 1e10 < row.link_bandwidth < row.memory_bandwidth
+    assert row.network_bandwidth is None or 1e10 < row.network_bandwidth < row.link_bandwidth
+    assert all(1e12 < peak < 1e16 for peak in row.peak_flops.values())
+    assert row.source.startswith("https://")
+
+
+@each
+def test_peaks_are_named_by_known_precisions(row):
+    assert set(row.peak_flops) <= set(hardware.PRECISIONS)
+
+
+def test_a_targets_text_names_the_gpu_and_its_memory():
+    row = hardware.get("a5000")
+    text = row.target.text("NVIDIA RTX A5000", row.memory_bytes, row.memory_bandwidth)
+    assert 'device_description_str: "NVIDIA RTX A5000"' in text
+    assert "device_memory_size: 25282281472\n" in text and "memory_bandwidth: 768000000000\n" in text
+    assert "cuda_compute_capability { major: 8 minor: 6 }" in text
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.platform == "tpu"], ids=lambda row: row.name)
+def test_a_layout_holds_the_chips_that_it_is_listed_under(row):
+    for chips, layout in row.target.layouts.items():
+        sides = [int(side) for side in layout.split("x")]
+        assert jnp.prod(jnp.array(sides)) == chips
+
+
+def test_nothing_is_no_dtype():
+    with pytest.raises(ValueError, match="dtype=None must be a floating-point dtype"):
+        hardware.get("h100").peak(None)
+
+
+def test_cores_are_counted_as_xla_counts_them(monkeypatch):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    assert hardware.cores() >= 1
+    monkeypatch.setenv("NPROC", "3")
+    assert hardware.cores() == 3
+    monkeypatch.setenv("PJRT_NPROC", "5")
+    assert hardware.cores() == 5

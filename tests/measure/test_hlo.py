@@ -1,0 +1,168 @@
+"""What must be true of a compiled program as it is read: every instruction, and how often it runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from course_lib.measure import hlo, virtual
+
+NO_VIRTUAL = virtual.why_unavailable()
+A5000 = pytest.param("a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL)))
+DEVICES = pytest.mark.parametrize("device", ["here", A5000])
+
+# What XLA writes for other backends and larger programs, in one small one.
+TEXT = r"""HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+FileNames
+1 "model.py"
+
+%cheap (p.0: f32[8]) -> f32[8] {
+  ROOT %p.0 = f32[8]{0} parameter(0)
+}
+
+%dear (p.1: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  ROOT %neg = f32[8]{0} negate(%p.1), metadata={op_name="jit(step)/state[\'w\']/neg" stack_frame_id=3}
+}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[8]{0} get-tuple-element(%t), index=1
+  %choice = f32[8]{0} conditional(%i, %x, %x), branch_computations={%cheap, %dear}
+  ROOT %next = (s32[], f32[8]{0}) tuple(%i, /*index=1*/%choice)
+}
+
+%condition (t.1: (s32[], f32[8])) -> pred[] {
+  %t.1 = (s32[], f32[8]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%t.1), index=0
+  %limit = s32[] constant(3)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (x.1: f32[8]) -> (f32[8], /*index=1*/bf16[2,3]) {
+  %x.1 = f32[8]{0:T(8,128)S(5)} parameter(0)
+  %table = bf16[2,3]{1,0} constant({ { 1, 2, (3) }, { 4, 5, 6 } })
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8]{0}) tuple(%zero, %x.1)
+  %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, KNOWN
+  %gather = ((f32[8]{0}), f32[16]{0}) all-gather-start(%x.1), replica_groups={{0,1}}, dimensions={0}
+  %y = f32[8]{0} get-tuple-element(%loop), index=1
+  ROOT %out = (f32[8]{0}, bf16[2,3]{1,0}) tuple(%y, %table)
+}
+"""
+
+
+TEXT = TEXT.replace("KNOWN", 'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}')
+
+
+def named(module):
+    return {i.name: (i, executions) for i, executions in hlo.scheduled(module)}
+
+
+def test_names_shapes_operands_and_calls_are_read():
+    module = hlo.parse(TEXT)
+    found = {name: i for name, (i, _) in named(module).items()}
+    assert (module.name, module.entry.root.name) == ("jit_step", "out")
+    assert [str(shape) for shape in found["out"].shapes] == ["f32[8]", "bf16[2,3]"]
+    assert [i.name for i in found["next"].operands] == ["i", "choice"]
+    assert found["loop"].calls["body"][0].name == "body" and found["table"].literal.startswith("{ { 1")
+    assert found["neg"].scope == "jit(step)/state['w']/neg" and found["loop"].scope == ""
+    assert [i.name for i in module.entry.parameters] == ["x.1"]
+    assert found["x.1"].shapes[0].space == hlo.HOST_SPACE and found["y"].shapes[0].space == 0
+    assert found["gather"].opcode == "all-gather-start" and found["gather"].bytes == (8 + 16) * 4
+
+
+def test_a_loop_runs_its_body_as_often_as_its_trip_count_and_its_condition_once_more():
+    found = named(hlo.parse(TEXT))
+    assert found["choice"][1] == found["neg"][1] == 3 and found["less"][1] == 4 and found["out"][1] == 1
+
+
+def test_of_a_conditional_the_heaviest_branch_runs_if_there_are_weights_else_all_do():
+    module = hlo.parse(TEXT)
+    assert {"p.0", "p.1"} <= set(named(module))
+    weighed = {i.name for i, _ in hlo.scheduled(module, weight=lambda i: i.bytes)}
+    assert "neg" in weighed and "p.0" not in weighed
+
+
+def test_of_a_conditional_each_branch_runs_as_often_as_it_is_said_to_be_taken():
+    module = hlo.parse(TEXT)
+    counts = {i.name: times for i, times in hlo.scheduled(module, weight=lambda i: i.bytes, taken={2: (5, 7)})}
+    assert (counts["p.0"], counts["neg"]) == (5, 7)
+    other = {i.name for i, _ in hlo.scheduled(module, weight=lambda i: i.bytes, taken={3: (1, 2, 3)})}
+    assert "neg" in other and "p.0" not in other  # it has two branches
+
+
+def test_a_loop_that_stops_on_data_is_refused_by_name():
+    with pytest.raises(ValueError, match="while='loop' .* must run a number of times that the compiler knows"):
+        hlo.scheduled(hlo.parse(TEXT.replace("known_trip_count", "something_else")))
+
+
+@pytest.mark.parametrize("text", ["", "HloModule empty", "ENTRY %main () -> f32[] {\n}"])
+def test_what_is_no_program_is_refused(text):
+    with pytest.raises(ValueError, match="must be an HLO module"):
+        hlo.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "dtype", "size"),
+    [
+        ("pred[3]", "bool", 3),
+        ("bf16[2,3]{1,0}", "bfloat16", 12),
+        ("f32[]", "float32", 4),
+        ("s32[<=4]", "int32", 16),
+        ("u8[0]", "uint8", 0),
+        ("f8e4m3fn[10]", "float8_e4m3fn", 10),
+        ("s4[3]", "int4", 2),
+        ("c64[2]", "complex64", 16),
+        ("token[]", "token", 0),
+    ],
+)
+def test_types_have_jax_s_names_and_their_size(written, dtype, size):
+    (shape,) = hlo.read_shapes(written)
+    assert (shape.dtype, shape.bytes) == (dtype, size)
+
+
+@DEVICES
+def test_products_in_nested_scans_are_executed_as_often_as_both_loops_say(device):
+    def inner(x, w):
+        return jnp.tanh(x @ w), None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, weights)[0], None
+
+    weights = jnp.ones((7, 64, 64))
+    x = jnp.ones((32, 64))
+    module = hlo.parse(compiled(lambda x: jax.lax.scan(outer, x, length=5)[0], x, device).as_text())
+    times = [n for i, n in hlo.scheduled(module) if holds_product(i)]
+    assert times == [5 * 7]
+
+
+@DEVICES
+def test_every_line_of_a_real_program_is_read(device):
+    def loss(w, x):
+        with jax.named_scope("mlp"):
+            return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    text = compiled(jax.grad(loss), (jnp.ones((64, 64)), jnp.ones((32, 64))), device, several=True).as_text()
+    module = hlo.parse(text)
+    lines = [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
+    assert sum(len(c.instructions) for c in module.computations.values()) == len(lines) > 5
+    assert any("mlp" in i.scope for c in module.computations.values() for i in c.instructions)
+
+
+@functools.cache
+def place(device):
+    return virtual.devices(device)[0]
+
+
+def compiled(fn, args, device, several=False):
+    args = args if device == "here" else virtual.abstract(args, place(device))
+    return jax.jit(fn).lower(*(args if several else (args,))).compile()
+
+
+def holds_product(i):
+    fused = (inner.opcode for c in i.called for inner in c.instructions) if i.opcode == "fusion" else ()
+    return i.opcode == "dot" or "gemm" in i.target or "dot" in fused

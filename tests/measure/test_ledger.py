@@ -1,0 +1,401 @@
+"""What must be true of the ledger: every byte that devices send each other, by kind, axis and dtype."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from course_lib.measure import hlo, ledger, virtual
+from course_lib.measure.ledger import KINDS, Collective, Ledger, entries
+from course_lib.show import notebook
+
+NO_VIRTUAL = virtual.why_unavailable()
+NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+FLOAT32, BFLOAT16 = 4, 2
+SIZES = {"data": 2, "tensor": 4}
+ROWS, COLUMNS = 8, 64  # of the array on each device
+BLOCK = ROWS * COLUMNS * FLOAT32  # its bytes
+WIDTH, LAYERS = 256, 3  # of a stack of square layers
+
+
+def make_mesh(devices, **sizes):
+    grid = np.array(devices[: np.prod(tuple(sizes.values()))]).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def here():
+    return make_mesh(jax.devices(), **SIZES)
+
+
+def array(mesh, shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def by_hand(fn, axes, mesh=None, dtype=jnp.float32, out=None):
+    """The ledger of a function of one (ROWS, COLUMNS) block a device, cut along `axes`."""
+    mesh = here() if mesh is None else mesh
+    devices = np.prod([mesh.shape[axis] for axis in axes])
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out is None else out)
+    return ledger(jax.jit(mapped).lower(array(mesh, (devices * ROWS, COLUMNS), axes, dtype=dtype)).compile(), mesh)
+
+
+def shift(x, axis, n):
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+# name: (the function of a block x along axes of n devices, its kind, payload / BLOCK, sent / payload)
+COLLECTIVES = {
+    "psum": (lambda x, axes, n: jax.lax.psum(x, axes), "all-reduce", lambda n: 1, lambda n: 2 * (n - 1) / n),
+    "all_gather": (
+        lambda x, axes, n: jax.lax.all_gather(x, axes, tiled=True),
+        "all-gather",
+        lambda n: n,
+        lambda n: (n - 1) / n,
+    ),
+    "psum_scatter": (
+        lambda x, axes, n: jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
+        "reduce-scatter",
+        lambda n: 1,
+        lambda n: (n - 1) / n,
+    ),
+    "all_to_all": (
+        lambda x, axes, n: jax.lax.all_to_all(x, axes, 1, 0, tiled=True),
+        "all-to-all",
+        lambda n: 1,
+        lambda n: (n - 1) / n,
+    ),
+    "ppermute": (shift, "collective-permute", lambda n: 1, lambda n: 1),
+}
+H100 = pytest.param("h100", marks=NEEDS_VIRTUAL)
+
+
+@pytest.mark.parametrize("place", ["here", H100])
+@pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor")], ids="+".join)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_found_with_its_axes_and_its_bytes(name, axes, place):
+    fn, kind, payload, sent = COLLECTIVES[name]
+    n = int(np.prod([SIZES[axis] for axis in axes]))
+    mesh = make_mesh(jax.devices() if place == "here" else virtual.devices(place, 8), **SIZES)
+    out = P() if name == "psum" else None
+    (entry,) = by_hand(lambda x: fn(x, axes, n), axes, mesh, out=out).entries
+    assert (entry.kind, entry.axes, entry.dtype, entry.group_size) == (kind, axes, "float32", n)
+    assert entry.payload_bytes == payload(n) * BLOCK
+    assert entry.sent_bytes == sent(n) * payload(n) * BLOCK
+    assert entry.executions == 1 and "/shard_map/" in entry.scope
+    assert not entry.asynchronous and entry.overlapped == ()  # there is nothing else to do
+
+
+def test_in_a_scan_a_collective_is_executed_once_an_iteration():
+    def five_shifts(x):
+        return jax.lax.scan(lambda x, _: (shift(jnp.sin(x), "tensor", 4), None), x, length=5)[0]
+
+    found = by_hand(five_shifts, ("tensor",))
+    (entry,) = found.entries
+    assert (entry.executions, entry.payload_bytes) == (5, BLOCK)
+    assert found.bytes() == found.sent() == 5 * BLOCK
+
+
+@pytest.mark.parametrize(("sends", "size"), [([(0, 1), (1, 2), (2, 3)], 4), ([(0, 1), (1, 2), (2, 0), (3, 3)], 3)])
+def test_devices_that_send_to_no_other_lower_what_a_device_sends(sends, size):
+    (entry,) = by_hand(lambda x: jax.lax.ppermute(x, "tensor", sends), ("tensor",)).entries
+    assert (entry.axes, entry.group_size) == (("tensor",), size)
+    assert (entry.payload_bytes, entry.sent_bytes) == (BLOCK, 3 / 4 * BLOCK)
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, "no pairs"])
+def test_along_an_axis_of_one_device_nothing_is_sent(name):
+    mesh = make_mesh(jax.devices(), data=2, tensor=1)
+    fn = COLLECTIVES[name][0] if name in COLLECTIVES else lambda x, axis, n: jax.lax.ppermute(x, axis, [])
+    out = P("data") if name == "psum" else None
+    found = by_hand(lambda x: fn(jnp.sin(x), "tensor", 1), ("data", "tensor"), mesh, out=out)
+    assert found.entries == () and found.bytes() == found.sent() == 0
+
+
+def test_bytes_that_n_does_not_divide_are_rounded_up():
+    mesh = make_mesh(jax.devices(), tensor=3)
+    found = by_hand(lambda x: jax.lax.psum(jnp.sum(x), "tensor"), ("tensor",), mesh, out=P())
+    assert (found.bytes(), found.sent()) == (FLOAT32, 6)  # 2 (3 - 1) / 3 of 4 bytes
+
+
+def test_several_leaves_count_together_and_each_dtype_for_itself():
+    def gather(tree):
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), tree)
+
+    mesh = here()
+    tree = {
+        "w": array(mesh, (16, 64), "data"),
+        "b": array(mesh, (4,), "data"),
+        "ids": array(mesh, (8, 8), "data", dtype=jnp.int32),
+    }
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    found = ledger(jax.jit(mapped).lower(tree).compile(), mesh)
+    assert {row["dtype"]: row["payload_bytes"] for row in found.rows()} == {
+        "float32": (16 * 64 + 4) * FLOAT32,
+        "int32": 8 * 8 * 4,
+    }
+
+
+@NEEDS_VIRTUAL
+def test_a_gpu_sends_bfloat16_as_it_is():
+    mesh = make_mesh(virtual.devices("h100", 8), **SIZES)
+    for name, (fn, kind, payload, _) in COLLECTIVES.items():
+        out = P() if name == "psum" else None
+        found = by_hand(lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), mesh, jnp.bfloat16, out)
+        assert {entry.dtype for entry in found.entries} == {"bfloat16"}
+        assert found.bytes(kind, "tensor") == payload(4) * BLOCK // 2
+
+
+def test_xla_cpu_sends_bfloat16_as_float32():
+    for name, (fn, kind, payload, _) in COLLECTIVES.items():
+        out = P() if name == "psum" else None
+        found = by_hand(lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), dtype=jnp.bfloat16, out=out)
+        assert {entry.dtype for entry in found.entries} == {"float32"}
+        assert found.bytes(kind) == payload(4) * BLOCK
+
+
+def test_of_a_conditional_the_branch_that_sends_most_counts():
+    def either(x):
+        gather = functools.partial(jax.lax.all_gather, axis_name="tensor")
+        flag = jax.lax.axis_index("data") > 0
+        return jax.lax.cond(flag, lambda x: gather(x).sum(0), lambda x: gather(x[:1]).sum(0) + x, x)
+
+    found = by_hand(either, ("data", "tensor"))
+    assert [(entry.kind, entry.payload_bytes) for entry in found.entries] == [("all-gather", 4 * BLOCK)]
+
+
+def test_a_loop_that_stops_on_a_condition_on_data_is_refused():
+    def until_large(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 1e9, lambda x: shift(x, "tensor", 4) + 1, x)
+
+    with pytest.raises(ValueError, match="number of times that the compiler knows"):
+        by_hand(until_large, ("tensor",))
+
+
+def test_without_a_mesh_the_bytes_are_known_and_the_axes_are_not():
+    mesh = here()
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("tensor"), out_specs=P())
+    found = ledger(jax.jit(mapped).lower(array(mesh, (4 * ROWS, COLUMNS), "tensor")).compile())
+    (entry,) = found.entries
+    assert (entry.axes, entry.group_size, found.bytes("all-reduce")) == (None, 4, BLOCK)
+    with pytest.raises(ValueError, match="axis='tensor' must be known to select it: pass the mesh"):
+        found.bytes(axis="tensor")
+
+
+def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_groups():
+    mesh = here()
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("tensor"), out_specs=P())
+    compiled = jax.jit(mapped).lower(array(mesh, (4 * ROWS, COLUMNS), "tensor")).compile()
+    with pytest.raises(ValueError, match=r"mesh=.* must be the program's: it has 4 devices, the program 8"):
+        ledger(compiled, make_mesh(jax.devices(), tensor=4))
+    found = ledger(compiled, make_mesh(jax.devices(), data=4, tensor=2))
+    assert found.entries[0].axes == () and found.rows()[0]["axes"] == "fits none"
+    assert found.bytes(axis=()) == found.bytes() == BLOCK
+
+
+def entry(kind="all-reduce", axes=("data",), payload=100, sent=50, executions=1, overlapped=()):
+    return Collective(kind, axes, "float32", payload, sent, executions, bool(overlapped), overlapped, 4, "")
+
+
+def test_bytes_of_all_kinds_and_axes_add_up():
+    found = Ledger(
+        (
+            entry(),
+            entry(executions=3),
+            entry(axes=("data", "tensor"), payload=7),
+            entry("all-gather", ("tensor",), sent=75, executions=2),
+        ),
+        ("data", "tensor"),
+    )
+    assert found.bytes("all-reduce", "data") == 400 and found.sent("all-reduce", "data") == 200
+    assert found.bytes(axis=("tensor", "data")) == 7  # both, in any order
+    assert found.bytes() == sum(found.bytes(axis=axis) for axis in ("data", "tensor", ("data", "tensor")))
+    assert found.bytes() == sum(found.bytes(kind) for kind in KINDS) == 607
+
+
+def test_an_unknown_kind_or_axis_is_refused():
+    found = Ledger((entry(),), ("data", "tensor"))
+    with pytest.raises(ValueError, match="kind='allreduce' must be a collective: one of all-reduce"):
+        found.bytes("allreduce")
+    with pytest.raises(ValueError, match="axis='pipe' must be of the mesh: data, tensor"):
+        found.sent(axis="pipe")
+
+
+def test_rows_gather_what_is_alike_and_put_first_what_is_sent_most(capsys):
+    found = Ledger((entry(overlapped=("matmul",)), entry(executions=3), entry("all-gather", sent=1000)), ("data",))
+    first, second = found.rows()
+    assert first["kind"] == "all-gather"
+    assert second == {
+        "kind": "all-reduce",
+        "axes": "data",
+        "dtype": "float32",
+        "devices": 4,
+        "executions": 4,
+        "overlapped": 1,
+        "payload_bytes": 400,
+        "sent_bytes": 200,
+    }
+    notebook.table(found.rows())
+    assert "all-reduce  data" in capsys.readouterr().out
+
+
+def stack(layers, x, batch):
+    """A stack of layers by the compiler: the activations stay cut over the batch."""
+
+    def layer(x, w):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), batch), None
+
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, layers)[0].astype(jnp.float32) ** 2)
+
+
+def of_gradient(mesh, *cut, dtype):
+    """The ledger of the gradient of a stack whose weights are cut along `cut`."""
+    layers = array(mesh, (LAYERS, WIDTH, WIDTH), None, *cut, dtype=dtype)
+    x = array(mesh, (512, WIDTH), "data", dtype=dtype)
+    step = jax.jit(jax.grad(functools.partial(stack, batch=x.sharding)), out_shardings=layers.sharding)
+    return ledger(step.lower(layers, x).compile(), mesh)
+
+
+@NEEDS_VIRTUAL
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_by_the_compiler_data_parallelism_reduces_the_gradients(dtype):
+    gradient_bytes = LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
+    found = of_gradient(make_mesh(virtual.devices("h100", 8), data=4, tensor=2), dtype=dtype)
+    assert found.bytes() == found.bytes("all-reduce", "data") == gradient_bytes
+    assert {entry.dtype for entry in found.entries} == {jnp.dtype(dtype).name}
+
+
+@NEEDS_VIRTUAL
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_by_the_compiler_fsdp_gathers_each_layer_twice_and_scatters_its_gradient_once(dtype):
+    parameter_bytes = LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
+    found = of_gradient(make_mesh(virtual.devices("h100", 8), data=4, tensor=2), "data", dtype=dtype)
+    assert found.bytes("all-gather", "data") == 2 * parameter_bytes
+    assert found.bytes("reduce-scatter", "data") == parameter_bytes
+    assert found.bytes() == 3 * parameter_bytes
+    assert found.sent() == 3 * parameter_bytes * 3 / 4
+
+
+def test_by_the_compiler_a_cpu_reduces_all_where_a_gpu_scatters():
+    found = of_gradient(make_mesh(jax.devices(), data=4, tensor=2), "data", dtype=jnp.float32)
+    assert found.bytes("reduce-scatter") == 0
+    assert found.bytes("all-reduce", "data") == LAYERS * WIDTH * WIDTH * FLOAT32
+
+
+def ring_matmul(x, w, n=8):
+    """All rows of a matrix times a block of columns: multiplies the rows at hand while it fetches the next."""
+    products = []
+    for _ in range(n - 1):
+        following, product = jax.lax.ppermute(x, "tensor", [((i + 1) % n, i) for i in range(n)]), x @ w
+        x, product = jax.lax.optimization_barrier((following, product))  # else XLA makes one product of them all
+        products.append(product)
+    return jnp.stack([*products, x @ w])
+
+
+@NEEDS_VIRTUAL
+def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them():
+    mesh = make_mesh(virtual.devices("h100", 8), tensor=8)
+    x = array(mesh, (4096, 2048), "tensor", dtype=jnp.bfloat16)
+    w = array(mesh, (2048, 8192), None, "tensor", dtype=jnp.bfloat16)
+
+    def measured(fn, out):
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("tensor"), P(None, "tensor")), out_specs=out)
+        return ledger(jax.jit(mapped).lower(x, w).compile(), mesh)
+
+    ring = measured(ring_matmul, P(None, None, "tensor"))
+    gather = measured(lambda x, w: jax.lax.all_gather(x, "tensor", tiled=True) @ w, P(None, "tensor"))
+    assert [entry.kind for entry in ring.entries] == ["collective-permute"] * 7
+    assert all(entry.asynchronous and "matmul" in entry.overlapped for entry in ring.entries)
+    assert ring.rows()[0]["overlapped"] == 7
+    (blocking,) = gather.entries
+    assert not blocking.asynchronous and "matmul" not in blocking.overlapped
+    assert ring.sent() == gather.sent() == 7 / 8 * 4096 * 2048 * BFLOAT16  # the same bytes
+
+
+# What XLA writes for other backends and versions.
+TEXT = """
+HloModule m, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: f32[16]) -> f32[4] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %inner = f32[4]{0} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[16], y: bf16[8], n: s32[], sizes: s32[8]) -> f32[16] {
+  %x = f32[16]{0} parameter(0)
+  %y = bf16[8]{0} parameter(1)
+  %n = s32[] parameter(2)
+  %sizes = s32[8]{0} parameter(3)
+  %gather = ((f32[16]{0}, bf16[8]{0}), (f32[64]{0}, bf16[32]{0})) all-gather-start(%x, %y), replica_groups=[2,4]<=[8]
+  %scatter = ((f32[16]{0}), f32[4]{0}, u32[]) async-start(%x), calls=%wrapped
+  %count = s32[] add(%n, %n)
+  %square = f32[16]{0} multiply(%x, %x)
+  %going = ((f32[16]{0}), f32[4]{0}, u32[]) async-update(%scatter), calls=%wrapped
+  %scattered = f32[4]{0} async-done(%going), calls=%wrapped
+  %root = f32[16]{0} sqrt(%square)
+  %gathered = (f32[64]{0}, bf16[32]{0}) all-gather-done(%gather)
+  %reduce = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%square), replica_groups={}, to_apply=%add
+  %twice = s32[] add(%count, %count)
+  %reduced = f32[16]{0} all-reduce-done(%reduce)
+  %all = f32[16]{0} collective-broadcast(%root), replica_groups=[4,2]<=[2,4]T(1,0)
+  ROOT %rows = f32[16]{0} ragged-all-to-all(%all, %x, %sizes, %sizes, %sizes, %sizes), replica_groups=[2,4]<=[8]
+}
+"""
+
+
+def test_starts_and_ends_are_one_entry_in_whatever_form_they_are_written():
+    found = [
+        (entry.kind, entry.axes, entry.dtype, entry.payload_bytes, entry.overlapped)
+        for entry in entries(hlo.parse(inspect.cleandoc(TEXT)), here())
+    ]
+    assert found == [
+        ("all-gather", ("tensor",), "float32", 64 * FLOAT32, ("elementwise", "elementwise")),
+        ("all-gather", ("tensor",), "bfloat16", 32 * BFLOAT16, ("elementwise", "elementwise")),
+        ("reduce-scatter", ("tensor",), "float32", 16 * FLOAT32, ("elementwise",)),
+        ("all-reduce", ("data", "tensor"), "float32", 16 * FLOAT32, ()),
+        ("collective-broadcast", ("data",), "float32", 16 * FLOAT32, ()),
+        ("ragged-all-to-all", ("tensor",), "float32", 16 * FLOAT32, ()),
+    ]
+
+
+def test_what_only_counts_is_no_work_and_a_second_transfer_is_not_computation():
+    gather, _, scatter, reduce, *_ = entries(hlo.parse(inspect.cleandoc(TEXT)))
+    assert gather.asynchronous and scatter.asynchronous and not reduce.asynchronous
+    alone = inspect.cleandoc(TEXT).replace("%square = f32[16]{0} multiply(%x, %x)", "%square = f32[16]{0} bitcast(%x)")
+    gather, _, scatter, *_ = entries(hlo.parse(alone.replace("sqrt(", "bitcast(")))
+    assert gather.asynchronous and gather.overlapped == ()  # the reduce-scatter runs meanwhile
+    assert not scatter.asynchronous
+
+
+def test_a_collective_inside_a_fusion_counts():
+    (inner,) = entries(
+        hlo.parse(
+            inspect.cleandoc(TEXT)
+            .split("ENTRY")[0]
+            .replace("num_partitions=8", "num_partitions=4, replica_count=2")
+            + "ENTRY %main (x: f32[16]) -> f32[4] {\n"
+            "  %x = f32[16]{0} parameter(0)\n"
+            "  ROOT %fused = f32[4]{0} fusion(%x), kind=kCustom, calls=%wrapped\n"
+            "}\n"
+        ),
+        here(),
+    )
+    assert (inner.kind, inner.axes, inner.payload_bytes) == ("reduce-scatter", ("tensor",), 16 * FLOAT32)
+
+
+def test_a_permutation_written_as_send_and_receive_is_refused():
+    text = "HloModule m\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+    text += "  %sent = (f32[4]{0}, u32[], token[]) send(%x), channel_id=1\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
+    with pytest.raises(ValueError, match="'sent' must be a collective-permute"):
+        entries(hlo.parse(text))
+    assert entries(hlo.parse(text.replace("channel_id=1", "channel_id=1, is_host_transfer=true"))) == ()

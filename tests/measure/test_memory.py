@@ -1,0 +1,197 @@
+"""What must be true of the memory that is read out of a compiled step, and of the arrays that make it up."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache
+
+from course_lib.measure import GIB, MIB, gib, heap, memory, virtual
+
+NO_VIRTUAL = virtual.why_unavailable()
+A5000 = pytest.param("a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL)))
+N, B, D, F = 4, 512, 128, 512
+FLOAT32 = 4
+
+
+def place(tree, device):
+    """The tree's shapes, on this machine's device or on a virtual one."""
+    return tree if device == "here" else virtual.abstract(tree, virtual.devices(device)[0])
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def step(weights, x):
+    """A training step of N layers that a scan goes through."""
+
+    def loss(weights):
+        def layer(x, w):
+            with jax.named_scope("mlp"):
+                return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+WEIGHTS = {"up": array(N, D, F), "down": array(N, F, D)}
+WEIGHT_BYTES = 2 * N * D * F * FLOAT32
+BATCH_BYTES = B * D * FLOAT32
+
+
+@functools.cache
+def measured_heap(device):
+    return heap(jax.jit(step, donate_argnums=0).lower(*place((WEIGHTS, array(B, D)), device)))
+
+
+DEVICES = pytest.mark.parametrize("device", ["here", A5000])
+
+
+@DEVICES
+def test_arguments_and_outputs_are_what_goes_in_and_comes_out(device):
+    found = memory(measured_heap(device).compiled)
+    assert found.arguments == WEIGHT_BYTES + BATCH_BYTES
+    assert 0 < found.outputs - WEIGHT_BYTES < 1024  # the loss, and the list of the outputs
+    assert found.host == 0
+
+
+@DEVICES
+def test_what_is_donated_is_aliased_and_counts_once_in_the_peak(device):
+    assert memory(measured_heap(device).compiled).aliased == WEIGHT_BYTES
+    x = place(array(B, D), device)
+    kept, donated = (heap(jax.jit(jnp.sin, donate_argnums=given).lower(x)) for given in ((), 0))
+    assert (memory(kept.compiled).peak, kept.peak) == (2 * BATCH_BYTES, 2 * BATCH_BYTES)
+    assert (memory(donated.compiled).peak, donated.peak) == (BATCH_BYTES, BATCH_BYTES)
+
+
+@DEVICES
+def test_the_peak_counts_the_temporaries(device):
+    # On a CPU the raw field `peak_memory_in_bytes` does not.
+    found = memory(measured_heap(device).compiled)
+    hidden = N * B * F * FLOAT32  # what the backward pass needs of every layer
+    assert found.peak >= found.arguments + hidden
+    assert found.peak <= found.arguments + found.outputs - found.aliased + found.temporaries
+
+
+@DEVICES
+def test_the_arrays_alive_at_the_peak_make_the_peak_that_the_compiler_reports(device):
+    found = measured_heap(device)
+    assert sum(array.bytes for array in found.arrays) == found.peak
+    reported = memory(found.compiled).peak
+    if device == "here" and jax.default_backend() == "cpu":  # the sum of all blocks, which have gaps
+        assert found.peak <= reported <= found.peak * 1.02
+    else:
+        assert found.peak == reported
+
+
+@DEVICES
+def test_the_timeline_has_its_peak_where_the_heap_says(device):
+    found = measured_heap(device)
+    assert found.timeline[found.peak_at] == found.timeline.max() == found.peak
+    assert found.timeline.min() >= 0 and len(found.timeline) > 10
+
+
+@DEVICES
+def test_arguments_are_among_the_live_arrays_by_name(device):
+    arguments = {a.scope: a for a in measured_heap(device).arrays if a.kind == "argument"}
+    up = arguments["weights['up']"]
+    assert (up.shape, up.dtype, up.bytes) == ((N, D, F), "float32", N * D * F * FLOAT32)
+
+
+@DEVICES
+def test_what_a_scan_keeps_for_its_backward_pass_is_found_with_the_scope_that_made_it(device):
+    kept = [a for a in measured_heap(device).arrays if a.shape == (N, B, F) and a.kind == "temporary"]
+    assert any("mlp" in a.scope and "tanh" in a.scope for a in kept), [a.scope for a in kept]
+
+
+@DEVICES
+def test_a_loop_that_stops_on_data_has_a_heap_too(device):
+    double = functools.partial(jax.lax.while_loop, lambda x: jnp.max(x) < 100, lambda x: jnp.sin(x) + x)
+    found = heap(jax.jit(double).lower(place(array(B, D), device)))
+    assert found.peak == sum(a.bytes for a in found.arrays) >= 2 * BATCH_BYTES
+
+
+def test_arrays_come_largest_first_and_small_ones_together():
+    arrays = measured_heap("here").arrays
+    assert [a.bytes for a in arrays[:-1]] == sorted((a.bytes for a in arrays[:-1]), reverse=True)
+    assert all(a.bytes >= 16384 for a in arrays if a.kind != "small")
+
+
+def test_reading_a_heap_leaves_the_screen_alone(capfd):
+    heap(jax.jit(jnp.sin).lower(array(8)))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_program_that_was_not_compiled_here_has_no_record():
+    @dataclasses.dataclass
+    class FromCache(jax.stages.Lowered):
+        def __init__(self): ...
+        def compile(self, compiler_options): ...
+
+    with pytest.raises(RuntimeError, match="persistent compilation cache"):
+        heap(FromCache())
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """JAX's persistent compilation cache, of all programs, in a folder of its own."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    configure_cache(options)
+    yield tmp_path
+    configure_cache(before)
+
+
+def configure_cache(options):
+    compilation_cache.reset_cache()  # JAX opens it once
+    for name, value in options.items():
+        jax.config.update(name, value)
+
+
+def test_a_program_out_of_the_persistent_cache_has_no_record_either(cache):
+    lowered = jax.jit(lambda x: jnp.cos(x) @ x).lower(array(64, 64))
+    assert heap(lowered).peak > 0
+    assert list(cache.iterdir())
+    with pytest.raises(RuntimeError, match="no record of the program's memory: .* persistent compilation cache"):
+        heap(lowered)
+
+
+@pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+def test_offloaded_activations_are_counted_in_the_hosts_memory():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(x, w):
+        return jnp.tanh(checkpoint_name(x, "input") @ w)
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
+
+    compiled = jax.jit(jax.grad(loss)).lower(*place((array(N, D, D), array(B, D)), "a5000")).compile()
+    assert memory(compiled).host == N * B * D * FLOAT32
+
+
+def test_bytes_are_shown_in_binary_units():
+    assert gib(14.2 * GIB) == "14.20 GiB" and gib(3.5 * MIB) == "3.50 MiB"
+    assert "peak" in str(memory(measured_heap("here").compiled))
+
+
+def test_dtypes_and_timeline_are_numpy_s():
+    found = measured_heap("here")
+    assert found.timeline.dtype == np.int64 and {a.dtype for a in found.arrays} <= {"float32", "int32", "bool", ""}

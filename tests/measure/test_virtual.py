@@ -1,0 +1,216 @@
+"""What must be true of devices that are not there."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from course_lib.measure import hardware, virtual
+
+needs_virtual = pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+GPUS = [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
+
+
+def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs code in a Python of its own, with JAX's defaults and a PATH that does not lead to another CUDA."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TF_CPP_", "TPU_"))}
+    plain |= {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2]),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a real GPU is shared with the process that runs the tests
+    }
+    return subprocess.run([sys.executable, "-c", code], env=plain | environment, capture_output=True, text=True)
+
+
+COMPILE = """
+from course_lib.measure import virtual
+import jax, jax.numpy as jnp
+device = virtual.devices("a5000")[0]
+too_large = jax.ShapeDtypeStruct((2**17, 2**17), jnp.float32)  # 64 GiB, for 24 GiB
+jax.jit(lambda x: jnp.tanh(x @ x)).lower(virtual.abstract(too_large, device)).compile()
+print(jax.jit(lambda x: x + 1)(1))
+"""
+
+
+# Where virtual devices are to be had
+
+
+@needs_virtual
+@pytest.mark.parametrize("name", GPUS)
+def test_each_gpu_of_the_table_can_be_compiled_for_and_is_recognized(name):
+    assert virtual.why_unavailable(name) is None
+    assert hardware.recognize(virtual.devices(name)[0]) is hardware.get(name)
+
+
+@needs_virtual
+def test_jax_goes_on_with_the_devices_that_it_has():
+    before = jax.devices()
+    there = virtual.devices("h100", count=8)
+    assert jax.devices() == before and not set(before) & set(there)
+
+
+@needs_virtual
+@pytest.mark.parametrize("count", [1, 4, 8, 16, 6144])
+def test_as_many_devices_come_as_were_asked_for_8_to_a_host(count):
+    devices = virtual.devices("h100", count)
+    assert len(set(devices)) == count
+    assert len({device.process_index for device in devices}) == -(-count // 8)
+
+
+@needs_virtual
+def test_memory_of_a_program_is_that_of_the_gpu():
+    x = virtual.abstract(jnp.ones((1024, 256)), virtual.devices("a5000")[0])
+    memory = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().memory_analysis()
+    assert memory.argument_size_in_bytes == 1024 * 256 * 4
+    assert memory.output_size_in_bytes == 4
+
+
+@needs_virtual
+def test_a_t4_widens_bfloat16_and_an_a5000_does_not():
+    x = jnp.ones((1024, 1024), jnp.bfloat16)
+    temporaries = {
+        name: jax.jit(lambda x: x @ x)
+        .lower(virtual.abstract(x, virtual.devices(name)[0]))
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for name in ("t4", "a5000")
+    }
+    assert temporaries["t4"] >= 2 * 4 * 1024 * 1024 > temporaries["a5000"]
+
+
+@needs_virtual
+def test_a_step_over_eight_gpus_communicates():
+    mesh = jax.make_mesh((8,), ("data",), devices=virtual.devices("h100", 8), axis_types=(AxisType.Auto,))
+    x = virtual.abstract(jnp.ones((64, 32)), NamedSharding(mesh, PartitionSpec("data")))
+    assert "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text()
+
+
+@needs_virtual
+def test_a_typed_key_can_be_an_argument():
+    args = virtual.abstract((jax.random.key(0), jax.random.split(jax.random.key(1), 4)), virtual.devices("a5000")[0])
+    step = jax.jit(lambda key, keys: jax.random.normal(key) + jax.vmap(jax.random.normal)(keys).sum())
+    assert step.lower(*args).compile().memory_analysis().argument_size_in_bytes == (1 + 4) * 8
+
+
+@needs_virtual
+@pytest.mark.parametrize("environment", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["plain", "JAX_PLATFORMS=cpu"])
+def test_nothing_is_written_to_the_screen_even_for_a_program_that_does_not_fit(environment):
+    run = run_alone(COMPILE, **environment)
+    assert (run.returncode, run.stderr, run.stdout) == (0, "", "2\n")
+
+
+@needs_virtual
+def test_it_works_where_jax_was_started_before_the_import():
+    run = run_alone("import jax; jax.devices()" + COMPILE)
+    assert (run.returncode, run.stdout) == (0, "2\n")
+
+
+@needs_virtual
+def test_what_trains_needs_no_other_import_to_start_without_noise():
+    run = run_alone("from course_lib import training; import jax; jax.devices()")
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@needs_virtual
+def test_the_persistent_compilation_cache_does_not_warn(tmp_path):
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    first, second = run_alone(COMPILE, **cache), run_alone(COMPILE, **cache)
+    assert any(tmp_path.iterdir())
+    assert (second.returncode, first.stderr, second.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(virtual.why_unavailable("v5e") is not None, reason=str(virtual.why_unavailable("v5e")))
+def test_a_program_compiles_for_a_tpu():
+    device = virtual.devices("v5e")[0]
+    assert hardware.recognize(device) is hardware.get("v5e")
+    x = virtual.abstract(jnp.ones((1024, 256)), device)
+    assert jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().memory_analysis().argument_size_in_bytes == 1024 * 256 * 4
+
+
+# Everywhere
+
+
+def test_a_user_who_asked_for_logs_keeps_them():
+    code = "from course_lib.measure import virtual; import os; print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+    assert run_alone(code, TF_CPP_MIN_LOG_LEVEL="0").stdout == "0\n"
+    assert run_alone(code).stdout == "3\n"
+
+
+@pytest.mark.parametrize(("count", "advice"), [(12, "take 8 or 16"), (9, "take 8 or 16"), (0, "at least 1")])
+def test_a_number_of_gpus_that_fills_no_hosts_is_refused(count, advice):
+    with pytest.raises(ValueError, match=f"count={count} .*{advice}"):
+        virtual.devices("h100", count)
+
+
+def test_a_number_of_chips_that_no_tpu_has_is_refused():
+    with pytest.raises(ValueError, match="count=3 .* 1, 4, 8, 16"):
+        virtual.devices("v5e", 3)
+
+
+@pytest.mark.parametrize("ask", [virtual.devices, virtual.why_unavailable])
+def test_an_unknown_accelerator_is_refused(ask):
+    with pytest.raises(ValueError, match="name='a500'"):
+        ask("a500")
+
+
+def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
+    monkeypatch.setattr(virtual, "why_unavailable", lambda name: "it rains")
+    with pytest.raises(virtual.Unavailable, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"):
+        virtual.devices("a5000")
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "reason"),
+    [
+        ("jax.__version_info__", (0, 7, 2), "cannot describe a GPU"),
+        ("platform.system", lambda: "Darwin", "this is Darwin"),
+        ("_version", lambda package: None, "plugin is not installed"),
+        ("_version", lambda package: "0.11.0" if "cuda" in package else "0.10.2", "must be the same"),
+    ],
+)
+def test_each_missing_piece_has_its_reason(monkeypatch, what, value, reason):
+    monkeypatch.setattr("course_lib.measure.virtual.jax.__version_info__", (0, 10, 2))
+    monkeypatch.setattr("course_lib.measure.virtual.platform.system", lambda: "Linux")
+    monkeypatch.setattr(f"course_lib.measure.virtual.{what}", value)
+    assert reason in virtual._why_no_compiler("gpu")
+
+
+def test_abstract_keeps_tree_shapes_dtypes_and_weak_types():
+    device = jax.devices()[0]
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    tree = {
+        "params": params,
+        "opt_state": optax.adam(1e-3).init(params),
+        "step": 0,
+        "rng": jax.random.key(0),
+        "batch": np.ones((4, 2), np.int32),
+        "planned": jax.ShapeDtypeStruct((5,), jnp.float16),
+        "nothing": None,
+    }
+    placed = virtual.abstract(tree, device)
+    assert jax.tree.structure(placed) == jax.tree.structure(tree)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda tree: tree, tree))
+    for before, after in zip(leaves, jax.tree.leaves(placed), strict=True):
+        assert (after.shape, after.dtype, after.weak_type) == (before.shape, before.dtype, before.weak_type)
+        assert after.sharding == SingleDeviceSharding(device)
+
+
+def test_abstract_takes_a_sharding_and_moves_what_was_placed():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    once = virtual.abstract({"x": jnp.ones((8, 2))}, jax.devices()[0])
+    assert virtual.abstract(once, sharding)["x"].sharding == sharding
+
+
+def test_a_list_of_devices_is_no_place():
+    # The tests' type checks are the first to say so (TypeError); a learner's session has the ValueError.
+    with pytest.raises((ValueError, TypeError), match="place"):
+        virtual.abstract(jnp.ones(3), jax.devices())

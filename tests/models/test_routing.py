@@ -1,0 +1,159 @@
+"""Tokens go to the experts that their router finds most probable, in their order, as long as there is room."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_device
+import pytest
+
+from course_lib import configs, measure, training
+from course_lib.models import layers, routing, transformer
+from course_lib.models.transformer import Transformer
+
+LOGITS = jax.random.normal(jax.random.key(0), (3, 7, 4))
+
+
+def test_routing_is_that_of_a_plain_loop():
+    probabilities = np.asarray(jax.nn.softmax(LOGITS))
+    dispatch, combine = np.zeros((2, 3, 7, 4, 3))
+    for b in range(3):
+        rooms = np.zeros(4, int)
+        for token in range(7):
+            for expert in np.argsort(-probabilities[b, token])[:2]:
+                if rooms[expert] < 3:
+                    dispatch[b, token, expert, rooms[expert]] = 1
+                    combine[b, token, expert, rooms[expert]] = probabilities[b, token, expert]
+                rooms[expert] += 1
+    found = routing.route(LOGITS, per_token=2, capacity=3)
+    np.testing.assert_array_equal(found.dispatch, dispatch)
+    np.testing.assert_allclose(found.combine, combine, rtol=1e-6)
+    assert dispatch.sum() < 3 * 7 * 2  # some tokens found no room
+
+
+def test_with_room_for_all_no_choice_is_lost():
+    found = routing.route(LOGITS, per_token=2, capacity=7)
+    np.testing.assert_array_equal(found.dispatch.sum(axis=(2, 3)), np.full((3, 7), 2))
+
+
+def test_where_a_token_goes_does_not_depend_on_later_tokens():
+    later = LOGITS.at[:, 4:].multiply(-1)
+    first, second = (routing.route(logits, per_token=2, capacity=2).combine for logits in (LOGITS, later))
+    np.testing.assert_array_equal(first[:, :4], second[:, :4])
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_balance_is_one_where_the_router_has_no_preference(per_token):
+    np.testing.assert_allclose(routing.route(jnp.zeros((2, 5, 4)), per_token, 5).balance, 1, rtol=1e-6)
+
+
+def test_balance_is_the_number_of_experts_where_all_tokens_are_sure_of_one():
+    sure = 100 * jax.nn.one_hot(jnp.full((2, 5), 3), 4)
+    np.testing.assert_allclose(routing.route(sure, 1, 5).balance, 4, rtol=1e-6)
+
+
+def test_a_step_down_the_balance_makes_choices_more_even():
+    logits = LOGITS + jnp.array([1.0, 0.0, 0.0, 0.0])[None, None]
+
+    def balance(logits):
+        return routing.route(logits, 1, 7).balance.sum()
+
+    assert balance(logits - 5.0 * jax.grad(balance)(logits)) < balance(logits)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_experts", "per_token", "factor", "expected"),
+    [(16, 8, 1, 1.0, 2), (16, 8, 2, 1.25, 5), (10, 1, 1, 1.1, 10), (100, 10, 1, 1.1, 11), (16, 8, 1, 0.1, 1)],
+)
+def test_capacity_is_the_even_share_times_a_factor_rounded_up(length, num_experts, per_token, factor, expected):
+    assert routing.capacity(length, num_experts, per_token, factor) == expected
+
+
+def small(**changes):
+    given = {"num_experts": 4, "experts_per_token": 2} | changes
+    return one_device.small(**{f"model.{name}": value for name, value in given.items()})
+
+
+def block(model, kind):
+    """Returns a layer of a model, its parameters, and activations to apply it to."""
+    x = jax.random.normal(jax.random.key(1), (3, 7, model.hidden_size))
+    layer = kind(model, train=False)
+    return layer, jax.jit(layer.init)(jax.random.key(0), x)["params"], x
+
+
+def test_the_router_computes_in_float32_also_where_factors_of_float32_are_rounded_by_default():
+    """As on GPUs and TPUs: to 11 bits, or to 8, unless the highest precision is asked for."""
+    model = small(dtype="bfloat16").model
+    layer, params, x = block(model, layers.ExpertsBlock)
+    gradients = jax.make_jaxpr(jax.grad(lambda *given: layer.apply({"params": given[0]}, given[1]).sum(), (0, 1)))(params, x)
+    of_router = []
+    for eqn in gradients.eqns:
+        factors = [var.aval for var in eqn.invars]
+        # Other products are of bfloat16, or find places from zeros and ones, which have no width.
+        if eqn.primitive.name == "dot_general" and factors[0].dtype == factors[1].dtype == jnp.float32:
+            of_router += [eqn.params["precision"]] * any(model.hidden_size in factor.shape for factor in factors)
+    assert of_router == 3 * [(jax.lax.Precision.HIGHEST,) * 2]  # the logits, and gradients of tokens and router
+
+
+RENAMED = {"expert_in": "input_layer", "expert_out": "output_layer"}
+
+
+def test_one_expert_with_room_for_all_is_an_mlp():
+    model = small(num_experts=1, experts_per_token=1).model
+    (mlp, params, x), (with_experts, *_) = block(model, layers.MLPBlock), block(model, layers.ExpertsBlock)
+    stacked = {new: jax.tree.map(lambda leaf: leaf[None], params[old]) for new, old in RENAMED.items()}
+    same = {"pre_norm": params["pre_norm"], "router": jnp.zeros((model.hidden_size, 1)), **stacked}
+    found, expected = with_experts.apply({"params": same}, x), mlp.apply({"params": params}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_without_room_is_left_to_the_residual():
+    model = small(experts_per_token=1, capacity_factor=0.1).model  # room for one token of a sequence at each expert
+    with_experts, params, x = block(model, layers.ExpertsBlock)
+    params = params | {"router": jnp.zeros((model.hidden_size, 4)).at[:, 0].set(1e-3)}
+    norms = jnp.linalg.norm(with_experts.apply({"params": params}, jnp.abs(x)), axis=-1)
+    assert (norms == 0).sum() >= 3 * (7 - 2) and ((norms > 0).sum(axis=1) >= 1).all()
+
+
+def test_rematerialized_experts_give_the_same_gradient():
+    tokens, grads = jax.device_put(one_device.batch(small())), []
+    for modules in ((), ("MLP",)):
+        run = training.build(small(num_layers=1, remat=modules))
+        params = run.init(jax.random.key(0)).params
+        grads.append(jax.jit(jax.grad(lambda params, run=run: run.loss_fn(params, tokens, None)[0]))(params))
+    assert not one_device.different_leaves(*grads)
+
+
+def test_scanned_layers_leave_the_balance_that_layers_one_by_one_leave():
+    scanned, unrolled = small(), small(scan_layers=False)
+    params, tokens = training.build(scanned).init(jax.random.key(0)).params, one_device.batch(scanned).inputs
+    each = {f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["block"]) for layer in range(2)}
+    one = jax.jit(training.as_function(Transformer(scanned.model), balance=True))(params, tokens)
+    other = jax.jit(training.as_function(Transformer(unrolled.model), balance=True))(params | each, tokens)
+    for found, expected in zip(one, other, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flops_are_those_counted_by_hand():
+    whole = small()
+    run = training.build(whole)
+    state, batch = run.abstract()
+    found = measure.flops(run.apply_fn, state.params, batch.inputs).total
+    assert found == {"float32": transformer.matmul_flops(whole.model, whole.data.batch_size, whole.data.seq_len)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": -1}, r"num_experts=-1 must not be negative"),
+        ({"experts_per_token": 5}, r"experts_per_token=5 must be between 1 and num_experts=4"),
+        ({"experts_per_token": 0}, r"experts_per_token=0 must be between 1 and"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be positive and finite"),
+        ({"capacity_factor": 1e-12}, r"capacity_factor=1e-12 must be larger: no expert would have room"),
+        ({"balance_weight": float("nan")}, r"balance_weight=nan must not be negative"),
+        ({"parallel_block": True}, r"num_experts=4 must be 0 for parallel_block=True"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        configs.check(small(**changes))

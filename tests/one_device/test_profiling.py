@@ -1,0 +1,251 @@
+"""What must be true of a profile: it times the steps, names the operations, and adds up."""
+
+import json
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from course_lib.measure import virtual
+from course_lib.one_device import profiling
+
+SLEEP = 0.5  # seconds: on a busy machine a thread may wait for a tenth of that between two operations
+
+
+@jax.jit
+def step(weights, batch):
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w), None
+
+    def loss(weights):
+        return jnp.mean(jax.lax.scan(layer, batch, weights)[0] ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return weights - 0.1 * gradient, {"loss": value}
+
+
+def slow_step(weights, batch):
+    """A step that waits before it computes: a host that is late with its data."""
+    time.sleep(SLEEP)
+    return step(weights, batch)
+
+
+WEIGHTS, BATCH = jnp.full((3, 64, 64), 0.01), jnp.ones((128, 64))
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.fixture(scope="module")
+def state(logdir):
+    return profiling.trace(logdir, slow_step, WEIGHTS, BATCH, steps=3)
+
+
+@pytest.fixture(scope="module")
+def trace(logdir, state):
+    return profiling.read(logdir)
+
+
+def test_tracing_trains_one_step_to_warm_up_and_then_those_it_records(state):
+    expected = WEIGHTS
+    for _ in range(4):
+        expected, _ = step(expected, BATCH)
+    np.testing.assert_array_equal(state, expected)
+
+
+def test_a_step_takes_at_least_what_happens_in_it(trace):
+    assert len(trace.steps) == 3
+    assert min(trace.steps) >= SLEEP
+    for (_, end), (start, _) in zip(trace.spans, trace.spans[1:], strict=False):
+        assert end <= start
+
+
+def test_operations_lie_inside_their_steps_and_none_is_lost(trace):
+    inside = [event for i in range(3) for event in trace.during(i)]
+    assert len(inside) == len(trace.events) > 0
+    for i, seconds in enumerate(trace.steps):
+        assert all(0 <= event.start and event.start + event.duration <= seconds for event in trace.during(i))
+
+
+def test_busy_and_idle_add_up_to_the_step_and_the_sleep_is_its_longest_gap(trace):
+    for busy, seconds in zip(trace.busy(), trace.steps, strict=True):
+        assert busy.seconds == seconds and busy.busy > 0
+        assert busy.idle == pytest.approx(sum(length for _, length in busy.gaps))
+        start, length = busy.gaps[0]
+        assert start == 0 and length >= SLEEP
+
+
+def test_top_operations_know_their_scope_and_a_scan_calls_its_body_once_a_layer(trace):
+    scopes = profiling.op_scopes(step.lower(WEIGHTS, BATCH).compile())
+    ops = trace.top_ops(k=1000, scopes=scopes)
+    assert sum(op.share for op in ops) == pytest.approx(1)
+    assert [op.seconds for op in ops] == sorted((op.seconds for op in ops), reverse=True)
+    assert len(trace.top_ops(k=2)) == 2 and trace.top_ops(k=2)[0].scope == ""
+    products = [op for op in ops if op.scope.endswith("layer/dot_general")]
+    assert products
+    if jax.default_backend() == "cpu":  # on a GPU the loop may be unrolled
+        assert all(op.calls == 3 for op in products)
+
+
+def test_equal_instructions_of_two_programs_are_two_operations():
+    def event(program, program_id, seconds):
+        return profiling.Event("fusion.1", 0.0, seconds, seconds, "a", program, program_id)
+
+    events = (event("jit_step", 1, 4.0), event("jit_step", 1, 2.0), event("jit_eval", 2, 1.0), event("jit_step", 3, 3.0))
+    ops = profiling.Trace("/host:CPU", ((0.0, 10.0),), events).top_ops(scopes={("jit_step", "fusion.1"): "mlp"})
+    assert [(op.program, op.scope, op.calls, op.seconds) for op in ops] == [
+        ("jit_step", "mlp", 2, 6.0),
+        ("jit_step", "mlp", 1, 3.0),
+        ("jit_eval", "", 1, 1.0),
+    ]
+
+
+def test_operations_know_their_program(trace):
+    named = {(event.program, event.program_id) for event in trace.events if event.program == "jit_step"}
+    assert len(named) == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's streams hold kernels, and no loops around them")
+def test_a_loop_has_no_self_time_of_its_body(trace):
+    loops = [event for event in trace.events if event.container]
+    assert loops
+    shares = {loop.op: [each.self_time / each.duration for each in loops if each.op == loop.op] for loop in loops}
+    assert max(map(min, shares.values())) < 0.5  # in one step of three: another program may come in between two operations
+
+
+def test_the_steps_of_another_name_are_not_there(logdir, trace):
+    with pytest.raises(ValueError, match="name='evaluate' must be what the steps in .* were called"):
+        profiling.read(logdir, name="evaluate")
+
+
+def test_a_folder_without_a_record_says_how_to_make_one(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=r"logdir='.*' must hold plugins/profile"):
+            profiling.read(folder)
+
+
+def test_a_record_of_nothing_is_refused(tmp_path):
+    profiling.trace(tmp_path, lambda state, batch: (state, batch), 0, 0, steps=1)
+    with pytest.raises(ValueError, match="must hold operations"):
+        profiling.read(tmp_path)
+
+
+def test_no_steps_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        profiling.trace(tmp_path, None, None, None, steps=0)
+
+
+def test_tracing_and_reading_write_nothing_to_the_screen(tmp_path, capfd):
+    profiling.trace(tmp_path, step, WEIGHTS, BATCH, steps=1)
+    profiling.read(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_gaps_are_what_no_operation_covers_on_any_thread():
+    def event(op, start, duration, line):
+        return profiling.Event(op, start, duration, duration, line)
+
+    events = (
+        event("while.1", 10.0, 9.0, "a"),  # around the others: does not count
+        event("fusion.1", 11.0, 2.0, "a"),
+        event("fusion.2", 12.0, 3.0, "b"),  # overlaps: counts once
+        event("fusion.3", 18.0, 5.0, "a"),  # reaches beyond the step: cut there
+    )
+    [busy] = profiling.Trace("/host:CPU", ((10.0, 20.0),), events).busy()
+    assert (busy.seconds, busy.busy, busy.idle) == (10.0, 6.0, 4.0)
+    assert busy.gaps == ((5.0, 3.0), (0.0, 1.0))
+
+
+GPU_RECORD = """
+planes { name: "/host:CPU"
+  event_metadata { key: 1 value { id: 1 name: "train" } }
+  event_metadata { key: 2 value { id: 2 name: "launch" } }
+  stat_metadata { key: 1 value { id: 1 name: "step_num" } }
+  stat_metadata { key: 2 value { id: 2 name: "hlo_op" } }
+  lines { id: 1 name: "python" events { metadata_id: 1 duration_ps: 9000000 stats { metadata_id: 1 int64_value: 0 } } }
+  lines { id: 2 name: "pool" events { metadata_id: 2 duration_ps: 100 stats { metadata_id: 2 str_value: "fusion.1" } } }
+}
+planes { name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "gemm_kernel" } }
+  event_metadata { key: 2 value { id: 2 name: "MemcpyD2D" } }
+  stat_metadata { key: 2 value { id: 2 name: "hlo_op" } }
+  lines { id: 13 name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000 stats { metadata_id: 2 str_value: "fusion.1" } }
+    events { metadata_id: 2 offset_ps: 5000000 duration_ps: 1000000 } }
+  lines { id: 14 name: "XLA Ops"
+    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000 stats { metadata_id: 2 str_value: "fusion.1" } } }
+}
+"""
+
+
+def test_on_a_gpu_the_streams_count_and_not_their_launches_or_summaries(tmp_path):
+    folder = tmp_path / "plugins" / "profile" / "run"
+    folder.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        (folder / "vm.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU_RECORD))
+    trace = profiling.read(tmp_path)
+    assert trace.device == "/device:GPU:0"
+    assert [(event.op, event.line) for event in trace.events] == [
+        ("fusion.1", "Stream #13(Compute) 1"),
+        ("MemcpyD2D", "Stream #13(Compute) 1"),
+    ]
+    [busy] = trace.busy()
+    assert busy.busy == pytest.approx(4e-6) and busy.idle == pytest.approx(5e-6)
+
+
+def test_tensorboards_memory_viewer_shows_the_peak_of_a_step_that_ran_nowhere(tmp_path, capfd):
+    if virtual.why_unavailable() is not None:
+        pytest.skip(virtual.why_unavailable())
+    [device] = virtual.devices("a5000")
+    lowered = step.lower(*virtual.abstract((WEIGHTS, BATCH), device))
+    folder = profiling.write_virtual(lowered, tmp_path, run="a5000")
+    assert capfd.readouterr() == ("", "")
+    assert folder == tmp_path / "plugins" / "profile" / "a5000"
+    with pytest.raises(FileNotFoundError):
+        profiling.read(tmp_path)  # nothing ran: there is no time to read
+
+    from xprof.convert import raw_to_tool_data  # what the plugin answers the browser with
+
+    [record] = folder.glob("*.xplane.pb")
+    assert {"memory_viewer", "graph_viewer"} <= set(raw_to_tool_data.xspace_to_tool_names([str(record)]))
+    [module] = [path.name.removesuffix(".hlo_proto.pb") for path in folder.glob("*.hlo_proto.pb")]
+    options = {"module_name": module, "memory_space": "0"}
+    view, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", options)
+    view = json.loads(view)
+    assert view["peakHeapMib"] * 2**20 == lowered.compile().memory_analysis().peak_memory_in_bytes
+    assert max(view["heapSizes"]) == view["peakHeapMib"]
+    assert "f32[3,128,64]" in str(view["maxHeapBySize"])  # the layers' inputs, kept for the backward pass
+
+
+def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
+    pytest.importorskip("xprof")
+    from xprof.convert import raw_to_tool_data
+
+    def shown(function):
+        folder = profiling.write_virtual(jax.jit(function).lower(BATCH), tmp_path)
+        [record] = folder.glob("*.xplane.pb")
+        raw_to_tool_data.xspace_to_tool_names([str(record)])  # unpacks the program, as opening it in TensorBoard does
+        return [path.name.partition("(")[0] for path in folder.glob("*.hlo_proto.pb")]
+
+    def first(x):
+        return jnp.tanh(x)
+
+    def second(x):
+        return x @ x.T
+
+    assert shown(first) == ["jit_first"] and shown(second) == ["jit_second"]
+
+
+def test_the_trace_of_steps_that_ran_is_not_written_over(logdir, trace):
+    [folder] = (logdir / "plugins" / "profile").iterdir()
+    with pytest.raises(ValueError, match="name='.*' must be new"):
+        profiling.write_virtual(step.lower(WEIGHTS, BATCH), logdir, run=folder.name)
+    assert len(profiling.read(logdir).steps) == 3

@@ -1,0 +1,222 @@
+"""What must be true of what a run writes down."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from course_lib.program import journal
+from course_lib.program.journal import Journal
+
+
+def write(folder, after, last, scale=1.0):
+    with Journal(folder, after, 100) as book:
+        if not after:
+            book.write(0, bigram_loss=4.5)
+        for step in range(after + 1, last + 1):
+            book.write(step, loss=scale / step, learning_rate=0.1)
+            book.write(step, "times", tokens_per_second=1000.0 * step)
+            if step % 5 == 0:
+                book.write(step, validation_loss=2 / step)
+                book.write(step, "samples", text=f"first\nsecond \u2028 é {step}")
+
+
+def test_lines_after_the_restored_step_are_cut_off_and_written_again(tmp_path):
+    write(tmp_path / "unbroken", 0, 20)
+    write(tmp_path / "killed", 0, 13, scale=7.0)
+    write(tmp_path / "killed", 0, 17)
+    write(tmp_path / "killed", 12, 20)
+    for name in journal.FILES:
+        assert (tmp_path / "killed" / f"{name}.jsonl").read_bytes() == (tmp_path / "unbroken" / f"{name}.jsonl").read_bytes()
+
+
+def test_half_a_line_of_a_process_that_was_killed_is_not_read_and_goes(tmp_path):
+    write(tmp_path, 0, 10)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 11, "los')
+    assert journal.read(tmp_path)[-1]["step"] == 10
+    write(tmp_path, 10, 10)
+    assert path.read_bytes() == whole
+
+
+def test_damaged_lines_are_left_out_and_it_is_said(tmp_path, capsys):
+    write(tmp_path, 0, 10)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    half, zeros, no_line = lines[3][:9], b"\0" * 20 + b"\n", b"[3]\n"
+    path.write_bytes(b"".join([*lines[:6], half, lines[6], zeros, no_line, *lines[7:]]))
+    assert journal.read(tmp_path) == [json.loads(line) for line in lines[:6] + lines[7:]]
+    write(tmp_path, 10, 10)
+    assert path.read_bytes() == b"".join(lines[:6] + lines[7:])
+    assert "metrics.jsonl: 3 damaged line(s) left out" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file can become longer than a byte, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_lines_wait_and_it_is_said_once(tmp_path, capsys):
+    write(tmp_path / "unbroken", 0, 20)
+    write(tmp_path / "full", 0, 8)
+    with full_disk():
+        with Journal(tmp_path / "full", 6, 100) as book:  # cutting needs no room
+            book.write(7, loss=1 / 7, learning_rate=0.1)
+            book.write(8, loss=1 / 8, learning_rate=0.1)
+            book.sync()
+    said = capsys.readouterr().err
+    assert said.count("metrics cannot be written (File too large): training goes on") == 1
+    assert re.search(r"metrics: \d+ bytes could not be written and are lost", said)
+    assert [line["step"] for line in journal.read(tmp_path / "full")][-1] == 6
+    with Journal(tmp_path / "full", 6, 100) as book:
+        with full_disk():
+            book.write(7, loss=1 / 7, learning_rate=0.1)
+            assert [line["step"] for line in journal.read(tmp_path / "full")][-1] == 6
+        book.write(8, loss=1 / 8, learning_rate=0.1)
+    assert "metrics are written again, none is lost" in capsys.readouterr().err
+    write(tmp_path / "full", 8, 20)
+    assert (tmp_path / "full" / "metrics.jsonl").read_bytes() == (tmp_path / "unbroken" / "metrics.jsonl").read_bytes()
+
+
+def test_a_report_that_cannot_be_written_and_a_log_that_cannot_end_no_run(tmp_path, capsys, monkeypatch):
+    write(tmp_path, 0, 5)
+    with Journal(tmp_path, 5, 5) as book:
+        with full_disk():
+            book.report()
+        assert "the report cannot be written (File too large)" in capsys.readouterr().err
+        with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails again
+            monkeypatch.setattr("sys.stderr", full)
+            book.say("into a log on a full disk")
+            monkeypatch.undo()
+        book.report()
+    assert (tmp_path / "report.md").exists()
+
+
+def test_a_line_is_there_when_write_returns(tmp_path):
+    with Journal(tmp_path, 0, 10) as book:
+        book.write(1, loss=0.1 + 0.2)
+        assert journal.read(tmp_path) == [{"step": 1, "loss": 0.1 + 0.2}]  # the same float
+
+
+def test_lines_that_were_written_but_not_to_the_disk_are_written_again(tmp_path, capsys, monkeypatch):
+    """As on NFS, where a disk that is full may say so only at fsync."""
+    with Journal(tmp_path, 0, 10) as book:
+        book.write(1, loss=3.0)
+        assert book.sync()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            book.write(2, loss=2.0)
+            assert not book.sync()
+        assert [line["step"] for line in journal.read(tmp_path)] == [1]
+        book.write(3, loss=1.0)
+        assert book.sync()
+    assert [line["step"] for line in journal.read(tmp_path)] == [1, 2, 3]
+    said = capsys.readouterr().err
+    assert "metrics cannot be written (No space left" in said and "metrics are written again, none is lost" in said
+
+
+def test_all_lines_are_on_the_disk_when_sync_returns(tmp_path, monkeypatch):
+    fsync, synced = os.fsync, set()
+
+    def noted(file):
+        fsync(file)
+        synced.add((os.fstat(file).st_ino, os.fstat(file).st_size))
+
+    with Journal(tmp_path, 0, 10) as book:
+        for name in journal.FILES:
+            book.write(1, name, value=0.5)
+        paths = [*tmp_path.glob("*.jsonl"), *tmp_path.glob("events/*")]
+        assert len(paths) == 4 and all(path.stat().st_size for path in paths)
+        monkeypatch.setattr(os, "fsync", noted)
+        book.sync()
+        assert synced == {(path.stat().st_ino, path.stat().st_size) for path in paths}
+        monkeypatch.undo()
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    with Journal(tmp_path, 0, 10) as book:
+        book.write(1, loss=float("nan"), other=float("inf"), none=None)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "other": None, "none": None}
+
+
+def test_tensorboard_reads_the_same_numbers_and_forgets_what_was_cut_off(tmp_path):
+    write(tmp_path, 0, 9)
+    write(tmp_path, 5, 10)
+    first, second = (
+        [event for event in EventFileLoader(str(path)).Load()]
+        for path in sorted((tmp_path / "events").iterdir(), key=lambda path: int(path.name.rpartition(".")[2]))
+    )
+    assert [event.step for event in second if event.HasField("session_log")] == [6]
+    tags = {value.tag for event in first for value in event.summary.value}
+    assert tags == {"bigram_loss", "loss", "learning_rate", "tokens_per_second", "validation_loss"}
+    losses = {event.step: v for event in second for v in event.summary.value if v.tag == "loss"}
+    assert list(losses) == [6, 7, 8, 9, 10]
+
+
+def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
+    with Journal(tmp_path / "run", 0, 10, writes=False) as book:
+        book.write(1, loss=1.0)
+        book.show(1, "loss 1")
+        book.say("aloud")
+    assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_lines_come_now_and_then(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(journal, "QUIET", 3600)  # however slow the disk is
+    with Journal(tmp_path, 0, 10) as book:
+        book.show(1, "too soon")
+        monkeypatch.setattr(journal, "QUIET", -1)
+        book.show(2, "loss 1")
+        book.say("aloud")
+    assert capsys.readouterr().err == "step 2 of 10: loss 1\naloud\n"
+
+
+def test_the_report_says_what_the_lines_say_and_shows_it(tmp_path):
+    write(tmp_path, 0, 20)
+    with Journal(tmp_path, 20, 20) as book:
+        book.write(20, "times", device="1 x abacus", parameters=1234, tokens_a_step=5678)
+    path = journal.report(tmp_path)
+    text = path.read_text()
+    for row in (
+        "| parameters | 1,234 |",
+        "| steps | 20 of 5,678 tokens |",
+        "| validation loss | 0.100 nats a token; the best 0.100, after step 20 |",
+        "| bigram model's validation loss | 4.500 nats a token |",
+        "| ran on | 1 x abacus |",
+        "| tokens/s, median | 10,500 |",
+    ):
+        assert row in text
+    assert "left out" not in text and "    first\n    second" in text
+    for name in ("loss.png", "learning_rate.png", "tokens_per_second.png"):
+        assert f"({name})" in text and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sample_whose_name_was_damaged_is_left_out_of_the_report(tmp_path):
+    write(tmp_path, 0, 10)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b'"tgxt"'.join(path.read_bytes().rsplit(b'"text"', 1)))
+    assert "A sample, after step 5:" in journal.report(tmp_path).read_text()
+
+
+def test_a_report_before_the_first_validation_has_the_training_loss_alone(tmp_path):
+    write(tmp_path, 0, 3)
+    text = journal.report(tmp_path).read_text()
+    assert "| validation loss" not in text and "(loss.png)" in text
+
+
+def test_nothing_is_no_report(tmp_path):
+    with pytest.raises(ValueError, match="there is nothing to report"):
+        journal.report(tmp_path)

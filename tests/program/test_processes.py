@@ -1,0 +1,479 @@
+"""Several processes are one training, and end together. Two processes here, with two simulated devices each."""
+
+import contextlib
+import functools
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import cluster_worker
+import jax
+import numpy as np
+import pytest
+import small_run
+from ports import free_port
+
+from course_lib.program import journal, processes
+
+ROOT = Path(__file__).parents[2]
+WORKER = [sys.executable, "-u", *small_run.STRICT, str(ROOT / "tests" / "cluster_worker.py")]
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
+IN_TIME = 60  # seconds for all to end after one did: the workers' heartbeat is 10, JAX's own 100, and the machine may be busy
+AT_LAST = 600  # seconds, only so that nothing hangs forever
+LAUNCHERS = ("OMPI_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: Debian's package openmpi-bin")
+MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_base_warn_component_unused", "0"]
+
+
+@pytest.fixture
+def launch(programs_kept, tmp_path):
+    """Returns what starts programs whose output goes to a file; what still runs after the test is killed."""
+    started = []
+
+    def launch(command, name="0", **environ):
+        env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        with (tmp_path / name).open("w") as file:
+            env |= {"PYTHONPATH": paths, **programs_kept, **environ}
+            process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+        process.output = (tmp_path / name).read_text
+        started.append(process)
+        return process
+
+    yield launch
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Returns the path of the configuration of a Slurm of this machine alone, which runs as long as the test."""
+    missing = [name for name in ("srun", "slurmctld", "slurmd") if not _slurm(name)]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here: Debian's package slurm-wlm")
+    settings = {
+        "ClusterName": "test",
+        "SlurmctldHost": "localhost",
+        "SlurmctldPort": free_port(),
+        "SlurmdPort": free_port(),
+        "AuthType": "auth/none",
+        "CredType": "cred/none",
+        "SlurmUser": getpass.getuser(),
+        "SlurmdUser": getpass.getuser(),
+        "StateSaveLocation": tmp_path,
+        "SlurmdSpoolDir": tmp_path,
+        "SlurmctldPidFile": tmp_path / "slurmctld.pid",
+        "SlurmdPidFile": tmp_path / "slurmd.pid",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "SelectType": "select/linear",
+        "SlurmdParameters": "config_overrides",
+        "FirstJobId": os.getpid() % 4096 + 1,  # JAX makes a port of it, which no test beside this one should take
+        "NodeName": f"localhost NodeHostname={socket.gethostname().partition('.')[0]} NodeAddr=127.0.0.1 CPUs=2",
+        "PartitionName": "all Nodes=ALL Default=YES",
+    }
+    path = tmp_path / "slurm.conf"
+    path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    commands = [_slurm("slurmctld"), "-D", "-f", path], [_slurm("slurmd"), "-D", "-N", "localhost", "-f", path]
+    with (tmp_path / "slurm.log").open("w") as log:
+        daemons = [subprocess.Popen(command, stdout=log, stderr=log) for command in commands]
+    state, deadline = [_slurm("sinfo"), "--noheader", "--format=%t"], time.monotonic() + AT_LAST
+    while subprocess.run(state, env=os.environ | {"SLURM_CONF": str(path)}, capture_output=True).stdout.split() != [b"idle"]:
+        assert time.monotonic() < deadline, (tmp_path / "slurm.log").read_text()
+        time.sleep(0.1)
+    yield path
+    for daemon in daemons:
+        daemon.terminate()
+        daemon.wait()
+
+
+def _slurm(name):
+    return shutil.which(name) or shutil.which(f"/usr/sbin/{name}")
+
+
+def pair(launch, job, **environ):
+    """Starts two processes by hand."""
+    address = f"localhost:{free_port()}"
+    return [launch([*WORKER, job, address, str(number), "2"], str(number), **environ) for number in (0, 1)]
+
+
+def pids(*processes):
+    """Waits until both processes step, and returns their pids."""
+    deadline = time.monotonic() + AT_LAST
+    while time.monotonic() < deadline:
+        output = "".join(each.output() for each in processes)
+        found = re.findall(r"process (\d) has pid (\d+)", output)
+        if len(found) == 2:
+            return {int(number): int(pid) for number, pid in found}
+        assert all(each.poll() is None for each in processes), output
+        time.sleep(0.1)
+    raise AssertionError(output)
+
+
+def last_line(process):
+    """Returns the last line of a process that ended, once its watcher has had the time to write it."""
+    deadline = time.monotonic() + IN_TIME
+    while not (line := process.output().splitlines()[-1]).startswith("process ") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return line
+
+
+@functools.cache
+def expected_losses():
+    return cluster_worker.losses()
+
+
+def is_one_training(*processes):
+    """Asserts that every process saw the losses of one process with four devices."""
+    for each in processes:
+        assert each.wait(AT_LAST) == 0, each.output()
+    output = "".join(each.output() for each in processes)
+    lines = dict(re.findall(r"process (\d of 2 has 2 devices), losses \[(.*)\]", output))
+    assert set(lines) == {"0 of 2 has 2 devices", "1 of 2 has 2 devices"}, output
+    expected = expected_losses()
+    for losses in lines.values():
+        # Sums over devices in another order: float32 has 6e-8.
+        assert [float(loss) for loss in losses.split(", ")] == pytest.approx(expected, rel=1e-6)
+    assert expected[-1] < expected[0] - 0.1
+
+
+def test_two_processes_train_as_one_does(launch):
+    is_one_training(*pair(launch, "train"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return small_run.corpus(tmp_path_factory.mktemp("corpus") / "text")
+
+
+def program(text, run, devices):
+    """The command that a learner gives, for a run of six steps."""
+    changes = ("mesh.tensor=2", "strategy.zero=1", "training.steps=6", "run.checkpoint_every=3")
+    given = small_run.arguments(text, run, devices, *changes)
+    return [sys.executable, "-u", *small_run.STRICT, "-m", "course_lib.train", *given]
+
+
+def losses_of(run):
+    return journal.pairs(journal.read(run), "loss") + journal.pairs(journal.read(run), "validation_loss")
+
+
+@pytest.fixture(scope="module")
+def alone(text, programs_kept, tmp_path_factory):
+    """What a run of the program in one process with four devices writes."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    environment = os.environ | programs_kept | QUICK | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(program(text, run, 4), env=environment, check=True, capture_output=True)
+    return losses_of(run)
+
+
+def is_one_program(run, alone, launched):
+    """Asserts that two processes have run the program together, as one does."""
+    assert launched.wait(AT_LAST) == 0, launched.output()
+    assert "4 x cpu" in (run / "times.jsonl").read_text() and "2 process(es)" in (run / "times.jsonl").read_text()
+    found = losses_of(run)
+    assert [step for step, _ in found] == [step for step, _ in alone] == [1, 2, 3, 4, 5, 6, 6]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+    assert (run / "checkpoints" / "00000006").is_dir()
+
+
+@needs_mpirun
+def test_the_program_under_mpirun_is_that_of_one_process(launch, text, alone, tmp_path):
+    is_one_program(tmp_path / "run", alone, launch([*MPIRUN, *program(text, tmp_path / "run", 2)], **QUICK))
+
+
+def test_the_program_under_slurm_too(launch, slurm, text, alone, tmp_path):
+    launched = launch(["srun", "-n", "2", *program(text, tmp_path / "run", 2)], SLURM_CONF=str(slurm), **QUICK)
+    is_one_program(tmp_path / "run", alone, launched)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_where_one_is_killed_the_other_stops_in_time_and_says_what_to_do(launch, gone):
+    both = pair(launch, "step", WHO="2")
+    pids(*both)
+    both[gone].kill()
+    assert both[1 - gone].wait(IN_TIME) != 0
+    both[gone].wait()
+    line = last_line(both[1 - gone])
+    assert line.startswith(f"process {1 - gone} of 2") and "another one is gone" in line
+    assert line.endswith("Start all of them again: training resumes from the last checkpoint")
+
+
+def test_where_one_is_alive_but_silent_too(launch):
+    both = pair(launch, "stop", WHO="1")
+    pids(*both)
+    assert both[0].wait(IN_TIME) != 0
+    assert "another one is gone" in last_line(both[0])
+
+
+def test_an_error_in_one_process_ends_both(launch):
+    both = pair(launch, "raise", WHO="1")
+    assert both[1].wait(AT_LAST) == 1
+    assert both[0].wait(IN_TIME) != 0
+    assert "ZeroDivisionError: an error in one process" in both[1].output()
+    assert "process 1 of 2 ends with this error" in last_line(both[1])
+    assert "another one is gone" in last_line(both[0])
+
+
+def test_a_notice_to_one_and_all_that_it_started_ends_both_after_the_same_step(launch):
+    both = pair(launch, "preempt", WHO="2")
+    os.killpg(pids(*both)[1], signal.SIGTERM)
+    assert [each.wait(IN_TIME) for each in both] == [75, 75]
+    steps = [re.findall(r"ends after step (\d+)", each.output()) for each in both]
+    assert steps[0] == steps[1] and len(steps[0]) == 1
+    assert not any("gone" in each.output() for each in both)
+
+
+def test_a_notice_to_one_before_its_first_step_ends_it_at_once_and_the_others_with_it(launch):
+    both = pair(launch, "prepare")
+    os.kill(pids(*both)[1], signal.SIGTERM)
+    assert both[1].wait(IN_TIME) == 75
+    assert "SIGTERM before the first step: ends at once" in both[1].output()
+    assert "process 1 of 2 was ended: from outside" in last_line(both[1])
+    assert both[0].wait(IN_TIME) not in (0, 75)
+    assert "another one is gone" in last_line(both[0])
+
+
+@needs_mpirun
+def test_mpirun_ends_where_one_is_killed(launch):
+    both = launch([*MPIRUN, *WORKER, "step"], WHO="2")
+    one_killed(both)
+    assert "process rank 1" in " ".join(both.output().split())
+
+
+def test_slurm_ends_where_one_is_killed(launch, slurm):
+    both = launch(["srun", "-n", "2", *WORKER, "step"], WHO="2", SLURM_CONF=str(slurm))
+    one_killed(both)
+    assert re.search("process 0 of 2.*another one is gone", both.output())
+
+
+def test_slurm_takes_the_batch_script(launch, slurm, tmp_path):
+    (tmp_path / "python").write_text('#!/bin/bash\necho "task $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*"\n')
+    (tmp_path / "python").chmod(0o755)
+    here = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", f"--output={tmp_path}/log"]
+    script = ROOT / "docs" / "cluster" / "slurm.sbatch"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    batch = launch(["sbatch", "--wait", *here, script, "--preset", "cpu"], SLURM_CONF=str(slurm), PATH=path)
+    assert batch.wait(AT_LAST) == 0, batch.output()
+    lines = sorted((tmp_path / "log").read_text().splitlines())
+    assert lines == [f"task {number} of 2: -u -m course_lib.train --preset cpu" for number in (0, 1)]
+
+
+def one_killed(launcher):
+    """Kills process 1, and asserts that the launcher and process 0 end in time."""
+    found = pids(launcher)
+    os.kill(found[1], signal.SIGKILL)
+    assert launcher.wait(IN_TIME) != 0
+    deadline = time.monotonic() + IN_TIME
+    while runs(found[0]):  # a process that was killed goes a little later
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def runs(pid):
+    try:
+        return "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(words, process, seconds=AT_LAST):
+    """Waits until a process has said something."""
+    deadline = time.monotonic() + seconds
+    while words not in process.output():
+        assert time.monotonic() < deadline, process.output()
+        time.sleep(0.05)
+
+
+def test_who_is_alone_at_the_start_says_so_and_ends(launch):
+    alone = launch([*WORKER, "step", f"localhost:{free_port()}", "1", "2"], PATIENCE="2")
+    until("process 1 of 2 waits up to 2 s", alone)
+    assert alone.wait(IN_TIME) != 0  # two seconds, and a few more that JAX takes
+    assert re.match(r"process 1 of 2 waits up to 2 s for the others, which meet at process 0 at localhost:\d+", alone.output())
+    said = "did not meet the others: it was ended from outside, or they did not come in 2 s. Do all of them run"
+    assert said in last_line(alone)
+
+
+def test_who_is_ended_while_it_waits_does_not_say_that_it_waited_to_the_end(launch):
+    alone = launch([*WORKER, "step", f"localhost:{free_port()}", "1", "2"])
+    until("waits up to 60 s", alone)
+    alone.terminate()
+    until("did not meet the others: it was ended from outside, or they did not come in 60 s", alone, seconds=50)
+
+
+def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    for counts, fits in (([2, 2], True), ([2, 1], False), ([2, 4, 3], False)):
+        devices = [types.SimpleNamespace(process_index=number) for number, count in enumerate(counts) for _ in range(count)]
+        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"not \[\(0, 2\), \(1, \d\)"):
+            processes._check_devices()
+
+
+def test_an_error_that_came_from_a_lost_connection_says_so(monkeypatch, capsys):
+    """As of a checkpoint that could not be written, since another process is gone."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(processes, "_say_last", print)  # it closes the screen
+    lost = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: UNAVAILABLE: Task 1 heartbeat timeout.\nRPC: ...")
+    watcher = subprocess.Popen(["true"], stdin=subprocess.PIPE, text=True)
+    for first, code in ((lost, processes.OTHER_GONE), (OSError("no space left"), 1)):
+        with pytest.raises(SystemExit) as ended, processes._ends_at_an_error("process 0 of 2", watcher):
+            try:
+                try:
+                    raise first
+                except Exception as error:
+                    raise TimeoutError("timed out") from error
+            except TimeoutError:
+                raise RuntimeError("not saved")  # noqa: B904  without saying from what
+        assert ended.value.code == code
+        assert ("out of reach (INTERNAL: Barrier failed" in capsys.readouterr().out) == (first is lost)
+    with contextlib.suppress(BrokenPipeError):
+        watcher.communicate()
+
+
+ABORTED_WHILE_IT_ENDS = """
+import os, subprocess
+from course_lib.program import processes
+
+watcher = subprocess.Popen(["sh", "-c", processes._WATCHER], stdin=subprocess.PIPE, text=True)
+processes._tell(watcher, "the watcher speaks")
+
+def abort(*_):
+    os.write(2, b"a trace from C++\\n")
+    os.abort()
+
+processes._tell = abort  # in place of silencing the watcher
+with processes._ends_at_an_error("process 0 of 2", watcher):
+    raise OSError("no space left")
+"""
+
+
+def test_a_process_that_jax_aborts_while_it_says_what_to_do_has_said_it_and_so_does_its_watcher():
+    """At 3 of 3 lost connections in the middle of a checkpoint JAX's C++ was about to abort the process as Python ended it."""
+    done = subprocess.run([sys.executable, "-c", ABORTED_WHILE_IT_ENDS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    *traceback, said, watcher = done.stderr.splitlines()
+    assert traceback[-1] == "OSError: no space left" and watcher == "the watcher speaks"
+    assert said.startswith("process 0 of 2 ends with this error") and "C++" not in done.stderr
+
+
+def test_one_process_alone_hears_what_it_says():
+    assert processes.gather("é") == ["é"]
+
+
+def test_all_wait_for_the_slowest_before_devices_exchange_anything(monkeypatch):
+    order = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.ocp.multihost, "get_barrier_sync_fn", lambda: lambda **how: order.append(how))
+
+    def exchange(mine):
+        order.append("devices")
+        return np.stack([mine, mine])
+
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", exchange)
+    assert processes.gather("é") == processes.gather("é") == ["é", "é"]
+    first, *exchanges, second = order[:4]
+    assert exchanges == ["devices", "devices"] and first["timeout_ms"] == second["timeout_ms"] > 3600 * 1000
+    assert first["key"] != second["key"]  # one can be met at once only
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, None),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, processes.Place("openmpi", 3, 4, 1)),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, processes.Place("openmpi", 3, 4)),
+        (SLURM, processes.Place("slurm", 3, 4, 1)),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "4"}, processes.Place("slurm", 3, 4)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+        ({**OPEN_MPI, **SLURM}, processes.Place("openmpi", 3, 4)),
+        (KUBERNETES, processes.Place("kubernetes", 3, None)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+    ],
+)
+def test_a_launcher_says_which_process_this_is(environ, place):
+    assert processes.find(environ) == place
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Returns what sets the environment, in which no launcher is."""
+    for name in os.environ:
+        if name.startswith((*LAUNCHERS, "CUDA_VISIBLE_DEVICES")):
+            monkeypatch.delenv(name)
+    return lambda values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+
+
+def test_one_process_alone_starts_nothing(environ):
+    with processes.start() as info:
+        assert info is None
+    assert not jax.distributed.is_initialized()
+    assert not processes.preempted(1)
+
+
+def test_one_process_of_a_launcher_can_be_told_that_it_is_alone(environ):
+    environ(SLURM)
+    with processes.start(processes=1) as info:
+        assert info is None
+    assert not jax.distributed.is_initialized()
+
+
+def test_a_script_that_forgot_srun_is_told_so(environ, capsys):
+    environ({"SLURM_NTASKS": "4"})
+    with processes.start() as info:
+        assert info is None
+    assert "srun did not start this process: it is alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "message"),
+    [
+        ({}, ("host:1", 0, None), r"processes=None must be given together where no launcher tells them"),
+        ({}, (None, 0, 2), r"coordinator=None, .* must be given together"),
+        ({}, ("host:1", 2, 2), r"process=2 must be from 0 to processes - 1 = 1"),
+        ({}, ("host:1", -1, 2), r"process=-1 must be from 0"),
+        ({}, ("host:1", 0, 0), r"processes=0 must be at least 1"),
+        ({}, ("host", 0, 2), r"coordinator='host' must be host:port"),
+        ({}, (":1234", 0, 2), r"coordinator=':1234' must be host:port"),
+        (SLURM, (None, None, 3), r"process=3 must be from 0 to processes - 1 = 2"),
+        (OPEN_MPI, (None, None, None), r"coordinator=None must be host:port .* Open MPI 4 only"),
+    ],
+)
+def test_what_is_no_place_among_several_is_refused(environ, values, arguments, message):
+    environ(values)
+    with pytest.raises(ValueError, match=message), processes.start(*arguments):
+        pass
+
+
+def test_kubernetes_without_its_package_is_refused(environ, monkeypatch):
+    environ(KUBERNETES)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ValueError, match=r"in Kubernetes .* `pip install \"jax\[k8s\]\"`"), processes.start():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("visible", "on_host", "own"),
+    [(None, None, []), (None, 1, [1]), ("0,1", 1, [1]), ("1", 1, []), ("0,1", None, [])],
+    ids=["all", "its own of all", "its own of two", "one was given", "two were given"],
+)
+def test_processes_that_share_a_host_take_one_gpu_each(environ, visible, on_host, own):
+    environ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    assert processes._own_gpus(processes.Place("slurm", 0, 4, on_host)) == own

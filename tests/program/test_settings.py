@@ -1,0 +1,240 @@
+"""What must be true of the program's configuration."""
+
+import json
+import math
+
+import jax
+import pytest
+
+from course_lib import configs
+from course_lib.many_devices.options import Strategy
+from course_lib.one_device import mixed_precision
+from course_lib.program import settings
+
+
+def small(**changes):
+    whole = settings.whole(configs.get("cpu"))
+    whole.update_from_flattened_dict(changes)
+    return whole
+
+
+@pytest.mark.parametrize("preset", configs.PRESETS)
+def test_every_preset_with_the_programs_parts_is_accepted_and_comes_back_from_json(preset):
+    whole = settings.whole(configs.get(preset))
+    settings.check(whole)
+    again = settings.whole(json.loads(json.dumps(whole.to_dict())))
+    assert again == whole
+    settings.check(again)
+    assert settings.part_of_model(whole).to_dict() == configs.get(preset).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("model.num_layers", "6", 6),
+        ("model.dropout_rate", "0.1", 0.1),
+        ("optimizer.learning_rate", "1", 1.0),
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("optimizer.learning_rate", ".001", 0.001),
+        ("optimizer.learning_rate", "1.", 1.0),
+        ("model.scan_layers", "true", True),
+        ("model.dtype", "bfloat16", "bfloat16"),
+        ("model.remat", "MLP, Attn", ("MLP", "Attn")),
+        ("model.remat", "", ()),
+        ("run.corpus", "/a folder=b", "/a folder=b"),
+        ("strategy.zero", "3", 3),
+        ("mesh.tensor", "2", 2),
+        ("seed", "7", 7),
+    ],
+)
+def test_a_field_is_set_in_its_own_type(field, text, value):
+    whole = small()
+    settings.set_field(whole, field, text)
+    part, _, name = field.rpartition(".")
+    found = (whole[part] if part else whole)[name]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "message"),
+    [
+        ("model.num_layer", "6", r"model\.num_layer=6 is no field .*did you mean model\.num_layers\?"),
+        ("num_layers", "6", r"did you mean model\.num_layers\?"),
+        ("run.ceckpoint_every", "6", r"did you mean run\.checkpoint_every\?"),
+        ("xyz", "6", r"the fields are those of data, mesh, model, optimizer, run, seed, strategy, training"),
+        ("model", "6", "is no field"),
+        ("model.num_layers", "6.0", r"model\.num_layers=6\.0 must be a whole number"),
+        ("model.num_layers", "true", "must be a whole number"),
+        ("model.num_layers", "six", "must be a whole number"),
+        ("model.num_layers", "1e1", "must be a whole number"),
+        ("model.scan_layers", "True", "must be true or false"),
+        ("model.scan_layers", "1", "must be true or false"),
+        ("optimizer.learning_rate", "fast", "must be a number"),
+    ],
+)
+def test_a_misspelt_field_or_a_value_of_another_type_is_refused(field, text, message):
+    with pytest.raises(ValueError, match=message):
+        settings.set_field(small(), field, text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("run.log_every", 0, r"run\.log_every=0 must be at least 1 step"),
+        ("run.sample_tokens", -1, r"run\.sample_tokens=-1 must be 0 or more"),
+        ("run.keep", 1, r"run\.keep=1 must be at least 2"),
+        ("run.skips_in_a_row", 0, r"run\.skips_in_a_row=0 must be at least 1"),
+        ("run.non_finite", "hope", r"run\.non_finite='hope' must be one of"),
+        ("mesh.tensor", 0, r"mesh\.tensor=0 must be at least 1$"),
+        ("mesh.data", -1, r"mesh\.data=-1 must be at least 1, or 0 for all devices"),
+        ("model.num_layers", 0, r"model\.num_layers=0"),
+        ("model.capacity_factor", math.nan, r"model\.capacity_factor=nan must be a finite number"),
+        ("optimizer.weight_decay", math.inf, r"optimizer\.weight_decay=inf must"),
+        ("run.corpus", "", r"run\.corpus='' must be 'shipped' or a folder"),
+        ("strategy.by", "magic", r"strategy\.by='magic' must be one of \('hand', 'compiler'\)"),
+        ("strategy.zero", 4, r"strategy\.zero=4 must be one of \(0, 1, 2, 3\)"),
+        ("strategy.overlap", "yes", r"strategy\.overlap='yes' must be one of \('none'"),
+        ("strategy.schedule", "fast", r"strategy\.schedule='fast' must be one of \('\w+'"),
+        ("strategy.microbatches", 0, r"strategy\.microbatches=0 must be at least 1"),
+        ("strategy.chunks", -1, r"strategy\.chunks=-1 must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        settings.check(small(**{field: value}))
+
+
+def test_numbers_of_a_file_that_have_no_fraction_are_of_the_type_of_their_field():
+    tree = small().to_dict()
+    tree["optimizer"] = tree["optimizer"] | {"clip_norm": 1, "weight_decay": 0}
+    whole = settings.whole(json.loads(json.dumps(tree)))
+    settings.check(whole)
+    with_fractions = small(**{"optimizer.clip_norm": 1.0, "optimizer.weight_decay": 0.0})
+    assert settings.changed(settings.fixed(with_fractions), settings.fixed(whole)) == []
+    settings.set_field(whole, "optimizer.clip_norm", "0.5")
+    assert whole.optimizer.clip_norm == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"model": 3}, r"model=3 must have fields, as \["),
+        ({"run": None}, r"run=None must have fields, as \['checkpoint_every'"),
+        ({"mesh": [1]}, r"mesh=\[1\] must have fields"),
+        ({"strategy": "zero"}, "strategy='zero' must have fields"),
+        ({"seed": None}, "seed=None must be of type int"),
+        ({"seed": {"a": 1}}, "seed=.* must be of type int"),
+        ({"data": {}}, r"data\.batch_size must be given"),
+        ({"model": {"num_layers": {}}}, r"model\.num_layers={} must be of type int"),
+        ({"optimizer": {"learning_rate": True}}, r"optimizer\.\w+ must be given"),
+        ({"more": 1}, "more=1 is no field"),
+    ],
+)
+def test_a_file_whose_parts_are_none_is_refused(tree, message):
+    with pytest.raises(ValueError, match=message):
+        settings.check(settings.whole(small().to_dict() | tree))
+    for nothing in ([], 3, None, "model"):
+        with pytest.raises(ValueError, match="must have parts"):
+            settings.whole(nothing)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [1], [[1]], None, "x", True, 3])
+@pytest.mark.parametrize("field", ["model.num_layers", "model.remat", "model.dropout_rate", "run.corpus", "strategy.zero"])
+def test_a_value_of_another_type_in_a_file_is_refused_by_name(field, value):
+    part, name = field.split(".")
+    tree = small().to_dict()
+    example = tree[part][name]
+    tree[part] = tree[part] | {name: value}
+    if type(example) is type(value) and not isinstance(value, bool):
+        return
+    with pytest.raises(ValueError, match=name):
+        settings.check(settings.whole(tree))
+
+
+def test_a_loss_scale_that_looks_for_its_value_is_not_stopped():
+    scale = mixed_precision.DynamicLossScale()
+    halvings = math.log(scale.largest / scale.smallest, scale.factor)
+    assert halvings < small().run.skips_in_a_row <= halvings + 1
+
+
+def test_a_file_with_a_field_that_there_is_not_is_refused():
+    tree = small().to_dict()
+    tree["run"] = tree["run"] | {"log_evry": 3}
+    with pytest.raises(ValueError, match=r"run\.log_evry=3 is no field .*did you mean run\.log_every\?"):
+        settings.check(settings.whole(tree))
+
+
+def test_data_takes_the_devices_that_other_axes_leave():
+    assert settings.axes(small(), 8) == {"data": 8}
+    assert settings.axes(small(**{"mesh.tensor": 2, "mesh.pipe": 2}), 8) == {"data": 2, "pipe": 2, "tensor": 2}
+    assert settings.axes(small(**{"mesh.data": 1, "mesh.tensor": 8}), 8) == {"data": 1, "tensor": 8}
+    for changes in ({"mesh.tensor": 3}, {"mesh.data": 4}, {"mesh.tensor": 16}):
+        with pytest.raises(ValueError, match="must multiply to the number of devices, 8"):
+            settings.axes(small(**changes), 8)
+
+
+def test_what_only_says_who_computes_or_how_or_how_long_may_change_and_all_else_may_not():
+    same = settings.fixed(small())
+    free = {"run.log_every": 3, "mesh.tensor": 2, "mesh.pipe": 2, "strategy.zero": 1, "training.steps": 5}
+    free |= {"run.corpus": "x", "run.keep": 9, "run.skips_in_a_row": 9, "training.donate": False}
+    free |= {"model.remat": ("MLP",), "model.remat_policy": "dots", "model.attention": "xla", "training.accumulation": "loop"}
+    assert settings.fixed(small(**free)) == same
+    for changes in ({"seed": 1}, {"data.batch_size": 8}, {"training.num_minibatches": 2}, {"model.dtype": "bfloat16"}):
+        assert settings.changed(same, settings.fixed(small(**changes)))
+    said = settings.changed(same, settings.fixed(small(**{"run.validation_batches": 2})))
+    assert said == ["run.validation_batches: 0 saved, 2 given"]
+
+
+def test_a_run_may_begin_to_leave_updates_out_but_not_end_to():
+    stop, skip = (settings.fixed(small(**{"run.non_finite": how})) for how in settings.NON_FINITE)
+    assert settings.changed(stop, skip) == settings.changed(skip, skip) == []
+    assert settings.changed(skip, stop) == ["run.non_finite: 'skip' saved, 'stop' given"]
+
+
+def test_where_layers_are_stored_in_the_order_of_stages_these_stay():
+    two = settings.fixed(small(**{"strategy.chunks": 2, "mesh.pipe": 2}))
+    assert two != settings.fixed(small(**{"mesh.pipe": 2})) and two != settings.fixed(small())
+    assert two != settings.fixed(small(**{"strategy.chunks": 2, "mesh.pipe": 4}))
+    assert settings.strategy(small(**{"strategy.chunks": 2})) == Strategy(chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("config.json", '{"architectures": ["GPT"]}', "config.json"),
+        ("config.json", "no JSON", "config.json"),
+        ("metrics.jsonl", '{"epoch": 1}\n', "metrics.jsonl"),
+    ],
+)
+def test_a_run_does_not_begin_over_files_of_something_else(tmp_path, name, text, named):
+    (tmp_path / name).write_text(text)
+    assert f"holds {named}, but no configuration of a run" in settings.why_not_begun(tmp_path)
+
+
+def test_a_run_begins_anew_only_if_its_first_checkpoint_was_not_whole_yet(tmp_path):
+    assert settings.why_not_begun(tmp_path / "new") == ""
+    (tmp_path / "metrics.jsonl").touch()  # killed while it began
+    assert settings.why_not_begun(tmp_path) == ""
+    settings.write(small(**{"run.checkpoint_every": 10}), tmp_path)
+    for step, why in ((20, ""), (21, "has no checkpoints any more")):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 1.0}) + "\n")
+        assert why in settings.why_not_begun(tmp_path) and bool(why) == bool(settings.why_not_begun(tmp_path))
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "report.md").touch()
+    assert "has no checkpoints any more" in settings.why_not_begun(tmp_path)
+
+
+def test_what_a_strategy_does_not_do_on_one_device_is_said():
+    whole = small(**{"strategy.zero": 1, "strategy.sequence": True})
+    assert settings.without_effect(whole, 1) == "; without effect on one device: strategy.sequence=True, strategy.zero=1"
+    assert settings.without_effect(whole, 4) == settings.without_effect(small(), 1) == ""
+
+
+def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):
+    whole = settings.whole(configs.get("cpu"))
+    whole.strategy.zero = 1
+    one, four = (settings.computed(whole, jax.devices("cpu")[:count]) for count in (1, 4))
+    assert (one["device"], one["processes"], one["mesh"], one["strategy"]["zero"]) == ("cpu", 1, {"data": 1}, 0)
+    assert (four["mesh"], four["strategy"]["zero"]) == ({"data": 4}, 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert settings.computed(whole, jax.devices("cpu")[:4]) == four | {"processes": 2}

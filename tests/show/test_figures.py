@@ -1,0 +1,401 @@
+"""What must be true of every picture: the data is in it, and a reader can read it, without colour too."""
+
+import io
+import itertools
+import math
+from types import SimpleNamespace as Object
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.text import Annotation, Text
+
+from course_lib.measure.units import GIB
+from course_lib.one_device import mixed_precision
+from course_lib.show import figures
+from course_lib.show.figures import devices, style
+
+ROWS = [
+    {
+        "name": "no remat, no scan",
+        "published": 20.6 * GIB,
+        "compiled": 20.2 * GIB,
+        "arguments": 2.5 * GIB,
+        "temporaries": 17.7 * GIB,
+        "compute_seconds": 0.3,
+        "memory_seconds": 0.5,
+        "published_seconds": 2.1,
+        "recomputed": 0.0,
+        "memory": 20.2 * GIB,
+    },
+    {
+        "name": "remat Block, scan",
+        "published": None,
+        "compiled": 5.0 * GIB,
+        "arguments": 2.5 * GIB,
+        "temporaries": 2.5 * GIB,
+        "compute_seconds": 0.4,
+        "memory_seconds": 0.2,
+        "published_seconds": None,
+        "recomputed": 33.0,
+        "memory": 5.0 * GIB,
+    },
+]
+ARRAYS = [
+    Object(
+        bytes=2**20 * n,
+        shape=(n, 256, 1024),
+        dtype="float32",
+        why=f"output of op {n}",
+        scope=f"jit(step)/block_{n}/mlp",
+    )
+    for n in (8, 4, 4, 2, 1)
+]
+EVENTS = [
+    Object(op="while.1", start=0.0, duration=0.008, self_time=0.001, container=True),
+    Object(op="fusion.1", start=0.0, duration=0.004, self_time=0.004, container=False),
+    Object(op="fusion.2", start=0.005, duration=0.002, self_time=0.002, container=False),
+    Object(op="dot.3", start=0.009, duration=0.001, self_time=0.001, container=False),
+]
+OPS = [
+    Object(op="fusion.1", scope="jit(step)/block_1/mlp/dot_general", seconds=0.004, share=0.6),
+    Object(op="copy.2", scope="", seconds=0.001, share=0.4),
+]
+FORMATS = [mixed_precision.describe(name) for name in ("float32", "float16", "bfloat16")]
+FLOAT16 = mixed_precision.describe("float16")
+
+# An array of shape (4, 8), cut in two ways over two rows of four devices, and a vector that all hold.
+HOLDINGS = {
+    "P('data', 'tensor')": [
+        Object(device=4 * row + column, ranges=((2 * row, 2 * row + 2), (2 * column, 2 * column + 2)))
+        for row in range(2)
+        for column in range(4)
+    ],
+    "P(None, 'tensor')": [{"device": d, "ranges": [[0, 4], [2 * (d % 4), 2 * (d % 4) + 2]]} for d in range(8)],
+    "P()": [Object(device=d, ranges=((0, 8),)) for d in range(8)],
+    "P(('data', 'tensor'))": [Object(device=d, ranges=((d, d + 1),)) for d in range(8)],
+}
+
+
+def cell(kind, microbatch, chunk=0):
+    return Object(kind=kind, microbatch=microbatch, chunk=chunk)
+
+
+# Two devices: backwards in one go, then split; and one device with two chunks.
+TABLES = {
+    "in one go": [
+        [cell("F", 0), None, None, None, cell("-", 0), cell("BW", 0)],
+        [None, cell("F", 0), cell("-", 0), cell("BW", 0), None, None],
+    ],
+    "split": [
+        [cell("F", 0), None, None, cell("B", 0), cell("W", 0)],
+        [None, cell("F", 0), cell("B", 0), cell("W", 0), None],
+    ],
+    "two chunks": [[cell("F", 0), cell("F", 0, 1), cell("-", 0, 1), cell("BW", 0, 1), cell("-", 0), cell("BW", 0)]],
+}
+SPANS = {
+    "waits": {"sends": [(0.0, 2e-5)], "multiplies": [(2e-5, 4e-5)]},
+    "ring": {"sends": [(0.0, 1e-5)], "multiplies": [(0.0, 2e-5), (2e-5, 2e-5)]},
+}
+SECONDS = {"network": [(2, 2e-2), (8, 4e-2), (64, 5e-2)], "NVLink": [(2, 2e-3), (8, 4e-3)]}
+
+PICTURES = {
+    "formats": lambda: figures.formats(FORMATS),
+    "gradient_histogram": lambda: figures.gradient_histogram({"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16),
+    "heap_timeline": lambda: figures.heap_timeline({"a": [0, 2 * GIB, GIB], "b": [0, GIB]}, capacity=3 * GIB),
+    "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
+    "trace": lambda: figures.trace([(step, 4e-4 * 0.99**step) for step in range(300)], "step", "learning rate", title="Rate"),
+    "lines": lambda: figures.lines({"loop": [(1, 1), (4, 4)], "scan": [(1, 1), (4, 1)]}, "minibatches", "s", logx=True),
+    "loss_curve": lambda: figures.loss_curve(
+        [(0, 8.0), (9, 4.5)], [(0, 8.0), (9, 4.6)], {"bigram": 4.9, "unigram": 6.3}
+    ),
+    "memory_bars": lambda: figures.memory_bars(ROWS, capacity=24 * GIB),
+    "memory_breakdown": lambda: figures.memory_breakdown(ROWS, capacity=24 * GIB),
+    "overlap": lambda: figures.overlap(SPANS, title="a product"),
+    "residuals": lambda: figures.residuals(ARRAYS),
+    "roofline": lambda: figures.roofline(ROWS),
+    "schedule": lambda: figures.schedule(TABLES, title="one microbatch"),
+    "seconds_by_devices": lambda: figures.seconds_by_devices(SECONDS, host=8),
+    "step_timeline": lambda: figures.step_timeline(EVENTS),
+    "top_ops": lambda: figures.top_ops(OPS),
+    "tradeoff": lambda: figures.tradeoff(ROWS + [ROWS[1] | {"name": "a neighbour"}]),
+    "who_holds_what": lambda: figures.who_holds_what(HOLDINGS, title="(4, 8) on 2 x 4 devices"),
+}
+
+
+@pytest.fixture(autouse=True)
+def styled():
+    figures.use_style()
+
+
+def test_a_loss_without_baselines_and_one_that_diverged_are_drawn(tmp_path):
+    curve = [(0, 8.0), (9, 4.5), (99, 4.6)]
+    figures.loss_curve(curve, curve).savefig(tmp_path / "without.png")
+    diverged = [(0, 8.0), (9, 4.5), (99, math.nan)]
+    figures.loss_curve(diverged, diverged).savefig(tmp_path / "diverged.png")
+    figures.lines({"a": diverged}, "step", "loss").savefig(tmp_path / "lines.png")
+
+
+def test_what_lies_outside_of_the_drawn_range_is_drawn_at_its_edge():
+    figure = figures.lines({"a": [(0, 8.0), (1, 40.0), (2, 0.1)]}, "step", "loss", ylim=(4, 9))
+    (axes,) = figure.axes
+    assert axes.get_ylim() == (4, 9) and list(axes.lines[0].get_ydata()) == [8.0, 9, 4]
+
+
+def draw(figure) -> None:
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def texts(figure) -> list[Text]:
+    """All texts that are seen, without those of an axis that another one shares."""
+    found = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible()]
+    hidden = {id(t) for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for t in _hidden_labels(axis)}
+    return [t for t in found if id(t) not in hidden]
+
+
+def _hidden_labels(axis):
+    low, high = sorted(axis.get_view_interval())
+    for tick in axis.get_major_ticks() + axis.get_minor_ticks():
+        outside = not low - 1e-9 <= tick.get_loc() <= high + 1e-9
+        yield from (label for label in (tick.label1, tick.label2) if outside or not label.get_visible())
+
+
+def boxes(figure) -> list:
+    return [Text.get_window_extent(t) if isinstance(t, Annotation) else t.get_window_extent() for t in texts(figure)]
+
+
+def test_every_picture_of_the_package_is_checked_here():
+    assert set(PICTURES) | {"use_style"} == set(figures.__all__)
+
+
+@pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
+def test_letters_are_large_enough_lie_inside_and_do_not_cover_each_other(picture):
+    figure = picture()
+    draw(figure)
+    assert min(t.get_fontsize() for t in texts(figure)) >= 9 or not texts(figure)
+    width, height = figure.get_size_inches() * figure.dpi
+    for box in boxes(figure):
+        assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+    for (a, text_a), (b, text_b) in itertools.combinations(zip(boxes(figure), texts(figure), strict=True), 2):
+        shared = (min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0))
+        assert min(shared) <= 1, f"{text_a.get_text()!r} and {text_b.get_text()!r} overlap by {shared} pixels"
+
+
+@pytest.mark.parametrize("name", ["formats", "memory_bars", "memory_breakdown", "overlap", "roofline", "schedule"])
+def test_bars_of_different_kinds_have_different_hatches(name):
+    figure = PICTURES[name]()
+    for axes in figure.axes:
+        kinds = {(patch.get_facecolor(), patch.get_hatch()) for patch in axes.patches if patch.get_width() > 0}
+        assert len({hatch for _, hatch in kinds}) == len(kinds) >= 2
+
+
+@pytest.mark.parametrize("name", ["lines", "tradeoff"])
+def test_lines_and_points_have_markers_of_their_own_and_their_name_beside_them(name):
+    [axes] = PICTURES[name]().axes
+    markers = [line.get_marker() for line in axes.lines if line.get_marker() != "None"]
+    assert len(set(markers)) == len(markers) >= 2
+    names = {"loop", "scan"} if name == "lines" else {"no remat, no scan", "remat Block, scan", "a neighbour"}
+    assert names <= {t.get_text() for t in axes.texts}
+
+
+def test_pictures_leave_nothing_open_and_are_the_same_twice():
+    first, second = io.BytesIO(), io.BytesIO()
+    PICTURES["memory_bars"]().savefig(first, format="png")
+    PICTURES["memory_bars"]().savefig(second, format="png")
+    assert first.getvalue() == second.getvalue()
+    assert plt.get_fignums() == []
+    assert len(first.getvalue()) < 100_000
+
+
+def test_memory_bars_are_as_long_as_the_memory_in_gib():
+    [axes] = figures.memory_bars(ROWS, capacity=24 * GIB).axes
+    assert [round(bar.get_width(), 6) for bar in axes.patches] == [20.6, 0, 20.2, 5.0]
+    assert {"20.6 GiB", "not known", "20.2 GiB", "5.0 GiB"} <= {t.get_text() for t in axes.texts}
+    assert [line.get_xdata()[0] for line in axes.lines] == [24]
+
+
+def test_memory_breakdown_stacks_its_parts_up_to_the_sum():
+    [axes] = figures.memory_breakdown(ROWS).axes
+    ends = [round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches]
+    assert ends == [2.5, 2.5, 20.2, 5.0]
+    assert [t.get_text() for t in axes.texts] == ["20.2 GiB", "5.0 GiB"]
+
+
+def test_residuals_of_one_kind_share_a_bar_and_the_rest_is_summed_not_dropped():
+    [axes] = figures.residuals(ARRAYS, top=2).axes
+    assert sum(bar.get_width() for bar in axes.patches) == 8 + 4 + 4 + 2 + 1
+    labels = [t.get_text().split("\n")[0] for t in axes.get_yticklabels()]
+    assert labels == ["float32[8,256,1024]", "2 × float32[4,256,1024]", "2 others"]
+
+
+def test_rows_of_a_recorded_table_give_the_picture_that_dataclasses_give():
+    first, second = io.BytesIO(), io.BytesIO()
+    figures.largest_arrays(ARRAYS).savefig(first, format="png")
+    figures.largest_arrays([vars(array) for array in ARRAYS]).savefig(second, format="png")
+    assert first.getvalue() == second.getvalue()
+
+
+def test_roofline_says_the_larger_floor_and_marks_the_measured_time():
+    [axes] = figures.roofline(ROWS).axes
+    assert [t.get_text() for t in axes.texts] == ["2.1 s, floor 500 ms", "floor 400 ms"]
+    assert axes.lines[0].get_xdata().tolist() == [2.1]
+
+
+def test_formats_are_drawn_to_scale():
+    left, right = figures.formats(FORMATS).axes
+    assert len(left.patches) == 32 + 16 + 16  # a box a bit
+    float16_normal = right.patches[2]
+    assert math.isclose(float16_normal.get_width(), math.log10(65504) - math.log10(2**-14))
+
+
+def test_a_gradient_histogram_counts_what_float16_loses():
+    entries = np.array([2.0**-30, 2.0**-26, 2.0**-20, 1.0, 0.0, np.inf, -1e6, -(2.0**-3)])
+    figure = figures.gradient_histogram({"g": entries}, FLOAT16)
+    [axes] = figure.axes
+    assert axes.get_title(loc="left") == "g: 25.0% underflow to 0, 25.0% overflow, 12.5% are 0 already"
+    with np.errstate(over="ignore"):
+        rounded = entries.astype(np.float16)
+    assert np.mean((rounded == 0) & (entries != 0)) == 0.25 and np.mean(~np.isfinite(rounded)) == 0.25
+
+
+def test_a_gradient_histogram_tells_nan_from_overflow():
+    [axes] = figures.gradient_histogram({"g": [1.0, np.nan, np.inf, 1.0]}, FLOAT16).axes
+    assert axes.get_title(loc="left") == "g: 0.0% underflow to 0, 25.0% overflow, 25.0% are NaN"
+
+
+def test_a_heap_timeline_marks_each_peak():
+    [axes] = PICTURES["heap_timeline"]().axes
+    peaks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() != ""]
+    assert peaks[:2] == [(1, 2), (1, 1)]
+    assert {"a: 2.0 GiB", "b: 1.0 GiB", "capacity: 3.0 GiB"} == {t.get_text() for t in axes.texts}
+
+
+def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operations():
+    [axes] = figures.step_timeline(EVENTS).axes
+    rows = [t.get_text() for t in axes.get_yticklabels()]
+    assert rows == ["fusion", "dot", "any operation"]
+    spans = [path.get_extents() for path in axes.collections[-1].get_paths()]
+    assert [(round(box.x0, 6), round(box.x1, 6)) for box in spans] == [(0, 4), (5, 7), (9, 10)]  # ms: white from 4 to 5
+
+
+def test_a_step_timeline_begins_with_the_step_and_not_with_its_first_operation():
+    late = [Object(**vars(event) | {"start": event.start + 1}) for event in EVENTS]
+    [axes] = figures.step_timeline(late).axes
+    assert axes.get_xlim()[0] == 0
+
+
+def test_a_step_timeline_sums_the_rows_that_have_no_place():
+    [axes] = figures.step_timeline(EVENTS, top=1).axes
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["fusion", "others", "any operation"]
+    assert [t.get_text() for t in axes.texts] == ["6.0 ms", "1.0 ms"]
+
+
+def test_who_holds_what_has_a_rectangle_a_part_and_names_all_of_its_devices():
+    cut, copies, vector, spread = PICTURES["who_holds_what"]().axes[:4]
+    assert [t.get_text() for t in cut.texts] == ["0", "1", "2", "3", "4", "5", "6", "7"]
+    assert [t.get_text() for t in copies.texts] == ["0, 4", "1, 5", "2, 6", "3, 7"]
+    assert [t.get_text() for t in vector.texts] == ["0-7"]
+    corners = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in cut.patches]
+    assert corners == [(2 * column, 2 * row, 2, 2) for row in range(2) for column in range(4)]
+    assert sum(patch.get_width() * patch.get_height() for patch in spread.patches) == 8
+    assert cut.get_ylim() == (4, 0)  # the first row at the top
+
+
+def test_no_two_devices_of_a_host_look_the_same():
+    for axes in PICTURES["who_holds_what"]().axes[:4]:
+        looks = [(patch.get_facecolor(), patch.get_hatch()) for patch in axes.patches]
+        assert len(set(looks)) == len(looks)
+
+
+def test_an_array_that_has_no_flat_picture_is_refused():
+    with pytest.raises(ValueError, match=r"arrays\['x'\] must have at most two dimensions .* it has 3"):
+        figures.who_holds_what({"x": [Object(device=0, ranges=((0, 1), (0, 1), (0, 1)))]})
+
+
+def test_device_numbers_are_spelled_in_runs():
+    assert [devices.spell(d) for d in ([3], [1, 0], [0, 4], [5, 4, 0, 1])] == ["3", "0-1", "0, 4", "0-1, 4-5"]
+
+
+def test_time_against_devices_is_logarithmic_and_says_where_a_host_ends():
+    [axes] = PICTURES["seconds_by_devices"]().axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [8]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["2", "8\none host", "64"]
+
+
+def test_what_runs_while_a_device_sends_stands_below_it():
+    waits, ring = PICTURES["overlap"]().axes
+    for axes, spans in ((waits, [(0, 20), (20, 40)]), (ring, [(0, 10), (0, 20), (20, 20)])):
+        np.testing.assert_allclose([(box.get_x(), box.get_width()) for box in axes.patches], spans, atol=1e-9)
+    assert waits.get_xlim() == ring.get_xlim()
+    assert [axes.get_title("left") for axes in (waits, ring)] == ["waits: 60.0 µs", "ring: 40.0 µs"]
+    assert waits.patches[0].get_hatch() != waits.patches[1].get_hatch()
+
+
+def test_a_schedule_has_a_cell_for_all_that_is_done_as_long_as_it_takes():
+    one_go, split, chunks = PICTURES["schedule"]().axes
+    placed = [[(p.get_x(), round(p.get_y() + 0.45), p.get_width()) for p in axes.patches] for axes in (one_go, split, chunks)]
+    assert placed[0] == [(0, 0, 1), (4, 0, 2), (1, 1, 1), (2, 1, 2)]
+    assert placed[1] == [(0, 0, 1), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1)]
+    assert placed[2] == [(0, 0, 0.5), (0.5, 0, 0.5), (1, 0, 1), (2, 0, 1)]
+    assert one_go.get_xlim() == split.get_xlim() == chunks.get_xlim() == (0, 6)
+    assert one_go.get_ylim()[0] > one_go.get_ylim()[1]  # device 0 at the top
+
+
+def test_cells_of_a_schedule_say_microbatch_and_chunk_if_they_are_wide_enough():
+    *_, chunks = PICTURES["schedule"]().axes
+    assert [t.get_text() for t in chunks.texts] == ["0", "0'", "0'", "0"]
+    many = [[cell("F", m) for m in range(200)]]
+    assert not figures.schedule({"narrow": many}).axes[0].texts
+
+
+def test_labels_that_would_collide_are_spread_in_their_order():
+    low, high, middle = style.spread([0.50, 0.99, 0.51], gap=0.1)
+    assert low == 0.50 and middle == pytest.approx(0.60) and high == pytest.approx(0.99)
+    assert style.spread([0.99, 0.98], gap=0.1) == pytest.approx([1.0, 0.9])
+
+
+def test_units_are_chosen_for_the_reader():
+    assert [style.size(b) for b in (20.6 * GIB, 96 * 2**20, 2048, 12)] == ["20.6 GiB", "96.0 MiB", "2.0 KiB", "12 B"]
+    assert [style.duration(s) for s in (2.1, 0.73, 3.4e-6)] == ["2.1 s", "730 ms", "3.4 µs"]
+    assert style.shorten("jit(step)/a/very/long/scope", 12) == "jit(…g/scope"
+
+
+def test_in_a_notebook_use_style_makes_figures_display_as_png():
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    try:
+        figures.use_style()
+        data, _ = shell.display_formatter.format(PICTURES["lines"]())
+        assert data["image/png"]
+    finally:
+        type(shell).clear_instance()
+
+
+@pytest.mark.parametrize(
+    "draw_nothing",
+    [
+        lambda: figures.formats([]),
+        lambda: figures.gradient_histogram({"g": [0.0, np.nan]}, FLOAT16),
+        lambda: figures.heap_timeline({"a": []}),
+        lambda: figures.lines({}, "x", "y"),
+        lambda: figures.memory_bars([]),
+        lambda: figures.residuals([]),
+        lambda: figures.step_timeline([]),
+        lambda: figures.overlap({}),
+        lambda: figures.overlap({"idle": {"sends": []}}),
+        lambda: figures.schedule({}),
+        lambda: figures.schedule({"idle": [[None]]}),
+        lambda: figures.seconds_by_devices({}),
+        lambda: figures.tradeoff([]),
+        lambda: figures.who_holds_what({}),
+        lambda: figures.who_holds_what({"x": []}),
+    ],
+)
+def test_a_picture_of_nothing_is_refused(draw_nothing):
+    with pytest.raises(ValueError, match="nothing to draw|was the step traced"):
+        draw_nothing()
+
+
+def test_a_row_that_lacks_a_value_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"lacks \['compiled'\]"):
+        figures.memory_bars([{"name": "a", "published": 1}])
