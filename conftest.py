@@ -1,8 +1,8 @@
 """How `pytest --nbval notebooks` runs and compares.
 
-On a CPU with the pinned versions every stored output is compared, but for cells tagged nbval-ignore-output.
-Elsewhere only the facts, cells tagged nbval-check-output: on a GPU (COURSE_BACKEND=gpu), and with other versions
-(COURSE_COMPARE=facts).
+On a CPU with the pinned versions every stored output is compared, but for cells tagged
+nbval-ignore-output. Elsewhere only the facts, cells tagged nbval-check-output: on a GPU
+(COURSE_BACKEND=gpu), and with other versions (COURSE_COMPARE=facts).
 """
 
 import os
@@ -15,8 +15,11 @@ def pytest_configure(config):
     option = config.option
     if not (getattr(option, "nbval", False) or getattr(option, "nbval_lax", False)):
         return
-    option.nbval_current_env = True  # the kernel of this Python, whatever kernels are installed elsewhere
-    option.nbval_sanitize_with = option.nbval_sanitize_with or str(Path(__file__).parent / "nbval_sanitize.cfg")
+    # the kernel of this Python, whatever kernels are installed elsewhere
+    option.nbval_current_env = True
+    option.nbval_sanitize_with = option.nbval_sanitize_with or str(
+        Path(__file__).parent / "nbval_sanitize.cfg"
+    )
     if option.nbval_cell_timeout == NBVALS_OWN_TIMEOUT:
         option.nbval_cell_timeout = 1800.0
     option.nbval_kernel_startup_timeout = max(option.nbval_kernel_startup_timeout, 300.0)
@@ -31,5 +34,6 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if hasattr(item, "output_timeout"):  # a cell: seconds that nbval waits for each of its messages, by default five
+        # a cell: seconds that nbval waits for each of its messages, by default five
+        if hasattr(item, "output_timeout"):
             item.output_timeout = 60

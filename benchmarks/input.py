@@ -1,10 +1,12 @@
-"""Measures whether the input keeps up: tokens/s that arrive on the device, against those that the train step takes.
+"""Measures whether the input keeps up: tokens/s that arrive on the device, against those that
+the train step takes.
 
     python -m benchmarks.input --preset cpu         prints one line of JSON; --out docs/results/benchmarks stores it
 
-Three things by turns: batches alone, steps alone (on a batch that lies ready), and steps that are fed. Batches are made ahead:
-while others have their turn, some get ready, which would be had for nothing. So a turn begins with as many that are not timed.
-The input works in a thread beside the steps: where there are few cores it takes time from them, which the fed steps show.
+Three things by turns: batches alone, steps alone (on a batch that lies ready), and steps that
+are fed. Batches are made ahead: while others have their turn, some get ready, which would be
+had for nothing. So a turn begins with as many that are not timed. The input works in a thread
+beside the steps: where there are few cores it takes time from them, which the fed steps show.
 """
 
 import argparse
@@ -20,11 +22,14 @@ from benchmarks import table
 from course_lib import configs, training
 from course_lib.text import loading
 
-READY = 8  # batches that may lie ready: Grain's 2, the one in its hand, those on the device, and some
+# batches that may lie ready: Grain's 2, the one in its hand, those on the device, and some
+READY = 8
 NAMES = {"input": "batches alone", "step": "steps alone", "fed": "steps that are fed"}
 
 
-def by_turns(rounds: Mapping[str, Callable[[], Any]], steps: int, repeats: int) -> dict[str, list[float]]:
+def by_turns(
+    rounds: Mapping[str, Callable[[], Any]], steps: int, repeats: int
+) -> dict[str, list[float]]:
     """Returns the seconds of each turn of so many rounds, after rounds that are not timed.
 
     Args:
@@ -54,12 +59,21 @@ def summary(seconds: Mapping[str, list[float]], tokens: int) -> list[dict[str, A
       tokens: how many tokens each turn had.
 
     Returns:
-      Tokens/s at the median and the quartiles of the turns, and the median over that of the steps alone: how many times faster
-      batches come than steps take them, and what is left of the steps' rate when they are fed.
+      Tokens/s at the median and the quartiles of the turns, and the median over that of the
+      steps alone: how many times faster batches come than steps take them, and what is left of
+      the steps' rate when they are fed.
     """
-    rates = {name: np.quantile(tokens / np.asarray(each), [0.25, 0.5, 0.75]).tolist() for name, each in seconds.items()}
+    rates = {
+        name: np.quantile(tokens / np.asarray(each), [0.25, 0.5, 0.75]).tolist()
+        for name, each in seconds.items()
+    }
     return [
-        {"measured": NAMES[name], "tokens/s": middle, "quartiles": [low, high], "over steps alone": middle / rates["step"][1]}
+        {
+            "measured": NAMES[name],
+            "tokens/s": middle,
+            "quartiles": [low, high],
+            "over steps alone": middle / rates["step"][1],
+        }
         for name, (low, middle, high) in rates.items()
     ]
 
@@ -76,7 +90,11 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
     run = training.build(chosen)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     tokens = loading.token_file("train")
-    sizes = dict(batch_size=chosen.data.batch_size, seq_len=chosen.data.seq_len, vocab_size=chosen.model.vocab_size)
+    sizes = dict(
+        batch_size=chosen.data.batch_size,
+        seq_len=chosen.data.seq_len,
+        vocab_size=chosen.model.vocab_size,
+    )
 
     def batches():
         return loading.to_devices(loading.batches(tokens, seed=chosen.seed, **sizes), sharding)
@@ -90,18 +108,26 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
         state, metrics = run.train_step(state, batch)
         return metrics
 
-    rounds = {"input": lambda: next(alone), "step": lambda: step(ready), "fed": lambda: step(next(feeding))}
-    rows = summary(by_turns(rounds, steps, repeats), steps * sizes["batch_size"] * sizes["seq_len"])
+    rounds = {
+        "input": lambda: next(alone),
+        "step": lambda: step(ready),
+        "fed": lambda: step(next(feeding)),
+    }
+    rows = summary(
+        by_turns(rounds, steps, repeats), steps * sizes["batch_size"] * sizes["seq_len"]
+    )
     notes = (
-        f"Preset `{preset}`, batches of {sizes['batch_size']} x {sizes['seq_len']} tokens. {repeats} turns of {steps} each, "
-        "by turns: median and quartiles."
+        f"Preset `{preset}`, batches of {sizes['batch_size']} x {sizes['seq_len']} tokens."
+        f" {repeats} turns of {steps} each, by turns: median and quartiles."
     )
     return table.record("input", rows, notes, ("jax", "jaxlib", "grain", "numpy"))
 
 
 def main() -> dict[str, Any]:
     """Measures, prints the result as one line of JSON, and returns it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="cpu", choices=configs.PRESETS)
     parser.add_argument("--steps", type=int, default=20, help="batches or steps a turn")
     parser.add_argument("--repeats", type=int, default=15, help="turns of each")

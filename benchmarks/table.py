@@ -6,8 +6,9 @@ Each file is one measurement, as `record` returns it:
 
     {"name", "date", "device", "load", "versions": {package: version}, "rows": [{column: value}, ...], "notes"}
 
-In the page, what stands between `<!-- NAME -->` and `<!-- end -->` is made here; the words around it are written by hand, and
-stay. A file that the page does not name yet gets a section at its end.
+In the page, what stands between `<!-- NAME -->` and `<!-- end -->` is made here; the words
+around it are written by hand, and stay. A file that the page does not name yet gets a section
+at its end.
 """
 
 import datetime
@@ -26,7 +27,12 @@ RESULTS, PAGE = Path("docs/results/benchmarks"), Path("docs/benchmarks.md")
 LOAD = round(os.getloadavg()[0], 1)  # before anything is measured: what else the machine does
 
 
-def record(name: str, rows: list[dict[str, Any]], notes: str, packages: Sequence[str] = ("jax", "jaxlib")) -> dict[str, Any]:
+def record(
+    name: str,
+    rows: list[dict[str, Any]],
+    notes: str,
+    packages: Sequence[str] = ("jax", "jaxlib"),
+) -> dict[str, Any]:
     """Returns a measurement with where and when it was made.
 
     Args:
@@ -47,7 +53,9 @@ def record(name: str, rows: list[dict[str, Any]], notes: str, packages: Sequence
 
 
 def device() -> str:
-    """Returns what JAX runs on: of a CPU its model, as Linux tells it, and how many cores this process may use."""
+    """Returns what JAX runs on: of a CPU its model, as Linux tells it, and how many cores this
+    process may use.
+    """
     found = jax.local_devices()[0]
     if found.platform != "cpu":
         return found.device_kind
@@ -68,12 +76,29 @@ def store(result: dict[str, Any], folder: Path | None) -> None:
 def block(result: dict[str, Any]) -> str:
     """Returns a measurement as Markdown, between its marks."""
     columns = list(dict.fromkeys(column for row in result["rows"] for column in row))
-    lines = [f"<!-- {result['name']} -->", result["notes"], "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in result["rows"]]
-    where = result["device"] if isinstance(result["device"], str) else ", ".join(map(str, result["device"].values()))
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    lines = [
+        f"<!-- {result['name']} -->",
+        result["notes"],
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    lines += [
+        f"| {' | '.join(_cell(row.get(column)) for column in columns)} |"
+        for row in result["rows"]
+    ]
+    where = (
+        result["device"]
+        if isinstance(result["device"], str)
+        else ", ".join(map(str, result["device"].values()))
+    )
+    versions = ", ".join(
+        f"{package} {version}" for package, version in result["versions"].items()
+    )
     load = f"load average before {result['load']}; " if "load" in result else ""
-    return "\n".join([*lines, "", f"{where}; {load}{versions}; {result['date']}", "<!-- end -->"])
+    return "\n".join(
+        [*lines, "", f"{where}; {load}{versions}; {result['date']}", "<!-- end -->"]
+    )
 
 
 def _cell(value: Any) -> str:
@@ -85,18 +110,24 @@ def _cell(value: Any) -> str:
 
 
 def page(text: str, results: Sequence[dict[str, Any]]) -> str:
-    """Returns the page with the tables of these measurements in their places, and all other words as they are.
+    """Returns the page with the tables of these measurements in their places, and all other
+    words as they are.
 
     Raises:
       ValueError: if the page has a place for a measurement that is not there.
     """
     marks = re.findall(r"^<!-- (?!end -->)(\S+) -->$", text, re.M)
     if missing := set(marks) - {result["name"] for result in results}:
-        raise ValueError(f"the page must only name measurements that there are, not {sorted(missing)}")
+        raise ValueError(
+            f"the page must only name measurements that there are, not {sorted(missing)}"
+        )
     for result in results:
         name = re.escape(result["name"])
         if result["name"] not in marks:
-            text = f"{text.rstrip()}\n\n## {result['name']}\n\n<!-- {result['name']} -->\n<!-- end -->\n"
+            text = (
+                f"{text.rstrip()}\n\n## {result['name']}\n\n<!-- {result['name']} -->\n<!-- end"
+                " -->\n"
+            )
         before, rest = re.split(rf"^<!-- {name} -->\n", text, maxsplit=1, flags=re.M)
         text = before + block(result) + rest.partition("<!-- end -->")[2]
     return text
@@ -104,7 +135,12 @@ def page(text: str, results: Sequence[dict[str, Any]]) -> str:
 
 def main(results: Path = RESULTS, path: Path = PAGE) -> None:
     """Writes the page anew."""
-    path.write_text(page(path.read_text(), [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]))
+    path.write_text(
+        page(
+            path.read_text(),
+            [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))],
+        )
+    )
 
 
 if __name__ == "__main__":

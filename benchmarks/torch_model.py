@@ -1,7 +1,9 @@
-"""The library's Transformer in PyTorch, with the same names for the same parameters, and its training step.
+"""The library's Transformer in PyTorch, with the same names for the same parameters, and its
+training step.
 
-What `benchmarks.torch_step` compares with. Written as one writes it for speed in PyTorch: its own scaled dot-product
-attention, which knows that half of the weights are masked, and its fused AdamW. Only this file needs PyTorch.
+What `benchmarks.torch_step` compares with. Written as one writes it for speed in PyTorch: its
+own scaled dot-product attention, which knows that half of the weights are masked, and its fused
+AdamW. Only this file needs PyTorch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,10 @@ class MLPBlock(nn.Module):
     def __init__(self, config: ConfigDict):
         super().__init__()
         width, hidden = config.hidden_size, config.mlp_expansion * config.hidden_size
-        self.pre_norm, self.dropout = nn.LayerNorm(width, eps=1e-6), nn.Dropout(config.dropout_rate)
+        self.pre_norm, self.dropout = (
+            nn.LayerNorm(width, eps=1e-6),
+            nn.Dropout(config.dropout_rate),
+        )
         self.input_layer, self.output_layer = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +42,10 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: ConfigDict):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_heads
-        self.pre_norm, self.dropout = nn.LayerNorm(width, eps=1e-6), nn.Dropout(config.dropout_rate)
+        self.pre_norm, self.dropout = (
+            nn.LayerNorm(width, eps=1e-6),
+            nn.Dropout(config.dropout_rate),
+        )
         self.qkv, self.output_layer = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +64,10 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.pos_emb = nn.Embedding(config.max_seq_len, config.hidden_size)
         for layer in range(config.num_layers):
-            self.add_module(f"block_{layer}", nn.ModuleDict({"mlp": MLPBlock(config), "attn": AttentionBlock(config)}))
+            self.add_module(
+                f"block_{layer}",
+                nn.ModuleDict({"mlp": MLPBlock(config), "attn": AttentionBlock(config)}),
+            )
         self.post_norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
         self.output_layer = nn.Linear(config.hidden_size, config.num_outputs)
 
@@ -80,7 +91,8 @@ class Trainer:
 
     Args:
       config: a whole configuration of `course_lib`.
-      params: the initial parameters, as the library has them: "block_0/mlp/input_layer/kernel" and so on.
+      params: the initial parameters, as the library has them: "block_0/mlp/input_layer/kernel"
+        and so on.
       tokens: int [B, L + 1].
       rates: the learning rate of each step.
       compiled: whether `torch.compile` compiles model and loss.
@@ -100,8 +112,13 @@ class Trainer:
         with torch.no_grad():
             for name, kind, module, parameter in self._parameters():
                 value = torch.from_numpy(np.array(params[name]))
-                turned = kind == "weight" and isinstance(module, nn.Linear)  # PyTorch has [outputs inputs]
-                parameter.copy_(value.reshape(parameter.shape[::-1]).T if turned else value.reshape(parameter.shape))
+                # PyTorch has [outputs inputs]
+                turned = kind == "weight" and isinstance(module, nn.Linear)
+                parameter.copy_(
+                    value.reshape(parameter.shape[::-1]).T
+                    if turned
+                    else value.reshape(parameter.shape)
+                )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=0.0,
@@ -110,7 +127,10 @@ class Trainer:
             fused=True,
         )
         self.clip_norm, self.rates = optimizer.clip_norm, iter(rates)
-        self.inputs, self.labels = torch.from_numpy(tokens[:, :-1]).long(), torch.from_numpy(tokens[:, 1:]).long()
+        self.inputs, self.labels = (
+            torch.from_numpy(tokens[:, :-1]).long(),
+            torch.from_numpy(tokens[:, 1:]).long(),
+        )
         self.loss = torch.compile(self._loss) if compiled else self._loss
 
     def _parameters(self) -> list[tuple[str, str, nn.Module, nn.Parameter]]:
@@ -121,7 +141,9 @@ class Trainer:
             for kind, parameter in module.named_parameters(recurse=False)
         ]
 
-    def _loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(
+        self, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns loss and accuracy, as the library's step does."""
         logits, labels = self.model(inputs).flatten(0, 1), labels.flatten()
         return F.cross_entropy(logits, labels), (logits.argmax(dim=-1) == labels).float().mean()

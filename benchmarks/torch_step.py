@@ -3,10 +3,12 @@
     pip install torch==2.13.0                  the course itself does not need it
     python -m benchmarks.torch_step            writes docs/results/benchmarks/torch_step.json, in minutes on two idle cores
 
-Before anything is timed, PyTorch gets the library's initial parameters, and gradients and the losses of the next steps have to
-agree. Each case is a process of its own that trains on while the others wait, a few steps by turns, so that what slows the
-machine down slows all of them. Ratios are taken within a round, and seconds of the processor stand beside those of the clock:
-under other load they say more, though a thread of PyTorch that waits for another one uses them up too.
+Before anything is timed, PyTorch gets the library's initial parameters, and gradients and the
+losses of the next steps have to agree. Each case is a process of its own that trains on while
+the others wait, a few steps by turns, so that what slows the machine down slows all of them.
+Ratios are taken within a round, and seconds of the processor stand beside those of the clock:
+under other load they say more, though a thread of PyTorch that waits for another one uses them
+up too.
 """
 
 import argparse
@@ -40,7 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     LIKE_EAGER: {"by": "eager"},
     "PyTorch, compiled": {"by": "compiled"},
     "this library": {},
-    "without what makes it fast": {"keep": False, "changes": {"model.flat_products": False, "model.attention": "reference"}},
+    "without what makes it fast": {
+        "keep": False,
+        "changes": {"model.flat_products": False, "model.attention": "reference"},
+    },
     "memory not kept": {"keep": False},
     "products not flat": {"changes": {"model.flat_products": False}},
     "attention reference": {"changes": {"model.attention": "reference"}},
@@ -49,15 +54,21 @@ CASES: dict[str, dict[str, Any]] = {
     LIKE_DROPOUT: {"by": "eager", "changes": DROPOUT},
     "this library, dropout 0.1": {"changes": DROPOUT},
 }
-"""What is timed: by PyTorch or the library, with which changes of the model, and whether the process keeps its memory."""
+"""What is timed: by PyTorch or the library, with which changes of the model, and whether the
+process keeps its memory.
+"""
 
 CHECKED_STEPS = 5
 
 
 def model_of_6m() -> ConfigDict:
-    """Returns the preset "cpu" with 5.9 million parameters and batches of 8 x 256 tokens, and what is fastest on a CPU."""
+    """Returns the preset "cpu" with 5.9 million parameters and batches of 8 x 256 tokens, and
+    what is fastest on a CPU.
+    """
     chosen = configs.get("cpu")
-    chosen.model.update(num_layers=6, hidden_size=256, num_heads=4, head_dim=64, max_seq_len=256)
+    chosen.model.update(
+        num_layers=6, hidden_size=256, num_heads=4, head_dim=64, max_seq_len=256
+    )
     chosen.model.update(flat_products=True, attention="blocks")
     chosen.data.update(batch_size=8, seq_len=256)
     return chosen
@@ -74,7 +85,9 @@ class Trainer:
 
         run = training.build(chosen)
         weights = np.ones(tokens[:, 1:].shape, np.float32)
-        self.batch = jax.device_put(Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], weights=weights))
+        self.batch = jax.device_put(
+            Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
+        )
         self.state, self.train_step = run.init(jax.random.key(chosen.seed)), run.train_step
         self.gradient = jax.grad(lambda params: run.loss_fn(params, self.batch, None)[0])
 
@@ -90,7 +103,10 @@ class Trainer:
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Returns the gradients by name, each flattened."""
-        return {name: leaf.flatten() for name, leaf in _by_name(self.gradient(self.state.params)).items()}
+        return {
+            name: leaf.flatten()
+            for name, leaf in _by_name(self.gradient(self.state.params)).items()
+        }
 
     def wait(self) -> None:
         """Returns when all steps are done."""
@@ -106,13 +122,23 @@ def _by_name(tree: Any) -> dict[str, np.ndarray]:
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def serve(case: Mapping[str, Any], chosen: ConfigDict, tokens: np.ndarray, given: Mapping[str, Any], connection: Any) -> None:
-    """Does what it is told, in a process of its own: ("parameters" | "gradients" | "losses" | "time", how many steps)."""
+def serve(
+    case: Mapping[str, Any],
+    chosen: ConfigDict,
+    tokens: np.ndarray,
+    given: Mapping[str, Any],
+    connection: Any,
+) -> None:
+    """Does what it is told, in a process of its own: ("parameters" | "gradients" | "losses" |
+    "time", how many steps).
+    """
     if case.get("keep", True):
         host_memory.keep()
     if "by" in case:
         torch_model = importlib.import_module("benchmarks.torch_model")
-        trainer: Any = torch_model.Trainer(chosen, given["params"], tokens, given["rates"], case["by"] == "compiled")
+        trainer: Any = torch_model.Trainer(
+            chosen, given["params"], tokens, given["rates"], case["by"] == "compiled"
+        )
     else:
         trainer = Trainer(chosen, tokens)
     while (asked := connection.recv()) is not None:
@@ -124,7 +150,12 @@ def serve(case: Mapping[str, Any], chosen: ConfigDict, tokens: np.ndarray, given
             for _ in range(steps):
                 trainer.step()
             trainer.wait()
-            connection.send(((time.perf_counter() - clock) / steps, (time.process_time() - processor) / steps))
+            connection.send(
+                (
+                    (time.perf_counter() - clock) / steps,
+                    (time.process_time() - processor) / steps,
+                )
+            )
         else:
             connection.send(getattr(trainer, what)())
 
@@ -152,23 +183,35 @@ def started(*given: Any) -> Iterator[Any]:
 
 
 def check_same(library: Any, torch: Any) -> dict[str, float]:
-    """Asserts that two processes train the same model: all gradients, then the losses of the next steps.
+    """Asserts that two processes train the same model: all gradients, then the losses of the
+    next steps.
 
     Returns:
       The largest difference of a gradient, relative to its norm, and of a loss.
     """
     ours, theirs = library("gradients"), torch("gradients")
     assert ours.keys() == theirs.keys()
-    # A bias of keys moves all scores of a query alike: its gradient is 0, up to rounding, so it is compared with the others.
-    apart = max(np.linalg.norm(theirs[name] - ours[name]) / (np.linalg.norm(ours[name]) + 1e-3) for name in ours)
-    losses = np.array(library("losses", CHECKED_STEPS)), np.array(torch("losses", CHECKED_STEPS))
+    # A bias of keys moves all scores of a query alike: its gradient is 0, up to rounding, so it
+    # is compared with the others.
+    apart = max(
+        np.linalg.norm(theirs[name] - ours[name]) / (np.linalg.norm(ours[name]) + 1e-3)
+        for name in ours
+    )
+    losses = (
+        np.array(library("losses", CHECKED_STEPS)),
+        np.array(torch("losses", CHECKED_STEPS)),
+    )
     of_losses = float(np.abs(losses[1] / losses[0] - 1).max())
-    assert apart < 1e-4 and of_losses < 1e-4, f"not the same model: gradients {apart:.1e} apart, losses {of_losses:.1e}"
+    assert apart < 1e-4 and of_losses < 1e-4, (
+        f"not the same model: gradients {apart:.1e} apart, losses {of_losses:.1e}"
+    )
     assert losses[0][-1] < losses[0][0], f"nothing was learned: {losses[0]}"
     return {"gradients_apart": float(apart), "losses_apart": of_losses}
 
 
-def rows_of(times: Mapping[str, Sequence[tuple[float, float]]], tokens: int) -> list[dict[str, Any]]:
+def rows_of(
+    times: Mapping[str, Sequence[tuple[float, float]]], tokens: int
+) -> list[dict[str, Any]]:
     """Returns a row for each case.
 
     Args:
@@ -176,15 +219,20 @@ def rows_of(times: Mapping[str, Sequence[tuple[float, float]]], tokens: int) -> 
       tokens: how many tokens a step has.
 
     Returns:
-      Tokens/s and milliseconds a step, medians with quartiles, the processor's milliseconds, and how many times faster than
-      PyTorch with the same dropout: medians and quartiles over rounds, of ratios within a round.
+      Tokens/s and milliseconds a step, medians with quartiles, the processor's milliseconds,
+      and how many times faster than PyTorch with the same dropout: medians and quartiles over
+      rounds, of ratios within a round.
     """
     rows = []
     for case, found in times.items():
         like = times[LIKE_DROPOUT if "dropout" in case else LIKE_EAGER]
-        (low, middle, high), (_, processor, _) = (statistics.quantiles(seconds, n=4) for seconds in zip(*found, strict=True))
+        (low, middle, high), (_, processor, _) = (
+            statistics.quantiles(seconds, n=4) for seconds in zip(*found, strict=True)
+        )
         ratios, by_processor = (
-            statistics.quantiles([other[clock] / own[clock] for other, own in zip(like, found, strict=True)], n=4)
+            statistics.quantiles(
+                [other[clock] / own[clock] for other, own in zip(like, found, strict=True)], n=4
+            )
             for clock in (0, 1)
         )
         rows.append(
@@ -202,7 +250,9 @@ def rows_of(times: Mapping[str, Sequence[tuple[float, float]]], tokens: int) -> 
     return rows
 
 
-def measure_here(chosen: ConfigDict, cases: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+def measure_here(
+    chosen: ConfigDict, cases: Sequence[str], rounds: int, steps: int
+) -> dict[str, Any]:
     """Checks that the models are the same, and times the cases by turns.
 
     Args:
@@ -212,9 +262,13 @@ def measure_here(chosen: ConfigDict, cases: Sequence[str], rounds: int, steps: i
       steps: of a turn.
     """
     size = chosen.data.batch_size, chosen.data.seq_len
-    tokens = np.random.default_rng(0).integers(0, chosen.model.vocab_size, (size[0], size[1] + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, chosen.model.vocab_size, (size[0], size[1] + 1), dtype=np.int32
+    )
     schedule = optimizers.SCHEDULES[chosen.optimizer.schedule](chosen.optimizer)
-    given: dict[str, Any] = {"rates": [float(schedule(step)) for step in range(CHECKED_STEPS + 2 + rounds * steps)]}
+    given: dict[str, Any] = {
+        "rates": [float(schedule(step)) for step in range(CHECKED_STEPS + 2 + rounds * steps)]
+    }
     with contextlib.ExitStack() as stack:
         asks = {}
         with started({}, chosen, tokens, given) as library:
@@ -229,13 +283,17 @@ def measure_here(chosen: ConfigDict, cases: Sequence[str], rounds: int, steps: i
         times: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
         order, shuffle = list(asks), random.Random(0).shuffle
         for _ in range(rounds):
-            shuffle(order)  # a case does not always come after the same one, whose traces it finds in the caches
+            # a case does not always come after the same one, whose traces it finds in the
+            # caches
+            shuffle(order)
             for case in order:
                 times[case].append(asks[case]("time", steps))
     parameters = sum(leaf.size for leaf in given["params"].values())
-    return {"parameters": parameters, "batch": size, "rounds": rounds, "steps": steps} | same | {
-        "rows": rows_of(times, size[0] * size[1])
-    }
+    return (
+        {"parameters": parameters, "batch": size, "rounds": rounds, "steps": steps}
+        | same
+        | {"rows": rows_of(times, size[0] * size[1])}
+    )
 
 
 def processor() -> str:
@@ -248,28 +306,61 @@ def processor() -> str:
 
 
 def main() -> int:
-    """Measures, prints a line for each case, writes the results, and returns an exit code: 2 where there is no PyTorch."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, prints a line for each case, writes the results, and returns an exit code: 2
+    where there is no PyTorch.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20, help="turns of each case, at least 2")
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=f"of {list(CASES)}")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/benchmarks"), help="folder")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        choices=CASES,
+        metavar="CASE",
+        help=f"of {list(CASES)}",
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("docs/results/benchmarks"),
+        help="folder",
+    )
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None:
-        print("this comparison needs PyTorch, which the course does not: pip install torch==2.13.0", file=sys.stderr)
+        print(
+            "this comparison needs PyTorch, which the course does not: pip install"
+            " torch==2.13.0",
+            file=sys.stderr,
+        )
         return 2
     os.environ["JAX_PLATFORMS"] = "cpu"
     like = [LIKE_DROPOUT if "dropout" in case else LIKE_EAGER for case in options.cases]
-    found = measure_here(model_of_6m(), list(dict.fromkeys([*like, *options.cases])), options.rounds, options.steps)
+    found = measure_here(
+        model_of_6m(),
+        list(dict.fromkeys([*like, *options.cases])),
+        options.rounds,
+        options.steps,
+    )
     for row in found["rows"]:
-        print(f"{row['step']:28}", "; ".join(f"{name}: {value}" for name, value in row.items() if name != "step"))
+        print(
+            f"{row['step']:28}",
+            "; ".join(f"{name}: {value}" for name, value in row.items() if name != "step"),
+        )
     about = {
         "name": "torch_step",
         "date": datetime.date.today().isoformat(),
         "device": processor(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch")},
-        "notes": "the step of the preset cpu with 6 layers of width 256: float32, AdamW, gradients clipped, no dropout where "
-        "not said; as many threads as cores",
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("jax", "jaxlib", "flax", "optax", "torch")
+        },
+        "notes": (
+            "the step of the preset cpu with 6 layers of width 256: float32, AdamW, gradients"
+            " clipped, no dropout where not said; as many threads as cores"
+        ),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "torch_step.json").write_text(json.dumps(about | found, indent=1) + "\n")

@@ -1,11 +1,13 @@
-"""Configurations: everything that a training run depends on, in one place, and refused before it can do harm.
+"""Configurations: everything that a training run depends on, in one place, and refused before
+it can do harm.
 
     config = get("cpu")
     config.training.steps = 100      # a misspelt field is an error, and so is a value of another type
     check(config)                    # and so is a value that cannot work
 
-A configuration is an `ml_collections.ConfigDict` (https://ml-collections.readthedocs.io) with four parts, `model`,
-`optimizer`, `data` and `training`, and a `seed`. Dtypes are strings, so that it can be printed, compared and stored.
+A configuration is an `ml_collections.ConfigDict` (https://ml-collections.readthedocs.io) with
+four parts, `model`, `optimizer`, `data` and `training`, and a `seed`. Dtypes are strings, so
+that it can be printed, compared and stored.
 """
 
 import difflib
@@ -18,7 +20,9 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from course_lib import optimizers
-from course_lib.measure import virtual as virtual  # tells JAX what it must know before it looks for devices
+
+# tells JAX what it must know before it looks for devices
+from course_lib.measure import virtual as virtual
 from course_lib.measure.hardware import Accelerator
 from course_lib.models import attention, transformer
 from course_lib.one_device import gradient_accumulation, mixed_precision
@@ -27,41 +31,60 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def published_155m() -> ConfigDict:
-    """The Transformer of the series that this course builds on, as its published measurements start from.
+    """The Transformer of the series that this course builds on, as its published measurements
+    start from.
 
-    155,877,376 parameters. On an A5000 (24 GB) its author measured 3.9 GB and 0.91 s a step. A step on two CPU cores
-    takes minutes.
-    Source: https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html
+    155,877,376 parameters. On an A5000 (24 GB) its author measured 3.9 GB and 0.91 s a step. A
+    step on two CPU cores takes minutes. Source:
+    https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html
     """
     model = dict(
         num_layers=12,  # N: parameters, time and saved activations grow in proportion
-        hidden_size=1024,  # D: parameters and time grow with its square, activations in proportion
+        # D: parameters and time grow with its square, activations in proportion
+        hidden_size=1024,
         head_dim=128,  # K: below 64 the matrix units idle
         num_heads=8,  # H: H * K must be D
-        mlp_expansion=4,  # F / D: the hidden MLP activations are the largest that grow with L, not with L * L
+        # F / D: the hidden MLP activations are the largest that grow with L, not with L * L
+        mlp_expansion=4,
         vocab_size=2048,  # rows of the token table; the tokenizer's
-        num_outputs=2048,  # V: float32 logits take 4 * B * L * V bytes, several times over in the loss
-        max_seq_len=512,  # rows of the position table; attention without flash takes H * L * L numbers a sequence
+        # V: float32 logits take 4 * B * L * V bytes, several times over in the loss
+        num_outputs=2048,
+        # rows of the position table; attention without flash takes H * L * L numbers a sequence
+        max_seq_len=512,
         dropout_rate=0.1,  # with 0, no random numbers and no masks
         causal_mask=True,  # without it every position sees its own label
-        dtype="bfloat16",  # of computation and activations; float32 doubles memory, float16 needs a loss scale
-        softmax_dtype="float32",  # of attention scores: the largest array without remat; bfloat16 halves it, and errs
-        scan_layers=True,  # compiles one block instead of N, and keeps all layers' activations in stacked arrays
-        remat=("MLP", "Attn"),  # what is computed again in the backward pass: see course_lib.one_device.rematerialization
+        # of computation and activations; float32 doubles memory, float16 needs a loss scale
+        dtype="bfloat16",
+        # of attention scores: the largest array without remat; bfloat16 halves it, and errs
+        softmax_dtype="float32",
+        # compiles one block instead of N, and keeps all layers' activations in stacked arrays
+        scan_layers=True,
+        # what is computed again in the backward pass: see
+        # course_lib.one_device.rematerialization
+        remat=("MLP", "Attn"),
         remat_policy="nothing",  # what is kept inside of that all the same
         remat_names=(),  # which named values the policies "names" and "offload" keep
         attention="reference",  # see course_lib.models.attention
-        flat_products=False,  # B and L as one dimension: on a CPU gradients of products are faster, see course_lib.models.hooks
-        qk_norm=False,  # normalizes queries and keys, so that scores stay small: see course_lib.models.layers for these options
-        parallel_block=False,  # MLP and attention of the same input: half the exchanges of tensor parallelism
-        num_kv_heads=0,  # G: how many heads keys and values have, fewer parameters and less to keep; 0 means H
+        # B and L as one dimension: on a CPU gradients of products are faster, see
+        # course_lib.models.hooks
+        flat_products=False,
+        # normalizes queries and keys, so that scores stay small: see course_lib.models.layers
+        # for these options
+        qk_norm=False,
+        # MLP and attention of the same input: half the exchanges of tensor parallelism
+        parallel_block=False,
+        # G: how many heads keys and values have, fewer parameters and less to keep; 0 means H
+        num_kv_heads=0,
         mlp_activation="gelu",  # or "squared_relu"
         positions="learned",  # or "rotary", which has no table
         use_bias=True,  # without, products and norms add none
-        num_experts=0,  # E: instead of one MLP, so many, of which a token sees few; memory grows, FLOPs hardly
+        # E: instead of one MLP, so many, of which a token sees few; memory grows, FLOPs hardly
+        num_experts=0,
         experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
-        capacity_factor=1.25,  # room at an expert, beside its even share; with less, more tokens pass it by
-        balance_weight=0.01,  # of the loss that keeps choices even; without it few experts may come to do all
+        # room at an expert, beside its even share; with less, more tokens pass it by
+        capacity_factor=1.25,
+        # of the loss that keeps choices even; without it few experts may come to do all
+        balance_weight=0.01,
     )
     optimizer = dict(
         name="adam",  # two more float32 numbers a parameter
@@ -85,20 +108,28 @@ def published_155m() -> ConfigDict:
         accumulation="scan",  # "scan" compiles one minibatch, "loop" all M
         accumulator_dtype="float32",  # 4 bytes a parameter while M > 1
         loss_scale="none",  # "dynamic" for float16
-        donate=True,  # without it, old and new state stand in memory together: 12 more bytes a parameter
+        # without it, old and new state stand in memory together: 12 more bytes a parameter
+        donate=True,
     )
-    return ConfigDict(dict(model=model, optimizer=optimizer, data=data, training=training, seed=42))
+    return ConfigDict(
+        dict(model=model, optimizer=optimizer, data=data, training=training, seed=42)
+    )
 
 
 def cpu() -> ConfigDict:
-    """For two CPU cores: 1.1 million parameters. 1,000 steps take about 95 s of CPU time, 50 to 95 s on two idle cores.
+    """For two CPU cores: 1.1 million parameters. 1,000 steps take about 95 s of CPU time, 50 to
+    95 s on two idle cores.
 
-    Trained on the course's corpus it predicts better than a bigram model: notebook 05. Its step is the plain one, of which the
-    notebooks speak; model.flat_products and model.attention="blocks" make a CPU faster (docs/benchmarks.md).
+    Trained on the course's corpus it predicts better than a bigram model: notebook 05. Its step
+    is the plain one, of which the notebooks speak; model.flat_products and
+    model.attention="blocks" make a CPU faster (docs/benchmarks.md).
     """
     config = published_155m()
-    config.model.update(num_layers=3, hidden_size=128, head_dim=32, num_heads=4, max_seq_len=128)
-    config.model.update(dropout_rate=0.0, dtype="float32", scan_layers=False, remat=())  # so small, it needs no saving
+    config.model.update(
+        num_layers=3, hidden_size=128, head_dim=32, num_heads=4, max_seq_len=128
+    )
+    # so small, it needs no saving
+    config.model.update(dropout_rate=0.0, dtype="float32", scan_layers=False, remat=())
     config.optimizer.update(name="adamw", learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
     config.optimizer.update(schedule="warmup_cosine", warmup_steps=50)
     config.data.update(batch_size=4, seq_len=128)
@@ -107,9 +138,11 @@ def cpu() -> ConfigDict:
 
 
 def t4() -> ConfigDict:
-    """For a T4 of 16 GB, as Colab lends: `155m` in float16, as it has no bfloat16 units, with dynamic loss scaling.
+    """For a T4 of 16 GB, as Colab lends: `155m` in float16, as it has no bfloat16 units, with
+    dynamic loss scaling.
 
-    Compiled for a T4, a step needs 3.9 GiB: there is room for a batch that is not cut into minibatches, or for less remat.
+    Compiled for a T4, a step needs 3.9 GiB: there is room for a batch that is not cut into
+    minibatches, or for less remat.
     """
     config = published_155m()
     config.model.update(dtype="float16")
@@ -119,28 +152,52 @@ def t4() -> ConfigDict:
 
 
 def gpu_80gb() -> ConfigDict:
-    """For one GPU of 80 GB: 2.5 billion parameters. Compiled for an H100, a step needs 55 GiB, 28 of them for its state."""
+    """For one GPU of 80 GB: 2.5 billion parameters. Compiled for an H100, a step needs 55 GiB,
+    28 of them for its state.
+    """
     config = published_155m()
-    config.model.update(num_layers=32, hidden_size=2560, num_heads=20, max_seq_len=1024, dropout_rate=0.0)
+    config.model.update(
+        num_layers=32, hidden_size=2560, num_heads=20, max_seq_len=1024, dropout_rate=0.0
+    )
     config.model.update(remat=("Block",), attention="xla")
-    config.optimizer.update(learning_rate=1.6e-4, schedule="warmup_cosine", warmup_steps=100, clip_norm=1.0)
+    config.optimizer.update(
+        learning_rate=1.6e-4, schedule="warmup_cosine", warmup_steps=100, clip_norm=1.0
+    )
     config.data.update(seq_len=1024)
     config.training.update(steps=1000)
     return config
 
 
-PRESETS: dict[str, Callable[[], ConfigDict]] = {"155m": published_155m, "cpu": cpu, "t4": t4, "80gb": gpu_80gb}
+PRESETS: dict[str, Callable[[], ConfigDict]] = {
+    "155m": published_155m,
+    "cpu": cpu,
+    "t4": t4,
+    "80gb": gpu_80gb,
+}
 """Configurations by name. Their docstrings say what to expect."""
 
 
 def nemotron_340b() -> ConfigDict:
-    """Nemotron-4 340B: 341 billion parameters, batches of 2304 x 4096 tokens on 6,144 H100s. No preset: no device holds it.
+    """Nemotron-4 340B: 341 billion parameters, batches of 2304 x 4096 tokens on 6,144 H100s. No
+    preset: no device holds it.
 
     Source: https://arxiv.org/abs/2406.11704, section 2.
     """
     config = published_155m()
-    config.model.update(num_layers=96, hidden_size=18_432, head_dim=192, num_heads=96, num_kv_heads=8, max_seq_len=4096)
-    config.model.update(vocab_size=256_000, num_outputs=256_000, mlp_activation="squared_relu", positions="rotary")
+    config.model.update(
+        num_layers=96,
+        hidden_size=18_432,
+        head_dim=192,
+        num_heads=96,
+        num_kv_heads=8,
+        max_seq_len=4096,
+    )
+    config.model.update(
+        vocab_size=256_000,
+        num_outputs=256_000,
+        mlp_activation="squared_relu",
+        positions="rotary",
+    )
     config.model.update(use_bias=False, dropout_rate=0.0, remat=("Block",))
     config.data.update(batch_size=2304, seq_len=4096)
     config.training.update(num_minibatches=1)
@@ -177,16 +234,27 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     transformer.check(model, config.data.seq_len)
     if accelerator and model.dtype != "float32" and accelerator.peak(model.dtype) is None:
         units = list(accelerator.peak_flops)
-        raise ValueError(f"model.dtype={model.dtype!r} must be one of {units}: {accelerator.title} has no unit for it")
+        raise ValueError(
+            f"model.dtype={model.dtype!r} must be one of {units}: {accelerator.title} has no"
+            " unit for it"
+        )
     if accelerator and (reason := attention.why_unavailable(model.attention, accelerator)):
-        raise ValueError(f"model.attention={model.attention!r} cannot be had on {accelerator.title}: {reason}")
+        raise ValueError(
+            f"model.attention={model.attention!r} cannot be had on {accelerator.title}:"
+            f" {reason}"
+        )
     if model.num_outputs != model.vocab_size:
         raise ValueError(
-            f"model.num_outputs={model.num_outputs} must be vocab_size={model.vocab_size}: with fewer, some labels would "
-            "have no logit; with more, tokens could be sampled that have no embedding; to pad, raise both"
+            f"model.num_outputs={model.num_outputs} must be vocab_size={model.vocab_size}: with"
+            " fewer, some labels would have no logit; with more, tokens could be sampled that"
+            " have no embedding; to pad, raise both"
         )
-    gradient_accumulation.check_options(training.num_minibatches, training.accumulation, training.accumulator_dtype)
-    gradient_accumulation.check_divides(jax.ShapeDtypeStruct((config.data.batch_size,), jnp.int32), training.num_minibatches)
+    gradient_accumulation.check_options(
+        training.num_minibatches, training.accumulation, training.accumulator_dtype
+    )
+    gradient_accumulation.check_divides(
+        jax.ShapeDtypeStruct((config.data.batch_size,), jnp.int32), training.num_minibatches
+    )
     mixed_precision.loss_scale(training.loss_scale)
     optimizers.from_config(config.optimizer)
     _check_pairs(config)
@@ -201,16 +269,29 @@ def check_fields(config: Any, template: ConfigDict, path: str) -> None:
     for field in config:
         if field not in template:
             close = difflib.get_close_matches(field, template, n=1)
-            hint = f"did you mean {path}{close[0]}?" if close else f"the fields are {sorted(template)}"
-            raise ValueError(f"{path}{field}={config[field]!r} is no field and would change nothing: {hint}")
+            hint = (
+                f"did you mean {path}{close[0]}?"
+                if close
+                else f"the fields are {sorted(template)}"
+            )
+            raise ValueError(
+                f"{path}{field}={config[field]!r} is no field and would change nothing: {hint}"
+            )
     for field, example in template.items():
         if field not in config:
-            raise ValueError(f"{path}{field} must be given: start from a preset, configs.get({'155m'!r})")
+            raise ValueError(
+                f"{path}{field} must be given: start from a preset, configs.get({'155m'!r})"
+            )
         value = config[field]
         if isinstance(example, ConfigDict):
             check_fields(value, example, f"{path}{field}.")
-        elif isinstance(value, bool) != isinstance(example, bool) or not isinstance(value, _accepted(example)):
-            raise ValueError(f"{path}{field}={value!r} must be of type {type(example).__name__}, as in {example!r}")
+        elif isinstance(value, bool) != isinstance(example, bool) or not isinstance(
+            value, _accepted(example)
+        ):
+            raise ValueError(
+                f"{path}{field}={value!r} must be of type {type(example).__name__}, as in"
+                f" {example!r}"
+            )
 
 
 def _accepted(example: Any) -> tuple[type, ...]:
@@ -221,7 +302,15 @@ def _accepted(example: Any) -> tuple[type, ...]:
 def _check_ranges(config: ConfigDict) -> None:
     """Refuses numbers that no training can be done with."""
     positive = {
-        "model": ("num_layers", "hidden_size", "head_dim", "num_heads", "mlp_expansion", "vocab_size", "max_seq_len"),
+        "model": (
+            "num_layers",
+            "hidden_size",
+            "head_dim",
+            "num_heads",
+            "mlp_expansion",
+            "vocab_size",
+            "max_seq_len",
+        ),
         "optimizer": ("learning_rate", "total_steps"),
         "data": ("batch_size", "seq_len"),
         "training": ("steps",),
@@ -230,27 +319,43 @@ def _check_ranges(config: ConfigDict) -> None:
     for part, fields in positive.items():
         for field in fields:
             if not (config[part][field] > 0 and math.isfinite(config[part][field])):
-                raise ValueError(f"{part}.{field}={config[part][field]!r} must be positive and finite")
+                raise ValueError(
+                    f"{part}.{field}={config[part][field]!r} must be positive and finite"
+                )
     for part, fields in shares.items():
         for field in fields:
             if not 0 <= config[part][field] < 1:
-                raise ValueError(f"{part}.{field}={config[part][field]!r} must be in [0, 1): 1 leaves nothing")
+                raise ValueError(
+                    f"{part}.{field}={config[part][field]!r} must be in [0, 1): 1 leaves"
+                    " nothing"
+                )
     if config.seed < 0:
-        raise ValueError(f"seed={config.seed!r} must not be negative: NumPy's generators take none")
+        raise ValueError(
+            f"seed={config.seed!r} must not be negative: NumPy's generators take none"
+        )
     if config.seed >= 2**32:
-        raise ValueError(f"seed={config.seed!r} must be under 2**32: JAX's keys keep 32 bits of it")
+        raise ValueError(
+            f"seed={config.seed!r} must be under 2**32: JAX's keys keep 32 bits of it"
+        )
     for field in ("warmup_steps", "weight_decay", "clip_norm"):
         if not (config.optimizer[field] >= 0 and math.isfinite(config.optimizer[field])):
             value = config.optimizer[field]
-            raise ValueError(f"optimizer.{field}={value!r} must not be negative, infinite or NaN; 0 turns it off")
+            raise ValueError(
+                f"optimizer.{field}={value!r} must not be negative, infinite or NaN; 0 turns"
+                " it off"
+            )
     if not 0 < config.optimizer.decay_rate <= 1:
         raise ValueError(
-            f"optimizer.decay_rate={config.optimizer.decay_rate!r} must be in (0, 1]: what is left of the rate after a step"
+            f"optimizer.decay_rate={config.optimizer.decay_rate!r} must be in (0, 1]: what is"
+            " left of the rate after a step"
         )
-    if config.optimizer.schedule == "warmup_cosine" and not config.optimizer.warmup_steps < config.optimizer.total_steps:
+    if (
+        config.optimizer.schedule == "warmup_cosine"
+        and not config.optimizer.warmup_steps < config.optimizer.total_steps
+    ):
         raise ValueError(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be under total_steps={config.optimizer.total_steps}: "
-            "the rate would never come down"
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be under"
+            f" total_steps={config.optimizer.total_steps}: the rate would never come down"
         )
 
 
@@ -259,15 +364,17 @@ def _check_pairs(config: ConfigDict) -> None:
     optimizer = config.optimizer
     if config.model.dtype == "float16" and config.training.loss_scale == "none":
         raise ValueError(
-            "training.loss_scale='none' must be 'static' or 'dynamic' for model.dtype='float16': small gradients become 0"
+            "training.loss_scale='none' must be 'static' or 'dynamic' for"
+            " model.dtype='float16': small gradients become 0"
         )
     if optimizer.weight_decay and optimizer.name != "adamw":
         raise ValueError(
-            f"optimizer.weight_decay={optimizer.weight_decay!r} must be 0 for optimizer.name={optimizer.name!r}, "
-            "which ignores it; take 'adamw'"
+            f"optimizer.weight_decay={optimizer.weight_decay!r} must be 0 for"
+            f" optimizer.name={optimizer.name!r}, which ignores it; take 'adamw'"
         )
     if optimizer.schedule == "warmup_cosine" and config.training.steps > optimizer.total_steps:
         raise ValueError(
-            f"training.steps={config.training.steps} must be at most optimizer.total_steps={optimizer.total_steps}: from "
-            "there on the rate is 0; raise both, as another run if this one has begun"
+            f"training.steps={config.training.steps} must be at most"
+            f" optimizer.total_steps={optimizer.total_steps}: from there on the rate is 0;"
+            " raise both, as another run if this one has begun"
         )

@@ -1,5 +1,5 @@
-"""Files: where prepared ones are kept, which ones a folder has, how one is written whole or not at all, and whose a folder is
-meanwhile.
+"""Files: where prepared ones are kept, which ones a folder has, how one is written whole or not
+at all, and whose a folder is meanwhile.
 """
 
 import contextlib
@@ -17,19 +17,24 @@ from typing import IO
 from course_lib.measure.units import MIB
 
 REPLACED = "replaced-"  # before the name of a folder that is to be replaced
-STALE = 60  # seconds; a part that is younger may belong to a process that is just about to lock it
+# seconds; a part that is younger may belong to a process that is just about to lock it
+STALE = 60
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder of prepared tokens: `$COURSE_CACHE`, or `course_lib` in the user's cache folder."""
+    """Returns the folder of prepared tokens: `$COURSE_CACHE`, or `course_lib` in the user's
+    cache folder.
+    """
     user = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     return pathlib.Path(os.environ.get("COURSE_CACHE") or user / "course_lib")
 
 
 def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
-    """Yields each folder from `top` down, and the names of what it holds but folders, both in order.
+    """Yields each folder from `top` down, and the names of what it holds but folders, both in
+    order.
 
-    Links to folders are followed. A folder that is reached in several ways comes once; so links may lead in a circle.
+    Links to folders are followed. A folder that is reached in several ways comes once; so links
+    may lead in a circle.
 
     Raises:
       OSError: if a folder cannot be read.
@@ -46,19 +51,26 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
 
 
 def below(top: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files of a folder and of its `folders`, sorted by their paths: none is left out in silence.
+    """Returns all files of a folder and of its `folders`, sorted by their paths: none is left
+    out in silence.
 
     Raises:
-      ValueError: naming what may not be read, what is neither a file nor a folder, or a name that is not UTF-8.
+      ValueError: naming what may not be read, what is neither a file nor a folder, or a name
+        that is not UTF-8.
       OSError: if something cannot be read for another reason.
     """
     try:
         found = sorted(folder / name for folder, names in folders(top) for name in names)
         odd = [path for path in found if not path.is_file()]
     except PermissionError as error:
-        raise ValueError(f"{str(error.filename)!r} may not be read; permit it, or take another folder") from error
+        raise ValueError(
+            f"{str(error.filename)!r} may not be read; permit it, or take another folder"
+        ) from error
     if odd:
-        raise ValueError(f"{str(odd[0])!r} is neither a file nor a folder, or a link to what is not there; remove it")
+        raise ValueError(
+            f"{str(odd[0])!r} is neither a file nor a folder, or a link to what is not there;"
+            " remove it"
+        )
     for path in found:
         check_name(path)
     return found
@@ -73,7 +85,9 @@ def check_name(path: str | os.PathLike[str]) -> None:
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{os.fspath(path)!r} has a name that is not UTF-8; rename it") from None
+        raise ValueError(
+            f"{os.fspath(path)!r} has a name that is not UTF-8; rename it"
+        ) from None
 
 
 def _raise(error: OSError) -> None:
@@ -81,10 +95,12 @@ def _raise(error: OSError) -> None:
 
 
 def to_disk(*paths: pathlib.Path) -> None:
-    """Returns when what files hold, and which names folders hold, is on the disk and outlives a power cut.
+    """Returns when what files hold, and which names folders hold, is on the disk and outlives a
+    power cut.
 
     Raises:
-      OSError: if it cannot be written there. File systems that know of no such call for folders are left to themselves.
+      OSError: if it cannot be written there. File systems that know of no such call for folders
+        are left to themselves.
     """
     for path in paths:
         opened = os.open(path, os.O_RDONLY)
@@ -99,19 +115,25 @@ def to_disk(*paths: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a file that is there whole after the `with`, or not at all: no other process ever sees half of it.
+    """Opens a file that is there whole after the `with`, or not at all: no other process ever
+    sees half of it.
 
-    Until then it is a part beside it, which is locked: what a process leaves that is killed, the next writer removes.
+    Until then it is a part beside it, which is locked: what a process leaves that is killed,
+    the next writer removes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(path.parent, f"{glob.escape(path.name)}.*.part")
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False
+    ) as file:
         try:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # `remove_stale` of another process may hold it for an instant
+                # `remove_stale` of another process may hold it for an instant
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a name that outlives a crash of the machine may lead to an empty file
+            # else a name that outlives a crash of the machine may lead to an empty file
+            os.fsync(file.fileno())
             file.close()
             os.chmod(file.name, 0o644)  # a shared cache is for all its users
             os.replace(file.name, path)
@@ -121,9 +143,11 @@ def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def whole_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a folder its name when all that is in it is on the disk, and returns when the name is, too.
+    """Gives a folder its name when all that is in it is on the disk, and returns when the name
+    is, too.
 
-    One that has the name goes first, beside the draft: until the next call of `put_back` a killed process may leave it there.
+    One that has the name goes first, beside the draft: until the next call of `put_back` a
+    killed process may leave it there.
     """
     to_disk(draft, *draft.rglob("*"))
     if path.exists():
@@ -133,7 +157,9 @@ def whole_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def put_back(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Gives what a `whole_folder` was to replace its name in `folder` again, where that one did not come."""
+    """Gives what a `whole_folder` was to replace its name in `folder` again, where that one did
+    not come.
+    """
     for path in drafts.glob(f"{REPLACED}*"):
         if not (named := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(named)
@@ -146,25 +172,37 @@ def remove_drafts(drafts: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def make_room(draft: pathlib.Path, needed: int) -> str | None:
-    """Makes an empty folder of a draft; returns why not, or why there is not enough space for so many bytes, else None."""
+    """Makes an empty folder of a draft; returns why not, or why there is not enough space for
+    so many bytes, else None.
+    """
     try:
-        remove_drafts(draft.parent, draft.parent.parent)  # what a process that was killed has left
+        # what a process that was killed has left
+        remove_drafts(draft.parent, draft.parent.parent)
         draft.mkdir(parents=True)
         free = shutil.disk_usage(draft).free
     except OSError as error:
         return why(error)
     if free > needed + MIB:  # for metadata
         return None
-    return f"no space left on the disk: {needed / MIB:.1f} MiB and some are needed, {free / MIB:.1f} are free"
+    return (
+        f"no space left on the disk: {needed / MIB:.1f} MiB and some are needed,"
+        f" {free / MIB:.1f} are free"
+    )
 
 
 def why(error: Exception) -> str:
     """Returns in a few words why something could not be written."""
-    return "no space left on the disk" if "No space left" in str(error) else f"{type(error).__name__}: {error}"
+    return (
+        "no space left on the disk"
+        if "No space left" in str(error)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def remove_stale(folder: pathlib.Path, pattern: str) -> None:
-    """Removes files of a folder that match a pattern and that no process has locked; young ones stay."""
+    """Removes files of a folder that match a pattern and that no process has locked; young ones
+    stay.
+    """
     for part in folder.glob(pattern):
         with contextlib.suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,9 +212,12 @@ def remove_stale(folder: pathlib.Path, pattern: str) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
-    """Lets one process at a time into a `with`, while others wait; all, where the file system knows of no locks."""
+    """Lets one process at a time into a `with`, while others wait; all, where the file system
+    knows of no locks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)  # that is enough, and all users of a cache may
+    # that is enough, and all users of a cache may
+    file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -187,19 +228,23 @@ def one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds a folder for as long as a `with` lasts, by a lock on its file `lock`, which ends with the process.
+    """Holds a folder for as long as a `with` lasts, by a lock on its file `lock`, which ends
+    with the process.
 
     A file system that knows of no locks lets everybody in.
 
     Raises:
-      BlockingIOError: if another process holds it, here or, where the file system knows of locks (NFS, Lustre), elsewhere.
+      BlockingIOError: if another process holds it, here or, where the file system knows of
+        locks (NFS, Lustre), elsewhere.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"{folder} is in use by another process: wait until that one ends, or end it") from None
+            raise BlockingIOError(
+                f"{folder} is in use by another process: wait until that one ends, or end it"
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield

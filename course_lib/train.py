@@ -3,8 +3,10 @@
 import signal
 import sys
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a background
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends at once, also an import, but where `preemption` takes it
+# not ignored, as in a background
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C ends at once, also an import, but where `preemption` takes it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from course_lib.program.command import main
 

@@ -1,12 +1,13 @@
-"""Training: the state, the losses, and the one train step, where the techniques of this course meet.
+"""Training: the state, the losses, and the one train step, where the techniques of this course
+meet.
 
     loss_fn(params, batch, rng) -> (loss, metrics)     loss: weighted mean;  metrics: name -> (sum, count)
     grad_fn(params, batch, rng) -> (grads, metrics)    the gradient of that mean
     step(state, batch) -> (state, metrics)             rng, scale, gradients, unscale, clip and update
 
-A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None` means evaluation,
-without dropout; `as_function` makes one from a Flax model. What is trained is what is evaluated: the same loss
-function, with `rng=None`.
+A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
+means evaluation, without dropout; `as_function` makes one from a Flax model. What is trained is
+what is evaluated: the same loss function, with `rng=None`.
 """
 
 import dataclasses
@@ -26,7 +27,9 @@ from course_lib import optimizers
 from course_lib.configs import check
 from course_lib.models import losses
 from course_lib.models.losses import ApplyFn
-from course_lib.models.losses import as_function as as_function  # they belong to training, and have a file of their own
+
+# they belong to training, and have a file of their own
+from course_lib.models.losses import as_function as as_function
 from course_lib.models.losses import classification_loss as classification_loss
 from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
@@ -38,7 +41,8 @@ from course_lib.text.data import Batch
 
 @struct.dataclass
 class TrainState:
-    """Everything that a step reads and writes: a pytree of arrays, so that it can be donated, placed and stored.
+    """Everything that a step reads and writes: a pytree of arrays, so that it can be donated,
+    placed and stored.
 
     Attributes:
       step: int32, how many batches have been seen, skipped updates included.
@@ -63,7 +67,8 @@ def init_state(
 ) -> TrainState:
     """Returns the state before the first step.
 
-    It holds `params` and `rng` themselves, not copies: a step that donates its state consumes them.
+    It holds `params` and `rng` themselves, not copies: a step that donates its state consumes
+    them.
 
     Args:
       params: pytree of parameters.
@@ -90,17 +95,22 @@ def make_train_step(
     accumulator_dtype: Any = jnp.float32,
     policy: mixed_precision.Policy | None = None,
     donate: bool = True,
-    gradient_fn: Callable[[LossFn], gradient_accumulation.GradFn] = gradient_accumulation.gradient,
+    gradient_fn: Callable[
+        [LossFn], gradient_accumulation.GradFn
+    ] = gradient_accumulation.gradient,
     out_shardings: Any = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first call.
+    """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first
+    call.
 
-    Where the state holds a loss scale, a step whose gradients are not all finite changes neither parameters nor
-    optimizer state, and `metrics["skipped"]` counts it. Without one, nothing of this is in the program.
+    Where the state holds a loss scale, a step whose gradients are not all finite changes
+    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without one,
+    nothing of this is in the program.
 
     Args:
       loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
-      optimizer: any of optax; a norm to clip to is part of it, so that it sees gradients that are unscaled.
+      optimizer: any of optax; a norm to clip to is part of it, so that it sees gradients that
+        are unscaled.
       num_minibatches: M, into how many the batch is cut.
       method: "scan" or "loop" over the minibatches.
       accumulator_dtype: dtype that their gradients are summed in.
@@ -110,7 +120,8 @@ def make_train_step(
       out_shardings: where the new state and the metrics are placed, as `jax.jit` takes it.
 
     Raises:
-      ValueError: for options that do not exist; before it compiles, if M does not divide B or float16 has no loss scale.
+      ValueError: for options that do not exist; before it compiles, if M does not divide B or
+        float16 has no loss scale.
     """
     gradient_accumulation.check_options(num_minibatches, method, accumulator_dtype)
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
@@ -136,7 +147,9 @@ def make_train_step(
             grads = state.loss_scale.unscale(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng)
+            new = dataclasses.replace(
+                state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng
+            )
         if not isinstance(state.loss_scale, mixed_precision.NoLossScale):
             new, metrics = _skip_if_not_finite(grads, state, new, metrics)
         return new, metrics
@@ -146,12 +159,17 @@ def make_train_step(
 
 def _skip_if_not_finite(grads, old, new, metrics):
     finite = mixed_precision.all_finite(grads)
-    metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)  # what is not finite would stay in a sum
+    # what is not finite would stay in a sum
+    metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
     skipped = 1 - finite.astype(jnp.float32)
     params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (old.params, old.opt_state)
+        lambda new, old: jnp.where(finite, new, old),
+        (new.params, new.opt_state),
+        (old.params, old.opt_state),
     )
-    new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_scale=old.loss_scale.update(finite))
+    new = dataclasses.replace(
+        new, params=params, opt_state=opt_state, loss_scale=old.loss_scale.update(finite)
+    )
     return new, metrics | {"skipped": (skipped, jnp.ones_like(skipped))}
 
 
@@ -163,14 +181,19 @@ def add_metrics(first: Metrics, second: Metrics) -> Metrics:
 def mean_metrics(metrics: Metrics) -> dict[str, float]:
     """Divides each sum by its count, once, at the end; NaN where nothing was counted."""
     metrics = jax.device_get(metrics)
-    return {name: float(total / count) if count else float("nan") for name, (total, count) in metrics.items()}
+    return {
+        name: float(total / count) if count else float("nan")
+        for name, (total, count) in metrics.items()
+    }
 
 
 def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
-    """Returns the mean metrics over all labels of all batches, without dropout; a batch is made when it is its turn.
+    """Returns the mean metrics over all labels of all batches, without dropout; a batch is made
+    when it is its turn.
 
     Args:
-      loss_fn: the loss function that is trained, called with `rng=None`. The same object compiles once.
+      loss_fn: the loss function that is trained, called with `rng=None`. The same object
+        compiles once.
       params: pytree of parameters.
       batches: at least one batch.
 
@@ -179,13 +202,23 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
     """
     each = (_metrics(loss_fn, params, batch) for batch in batches)
     if (late := next(each, None)) is None:
-        raise ValueError("batches must hold at least one batch: a mean over nothing is undefined")
+        raise ValueError(
+            "batches must hold at least one batch: a mean over nothing is undefined"
+        )
     total: dict[str, list[float]] = {}
-    for following in itertools.chain(each, [None]):  # is computed while those before it are read
-        for name, pair in jax.device_get(late).items():  # a sum in float32 would lose what a batch adds to many
-            total[name] = [old + float(new) for old, new in zip(total.get(name, [0.0, 0.0]), pair, strict=True)]
+    # is computed while those before it are read
+    for following in itertools.chain(each, [None]):
+        # a sum in float32 would lose what a batch adds to many
+        for name, pair in jax.device_get(late).items():
+            total[name] = [
+                old + float(new)
+                for old, new in zip(total.get(name, [0.0, 0.0]), pair, strict=True)
+            ]
         late = following
-    return {name: of_all / count if count else float("nan") for name, (of_all, count) in total.items()}
+    return {
+        name: of_all / count if count else float("nan")
+        for name, (of_all, count) in total.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -193,11 +226,15 @@ def _metrics(loss_fn, params, batch):
     return loss_fn(params, batch, None)[1]
 
 
-def skipping(train_step: Callable[..., Any], *, donate: bool = True, out_shardings: Any = None) -> Callable[..., Any]:
-    """Returns a train step that keeps parameters and optimizer where the new ones, or the loss, are not finite.
+def skipping(
+    train_step: Callable[..., Any], *, donate: bool = True, out_shardings: Any = None
+) -> Callable[..., Any]:
+    """Returns a train step that keeps parameters and optimizer where the new ones, or the loss,
+    are not finite.
 
-    As one with a loss scale does (`course_lib.one_device.mixed_precision`); here the state has none more than without, so a run can go on so.
-    Its metrics count what was left out: "skipped", as (sum, count).
+    As one with a loss scale does (`course_lib.one_device.mixed_precision`); here the state has
+    none more than without, so a run can go on so. Its metrics count what was left out:
+    "skipped", as (sum, count).
 
     Args:
       train_step: `train_step(state, batch) -> (state, metrics)`.
@@ -209,7 +246,9 @@ def skipping(train_step: Callable[..., Any], *, donate: bool = True, out_shardin
         new, metrics = train_step(state, batch)
         finite = mixed_precision.all_finite((new.params, new.opt_state, metrics["loss"]))
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (new.params, new.opt_state), (state.params, state.opt_state)
+            lambda new, old: jnp.where(finite, new, old),
+            (new.params, new.opt_state),
+            (state.params, state.opt_state),
         )
         by_scale = metrics.get("skipped", (jnp.float32(0),))[0]
         metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
@@ -238,7 +277,9 @@ class Run:
     init: Callable[[Key[Array, ""]], TrainState]
 
     def abstract(self) -> tuple[TrainState, Batch]:
-        """Returns the shapes of the state and of a batch, to lower the step with; nothing is computed or allocated."""
+        """Returns the shapes of the state and of a batch, to lower the step with; nothing is
+        computed or allocated.
+        """
         return jax.eval_shape(self.init, jax.random.key(0)), _abstract_batch(self.config)
 
 
@@ -261,7 +302,9 @@ def build(config: ConfigDict) -> Run:
     config = FrozenConfigDict(config)  # what is changed later does not reach into this run
     model = Transformer(config.model)
     apply_fn = as_function(model)
-    loss_fn = losses.of_model(config.model, as_function(model, balance=config.model.num_experts > 0))
+    loss_fn = losses.of_model(
+        config.model, as_function(model, balance=config.model.num_experts > 0)
+    )
     optimizer = optimizers.from_config(config.optimizer)
     scale = mixed_precision.loss_scale(config.training.loss_scale)
 

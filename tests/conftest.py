@@ -1,31 +1,35 @@
-"""How the unit tests run: types and shapes checked, promotions refused, warnings turned into errors (pyproject.toml).
+"""How the unit tests run: types and shapes checked, promotions refused, warnings turned into
+errors (pyproject.toml).
 
 Only the tests are this strict. A learner's session has JAX's defaults.
 """
 
 import os
 
-# On a machine with a GPU the same tests run there with COURSE_BACKEND=gpu (`make gpu`); everywhere else on the CPU.
-# JAX reads its platforms when it first looks for devices, so they are set before anything imports it.
-# Virtual devices do not mind: they are asked for by name.
+# On a machine with a GPU the same tests run there with COURSE_BACKEND=gpu (`make gpu`);
+# everywhere else on the CPU. JAX reads its platforms when it first looks for devices, so they
+# are set before anything imports it. Virtual devices do not mind: they are asked for by name.
 if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jaxtyping
 
-# Checks the jaxtyping annotations of course_lib on every call. Must come before the first import of course_lib.
+# Checks the jaxtyping annotations of course_lib on every call. Must come before the first
+# import of course_lib.
 jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 
 import jax
 import pytest
 
-# The tests of course_lib.many_devices run on eight devices. Where there are not as many GPUs, the CPU shows as eight; all other
-# tests use the first. Set here, as JAX reads it when it starts.
+# The tests of course_lib.many_devices run on eight devices. Where there are not as many GPUs,
+# the CPU shows as eight; all other tests use the first. Set here, as JAX reads it when it
+# starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# bfloat16 + float32 is an error here, not a silent float32. But Flax's LayerNorm asks for promote_types(float16,
-# float32), and Optax's Adam raises a float to the power of an int32 step count: both promote on purpose, and JAX has no
-# way to allow it to them alone. So tests that call them have JAX's default.
+# bfloat16 + float32 is an error here, not a silent float32. But Flax's LayerNorm asks for
+# promote_types(float16, float32), and Optax's Adam raises a float to the power of an int32 step
+# count: both promote on purpose, and JAX has no way to allow it to them alone. So tests that
+# call them have JAX's default.
 CALLS_FLAX_OR_OPTAX = {
     "test_gradient_accumulation",
     "test_faults",
@@ -51,7 +55,8 @@ CALLS_FLAX_OR_OPTAX = {
 # What a learner types runs with a learner's defaults.
 A_LEARNERS_CODE = {"test_solutions"}
 
-# These files take a minute or more each, and a file is one process's: begun last, they would be waited for.
+# These files take a minute or more each, and a file is one process's: begun last, they would be
+# waited for.
 LONG = {
     "test_processes",
     "test_estimate",
@@ -70,7 +75,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion(request):
-    """Refuses implicit promotion in a whole test module: of dtypes, and of ranks, as in (B, 1) + (B,) = (B, B)."""
+    """Refuses implicit promotion in a whole test module: of dtypes, and of ranks, as in (B, 1)
+    + (B,) = (B, B).
+    """
     name = request.module.__name__.rpartition(".")[2]
     dtypes = "standard" if name in CALLS_FLAX_OR_OPTAX | A_LEARNERS_CODE else "strict"
     ranks = "allow" if name in A_LEARNERS_CODE else "raise"
@@ -80,9 +87,20 @@ def promotion(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def code_that_is_compiled_quickly(request):
-    """Where the numbers of many programs are compared, and not their times or memory: machine code is not optimized."""
+    """Where the numbers of many programs are compared, and not their times or memory: machine
+    code is not optimized.
+    """
     name = request.path.stem.removeprefix("test_")
-    names = {"faults", "routing", "layers", "training", "transformer", "processes", "loop", "observe"}
+    names = {
+        "faults",
+        "routing",
+        "layers",
+        "training",
+        "transformer",
+        "processes",
+        "loop",
+        "observe",
+    }
     many = "many_devices" in request.path.parts or name in names
     jax.config.update("jax_disable_most_optimizations", many)
     yield
@@ -100,7 +118,9 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def programs_kept(tmp_path_factory):
-    """What processes that train have in their environment, so that each program is compiled once for all of them."""
+    """What processes that train have in their environment, so that each program is compiled
+    once for all of them.
+    """
     return {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

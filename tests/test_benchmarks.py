@@ -18,8 +18,12 @@ def test_every_case_is_a_configuration_that_can_work(preset):
     for case, change in gpu.CHANGES.items():
         chosen = configs.get(preset)
         chosen.update_from_flattened_dict(change)
-        if (preset, case) == ("cpu", "attention cudnn"):  # which has no kernel for float32: its row says so
-            with pytest.raises(ValueError, match="dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"):
+        # which has no kernel for float32: its row says so
+        if (preset, case) == ("cpu", "attention cudnn"):
+            with pytest.raises(
+                ValueError,
+                match="dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'",
+            ):
                 configs.check(chosen)
         else:
             configs.check(chosen)
@@ -42,11 +46,26 @@ def small() -> configs.ConfigDict:
     return small
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU each case runs in a process without the small preset")
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu",
+    reason="on a GPU each case runs in a process without the small preset",
+)
 def test_results_say_what_was_measured_where_and_what_could_not_be(monkeypatch, tmp_path):
     monkeypatch.setitem(configs.PRESETS, "cpu", small)
-    arguments = ["--device", "cpu", "--preset", "cpu", "--steps", "2", "--out", str(tmp_path), "--cases"]
-    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", *arguments, "the preset", "attention pallas"])
+    arguments = [
+        "--device",
+        "cpu",
+        "--preset",
+        "cpu",
+        "--steps",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--cases",
+    ]
+    monkeypatch.setattr(
+        "sys.argv", ["benchmarks.gpu", *arguments, "the preset", "attention pallas"]
+    )
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
         gpu.main()
     results = json.loads((tmp_path / "cpu.json").read_text())
@@ -54,16 +73,29 @@ def test_results_say_what_was_measured_where_and_what_could_not_be(monkeypatch, 
     assert results["versions"]["jax"] == jax.__version__
     measured, refused = results["rows"]
     assert measured["not_run"] is None and measured["compiled_peak_bytes"] > 0
-    assert measured["tokens_per_second"] == pytest.approx(2 * 16 / measured["step_seconds"]["median"])
-    assert measured["mfu"] is None and measured["measured_peak_bytes"] is None  # a CPU has no row in the table, nor a counter
+    assert measured["tokens_per_second"] == pytest.approx(
+        2 * 16 / measured["step_seconds"]["median"]
+    )
+    # a CPU has no row in the table, nor a counter
+    assert measured["mfu"] is None and measured["measured_peak_bytes"] is None
     assert "needs an NVIDIA GPU" in refused["not_run"]
 
 
 def test_input_that_comes_in_half_the_time_of_a_step_is_twice_as_fast():
-    rows = input.summary({"input": [1.0, 1.0, 2.0], "step": [2.0] * 3, "fed": [2.5] * 3}, tokens=100)
+    rows = input.summary(
+        {"input": [1.0, 1.0, 2.0], "step": [2.0] * 3, "fed": [2.5] * 3}, tokens=100
+    )
     alone, step, fed = rows
-    assert alone["tokens/s"] == 100 and alone["over steps alone"] == 2 and alone["quartiles"] == [75, 100]
-    assert step["tokens/s"] == 50 and step["over steps alone"] == 1 and fed["over steps alone"] == 0.8
+    assert (
+        alone["tokens/s"] == 100
+        and alone["over steps alone"] == 2
+        and alone["quartiles"] == [75, 100]
+    )
+    assert (
+        step["tokens/s"] == 50
+        and step["over steps alone"] == 1
+        and fed["over steps alone"] == 0.8
+    )
 
 
 def test_what_lies_ready_when_a_turn_begins_is_not_timed(monkeypatch):
@@ -78,16 +110,28 @@ def test_what_lies_ready_when_a_turn_begins_is_not_timed(monkeypatch):
         ready, now = min(ready + 1, input.READY), now + 1
 
     monkeypatch.setattr(input, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    assert input.by_turns({"input": batch, "step": step}, 5, 3) == {"input": [5, 5, 5], "step": [5, 5, 5]}
+    assert input.by_turns({"input": batch, "step": step}, 5, 3) == {
+        "input": [5, 5, 5],
+        "step": [5, 5, 5],
+    }
 
 
 def test_input_is_measured_against_the_steps_that_it_feeds(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(configs.PRESETS, "cpu", small)
-    monkeypatch.setattr(loading, "token_file", lambda split: np.arange(20_000, dtype=np.uint16) % 64)
-    monkeypatch.setattr("sys.argv", ["benchmarks.input", "--steps", "2", "--repeats", "3", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        loading, "token_file", lambda split: np.arange(20_000, dtype=np.uint16) % 64
+    )
+    monkeypatch.setattr(
+        "sys.argv",
+        ["benchmarks.input", "--steps", "2", "--repeats", "3", "--out", str(tmp_path)],
+    )
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
         result = input.main()
-    assert json.loads(capsys.readouterr().out) == result == json.loads((tmp_path / "input.json").read_text())
+    assert (
+        json.loads(capsys.readouterr().out)
+        == result
+        == json.loads((tmp_path / "input.json").read_text())
+    )
     assert [row["measured"] for row in result["rows"]] == list(input.NAMES.values())
     for row in result["rows"]:
         low, high = row["quartiles"]
@@ -99,7 +143,10 @@ RESULT = {
     "date": "2026-01-02",
     "device": "abacus, 2 cores",
     "versions": {"jax": "1.2.3"},
-    "rows": [{"what": "one", "s": 0.012346, "n": 12_000}, {"what": "two", "s": [1.0, 2345.6], "n": None}],
+    "rows": [
+        {"what": "one", "s": 0.012346, "n": 12_000},
+        {"what": "two", "s": [1.0, 2345.6], "n": None},
+    ],
     "notes": "Counted by hand.",
 }
 PAGE = "# Page\n\nWords.\n\n<!-- x -->\nold | words\n<!-- end -->\n\nMore.\n"
@@ -107,39 +154,75 @@ PAGE = "# Page\n\nWords.\n\n<!-- x -->\nold | words\n<!-- end -->\n\nMore.\n"
 
 def test_tables_of_the_page_are_made_from_the_results_and_the_words_stay():
     made = table.page(PAGE, [RESULT])
-    assert made.startswith("# Page\n\nWords.\n\n<!-- x -->\nCounted by hand.\n\n| what | s | n |\n|---|---|---|\n")
-    assert "| one | 0.01235 | 12,000 |\n| two | 1 to 2,346 |  |\n\nabacus, 2 cores; jax 1.2.3; 2026-01-02\n" in made
+    assert made.startswith(
+        "# Page\n\nWords.\n\n<!-- x -->\nCounted by hand.\n\n| what | s | n |\n|---|---|---|\n"
+    )
+    assert (
+        "| one | 0.01235 | 12,000 |\n| two | 1 to 2,346 |  |\n\nabacus, 2 cores; jax 1.2.3;"
+        " 2026-01-02\n" in made
+    )
     assert made.endswith("<!-- end -->\n\nMore.\n") and "old" not in made
     assert table.page(made, [RESULT]) == made
-    more = table.page(made, [RESULT, RESULT | {"name": "y", "device": {"cpu": "abacus", "cores": 2}}])
-    assert more.startswith(made.rstrip()) and "## y\n\n<!-- y -->\nCounted" in more and "abacus, 2; jax" in more
+    more = table.page(
+        made, [RESULT, RESULT | {"name": "y", "device": {"cpu": "abacus", "cores": 2}}]
+    )
+    assert (
+        more.startswith(made.rstrip())
+        and "## y\n\n<!-- y -->\nCounted" in more
+        and "abacus, 2; jax" in more
+    )
 
 
 def test_a_table_without_a_result_is_refused():
-    with pytest.raises(ValueError, match=r"must only name measurements that there are, not \['x'\]"):
+    with pytest.raises(
+        ValueError, match=r"must only name measurements that there are, not \['x'\]"
+    ):
         table.page(PAGE, [])
 
 
 def test_the_page_shows_the_results_that_are_stored():
     root = Path(__file__).parents[1]
     text = (root / table.PAGE).read_text()
-    results = [json.loads(path.read_text()) for path in sorted((root / table.RESULTS).glob("*.json"))]
+    results = [
+        json.loads(path.read_text()) for path in sorted((root / table.RESULTS).glob("*.json"))
+    ]
     assert results and table.page(text, results) == text
 
 
 def test_what_words_say_of_the_step_is_what_was_measured():
     root = Path(__file__).parents[1]
-    page, readme = (" ".join((root / name).read_text().split()) for name in (table.PAGE, "README.md"))
-    rows = {row["step"]: row for row in json.loads((root / table.RESULTS / "torch_step.json").read_text())["rows"]}
-    own, plain, eager = (rows[name] for name in ("this library", "without what makes it fast", "PyTorch, eager"))
+    page, readme = (
+        " ".join((root / name).read_text().split()) for name in (table.PAGE, "README.md")
+    )
+    rows = {
+        row["step"]: row
+        for row in json.loads((root / table.RESULTS / "torch_step.json").read_text())["rows"]
+    }
+    own, plain, eager = (
+        rows[name] for name in ("this library", "without what makes it fast", "PyTorch, eager")
+    )
     clock, processor = "x PyTorch", "x PyTorch by the processor"
-    assert f"The table above has {own[clock]:.2f} x, and {own[processor]:.2f} x by the processor" in page
+    assert (
+        f"The table above has {own[clock]:.2f} x, and {own[processor]:.2f} x by the processor"
+        in page
+    )
     assert f"it is {plain[clock]:.2f} x and {plain[processor]:.2f} x without the three" in page
     busy = [row["processor (ms)"] / row["ms"] for row in (own, eager)]
     assert f"XLA keeps {busy[0]:.2f} of the two cores busy, PyTorch {busy[1]:.2f}" in page
-    cases = ("memory not kept", "products not flat", "attention reference", "attention xla", "scanned layers")
+    cases = (
+        "memory not kept",
+        "products not flat",
+        "attention reference",
+        "attention xla",
+        "scanned layers",
+    )
     more = [f"{rows[name]['processor (ms)'] / own['processor (ms)']:.2f}" for name in cases]
-    assert "times as much, with products that are not flat {}, with attention as the reference {}".format(*more[1:]) in page
+    assert (
+        "times as much, with products that are not flat {}, with attention as the reference {}".format(
+            *more[1:]
+        )
+        in page
+    )
     assert f"memory that is kept a step costs {more[0]} times" in page
     assert 'as `"xla"` {}, with scanned layers {}.'.format(*more[3:]) in page
     assert f"on two cores {own[clock]:.2f} x eager" in readme

@@ -16,7 +16,10 @@ def test_a_save_costs_what_steps_with_it_take_more_than_those_without():
     found = checkpoint.summary(plain, [5.3, 6.2, 9.3], 50, [100, 1000])
     assert found["a step (s)"] == 6 / 50 and found["a save (s)"] == pytest.approx(0.3)
     assert found["quartiles (s)"] == pytest.approx([0.2, 0.3])
-    assert found["overhead every 100 steps"] == "2.50%" and found["overhead every 1000 steps"] == "0.25%"
+    assert (
+        found["overhead every 100 steps"] == "2.50%"
+        and found["overhead every 1000 steps"] == "0.25%"
+    )
     assert found["under 3% from every"] == 84  # 0.3 s are 3% of the 10 s that 83.3 steps take
 
 
@@ -25,9 +28,12 @@ def test_a_save_that_costs_nothing_may_come_at_every_step():
     assert found["under 3% from every"] == 1 and found["overhead every 1 steps"].startswith("-")
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles a small model where that is quick")
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="compiles a small model where that is quick"
+)
 def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path):
-    jax.config.update("jax_disable_most_optimizations", True)  # compiles faster; conftest.py turns it off again
+    # compiles faster; conftest.py turns it off again
+    jax.config.update("jax_disable_most_optimizations", True)
     tiny = configuration(corpus(tmp_path / "text"))
     monkeypatch.setitem(configs.PRESETS, "cpu", lambda: settings.part_of_model(tiny))
     runs, train = [], checkpoint.trainer.train
@@ -35,18 +41,40 @@ def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path
     def noted(whole, folder, devices):
         whole.run.corpus = tiny.run.corpus
         ended = train(whole, folder, devices)
-        runs.append((whole.run.checkpoint_every, ended.step, sorted(path.name for path in (folder / "checkpoints").iterdir())))
+        runs.append(
+            (
+                whole.run.checkpoint_every,
+                ended.step,
+                sorted(path.name for path in (folder / "checkpoints").iterdir()),
+            )
+        )
         return ended
 
     monkeypatch.setattr(checkpoint.trainer, "train", noted)
-    monkeypatch.setattr(checkpoint.trainer.journal, "report", lambda folder: None)  # its pictures take their time
+    # its pictures take their time
+    monkeypatch.setattr(checkpoint.trainer.journal, "report", lambda folder: None)
     out, folder = tmp_path / "out", tmp_path / "runs"
     folder.mkdir()
-    given = ["--every", "3", "--saves", "2", "--repeats", "1", "--folder", str(folder), "--out", str(out)]
+    given = [
+        "--every",
+        "3",
+        "--saves",
+        "2",
+        "--repeats",
+        "1",
+        "--folder",
+        str(folder),
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr("sys.argv", ["benchmarks.checkpoint", *given])
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
         result = checkpoint.main()
-    assert result == json.loads(capsys.readouterr().out) == json.loads((out / "checkpoint.json").read_text())
+    assert (
+        result
+        == json.loads(capsys.readouterr().out)
+        == json.loads((out / "checkpoint.json").read_text())
+    )
     assert runs == 2 * [(10, 9, ["00000009"]), (3, 9, ["00000003", "00000006", "00000009"])]
     wall, cpu = result["rows"]
     assert wall["clock"] == "wall" and wall["a step (s)"] > 0 and cpu["a step (s)"] > 0

@@ -21,7 +21,11 @@ def test_ratios_are_those_of_one_round_so_a_round_that_is_slow_for_all_changes_n
     }
     rows = {row["step"]: row for row in torch_step.rows_of(times, tokens=100)}
     ours, dropping = rows["this library"], rows["this library, dropout 0.1"]
-    assert ours["x PyTorch"] == 2 and ours["quartiles"] == [2, 2] and ours["x PyTorch by the processor"] == 1.333
+    assert (
+        ours["x PyTorch"] == 2
+        and ours["quartiles"] == [2, 2]
+        and ours["x PyTorch by the processor"] == 1.333
+    )
     assert dropping["x PyTorch"] == 3  # of PyTorch's, which drops out as well
     assert ours["tokens/s"] == 100 and ours["ms"] == 1000 and ours["processor (ms)"] == 3000
 
@@ -40,13 +44,29 @@ def test_without_pytorch_it_says_how_to_get_it(monkeypatch, capsys):
     assert "pip install torch==" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed; the course does not need it")
-def test_the_model_in_pytorch_is_the_same_and_a_measurement_says_what_was_measured(monkeypatch, tmp_path):
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="PyTorch is not installed; the course does not need it",
+)
+def test_the_model_in_pytorch_is_the_same_and_a_measurement_says_what_was_measured(
+    monkeypatch, tmp_path
+):
     small = torch_step.model_of_6m()
-    small.model.update(num_layers=2, hidden_size=32, head_dim=8, max_seq_len=16, vocab_size=64, num_outputs=64)
+    small.model.update(
+        num_layers=2, hidden_size=32, head_dim=8, max_seq_len=16, vocab_size=64, num_outputs=64
+    )
     small.data.update(batch_size=2, seq_len=16)
     monkeypatch.setattr(torch_step, "model_of_6m", lambda: small)
-    arguments = ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--cases", "this library"]
+    arguments = [
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--cases",
+        "this library",
+    ]
     monkeypatch.setattr("sys.argv", ["benchmarks.torch_step", *arguments])
     assert torch_step.main() == 0
     found = json.loads((tmp_path / "torch_step.json").read_text())

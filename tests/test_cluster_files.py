@@ -1,4 +1,6 @@
-"""The launch files of docs/cluster call the program as it wants to be called, and their pages tell the truth."""
+"""The launch files of docs/cluster call the program as it wants to be called, and their pages
+tell the truth.
+"""
 
 import re
 import subprocess
@@ -20,7 +22,13 @@ def bash(tmp_path):
             (tmp_path / name).write_text("#!/bin/bash\n" + text)
             (tmp_path / name).chmod(0o755)
         env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environ}
-        return subprocess.run(["bash", FOLDER / file, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True)
+        return subprocess.run(
+            ["bash", FOLDER / file, *arguments],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
 
     return bash
 
@@ -36,14 +44,23 @@ def bash(tmp_path):
         ([1, 77], 2),
     ],
 )
-def test_slurm_starts_a_job_again_after_every_preemption_and_after_few_failures_in_a_row(bash, tmp_path, codes, starts):
+def test_slurm_starts_a_job_again_after_every_preemption_and_after_few_failures_in_a_row(
+    bash, tmp_path, codes, starts
+):
     programs = {"srun": 'echo "srun $*"; exit "$NEXT"', "scontrol": 'echo "scontrol $*"'}
     for number, code in enumerate(codes):
-        environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_RESTART_COUNT": str(number), "NEXT": str(code)}
+        environ = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_RESTART_COUNT": str(number),
+            "NEXT": str(code),
+        }
         environ["SLURM_CPUS_PER_TASK"] = "8"
         done = bash("slurm.sbatch", "--preset", "cpu", programs=programs, **environ)
         assert done.returncode == code and done.stderr == ""
-        assert "srun --cpus-per-task=8 python -u -m course_lib.train --preset cpu\n" in done.stdout
+        assert (
+            "srun --cpus-per-task=8 python -u -m course_lib.train --preset cpu\n" in done.stdout
+        )
         again = "scontrol requeue 7" in done.stdout
         assert again == (number + 1 < starts)
     assert not list(tmp_path.glob("*.failures"))
@@ -52,14 +69,31 @@ def test_slurm_starts_a_job_again_after_every_preemption_and_after_few_failures_
 def test_over_ssh_each_host_gets_its_number_and_the_first_is_where_they_meet(bash, tmp_path):
     program = 'echo "$(printf "<%s>" "$@")"'  # in one piece: two write at once
     programs = {"ssh": 'echo "at ${@: -2:1}"; exec bash -c "${@: -1}"', "program": program}
-    done = bash("ssh.sh", "a", "b", "--", "--run", "two words", programs=programs, PYTHON=str(tmp_path / "program"))
-    called = "<-u><-m><course_lib.train><--run><two words><--coordinator><a:12321><--process><{}><--processes><2>"
-    assert sorted(done.stdout.splitlines()) == sorted(["at a", "at b", called.format(0), called.format(1)])
+    done = bash(
+        "ssh.sh",
+        "a",
+        "b",
+        "--",
+        "--run",
+        "two words",
+        programs=programs,
+        PYTHON=str(tmp_path / "program"),
+    )
+    called = (
+        "<-u><-m><course_lib.train><--run><two"
+        " words><--coordinator><a:12321><--process><{}><--processes><2>"
+    )
+    assert sorted(done.stdout.splitlines()) == sorted(
+        ["at a", "at b", called.format(0), called.format(1)]
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_over_ssh_the_exit_code_is_that_of_the_process_that_failed(bash, tmp_path):
-    programs = {"ssh": 'exec bash -c "${@: -1}"', "program": '[[ "$*" != *"--process 0"* ]] || exit 76'}
+    programs = {
+        "ssh": 'exec bash -c "${@: -1}"',
+        "program": '[[ "$*" != *"--process 0"* ]] || exit 76',
+    }
     done = bash("ssh.sh", "a", "b", "--", programs=programs, PYTHON=str(tmp_path / "program"))
     assert done.returncode == 76
 
@@ -78,13 +112,26 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
     pod = spec["template"]["spec"]
     assert job["replicas"] == 1 and spec["completionMode"] == "Indexed"
     assert spec["parallelism"] == spec["completions"] > 1
-    assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"  # all start again together, or none
+    # all start again together, or none
+    assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert binding["subjects"][0]["name"] == account["metadata"]["name"] == pod["serviceAccountName"]
-    allowed = {(what, verb) for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]}
-    assert allowed == {("pods", "list"), ("jobs", "get")}  # what JAX's K8sCluster calls in a JobSet
+    assert (
+        binding["subjects"][0]["name"]
+        == account["metadata"]["name"]
+        == pod["serviceAccountName"]
+    )
+    allowed = {
+        (what, verb)
+        for rule in role["rules"]
+        for what in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    # what JAX's K8sCluster calls in a JobSet
+    assert allowed == {("pods", "list"), ("jobs", "get")}
     assert len({part["metadata"]["namespace"] for part in (account, role, binding, jobs)}) == 1
-    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    mounted = {
+        mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]
+    }
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     first = f"{jobs['metadata']['name']}-{job['name']}-0-0.{jobs['metadata']['name']}"
     assert (FOLDER / "kubernetes.md").read_text().count(first) == 2
@@ -102,7 +149,9 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
         (134, None),
     ],
 )
-def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not_tried_again(ended, action):
+def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not_tried_again(
+    ended, action
+):
     yaml = pytest.importorskip("yaml", reason="no PyYAML here: JupyterLab brings it")
     *_, jobs = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
     spec = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -110,22 +159,41 @@ def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not
 
     def message(index, rule):  # as Kubernetes' Job controller writes it, or None
         assert rule["action"] == "FailJob"
-        if any(each == {"type": ended, "status": "True"} for each in rule.get("onPodConditions", [])):
-            return f"Pod default/train-host-0-1-x has condition {ended} matching FailJob rule at index {index}"
-        codes = rule.get("onExitCodes", {"containerName": train["name"], "operator": "In", "values": []})
+        if any(
+            each == {"type": ended, "status": "True"}
+            for each in rule.get("onPodConditions", [])
+        ):
+            return (
+                f"Pod default/train-host-0-1-x has condition {ended} matching FailJob rule at"
+                f" index {index}"
+            )
+        codes = rule.get(
+            "onExitCodes", {"containerName": train["name"], "operator": "In", "values": []}
+        )
         assert (codes["containerName"], codes["operator"]) == (train["name"], "In")
         if ended in codes["values"]:
-            return f"Container train for pod default/x failed with exit code {ended} matching FailJob rule at index {index}"
+            return (
+                f"Container train for pod default/x failed with exit code {ended} matching"
+                f" FailJob rule at index {index}"
+            )
         return None
 
-    messages = [found for number in enumerate(spec["podFailurePolicy"]["rules"]) if (found := message(*number))]
+    messages = [
+        found
+        for number in enumerate(spec["podFailurePolicy"]["rules"])
+        if (found := message(*number))
+    ]
     reason = "PodFailurePolicy" if messages else "BackoffLimitExceeded"
     taken = [
         rule["action"]
         for rule in jobs["spec"]["failurePolicy"]["rules"]
-        if reason in rule["onJobFailureReasons"] and any(re.search(p, messages[0]) for p in rule["onJobFailureMessagePatterns"])
+        if reason in rule["onJobFailureReasons"]
+        and any(re.search(p, messages[0]) for p in rule["onJobFailureMessagePatterns"])
     ]
-    assert taken[:1] == ([action] if action else []) and jobs["spec"]["failurePolicy"]["maxRestarts"] > 0
+    assert (
+        taken[:1] == ([action] if action else [])
+        and jobs["spec"]["failurePolicy"]["maxRestarts"] > 0
+    )
 
 
 def test_the_page_says_how_long_it_takes_and_which_exit_code_it_is():

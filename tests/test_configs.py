@@ -9,11 +9,36 @@ from course_lib.measure import hardware
 def test_the_155m_preset_is_the_published_configuration():
     preset = configs.get("155m")
     model, optimizer = preset.model, preset.optimizer
-    assert (model.num_layers, model.hidden_size, model.head_dim, model.num_heads) == (12, 1024, 128, 8)
-    assert (model.mlp_expansion, model.vocab_size, model.max_seq_len, model.dropout_rate) == (4, 2048, 512, 0.1)
-    assert (model.dtype, model.softmax_dtype, model.scan_layers, model.remat) == ("bfloat16", "float32", True, ("MLP", "Attn"))
-    assert (optimizer.name, optimizer.learning_rate, optimizer.warmup_steps, optimizer.decay_rate) == ("adam", 4e-4, 10, 0.99)
-    assert (preset.data.batch_size, preset.data.seq_len, preset.training.num_minibatches, preset.seed) == (64, 512, 4, 42)
+    assert (model.num_layers, model.hidden_size, model.head_dim, model.num_heads) == (
+        12,
+        1024,
+        128,
+        8,
+    )
+    assert (model.mlp_expansion, model.vocab_size, model.max_seq_len, model.dropout_rate) == (
+        4,
+        2048,
+        512,
+        0.1,
+    )
+    assert (model.dtype, model.softmax_dtype, model.scan_layers, model.remat) == (
+        "bfloat16",
+        "float32",
+        True,
+        ("MLP", "Attn"),
+    )
+    assert (
+        optimizer.name,
+        optimizer.learning_rate,
+        optimizer.warmup_steps,
+        optimizer.decay_rate,
+    ) == ("adam", 4e-4, 10, 0.99)
+    assert (
+        preset.data.batch_size,
+        preset.data.seq_len,
+        preset.training.num_minibatches,
+        preset.seed,
+    ) == (64, 512, 4, 42)
 
 
 @pytest.mark.parametrize("name", configs.PRESETS)
@@ -28,7 +53,9 @@ def test_a_preset_is_a_copy():
 
 
 def test_an_unknown_preset_is_refused_with_the_names_that_exist():
-    with pytest.raises(ValueError, match=r"preset='200m' must be one of \['155m', 'cpu', 't4', '80gb'\]"):
+    with pytest.raises(
+        ValueError, match=r"preset='200m' must be one of \['155m', 'cpu', 't4', '80gb'\]"
+    ):
         configs.get("200m")
 
 
@@ -41,7 +68,9 @@ def test_a_misspelt_field_is_refused_however_it_came_in():
     whole = configs.get("cpu")
     with whole.unlocked():
         whole.model.remats = ("MLP",)
-    with pytest.raises(ValueError, match=r"model.remats=\('MLP',\) is no field .* did you mean model.remat\?"):
+    with pytest.raises(
+        ValueError, match=r"model.remats=\('MLP',\) is no field .* did you mean model.remat\?"
+    ):
         configs.check(whole)
 
 
@@ -78,7 +107,9 @@ def test_a_missing_field_is_refused():
         ("training.loss_scale", "big", "loss_scale='big' must be one of"),
     ],
 )
-def test_an_impossible_value_is_refused_with_the_field_the_value_and_the_fix(field, value, message):
+def test_an_impossible_value_is_refused_with_the_field_the_value_and_the_fix(
+    field, value, message
+):
     whole = configs.get("cpu")
     whole.update_from_flattened_dict({field: value})
     with pytest.raises(ValueError, match=message):
@@ -88,7 +119,9 @@ def test_an_impossible_value_is_refused_with_the_field_the_value_and_the_fix(fie
 def test_a_value_of_another_type_is_refused():
     whole = configs.get("cpu").to_dict()
     whole["training"]["donate"] = "yes"
-    with pytest.raises(ValueError, match="training.donate='yes' must be of type bool, as in True"):
+    with pytest.raises(
+        ValueError, match="training.donate='yes' must be of type bool, as in True"
+    ):
         configs.check(configs.ConfigDict(whole))
 
 
@@ -101,7 +134,9 @@ def test_attention_is_checked_against_the_accelerator_if_one_is_given():
         configs.check(whole, hardware.get("t4"))
 
 
-@pytest.mark.parametrize("name", [name for name, preset in configs.PRESETS.items() if preset().training.steps >= 100])
+@pytest.mark.parametrize(
+    "name", [name for name, preset in configs.PRESETS.items() if preset().training.steps >= 100]
+)
 def test_a_preset_still_learns_halfway(name):
     preset = configs.get(name)
     schedule = optimizers.SCHEDULES[preset.optimizer.schedule](preset.optimizer)
@@ -111,17 +146,48 @@ def test_a_preset_still_learns_halfway(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.attention": "pallas", "data.seq_len": 200}, "seq_len=200 must be a multiple of 128 for attention='pallas'"),
-        ({"model.attention": "cudnn", "model.dtype": "float32"}, "dtype='float32' must be .* for attention='cudnn'"),
-        ({"model.attention": "xla", "model.softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16' must be 'float32'"),
-        ({"model.remat": ("Attn",), "model.remat_policy": "names", "model.remat_names": ("mlp_hidden",)}, "must hold 'MLP' or"),
+        (
+            {"model.attention": "pallas", "data.seq_len": 200},
+            "seq_len=200 must be a multiple of 128 for attention='pallas'",
+        ),
+        (
+            {"model.attention": "cudnn", "model.dtype": "float32"},
+            "dtype='float32' must be .* for attention='cudnn'",
+        ),
+        (
+            {"model.attention": "xla", "model.softmax_dtype": "bfloat16"},
+            "softmax_dtype='bfloat16' must be 'float32'",
+        ),
+        (
+            {
+                "model.remat": ("Attn",),
+                "model.remat_policy": "names",
+                "model.remat_names": ("mlp_hidden",),
+            },
+            "must hold 'MLP' or",
+        ),
         ({"model.dtype": "float16"}, "training.loss_scale='none' must be"),
-        ({"optimizer.weight_decay": 0.1}, "optimizer.weight_decay=0.1 must be 0 for optimizer.name='adam'"),
-        ({"optimizer.schedule": "warmup_cosine", "optimizer.warmup_steps": 2000}, "warmup_steps=2000 must be under"),
-        ({"optimizer.schedule": "warmup_cosine", "training.steps": 1001}, "training.steps=1001 must be at most .*=1000: "),
+        (
+            {"optimizer.weight_decay": 0.1},
+            "optimizer.weight_decay=0.1 must be 0 for optimizer.name='adam'",
+        ),
+        (
+            {"optimizer.schedule": "warmup_cosine", "optimizer.warmup_steps": 2000},
+            "warmup_steps=2000 must be under",
+        ),
+        (
+            {"optimizer.schedule": "warmup_cosine", "training.steps": 1001},
+            "training.steps=1001 must be at most .*=1000: ",
+        ),
         ({"optimizer.decay_rate": 1.5}, r"optimizer.decay_rate=1.5 must be in \(0, 1\]"),
-        ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf must be positive and finite"),
-        ({"optimizer.clip_norm": float("nan")}, "optimizer.clip_norm=nan must not be negative, infinite or NaN"),
+        (
+            {"optimizer.learning_rate": float("inf")},
+            "optimizer.learning_rate=inf must be positive and finite",
+        ),
+        (
+            {"optimizer.clip_norm": float("nan")},
+            "optimizer.clip_norm=nan must not be negative, infinite or NaN",
+        ),
     ],
 )
 def test_values_that_undo_each_other_or_change_nothing_are_refused(changes, message):

@@ -40,7 +40,13 @@ def test_a_part_that_a_killed_writer_left_goes_and_one_that_is_being_written_sta
         first.write(b"first")
     assert path.read_bytes() == b"first"
     left = {found.name for found in tmp_path.iterdir()}
-    assert left == {"file", "file.young.part", "other.part", "file.part.txt", "filex.killed.part"}
+    assert left == {
+        "file",
+        "file.young.part",
+        "other.part",
+        "file.part.txt",
+        "filex.killed.part",
+    }
 
 
 def test_other_users_may_read_what_one_wrote(tmp_path):
@@ -49,8 +55,12 @@ def test_other_users_may_read_what_one_wrote(tmp_path):
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.parametrize("number, of_folders", [(errno.EINVAL, "left to itself"), (errno.EIO, "refused")])
-def test_a_file_system_that_syncs_no_folders_is_left_to_itself_but_no_error_is(tmp_path, monkeypatch, number, of_folders):
+@pytest.mark.parametrize(
+    "number, of_folders", [(errno.EINVAL, "left to itself"), (errno.EIO, "refused")]
+)
+def test_a_file_system_that_syncs_no_folders_is_left_to_itself_but_no_error_is(
+    tmp_path, monkeypatch, number, of_folders
+):
     def fails(file):
         raise OSError(number, os.strerror(number))
 
@@ -77,7 +87,10 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
 
 def test_a_folder_is_held_by_one_at_a_time(tmp_path):
     with files.locked(tmp_path / "run"):
-        with pytest.raises(BlockingIOError, match="run is in use by another process"), files.locked(tmp_path / "run"):
+        with (
+            pytest.raises(BlockingIOError, match="run is in use by another process"),
+            files.locked(tmp_path / "run"),
+        ):
             pass
     with files.locked(tmp_path / "run"):
         pass
@@ -87,7 +100,9 @@ def test_what_a_file_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monke
     done = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given, name=name, real=real: (done.append(name), real(*given))[1])
+        monkeypatch.setattr(
+            os, name, lambda *given, name=name, real=real: (done.append(name), real(*given))[1]
+        )
     with files.whole_file(tmp_path / "file") as file:
         file.write(b"whole")
     assert done == ["fsync", "replace"]
@@ -104,5 +119,7 @@ def test_where_no_locks_are_to_be_had_a_folder_is_held_by_all(tmp_path, monkeypa
 
 def test_a_name_that_is_not_utf_8_is_refused():
     files.check_name("ä")
-    with pytest.raises(ValueError, match=r"'/a/\\udcff' has a name that is not UTF-8; rename it"):
+    with pytest.raises(
+        ValueError, match=r"'/a/\\udcff' has a name that is not UTF-8; rename it"
+    ):
         files.check_name(os.fsdecode(b"/a/\xff"))

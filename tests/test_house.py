@@ -13,7 +13,9 @@ PACKAGE = ROOT / "course_lib"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 LONGEST_FILE = 300
 MODULES = sorted(
-    path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    path.stem
+    for path in PACKAGE.iterdir()
+    if path.suffix == ".py" or (path / "__init__.py").exists()
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -21,13 +23,21 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 def floors() -> dict[str, int]:
     """Returns each module's floor, from the table in docs/design.md."""
     rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", DESIGN, re.M)
-    return {module: int(floor) for floor, modules in rows for module in re.findall(r"`(\w+)`", modules)}
+    return {
+        module: int(floor)
+        for floor, modules in rows
+        for module in re.findall(r"`(\w+)`", modules)
+    }
 
 
 def exceptions() -> set[tuple[str, str]]:
-    """Returns the pairs on one floor of which docs/design.md says that one reads the other: "`a` reads `b` and `c`"."""
+    """Returns the pairs on one floor of which docs/design.md says that one reads the other:
+    "`a` reads `b` and `c`".
+    """
     found = re.findall(r"`(\w+)` reads ((?:`\w+`(?:, | and )?)+)", DESIGN)
-    return {(reader, read) for reader, others in found for read in re.findall(r"`(\w+)`", others)}
+    return {
+        (reader, read) for reader, others in found for read in re.findall(r"`(\w+)`", others)
+    }
 
 
 def files_of(module: str) -> list[Path]:
@@ -38,7 +48,9 @@ def files_of(module: str) -> list[Path]:
 def imports(module: str) -> set[str]:
     """Returns the modules of course_lib that a module imports, at its top or inside a function."""
     found = set()
-    for node in (node for file in files_of(module) for node in ast.walk(ast.parse(file.read_text()))):
+    for node in (
+        node for file in files_of(module) for node in ast.walk(ast.parse(file.read_text()))
+    ):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -59,15 +71,22 @@ def test_imports_point_down(module):
     floor = floors()
     for other in imports(module):
         if (module, other) not in exceptions():
-            assert floor[other] < floor[module], f"{module} imports {other}: floors {floor[module]}, {floor[other]}"
+            assert floor[other] < floor[module], (
+                f"{module} imports {other}: floors {floor[module]}, {floor[other]}"
+            )
 
 
 def test_importing_the_package_imports_no_jax_and_none_of_its_modules_but_the_one_for_flags():
     assert imports("__init__") == {"xla_flags"}
     imported = subprocess.run(
-        [sys.executable, "-c", "import sys, course_lib; print(*sys.modules)"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "import sys, course_lib; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
-    assert [name for name in imported if name.startswith("course_lib.")] == ["course_lib.xla_flags"]
+    assert [name for name in imported if name.startswith("course_lib.")] == [
+        "course_lib.xla_flags"
+    ]
     assert "jax" not in imported and "numpy" not in imported
 
 
@@ -86,11 +105,17 @@ def test_everything_public_says_what_it_is(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
     overrides = {"setup", "__call__"}  # what Flax calls: the class says what it does
-    silent = [node.name for node in public if not ast.get_docstring(node) and node.name not in overrides]
+    silent = [
+        node.name
+        for node in public
+        if not ast.get_docstring(node) and node.name not in overrides
+    ]
     assert ast.get_docstring(tree), "a file opens with what it is"
     assert not silent
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
 def test_every_module_has_its_tests(module):
-    assert (ROOT / "tests" / f"test_{module}.py").exists() or list((ROOT / "tests").glob(f"test_{module}_*.py"))
+    assert (ROOT / "tests" / f"test_{module}.py").exists() or list(
+        (ROOT / "tests").glob(f"test_{module}_*.py")
+    )

@@ -1,7 +1,7 @@
 """The notebooks as they are stored: run in one go, tagged, and laid out as docs/design.md says.
 
-What they print is compared by `pytest --nbval notebooks`, which passes over cells that were never run; that is caught
-here.
+What they print is compared by `pytest --nbval notebooks`, which passes over cells that were
+never run; that is caught here.
 """
 
 import importlib
@@ -31,9 +31,20 @@ NAMES = [
 ]
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
 CLOSING = ["Summary", "Exercises", "References"]
-# Folders of one machine: everybody's, and this one's. /tmp and site-packages would be another machine's noise too.
-FOLDERS = {"/home", "/Users", "/tmp", "/usr/lib", "/var", str(Path.home()), str(Path(__file__).parents[2])} - {"/"}
-MACHINE = re.compile(rf"ipykernel_\d+|(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/\w|site-packages")
+# Folders of one machine: everybody's, and this one's. /tmp and site-packages would be another
+# machine's noise too.
+FOLDERS = {
+    "/home",
+    "/Users",
+    "/tmp",
+    "/usr/lib",
+    "/var",
+    str(Path.home()),
+    str(Path(__file__).parents[2]),
+} - {"/"}
+MACHINE = re.compile(
+    rf"ipykernel_\d+|(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/\w|site-packages"
+)
 MOST_BYTES = 1_000_000
 
 each = pytest.mark.parametrize("name", NAMES)
@@ -52,7 +63,12 @@ def tags(cell):
 
 
 def output_text(output):
-    return "".join([output.get("text", ""), *(v for k, v in output.get("data", {}).items() if k.startswith("text/"))])
+    return "".join(
+        [
+            output.get("text", ""),
+            *(v for k, v in output.get("data", {}).items() if k.startswith("text/")),
+        ]
+    )
 
 
 def test_there_are_these_notebooks_and_no_others():
@@ -70,7 +86,11 @@ def test_it_was_run_from_top_to_bottom(name):
 @each
 def test_it_runs_in_any_jupyter(name):
     metadata = read(name).metadata
-    assert metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert metadata.kernelspec == {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
     assert set(metadata) == {"kernelspec", "language_info"}
     assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
 
@@ -92,7 +112,9 @@ def test_it_fails_only_where_the_lesson_is_the_error(name):
 @each
 def test_nothing_was_written_to_stderr(name):
     for cell in code_cells(name):
-        assert not [output.text for output in cell.outputs if output.get("name") == "stderr"], cell.source
+        assert not [output.text for output in cell.outputs if output.get("name") == "stderr"], (
+            cell.source
+        )
 
 
 @each
@@ -113,13 +135,19 @@ def test_it_opens_with_title_badge_and_set_up(name):
     title, *_ = read(name).cells
     badge, setup = stamp.notebook_texts(f"{name}.ipynb", stamp.repository())
     first = code_cells(name)[0]
-    assert title.cell_type == "markdown" and title.source.startswith("# ") and badge in title.source, "run make badges"
+    assert (
+        title.cell_type == "markdown"
+        and title.source.startswith("# ")
+        and badge in title.source
+    ), "run make badges"
     assert first.source == setup and tags(first) == {"nbval-ignore-output"}, "run make badges"
 
 
 @each
 def test_it_closes_with_summary_exercises_references(name):
-    markdown = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
+    markdown = "\n".join(
+        cell.source for cell in read(name).cells if cell.cell_type == "markdown"
+    )
     headings = re.findall(r"^## (.*)$", markdown, re.M)
     assert headings[-3:] == CLOSING
     exercises = markdown[markdown.index("## Exercises") : markdown.index("## References")]
@@ -131,15 +159,28 @@ def test_it_closes_with_summary_exercises_references(name):
 @each
 def test_it_shows_pictures_and_asserts_its_claims(name):
     cells = code_cells(name)
-    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
-    assert any(re.search(r"^\s*assert |assert_allclose|assert_array_equal", cell.source, re.M) for cell in cells)
+    assert any(
+        "image/png" in output.get("data", {}) for cell in cells for output in cell.outputs
+    )
+    assert any(
+        re.search(r"^\s*assert |assert_allclose|assert_array_equal", cell.source, re.M)
+        for cell in cells
+    )
 
 
 @each
 def test_it_shows_the_library_instead_of_repeating_it(name):
     """What it could import it does not define again."""
     code = "\n".join(cell.source for cell in code_cells(name))
-    imported = {module for line in re.findall(r"^from course_lib import (.*)$", code, re.M) for module in line.split(", ")}
-    library = {public for module in imported for public in dir(importlib.import_module(f"course_lib.{module}"))}
+    imported = {
+        module
+        for line in re.findall(r"^from course_lib import (.*)$", code, re.M)
+        for module in line.split(", ")
+    }
+    library = {
+        public
+        for module in imported
+        for public in dir(importlib.import_module(f"course_lib.{module}"))
+    }
     assert not set(re.findall(r"^(?:def|class) (\w+)", code, re.M)) & library
     assert "notebook.source(" in code

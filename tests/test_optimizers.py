@@ -19,7 +19,8 @@ def moves(config, grads):
     optimizer = optimizers.from_config(config)
     param, moves = jnp.ones(()), []
     state = optimizer.init(param)
-    with jax.numpy_dtype_promotion("standard"):  # Optax raises a float to the power of an int32 step count
+    # Optax raises a float to the power of an int32 step count
+    with jax.numpy_dtype_promotion("standard"):
         for grad in grads:
             update, state = optimizer.update(jnp.float32(grad), state, param)
             moves.append(float(update))
@@ -36,7 +37,12 @@ def moves(config, grads):
 )
 def test_the_rate_follows_the_schedule(schedule, rates):
     config = example_config(
-        name="sgd", schedule=schedule, learning_rate=0.1, warmup_steps=4, decay_rate=0.5, total_steps=6
+        name="sgd",
+        schedule=schedule,
+        learning_rate=0.1,
+        warmup_steps=4,
+        decay_rate=0.5,
+        total_steps=6,
     )
     np.testing.assert_allclose(moves(config, [1.0] * 7), -np.array(rates), atol=1e-8)
 
@@ -55,17 +61,25 @@ def test_adam_divides_the_mean_gradient_by_the_root_of_its_mean_square(name):
 def test_weight_decay_pulls_a_parameter_towards_zero_without_any_gradient():
     options = dict(schedule="constant", learning_rate=0.1, weight_decay=0.5)
     assert moves(example_config(name="adam", **options), [0.0]) == [0.0]
-    np.testing.assert_allclose(moves(example_config(name="adamw", **options), [0.0]), [-0.05], rtol=1e-6)
+    np.testing.assert_allclose(
+        moves(example_config(name="adamw", **options), [0.0]), [-0.05], rtol=1e-6
+    )
 
 
 def test_a_norm_is_clipped_before_the_update():
     options = dict(name="sgd", schedule="constant", learning_rate=0.1)
-    np.testing.assert_allclose(moves(example_config(clip_norm=2.0, **options), [8.0, 1.0]), [-0.2, -0.1], rtol=1e-6)
-    np.testing.assert_allclose(moves(example_config(clip_norm=0.0, **options), [8.0]), [-0.8], rtol=1e-6)
+    np.testing.assert_allclose(
+        moves(example_config(clip_norm=2.0, **options), [8.0, 1.0]), [-0.2, -0.1], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        moves(example_config(clip_norm=0.0, **options), [8.0]), [-0.8], rtol=1e-6
+    )
 
 
 def test_names_that_do_not_exist_are_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"optimizer.name='adma' must be one of \['sgd', 'adam', 'adamw'\]"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.name='adma' must be one of \['sgd', 'adam', 'adamw'\]"
+    ):
         optimizers.from_config(example_config(name="adma"))
     with pytest.raises(ValueError, match="optimizer.schedule='cosine' must be one of"):
         optimizers.from_config(example_config(schedule="cosine"))

@@ -1,4 +1,6 @@
-"""Everything that says which versions, which files and which address agrees with pyproject.toml."""
+"""Everything that says which versions, which files and which address agrees with
+pyproject.toml.
+"""
 
 import re
 import shlex
@@ -21,16 +23,23 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-SETS = {name: sync_environment.pins(ROOT / "requirements" / f"{name}.txt") for name in ("py311", "py312", "oldest")}
+SETS = {
+    name: sync_environment.pins(ROOT / "requirements" / f"{name}.txt")
+    for name in ("py311", "py312", "oldest")
+}
 ADDRESSES = re.compile(r"https?://\S+|--(?:extra-)?index-url|--find-links|@ |file:")
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_exact_versions_lie_in_the_ranges(name):
     wanted = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"]
-    for requirement in map(Requirement, wanted + (EXTRAS["virtual"] if name != "oldest" else [])):
+    for requirement in map(
+        Requirement, wanted + (EXTRAS["virtual"] if name != "oldest" else [])
+    ):
         (exact,) = SETS[name][canonicalize_name(requirement.name)].specifier
-        assert exact.operator == "==" and exact.version in requirement.specifier, str(requirement)
+        assert exact.operator == "==" and exact.version in requirement.specifier, str(
+            requirement
+        )
 
 
 def test_the_oldest_set_is_the_lower_bounds():
@@ -42,29 +51,48 @@ def test_the_oldest_set_is_the_lower_bounds():
 @pytest.mark.parametrize("name", ["py311", "py312"])
 def test_the_cuda_plugin_is_of_jaxs_version_and_only_where_it_runs(name):
     pins = SETS[name]
-    assert pins["jax-cuda13-plugin"].specifier == pins["jax-cuda13-pjrt"].specifier == pins["jax"].specifier
+    assert (
+        pins["jax-cuda13-plugin"].specifier
+        == pins["jax-cuda13-pjrt"].specifier
+        == pins["jax"].specifier
+    )
     for wheel in ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm"):
-        assert pins[wheel].marker.evaluate({"sys_platform": "linux", "platform_machine": "x86_64"})
-        assert not pins[wheel].marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"})
-    assert not any("cudnn" in pin or "cublas" in pin for pin in pins), "the compiler alone, not gigabytes of CUDA"
+        assert pins[wheel].marker.evaluate(
+            {"sys_platform": "linux", "platform_machine": "x86_64"}
+        )
+        assert not pins[wheel].marker.evaluate(
+            {"sys_platform": "darwin", "platform_machine": "arm64"}
+        )
+    assert not any("cudnn" in pin or "cublas" in pin for pin in pins), (
+        "the compiler alone, not gigabytes of CUDA"
+    )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem
+)
 def test_requirements_name_no_index_and_no_address(path):
     assert not ADDRESSES.findall(path.read_text())
 
 
 def test_environment_yml_is_in_step():
-    assert (ROOT / "environment.yml").read_text() == sync_environment.environment(), "run make environment"
+    assert (ROOT / "environment.yml").read_text() == sync_environment.environment(), (
+        "run make environment"
+    )
 
 
 def test_plain_metadata_has_ranges_not_exact_versions():
     for requirement in map(Requirement, PROJECT["dependencies"]):
-        assert not any(specifier.operator in ("==", "===", "~=") for specifier in requirement.specifier), requirement
+        assert not any(
+            specifier.operator in ("==", "===", "~=") for specifier in requirement.specifier
+        ), requirement
 
 
 def test_what_colab_installs_brings_no_jax_of_its_own():
-    lacks = {canonicalize_name(Requirement(word).name) for word in shlex.split(stamp.COLAB_LACKS + stamp.PROGRAM_LACKS)}
+    lacks = {
+        canonicalize_name(Requirement(word).name)
+        for word in shlex.split(stamp.COLAB_LACKS + stamp.PROGRAM_LACKS)
+    }
     assert lacks < {canonicalize_name(Requirement(r).name) for r in PROJECT["dependencies"]}
     assert not lacks & {"jax", "jaxlib", "flax", "optax", "numpy"}
     assert "--no-deps" in stamp.SETUP
@@ -73,15 +101,25 @@ def test_what_colab_installs_brings_no_jax_of_its_own():
 def test_the_set_up_checks_for_the_oldest_jax_that_is_allowed():
     from course_lib.show import notebook
 
-    (jax,) = [requirement for requirement in map(Requirement, PROJECT["dependencies"]) if requirement.name == "jax"]
+    (jax,) = [
+        requirement
+        for requirement in map(Requirement, PROJECT["dependencies"])
+        if requirement.name == "jax"
+    ]
     assert f">={notebook.OLDEST_JAX}" in map(str, jax.specifier)
 
 
 def test_data_files_travel_with_the_package():
     package = ROOT / "course_lib"
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["course_lib"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["course_lib"]
     carried = {file for pattern in patterns for file in package.glob(pattern)}
-    data = {f for f in package.rglob("*") if f.is_file() and f.suffix != ".py" and f.parent.name != "__pycache__"}
+    data = {
+        f
+        for f in package.rglob("*")
+        if f.is_file() and f.suffix != ".py" and f.parent.name != "__pycache__"
+    }
     assert data and data <= carried, f"not in the wheel: {sorted(map(str, data - carried))}"
 
 
@@ -91,36 +129,56 @@ def test_this_environment_has_what_the_project_asks_for():
 
 def test_the_readme_links_to_the_projects_own_address():
     readme, repo = (ROOT / "README.md").read_text(), stamp.repository()
-    linked = set(re.findall(r"colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob", readme))
+    linked = set(
+        re.findall(r"colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob", readme)
+    )
     assert linked <= {repo}, "run make badges"
     assert f"git clone https://github.com/{repo}.git" in readme, "run make badges"
 
 
 def test_a_new_address_reaches_every_link_of_the_readme():
-    text = "https://github.com/OWNER/REPO.git https://colab.research.google.com/github/OWNER/REPO/blob/main/x.ipynb"
-    moved = "https://github.com/ada/course.git https://colab.research.google.com/github/ada/course/blob/main/x.ipynb"
+    text = (
+        "https://github.com/OWNER/REPO.git"
+        " https://colab.research.google.com/github/OWNER/REPO/blob/main/x.ipynb"
+    )
+    moved = (
+        "https://github.com/ada/course.git"
+        " https://colab.research.google.com/github/ada/course/blob/main/x.ipynb"
+    )
     assert stamp.readme_with(text, "OWNER/REPO", "ada/course") == moved
-    assert stamp.readme_with("https://github.com/OWNER/REPO2", "OWNER/REPO", "ada/course").endswith("OWNER/REPO2")
+    assert stamp.readme_with(
+        "https://github.com/OWNER/REPO2", "OWNER/REPO", "ada/course"
+    ).endswith("OWNER/REPO2")
 
 
 def test_stamping_twice_is_stamping_once():
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Title\n\nWhat it is.")])
+    nb = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_markdown_cell("# Title\n\nWhat it is.")]
+    )
     stamp.stamp_notebook(nb, "01_x.ipynb", "ada/course")
     first = nbformat.writes(nb)
     stamp.stamp_notebook(nb, "01_x.ipynb", "ada/course")
     assert nbformat.writes(nb) == first
-    assert nb.cells[0].source.startswith("# Title\n\n[![Open In Colab]") and nb.cells[0].source.endswith("What it is.")
+    assert nb.cells[0].source.startswith("# Title\n\n[![Open In Colab]") and nb.cells[
+        0
+    ].source.endswith("What it is.")
     assert "git+https://github.com/ada/course" in nb.cells[1].source
     stamp.stamp_notebook(nb, "01_x.ipynb", "bob/course")
     assert "ada/course" not in nbformat.writes(nb)
 
 
 def test_part_two_sets_up_eight_devices_before_jax_starts_and_part_one_one():
-    (_, one), (_, eight) = (stamp.notebook_texts(name, "ada/course") for name in ("06_x.ipynb", "07_x.ipynb"))
+    (_, one), (_, eight) = (
+        stamp.notebook_texts(name, "ada/course") for name in ("06_x.ipynb", "07_x.ipynb")
+    )
     assert "simulate" not in one
     lines = [line for line in eight.splitlines() if not line.startswith("#")]
     extra = [line for line in lines if line not in one.splitlines()]
-    assert extra[0] == "from course_lib.many_devices import meshes" and extra[1].startswith("meshes.simulate(8)") and len(extra) == 2
+    assert (
+        extra[0] == "from course_lib.many_devices import meshes"
+        and extra[1].startswith("meshes.simulate(8)")
+        and len(extra) == 2
+    )
     assert lines.index(extra[1]) < lines.index("notebook.setup()") == len(lines) - 1
 
 
@@ -136,4 +194,6 @@ def test_the_installed_version_is_the_packages_own():
 
 def test_the_readmes_picture_shows_the_recorded_rows():
     with PIL.Image.open(ROOT / "docs" / "case_study.png") as picture:
-        assert picture.text["Description"] == draw_case_study.digest(), "run tools/draw_case_study.py"
+        assert picture.text["Description"] == draw_case_study.digest(), (
+            "run tools/draw_case_study.py"
+        )

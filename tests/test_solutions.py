@@ -1,4 +1,6 @@
-"""The folded solutions of the notebooks' exercises run, each in a fresh namespace, and their asserts hold."""
+"""The folded solutions of the notebooks' exercises run, each in a fresh namespace, and their
+asserts hold.
+"""
 
 import pathlib
 import re
@@ -13,7 +15,11 @@ CODE = re.compile(r"```python\n(.*?)```", re.S)
 
 def solutions(path: pathlib.Path) -> list[str]:
     """Returns the code of each folded solution of a notebook, in order."""
-    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    text = "\n".join(
+        cell.source
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "markdown"
+    )
     return ["\n".join(CODE.findall(solution)) for solution in SOLUTION.findall(text)]
 
 
@@ -27,4 +33,7 @@ def test_every_notebook_has_three_exercises_with_solutions_that_check_themselves
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_solution_runs_and_its_assert_holds(path, number):
-    exec(compile(solutions(path)[number - 1], f"{path.name}, solution {number}", "exec"), {"__name__": "solution"})
+    exec(
+        compile(solutions(path)[number - 1], f"{path.name}, solution {number}", "exec"),
+        {"__name__": "solution"},
+    )

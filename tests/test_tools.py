@@ -8,13 +8,17 @@ from nbclient.exceptions import CellExecutionError
 
 def write(path, *sources, tags=()):
     cells = [nbformat.v4.new_markdown_cell("# Toy")]
-    cells += [nbformat.v4.new_code_cell(source, metadata={"tags": list(tags)} if tags else {}) for source in sources]
+    cells += [
+        nbformat.v4.new_code_cell(source, metadata={"tags": list(tags)} if tags else {})
+        for source in sources
+    ]
     path.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=cells)))
 
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr(execute_notebooks.stamp, "stamp_notebook", lambda nb, name, repo: None)  # its set-up takes seconds
+    # its set-up takes seconds
+    monkeypatch.setattr(execute_notebooks.stamp, "stamp_notebook", lambda nb, name, repo: None)
     return tmp_path / "toy.ipynb"
 
 

@@ -18,7 +18,9 @@ CLASSES, WIDTH, EXAMPLES = 7, 16, 24
 
 
 def apply_fn(params, inputs, rng=None):
-    """A model is a function of its parameters, from wherever it comes; without a key it has no dropout."""
+    """A model is a function of its parameters, from wherever it comes; without a key it has no
+    dropout.
+    """
     x = jnp.tanh(inputs @ params["hidden"])
     if rng is not None:
         x = jnp.where(jax.random.bernoulli(rng, 0.9, x.shape), x, 0)
@@ -26,22 +28,35 @@ def apply_fn(params, inputs, rng=None):
 
 
 LOSS_FN = training.classification_loss(apply_fn)
-WITHOUT_DROPOUT = training.classification_loss(lambda params, inputs, rng: apply_fn(params, inputs))
+WITHOUT_DROPOUT = training.classification_loss(
+    lambda params, inputs, rng: apply_fn(params, inputs)
+)
 SGD, ADAM = optax.sgd(0.1), optax.adam(1e-2)
 
 
 def example_batch(weights=None, scale=1.0):
     inputs = scale * jax.random.normal(jax.random.key(1), (EXAMPLES, WIDTH))
     labels = jax.random.randint(jax.random.key(2), (EXAMPLES,), 0, CLASSES)
-    return Batch(inputs, labels, jnp.ones(EXAMPLES) if weights is None else jnp.asarray(weights, jnp.float32))
+    return Batch(
+        inputs,
+        labels,
+        jnp.ones(EXAMPLES) if weights is None else jnp.asarray(weights, jnp.float32),
+    )
 
 
 def example_state(optimizer, loss_scale=None):
     hidden, output = jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH)) / WIDTH**0.5
-    return training.init_state({"hidden": hidden, "output": output[:, :CLASSES]}, optimizer, jax.random.key(3), loss_scale)
+    return training.init_state(
+        {"hidden": hidden, "output": output[:, :CLASSES]},
+        optimizer,
+        jax.random.key(3),
+        loss_scale,
+    )
 
 
-@functools.cache  # tests that ask for the same step share its compilation; not donated, so that states can be compared
+# tests that ask for the same step share its compilation; not donated, so that states can be
+# compared
+@functools.cache
 def train_step(loss_fn, optimizer, **options):
     return training.make_train_step(loss_fn, optimizer, donate=False, **options)
 
@@ -75,12 +90,17 @@ def test_the_loss_is_the_weighted_mean_of_the_cross_entropy_by_hand():
 def test_metrics_are_float32_sums_and_counts_whatever_the_model_computes_in():
     params = mixed_precision.policy("bfloat16").cast_to_compute(example_state(SGD).params)
     batch = example_batch()
-    loss, metrics = LOSS_FN(params, Batch(batch.inputs.astype(jnp.bfloat16), batch.labels, batch.weights), None)
+    loss, metrics = LOSS_FN(
+        params, Batch(batch.inputs.astype(jnp.bfloat16), batch.labels, batch.weights), None
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves((loss, metrics))} == {jnp.dtype("float32")}
 
 
 def test_a_flax_model_becomes_a_function_with_dropout_where_it_has_a_key():
-    model, inputs = MLPClassifier(hidden_size=8, num_classes=CLASSES, dropout_rate=0.5), example_batch().inputs
+    model, inputs = (
+        MLPClassifier(hidden_size=8, num_classes=CLASSES, dropout_rate=0.5),
+        example_batch().inputs,
+    )
     params = model.init(jax.random.key(0), inputs, train=False)["params"]
     function = training.as_function(model)
     without = model.apply({"params": params}, inputs, train=False)
@@ -92,12 +112,17 @@ def test_a_flax_model_becomes_a_function_with_dropout_where_it_has_a_key():
 
 
 def test_a_language_model_classifies_at_every_position():
-    table = jax.random.normal(jax.random.key(0), (5, 5))  # the logits of the next token, by token
+    # the logits of the next token, by token
+    table = jax.random.normal(jax.random.key(0), (5, 5))
     tokens = jnp.array([[0, 1, 2], [3, 4, 0]])
     batch = Batch(tokens, (tokens + 1) % 5, jnp.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
-    loss, metrics = training.next_token_loss(lambda params, inputs, rng: params[inputs])(table, batch, None)
+    loss, metrics = training.next_token_loss(lambda params, inputs, rng: params[inputs])(
+        table, batch, None
+    )
     log_probs = jax.nn.log_softmax(table)
-    np.testing.assert_allclose(loss, -(log_probs[0, 1] + log_probs[1, 2] + log_probs[3, 4]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(
+        loss, -(log_probs[0, 1] + log_probs[1, 2] + log_probs[3, 4]) / 3, rtol=1e-6
+    )
     assert metrics["loss"][1] == 3
 
 
@@ -110,8 +135,15 @@ def test_labels_without_any_weight_have_loss_and_gradient_zero():
 
 def test_labels_of_another_shape_than_the_logits_are_refused():
     batch = example_batch()
-    with pytest.raises(ValueError, match=r"labels \(24, 1\) and weights \(24,\) must have the first axes of logits"):
-        WITHOUT_DROPOUT(example_state(SGD).params, Batch(batch.inputs, batch.labels[:, None], batch.weights), None)
+    with pytest.raises(
+        ValueError,
+        match=r"labels \(24, 1\) and weights \(24,\) must have the first axes of logits",
+    ):
+        WITHOUT_DROPOUT(
+            example_state(SGD).params,
+            Batch(batch.inputs, batch.labels[:, None], batch.weights),
+            None,
+        )
 
 
 def test_metrics_add_and_a_mean_is_taken_once():
@@ -123,16 +155,23 @@ def test_metrics_add_and_a_mean_is_taken_once():
 
 def test_evaluation_is_a_mean_over_labels_and_has_no_dropout():
     params, batch = example_state(SGD).params, example_batch(weights=np.arange(EXAMPLES) < 20)
-    parts = [jax.tree.map(lambda x, part=part: x[part], batch) for part in (slice(0, 18), slice(18, 24))]
+    parts = [
+        jax.tree.map(lambda x, part=part: x[part], batch)
+        for part in (slice(0, 18), slice(18, 24))
+    ]
     found = training.evaluate(LOSS_FN, params, parts)
-    np.testing.assert_allclose(found["loss"], WITHOUT_DROPOUT(params, batch, jax.random.key(0))[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        found["loss"], WITHOUT_DROPOUT(params, batch, jax.random.key(0))[0], rtol=1e-5
+    )
     with pytest.raises(ValueError, match="at least one batch"):
         training.evaluate(LOSS_FN, params, [])
 
 
 def test_of_many_batches_none_is_lost_in_the_sum():
     losses = [np.float32(2**24)] + [np.float32(1)] * 100  # in float32, 2**24 + 1 is 2**24
-    found = training.evaluate(lambda params, batch, rng: (batch, {"loss": (batch, jnp.ones_like(batch))}), {}, losses)
+    found = training.evaluate(
+        lambda params, batch, rng: (batch, {"loss": (batch, jnp.ones_like(batch))}), {}, losses
+    )
     assert found["loss"] == (2**24 + 100) / 101
 
 
@@ -146,7 +185,9 @@ def test_a_step_of_sgd_subtracts_the_gradient_times_the_rate():
         grads = jax.grad(lambda params: WITHOUT_DROPOUT(params, batch, None)[0])(state.params)
     moved = jax.tree.map(lambda old, new: (old - new) / 0.1, state.params, new.params)
     assert_trees_close(moved, grads, 1e-5)  # the parameters' own rounding, divided by the rate
-    assert new.step == 1 and not same(jax.random.key_data(new.rng), jax.random.key_data(state.rng))
+    assert new.step == 1 and not same(
+        jax.random.key_data(new.rng), jax.random.key_data(state.rng)
+    )
 
 
 @pytest.mark.parametrize("method", ["scan", "loop"])
@@ -154,15 +195,22 @@ def test_a_step_in_four_minibatches_is_the_same_step(method):
     state, batch = example_state(SGD), example_batch(weights=np.arange(EXAMPLES) % 3)
     with jax.default_matmul_precision("highest"):
         one, one_metrics = train_step(WITHOUT_DROPOUT, SGD)(state, batch)
-        four, four_metrics = train_step(WITHOUT_DROPOUT, SGD, num_minibatches=4, method=method)(state, batch)
+        four, four_metrics = train_step(WITHOUT_DROPOUT, SGD, num_minibatches=4, method=method)(
+            state, batch
+        )
     change = [jax.tree.map(jnp.subtract, new.params, state.params) for new in (four, one)]
     assert_trees_close(*change, 1e-5)
     assert_trees_close(four_metrics, one_metrics, 1e-6)
 
 
 def test_dropout_is_new_in_every_step():
-    zero_rate = optax.sgd(0.0)  # the parameters stay, so only the random key can change the loss
-    step, state, batch = train_step(LOSS_FN, zero_rate), example_state(zero_rate), example_batch()
+    # the parameters stay, so only the random key can change the loss
+    zero_rate = optax.sgd(0.0)
+    step, state, batch = (
+        train_step(LOSS_FN, zero_rate),
+        example_state(zero_rate),
+        example_batch(),
+    )
     state, first = step(state, batch)
     state, second = step(state, batch)
     assert first["loss"][0] != second["loss"][0]
@@ -178,24 +226,40 @@ def test_a_state_keeps_its_types_so_that_a_step_is_compiled_once():
 
 def test_a_state_is_donated_whole():
     state = example_state(ADAM, mixed_precision.DynamicLossScale())
-    report = buffer_donation.report(training.make_train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile())
+    report = buffer_donation.report(
+        training.make_train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile()
+    )
     state_bytes = sum(row.bytes for row in report.arguments if row.path.startswith("args[0]"))
     assert report.donated_bytes == report.aliased_bytes == state_bytes
-    assert buffer_donation.report(train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile()).donated_bytes == 0
+    assert (
+        buffer_donation.report(
+            train_step(LOSS_FN, ADAM).lower(state, example_batch()).compile()
+        ).donated_bytes
+        == 0
+    )
 
 
 def test_without_a_loss_scale_a_step_costs_what_one_written_out_costs():
     def written_out(state, batch):
         rng, step_rng = jax.random.split(state.rng)
         value_and_grad = jax.value_and_grad(LOSS_FN, has_aux=True)
-        (_, metrics), grads = value_and_grad(state.params, batch, jax.random.split(step_rng, 1)[0])
+        (_, metrics), grads = value_and_grad(
+            state.params, batch, jax.random.split(step_rng, 1)[0]
+        )
         updates, opt_state = ADAM.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state, rng=rng), metrics
+        return (
+            state.replace(step=state.step + 1, params=params, opt_state=opt_state, rng=rng),
+            metrics,
+        )
 
     args = (example_state(ADAM), example_batch())
-    one, other = (f.lower(*args).compile() for f in (jax.jit(written_out), train_step(LOSS_FN, ADAM)))
-    assert one.memory_analysis().temp_size_in_bytes == other.memory_analysis().temp_size_in_bytes
+    one, other = (
+        f.lower(*args).compile() for f in (jax.jit(written_out), train_step(LOSS_FN, ADAM))
+    )
+    assert (
+        one.memory_analysis().temp_size_in_bytes == other.memory_analysis().temp_size_in_bytes
+    )
     assert one.cost_analysis()["flops"] == other.cost_analysis()["flops"]
 
 
@@ -217,14 +281,18 @@ def test_gradients_are_clipped_after_they_are_unscaled():
         state = example_state(clipped, scale)
         new, _ = step(state, example_batch())
         moves.append(jax.tree.map(jnp.subtract, new.params, state.params))
-    # 1e-2: a move of 1e-4 of a parameter near 1 is rounded by 6e-8. Clipped first, it would be 1024 times smaller.
+    # 1e-2: a move of 1e-4 of a parameter near 1 is rounded by 6e-8. Clipped first, it would be
+    # 1024 times smaller.
     assert_trees_close(*moves, 1e-2)
 
 
 def test_a_step_that_overflows_changes_neither_parameters_nor_optimizer_and_backs_off():
     step = train_step(WITHOUT_DROPOUT, ADAM, policy=mixed_precision.policy("float16"))
-    state, _ = step(example_state(ADAM, mixed_precision.DynamicLossScale(value=2.0**10)), example_batch())
-    bad, metrics = step(state, example_batch(scale=1e5))  # inputs beyond 65504 are infinite in float16
+    state, _ = step(
+        example_state(ADAM, mixed_precision.DynamicLossScale(value=2.0**10)), example_batch()
+    )
+    # inputs beyond 65504 are infinite in float16
+    bad, metrics = step(state, example_batch(scale=1e5))
     assert same((bad.params, bad.opt_state), (state.params, state.opt_state))
     assert bad.loss_scale.value == state.loss_scale.value / 2 and bad.step == state.step + 1
     assert training.mean_metrics({"skipped": metrics["skipped"]}) == {"skipped": 1.0}
@@ -232,12 +300,17 @@ def test_a_step_that_overflows_changes_neither_parameters_nor_optimizer_and_back
     good, good_metrics = step(bad, example_batch())
     assert not same(good.params, bad.params) and good_metrics["skipped"] == (0, 1)
     assert mixed_precision.all_finite(good.params)
-    both = training.mean_metrics(training.add_metrics(metrics, good_metrics))  # what is not finite must not stay in the sum
-    assert both["loss"] == training.mean_metrics(good_metrics)["loss"] and both["skipped"] == 0.5
+    # what is not finite must not stay in the sum
+    both = training.mean_metrics(training.add_metrics(metrics, good_metrics))
+    assert (
+        both["loss"] == training.mean_metrics(good_metrics)["loss"] and both["skipped"] == 0.5
+    )
 
 
 def test_a_scale_too_large_for_float16_comes_down_until_training_goes_on():
-    step = train_step(WITHOUT_DROPOUT, ADAM, policy=mixed_precision.policy("float16"), num_minibatches=4)
+    step = train_step(
+        WITHOUT_DROPOUT, ADAM, policy=mixed_precision.policy("float16"), num_minibatches=4
+    )
     state, skipped = example_state(ADAM, mixed_precision.DynamicLossScale(value=2.0**24)), []
     for _ in range(14):
         state, metrics = step(state, example_batch())
@@ -261,16 +334,24 @@ def test_every_policy_trains_and_keeps_a_float32_state(name):
 def test_mistakes_are_refused_before_anything_is_compiled():
     with pytest.raises(ValueError, match="method='vmap'"):
         training.make_train_step(LOSS_FN, SGD, method="vmap")
-    with pytest.raises(ValueError, match="num_minibatches=5 must divide the batch of 24 examples"):
+    with pytest.raises(
+        ValueError, match="num_minibatches=5 must divide the batch of 24 examples"
+    ):
         train_step(LOSS_FN, SGD, num_minibatches=5).trace(example_state(SGD), example_batch())
-    with pytest.raises(ValueError, match=r"loss_scale=NoLossScale\(\) must scale the loss for a policy"):
-        train_step(LOSS_FN, SGD, policy=mixed_precision.policy("float16")).trace(example_state(SGD), example_batch())
+    with pytest.raises(
+        ValueError, match=r"loss_scale=NoLossScale\(\) must scale the loss for a policy"
+    ):
+        train_step(LOSS_FN, SGD, policy=mixed_precision.policy("float16")).trace(
+            example_state(SGD), example_batch()
+        )
 
 
 def test_a_batch_without_any_weight_changes_no_parameter():
     state = example_state(SGD)
     for num_minibatches in (1, 4):
-        new, metrics = train_step(LOSS_FN, SGD, num_minibatches=num_minibatches)(state, example_batch(np.zeros(EXAMPLES)))
+        new, metrics = train_step(LOSS_FN, SGD, num_minibatches=num_minibatches)(
+            state, example_batch(np.zeros(EXAMPLES))
+        )
         assert same(new.params, state.params) and metrics["loss"] == (0, 0)
 
 
@@ -279,7 +360,9 @@ def test_a_batch_without_any_weight_changes_no_parameter():
 
 def example_config(**training_options):
     config = configs.get("cpu")
-    config.model.update(num_layers=1, hidden_size=16, head_dim=8, num_heads=2, vocab_size=11, num_outputs=11)
+    config.model.update(
+        num_layers=1, hidden_size=16, head_dim=8, num_heads=2, vocab_size=11, num_outputs=11
+    )
     config.model.update(max_seq_len=8, dropout_rate=0.1)
     config.data.update(batch_size=4, seq_len=8)
     config.optimizer.update(learning_rate=1e-2, warmup_steps=2, total_steps=60)
@@ -297,11 +380,14 @@ def test_a_run_built_from_a_configuration_learns_a_sequence_by_heart(run):
     batch = Batch(tokens[:, :-1], tokens[:, 1:], jnp.ones((4, 8)))
     abstract_state, abstract_batch = run.abstract()
     state, losses = run.init(jax.random.key(0)), []
-    assert abstract_state == jax.eval_shape(lambda: state) and abstract_batch == jax.eval_shape(lambda: batch)
+    assert abstract_state == jax.eval_shape(lambda: state) and abstract_batch == jax.eval_shape(
+        lambda: batch
+    )
     for _ in range(60):
         state, metrics = run.train_step(state, batch)
         losses.append(training.mean_metrics(metrics)["loss"])
-    assert losses[0] > 2 and losses[-1] < 0.5  # at first no better than guessing among 11, log(11) = 2.4
+    # at first no better than guessing among 11, log(11) = 2.4
+    assert losses[0] > 2 and losses[-1] < 0.5
 
 
 def test_a_run_does_not_change_with_the_configuration_that_it_was_built_from():
@@ -312,7 +398,9 @@ def test_a_run_does_not_change_with_the_configuration_that_it_was_built_from():
 
 
 def test_steps_that_donate_their_state_compute_what_steps_that_keep_it_compute():
-    """Many steps, of a size at which JAX 0.7.2 takes other kernels for its products: see xla_flags.keep_products_right."""
+    """Many steps, of a size at which JAX 0.7.2 takes other kernels for its products: see
+    xla_flags.keep_products_right.
+    """
     config = configs.get("cpu")
     config.model.update(num_layers=1, vocab_size=64, num_outputs=64)
     config.optimizer.update(schedule="constant", learning_rate=1e-3)
@@ -322,7 +410,9 @@ def test_steps_that_donate_their_state_compute_what_steps_that_keep_it_compute()
         run = training.build(config)
         state = run.init(jax.random.key(0))
         for batch in tokens:
-            state, _ = run.train_step(state, Batch(batch[:, :-1], batch[:, 1:], np.ones((4, 128), np.float32)))
+            state, _ = run.train_step(
+                state, Batch(batch[:, :-1], batch[:, 1:], np.ones((4, 128), np.float32))
+            )
         states.append(state.params)
     assert same(*states)
 
@@ -346,5 +436,7 @@ def test_a_run_accumulates_and_donates_as_its_configuration_says():
 
 
 def test_a_configuration_whose_batch_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="num_minibatches=3 must divide the batch of 4 examples"):
+    with pytest.raises(
+        ValueError, match="num_minibatches=3 must divide the batch of 4 examples"
+    ):
         training.build(example_config(num_minibatches=3))

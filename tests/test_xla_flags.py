@@ -16,7 +16,9 @@ THERE = "xla_gpu_autotune_level"
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A process in which JAX has not started and no flag is set, and in which flags set by a test are forgotten."""
+    """A process in which JAX has not started and no flag is set, and in which flags set by a
+    test are forgotten.
+    """
     monkeypatch.setattr(xla_flags, "_backend_started", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "")
 
@@ -38,11 +40,15 @@ def test_a_value_of_the_wrong_type_is_not_accepted():
 def test_a_trial_that_ended_for_another_reason_says_nothing_of_the_flag(monkeypatch):
     killed = subprocess.CompletedProcess([], returncode=-9, stdout="", stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *given, **more: killed)
-    with pytest.raises(RuntimeError, match="--xla_gpu_autotune_level=3 could not be tried: exit code -9"):
+    with pytest.raises(
+        RuntimeError, match="--xla_gpu_autotune_level=3 could not be tried: exit code -9"
+    ):
         xla_flags.is_accepted(f"--{THERE}=3")
 
 
-@pytest.mark.parametrize("flag", ["xla_gpu_autotune_level=0", "--xla_gpu_autotune_level", "--xla_a=1 --xla_b=1", ""])
+@pytest.mark.parametrize(
+    "flag", ["xla_gpu_autotune_level=0", "--xla_gpu_autotune_level", "--xla_a=1 --xla_b=1", ""]
+)
 def test_what_is_not_one_flag_with_a_value_is_refused(flag):
     with pytest.raises(ValueError, match="flag="):
         xla_flags.is_accepted(flag)
@@ -57,7 +63,10 @@ def test_only_accepted_flags_are_set_and_the_others_are_reported(fresh):
 def test_flags_of_the_user_stay(fresh, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/tmp/dump --{THERE}=2")
     xla_flags.set_flags(THERE, "xla_gpu_triton_gemm_any")
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/tmp/dump --{THERE}=2 --xla_gpu_triton_gemm_any=false"
+    assert (
+        os.environ["XLA_FLAGS"]
+        == f"--xla_dump_to=/tmp/dump --{THERE}=2 --xla_gpu_triton_gemm_any=false"
+    )
 
 
 def test_a_flag_that_the_user_turned_on_without_a_value_stays_too(fresh, monkeypatch):
@@ -84,8 +93,15 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert (run.returncode, run.stderr) == (0, "")
     refused, count, too_late = run.stdout.splitlines()
     assert (refused, count) == ("('xla_gpu_enable_async_collectives',)", "8")

@@ -2,9 +2,10 @@
 
     python tools/build_corpus.py --source PATH/lib/python3.13
 
-PATH is an installation of CPython 3.13.0 (any other release is refused: the corpus would differ). Building it again gives the
-same file, byte for byte where zlib is the same (zlib-ng packs otherwise), and the same text everywhere. The SHA-256 of the text
-is printed, and stands in `course_lib/text/data.py`.
+PATH is an installation of CPython 3.13.0 (any other release is refused: the corpus would
+differ). Building it again gives the same file, byte for byte where zlib is the same (zlib-ng
+packs otherwise), and the same text everywhere. The SHA-256 of the text is printed, and stands
+in `course_lib/text/data.py`.
 """
 
 import argparse
@@ -29,10 +30,15 @@ json/scanner tomllib/_parser urllib/parse wsgiref/handlers
 
 
 def documents(source: pathlib.Path) -> list[dict[str, str]]:
-    """Reads the language reference's topics (English) and the chosen modules (Python), in the order of their names."""
+    """Reads the language reference's topics (English) and the chosen modules (Python), in the
+    order of their names.
+    """
     topics = runpy.run_path(str(source / "pydoc_data" / "topics.py"))["topics"]
     texts = {f"topics/{name}.txt": text for name, text in topics.items()}
-    texts |= {f"lib/{name}.py": (source / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
+    texts |= {
+        f"lib/{name}.py": (source / f"{name}.py").read_text(encoding="utf-8")
+        for name in MODULES
+    }
     return [{"name": name, "text": texts[name]} for name in sorted(texts)]
 
 
@@ -44,8 +50,14 @@ def build(source: pathlib.Path, destination: pathlib.Path = CORPUS) -> str:
     """
     patchlevel = source.parent.parent / "include" / "python3.13" / "patchlevel.h"
     if not patchlevel.is_file() or f'"{RELEASE}"' not in patchlevel.read_text():
-        raise ValueError(f"source={source} must be the lib/python3.13 of an installed CPython {RELEASE}: another differs")
-    lines = [json.dumps(document, ensure_ascii=False, sort_keys=True) + "\n" for document in documents(source)]
+        raise ValueError(
+            f"source={source} must be the lib/python3.13 of an installed CPython {RELEASE}:"
+            " another differs"
+        )
+    lines = [
+        json.dumps(document, ensure_ascii=False, sort_keys=True) + "\n"
+        for document in documents(source)
+    ]
     text = "".join(lines).encode()
     destination.mkdir(exist_ok=True)
     (destination / f"cpython-{RELEASE}.jsonl.gz").write_bytes(pack(text))
@@ -54,14 +66,25 @@ def build(source: pathlib.Path, destination: pathlib.Path = CORPUS) -> str:
 
 
 def pack(text: bytes) -> bytes:
-    """Compresses with a header that knows no time, no file name and no operating system (`gzip.compress` may write one)."""
+    """Compresses with a header that knows no time, no file name and no operating system
+    (`gzip.compress` may write one).
+    """
     packed = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0) as file:
+    with gzip.GzipFile(
+        filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0
+    ) as file:
         file.write(text)
     return packed.getvalue()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Build the corpus that ships with the package.")
-    parser.add_argument("--source", type=pathlib.Path, required=True, help=f"lib/python3.13 of CPython {RELEASE}")
+    parser = argparse.ArgumentParser(
+        description="Build the corpus that ships with the package."
+    )
+    parser.add_argument(
+        "--source",
+        type=pathlib.Path,
+        required=True,
+        help=f"lib/python3.13 of CPython {RELEASE}",
+    )
     print(build(parser.parse_args().source))

@@ -2,8 +2,8 @@
 
 usage: python tools/check_gpu.py
 
-`make gpu` installs nothing: the machine's own JAX, made for its GPU, is what is to be tested, and there may be no
-internet.
+`make gpu` installs nothing: the machine's own JAX, made for its GPU, is what is to be tested,
+and there may be no internet.
 """
 
 import importlib.util
@@ -40,11 +40,16 @@ def missing() -> list[str]:
 def main() -> None:
     """Prints what will be tested, or exits with what to do."""
     if importlib.util.find_spec("jax") is None:
-        sys.exit(f"{sys.executable} has no JAX. With internet: pip install -e '.[gpu,notebooks,test]'")
+        sys.exit(
+            f"{sys.executable} has no JAX. With internet: pip install -e"
+            " '.[gpu,notebooks,test]'"
+        )
     if importlib.util.find_spec("packaging") is None:
         sys.exit(f"{sys.executable} cannot read what the course needs: pip install packaging")
     if lacking := missing():
-        sys.exit("Missing here (pip install --no-deps leaves JAX alone):\n  " + "\n  ".join(lacking))
+        sys.exit(
+            "Missing here (pip install --no-deps leaves JAX alone):\n  " + "\n  ".join(lacking)
+        )
     import jax
 
     if jax.default_backend() != "gpu":

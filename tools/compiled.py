@@ -1,10 +1,12 @@
-"""Compiles the step of every preset and every row of the case study, and compares memory and traffic with the stored ones.
+"""Compiles the step of every preset and every row of the case study, and compares memory and
+traffic with the stored ones.
 
 usage: python tools/compiled.py [--store]
 
-`tests/data/compiled.json` holds, for each JAX version, what the compiler gave before course_lib was divided into folders.
-A change that should leave the compiled step alone leaves these numbers alone, to the byte. `--store` writes the numbers of
-the installed JAX instead of comparing with them.
+`tests/data/compiled.json` holds, for each JAX version, what the compiler gave before course_lib
+was divided into folders. A change that should leave the compiled step alone leaves these
+numbers alone, to the byte. `--store` writes the numbers of the installed JAX instead of
+comparing with them.
 """
 
 import argparse
@@ -28,7 +30,12 @@ MESHES: dict[str, dict[str, Any]] = {
     "155m, ZeRO-3": {"strategy.zero": 3, "model.remat": ("Block",)},
     "155m, tensor": {"mesh.tensor": 2, "strategy.sequence": True},
     "155m, ZeRO-1 by the compiler": {"strategy.zero": 1, "strategy.by": "compiler"},
-    "155m, pipeline": {"mesh.pipe": 2, "strategy.schedule": "1f1b", "strategy.microbatches": 4, "training.num_minibatches": 1},
+    "155m, pipeline": {
+        "mesh.pipe": 2,
+        "strategy.schedule": "1f1b",
+        "strategy.microbatches": 4,
+        "training.num_minibatches": 1,
+    },
 }
 
 
@@ -48,7 +55,9 @@ def on_one(whole: Any, accelerator: str) -> dict[str, int]:
     """Returns the numbers of a configuration's step on one virtual device."""
     run = training.build(whole)
     step: Any = run.train_step
-    return numbers(step.lower(*virtual.abstract(run.abstract(), virtual.devices(accelerator)[0])))
+    return numbers(
+        step.lower(*virtual.abstract(run.abstract(), virtual.devices(accelerator)[0]))
+    )
 
 
 def on_eight(changes: dict[str, Any]) -> dict[str, int]:
@@ -82,7 +91,9 @@ def everything() -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Stores or compares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--store", action="store_true")
     stored = json.loads(STORE.read_text()) if STORE.exists() else {}
     if not (store := parser.parse_args().store) and jax.__version__ not in stored:

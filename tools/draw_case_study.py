@@ -1,6 +1,7 @@
 """Draws the README's picture, docs/case_study.png, from the recorded table of the case study.
 
-The picture carries a digest of the rows that it shows, so that a test can tell whether it is in step.
+The picture carries a digest of the rows that it shows, so that a test can tell whether it is in
+step.
 """
 
 import hashlib
@@ -20,7 +21,11 @@ PUBLISHED, COMPILED = "published, measured on an A5000", "compiled for an A5000,
 def rows() -> list[dict[str, Any]]:
     """Returns the bars: a name and two sizes in bytes for each case that was published."""
     return [
-        {"name": row["case"], PUBLISHED: row["published_gib"] * measure.GIB, COMPILED: row["peak_bytes"]}
+        {
+            "name": row["case"],
+            PUBLISHED: row["published_gib"] * measure.GIB,
+            COMPILED: row["peak_bytes"],
+        }
         for row in case_study.recorded_rows("a5000")
         if row["published_gib"]
     ]

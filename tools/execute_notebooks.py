@@ -2,9 +2,10 @@
 
 usage: python tools/execute_notebooks.py [--fresh] [01 02 ...]        no number: all of them
 
-A notebook is left as it is when nothing has changed but the outputs of cells tagged nbval-ignore-output (times, say,
-that differ in every run), so that running all of them twice leaves nothing to commit; `--fresh` stores those too. What
-is stored is always one whole run. A notebook that fails is not touched.
+A notebook is left as it is when nothing has changed but the outputs of cells tagged
+nbval-ignore-output (times, say, that differ in every run), so that running all of them twice
+leaves nothing to commit; `--fresh` stores those too. What is stored is always one whole run. A
+notebook that fails is not touched.
 """
 
 import os
@@ -26,7 +27,9 @@ SECONDS_A_CELL = 600
 
 
 def run(path: Path, repo: str) -> nbformat.NotebookNode:
-    """Returns the notebook, stamped with the project's address, with the outputs of a fresh run; writes nothing."""
+    """Returns the notebook, stamped with the project's address, with the outputs of a fresh
+    run; writes nothing.
+    """
     nb = nbformat.read(path, 4)
     stamp.stamp_notebook(nb, path.name, repo)
     for cell in nb.cells:
@@ -45,17 +48,23 @@ def run(path: Path, repo: str) -> nbformat.NotebookNode:
     nb.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(nb.cells):
         cell.id = f"cell-{number:02d}"
-        cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if cell.metadata.get("tags") else {})
+        cell.metadata = nbformat.from_dict(
+            {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
+        )
     nbformat.validate(nb)
     return nb
 
 
 def facts(nb: nbformat.NotebookNode) -> list:
-    """Returns what two runs on one machine have in common: all but the outputs of cells tagged as measurements."""
+    """Returns what two runs on one machine have in common: all but the outputs of cells tagged
+    as measurements.
+    """
     cells = []
     for cell in nb.cells:
         measured = "nbval-ignore-output" in cell.metadata.get("tags", ())
-        cells.append({key: value for key, value in cell.items() if not (measured and key == "outputs")})
+        cells.append(
+            {key: value for key, value in cell.items() if not (measured and key == "outputs")}
+        )
     return [nb.metadata, cells]
 
 
@@ -75,10 +84,13 @@ def main(arguments: list[str]) -> int:
     paths = sorted(path for name in names or [""] for path in FOLDER.glob(f"{name}*.ipynb"))
     if not paths:
         there = sorted(path.name for path in FOLDER.glob("*.ipynb"))
-        sys.exit(f"NB={' '.join(names)!r} must be how a notebook's name begins: there are {there}")
+        sys.exit(
+            f"NB={' '.join(names)!r} must be how a notebook's name begins: there are {there}"
+        )
     if Path("/proc/driver/nvidia/version").exists():
         os.environ["JAX_PLATFORMS"] = "cpu"  # what is stored is what a CPU prints
-    os.environ["COURSE_RECORD"] = "1"  # what virtual devices say is recorded for machines that have none
+    # what virtual devices say is recorded for machines that have none
+    os.environ["COURSE_RECORD"] = "1"
     failures = 0
     for path in paths:
         start = time.perf_counter()

@@ -17,15 +17,23 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def main(folder, wanted="pinned"):
-    """Makes the environment afresh, installs into it, and stamps it with the file `.installed` when all went well."""
+    """Makes the environment afresh, installs into it, and stamps it with the file `.installed`
+    when all went well.
+    """
     if sys.version_info < (3, 11):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:2]))
-        sys.exit(f"{sys.executable} is Python {version}, and 3.11 is needed. Name another: make PYTHON=python3.12 ...")
+        sys.exit(
+            f"{sys.executable} is Python {version}, and 3.11 is needed. Name another: make"
+            " PYTHON=python3.12 ..."
+        )
     try:
         import ensurepip  # noqa: F401  (Debian and Ubuntu leave it out of their python3)
         import venv
     except ImportError:
-        sys.exit(f"{sys.executable} cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv")
+        sys.exit(
+            f"{sys.executable} cannot make virtual environments. On Debian and Ubuntu: apt"
+            " install python3-venv"
+        )
 
     if wanted == "pinned":
         wanted = "py311" if sys.version_info < (3, 12) else "py312"
@@ -35,12 +43,26 @@ def main(folder, wanted="pinned"):
         pins = os.path.join(ROOT, "requirements", wanted + ".txt")
         installs = [["--requirement", pins], ["--no-deps", "--editable", ROOT]]
 
-    print(f"Installing into {folder}: some minutes the first time, about 2 GB of disk on Linux ...", flush=True)
+    print(
+        f"Installing into {folder}: some minutes the first time, about 2 GB of disk on"
+        " Linux ...",
+        flush=True,
+    )
     venv.create(folder, with_pip=True, clear=True, symlinks=True)
-    pip = [os.path.join(folder, "bin", "python"), "-m", "pip", "-qq", "--disable-pip-version-check", "install"]
+    pip = [
+        os.path.join(folder, "bin", "python"),
+        "-m",
+        "pip",
+        "-qq",
+        "--disable-pip-version-check",
+        "install",
+    ]
     for install in installs:
         if subprocess.call(pip + install):
-            sys.exit("pip could not install what this project needs: its message is above. Then try again.")
+            sys.exit(
+                "pip could not install what this project needs: its message is above. Then try"
+                " again."
+            )
     open(os.path.join(folder, ".installed"), "w").close()
 
 

@@ -6,7 +6,8 @@ usage: python tools/pin_versions.py         (needs uv on the PATH: pip install u
   py312.txt   newest versions for Python 3.12 to 3.14 (array-record, which Grain needs, has no wheel for a later one)
   oldest.txt  the lower bounds of pyproject.toml, on Python 3.11
 
-`.venv` is made from these, whatever machine the learner has: Linux on x86-64 or arm64, or macOS on arm64. They name no index.
+`.venv` is made from these, whatever machine the learner has: Linux on x86-64 or arm64, or macOS
+on arm64. They name no index.
 """
 
 import subprocess
@@ -33,7 +34,9 @@ def marker(platform: dict[str, str]) -> str:
 
 
 def resolve(requirements: list[str], python: str, python_marker: str) -> str:
-    """Returns exact versions of everything that the requirements need, as the lines of a requirements file."""
+    """Returns exact versions of everything that the requirements need, as the lines of a
+    requirements file.
+    """
     environments = [f"{marker(platform)} and {python_marker}" for platform in PLATFORMS]
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "pyproject.toml"
@@ -41,16 +44,38 @@ def resolve(requirements: list[str], python: str, python_marker: str) -> str:
             f'[project]\nname = "wanted"\nversion = "0"\nrequires-python = ">={python}"\n'
             f"dependencies = {requirements!r}\n[tool.uv]\nenvironments = {environments!r}\n"
         )
-        command = ["uv", "pip", "compile", str(wanted), "--universal", "--python-version", python, "--quiet"]
-        command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
-        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder).stdout.splitlines()
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            str(wanted),
+            "--universal",
+            "--python-version",
+            python,
+            "--quiet",
+        ]
+        command += [
+            "--no-header",
+            "--no-annotate",
+            "--no-emit-index-url",
+            "--no-emit-find-links",
+        ]
+        lines = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder
+        ).stdout.splitlines()
     return "".join(pin(Requirement(line), f"{python}.0") for line in lines)
 
 
 def pin(requirement: Requirement, python: str) -> str:
-    """Returns the line `name==version`, with a marker if only some of our platforms need it; nothing if none does."""
+    """Returns the line `name==version`, with a marker if only some of our platforms need it;
+    nothing if none does.
+    """
     version = {"python_full_version": python, "python_version": python.rpartition(".")[0]}
-    needing = [p for p in PLATFORMS if requirement.marker is None or requirement.marker.evaluate(p | version)]
+    needing = [
+        p
+        for p in PLATFORMS
+        if requirement.marker is None or requirement.marker.evaluate(p | version)
+    ]
     if not needing:
         return ""
     where = "" if needing == list(PLATFORMS) else f" ; {' or '.join(map(marker, needing))}"
@@ -61,7 +86,11 @@ def lower_bounds(requirements: list[str]) -> list[str]:
     """Returns `name==x` for each `name>=x`."""
     bounds = []
     for requirement in map(Requirement, requirements):
-        bounds += [f"{requirement.name}=={s.version}" for s in requirement.specifier if s.operator == ">="]
+        bounds += [
+            f"{requirement.name}=={s.version}"
+            for s in requirement.specifier
+            if s.operator == ">="
+        ]
     return bounds
 
 
@@ -72,7 +101,12 @@ def main() -> None:
     needed = project["dependencies"] + extras["notebooks"] + extras["test"]
     newest = needed + extras["virtual"]
     sets = {
-        "py311.txt": ("newest versions for Python 3.11", newest, "3.11", "python_full_version < '3.12'"),
+        "py311.txt": (
+            "newest versions for Python 3.11",
+            newest,
+            "3.11",
+            "python_full_version < '3.12'",
+        ),
         "py312.txt": (
             "newest versions for Python 3.12 to 3.14",
             newest,

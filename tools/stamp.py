@@ -1,4 +1,5 @@
-"""Stamps the project's address into the README's links and into each notebook's badge and set-up cell.
+"""Stamps the project's address into the README's links and into each notebook's badge and
+set-up cell.
 
 usage: python tools/stamp.py [owner/name]     with a name: makes it the project's address first
        python tools/stamp.py --check          changes nothing, fails if something is out of step
@@ -14,7 +15,8 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-# What Colab does not have of our dependencies. All of them are small, and none brings a JAX or a CUDA along.
+# What Colab does not have of our dependencies. All of them are small, and none brings a JAX or
+# a CUDA along.
 COLAB_LACKS = "ml_collections jaxtyping tensorboard-plugin-profile"
 # And of those of the training program.
 PROGRAM, PROGRAM_LACKS = "14", ' grain "orbax-checkpoint>=0.12"'
@@ -64,7 +66,10 @@ def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:
     """
     title = nb.cells[0]
     if title.cell_type != "markdown" or not title.source.startswith("# "):
-        raise ValueError(f"{name} must begin with a Markdown cell that holds its title, as in '# Mixed precision'")
+        raise ValueError(
+            f"{name} must begin with a Markdown cell that holds its title, as in '# Mixed"
+            " precision'"
+        )
     badge, setup = notebook_texts(name, repo)
     if IS_BADGE.search(title.source):
         title.source = IS_BADGE.sub(badge, title.source)
@@ -81,7 +86,11 @@ def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:
 
 def readme_with(text: str, old: str, new: str) -> str:
     """Returns the README with the project's old address replaced by a new one."""
-    return re.sub(rf"(?<=github\.com/){re.escape(old)}(?![\w-])|(?<=/github/){re.escape(old)}(?![\w-])", new, text)
+    return re.sub(
+        rf"(?<=github\.com/){re.escape(old)}(?![\w-])|(?<=/github/){re.escape(old)}(?![\w-])",
+        new,
+        text,
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -91,9 +100,16 @@ def main(arguments: list[str]) -> int:
     if arguments and not check:
         new = arguments[0]
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", new):
-            sys.exit(f"REPO={new!r} must be owner/name, as it stands after github.com/ in the project's address")
+            sys.exit(
+                f"REPO={new!r} must be owner/name, as it stands after github.com/ in the"
+                " project's address"
+            )
         toml = ROOT / "pyproject.toml"
-        toml.write_text(toml.read_text().replace(f'"https://github.com/{old}"', f'"https://github.com/{new}"'))
+        toml.write_text(
+            toml.read_text().replace(
+                f'"https://github.com/{old}"', f'"https://github.com/{new}"'
+            )
+        )
         readme = ROOT / "README.md"
         readme.write_text(readme_with(readme.read_text(), old, new))
 

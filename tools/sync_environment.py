@@ -1,9 +1,11 @@
-"""Writes environment.yml, for conda users, from pyproject.toml and the exact versions of requirements/py311.txt.
+"""Writes environment.yml, for conda users, from pyproject.toml and the exact versions of
+requirements/py311.txt.
 
 usage: python tools/sync_environment.py [--check]
 
-Conda brings Python and pip, and pip the rest, so that both ways lead to the same versions. The versions are spelt out
-since micromamba cannot follow a `-r requirements.txt` (https://github.com/mamba-org/mamba/issues/1894).
+Conda brings Python and pip, and pip the rest, so that both ways lead to the same versions. The
+versions are spelt out since micromamba cannot follow a `-r requirements.txt`
+(https://github.com/mamba-org/mamba/issues/1894).
 """
 
 import sys
@@ -28,15 +30,22 @@ dependencies:
 
 def pins(path: Path) -> dict[str, Requirement]:
     """Returns the exact versions of a requirements file by canonical name."""
-    lines = (line for line in path.read_text().splitlines() if line and not line.startswith("#"))
+    lines = (
+        line for line in path.read_text().splitlines() if line and not line.startswith("#")
+    )
     return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
 
 
 def direct() -> list[Requirement]:
-    """Returns what pyproject.toml asks for by name, once each: the dependencies and the extras that `.venv` has."""
+    """Returns what pyproject.toml asks for by name, once each: the dependencies and the extras
+    that `.venv` has.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = map(Requirement, project["dependencies"] + extras["notebooks"] + extras["test"] + extras["virtual"])
+    wanted = map(
+        Requirement,
+        project["dependencies"] + extras["notebooks"] + extras["test"] + extras["virtual"],
+    )
     return list({canonicalize_name(r.name) + str(sorted(r.extras)): r for r in wanted}.values())
 
 

@@ -1,1 +1,3 @@
-"""What only the course needs: the case study, and faults that many-device code has had. Nothing imports it."""
+"""What only the course needs: the case study, and faults that many-device code has had. Nothing
+imports it.
+"""

@@ -1,10 +1,12 @@
-"""Published measurements of one Transformer on one GPU, and what the compiler says of the same configurations.
+"""Published measurements of one Transformer on one GPU, and what the compiler says of the same
+configurations.
 
-The tutorial series that this course builds on trains a Transformer of 155.9 million parameters on an RTX A5000 of 24 GB,
-with the techniques of this course added one by one, and reads memory and time a step out of a profiler
-(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html, 2024, JAX
-0.4.25). Here each configuration is compiled for that GPU, or for one that the series did not have; and where there is a
-GPU, it is run.
+The tutorial series that this course builds on trains a Transformer of 155.9 million parameters
+on an RTX A5000 of 24 GB, with the techniques of this course added one by one, and reads memory
+and time a step out of a profiler
+(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html,
+2024, JAX 0.4.25). Here each configuration is compiled for that GPU, or for one that the series
+did not have; and where there is a GPU, it is run.
 
     python -m course_lib.lessons.case_study      # compiles all for three GPUs, prints and records the tables: many minutes
 """
@@ -77,8 +79,12 @@ CASES = (
         note="the publication does not say how many minibatches: one is inferred",
     ),
     Case("flash", {**_NO_REMAT, **_FLASH}, note="the next step: not in the publication"),
-    Case("flash, unrolled", {**_UNROLLED, **_FLASH}, note="the next step: not in the publication"),
-    Case("flash, remat Block", {**_BLOCK, **_FLASH}, note="the next step: not in the publication"),
+    Case(
+        "flash, unrolled", {**_UNROLLED, **_FLASH}, note="the next step: not in the publication"
+    ),
+    Case(
+        "flash, remat Block", {**_BLOCK, **_FLASH}, note="the next step: not in the publication"
+    ),
 )
 """The published configurations, in the order of the publication, and three more."""
 
@@ -86,15 +92,16 @@ CASES = (
 def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     """Compiles the train step of a case and reads what it costs. Nothing is run.
 
-    FLOPs are those of attention that is written out, also for the cases with flash attention, whose kernel leaves out
-    what causality makes superfluous: compare like with like.
+    FLOPs are those of attention that is written out, also for the cases with flash attention,
+    whose kernel leaves out what causality makes superfluous: compare like with like.
 
     Args:
       case: one of `CASES`, or your own.
       device: a virtual or a real one, of a kind that `hardware` knows.
 
     Returns:
-      A row of numbers, strings and lists: memory in bytes, floors of the step time (`measure.roofline`) in seconds, and
+      A row of numbers, strings and lists: memory in bytes, floors of the step time
+        (`measure.roofline`) in seconds, and
       under "largest" the largest arrays at the peak.
 
     Raises:
@@ -103,8 +110,9 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     accelerator = hardware.recognize(device)
     if accelerator is None:
         raise ValueError(
-            f"device={device!r} must be one that course_lib.measure.hardware knows, not {device.device_kind!r}: its roofline is "
-            "unknown; take one of virtual.devices(name), or add its row to course_lib/measure/hardware/table.py"
+            f"device={device!r} must be one that course_lib.measure.hardware knows, not"
+            f" {device.device_kind!r}: its roofline is unknown; take one of"
+            " virtual.devices(name), or add its row to course_lib/measure/hardware/table.py"
         )
     whole = case.config()
     configs.check(whole, accelerator)
@@ -119,7 +127,9 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
         "case": case.name,
         "accelerator": accelerator.name,
         "published_gib": case.published_gib if accelerator.name == PUBLISHED_ON else None,
-        "published_seconds": case.published_seconds if accelerator.name == PUBLISHED_ON else None,
+        "published_seconds": (
+            case.published_seconds if accelerator.name == PUBLISHED_ON else None
+        ),
         "peak_bytes": memory.peak,
         "argument_bytes": memory.arguments,
         "temporary_bytes": memory.temporaries,
@@ -130,7 +140,12 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
         "memory_seconds": floor.memory_seconds,
         "floor_seconds": floor.floor_seconds,
         "largest": [
-            {"bytes": array.bytes, "dtype": array.dtype, "shape": list(array.shape), "scope": array.scope}
+            {
+                "bytes": array.bytes,
+                "dtype": array.dtype,
+                "shape": list(array.shape),
+                "scope": array.scope,
+            }
             for array in heap.arrays[:LARGEST]
         ],
     }
@@ -139,8 +154,8 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
 def step_flops(config: ConfigDict) -> measure.Flops:
     """Counts the FLOPs of the matrix products in one step, attention written out.
 
-    Also where attention is a kernel, whose insides cannot be counted, and which leaves out what causality makes
-    superfluous: so that like is compared with like.
+    Also where attention is a kernel, whose insides cannot be counted, and which leaves out what
+    causality makes superfluous: so that like is compared with like.
 
     Args:
       config: a whole configuration.
@@ -152,22 +167,28 @@ def step_flops(config: ConfigDict) -> measure.Flops:
 
 
 def recorded_rows(accelerator: str = "a5000") -> list[dict[str, Any]]:
-    """Returns the rows of all cases as `python -m course_lib.lessons.case_study` recorded them, without compiling anything.
+    """Returns the rows of all cases as `python -m course_lib.lessons.case_study` recorded them,
+    without compiling anything.
 
     Raises:
       ValueError: if the accelerator is not one of `ACCELERATORS`.
     """
     _check_recorded(accelerator)
-    return json.loads((recorded.FOLDER / f"case_study_{accelerator}.json").read_text(encoding="utf-8"))["rows"]
+    return json.loads(
+        (recorded.FOLDER / f"case_study_{accelerator}.json").read_text(encoding="utf-8")
+    )["rows"]
 
 
 def _check_recorded(accelerator: str) -> None:
     if accelerator not in ACCELERATORS:
-        raise ValueError(f"accelerator={accelerator!r} must be one of {ACCELERATORS}: no other was recorded")
+        raise ValueError(
+            f"accelerator={accelerator!r} must be one of {ACCELERATORS}: no other was recorded"
+        )
 
 
 def table(accelerator: str = "a5000", live: Sequence[str] = ()) -> recorded.Table:
-    """Returns the rows of all cases: those named in `live` compiled anew where that can be done, the others recorded.
+    """Returns the rows of all cases: those named in `live` compiled anew where that can be
+    done, the others recorded.
 
     Raises:
       ValueError: if the accelerator is not one of `ACCELERATORS`, or there is no such case.
@@ -176,19 +197,24 @@ def table(accelerator: str = "a5000", live: Sequence[str] = ()) -> recorded.Tabl
     by_name = {case.name: case for case in CASES}
     unknown = [name for name in live if name not in by_name]
     if unknown:
-        raise ValueError(f"live={unknown} must be among {list(by_name)}: there are no other cases")
+        raise ValueError(
+            f"live={unknown} must be among {list(by_name)}: there are no other cases"
+        )
 
     def compute(name):
         return compile_case(by_name[name], virtual.devices(accelerator)[0])
 
-    return recorded.partly_live(f"case_study_{accelerator}", compute, live, accelerator=accelerator)
+    return recorded.partly_live(
+        f"case_study_{accelerator}", compute, live, accelerator=accelerator
+    )
 
 
 def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> dict[str, Any]:
-    """Runs the train step of a preset, with changes, on the device of this machine, in a process of its own.
+    """Runs the train step of a preset, with changes, on the device of this machine, in a
+    process of its own.
 
-    That process gets what memory this one has left: this one must not have reserved the device's memory ahead
-    (`measure.peak_in_own_process`; `notebook.setup` sees to it).
+    That process gets what memory this one has left: this one must not have reserved the
+    device's memory ahead (`measure.peak_in_own_process`; `notebook.setup` sees to it).
 
     Args:
       preset: a name of `configs.PRESETS`.
@@ -196,15 +222,23 @@ def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> di
       steps: how many steps are timed.
 
     Returns:
-      A row: "compiled_peak_bytes" and "measured_peak_bytes" (None where a device does not count, as a CPU),
-      "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second", "mfu", and "not_run": None, or the
-      reason why there is nothing else in the row.
+      A row: "compiled_peak_bytes" and "measured_peak_bytes" (None where a device does not
+        count, as a CPU),
+      "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second", "mfu", and
+      "not_run": None, or the reason why there is nothing else in the row.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "row.json"
-        arguments: dict[str, Any] = {"preset": preset, "changes": dict(changes), "steps": steps, "out": str(file)}
+        arguments: dict[str, Any] = {
+            "preset": preset,
+            "changes": dict(changes),
+            "steps": steps,
+            "out": str(file),
+        }
         try:
-            peak = measure.peak_in_own_process("course_lib.lessons.case_study:run_steps", **arguments)
+            peak = measure.peak_in_own_process(
+                "course_lib.lessons.case_study:run_steps", **arguments
+            )
         except RuntimeError as error:
             return {"not_run": str(error).strip().splitlines()[-1]}
         if peak is None:  # a CPU does not count; then nothing was run
@@ -214,12 +248,16 @@ def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> di
 
 
 def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> None:
-    """What `measure_here` runs in the other process: takes steps on a batch of ones and writes the row to a JSON file."""
+    """What `measure_here` runs in the other process: takes steps on a batch of ones and writes
+    the row to a JSON file.
+    """
     whole = configs.get(preset)
     whole.update_from_flattened_dict(dict(changes))
     [device, *_] = jax.local_devices()
     accelerator = hardware.recognize(device)
-    row: dict[str, Any] = {"not_run": attention.why_unavailable(whole.model.attention, accelerator)}
+    row: dict[str, Any] = {
+        "not_run": attention.why_unavailable(whole.model.attention, accelerator)
+    }
     if row["not_run"] is None:
         run = training.build(whole)
         step: Any = run.train_step
@@ -241,23 +279,39 @@ def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> 
 
 
 def format_row(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of text: memory compiled and published, the floor of the step time and the published one."""
+    """Returns a row as a line of text: memory compiled and published, the floor of the step
+    time and the published one.
+    """
     published = f"{row['published_gib']:5.1f}" if row["published_gib"] else "    -"
     seconds = f"{row['published_seconds']:5.2f}" if row["published_seconds"] else "    -"
     peak, floor = row["peak_bytes"] / measure.GIB, row["floor_seconds"]
-    return f"{row['accelerator']:6} {row['case']:36} {peak:6.2f} GiB ({published})   {floor:5.3f} s ({seconds})"
+    return (
+        f"{row['accelerator']:6} {row['case']:36} {peak:6.2f} GiB ({published})   {floor:5.3f}"
+        f" s ({seconds})"
+    )
 
 
 def main() -> None:
-    """Compiles every case for every accelerator, prints a line each, and records a table for each accelerator."""
+    """Compiles every case for every accelerator, prints a line each, and records a table for
+    each accelerator.
+    """
     for case in CASES:
-        reason = attention.why_unavailable(case.config().model.attention, hardware.get(ACCELERATORS[0]))
+        reason = attention.why_unavailable(
+            case.config().model.attention, hardware.get(ACCELERATORS[0])
+        )
         if reason:
-            raise SystemExit(f"the table would lack the case {case.name!r}, so nothing is recorded: {reason}")
+            raise SystemExit(
+                f"the table would lack the case {case.name!r}, so nothing is recorded: {reason}"
+            )
     os.environ["COURSE_RECORD"] = "1"
-    print("GPU    case                                 peak (published A5000)  floor of a step (published A5000)")
+    print(
+        "GPU    case                                 peak (published A5000)  floor of a step"
+        " (published A5000)"
+    )
     for name in ACCELERATORS:
-        table = recorded.live_or_recorded(f"case_study_{name}", functools.partial(_compile_all, name), name)
+        table = recorded.live_or_recorded(
+            f"case_study_{name}", functools.partial(_compile_all, name), name
+        )
         print(table.note, flush=True)
 
 
@@ -266,7 +320,10 @@ def _compile_all(accelerator: str) -> list[dict[str, Any]]:
     for case in CASES:
         start = time.perf_counter()
         rows.append(compile_case(case, virtual.devices(accelerator)[0]))
-        print(f"{format_row(rows[-1])}   compiled in {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"{format_row(rows[-1])}   compiled in {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
     return rows
 
 

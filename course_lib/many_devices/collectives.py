@@ -1,8 +1,10 @@
-"""Collectives, each built from the one way in which two devices talk: `shift`, which passes an array along a ring.
+"""Collectives, each built from the one way in which two devices talk: `shift`, which passes an
+array along a ring.
 
-The devices of a mesh axis form a ring: each can send to the next, the last to the first. On it, every function here
-gives what JAX's own gives, and so does its gradient, which JAX derives: a shift transposes to a shift the other way, so
-the ring that gathers transposes to the ring that sums and scatters.
+The devices of a mesh axis form a ring: each can send to the next, the last to the first. On it,
+every function here gives what JAX's own gives, and so does its gradient, which JAX derives: a
+shift transposes to a shift the other way, so the ring that gathers transposes to the ring that
+sums and scatters.
 
     here                                         JAX's own
     all_gather(x, "data", dim)                   jax.lax.all_gather(x, "data", axis=dim, tiled=True)
@@ -10,11 +12,13 @@ the ring that gathers transposes to the ring that sums and scatters.
     all_reduce(x, "data", dim)                   jax.lax.psum(x, "data")
     all_to_all(x, "data", split_dim, concat_dim) jax.lax.all_to_all(x, "data", split_dim, concat_dim, tiled=True)
 
-All are called inside `jax.shard_map`, and unroll into one step a hop. Links carry both directions at once: with
-`bidirectional=True` half of what travels goes the other way round, and the ring needs half of the steps.
+All are called inside `jax.shard_map`, and unroll into one step a hop. Links carry both
+directions at once: with `bidirectional=True` half of what travels goes the other way round, and
+the ring needs half of the steps.
 
-`cost` says what each needs. Sources: Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521
-(the algorithms, and the model of latency plus bytes over bandwidth); for the convention of bytes, NCCL's
+`cost` says what each needs. Sources: Thakur, Rabenseifner and Gropp, 2005,
+https://doi.org/10.1177/1094342005051521 (the algorithms, and the model of latency plus bytes
+over bandwidth); for the convention of bytes, NCCL's
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
@@ -27,22 +31,35 @@ from jaxtyping import Array, Shaped
 
 from course_lib.many_devices import meshes
 
-KINDS = ("ppermute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_direct")
+KINDS = (
+    "ppermute",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_direct",
+)
 
 
 def shift(x: Shaped[Array, "..."], axis: str, by: int = 1) -> Shaped[Array, "..."]:
-    """Sends each device's array to the device `by` further along the ring. Returns what arrives: that of `by` before."""
+    """Sends each device's array to the device `by` further along the ring. Returns what
+    arrives: that of `by` before.
+    """
     n = jax.lax.axis_size(axis)
     return jax.lax.ppermute(x, axis, [(source, (source + by) % n) for source in range(n)])
 
 
-def all_gather(x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False) -> Shaped[Array, "..."]:
+def all_gather(
+    x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False
+) -> Shaped[Array, "..."]:
     """Returns the arrays of all devices, joined along a dimension in the order of devices.
 
-    Each device passes on what it last got: after k steps it holds the array of the k-th device before it.
+    Each device passes on what it last got: after k steps it holds the array of the k-th device
+    before it.
     """
     right, left = hops(axis, bidirectional)
-    before, after = [x], [x]  # the array of the k-th device before this one, and of the k-th after it
+    # the array of the k-th device before this one, and of the k-th after it
+    before, after = [x], [x]
     for _ in range(right):
         before.append(shift(before[-1], axis, 1))
     for _ in range(left):
@@ -50,10 +67,13 @@ def all_gather(x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: 
     return join(before[::-1] + after[1:], -right, axis, dim)
 
 
-def reduce_scatter(x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False) -> Shaped[Array, "..."]:
+def reduce_scatter(
+    x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False
+) -> Shaped[Array, "..."]:
     """Returns this device's part, along a dimension, of the sum of all devices' arrays.
 
-    The sum for a device starts at the one farthest from it, and on its way each device adds its own part.
+    The sum for a device starts at the one farthest from it, and on its way each device adds its
+    own part.
 
     Raises:
       ValueError: if the number of devices does not divide the dimension.
@@ -70,22 +90,32 @@ def reduce_scatter(x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirection
     return parts[0] + travel(parts[right:0:-1], 1) + travel(parts[right + 1 :], -1)
 
 
-def all_reduce(x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False) -> Shaped[Array, "..."]:
-    """Returns the sum of all devices' arrays: summed in parts, one a device, which are then gathered.
+def all_reduce(
+    x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False
+) -> Shaped[Array, "..."]:
+    """Returns the sum of all devices' arrays: summed in parts, one a device, which are then
+    gathered.
 
-    The result is the same on all devices, but JAX cannot know that and counts it as varying over the axis. To JAX the
-    result of `jax.lax.psum` is shared; `meshes.vary(jax.lax.psum(x, axis), axis)` equals this function in every respect.
+    The result is the same on all devices, but JAX cannot know that and counts it as varying
+    over the axis. To JAX the result of `jax.lax.psum` is shared; `meshes.vary(jax.lax.psum(x,
+    axis), axis)` equals this function in every respect.
 
     Raises:
-      ValueError: if the number of devices does not divide the dimension along which the array is cut.
+      ValueError: if the number of devices does not divide the dimension along which the array
+        is cut.
     """
     return all_gather(reduce_scatter(x, axis, dim, bidirectional), axis, dim, bidirectional)
 
 
 def all_to_all(
-    x: Shaped[Array, "..."], axis: str, split_dim: int, concat_dim: int, bidirectional: bool = False
+    x: Shaped[Array, "..."],
+    axis: str,
+    split_dim: int,
+    concat_dim: int,
+    bidirectional: bool = False,
 ) -> Shaped[Array, "..."]:
-    """Sends the k-th part of the array, along one dimension, to the k-th device. Returns what arrives, joined along another.
+    """Sends the k-th part of the array, along one dimension, to the k-th device. Returns what
+    arrives, joined along another.
 
     Each device hands the next all that is not for itself: the cargo shrinks by one part a step.
 
@@ -106,8 +136,11 @@ def all_to_all(
     return join(before[::-1] + parts[:1] + after, -right, axis, concat_dim)
 
 
-def all_to_all_direct(x: Shaped[Array, "..."], axis: str, split_dim: int, concat_dim: int) -> Shaped[Array, "..."]:
-    """Does what `all_to_all` does where any two devices are linked, as by a switch: each part goes to its device at once.
+def all_to_all_direct(
+    x: Shaped[Array, "..."], axis: str, split_dim: int, concat_dim: int
+) -> Shaped[Array, "..."]:
+    """Does what `all_to_all` does where any two devices are linked, as by a switch: each part
+    goes to its device at once.
 
     Raises:
       ValueError: if the number of devices does not divide the dimension that is split.
@@ -118,20 +151,26 @@ def all_to_all_direct(x: Shaped[Array, "..."], axis: str, split_dim: int, concat
 
 
 def hops(axis: str, bidirectional: bool) -> tuple[int, int]:
-    """Returns how many steps an array takes to the right, and to the left, to meet all devices of the ring."""
+    """Returns how many steps an array takes to the right, and to the left, to meet all devices
+    of the ring.
+    """
     n = jax.lax.axis_size(axis)
     return (n // 2, (n - 1) // 2) if bidirectional else (n - 1, 0)
 
 
 def split(x: Array, axis: str, dim: int) -> list[Array]:
-    """Returns one part of an array for each device: its k-th is for the k-th device after this one."""
+    """Returns one part of an array for each device: its k-th is for the k-th device after this
+    one.
+    """
     n = jax.lax.axis_size(axis)
     meshes.check_divides(x.shape, dim, axis, n, "x")
     return jnp.split(jnp.roll(x, -jax.lax.axis_index(axis) * (x.shape[dim] // n), dim), n, dim)
 
 
 def join(parts: list[Array], first: int, axis: str, dim: int) -> Array:
-    """Joins parts that begin with that of the device `first` after this one, so that they begin with device 0's."""
+    """Joins parts that begin with that of the device `first` after this one, so that they begin
+    with device 0's.
+    """
     offset = (jax.lax.axis_index(axis) + first) * parts[0].shape[dim]
     return jnp.roll(jnp.concatenate(parts, dim), offset, dim)
 
@@ -143,7 +182,8 @@ class Cost:
     Attributes:
       steps: messages that follow each other; those in opposite directions travel at once.
       sent_bytes: that each device sends, both directions together.
-      seconds: `steps` times the latency, and the bytes in the busier direction over the bandwidth.
+      seconds: `steps` times the latency, and the bytes in the busier direction over the
+        bandwidth.
     """
 
     steps: int
@@ -151,7 +191,14 @@ class Cost:
     seconds: float
 
 
-def cost(kind: str, bytes: int, size: int, bandwidth: float, latency: float = 0.0, bidirectional: bool = False) -> Cost:
+def cost(
+    kind: str,
+    bytes: int,
+    size: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    bidirectional: bool = False,
+) -> Cost:
     """Returns what the functions of this file need, with S bytes and n devices:
 
         kind               steps             bytes sent        two-directional: steps, bytes in the busier direction
@@ -162,28 +209,34 @@ def cost(kind: str, bytes: int, size: int, bandwidth: float, latency: float = 0.
         all_to_all         n - 1             S (n - 1) / 2     n // 2          S h (h + 1) / 2n with h = n // 2
         all_to_all_direct  n - 1             S (n - 1) / n     -
 
-    A gradient of S bytes, all-reduced, is thus sent about twice, whatever the number of devices.
+    A gradient of S bytes, all-reduced, is thus sent about twice, whatever the number of
+    devices.
 
     Args:
       kind: one of `KINDS`.
-      bytes: S, of the whole array at one device: what it has before a reduce-scatter, all-reduce, all-to-all or ppermute,
-        what it has after an all-gather.
+      bytes: S, of the whole array at one device: what it has before a reduce-scatter,
+        all-reduce, all-to-all or ppermute, what it has after an all-gather.
       size: n, the devices of the axis.
-      bandwidth: of a link in one direction, bytes/s. With `bidirectional`, what each of the two directions gets: all of it
-        where each neighbour has a link of its own (TPUs), half where all goes through one switch (NVLink on H100s).
+      bandwidth: of a link in one direction, bytes/s. With `bidirectional`, what each of the two
+        directions gets: all of it where each neighbour has a link of its own (TPUs), half where
+        all goes through one switch (NVLink on H100s).
       latency: from the start of a message to the arrival of its first byte, seconds.
       bidirectional: whether both directions carry half.
 
     Raises:
-      ValueError: if the kind is unknown or has no two-directional form, or a number is out of range.
+      ValueError: if the kind is unknown or has no two-directional form, or a number is out of
+        range.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
     if bidirectional and kind in ("ppermute", "all_to_all_direct"):
-        raise ValueError(f"bidirectional=True must not come with kind={kind!r}: its messages go one way")
+        raise ValueError(
+            f"bidirectional=True must not come with kind={kind!r}: its messages go one way"
+        )
     if size < 1 or bytes < 0 or bandwidth <= 0 or latency < 0:
         raise ValueError(
-            f"size={size}, bytes={bytes}, bandwidth={bandwidth}, latency={latency} must be at least 1, 0, above 0, and 0"
+            f"size={size}, bytes={bytes}, bandwidth={bandwidth}, latency={latency} must be at"
+            " least 1, 0, above 0, and 0"
         )
     right, left = (size // 2, (size - 1) // 2) if bidirectional else (size - 1, 0)
     if kind == "ppermute":

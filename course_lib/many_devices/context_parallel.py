@@ -1,15 +1,18 @@
-"""Context parallelism: each device has a part of every sequence, and keys and values travel around a ring.
+"""Context parallelism: each device has a part of every sequence, and keys and values travel
+around a ring.
 
-All of a Transformer but attention treats each position by itself. In *ring attention* (Liu et al., 2023,
-https://arxiv.org/abs/2310.01889) each device has the queries, keys and values of its own positions; keys and values go
-around a ring of n devices, and a device adds up what its queries take of those that pass by: never more than one part of the
-sequence is here, and no scores are kept. The backward pass sends keys and values around again, and their gradients with
+All of a Transformer but attention treats each position by itself. In *ring attention* (Liu et
+al., 2023, https://arxiv.org/abs/2310.01889) each device has the queries, keys and values of its
+own positions; keys and values go around a ring of n devices, and a device adds up what its
+queries take of those that pass by: never more than one part of the sequence is here, and no
+scores are kept. The backward pass sends keys and values around again, and their gradients with
 them.
 
-Causally, early positions see few keys and late ones many. So the sequence is cut into 2n parts, and device i has parts i and
-2n - 1 - i, an early and a late one (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2; another balanced order is
-that of Brandon et al., 2023, https://arxiv.org/abs/2311.09431). Of the four pairs of parts that meet in a step, all devices
-need two, and compute no others:
+Causally, early positions see few keys and late ones many. So the sequence is cut into 2n parts,
+and device i has parts i and 2n - 1 - i, an early and a late one (Llama 3,
+https://arxiv.org/abs/2407.21783, section 3.3.2; another balanced order is that of Brandon et
+al., 2023, https://arxiv.org/abs/2311.09431). Of the four pairs of parts that meet in a step,
+all devices need two, and compute no others:
 
     keys of an earlier device    late queries see its early part, early queries see its early part
     keys of a later device       late queries see its early part, late queries see its late part
@@ -54,7 +57,9 @@ def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
 
 def own(x: Shaped[Array, "..."], dim: int = LENGTH) -> Shaped[Array, "..."]:
     """Returns this device's positions of an array that has all of them along a dimension."""
-    positions = jnp.asarray(order(x.shape[dim], jax.lax.axis_size(AXIS)))[jax.lax.axis_index(AXIS)]
+    positions = jnp.asarray(order(x.shape[dim], jax.lax.axis_size(AXIS)))[
+        jax.lax.axis_index(AXIS)
+    ]
     return jnp.take(vary(x, AXIS), positions, axis=dim)
 
 
@@ -73,7 +78,8 @@ def attend(
 
     Args:
       query: B sequences, L / n positions of each, H heads of width K.
-      key: with as many heads, or G that divide them: the queries of H / G heads in a row see the same.
+      key: with as many heads, or G that divide them: the queries of H / G heads in a row see
+        the same.
       value: as `key`.
       causal: whether a position sees only itself and those before it.
       implementation: must be "reference".
@@ -86,13 +92,18 @@ def attend(
     batch, length, heads, width = query.shape
     groups = key.shape[2]
     parts = batch, 2, length // 2, groups
-    both = jnp.stack((key.reshape(*parts, width), value.reshape(*parts, width)))  # they travel as one
-    return _ring(query.reshape(*parts, heads // groups, width), both, causal).reshape(query.shape)
+    # they travel as one
+    both = jnp.stack((key.reshape(*parts, width), value.reshape(*parts, width)))
+    return _ring(query.reshape(*parts, heads // groups, width), both, causal).reshape(
+        query.shape
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ring(query: Array, both: Array, causal: bool) -> Array:
-    """Attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], for parts of c positions."""
+    """Attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], for parts of c
+    positions.
+    """
     return _forward(query, both, causal)[0]
 
 
@@ -107,17 +118,19 @@ def _forward(query: Array, both: Array, causal: bool) -> tuple[Array, Any]:
             key, value = (_part(x, k) for x in both)
             new = _see(of_queries, _part(query, q), key, value, masked)
             state = {name: _put(state[name], q, new[name]) for name in state}
-        # The next transfer waits for these products: else all transfers could come first, and stand in memory.
+        # The next transfer waits for these products: else all transfers could come first, and
+        # stand in memory.
         both, state = jax.lax.optimization_barrier((arriving, state))
     out = (state["out"] / _beside(state["total"])).astype(query.dtype)
     return out, (query, own, out, state["top"] + jnp.log(state["total"]))
 
 
 def _see(state: PyTree, query: Array, key: Array, value: Array, masked: bool) -> PyTree:
-    """Adds what queries [B c G H/G K] take of keys and values [B c G K] to what they have so far.
+    """Adds what queries [B c G H/G K] take of keys and values [B c G K] to what they have so
+    far.
 
-    The largest score is taken from all of them, so that no exponential overflows. With a larger one, what is there shrinks
-    (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+    The largest score is taken from all of them, so that no exponential overflows. With a larger
+    one, what is there shrinks (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
     """
     scores = _scores(query, key, masked)
     top = jnp.maximum(state["top"], scores.max(axis=-1))
@@ -128,24 +141,41 @@ def _see(state: PyTree, query: Array, key: Array, value: Array, masked: bool) ->
 
 
 def _backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
-    """Sends keys and values around again, and with them the sum of their gradients, until these are home."""
+    """Sends keys and values around again, and with them the sum of their gradients, until these
+    are home.
+    """
     query, both, out, log_total = kept
     n, width = jax.lax.axis_size(AXIS), query.shape[-1]
-    mean = jnp.moveaxis((gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1), 2, -1)
+    mean = jnp.moveaxis(
+        (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1), 2, -1
+    )
     of_query, of_both = jnp.zeros_like(query, jnp.float32), jnp.zeros_like(both, jnp.float32)
     for step in range(n):
         arriving = collectives.shift(both, AXIS) if step < n - 1 else both
         new = jnp.zeros_like(of_both)
         for q, k, masked in _pairs(step, causal):
-            some, seen, (key, value) = _part(query, q), _part(gradient, q), (_part(x, k) for x in both)
+            some, seen, (key, value) = (
+                _part(query, q),
+                _part(gradient, q),
+                (_part(x, k) for x in both),
+            )
             weights = jnp.exp(_scores(some, key, masked) - _part(log_total, q)[..., None])
             of_weights = _product("bqgrk,bsgk->bgrqs", seen, value) - _part(mean, q)[..., None]
             of_scores = (weights * of_weights * width**-0.5).astype(query.dtype)
-            of_query = _put(of_query, q, _part(of_query, q) + _product("bgrqs,bsgk->bqgrk", of_scores, key))
+            of_query = _put(
+                of_query, q, _part(of_query, q) + _product("bgrqs,bsgk->bqgrk", of_scores, key)
+            )
             of_key = _product("bgrqs,bqgrk->bsgk", of_scores, some)
             of_value = _product("bgrqs,bqgrk->bsgk", weights.astype(query.dtype), seen)
-            new = jnp.stack([_put(x, k, _part(x, k) + y) for x, y in zip(new, (of_key, of_value), strict=True)])
-        both, new, of_query, of_both = jax.lax.optimization_barrier((arriving, new, of_query, of_both))
+            new = jnp.stack(
+                [
+                    _put(x, k, _part(x, k) + y)
+                    for x, y in zip(new, (of_key, of_value), strict=True)
+                ]
+            )
+        both, new, of_query, of_both = jax.lax.optimization_barrier(
+            (arriving, new, of_query, of_both)
+        )
         of_both = collectives.shift(of_both + new, AXIS)
     return of_query.astype(query.dtype), of_both.astype(both.dtype)
 
@@ -154,17 +184,22 @@ _ring.defvjp(_forward, _backward)
 
 
 def _pairs(step: int, causal: bool) -> list[tuple[Any, Any, bool]]:
-    """Lists which part of the queries meets which part of keys that came `step` devices far, and whether one hides half."""
+    """Lists which part of the queries meets which part of keys that came `step` devices far,
+    and whether one hides half.
+    """
     if not causal:
         return [(q, k, False) for q in (EARLY, LATE) for k in (EARLY, LATE)]
     if step == 0:
         return [(EARLY, EARLY, True), (LATE, EARLY, False), (LATE, LATE, True)]
-    same = jnp.where(jax.lax.axis_index(AXIS) >= step, EARLY, LATE)  # they came from an earlier device, or from a later one
+    # they came from an earlier device, or from a later one
+    same = jnp.where(jax.lax.axis_index(AXIS) >= step, EARLY, LATE)
     return [(LATE, EARLY, False), (same, same, False)]
 
 
 def _scores(query: Array, key: Array, masked: bool) -> Array:
-    """Returns products of queries and keys [B G H/G c c] in float32; of one part, a query sees no later key."""
+    """Returns products of queries and keys [B G H/G c c] in float32; of one part, a query sees
+    no later key.
+    """
     scores = _product("bqgrk,bsgk->bgrqs", query, key) * query.shape[-1] ** -0.5
     if not masked:
         return scores
@@ -185,12 +220,16 @@ def _put(x: Array, index: Any, part: Array) -> Array:
 
 
 def _beside(x: Array) -> Array:
-    """Turns a number for each query, [... G H/G c] as scores have them, into [... c G H/G 1], as values have them."""
+    """Turns a number for each query, [... G H/G c] as scores have them, into [... c G H/G 1],
+    as values have them.
+    """
     return jnp.moveaxis(x, -1, -3)[..., None]
 
 
 def positions(length: int) -> Int[Array, "L_n"]:
-    """Returns the positions that this device has of a sequence of which each device has `length`."""
+    """Returns the positions that this device has of a sequence of which each device has
+    `length`.
+    """
     return own(jnp.arange(length * jax.lax.axis_size(AXIS)), dim=0)
 
 
@@ -200,11 +239,14 @@ def hooks(others: Hooks) -> Hooks:
     Args:
       others: what else the device does differently.
     """
-    return dataclasses.replace(others, attend=attend, positions=positions, attend_positions=positions)
+    return dataclasses.replace(
+        others, attend=attend, positions=positions, attend_positions=positions
+    )
 
 
 def check(model: Any, seq_len: int, mesh: meshes.Shape, by_hand: bool) -> None:
-    """Refuses a model whose sequences cannot be divided among the devices of the "context" axis.
+    """Refuses a model whose sequences cannot be divided among the devices of the "context"
+    axis.
 
     Args:
       model: the `model` part of a configuration.
@@ -220,8 +262,9 @@ def check(model: Any, seq_len: int, mesh: meshes.Shape, by_hand: bool) -> None:
         _check_implementation(model.attention, model.softmax_dtype)
     elif model.attention not in ("reference", "xla"):
         raise ValueError(
-            f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis {AXIS!r} and by='compiler': the "
-            "compiler cannot look into a kernel, and would gather all of the queries"
+            f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis"
+            f" {AXIS!r} and by='compiler': the compiler cannot look into a kernel, and would"
+            " gather all of the queries"
         )
     check_parts(seq_len, n, 2 * n if by_hand else n)
 
@@ -235,14 +278,16 @@ def check_parts(length: int, size: int, parts: int) -> None:
     if rest := length % parts:
         below = length - rest
         raise ValueError(
-            f"seq_len={length} must be a multiple of {parts}, the parts into which the {size} devices of axis {AXIS!r} cut "
-            f"it; take {f'{below} or ' * (below > 0)}{below + parts}"
+            f"seq_len={length} must be a multiple of {parts}, the parts into which the {size}"
+            f" devices of axis {AXIS!r} cut it; take"
+            f" {f'{below} or ' * (below > 0)}{below + parts}"
         )
 
 
 def _check_implementation(implementation: str, softmax_dtype: Any) -> None:
     if implementation != "reference" or jnp.dtype(softmax_dtype) != jnp.float32:
         raise ValueError(
-            f"attention={implementation!r}, softmax_dtype={jnp.dtype(softmax_dtype).name!r} must be 'reference' and 'float32' "
-            f"with a mesh axis {AXIS!r}: the ring is an attention of its own, whose softmax is float32"
+            f"attention={implementation!r}, softmax_dtype={jnp.dtype(softmax_dtype).name!r}"
+            f" must be 'reference' and 'float32' with a mesh axis {AXIS!r}: the ring is an"
+            " attention of its own, whose softmax is float32"
         )

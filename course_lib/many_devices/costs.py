@@ -1,7 +1,9 @@
-"""The formulas of `estimate`: what one device holds, sends and computes in a step that is written by hand.
+"""The formulas of `estimate`: what one device holds, sends and computes in a step that is
+written by hand.
 
-Beside each other they read (R: an activation [b L D] of all sequences of a device, in the model's dtype; n: devices of the
-axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather or a reduce-scatter half of that):
+Beside each other they read (R: an activation [b L D] of all sequences of a device, in the
+model's dtype; n: devices of the axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather
+or a reduce-scatter half of that):
 
     data      an all-reduce of the gradients; with ZeRO 1 and 2 a reduce-scatter of them, and an all-gather of the new
               parameters; with ZeRO 3 one of what was computed with, once more for the kernels of layers, or for all that
@@ -31,12 +33,16 @@ PyTree = Any
 Sizes = Mapping[str, int]
 
 KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5}
-"""How many arrays of the hidden width the backward pass of an MLP needs, as compiled: a comparison's bits count half."""
+"""How many arrays of the hidden width the backward pass of an MLP needs, as compiled: a
+comparison's bits count half.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter: its path, the bytes of it that a device holds, and the specs of it and of its gradient."""
+    """A parameter: its path, the bytes of it that a device holds, and the specs of it and of
+    its gradient.
+    """
 
     path: str
     bytes: int
@@ -46,23 +52,35 @@ class Leaf:
 
 def leaves(params: PyTree, held: PyTree, kept: PyTree, n: Sizes) -> list[Leaf]:
     """Lists parameters as devices hold them."""
-    places = zip(*(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)) for specs in (held, kept)), strict=True)
+    places = zip(
+        *(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)) for specs in (held, kept)),
+        strict=True,
+    )
     found = []
-    for (path, leaf), (place, of_gradient) in zip(jax.tree_util.tree_leaves_with_path(params), places, strict=True):
+    for (path, leaf), (place, of_gradient) in zip(
+        jax.tree_util.tree_leaves_with_path(params), places, strict=True
+    ):
         size = leaf.size * leaf.dtype.itemsize // math.prod(n[axis] for axis in place if axis)
         found.append(Leaf(jax.tree_util.keystr(path), size, place, of_gradient))
     return found
 
 
-def sent_for_gradients(config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], n: int) -> float:
+def sent_for_gradients(
+    config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], n: int
+) -> float:
     """Returns the bytes that a device sends along "data"."""
-    times = config.training.num_minibatches if chosen.zero >= 2 else 1  # the other stages send once for all
+    # the other stages send once for all
+    times = config.training.num_minibatches if chosen.zero >= 2 else 1
     narrow = jnp.dtype(config.model.dtype).itemsize / 4
     total = 0.0
     for leaf in params:
         if dim_of(leaf.held, "data") is not None:
             kernel = "kernel" in leaf.path
-            again = _needed_again(leaf, config) if "Block" in config.model.remat else kernel and chosen.gather_again
+            again = (
+                _needed_again(leaf, config)
+                if "Block" in config.model.remat
+                else kernel and chosen.gather_again
+            )
             gathers = 1 + ("['block" in leaf.path and again)
             total += times * (gathers + 1) * leaf.bytes * n * (narrow if kernel else 1)
         elif dim_of(leaf.kept, "data") is not None:
@@ -73,49 +91,72 @@ def sent_for_gradients(config: ConfigDict, chosen: Strategy, params: Sequence[Le
 
 
 def _needed_again(leaf: Leaf, config: ConfigDict) -> bool:
-    """Whether the backward pass of a rematerialized block needs a parameter: all but biases that are added last."""
+    """Whether the backward pass of a rematerialized block needs a parameter: all but biases
+    that are added last.
+    """
     last = "['attn']" in leaf.path or config.model.parallel_block
     return not (last and "['output_layer']['bias']" in leaf.path)
 
 
 def sent_inside_layers(
-    config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], n: Sizes, parts: int, piped: bool
+    config: ConfigDict,
+    chosen: Strategy,
+    params: Sequence[Leaf],
+    n: Sizes,
+    parts: int,
+    piped: bool,
 ) -> float:
-    """Returns the bytes that a device sends along "tensor"; of a pipeline, as if each stage had embedding and head."""
+    """Returns the bytes that a device sends along "tensor"; of a pipeline, as if each stage had
+    embedding and head.
+    """
     model, tokens = config.model, config.data.batch_size // n["data"] * config.data.seq_len
     pairs = 1 if model.parallel_block else 2
-    # Computed again is all but what the backward pass does not need, the last sum of what is rematerialized.
+    # Computed again is all but what the backward pass does not need, the last sum of what is
+    # rematerialized.
     if "Block" in model.remat:
         again = pairs - (0.5 if chosen.sequence else 1)
-    elif chosen.zero == 3 and chosen.gather_again:  # keeps nothing that was gathered, along "tensor" neither
-        again = 0.5 * pairs * (chosen.sequence and chosen.overlap == "none")  # what a ring brings is kept
+    elif chosen.zero == 3 and chosen.gather_again:
+        # keeps nothing that was gathered, along "tensor" neither
+        # what a ring brings is kept
+        again = 0.5 * pairs * (chosen.sequence and chosen.overlap == "none")
     else:
         again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * chosen.sequence
     layers = model.num_layers // n["pipe"] * (2 * pairs + again + piped * pairs)
     head = 1.5 if piped and chosen.sequence else 1
     width = jnp.dtype(model.dtype).itemsize
-    total = tokens * (model.hidden_size * ((layers + head) * width + 4) + 4 * (6 if piped else 4))
-    for leaf in params:  # what all devices use, each for its part of the sequence, or for its heads
+    total = tokens * (
+        model.hidden_size * ((layers + head) * width + 4) + 4 * (6 if piped else 4)
+    )
+    # what all devices use, each for its part of the sequence, or for its heads
+    for leaf in params:
         of_all = chosen.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path
         if of_all and dim_of(leaf.held, "tensor") is None:
-            total += parts * leaf.bytes * (n["data"] if dim_of(leaf.held, "data") is not None else 1)
+            total += (
+                parts * leaf.bytes * (n["data"] if dim_of(leaf.held, "data") is not None else 1)
+            )
     return 2 * (n["tensor"] - 1) / n["tensor"] * total
 
 
 def gradients(chosen: Strategy, params: Sequence[Leaf], n: int, summed: bool) -> int:
-    """Returns the bytes of gradients: those of the part of the batch at hand, and if there are several parts the sum."""
+    """Returns the bytes of gradients: those of the part of the batch at hand, and if there are
+    several parts the sum.
+    """
     total = 0
     for leaf in params:
-        slices = n if chosen.zero == 2 and dim_of(leaf.kept, "data") is not None else 1  # stage 2 sums slices
+        # stage 2 sums slices
+        slices = n if chosen.zero == 2 and dim_of(leaf.kept, "data") is not None else 1
         total += leaf.bytes + (leaf.bytes // slices if summed else 0)
     return total
 
 
-def copies(config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], layers: int, n: Sizes) -> int:
-    """Returns about the bytes of parameters as layers compute with them: gathered, and kernels in the model's dtype.
+def copies(
+    config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], layers: int, n: Sizes
+) -> int:
+    """Returns about the bytes of parameters as layers compute with them: gathered, and kernels
+    in the model's dtype.
 
-    One layer's at a time, and as much of their gradients; those of all layers where the backward pass does not make them
-    again. What stands around the layers stays.
+    One layer's at a time, and as much of their gradients; those of all layers where the
+    backward pass does not make them again. What stands around the layers stays.
 
     Args:
       config: a whole configuration.
@@ -136,7 +177,9 @@ def copies(config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], layers:
             continue
         of_one = size * n["pipe"] / model.num_layers
         module = "MLP" if "['mlp']" in leaf.path else "Attn"
-        again = "Block" in model.remat or (chosen.gather_again if cut else module in model.remat)
+        again = "Block" in model.remat or (
+            chosen.gather_again if cut else module in model.remat
+        )
         total += of_one * (2 if again else 2 + layers)
     return int(total)
 
@@ -152,27 +195,41 @@ def activations(config: Any, layers: int, tokens: int, residual: int, shards: in
       shards: devices along "tensor".
     """
     model = config.model
-    size, width, heads = jnp.dtype(model.dtype).itemsize, model.hidden_size, model.num_heads * model.head_dim
+    size, width, heads = (
+        jnp.dtype(model.dtype).itemsize,
+        model.hidden_size,
+        model.num_heads * model.head_dim,
+    )
     of_attention = 2 * heads + 2 * (model.num_kv_heads or model.num_heads) * model.head_dim
     hidden = KEPT_BY_MLP[model.mlp_activation] * model.mlp_expansion * width
-    scores = 0 if model.attention in ("cudnn", "pallas") else model.num_heads * config.data.seq_len
-    # A norm keeps three arrays in float32, and its output, whole; attention its softmax, and a narrow copy to multiply with.
+    scores = (
+        0 if model.attention in ("cudnn", "pallas") else model.num_heads * config.data.seq_len
+    )
+    # A norm keeps three arrays in float32, and its output, whole; attention its softmax, and a
+    # narrow copy to multiply with.
     norm = 3 * 4 * residual // size + tokens * width * size
     inside = {
         "MLP": norm + tokens * hidden * size / shards,
         "Attn": norm + tokens * (of_attention * size + scores * (4 + size)) / shards,
     }
     layer = 2 * residual + sum(inside.values())
-    kept = residual if "Block" in model.remat else layer - sum(inside[name] for name in model.remat)
-    logits = 3 * 4 * tokens * model.num_outputs / shards  # with their softmax and their gradient
-    at_work = layer + max(inside.values())  # all of one, and gradients inside of one of its modules
+    kept = (
+        residual
+        if "Block" in model.remat
+        else layer - sum(inside[name] for name in model.remat)
+    )
+    # with their softmax and their gradient
+    logits = 3 * 4 * tokens * model.num_outputs / shards
+    # all of one, and gradients inside of one of its modules
+    at_work = layer + max(inside.values())
     return int(layers * kept + max(at_work, logits))
 
 
 def products(
     config: FrozenConfigDict, sequences: float, accelerator: Accelerator, n: Sizes, piped: bool
 ) -> tuple[float, float]:
-    """Returns seconds of products at the peak rate: a device's share of the model's, and all that the busiest device does.
+    """Returns seconds of products at the peak rate: a device's share of the model's, and all
+    that the busiest device does.
 
     Args:
       config: a whole configuration, of one sequence.
@@ -182,7 +239,8 @@ def products(
       piped: whether there is a pipeline.
     """
     of_model, again, of_head = (
-        measure.mfu(measure.Flops({config.model.dtype: count}, {}), 1.0, accelerator) or 0.0 for count in flops(config)
+        measure.mfu(measure.Flops({config.model.dtype: count}, {}), 1.0, accelerator) or 0.0
+        for count in flops(config)
     )
     layers = of_model - of_head + again
     if piped:  # a stage runs once more, from its stashed input; the head is on one of them
@@ -193,14 +251,18 @@ def products(
 
 @functools.cache
 def flops(config: FrozenConfigDict) -> tuple[int, int, int]:
-    """Returns the FLOPs of one sequence's gradient that the model needs, that are recomputed, and the output layer's.
+    """Returns the FLOPs of one sequence's gradient that the model needs, that are recomputed,
+    and the output layer's.
 
-    All in the model's dtype, as kernels of attention compute them; "reference" has its scores in float32.
+    All in the model's dtype, as kernels of attention compute them; "reference" has its scores
+    in float32.
     """
     one = ConfigDict(config.to_dict())
     one.model.attention = "reference"
     run = training.build(one)
     state, batch = run.abstract()
-    found = measure.flops(gradient_accumulation.gradient(run.loss_fn), state.params, batch, state.rng)
+    found = measure.flops(
+        gradient_accumulation.gradient(run.loss_fn), state.params, batch, state.rng
+    )
     head = 3 * 2 * one.data.seq_len * one.model.hidden_size * one.model.num_outputs
     return sum(found.model.values()), sum(found.recomputed.values()), head

@@ -1,7 +1,9 @@
-"""Data parallelism: every device computes the gradient of its share of the batch. Written by hand.
+"""Data parallelism: every device computes the gradient of its share of the batch. Written by
+hand.
 
-All that differs between plain data parallelism and the three stages of ZeRO (Rajbhandari et al., 2020,
-https://arxiv.org/abs/1910.02054) is what a device keeps, and so what it has to send. P parameters, n devices:
+All that differs between plain data parallelism and the three stages of ZeRO (Rajbhandari et
+al., 2020, https://arxiv.org/abs/1910.02054) is what a device keeps, and so what it has to send.
+P parameters, n devices:
 
     stage   parameters   gradients   optimizer   communication of a step, in parameters that a device sends
     0       all          all         all         all-reduce of gradients: 2 (n - 1) / n P
@@ -10,8 +12,9 @@ https://arxiv.org/abs/1910.02054) is what a device keeps, and so what it has to 
                                                  whose own gradients are whole until then: only their sum is 1/n
     3       1/n          1/n         1/n         all-gather twice (forward, backward) and reduce-scatter: 3 (n - 1) / n P
 
-Stage 3 is also called FSDP. Which dimension of a parameter is cut says `sharding.ZERO`: the model's width. The few
-vectors that have no width (biases of the hidden MLP, of queries, keys and values, and of the output) stay whole.
+Stage 3 is also called FSDP. Which dimension of a parameter is cut says `sharding.ZERO`: the
+model's width. The few vectors that have no width (biases of the hidden MLP, of queries, keys
+and values, and of the output) stay whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,14 +55,15 @@ def gradient(
     Each device draws its dropout from a key of its own, the given one with its index folded in.
 
     Args:
-      loss_fn: what one device computes, of parameters as it holds them and its share of the batch. As all losses of
-        `losses`, it must be 0 with gradient 0 where all weights are 0: a device may have no labels, and 0 / 0 of one
-        would be NaN on all of them.
+      loss_fn: what one device computes, of parameters as it holds them and its share of the
+        batch. As all losses of `losses`, it must be 0 with gradient 0 where all weights are 0:
+        a device may have no labels, and 0 / 0 of one would be NaN on all of them.
       mesh: with an axis "data".
       held: specs of the parameters.
       kept: specs of the gradients that come out: cut over "data" from stage 1 on.
       stage: of ZeRO, 0 to 3.
-      num_minibatches: M, into how many a device cuts its share. Stages 0 and 1 communicate once for all of them.
+      num_minibatches: M, into how many a device cuts its share. Stages 0 and 1 communicate once
+        for all of them.
       method: "scan" or "loop" over them.
       accumulator_dtype: what their gradients are summed in.
 
@@ -67,9 +71,15 @@ def gradient(
       ValueError: if there is no such stage.
     """
     check_stage(stage)
-    of_minibatch = gradient_accumulation.gradient(loss_fn) if stage < 2 else _summed_gradient(loss_fn, held, kept)
+    of_minibatch = (
+        gradient_accumulation.gradient(loss_fn)
+        if stage < 2
+        else _summed_gradient(loss_fn, held, kept)
+    )
 
-    def on_one_device(params: PyTree, batch: PyTree, rng: Key[Array, ""]) -> tuple[PyTree, PyTree]:
+    def on_one_device(
+        params: PyTree, batch: PyTree, rng: Key[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
         grads, metrics = gradient_accumulation.accumulate(
             of_minibatch,
             vary(params, AXIS),
@@ -86,11 +96,14 @@ def gradient(
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
         return sum_over_devices(grads, held, kept), total
 
-    return jax.shard_map(on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(kept, P()))
+    return jax.shard_map(
+        on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(kept, P())
+    )
 
 
 def loss(loss_fn: LossFn, mesh: Mesh, held: PyTree) -> LossFn:
-    """Returns the loss function on arrays that are spread over the mesh: the weighted mean over all devices.
+    """Returns the loss function on arrays that are spread over the mesh: the weighted mean over
+    all devices.
 
     Args:
       loss_fn: what one device computes.
@@ -102,14 +115,17 @@ def loss(loss_fn: LossFn, mesh: Mesh, held: PyTree) -> LossFn:
         rng = None if rng is None else _own_key(rng)
         return mean_over_devices(*loss_fn(params, batch, rng), AXIS)
 
-    return jax.shard_map(on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(P(), P()))
+    return jax.shard_map(
+        on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(P(), P())
+    )
 
 
 def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn:
     """Returns the loss of tokens that the devices along another axis divide among themselves.
 
-    Each takes its own from those of all. The parameters are marked as each device's own before they are used, so that JAX
-    sums their gradients over devices once, when the backward pass is through. Each device draws dropout from a key of its own.
+    Each takes its own from those of all. The parameters are marked as each device's own before
+    they are used, so that JAX sums their gradients over devices once, when the backward pass is
+    through. Each device draws dropout from a key of its own.
 
     Args:
       loss_fn: what a device computes, of its own tokens.
@@ -119,13 +135,17 @@ def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn
 
     def of_all(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         rng = None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(axis))
-        return mean_over_devices(*loss_fn(vary(params, axis), jax.tree.map(own, batch), rng), axis)
+        return mean_over_devices(
+            *loss_fn(vary(params, axis), jax.tree.map(own, batch), rng), axis
+        )
 
     return of_all
 
 
 def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, PyTree]:
-    """Returns the weighted mean of the losses of all devices along an axis, and their summed metrics."""
+    """Returns the weighted mean of the losses of all devices along an axis, and their summed
+    metrics.
+    """
     total = _sum_of_metrics(metrics, axis)
     share = _share(metrics, total)
     return jax.lax.psum(loss * share, axis), total
@@ -134,15 +154,18 @@ def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, P
 def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
     """Returns metrics summed over devices; only the loss is differentiated.
 
-    They are sent as one array. A count that is sent by itself could be sent early, on some devices before and on others after
-    a transfer of the model's, and simulated devices, which have few threads, would wait for each other forever.
+    They are sent as one array. A count that is sent by itself could be sent early, on some
+    devices before and on others after a transfer of the model's, and simulated devices, which
+    have few threads, would wait for each other forever.
     """
     numbers, tree = jax.tree.flatten(jax.lax.stop_gradient(metrics))
     return jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(numbers), axis)))
 
 
 def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
-    """Returns a gradient function whose result is summed over devices: this device's part of the sum."""
+    """Returns a gradient function whose result is summed over devices: this device's part of
+    the sum.
+    """
 
     def share_of_mean(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         loss, metrics = loss_fn(params, batch, rng)
@@ -157,21 +180,26 @@ def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
 
 
 def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
-    """Returns a key that no other device along "data" has: each drops different units of different sequences."""
+    """Returns a key that no other device along "data" has: each drops different units of
+    different sequences.
+    """
     return jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
 
 
 def _share(metrics: PyTree, total: PyTree) -> Array:
-    """Returns the weight of a device's mean in the mean over all: its count of labels by that of all devices."""
+    """Returns the weight of a device's mean in the mean over all: its count of labels by that
+    of all devices.
+    """
     count, whole = metrics["loss"][1], total["loss"][1]
     return count / jnp.where(whole != 0, whole, 1)
 
 
 def sum_over_devices(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
-    """Sums gradients over the devices: all of the sum, or this device's slice of it, as the specs say.
+    """Sums gradients over the devices: all of the sum, or this device's slice of it, as the
+    specs say.
 
-    Parameters that are held in slices were gathered inside the loss, and the transpose of a gather is a reduce-scatter:
-    their gradients come summed and sliced.
+    Parameters that are held in slices were gathered inside the loss, and the transpose of a
+    gather is a reduce-scatter: their gradients come summed and sliced.
     """
 
     def of_leaf(grad: Array, held: P, kept: P) -> Array:
@@ -191,7 +219,8 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
     Args:
       params: slices.
       specs: of the parameters, saying along which dimension they are cut.
-      dtype: that layers compute in. Kernels are sent in it, and so are their gradients; the rest stays float32.
+      dtype: that layers compute in. Kernels are sent in it, and so are their gradients; the
+        rest stays float32.
     """
 
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
@@ -204,8 +233,12 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
 
 
-def gather_around(apply_fn: Callable[..., Any], specs: PyTree, dtype: Any) -> Callable[..., Any]:
-    """Returns a model that gathers what stands outside of its layers: embeddings, last norm, output layer."""
+def gather_around(
+    apply_fn: Callable[..., Any], specs: PyTree, dtype: Any
+) -> Callable[..., Any]:
+    """Returns a model that gathers what stands outside of its layers: embeddings, last norm,
+    output layer.
+    """
 
     def gathering(params: PyTree, inputs: Array, rng: Any) -> Any:
         outside = {name: params[name] for name in params if not name.startswith("block")}
@@ -215,20 +248,29 @@ def gather_around(apply_fn: Callable[..., Any], specs: PyTree, dtype: Any) -> Ca
     return gathering
 
 
-def gather_layers(specs: PyTree, dtype: Any, again: bool, scanned: bool) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Returns what `transformer.Hooks.layer` takes: a wrapper after which a layer gathers its parameters when it runs.
+def gather_layers(
+    specs: PyTree, dtype: Any, again: bool, scanned: bool
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Returns what `transformer.Hooks.layer` takes: a wrapper after which a layer gathers its
+    parameters when it runs.
 
     Args:
       specs: of all parameters.
       dtype: as for `gather`.
-      again: whether to drop the gathered parameters after the forward pass and gather those that the backward pass
-        needs, the kernels, again. Else they stay until then, those of all layers.
-      scanned: whether the layers are scanned; then their specs have the layers in front, which a layer does not see.
+      again: whether to drop the gathered parameters after the forward pass and gather those
+        that the backward pass needs, the kernels, again. Else they stay until then, those of
+        all layers.
+      scanned: whether the layers are scanned; then their specs have the layers in front, which
+        a layer does not see.
     """
-    of_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs["block"]) if scanned else specs["block_0"]
+    of_layer = (
+        jax.tree.map(lambda spec: P(*spec[1:]), specs["block"]) if scanned else specs["block_0"]
+    )
 
     def wrap(module: type[nn.Module]) -> type[nn.Module]:
-        gathering = nn.map_variables(module, "params", lambda tree: {"params": gather(tree["params"], of_layer, dtype)})
+        gathering = nn.map_variables(
+            module, "params", lambda tree: {"params": gather(tree["params"], of_layer, dtype)}
+        )
         if not again:
             return gathering
         return nn.remat(gathering, prevent_cse=not scanned, policy=_save_all_but_gathered)
@@ -237,12 +279,15 @@ def gather_layers(specs: PyTree, dtype: Any, again: bool, scanned: bool) -> Call
 
 
 def _save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A checkpoint policy: keeps neither what an all-gather returns, nor that under the name that it then gets.
+    """A checkpoint policy: keeps neither what an all-gather returns, nor that under the name
+    that it then gets.
 
     Nor what `hooks.columns` and `rows` make of it, kernels that are reshaped or joined.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
-    return primitive.name != "all_gather" and not made_of_it and params.get("name") != "gathered"
+    return (
+        primitive.name != "all_gather" and not made_of_it and params.get("name") != "gathered"
+    )
 
 
 def check_stage(stage: int) -> None:
@@ -256,7 +301,8 @@ def check_stage(stage: int) -> None:
 
 
 def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
-    """Refuses a way to gather parameters that would undo a rematerialization, or where layers gather none.
+    """Refuses a way to gather parameters that would undo a rematerialization, or where layers
+    gather none.
 
     Args:
       stage: of ZeRO by hand; 0 if it is left to the compiler.
@@ -268,11 +314,11 @@ def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
     """
     if not again and stage != 3:
         raise ValueError(
-            "gather_again=False must come with zero=3 and by='hand': at other stages layers gather nothing, and a compiler "
-            "gathers when it likes, so that it would do nothing"
+            "gather_again=False must come with zero=3 and by='hand': at other stages layers"
+            " gather nothing, and a compiler gathers when it likes, so that it would do nothing"
         )
     if again and stage == 3 and {"MLP", "Attn"} & set(remat):
         raise ValueError(
-            f"remat={tuple(remat)!r} must be () or ('Block',) with gather_again=True, which keeps all of a layer but what is "
-            "gathered; or take gather_again=False"
+            f"remat={tuple(remat)!r} must be () or ('Block',) with gather_again=True, which"
+            " keeps all of a layer but what is gathered; or take gather_again=False"
         )

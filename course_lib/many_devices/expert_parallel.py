@@ -1,15 +1,19 @@
-"""Expert parallelism: each device has some of the experts of every layer, and tokens travel to the experts they chose.
+"""Expert parallelism: each device has some of the experts of every layer, and tokens travel to
+the experts they chose.
 
-The devices along the axis "expert" share the sequences of their place along "data", as more of that axis would, and so they
-hold all of the model but the experts. Of these each holds E / n. Between the router and the experts stands an all-to-all
-(Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668): each device has room for the tokens of its own sequences at all
-experts, [E B C D], and gets that of all devices' sequences at its own experts. A second one brings the results back:
+The devices along the axis "expert" share the sequences of their place along "data", as more of
+that axis would, and so they hold all of the model but the experts. Of these each holds E / n.
+Between the router and the experts stands an all-to-all (Lepikhin et al., 2020,
+https://arxiv.org/abs/2006.16668): each device has room for the tokens of its own sequences at
+all experts, [E B C D], and gets that of all devices' sequences at its own experts. A second one
+brings the results back:
 
     there   [E, B, C, D] -> [E / n, n B, C, D]
     back    [E / n, n B, C, D] -> [E, B, C, D]
 
-Their transposes are all-to-alls as well, so a layer has two in each pass. The gradient of an expert comes from the tokens of
-all of these devices, and is on its own device already; that of all else is summed over them.
+Their transposes are all-to-alls as well, so a layer has two in each pass. The gradient of an
+expert comes from the tokens of all of these devices, and is on its own device already; that of
+all else is summed over them.
 """
 
 import dataclasses
@@ -40,7 +44,8 @@ def own(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
 
 
 def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
-    """Sends tokens to the devices that have their experts, runs these, and sends the results back.
+    """Sends tokens to the devices that have their experts, runs these, and sends the results
+    back.
 
     Args:
       run: this device's experts, [E/n, n B, C, D] to the same shape.
@@ -72,10 +77,13 @@ def check(model: Any, sequences: int, mesh: meshes.Shape) -> None:
     """
     n = meshes.axis_size(mesh, AXIS)
     if not model.num_experts:
-        raise ValueError(f"num_experts=0 must be a multiple of {n} with a mesh axis {AXIS!r} of {n} devices: each holds some")
+        raise ValueError(
+            f"num_experts=0 must be a multiple of {n} with a mesh axis {AXIS!r} of {n} devices:"
+            " each holds some"
+        )
     meshes.check_divides((model.num_experts,), 0, AXIS, n, "num_experts")
     if sequences % n:
         raise ValueError(
-            f"batch_size must give each place along 'data' a multiple of {n} sequences at a time, which the devices of axis "
-            f"{AXIS!r} share, not {sequences}"
+            f"batch_size must give each place along 'data' a multiple of {n} sequences at a"
+            f" time, which the devices of axis {AXIS!r} share, not {sequences}"
         )

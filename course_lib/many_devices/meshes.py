@@ -1,14 +1,16 @@
 """Meshes: devices in a grid whose axes have names, and who holds what on them.
 
-A strategy speaks of axes ("sum over data"), not of devices, so the same code runs on simulated, virtual and real ones:
+A strategy speaks of axes ("sum over data"), not of devices, so the same code runs on simulated,
+virtual and real ones:
 
     meshes.simulate(8)                                 # before JAX starts: this CPU counts as eight devices
     grid = meshes.make({"data": 2, "tensor": 4})       # eight devices, four neighbours in each row
     grid = meshes.make({"data": 2, "tensor": 4}, virtual.devices("h100", 8))
 
-The axes are of the type `Auto`: outside `jax.shard_map` the compiler decides how to divide what a program computes
-(https://docs.jax.dev/en/latest/parallel.html). Inside it the program decides, and JAX tracks over which axes a value
-varies from device to device (https://docs.jax.dev/en/latest/notebooks/shard_map.html).
+The axes are of the type `Auto`: outside `jax.shard_map` the compiler decides how to divide what
+a program computes (https://docs.jax.dev/en/latest/parallel.html). Inside it the program
+decides, and JAX tracks over which axes a value varies from device to device
+(https://docs.jax.dev/en/latest/notebooks/shard_map.html).
 """
 
 import dataclasses
@@ -30,9 +32,11 @@ AXES = ("data", "pipe", "expert", "context", "tensor")  # the names that the cou
 
 
 def simulate(count: int = 8) -> None:
-    """Makes this process's CPU show as several devices. Must come before JAX starts, that is, before it computes.
+    """Makes this process's CPU show as several devices. Must come before JAX starts, that is,
+    before it computes.
 
-    The devices share the CPU's cores and memory: they show what each device holds and sends, not how fast it is.
+    The devices share the CPU's cores and memory: they show what each device holds and sends,
+    not how fast it is.
 
     Args:
       count: number of devices.
@@ -49,9 +53,10 @@ def simulate(count: int = 8) -> None:
         found = len(jax.devices("cpu"))
         if found != count:
             raise RuntimeError(
-                f"count={count} comes too late: JAX runs already, with {found} CPU device{'s' * (found > 1)}, and cannot "
-                f"change that. Restart the kernel and call meshes.simulate({count}) first, before anything computes or "
-                "asks for devices"
+                f"count={count} comes too late: JAX runs already, with {found} CPU"
+                f" device{'s' * (found > 1)}, and cannot change that. Restart the kernel and"
+                f" call meshes.simulate({count}) first, before anything computes or asks for"
+                " devices"
             ) from None
 
 
@@ -69,8 +74,9 @@ def devices(count: int | None = None) -> list[jax.Device]:
     found = next((some for some in (jax.devices(), cpus) if len(some) >= count), None)
     if count < 1 or found is None:
         raise ValueError(
-            f"count={count} must be between 1 and the {max(len(jax.devices()), len(cpus))} devices that there are: "
-            f"meshes.simulate({max(count, 1)}), called before JAX starts, makes as many of the CPU"
+            f"count={count} must be between 1 and the {max(len(jax.devices()), len(cpus))}"
+            f" devices that there are: meshes.simulate({max(count, 1)}), called before JAX"
+            " starts, makes as many of the CPU"
         )
     return found[:count]
 
@@ -82,12 +88,14 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     """Returns a mesh over all of the devices.
 
     Args:
-      axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the innermost axis are
-        neighbouring devices, which have the fastest link: `links` says which.
+      axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the
+        innermost axis are neighbouring devices, which have the fastest link: `links` says
+        which.
       devices: real, simulated or virtual ones. If None, those of `meshes.devices()`.
 
     Raises:
-      ValueError: if a name is unknown, a size is below 1, or the sizes do not multiply to the number of devices.
+      ValueError: if a name is unknown, a size is below 1, or the sizes do not multiply to the
+        number of devices.
     """
     axes = dict(axes)
     found = list(_devices() if devices is None else devices)
@@ -96,16 +104,32 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
         why = f"{', '.join(unknown)} is not one of them" if unknown else "it has none"
         raise ValueError(f"axes={axes} must have names among {', '.join(AXES)}: {why}")
     if small := [name for name, size in axes.items() if size < 1]:
-        raise ValueError(f"axes={axes} must have sizes of at least 1: {', '.join(small)} holds no device")
+        raise ValueError(
+            f"axes={axes} must have sizes of at least 1: {', '.join(small)} holds no device"
+        )
     product = math.prod(axes.values())
     if product != len(found):
         others = {name: product // size for name, size in axes.items()}
-        fits = [f"{name}={len(found) // other}" for name, other in others.items() if len(found) % other == 0]
+        fits = [
+            f"{name}={len(found) // other}"
+            for name, other in others.items()
+            if len(found) % other == 0
+        ]
         raise ValueError(
-            f"axes={axes} must multiply to the number of devices: they make {product}, there are {len(found)}; "
-            + (f"{' or '.join(fits)} would do" if fits else f"each size must divide {len(found)}")
+            f"axes={axes} must multiply to the number of devices: they make {product}, there"
+            f" are {len(found)}; "
+            + (
+                f"{' or '.join(fits)} would do"
+                if fits
+                else f"each size must divide {len(found)}"
+            )
         )
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found)
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=found,
+    )
 
 
 def axis_size(mesh: Shape, axis: str) -> int:
@@ -115,7 +139,9 @@ def axis_size(mesh: Shape, axis: str) -> int:
       ValueError: if the mesh has no such axis.
     """
     if axis not in mesh.shape:
-        raise ValueError(f"axis={axis!r} must be an axis of the mesh: {', '.join(mesh.axis_names)}")
+        raise ValueError(
+            f"axis={axis!r} must be an axis of the mesh: {', '.join(mesh.axis_names)}"
+        )
     return mesh.shape[axis]
 
 
@@ -138,23 +164,29 @@ def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: st
     if rest := shape[dim] % size:
         below, above = shape[dim] - rest, shape[dim] - rest + size
         raise ValueError(
-            f"{name} of shape {shape} must have a dimension {dim} that the {size} devices of axis {axis!r} divide: "
-            f"{shape[dim]} leaves {rest} over; take {f'{below} or ' * (below > 0)}{above}"
+            f"{name} of shape {shape} must have a dimension {dim} that the {size} devices of"
+            f" axis {axis!r} divide: {shape[dim]} leaves {rest} over; take"
+            f" {f'{below} or ' * (below > 0)}{above}"
         )
 
 
 def varying(x: Any) -> frozenset[str]:
-    """Returns the mesh axes over which an array varies from device to device, inside `jax.shard_map`."""
+    """Returns the mesh axes over which an array varies from device to device, inside
+    `jax.shard_map`.
+    """
     kind = jax.typeof(x)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # 0.7.2, and newer JAX
+    # 0.7.2, and newer JAX
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
 def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
-    """Marks values that all devices along some axes share as each device's own, inside `jax.shard_map`.
+    """Marks values that all devices along some axes share as each device's own, inside
+    `jax.shard_map`.
 
-    Nothing moves: the values stay as they are. What changes is the gradient. A shared value that every device uses has
-    one gradient, the sum over devices, so this function's transpose is `jax.lax.psum` (in Megatron-LM's words it is f,
-    and `psum` is g: https://arxiv.org/abs/1909.08053, section 3).
+    Nothing moves: the values stay as they are. What changes is the gradient. A shared value
+    that every device uses has one gradient, the sum over devices, so this function's transpose
+    is `jax.lax.psum` (in Megatron-LM's words it is f, and `psum` is g:
+    https://arxiv.org/abs/1909.08053, section 3).
 
     Args:
       tree: pytree of arrays. A leaf that varies over an axis already stays as it is.
@@ -166,7 +198,11 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     here = jax.sharding.get_abstract_mesh().manual_axes
     if missing := [axis for axis in axes if axis not in here]:
-        where = f"the axes of this jax.shard_map: {', '.join(here)}" if here else "axes of a jax.shard_map: this is outside"
+        where = (
+            f"the axes of this jax.shard_map: {', '.join(here)}"
+            if here
+            else "axes of a jax.shard_map: this is outside"
+        )
         raise ValueError(f"axes={axes} must be {where}; {', '.join(missing)} is unknown here")
 
     def vary_leaf(x: Any) -> Any:
@@ -196,20 +232,27 @@ class Holding:
 
 
 def holdings(array: jax.Array | jax.ShapeDtypeStruct) -> list[Holding]:
-    """Returns which device holds which part of an array, read from the array's sharding, in order of devices.
+    """Returns which device holds which part of an array, read from the array's sharding, in
+    order of devices.
 
     Args:
-      array: on any devices; one that is only described (`jax.ShapeDtypeStruct`) must have a sharding.
+      array: on any devices; one that is only described (`jax.ShapeDtypeStruct`) must have a
+        sharding.
 
     Raises:
       ValueError: if it has none.
     """
     if array.sharding is None:
-        raise ValueError(f"array={array} must have a sharding: without one no device holds it; see virtual.abstract")
+        raise ValueError(
+            f"array={array} must have a sharding: without one no device holds it; see"
+            " virtual.abstract"
+        )
     parts = array.sharding.devices_indices_map(tuple(array.shape))
     rows = []
     for device, indices in sorted(parts.items(), key=lambda part: part[0].id):
-        ranges = tuple(index.indices(size)[:2] for index, size in zip(indices, array.shape, strict=True))
+        ranges = tuple(
+            index.indices(size)[:2] for index, size in zip(indices, array.shape, strict=True)
+        )
         count = math.prod(stop - start for start, stop in ranges)
         rows.append(Holding(device.id, ranges, count * array.dtype.itemsize))
     return rows
@@ -222,7 +265,8 @@ class Link:
     Attributes:
       axis: its name.
       size: number of devices along it.
-      apart: how far neighbours on it are from each other, in device numbers; 0 if there are none.
+      apart: how far neighbours on it are from each other, in device numbers; 0 if there are
+        none.
       link: the slowest one between any two neighbours.
       bandwidth: of that link, bytes/s in one direction; None if `hardware` has no figure.
     """
@@ -235,19 +279,24 @@ class Link:
 
 
 def links(mesh: Mesh | Mapping[str, int], accelerator: Accelerator) -> list[Link]:
-    """Returns for each axis whether it stays inside a host, or crosses the network between hosts.
+    """Returns for each axis whether it stays inside a host, or crosses the network between
+    hosts.
 
-    GPUs count as `virtual.GPUS_PER_HOST` to a host, in order of their numbers. TPUs are linked across hosts.
+    GPUs count as `virtual.GPUS_PER_HOST` to a host, in order of their numbers. TPUs are linked
+    across hosts.
 
     Args:
-      mesh: of any devices; simulated ones stand for the accelerator's. Sizes of axes alone, outer to inner, are taken for a
-        mesh of the first so many devices.
+      mesh: of any devices; simulated ones stand for the accelerator's. Sizes of axes alone,
+        outer to inner, are taken for a mesh of the first so many devices.
       accelerator: what its devices are, or stand for.
     """
     if isinstance(mesh, Mesh):
         numbers, names = np.vectorize(lambda device: device.id)(mesh.devices), mesh.axis_names
     else:
-        numbers, names = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())), tuple(mesh)
+        numbers, names = (
+            np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())),
+            tuple(mesh),
+        )
     hosts = numbers // virtual.GPUS_PER_HOST
     rows = []
     for dim, axis in enumerate(names):

@@ -1,8 +1,10 @@
-"""Who holds what: one small table from the meaning of a dimension to the mesh axis that cuts it.
+"""Who holds what: one small table from the meaning of a dimension to the mesh axis that cuts
+it.
 
-Every dimension of every parameter has a logical name (`LOGICAL`): "embed" is the model's width D, "mlp" its hidden width
-F, "heads" its H heads, "vocab" its vocabulary V, "layers" its N layers. A strategy is a table of *rules* from these
-names to mesh axes, and rules of several strategies join into one:
+Every dimension of every parameter has a logical name (`LOGICAL`): "embed" is the model's width
+D, "mlp" its hidden width F, "heads" its H heads, "vocab" its vocabulary V, "layers" its N
+layers. A strategy is a table of *rules* from these names to mesh axes, and rules of several
+strategies join into one:
 
     DATA = {}                                                    every device holds all parameters
     ZERO = {"embed": "data"}                                     each holds a slice of the width
@@ -10,8 +12,8 @@ names to mesh axes, and rules of several strategies join into one:
 
     specs(params, ZERO | TENSOR, mesh)      one PartitionSpec a parameter
 
-The same specs serve both ways to write a strategy: as the `in_specs` of a `jax.shard_map`, by hand, and as
-`NamedSharding`s that `jax.jit` has to respect, by the compiler
+The same specs serve both ways to write a strategy: as the `in_specs` of a `jax.shard_map`, by
+hand, and as `NamedSharding`s that `jax.jit` has to respect, by the compiler
 (https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html).
 """
 
@@ -64,8 +66,8 @@ LOGICAL = {
     "output_layer/kernel": ("embed", "vocab"),
     "output_layer/bias": ("vocab",),
 }
-"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front; norms that MLP and attention of a
-parallel block share belong to the block."""
+"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front; norms
+that MLP and attention of a parallel block share belong to the block."""
 
 ACTIVATIONS = {
     "block_in": ("batch", "length", "width"),
@@ -75,7 +77,8 @@ ACTIVATIONS = {
     "dispatched": ("choices", "batch", "room", "width"),
     "at_experts": ("experts", "sequences", "room", "width"),
 }
-"""The dimensions of the values that the model names (`layers.NAMES`), and of the tokens at their experts.
+"""The dimensions of the values that the model names (`layers.NAMES`), and of the tokens at
+their experts.
 
 Sequence parallelism cuts "length", context parallelism both "length" and "positions".
 """
@@ -88,11 +91,13 @@ EXPERTS: Rules = {"experts": "expert"}
 
 
 def activation_rules(mesh: Mesh, sequence: bool) -> Rules:
-    """Returns the rules of activations: the batch is cut over "data", and over "tensor" what the layers cut.
+    """Returns the rules of activations: the batch is cut over "data", and over "tensor" what
+    the layers cut.
 
     Args:
       mesh: with an axis "data", and perhaps "expert", "context" and "tensor".
-      sequence: whether what stands between the layers' pairs of products is cut along the sequence instead.
+      sequence: whether what stands between the layers' pairs of products is cut along the
+        sequence instead.
     """
     rules: dict[str, str | tuple[str, ...]] = {"batch": "data", "sequences": "data"}
     if "expert" in mesh.shape:
@@ -118,14 +123,15 @@ def spec(logical: tuple[str, ...], rules: Rules) -> P:
         if axis is not None and axes.count(axis) > 1:
             both = [name for name in logical if rules.get(name) == axis]
             raise ValueError(
-                f"rules={dict(rules)} must cut an array once by axis {axis!r}, not its dimensions {' and '.join(both)}: "
-                f"dimensions {logical} would be {found}"
+                f"rules={dict(rules)} must cut an array once by axis {axis!r}, not its"
+                f" dimensions {' and '.join(both)}: dimensions {logical} would be {found}"
             )
     return found
 
 
 def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
-    """Returns the PartitionSpec of each parameter of the Transformer: what one device holds of it.
+    """Returns the PartitionSpec of each parameter of the Transformer: what one device holds of
+    it.
 
     Args:
       params: the model's parameters, or their shapes.
@@ -133,7 +139,8 @@ def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
       mesh: with all of these axes.
 
     Raises:
-      ValueError: if an axis is not in the mesh, does not divide a dimension, or would cut a parameter twice.
+      ValueError: if an axis is not in the mesh, does not divide a dimension, or would cut a
+        parameter twice.
       KeyError: if a parameter is not in `LOGICAL`.
     """
 
@@ -161,7 +168,9 @@ def dim_of(spec: P, axis: str) -> int | None:
     return tuple(spec).index(axis) if axis in tuple(spec) else None
 
 
-def state_specs(state: TrainState, optimizer: optax.GradientTransformation, params: PyTree, kept: PyTree) -> TrainState:
+def state_specs(
+    state: TrainState, optimizer: optax.GradientTransformation, params: PyTree, kept: PyTree
+) -> TrainState:
     """Returns the specs of a whole train state.
 
     Args:
@@ -171,12 +180,20 @@ def state_specs(state: TrainState, optimizer: optax.GradientTransformation, para
       kept: specs of what the optimizer keeps for each parameter, such as Adam's two moments.
     """
     opt_state = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, state.opt_state, kept, transform_non_params=lambda _: P()
+        optimizer,
+        lambda _, spec: spec,
+        state.opt_state,
+        kept,
+        transform_non_params=lambda _: P(),
     )
-    alone = jax.tree.map(lambda _: P(), dict(step=state.step, rng=state.rng, loss_scale=state.loss_scale))
+    alone = jax.tree.map(
+        lambda _: P(), dict(step=state.step, rng=state.rng, loss_scale=state.loss_scale)
+    )
     return TrainState(params=params, opt_state=opt_state, **alone)
 
 
 def place(specs: PyTree, mesh: Mesh) -> PyTree:
     """Returns the same tree of `NamedSharding`s on a mesh."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )

@@ -1,16 +1,19 @@
-"""Tensor parallelism: every device computes every token, with its share of the heads, hidden width and vocabulary.
+"""Tensor parallelism: every device computes every token, with its share of the heads, hidden
+width and vocabulary.
 
-Two products in a row need one exchange (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Cut the first by its
-columns: each device computes its own outputs from the whole input, and nothing is sent. Cut the second by its rows: it
-takes these outputs as they lie, and gives a part of every sum; the sum over devices is an all-reduce. An MLP is such a
-pair, and so is attention, whose queries, keys and values are cut by heads.
+Two products in a row need one exchange (Shoeybi et al., 2019,
+https://arxiv.org/abs/1909.08053). Cut the first by its columns: each device computes its own
+outputs from the whole input, and nothing is sent. Cut the second by its rows: it takes these
+outputs as they lie, and gives a part of every sum; the sum over devices is an all-reduce. An
+MLP is such a pair, and so is attention, whose queries, keys and values are cut by heads.
 
     column    x whole, y = x W[:, mine]                 backward: the gradients of x are summed over devices
     row       x mine,  y = sum over devices x W[mine]   backward: nothing is sent
 
-Between the pairs, norms and residuals are the same on all devices. With *sequence parallelism* (Korthikanti et al., 2022,
-https://arxiv.org/abs/2205.05198) each device keeps a part of the sequence there instead: a column product first gathers
-the sequence, and a row product scatters its sum. As many bytes are sent, and what lies between is divided too.
+Between the pairs, norms and residuals are the same on all devices. With *sequence parallelism*
+(Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198) each device keeps a part of the
+sequence there instead: a column product first gathers the sequence, and a row product scatters
+its sum. As many bytes are sent, and what lies between is divided too.
 """
 
 from collections.abc import Callable
@@ -35,7 +38,9 @@ def column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> A
 
 
 def row(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """The product of a layer whose inputs are cut, summed over devices. A bias comes after the sum, once."""
+    """The product of a layer whose inputs are cut, summed over devices. A bias comes after the
+    sum, once.
+    """
     return jax.lax.psum(jax.lax.dot_general(x, kernel, dimension_numbers, **options), AXIS)
 
 
@@ -52,9 +57,11 @@ def row_scatter(x: Array, kernel: Array, dimension_numbers: Any, **options: Any)
 
 
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-    """Returns this device's part of the sum over devices that is the embedding: its own rows, and zeros.
+    """Returns this device's part of the sum over devices that is the embedding: its own rows,
+    and zeros.
 
-    A token that no device has a row for gives NaN, and a negative one counts from the end, as on one device.
+    A token that no device has a row for gives NaN, and a negative one counts from the end, as
+    on one device.
 
     Args:
       table: this device's rows of the token table.
@@ -64,26 +71,36 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array
     index = vary(tokens, AXIS) - jax.lax.axis_index(AXIS) * table.shape[0]
     mine = (index >= 0) & (index < table.shape[0])
     rows = jnp.take(table, jnp.where(mine, index, 0), axis=0)
-    return jnp.where(mine[..., None], rows, _zero_or_nan(tokens, table.shape[0])[..., None].astype(rows.dtype))
+    return jnp.where(
+        mine[..., None],
+        rows,
+        _zero_or_nan(tokens, table.shape[0])[..., None].astype(rows.dtype),
+    )
 
 
 def _from_the_end(tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
-    """Returns tokens of which negative ones count from the end of the vocabulary, as `jnp.take` has it."""
+    """Returns tokens of which negative ones count from the end of the vocabulary, as `jnp.take`
+    has it.
+    """
     return jnp.where(tokens < 0, tokens + size * jax.lax.axis_size(AXIS), tokens)
 
 
 def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
-    """Returns 0 for tokens of the vocabulary, of which each device has `size`, and NaN for others."""
+    """Returns 0 for tokens of the vocabulary, of which each device has `size`, and NaN for
+    others.
+    """
     return jnp.where((tokens >= 0) & (tokens < size * jax.lax.axis_size(AXIS)), 0.0, jnp.nan)
 
 
 def cross_entropy(
     logits: Float[Array, "... V"], labels: Int[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns cross entropy and correctness of each label, from logits of which each device has a part.
+    """Returns cross entropy and correctness of each label, from logits of which each device has
+    a part.
 
-    As `training.cross_entropy` of all logits, which no device ever holds: four numbers a label are exchanged. A label
-    outside of the vocabulary gives NaN, and a negative one counts from its end, as there.
+    As `training.cross_entropy` of all logits, which no device ever holds: four numbers a label
+    are exchanged. A label outside of the vocabulary gives NaN, and a negative one counts from
+    its end, as there.
 
     Args:
       logits: those of this device's part of the vocabulary.
@@ -100,7 +117,9 @@ def cross_entropy(
     own = jnp.take_along_axis(logits, jnp.where(mine, index, 0)[..., None], axis=-1)[..., 0]
     of_label = jax.lax.psum(jnp.where(mine, own - top, 0), AXIS)
     # Of equal logits the first counts, as in an argmax over all.
-    best = jnp.where(own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max)
+    best = jnp.where(
+        own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max
+    )
     correct = jax.lax.pmin(best, AXIS) == labels
     return jnp.log(total) - of_label + _zero_or_nan(places, size), correct.astype(jnp.float32)
 
@@ -114,26 +133,43 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
     """
     n = meshes.axis_size(mesh, AXIS)
     if not sequence:
-        return Hooks(shards=n, column=column, row=row, lookup=lambda *args: jax.lax.psum(lookup(*args), AXIS))
+        return Hooks(
+            shards=n,
+            column=column,
+            row=row,
+            lookup=lambda *args: jax.lax.psum(lookup(*args), AXIS),
+        )
 
     def lookup_scatter(table: Array, tokens: Array) -> Array:
-        return jax.lax.psum_scatter(lookup(table, tokens), AXIS, scatter_dimension=LENGTH, tiled=True)
+        return jax.lax.psum_scatter(
+            lookup(table, tokens), AXIS, scatter_dimension=LENGTH, tiled=True
+        )
 
     def positions(length: int) -> Array:
         return jax.lax.axis_index(AXIS) * (length // n) + jnp.arange(length // n)
 
-    return Hooks(shards=n, column=gather_column, row=row_scatter, lookup=lookup_scatter, positions=positions)
+    return Hooks(
+        shards=n,
+        column=gather_column,
+        row=row_scatter,
+        lookup=lookup_scatter,
+        positions=positions,
+    )
 
 
 def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model, or one in parts, whose devices along "tensor" draw dropout from keys of their own.
+    """Returns a model, or one in parts, whose devices along "tensor" draw dropout from keys of
+    their own.
 
-    Right where each has its own part of the sequence. Where all have the same values, they must drop the same ones.
+    Right where each has its own part of the sequence. Where all have the same values, they must
+    drop the same ones.
     """
 
     def folded(*args: Any) -> Any:
         *given, rng = args
-        return apply_fn(*given, None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(AXIS)))
+        return apply_fn(
+            *given, None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
+        )
 
     return folded
 

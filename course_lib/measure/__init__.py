@@ -9,8 +9,8 @@ Read from the compiled program, for a device that need not be there:
     ledger(compiled, mesh)  bytes that the devices which run it together send each other
     roofline(...)           the least time that FLOPs and bytes allow
 
-Counted before anything is compiled: `flops(step, state, batch)`. Measured where it runs: `step_time`, `compare`, `mfu`,
-`peak_in_own_process`.
+Counted before anything is compiled: `flops(step, state, batch)`. Measured where it runs:
+`step_time`, `compare`, `mfu`, `peak_in_own_process`.
 """
 
 from course_lib.measure import hlo as hlo
@@ -19,7 +19,14 @@ from course_lib.measure.heap import Heap, LiveArray, heap, write_session
 from course_lib.measure.ledger import Collective, Ledger, ledger
 from course_lib.measure.memory import Memory, gib, memory
 from course_lib.measure.roofline import Roofline, mfu, roofline
-from course_lib.measure.timing import StepTime, Time, compare, peak_in_own_process, step_time, time
+from course_lib.measure.timing import (
+    StepTime,
+    Time,
+    compare,
+    peak_in_own_process,
+    step_time,
+    time,
+)
 from course_lib.measure.traffic import Move, Traffic, traffic
 from course_lib.measure.units import GIB, MIB
 

@@ -1,9 +1,11 @@
-"""Floating-point operations of a function's matrix products, counted without running or compiling it.
+"""Floating-point operations of a function's matrix products, counted without running or
+compiling it.
 
-Nearly all arithmetic of a Transformer is in its matrix products, and a product's cost is known from its shapes: an
-(M, K) matrix times a (K, N) matrix takes M N K multiplications and as many additions, 2 M N K operations. JAX can list
-the operations of a function before anything is compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html), and
-the list is the same on every backend.
+Nearly all arithmetic of a Transformer is in its matrix products, and a product's cost is known
+from its shapes: an (M, K) matrix times a (K, N) matrix takes M N K multiplications and as many
+additions, 2 M N K operations. JAX can list the operations of a function before anything is
+compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html), and the list is the same on
+every backend.
 """
 
 import collections
@@ -15,7 +17,14 @@ from typing import Any
 import jax
 
 # Calls of which the jaxpr does not show the inside. To pass over them would count too little.
-_OPAQUE = ("dot_product_attention", "ffi_call", "custom_partitioning", "triton_kernel_call", "mosaic_gpu", "tpu_custom")
+_OPAQUE = (
+    "dot_product_attention",
+    "ffi_call",
+    "custom_partitioning",
+    "triton_kernel_call",
+    "mosaic_gpu",
+    "tpu_custom",
+)
 _NOT_COUNTED = ("ragged_dot", "scaled_", "shard_map")
 
 
@@ -33,27 +42,34 @@ class Flops:
 
     @property
     def model(self) -> dict[str, int]:
-        """What the model needs, however it is executed: total - recomputed. Utilization (MFU) counts these."""
-        return {dtype: count - self.recomputed.get(dtype, 0) for dtype, count in self.total.items()}
+        """What the model needs, however it is executed: total - recomputed. Utilization (MFU)
+        counts these.
+        """
+        return {
+            dtype: count - self.recomputed.get(dtype, 0) for dtype, count in self.total.items()
+        }
 
 
 def flops(fn: Callable[..., Any], *args: Any) -> Flops:
     """Counts the FLOPs of the matrix products and convolutions of one call of a function.
 
-    The body of a scan counts as often as it runs; of a conditional, the most expensive branch counts. Elementwise
-    operations and reductions do not count. A Pallas kernel counts as the `cost_estimate` that it was given.
+    The body of a scan counts as often as it runs; of a conditional, the most expensive branch
+    counts. Elementwise operations and reductions do not count. A Pallas kernel counts as the
+    `cost_estimate` that it was given.
 
     Args:
       fn: a function of arrays, jitted or not: a loss, its gradient, a whole train step.
       *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
 
     Returns:
-      The counts by dtype, named as in `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A product of unequal dtypes
+      The counts by dtype, named as in `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A
+        product of unequal dtypes
       counts as the wider one.
 
     Raises:
-      ValueError: if something cannot be counted: a loop that stops on a condition on data, a kernel without a cost
-        estimate, a call of a library's attention, a computation spread over devices by hand (`shard_map`).
+      ValueError: if something cannot be counted: a loop that stops on a condition on data, a
+        kernel without a cost estimate, a call of a library's attention, a computation spread
+        over devices by hand (`shard_map`).
     """
     total: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
@@ -71,24 +87,32 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
         eqn_again = again or "rematted_computation" in str(eqn.source_info.name_stack)
         name, params = eqn.primitive.name, eqn.params
         if name in ("dot_general", "conv_general_dilated"):
-            wider = max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize)
+            wider = max(
+                (v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize
+            )
             found.append((wider.name, times * _flops_of_product(eqn), eqn_again))
         elif name == "pallas_call":
             largest = max((v.aval for v in eqn.invars), key=lambda aval: aval.size)
             found.append((largest.dtype.name, times * _flops_of_kernel(eqn), eqn_again))
         elif name == "cond":
-            branches = [_products(branch.jaxpr, times, eqn_again) for branch in params["branches"]]
+            branches = [
+                _products(branch.jaxpr, times, eqn_again) for branch in params["branches"]
+            ]
             found += max(branches, key=lambda branch: sum(count for _, count, _ in branch))
         elif name == "while":
-            if _products(params["body_jaxpr"].jaxpr, 1, False) + _products(params["cond_jaxpr"].jaxpr, 1, False):
+            if _products(params["body_jaxpr"].jaxpr, 1, False) + _products(
+                params["cond_jaxpr"].jaxpr, 1, False
+            ):
                 raise ValueError(
-                    f"while loop at {str(eqn.source_info.name_stack)!r} must have a known number of iterations, since "
-                    "it holds matrix products: use jax.lax.scan, or fori_loop with Python integers"
+                    f"while loop at {str(eqn.source_info.name_stack)!r} must have a known"
+                    " number of iterations, since it holds matrix products: use jax.lax.scan,"
+                    " or fori_loop with Python integers"
                 )
         elif name.startswith(_OPAQUE + _NOT_COUNTED):
             raise ValueError(
-                f"primitive={name!r} must not occur where FLOPs are counted: its products cannot be seen; "
-                "count the same function with the reference implementation, on one device"
+                f"primitive={name!r} must not occur where FLOPs are counted: its products"
+                " cannot be seen; count the same function with the reference implementation,"
+                " on one device"
             )
         else:
             repeats = times * params["length"] if name == "scan" else times
@@ -98,8 +122,14 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
-    """Returns the jaxprs that an equation calls: of jit, checkpoint, custom_jvp, custom_vjp, scan, ..."""
-    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    """Returns the jaxprs that an equation calls: of jit, checkpoint, custom_jvp, custom_vjp,
+    scan, ...
+    """
+    values = [
+        v
+        for value in params.values()
+        for v in (value if isinstance(value, tuple | list) else (value,))
+    ]
     jaxprs = [getattr(value, "jaxpr", value) for value in values]
     return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
 
@@ -111,7 +141,8 @@ def _flops_of_product(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left[axis] for axis in contracted)
     out_channels = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    zeros = math.prod(eqn.params["lhs_dilation"])  # of so many inputs one is none: the gradient of a strided convolution
+    # of so many inputs one is none: the gradient of a strided convolution
+    zeros = math.prod(eqn.params["lhs_dilation"])
     return 2 * out * math.prod(right) // out_channels // zeros
 
 
@@ -119,8 +150,8 @@ def _flops_of_kernel(eqn: Any) -> int:
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         raise ValueError(
-            f"pallas_call at {str(eqn.source_info.name_stack)!r} must have a cost_estimate: what a kernel computes "
-            "cannot be seen from outside; pass one to pallas_call, or count the reference implementation"
+            f"pallas_call at {str(eqn.source_info.name_stack)!r} must have a cost_estimate:"
+            " what a kernel computes cannot be seen from outside; pass one to pallas_call, or"
+            " count the reference implementation"
         )
     return estimate.flops
-

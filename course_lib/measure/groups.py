@@ -1,8 +1,9 @@
 """Which devices take part in a collective, and along which axes of the mesh they lie.
 
-In a compiled program a device is a number: its place in `meshes.devices.flat`. A collective runs in groups of devices
-that know nothing of each other. XLA spells them in several ways, and changes its mind from version to version
-(https://openxla.org/xla/operation_semantics#allreduce, `replica_groups`):
+In a compiled program a device is a number: its place in `meshes.devices.flat`. A collective
+runs in groups of devices that know nothing of each other. XLA spells them in several ways, and
+changes its mind from version to version (https://openxla.org/xla/operation_semantics#allreduce,
+`replica_groups`):
 
     replica_groups={{0,1,2,3},{4,5,6,7}}                 each group listed
     replica_groups={}                                    one group of all devices
@@ -27,12 +28,16 @@ _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _LISTED = re.compile(r"\breplica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _IOTA = re.compile(r"\breplica_groups=\[([\d,]+)\]<=" + _ORDER)
-_MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
+_MESH = re.compile(
+    r"\breplica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}"
+)
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 def pairs(attributes: str) -> Groups:
-    """Returns the (source, target) pairs of a permutation; none if the collective is of another kind."""
+    """Returns the (source, target) pairs of a permutation; none if the collective is of another
+    kind.
+    """
     found = _PAIRS.search(attributes)
     return _lists(found[1]) if found else ()
 
@@ -45,7 +50,8 @@ def groups(attributes: str, devices: int) -> Groups:
       devices: how many run the program.
 
     Returns:
-      One tuple of device numbers a group. In a permutation, a group are those connected by sending.
+      One tuple of device numbers a group. In a permutation, a group are those connected by
+        sending.
 
     Raises:
       ValueError: if they are spelled in a way that is not known here.
@@ -58,11 +64,15 @@ def groups(attributes: str, devices: int) -> Groups:
         return _rows(_order(found[2], found[3]).reshape(_ints(found[1])))
     if found := _MESH.search(attributes):
         return _along(*found.groups())
-    raise ValueError(f"attributes={attributes[:120]!r} must name the groups of devices in a way that is known here")
+    raise ValueError(
+        f"attributes={attributes[:120]!r} must name the groups of devices in a way that is"
+        " known here"
+    )
 
 
 def axes_of_groups(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest axes of a mesh along which groups lie; none, `()`, if they fit no axes.
+    """Returns the fewest axes of a mesh along which groups lie; none, `()`, if they fit no
+    axes.
 
     Args:
       found: the groups.
@@ -79,24 +89,38 @@ def axes_of_groups(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def axes_of_pairs(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of a mesh along which the sources and targets of a permutation differ; `sizes` as above."""
-    sources, targets = (np.unravel_index(ends, tuple(sizes.values())) for ends in np.transpose(found))
-    return tuple(name for name, a, b in zip(sizes, sources, targets, strict=True) if (a != b).any())
+    """Returns the axes of a mesh along which the sources and targets of a permutation differ;
+    `sizes` as above.
+    """
+    sources, targets = (
+        np.unravel_index(ends, tuple(sizes.values())) for ends in np.transpose(found)
+    )
+    return tuple(
+        name for name, a, b in zip(sizes, sources, targets, strict=True) if (a != b).any()
+    )
 
 
 def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
-    """Reads `'a'=2,'b'=8`, `4,0,5,1,...` or `[8,2]T(1,0)`, and the axes of a group: `'a','b':(2)4`.
+    """Reads `'a'=2,'b'=8`, `4,0,5,1,...` or `[8,2]T(1,0)`, and the axes of a group:
+    `'a','b':(2)4`.
 
     `'b':(2)4` is a part of an axis: of 8 = 2 x 4 x 1, the 4.
     """
     names = {name: int(size) for name, size, _, _ in _AXIS.findall(mesh)}
-    spans = [(name, int(p or 1), int(p or 1) * int(s or names[name])) for name, _, p, s in _AXIS.findall(grouped)]
+    spans = [
+        (name, int(p or 1), int(p or 1) * int(s or names[name]))
+        for name, _, p, s in _AXIS.findall(grouped)
+    ]
     sizes: list[int] = []
     axes: list[int] = []
     for name, size in names.items():
         inside = [(start, end) for axis, start, end in spans if axis == name]
         for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*inside)})):
-            axes += [len(sizes)] if any(start <= low and high <= end for start, end in inside) else []
+            axes += (
+                [len(sizes)]
+                if any(start <= low and high <= end for start, end in inside)
+                else []
+            )
             sizes.append(high // low)
     listed = re.fullmatch(_ORDER, device_ids or f"[{math.prod(sizes)}]")
     devices = _order(listed[1], listed[2]) if listed else np.array(_ints(device_ids or ""))
@@ -106,7 +130,11 @@ def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
 def _order(sizes: str, transposed: str | None) -> np.ndarray:
     """Reads `[2,4]T(1,0)`: 0 to 7 in two rows of four, transposed."""
     shape = _ints(sizes)
-    return np.arange(math.prod(shape)).reshape(shape).transpose(_ints(transposed) if transposed else None)
+    return (
+        np.arange(math.prod(shape))
+        .reshape(shape)
+        .transpose(_ints(transposed) if transposed else None)
+    )
 
 
 def _last(devices: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -123,7 +151,8 @@ def _chains(permutation: Groups) -> Groups:
     """Returns the devices along each chain or ring of (source, target) pairs."""
     following = {source: target for source, target in permutation}
     found = []
-    for start in (*(following.keys() - following.values()), *following):  # where chains begin; what is left are rings
+    # where chains begin; what is left are rings
+    for start in (*(following.keys() - following.values()), *following):
         chain = [start]
         while chain[-1] in following:
             chain.append(following.pop(chain[-1]))
@@ -133,7 +162,9 @@ def _chains(permutation: Groups) -> Groups:
 
 @functools.lru_cache
 def _lists(text: str) -> Groups:
-    """Reads `{0,1},{2,3}`. A step spells few groups, over and over, and each names every device."""
+    """Reads `{0,1},{2,3}`. A step spells few groups, over and over, and each names every
+    device.
+    """
     return tuple(_ints(inside) for inside in _LIST.findall(text))
 
 

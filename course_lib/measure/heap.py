@@ -1,8 +1,10 @@
-"""Which arrays a compiled step holds, from its first instruction to its last, and at the moment when they are most.
+"""Which arrays a compiled step holds, from its first instruction to its last, and at the moment
+when they are most.
 
-While it compiles, XLA plays the program through and gives every array a place in memory. The record of that play goes
-into a dump; TensorBoard's profile plugin shows it as its memory viewer (https://openxla.org/xprof/memory_viewer), and
-the converter behind that viewer, the package `xprof`, reads it here.
+While it compiles, XLA plays the program through and gives every array a place in memory. The
+record of that play goes into a dump; TensorBoard's profile plugin shows it as its memory viewer
+(https://openxla.org/xprof/memory_viewer), and the converter behind that viewer, the package
+`xprof`, reads it here.
 """
 
 import dataclasses
@@ -22,7 +24,12 @@ from course_lib.measure.units import MIB
 
 RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 
-_KINDS = {"Parameter": "argument", "Output": "output", "Temporary": "temporary", "Constant": "constant"}
+_KINDS = {
+    "Parameter": "argument",
+    "Output": "output",
+    "Temporary": "temporary",
+    "Constant": "constant",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +40,10 @@ class LiveArray:
       bytes: its size.
       shape: its shape, () for what `kind` calls "small".
       dtype: its dtype as NumPy names it, empty for "small".
-      scope: where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`, or an argument's name;
-        empty where XLA does not say.
-      kind: "argument" (which a donated argument remains when the output takes its place), "output", "temporary",
-        "constant", or "small": all arrays under 16 KiB together.
+      scope: where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`,
+        or an argument's name; empty where XLA does not say.
+      kind: "argument" (which a donated argument remains when the output takes its place),
+        "output", "temporary", "constant", or "small": all arrays under 16 KiB together.
     """
 
     bytes: int
@@ -52,8 +59,8 @@ class Heap:
 
     Attributes:
       peak: the most bytes that are in use at one moment.
-      timeline: bytes in use at each point of the program, in its order (not in time). A loop's body occurs once;
-        a program without temporaries has one point.
+      timeline: bytes in use at each point of the program, in its order (not in time). A loop's
+        body occurs once; a program without temporaries has one point.
       peak_at: the point of the peak, an index into `timeline`.
       arrays: what is alive there, the largest first. Together they make the peak.
       compiled: the program, so that it need not be compiled again to be measured in other ways.
@@ -69,26 +76,33 @@ class Heap:
 def heap(lowered: jax.stages.Lowered) -> Heap:
     """Compiles a step and reads which arrays it holds when it needs the most memory.
 
-    Works for any backend, real or virtual, and on a CPU, where all that `memory` can say of the peak is an upper bound.
+    Works for any backend, real or virtual, and on a CPU, where all that `memory` can say of the
+    peak is an upper bound.
 
     Args:
       lowered: `jax.jit(f).lower(...)`, not yet compiled: a compiled program no longer knows.
 
     Raises:
-      RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation cache.
+      RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
+        cache.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
-    if "peakHeapMib" not in record:  # XLA dumps a program that it loads, too, but without the plan of its memory
+    # XLA dumps a program that it loads, too, but without the plan of its memory
+    if "peakHeapMib" not in record:
         raise RuntimeError(
-            "XLA wrote no record of the program's memory: it came out of JAX's persistent compilation cache, and nothing "
-            'was compiled; call jax.config.update("jax_enable_compilation_cache", False) before'
+            "XLA wrote no record of the program's memory: it came out of JAX's persistent"
+            " compilation cache, and nothing was compiled; call"
+            ' jax.config.update("jax_enable_compilation_cache", False) before'
         )
     module = hlo.parse(compiled.as_text())
-    scopes = {i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions}
+    scopes = {
+        i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions
+    }
     scopes |= origin.stacked(module)
-    sizes = record.get("heapSizes", [record["peakHeapMib"]])  # without temporaries there is nothing to play through
+    # without temporaries there is nothing to play through
+    sizes = record.get("heapSizes", [record["peakHeapMib"]])
     timeline = np.round(np.array(sizes) * MIB).astype(np.int64)
     return Heap(
         peak=int(timeline.max()),
@@ -99,16 +113,20 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
     )
 
 
-def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], name: str) -> jax.stages.Compiled:
-    """Compiles a step and writes what TensorBoard's memory viewer and graph viewer open, without running anything.
+def write_session(
+    lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], name: str
+) -> jax.stages.Compiled:
+    """Compiles a step and writes what TensorBoard's memory viewer and graph viewer open,
+    without running anything.
 
-    A profiler's record holds the programs that ran, with the plan of their memory, and the times of their operations.
-    This one holds the program only.
+    A profiler's record holds the programs that ran, with the plan of their memory, and the
+    times of their operations. This one holds the program only.
 
     Args:
       lowered: `jax.jit(f).lower(...)`, for a real or a virtual device.
       logdir: TensorBoard's `--logdir`. The session goes into `logdir/plugins/profile/name/`.
-      name: what the session is called in TensorBoard. An older one that was written so under that name is replaced.
+      name: what the session is called in TensorBoard. An older one that was written so under
+        that name is replaced.
 
     Raises:
       ValueError: if there is something else of that name, as the trace of steps that ran.
@@ -116,28 +134,39 @@ def write_session(lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], n
     """
     session = pathlib.Path(logdir) / "plugins" / "profile" / name
     if session.exists() and [path.name for path in session.glob("*.xplane.pb")] != [RECORD]:
-        raise ValueError(f"name={name!r} must be new: {str(session)!r} holds something else; take another name")
+        raise ValueError(
+            f"name={name!r} must be new: {str(session)!r} holds something else; take another"
+            " name"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
+        compiled = lowered.compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        )
         protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
         if not protos:
             raise RuntimeError(
-                "XLA wrote no dump of the program: it came out of JAX's persistent compilation cache, and nothing was "
-                'compiled; call jax.config.update("jax_enable_compilation_cache", False) before'
+                "XLA wrote no dump of the program: it came out of JAX's persistent compilation"
+                " cache, and nothing was compiled; call"
+                ' jax.config.update("jax_enable_compilation_cache", False) before'
             )
-        largest = max(protos, key=lambda path: path.stat().st_size)  # the others are what a GPU times to choose kernels
+        # the others are what a GPU times to choose kernels
+        largest = max(protos, key=lambda path: path.stat().st_size)
         record = _as_record(largest.read_bytes())
-    shutil.rmtree(session, ignore_errors=True)  # who has looked at an older record has unpacked its program there
+    # who has looked at an older record has unpacked its program there
+    shutil.rmtree(session, ignore_errors=True)
     session.mkdir(parents=True)
     (session / RECORD).write_bytes(record)
     return compiled
 
 
 def _as_record(program: bytes) -> bytes:
-    """Returns a profiler's record (an `XSpace`) with a program (an `HloProto`) and without times."""
+    """Returns a profiler's record (an `XSpace`) with a program (an `HloProto`) and without
+    times.
+    """
     escaped = program.decode("latin-1").encode("unicode_escape").decode().replace('"', '\\"')
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.7.2 on Python 3.13 has one about itself
+        # JAX 0.7.2 on Python 3.13 has one about itself
+        warnings.simplefilter("ignore", DeprecationWarning)
         return ProfileData.text_proto_to_serialized_xspace(f"""
             planes {{
               name: "/host:metadata"
@@ -149,14 +178,21 @@ def _as_record(program: bytes) -> bytes:
 def _memory_viewer(record: pathlib.Path) -> dict:
     """Returns the memory viewer's own table for a session of one program, sizes in MiB."""
     before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read when xprof is loaded: else its C++ side logs every call
+    # read when xprof is loaded: else its C++ side logs every call
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
         from xprof.convert import raw_to_tool_data
     finally:
-        os.environ.pop("TF_CPP_MIN_LOG_LEVEL") if before is None else os.environ.update(TF_CPP_MIN_LOG_LEVEL=before)
-    raw_to_tool_data.xspace_to_tool_names([str(record)])  # unpacks the program into a file of its own
+        (
+            os.environ.pop("TF_CPP_MIN_LOG_LEVEL")
+            if before is None
+            else os.environ.update(TF_CPP_MIN_LOG_LEVEL=before)
+        )
+    # unpacks the program into a file of its own
+    raw_to_tool_data.xspace_to_tool_names([str(record)])
     [program] = record.parent.glob("*.hlo_proto.pb")
-    params = {"module_name": program.name.removesuffix(".hlo_proto.pb"), "memory_space": "0"}  # the device's own memory
+    # the device's own memory
+    params = {"module_name": program.name.removesuffix(".hlo_proto.pb"), "memory_space": "0"}
     data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
     return json.loads(data)
 

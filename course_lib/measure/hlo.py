@@ -1,8 +1,8 @@
 """Reading a compiled program: what XLA will execute, in which order, how often.
 
-`compiled.as_text()` prints the optimized program in XLA's own language, HLO: computations made of instructions, in the
-order in which they will run. A fusion, a loop or a conditional calls other computations
-(https://openxla.org/xla/operation_semantics).
+`compiled.as_text()` prints the optimized program in XLA's own language, HLO: computations made
+of instructions, in the order in which they will run. A fusion, a loop or a conditional calls
+other computations (https://openxla.org/xla/operation_semantics).
 
     module = hlo.parse(compiled.as_text())
     for instruction, executions in hlo.scheduled(module):
@@ -32,7 +32,9 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array of the program: its type as HLO spells it (`bf16`), its dimensions, the memory that it lives in."""
+    """An array of the program: its type as HLO spells it (`bf16`), its dimensions, the memory
+    that it lives in.
+    """
 
     type: str
     dims: tuple[int, ...]
@@ -40,9 +42,17 @@ class Shape:
 
     @property
     def dtype(self) -> str:
-        """The type as JAX spells it: `bfloat16` for `bf16`, `int32` for `s32`, `float8_e4m3fn` for `f8e4m3fn`."""
+        """The type as JAX spells it: `bfloat16` for `bf16`, `int32` for `s32`, `float8_e4m3fn`
+        for `f8e4m3fn`.
+        """
         kind, bits, variant = self._parts()
-        return "bool" if kind == "pred" else kind if not bits else _KINDS[kind] + bits + (variant and f"_{variant}")
+        return (
+            "bool"
+            if kind == "pred"
+            else kind
+            if not bits
+            else _KINDS[kind] + bits + (variant and f"_{variant}")
+        )
 
     @property
     def elements(self) -> int:
@@ -51,7 +61,9 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes, with types narrower than a byte packed. A token, which only orders instructions, has none."""
+        """Bytes, with types narrower than a byte packed. A token, which only orders
+        instructions, has none.
+        """
         kind, bits, _ = self._parts()
         return -(-self.elements * int(bits or 8 * (kind == "pred")) // 8)
 
@@ -72,7 +84,8 @@ class Instruction:
       opcode: what it does: "fusion", "while", "dot", "all-gather-start", ...
       shapes: the arrays of its result, more than one if that is a tuple.
       operands: the instructions whose results it reads.
-      calls: the computations that it calls, by role: "calls" of a fusion, "condition" and "body" of a while, ...
+      calls: the computations that it calls, by role: "calls" of a fusion, "condition" and
+        "body" of a while, ...
       literal: a parameter's number or a constant's value.
       attributes: everything else, as text.
       is_root: whether its result is that of its computation.
@@ -100,11 +113,15 @@ class Instruction:
     @property
     def called(self) -> "tuple[Computation, ...]":
         """All computations that it calls."""
-        return tuple(computation for computations in self.calls.values() for computation in computations)
+        return tuple(
+            computation for computations in self.calls.values() for computation in computations
+        )
 
     @property
     def scope(self) -> str:
-        """Where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`; empty if XLA lost it."""
+        """Where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`;
+        empty if XLA lost it.
+        """
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
@@ -130,12 +147,19 @@ class Computation:
     @property
     def parameters(self) -> tuple[Instruction, ...]:
         """Its parameters, in the order of the caller's operands."""
-        return tuple(sorted((i for i in self.instructions if i.opcode == "parameter"), key=lambda i: int(i.literal)))
+        return tuple(
+            sorted(
+                (i for i in self.instructions if i.opcode == "parameter"),
+                key=lambda i: int(i.literal),
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, the one that is run, and how many devices run it together."""
+    """A compiled program: its computations by name, the one that is run, and how many devices
+    run it together.
+    """
 
     name: str
     entry: Computation
@@ -166,15 +190,23 @@ def parse(text: str) -> Module:
             instructions[instruction.name] = instruction
     header = re.match(r"HloModule ([\w.\-]+)", text)
     if header is None or entry not in computations:
-        raise ValueError(f"text={text[:40]!r}... must be an HLO module with an ENTRY: pass compiled.as_text()")
+        raise ValueError(
+            f"text={text[:40]!r}... must be an HLO module with an ENTRY: pass"
+            " compiled.as_text()"
+        )
     devices = math.prod(int(count) for count in _COUNTS.findall(text.split("\n", 1)[0]))
     return Module(header[1], computations[entry], computations, devices)
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-    """Reads shapes as HLO writes them: `f32[4,16]{1,0}`, or `(f32[4,16]{1,0}, s32[])` for a tuple."""
+    """Reads shapes as HLO writes them: `f32[4,16]{1,0}`, or `(f32[4,16]{1,0}, s32[])` for a
+    tuple.
+    """
     found = _SHAPE.findall(text)
-    return tuple(Shape(t, tuple(int(d.strip("<= ")) for d in ds.split(",") if d), int(s or 0)) for t, ds, s in found)
+    return tuple(
+        Shape(t, tuple(int(d.strip("<= ")) for d in ds.split(",") if d), int(s or 0))
+        for t, ds, s in found
+    )
 
 
 def trip_count(loop: Instruction) -> int:
@@ -186,8 +218,9 @@ def trip_count(loop: Instruction) -> int:
     if found := _TRIPS.search(loop.attributes):
         return int(found[1])
     raise ValueError(
-        f"while={loop.name!r} ({loop.scope}) must run a number of times that the compiler knows: it stops on a "
-        "condition on data, so nothing inside it can be counted; use jax.lax.scan, or fori_loop with fixed bounds"
+        f"while={loop.name!r} ({loop.scope}) must run a number of times that the compiler"
+        " knows: it stops on a condition on data, so nothing inside it can be counted; use"
+        " jax.lax.scan, or fori_loop with fixed bounds"
     )
 
 
@@ -196,12 +229,15 @@ def scheduled(
     weight: Callable[[Instruction], int] | None = None,
     taken: Mapping[int, Sequence[int]] | None = None,
 ) -> list[tuple[Instruction, int]]:
-    """Lists what the program executes: the entry, loops and calls walked through, fusions not opened.
+    """Lists what the program executes: the entry, loops and calls walked through, fusions not
+    opened.
 
     Args:
       module: a parsed program.
-      weight: what an instruction costs. Then only the most expensive branch of a conditional is listed, else all are.
-      taken: for conditionals with that many branches, how often the program takes each: then all of them are listed.
+      weight: what an instruction costs. Then only the most expensive branch of a conditional is
+        listed, else all are.
+      taken: for conditionals with that many branches, how often the program takes each: then
+        all of them are listed.
 
     Returns:
       (instruction, number of executions), in program order.
@@ -224,7 +260,9 @@ def scheduled(
             elif i.opcode == "conditional":
                 branches = [walk(branch, executions) for branch in i.called]
                 if weight is not None:
-                    branches = [max(branches, key=lambda branch: sum(n * weight(j) for j, n in branch))]
+                    branches = [
+                        max(branches, key=lambda branch: sum(n * weight(j) for j, n in branch))
+                    ]
                 found += [item for branch in branches for item in branch]
             elif i.opcode in ("call", "async-start"):
                 found += [item for called in i.called for item in walk(called, executions)]
@@ -233,20 +271,27 @@ def scheduled(
     return walk(module.entry, 1)
 
 
-def _instruction(line: str, known: Mapping[str, Instruction], computations: Mapping[str, Computation]) -> Instruction:
+def _instruction(
+    line: str, known: Mapping[str, Instruction], computations: Mapping[str, Computation]
+) -> Instruction:
     """Reads `[ROOT] %name = shape opcode(operands), attributes`."""
     name, rest = line.removeprefix("ROOT ").split(" = ", 1)
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
     shapes, (opcode, rest) = rest[:end], rest[end:].lstrip().split("(", 1)
     end = _closing("(" + rest) - 1
     inside, attributes = rest[: end - 1], rest[end:]
-    roles = {role: _NAME.findall(names) or [names] for role, names in _CALLS.findall(attributes)}
+    roles = {
+        role: _NAME.findall(names) or [names] for role, names in _CALLS.findall(attributes)
+    }
     return Instruction(
         name=name.lstrip("%"),
         opcode=opcode,
         shapes=read_shapes(shapes),
         operands=tuple(known[operand] for operand in _NAME.findall(inside)),
-        calls={role: tuple(computations[called] for called in names) for role, names in roles.items()},
+        calls={
+            role: tuple(computations[called] for called in names)
+            for role, names in roles.items()
+        },
         literal=inside if opcode in ("parameter", "constant") else "",
         attributes=attributes,
         is_root=line.startswith("ROOT "),

@@ -1,18 +1,20 @@
 """The ledger: what the devices that run a step together send each other.
 
-A step that is spread over devices computes what one device would, and communicates. In the compiled program every
-communication is an instruction, a collective (https://openxla.org/xla/operation_semantics): it names the arrays that it
-moves and the groups of devices in which it runs. For a GPU or TPU it has two places in the schedule, one where it starts
-and one where its result must be there, and what stands between runs at the same time.
+A step that is spread over devices computes what one device would, and communicates. In the
+compiled program every communication is an instruction, a collective
+(https://openxla.org/xla/operation_semantics): it names the arrays that it moves and the groups
+of devices in which it runs. For a GPU or TPU it has two places in the schedule, one where it
+starts and one where its result must be there, and what stands between runs at the same time.
 
     compiled = step.lower(state, batch).compile()
     found = ledger(compiled, mesh)
     notebook.table(found.rows())
     assert found.bytes("all-reduce", "data") == gradient_bytes
 
-The ledger tells what was compiled, and compilers merge collectives and split them: compare bytes, not the number of
-operations. Two habits of XLA:CPU: it communicates bfloat16 as float32, and where the compiler itself spreads a program
-it uses an all-reduce in place of a reduce-scatter. (A reduce-scatter written by hand, `jax.lax.psum_scatter`, stays.)
+The ledger tells what was compiled, and compilers merge collectives and split them: compare
+bytes, not the number of operations. Two habits of XLA:CPU: it communicates bfloat16 as float32,
+and where the compiler itself spreads a program it uses an all-reduce in place of a
+reduce-scatter. (A reduce-scatter written by hand, `jax.lax.psum_scatter`, stays.)
 """
 
 import collections
@@ -33,9 +35,11 @@ KINDS = {
     "all-gather": 1,
     "reduce-scatter": 1,
     "all-to-all": 1,
-    "ragged-all-to-all": 1,  # the space for the rows counts: how many are sent is known when it runs
+    # the space for the rows counts: how many are sent is known when it runs
+    "ragged-all-to-all": 1,
     "collective-broadcast": 1,
-    "collective-permute": 1,  # sends the whole payload: the n-th that stays is that of devices that only receive
+    # sends the whole payload: the n-th that stays is that of devices that only receive
+    "collective-permute": 1,
 }
 
 
@@ -45,20 +49,24 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      axes: the axes of the mesh along which it runs; `()` if its groups fit none, None if no mesh was given.
+      axes: the axes of the mesh along which it runs; `()` if its groups fit none, None if no
+        mesh was given.
       dtype: of the arrays as they are sent.
-      payload_bytes: bytes of the larger side of it on one device, in one execution: the result of an all-gather, the
-        operand of all others. For a reduce-scatter that is the array before it is cut, for a permutation what one
-        device sends.
-      sent_bytes: bytes that a device sends in one execution, at least (Patarasuk and Yuan, 2009,
-        https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group: 2 (n-1)/n of the payload for an
-        all-reduce, (n-1)/n for the others. For a permutation, the payload times the share of devices that send. In
-        whole bytes, rounded up.
+      payload_bytes: bytes of the larger side of it on one device, in one execution: the result
+        of an all-gather, the operand of all others. For a reduce-scatter that is the array
+        before it is cut, for a permutation what one device sends.
+      sent_bytes: bytes that a device sends in one execution, at least (Patarasuk and Yuan,
+        2009, https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group: 2 (n-1)/n
+        of the payload for an all-reduce, (n-1)/n for the others. For a permutation, the payload
+        times the share of devices that send. In whole bytes, rounded up.
       executions: how often it runs in one step; in a loop, once an iteration.
-      asynchronous: whether anything runs between its start and its end, if only another collective.
-      overlapped: what is computed between its start and its end: the kinds of those instructions, one of
-        `traffic.KINDS` each, as in `("matmul", "elementwise")`. Empty if the devices wait for it.
-      group_size: devices in a group. In a permutation, those along one chain of sources and targets.
+      asynchronous: whether anything runs between its start and its end, if only another
+        collective.
+      overlapped: what is computed between its start and its end: the kinds of those
+        instructions, one of `traffic.KINDS` each, as in `("matmul", "elementwise")`. Empty if
+        the devices wait for it.
+      group_size: devices in a group. In a permutation, those along one chain of sources and
+        targets.
       scope: where in the source it comes from; empty where XLA does not say.
     """
 
@@ -76,7 +84,9 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """The collectives of a step, in program order, and the names of the mesh's axes (None if no mesh was given)."""
+    """The collectives of a step, in program order, and the names of the mesh's axes (None if no
+    mesh was given).
+    """
 
     entries: tuple[Collective, ...]
     axis_names: tuple[str, ...] | None = None
@@ -86,8 +96,8 @@ class Ledger:
 
         Args:
           kind: one of KINDS; all if None.
-          axis: only collectives along exactly this axis, or exactly these, so that the bytes of all combinations add
-            up; `()` for those that fit no axes; all if None.
+          axis: only collectives along exactly this axis, or exactly these, so that the bytes of
+            all combinations add up; `()` for those that fit no axes; all if None.
 
         Raises:
           ValueError: if there is no such kind or axis.
@@ -95,13 +105,17 @@ class Ledger:
         return sum(entry.payload_bytes * entry.executions for entry in self._select(kind, axis))
 
     def sent(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
-        """Returns the bytes that one device sends in all executions; arguments and errors as in `bytes`."""
+        """Returns the bytes that one device sends in all executions; arguments and errors as in
+        `bytes`.
+        """
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each kind, axes and dtype, for `notebook.table`: what is sent most comes first.
+        """Returns a row for each kind, axes and dtype, for `notebook.table`: what is sent most
+        comes first.
 
-        Payload and sent bytes are of all executions; `overlapped` counts executions during which a device computes.
+        Payload and sent bytes are of all executions; `overlapped` counts executions during
+        which a device computes.
         """
         together: dict[Any, list[Collective]] = collections.defaultdict(list)
         for entry in self.entries:
@@ -114,7 +128,9 @@ class Ledger:
                 "devices": size,
                 "executions": sum(entry.executions for entry in entries),
                 "overlapped": sum(entry.executions for entry in entries if entry.overlapped),
-                "payload_bytes": sum(entry.payload_bytes * entry.executions for entry in entries),
+                "payload_bytes": sum(
+                    entry.payload_bytes * entry.executions for entry in entries
+                ),
                 "sent_bytes": sum(entry.sent_bytes * entry.executions for entry in entries),
             }
             for (kind, axes, dtype, size), entries in together.items()
@@ -128,7 +144,9 @@ class Ledger:
         if axis is None:
             return found
         if self.axis_names is None:
-            raise ValueError(f"axis={axis!r} must be known to select it: pass the mesh to `ledger`")
+            raise ValueError(
+                f"axis={axis!r} must be known to select it: pass the mesh to `ledger`"
+            )
         axes = {axis} if isinstance(axis, str) else set(axis)
         if not axes <= set(self.axis_names):
             raise ValueError(f"axis={axis!r} must be of the mesh: {', '.join(self.axis_names)}")
@@ -136,35 +154,43 @@ class Ledger:
 
 
 def ledger(
-    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None, *, taken: Mapping[int, Sequence[int]] | None = None
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    taken: Mapping[int, Sequence[int]] | None = None,
 ) -> Ledger:
     """Lists what the devices that run a compiled program send each other.
 
-    Of a conditional, the branch that communicates most counts. A collective along an axis of one device is left out:
-    nobody sends.
+    Of a conditional, the branch that communicates most counts. A collective along an axis of
+    one device is left out: nobody sends.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
-      mesh: the mesh of the program's arrays. Without it, the entries do not say along which axes they run.
-      taken: for conditionals with that many branches, how often a step takes each of them. The program does not say; a
-        pipeline's schedule does: `slots.taken`.
+      mesh: the mesh of the program's arrays. Without it, the entries do not say along which
+        axes they run.
+      taken: for conditionals with that many branches, how often a step takes each of them. The
+        program does not say; a pipeline's schedule does: `slots.taken`.
 
     Raises:
-      ValueError: if the mesh is not of the program's devices, or the program has a loop of which the compiler does not
-        know the number of iterations.
+      ValueError: if the mesh is not of the program's devices, or the program has a loop of
+        which the compiler does not know the number of iterations.
     """
     module = hlo.parse(compiled.as_text())
-    return Ledger(entries(module, mesh, taken), None if mesh is None else tuple(mesh.axis_names))
+    return Ledger(
+        entries(module, mesh, taken), None if mesh is None else tuple(mesh.axis_names)
+    )
 
 
 def entries(
-    module: hlo.Module, mesh: jax.sharding.Mesh | None = None, taken: Mapping[int, Sequence[int]] | None = None
+    module: hlo.Module,
+    mesh: jax.sharding.Mesh | None = None,
+    taken: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[Collective, ...]:
     """Lists the collectives of a parsed program; the rest is as in `ledger`."""
     if mesh is not None and mesh.size != module.devices:
         raise ValueError(
-            f"mesh={dict(mesh.shape)} must be the program's: it has {mesh.size} devices, the program {module.devices}; "
-            "pass the mesh on which the arguments of the step lie"
+            f"mesh={dict(mesh.shape)} must be the program's: it has {mesh.size} devices, the"
+            f" program {module.devices}; pass the mesh on which the arguments of the step lie"
         )
 
     def weight(i: hlo.Instruction) -> int:
@@ -172,16 +198,23 @@ def entries(
 
     executed = hlo.scheduled(module, weight, taken)
     order = [i for i, _ in executed]
-    if unpaired := [i.name for i in order if i.opcode == "send" and "is_host_transfer=true" not in i.attributes]:
+    if unpaired := [
+        i.name
+        for i in order
+        if i.opcode == "send" and "is_host_transfer=true" not in i.attributes
+    ]:
         raise ValueError(
-            f"compiled: {unpaired[0]!r} must be a collective-permute to be counted, and a compiler option had XLA write "
-            "it as send and recv: leave out options that decompose or pipeline collective-permute"
+            f"compiled: {unpaired[0]!r} must be a collective-permute to be counted, and a"
+            " compiler option had XLA write it as send and recv: leave out options that"
+            " decompose or pipeline collective-permute"
         )
     return tuple(
         entry
         for position, (i, executions) in enumerate(executed)
         for collective in _inside(i)
-        for entry in _entries(collective, executions, _meanwhile(order, position), module.devices, mesh)
+        for entry in _entries(
+            collective, executions, _meanwhile(order, position), module.devices, mesh
+        )
     )
 
 
@@ -192,8 +225,14 @@ def _entries(
     devices: int,
     mesh: jax.sharding.Mesh | None,
 ) -> list[Collective]:
-    """Reads one collective: an entry for each dtype among its operands; none if no device sends to another."""
-    kind, found, pairs = _kind(i), groups.groups(i.attributes, devices), groups.pairs(i.attributes)
+    """Reads one collective: an entry for each dtype among its operands; none if no device sends
+    to another.
+    """
+    kind, found, pairs = (
+        _kind(i),
+        groups.groups(i.attributes, devices),
+        groups.pairs(i.attributes),
+    )
     size = max(map(len, found), default=1)
     if kind == "collective-permute":
         share = fractions.Fraction(sum(source != target for source, target in pairs), devices)
@@ -203,7 +242,11 @@ def _entries(
         return []
     axes = None
     if mesh is not None:
-        axes = groups.axes_of_pairs(pairs, mesh.shape) if pairs else groups.axes_of_groups(found, mesh.shape)
+        axes = (
+            groups.axes_of_pairs(pairs, mesh.shape)
+            if pairs
+            else groups.axes_of_groups(found, mesh.shape)
+        )
     computed = tuple(kind for kind in map(kind_of, meanwhile) if kind != "collective")
     return [
         Collective(
@@ -233,8 +276,11 @@ def _inside(i: hlo.Instruction) -> list[hlo.Instruction]:
 
 def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
     """Returns the payload of one execution in bytes, by dtype."""
-    copies = max(map(len, groups.groups(i.attributes, devices))) if _kind(i) == "all-gather" else 1
-    operands = i.operands[:1] if _kind(i) == "ragged-all-to-all" else i.operands  # its others are offsets and sizes
+    copies = (
+        max(map(len, groups.groups(i.attributes, devices))) if _kind(i) == "all-gather" else 1
+    )
+    # its others are offsets and sizes
+    operands = i.operands[:1] if _kind(i) == "ragged-all-to-all" else i.operands
     found: collections.Counter[str] = collections.Counter()
     for shape in (shape for operand in operands for shape in operand.shapes):
         found[shape.dtype] += copies * shape.bytes
@@ -242,10 +288,16 @@ def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
 
 
 def _meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruction]:
-    """Lists what works between the start of a collective and its end, in the order of execution; scalars are no work."""
+    """Lists what works between the start of a collective and its end, in the order of
+    execution; scalars are no work.
+    """
     start = order[position]
     if not start.opcode.endswith("-start"):  # blocking, or wrapped in an `async-start`
-        wrappers = [i for i in order[:position] if i.opcode == "async-start" and start in i.called[0].instructions]
+        wrappers = [
+            i
+            for i in order[:position]
+            if i.opcode == "async-start" and start in i.called[0].instructions
+        ]
         if not wrappers:
             return []
         start = wrappers[-1]

@@ -8,7 +8,9 @@ from course_lib.measure.units import GIB, MIB
 
 
 def gib(bytes: int | float) -> str:
-    """Returns bytes as they are shown on screen: `"14.23 GiB"`, and below a hundredth of that `"3.52 MiB"`."""
+    """Returns bytes as they are shown on screen: `"14.23 GiB"`, and below a hundredth of that
+    `"3.52 MiB"`.
+    """
     return f"{bytes / GIB:.2f} GiB" if abs(bytes) >= GIB / 100 else f"{bytes / MIB:.2f} MiB"
 
 
@@ -19,11 +21,13 @@ class Memory:
     Attributes:
       arguments: inputs: parameters, optimizer state, batch.
       outputs: results.
-      aliased: the part of the outputs that is written over donated arguments, so that it costs nothing more.
-      temporaries: the block in which everything lives that is neither: activations, gradients, workspace.
+      aliased: the part of the outputs that is written over donated arguments, so that it costs
+        nothing more.
+      temporaries: the block in which everything lives that is neither: activations, gradients,
+        workspace.
       host: what of all this lies in the host's memory instead (arrays that were offloaded).
-      peak: the most that is needed at one moment. Arrays that were offloaded to the host may be counted too; `heap`
-        has the device's alone.
+      peak: the most that is needed at one moment. Arrays that were offloaded to the host may be
+        counted too; `heap` has the device's alone.
     """
 
     arguments: int
@@ -34,20 +38,24 @@ class Memory:
     peak: int
 
     def __str__(self) -> str:
-        parts = f"arguments {gib(self.arguments)}, outputs {gib(self.outputs)} of which {gib(self.aliased)} aliased"
+        parts = (
+            f"arguments {gib(self.arguments)}, outputs {gib(self.outputs)} of which"
+            f" {gib(self.aliased)} aliased"
+        )
         return f"peak {gib(self.peak)}: {parts}, temporaries {gib(self.temporaries)}"
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
     """Reads how much memory a compiled program needs on one device.
 
-    The peak is the compiler's: on a GPU or TPU, real or virtual, the largest sum of arrays that are alive together.
-    XLA's CPU compiler reports no such number (its `peak_memory_in_bytes` leaves the temporaries out), so there the peak
-    is arguments + outputs - aliased + temporaries: an upper bound, since the block of temporaries can have gaps (`heap`
-    knows better).
+    The peak is the compiler's: on a GPU or TPU, real or virtual, the largest sum of arrays that
+    are alive together. XLA's CPU compiler reports no such number (its `peak_memory_in_bytes`
+    leaves the temporaries out), so there the peak is arguments + outputs - aliased +
+    temporaries: an upper bound, since the block of temporaries can have gaps (`heap` knows
+    better).
 
-    None of this is measured, and a device needs more: its context, the workspace of its libraries, gaps between arrays
-    (`peak_in_own_process` measures).
+    None of this is measured, and a device needs more: its context, the workspace of its
+    libraries, gaps between arrays (`peak_in_own_process` measures).
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`.

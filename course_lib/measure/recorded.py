@@ -1,12 +1,14 @@
 """Tables for machines that cannot compute them.
 
-A notebook asks for a table by name and hands over the function that computes it. Where virtual devices are to be had,
-the function runs; elsewhere the same rows come from a file of this package, written earlier by a machine that could:
+A notebook asks for a table by name and hands over the function that computes it. Where virtual
+devices are to be had, the function runs; elsewhere the same rows come from a file of this
+package, written earlier by a machine that could:
 
     table = recorded.live_or_recorded("donation_a5000", measure_both_steps)
     print(table.note)
 
-`COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does that).
+`COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
+that).
 
 Where each row takes a while, `partly_live` computes a few and reads the others.
 """
@@ -35,7 +37,8 @@ class Table:
     Attributes:
       rows: one dict a row, of JSON's types: the same whether computed or read.
       live: whether all of them were computed just now.
-      note: a sentence that says so, for the reader; a recorded table also says when, with which versions, and why.
+      note: a sentence that says so, for the reader; a recorded table also says when, with which
+        versions, and why.
     """
 
     rows: list[dict[str, Any]]
@@ -43,21 +46,29 @@ class Table:
     note: str
 
 
-def live_or_recorded(name: str, compute: Callable[[], list[dict[str, Any]]], accelerator: str = "a5000") -> Table:
+def live_or_recorded(
+    name: str, compute: Callable[[], list[dict[str, Any]]], accelerator: str = "a5000"
+) -> Table:
     """Computes a table for a virtual accelerator, or reads it where that cannot be done.
 
     Args:
-      name: of the table and of its file, `recorded_tables/<name>.json`: lower-case letters, digits and underscores.
-      compute: returns the rows. The same versions must give the same rows, so no times and no dates in them.
-      accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several, if the rows name theirs
-        under "accelerator".
+      name: of the table and of its file, `recorded_tables/<name>.json`: lower-case letters,
+        digits and underscores.
+      compute: returns the rows. The same versions must give the same rows, so no times and no
+        dates in them.
+      accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several,
+        if the rows name theirs under "accelerator".
 
     Raises:
-      ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does not fit into JSON.
+      ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does
+        not fit into JSON.
       FileNotFoundError: if the table can neither be computed here nor was recorded.
     """
     if not re.fullmatch(r"[a-z0-9_]+", name):
-        raise ValueError(f"name={name!r} must be of lower-case letters, digits and underscores: it names a file")
+        raise ValueError(
+            f"name={name!r} must be of lower-case letters, digits and underscores: it names a"
+            " file"
+        )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
         return _read(name, accelerator, reason)
@@ -75,16 +86,18 @@ def partly_live(
     cases: Sequence[str] = (),
     accelerator: str = "a5000",
 ) -> Table:
-    """Computes some rows of a recorded table anew, and reads the others; all of them where nothing can be computed.
+    """Computes some rows of a recorded table anew, and reads the others; all of them where
+    nothing can be computed.
 
-    Two rows are computed at a time, in threads: XLA's compiler lets Python go on, and uses little more than one core.
+    Two rows are computed at a time, in threads: XLA's compiler lets Python go on, and uses
+    little more than one core.
 
     Args:
       name: of the table and of its file.
       compute: returns the row of a case, which stands in it under "case".
       live: the cases that are computed.
-      cases: all of them, in the table's order: these are computed and written under `COURSE_RECORD=1`. Without it
-        nothing is written: then the table is recorded elsewhere.
+      cases: all of them, in the table's order: these are computed and written under
+        `COURSE_RECORD=1`. Without it nothing is written: then the table is recorded elsewhere.
       accelerator: the name in `hardware` whose virtual devices `compute` needs.
 
     Raises:
@@ -92,7 +105,10 @@ def partly_live(
       FileNotFoundError: if the table was not recorded.
     """
     if cases and not set(live) <= set(cases):
-        raise ValueError(f"live={list(live)} must be among cases={list(cases)}: no other has a row in the table")
+        raise ValueError(
+            f"live={list(live)} must be among cases={list(cases)}: no other has a row in the"
+            " table"
+        )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
         return _read(name, accelerator, reason)
@@ -105,7 +121,10 @@ def partly_live(
         _write(name, accelerator, rows)
     record = _read(name, accelerator, "all of them would take minutes")
     by_case = {row["case"]: row for row in [*record.rows, *rows]}  # in the order of the record
-    note = f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}; the other rows: {record.note}"
+    note = (
+        f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}; the other rows:"
+        f" {record.note}"
+    )
     return Table(list(by_case.values()), False, note)
 
 
@@ -123,7 +142,9 @@ def _as_json(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         return json.loads(json.dumps(rows, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the rows of the table {name!r} must be of numbers, strings and lists: {error}") from error
+        raise ValueError(
+            f"the rows of the table {name!r} must be of numbers, strings and lists: {error}"
+        ) from error
 
 
 def _read(name: str, accelerator: str, reason: str) -> Table:
@@ -131,20 +152,26 @@ def _read(name: str, accelerator: str, reason: str) -> Table:
         record = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"the table {name!r} cannot be computed here ({reason}), and no record of it comes with course_lib; "
-            "run this with COURSE_RECORD=1 on a machine that has virtual devices"
+            f"the table {name!r} cannot be computed here ({reason}), and no record of it comes"
+            " with course_lib; run this with COURSE_RECORD=1 on a machine that has virtual"
+            " devices"
         ) from error
     if record["accelerator"] != accelerator:
-        raise ValueError(f"accelerator={accelerator!r} must be {record['accelerator']!r}, as in the table {name!r}")
+        raise ValueError(
+            f"accelerator={accelerator!r} must be {record['accelerator']!r}, as in the table"
+            f" {name!r}"
+        )
     note = (
-        f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)} with "
-        f"{_spell(record['versions'])}, because here {reason}"
+        f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)}"
+        f" with {_spell(record['versions'])}, because here {reason}"
     )
     return Table(record["rows"], False, note)
 
 
 def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
-    """Writes the record, unless these very rows are recorded already: the date is that of the last change."""
+    """Writes the record, unless these very rows are recorded already: the date is that of the
+    last change.
+    """
     file = FOLDER / f"{name}.json"
     if file.exists() and json.loads(file.read_text(encoding="utf-8"))["rows"] == rows:
         return
@@ -159,7 +186,9 @@ def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
 
 def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
     """Spells out the accelerators that the rows name, or else the one that all of them are for."""
-    named = dict.fromkeys(row["accelerator"] for row in rows if row.get("accelerator") in hardware.names())
+    named = dict.fromkeys(
+        row["accelerator"] for row in rows if row.get("accelerator") in hardware.names()
+    )
     return ", ".join(hardware.get(name).title for name in named or (accelerator,))
 
 

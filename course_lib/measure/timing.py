@@ -1,8 +1,8 @@
 """Time of a step, measured where it runs.
 
-Three things make a naive measurement wrong. JAX returns before the device is done, so one waits for the result. The
-first call compiles, so that is timed apart. And machines are noisy, so one takes the median of several, and to compare
-two functions runs them by turns.
+Three things make a naive measurement wrong. JAX returns before the device is done, so one waits
+for the result. The first call compiles, so that is timed apart. And machines are noisy, so one
+takes the median of several, and to compare two functions runs them by turns.
 """
 
 import dataclasses
@@ -35,21 +35,29 @@ class Time:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime(Time):
-    """Seconds of one training step, and of making it ready: tracing and compiling, None for a function without jit."""
+    """Seconds of one training step, and of making it ready: tracing and compiling, None for a
+    function without jit.
+    """
 
     compile_seconds: float | None
 
 
 def step_time(
-    step: Callable[..., tuple[PyTree, PyTree]], state: PyTree, batch: PyTree, *, steps: int = 10, warmup: int = 2
+    step: Callable[..., tuple[PyTree, PyTree]],
+    state: PyTree,
+    batch: PyTree,
+    *,
+    steps: int = 10,
+    warmup: int = 2,
 ) -> StepTime:
     """Times training steps, each from its call until its results are there.
 
-    Every step gets the state that the one before it returned, as in training. A step that donates its state takes the
-    one given here too: afterwards it is gone.
+    Every step gets the state that the one before it returned, as in training. A step that
+    donates its state takes the one given here too: afterwards it is gone.
 
     Args:
-      step: `step(state, batch) -> (state, metrics)`, jitted or not. A jitted one is compiled here, once.
+      step: `step(state, batch) -> (state, metrics)`, jitted or not. A jitted one is compiled
+        here, once.
       state: a state to begin with, on the device.
       batch: a batch; the same in all steps.
       steps: how many are timed.
@@ -59,7 +67,10 @@ def step_time(
       ValueError: if there is nothing to time.
     """
     if steps < 1 or warmup < 0:
-        raise ValueError(f"steps={steps}, warmup={warmup} must be at least 1 and 0: there would be nothing to time")
+        raise ValueError(
+            f"steps={steps}, warmup={warmup} must be at least 1 and 0: there would be nothing"
+            " to time"
+        )
     compile_seconds = None
     if hasattr(step, "lower"):
         start = clock.perf_counter()
@@ -73,19 +84,26 @@ def step_time(
     return StepTime(*_quartiles(seconds[warmup:]), compile_seconds)
 
 
-def compare(functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10, warmup: int = 1) -> dict[str, Time]:
-    """Times functions by turns, so that what slows the machine down for a while slows all of them.
+def compare(
+    functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10, warmup: int = 1
+) -> dict[str, Time]:
+    """Times functions by turns, so that what slows the machine down for a while slows all of
+    them.
 
     Args:
       functions: name to a function without arguments that returns arrays (`lambda: step(x)`).
       repeats: how often each is called and timed.
-      warmup: how often before that; at least 1, or the first call compiles within the measurement.
+      warmup: how often before that; at least 1, or the first call compiles within the
+        measurement.
 
     Raises:
       ValueError: if there is nothing to time, or compilation would be timed.
     """
     if repeats < 1 or warmup < 1:
-        raise ValueError(f"repeats={repeats}, warmup={warmup} must be at least 1: the first call compiles the function")
+        raise ValueError(
+            f"repeats={repeats}, warmup={warmup} must be at least 1: the first call compiles"
+            " the function"
+        )
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(warmup + repeats):
         for name, function in functions.items():
@@ -96,20 +114,25 @@ def compare(functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10, wa
 
 
 def time(function: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 1) -> Time:
-    """Times a function of arrays, each call until its results are there; the first `warmup` calls are left out."""
+    """Times a function of arrays, each call until its results are there; the first `warmup`
+    calls are left out.
+    """
     return compare({"it": lambda: function(*args)}, repeats=repeats, warmup=warmup)["it"]
 
 
 def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
-    """Runs a function in a Python process of its own and returns the most device memory that was in use, in bytes.
+    """Runs a function in a Python process of its own and returns the most device memory that
+    was in use, in bytes.
 
-    A device counts its peak over the whole life of a process, so each measurement needs a process. It is told to
-    reserve no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Start this process in the same way, or set that in
-    `os.environ` before JAX first looks for devices, as `notebook.setup` does: else it holds three quarters of the
-    device, and the other one has to do with the rest.
+    A device counts its peak over the whole life of a process, so each measurement needs a
+    process. It is told to reserve no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`).
+    Start this process in the same way, or set that in `os.environ` before JAX first looks for
+    devices, as `notebook.setup` does: else it holds three quarters of the device, and the other
+    one has to do with the rest.
 
     Args:
-      target: `"module:function"`. The module is looked for where this process finds its modules.
+      target: `"module:function"`. The module is looked for where this process finds its
+        modules.
       **kwargs: what the function is called with; numbers, strings, lists and dicts of them.
 
     Returns:
@@ -121,14 +144,16 @@ def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
     """
     module, _, function = target.partition(":")
     if not callable(getattr(importlib.import_module(module), function, None)):
-        raise ValueError(f"target={target!r} must be 'module:function': there is no such function")
+        raise ValueError(
+            f"target={target!r} must be 'module:function': there is no such function"
+        )
     if jax.local_devices()[0].memory_stats() is None:
         return None
     program = (
-        "import importlib, json, sys, jax\n"
-        "module, function, kwargs = sys.argv[1:]\n"
-        "jax.block_until_ready(getattr(importlib.import_module(module), function)(**json.loads(kwargs)))\n"
-        "print('PEAK', jax.local_devices()[0].memory_stats()['peak_bytes_in_use'])\n"
+        "import importlib, json, sys, jax\nmodule, function, kwargs ="
+        " sys.argv[1:]\njax.block_until_ready(getattr(importlib.import_module(module),"
+        " function)(**json.loads(kwargs)))\nprint('PEAK',"
+        " jax.local_devices()[0].memory_stats()['peak_bytes_in_use'])\n"
     )
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     done = subprocess.run(
@@ -139,7 +164,9 @@ def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("PEAK ")]
     if done.returncode or not lines:
-        raise RuntimeError(f"target={target!r} failed in its own process:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"target={target!r} failed in its own process:\n{done.stderr[-2000:]}"
+        )
     return int(lines[-1].removeprefix("PEAK "))
 
 

@@ -1,11 +1,13 @@
 """The bytes that a compiled program moves through device memory.
 
-Between two instructions of a compiled program every array lies in device memory: each instruction reads its operands
-there and writes its results there. A fusion does many operations while it passes over its operands once, and that is
-what it is for. So the bytes of operands and results, times the number of executions, say what a step must move.
+Between two instructions of a compiled program every array lies in device memory: each
+instruction reads its operands there and writes its results there. A fusion does many operations
+while it passes over its operands once, and that is what it is for. So the bytes of operands and
+results, times the number of executions, say what a step must move.
 
-What the count does not see: an array that is still in the L2 cache when the next instruction reads it (real traffic is
-then lower), and a kernel that reads an operand more than once, as a large matrix product does (then it is higher).
+What the count does not see: an array that is still in the L2 cache when the next instruction
+reads it (real traffic is then lower), and a kernel that reads an operand more than once, as a
+large matrix product does (then it is higher).
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ from course_lib.measure import hlo, origin
 # The kinds of moves.
 KINDS = (
     "matmul",  # matrix products and convolutions, with what XLA fused into them
-    "dynamic-update-slice",  # one slice of a larger array is written, in place: how a scan keeps what an iteration made
+    # one slice of a larger array is written, in place: how a scan keeps what an iteration made
+    "dynamic-update-slice",
     "dynamic-slice",  # one slice of a larger array is read out: how a scan gets its inputs
     "gather/scatter",  # rows picked or added to by index: embeddings and their gradients
     "reduce",  # sums, maxima, softmax, normalization, with what XLA fused into them
@@ -31,8 +34,8 @@ KINDS = (
 )
 
 FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call async-start after-all opt-barrier "
-    "add-dependency partition-id replica-id".split()
+    "parameter constant tuple get-tuple-element bitcast while conditional call async-start"
+    " after-all opt-barrier add-dependency partition-id replica-id".split()
 )
 _SOLVERS = ("__cublas$triangularSolve",)
 _LIBRARIES = ("__cublas$", "__cublas$lt", "__cudnn$")  # what XLA calls of cuBLAS and cuDNN
@@ -64,23 +67,29 @@ class Traffic:
 
     def by_kind(self) -> dict[str, int]:
         """Returns the bytes of each kind that occurs, most first."""
-        totals = {kind: sum(move.bytes for move in self.moves if move.kind == kind) for kind in KINDS}
-        return dict(sorted(((kind, n) for kind, n in totals.items() if n), key=lambda item: -item[1]))
+        totals = {
+            kind: sum(move.bytes for move in self.moves if move.kind == kind) for kind in KINDS
+        }
+        return dict(
+            sorted(((kind, n) for kind, n in totals.items() if n), key=lambda item: -item[1])
+        )
 
 
 def traffic(compiled: jax.stages.Compiled) -> Traffic:
     """Counts the bytes that a compiled program moves through the memory of one device.
 
-    Operands and results of every instruction of the scheduled program, times its executions. Three things are counted
-    as what they are, not as the size of the array that they touch: an update in place moves the slice, a fusion that
-    slices an operand reads the slice, a gather reads the rows. Of a conditional, the most expensive branch counts.
+    Operands and results of every instruction of the scheduled program, times its executions.
+    Three things are counted as what they are, not as the size of the array that they touch: an
+    update in place moves the slice, a fusion that slices an operand reads the slice, a gather
+    reads the rows. Of a conditional, the most expensive branch counts.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, for a real or a virtual device. On a CPU it counts too, but caches
-        make less of it there.
+      compiled: `jax.jit(f).lower(...).compile()`, for a real or a virtual device. On a CPU it
+        counts too, but caches make less of it there.
 
     Raises:
-      ValueError: if the program has a loop of which the compiler does not know the number of iterations.
+      ValueError: if the program has a loop of which the compiler does not know the number of
+        iterations.
     """
     found = moves(hlo.parse(compiled.as_text()))
     return Traffic(sum(move.bytes for move in found), found)
@@ -89,7 +98,11 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
 def moves(module: hlo.Module) -> tuple[Move, ...]:
     """Lists what each instruction of a scheduled program moves; the rest is as in `traffic`."""
     executed = hlo.scheduled(module, weight=_bytes)
-    return tuple(Move(i.name, kind_of(i), _bytes(i) * n, n, origin.origin(i)) for i, n in executed if _bytes(i))
+    return tuple(
+        Move(i.name, kind_of(i), _bytes(i) * n, n, origin.origin(i))
+        for i, n in executed
+        if _bytes(i)
+    )
 
 
 def _bytes(instruction: hlo.Instruction) -> int:
@@ -98,16 +111,24 @@ def _bytes(instruction: hlo.Instruction) -> int:
         return 0
     if instruction.opcode in origin.FUSIONS:
         return _fused_bytes(instruction.called[0].instructions, instruction.operands)
-    inputs = {id(i): dataclasses.replace(i, opcode="parameter", operands=()) for i in instruction.operands}
-    alone = dataclasses.replace(instruction, operands=tuple(inputs[id(i)] for i in instruction.operands), is_root=True)
+    inputs = {
+        id(i): dataclasses.replace(i, opcode="parameter", operands=())
+        for i in instruction.operands
+    }
+    alone = dataclasses.replace(
+        instruction, operands=tuple(inputs[id(i)] for i in instruction.operands), is_root=True
+    )
     return _fused_bytes((*inputs.values(), alone))
 
 
-def _fused_bytes(instructions: tuple[hlo.Instruction, ...], operands: tuple[hlo.Instruction, ...] = ()) -> int:
+def _fused_bytes(
+    instructions: tuple[hlo.Instruction, ...], operands: tuple[hlo.Instruction, ...] = ()
+) -> int:
     """Bytes that a fused computation reads of its parameters and writes to its results.
 
-    Walks from the results back to the parameters and notes how many elements of each array are needed on the way. An
-    operand of the fusion that comes as two parameters is one array, and is read once.
+    Walks from the results back to the parameters and notes how many elements of each array are
+    needed on the way. An operand of the fusion that comes as two parameters is one array, and
+    is read once.
     """
     root = next(i for i in instructions if i.is_root)
     results = [origin.behind(i) for i in (root.operands if root.opcode == "tuple" else (root,))]
@@ -121,14 +142,20 @@ def _fused_bytes(instructions: tuple[hlo.Instruction, ...], operands: tuple[hlo.
             if position == 0 and i.opcode in ("dynamic-slice", "slice", "gather"):
                 elements = needed[id(i)]
             elif position == 0 and in_place:
-                elements = i.operands[-1].elements if i.opcode == "scatter" else 0  # scatter adds to what is there
+                # scatter adds to what is there
+                elements = i.operands[-1].elements if i.opcode == "scatter" else 0
             else:
                 elements = operand.elements * needed[id(i)] / max(i.elements, 1)
             needed[id(operand)] = min(operand.elements, needed[id(operand)] + elements)
     read: dict[int, float] = {}
     for i in (i for i in instructions if i.opcode == "parameter"):
-        array, whole = id(operands[int(i.literal)]) if operands else id(i), _on_device(*i.shapes)
-        read[array] = min(whole, read.get(array, 0) + whole * needed[id(i)] / max(i.elements, 1))
+        array, whole = (
+            id(operands[int(i.literal)]) if operands else id(i),
+            _on_device(*i.shapes),
+        )
+        read[array] = min(
+            whole, read.get(array, 0) + whole * needed[id(i)] / max(i.elements, 1)
+        )
     return written + round(sum(read.values()))
 
 
@@ -136,11 +163,13 @@ def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
     if in_place:
         part = i.operands[-1 if i.opcode == "scatter" else 1]
         return part.bytes if _on_device(*i.shapes) else 0
-    if i.target.startswith(_LIBRARIES):  # cuBLAS and cuDNN append scratch memory to their results
+    # cuBLAS and cuDNN append scratch memory to their results
+    if i.target.startswith(_LIBRARIES):
         return _on_device(i.shapes[0])
     if i.opcode == "copy-start":  # result, operand, and what synchronizes them
         return _on_device(i.shapes[0])
-    if i.opcode.endswith("-start") and len(i.shapes) > len(i.operands):  # operands, results, and what synchronizes them
+    # operands, results, and what synchronizes them
+    if i.opcode.endswith("-start") and len(i.shapes) > len(i.operands):
         return _on_device(*i.shapes[len(i.operands) : 2 * len(i.operands)])
     return _on_device(*i.shapes)
 
@@ -150,19 +179,27 @@ def _on_device(*shapes: hlo.Shape) -> int:
 
 
 def _updates_parameter(i: hlo.Instruction) -> bool:
-    """Whether it writes a part of an array that it was given: XLA then leaves the rest where it is."""
-    return i.opcode in ("dynamic-update-slice", "scatter") and origin.behind(i.operands[0]).opcode == "parameter"
+    """Whether it writes a part of an array that it was given: XLA then leaves the rest where it
+    is.
+    """
+    return (
+        i.opcode in ("dynamic-update-slice", "scatter")
+        and origin.behind(i.operands[0]).opcode == "parameter"
+    )
 
 
 def kind_of(instruction: hlo.Instruction) -> str:
     """Returns which of KINDS an instruction is."""
     body = origin.body(instruction)
-    opcodes = {i.opcode for i in body if any(array.elements > 1 for array in (i, *i.operands))}  # scalars only address
+    # scalars only address
+    opcodes = {i.opcode for i in body if any(array.elements > 1 for array in (i, *i.operands))}
     if instruction.opcode.startswith(_COLLECTIVES):
         return "collective"
     if any(shape.space == hlo.HOST_SPACE for i in body for shape in i.shapes):
         return "offload"
-    if opcodes & {"dot", "convolution"} or any(i.target.startswith(_LIBRARIES) and i.target not in _SOLVERS for i in body):
+    if opcodes & {"dot", "convolution"} or any(
+        i.target.startswith(_LIBRARIES) and i.target not in _SOLVERS for i in body
+    ):
         return "matmul"
     if any(i.target.startswith(_KERNELS) for i in body):
         return "kernel"
@@ -172,10 +209,26 @@ def kind_of(instruction: hlo.Instruction) -> str:
         return "gather/scatter"
     if opcodes & {"reduce", "reduce-window"}:
         return "reduce"
-    if opcodes & {"custom-call", "sort", "rng-bit-generator", "topk", "fft", "triangular-solve", "cholesky"}:
+    if opcodes & {
+        "custom-call",
+        "sort",
+        "rng-bit-generator",
+        "topk",
+        "fft",
+        "triangular-solve",
+        "cholesky",
+    }:
         return "other"
-    if opcodes <= _COPIES | {"broadcast", "iota"} and all(i.elements <= 1 for i in instruction.operands):
+    if opcodes <= _COPIES | {"broadcast", "iota"} and all(
+        i.elements <= 1 for i in instruction.operands
+    ):
         return "fill"
     if opcodes <= _COPIES and opcodes - _RENAMES - {"convert"}:
-        return "dynamic-slice" if "dynamic-slice" in opcodes else "gather/scatter" if "gather" in opcodes else "copy"
+        return (
+            "dynamic-slice"
+            if "dynamic-slice" in opcodes
+            else "gather/scatter"
+            if "gather" in opcodes
+            else "copy"
+        )
     return "elementwise"

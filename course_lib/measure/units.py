@@ -1,3 +1,5 @@
-"""Units of memory, as compilers and profilers count them: powers of two, where datasheets mean powers of ten."""
+"""Units of memory, as compilers and profilers count them: powers of two, where datasheets mean
+powers of ten.
+"""
 
 MIB, GIB = 2**20, 2**30

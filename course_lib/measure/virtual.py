@@ -1,25 +1,29 @@
-"""Devices of an accelerator that is not there: programs are compiled for them and read, never run.
+"""Devices of an accelerator that is not there: programs are compiled for them and read, never
+run.
 
-A compiler does not need the chip that it compiles for. JAX can describe a machine and hand out its devices
-(`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). A function lowered for arguments placed on
-them compiles as ever, and the result tells how much memory the real machine would need and what it would execute:
+A compiler does not need the chip that it compiles for. JAX can describe a machine and hand out
+its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). A function
+lowered for arguments placed on them compiles as ever, and the result tells how much memory the
+real machine would need and what it would execute:
 
     device = virtual.devices("a5000")[0]
     x = virtual.abstract(jnp.ones((4096, 4096)), device)
     print(jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile().memory_analysis())
 
-`jax.devices()` and the rest of the session stay as they are. Two things differ from compiling on the machine itself:
-the program cannot be called, and its matrix products are not autotuned, as there is nothing to time them on.
+`jax.devices()` and the rest of the session stay as they are. Two things differ from compiling
+on the machine itself: the program cannot be called, and its matrix products are not autotuned,
+as there is nothing to time them on.
 
-JAX must be told a few things before it first looks for devices, so import this module before the first computation.
-The import sets these environment variables, unless they are set already:
+JAX must be told a few things before it first looks for devices, so import this module before
+the first computation. The import sets these environment variables, unless they are set already:
 
-- `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would otherwise look for cuDNN,
-  which compiling does not need, and give up with a traceback.
-- `TF_CPP_MIN_LOG_LEVEL=3`, also in place of 1, which JAX sets itself and so cannot be told from a choice: XLA would
-  otherwise log to the screen when a program does not fit, which here is often the lesson. Errors still arrive as exceptions.
-- `TPU_SKIP_MDS_QUERY`, `TPU_WORKER_HOSTNAMES`, `TPU_ACCELERATOR_TYPE` where libtpu is installed and there is no TPU:
-  it would otherwise look for the TPU machine that it is on, and complain.
+- `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would
+  otherwise look for cuDNN, which compiling does not need, and give up with a traceback.
+- `TF_CPP_MIN_LOG_LEVEL=3`, also in place of 1, which JAX sets itself and so cannot be told from
+  a choice: XLA would otherwise log to the screen when a program does not fit, which here is
+  often the lesson. Errors still arrive as exceptions.
+- `TPU_SKIP_MDS_QUERY`, `TPU_WORKER_HOSTNAMES`, `TPU_ACCELERATOR_TYPE` where libtpu is installed
+  and there is no TPU: it would otherwise look for the TPU machine that it is on, and complain.
 """
 
 import functools
@@ -55,8 +59,12 @@ def _keep_quiet() -> None:
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # JAX's persistent compilation cache, where it is on, stores virtual programs, cannot load them, and compiles anew.
-    warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry .* constructed with a Client")
+    # JAX's persistent compilation cache, where it is on, stores virtual programs, cannot load
+    # them, and compiles anew.
+    warnings.filterwarnings(
+        "ignore",
+        "Error reading persistent compilation cache entry .* constructed with a Client",
+    )
 
 
 def _present(*patterns: str) -> bool:
@@ -78,7 +86,8 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
 
     Args:
       name: an accelerator of `hardware.names()`.
-      count: GPUs come up to 8 in one host, then in whole hosts of 8. TPUs come in the sizes in which they are sold.
+      count: GPUs come up to 8 in one host, then in whole hosts of 8. TPUs come in the sizes in
+        which they are sold.
 
     Raises:
       ValueError: if there is no such accelerator, or it does not come in that number.
@@ -89,8 +98,10 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
     if reason := why_unavailable(name):
         extra = "virtual" if accelerator.platform == "gpu" else "tpu"
         raise Unavailable(
-            f"no virtual devices of name={name!r} here: {reason}. On Linux on x86_64 with JAX 0.9 or newer, "
-            f'`pip install "course-lib[{extra}]"` brings them; elsewhere, `recorded.live_or_recorded` shows what '
+            f"no virtual devices of name={name!r} here: {reason}. On Linux on x86_64 with JAX"
+            " 0.9 or newer, "
+            f'`pip install "course-lib[{extra}]"` brings them; elsewhere,'
+            " `recorded.live_or_recorded` shows what "
             "another machine computed"
         )
     return list(_describe(name, count))
@@ -98,9 +109,11 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
 
 @functools.cache
 def why_unavailable(name: str = "a5000") -> str | None:
-    """Returns None if `devices(name)` works here, else the reason, as a clause without a full stop.
+    """Returns None if `devices(name)` works here, else the reason, as a clause without a full
+    stop.
 
-    The first call for a name compiles a tiny program (a fraction of a second): only that proves that all is there.
+    The first call for a name compiles a tiny program (a fraction of a second): only that proves
+    that all is there.
 
     Raises:
       ValueError: if there is no such accelerator.
@@ -114,7 +127,10 @@ def why_unavailable(name: str = "a5000") -> str | None:
     except Exception as error:  # whatever stops the compiler is the answer
         message = str(error).strip().splitlines() or [type(error).__name__]
         if "PTX" in str(error) or "ptxas" in str(error):
-            return "NVIDIA's assembler `ptxas` is missing (it comes in the package nvidia-cuda-nvcc)"
+            return (
+                "NVIDIA's assembler `ptxas` is missing (it comes in the package"
+                " nvidia-cuda-nvcc)"
+            )
         if "libdevice" in str(error):
             return "NVIDIA's `libdevice` is missing (it comes in the package nvidia-nvvm)"
         return f"the compiler for {accelerator.title} fails: {message[0][:200]}"
@@ -122,23 +138,31 @@ def why_unavailable(name: str = "a5000") -> str | None:
 
 
 def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
-    """Returns the tree with each leaf replaced by its shape and dtype, placed on a device or by a sharding.
+    """Returns the tree with each leaf replaced by its shape and dtype, placed on a device or by
+    a sharding.
 
     Args:
-      tree: pytree of arrays, typed random keys, `jax.ShapeDtypeStruct`s, NumPy arrays and Python numbers.
+      tree: pytree of arrays, typed random keys, `jax.ShapeDtypeStruct`s, NumPy arrays and
+        Python numbers.
       place: a device, real or virtual, or one sharding for all leaves.
 
     Returns:
-      The same tree of `jax.ShapeDtypeStruct`, ready for `.lower()`. Nothing is copied or computed.
+      The same tree of `jax.ShapeDtypeStruct`, ready for `.lower()`. Nothing is copied or
+        computed.
 
     Raises:
       ValueError: if `place` is a list of devices.
     """
     if isinstance(place, (list, tuple)):
-        raise ValueError(f"place={place!r} must be one device, `devices(...)[0]`, or a sharding over a mesh of them")
+        raise ValueError(
+            f"place={place!r} must be one device, `devices(...)[0]`, or a sharding over a mesh"
+            " of them"
+        )
     sharding = place if isinstance(place, Sharding) else SingleDeviceSharding(place)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type),
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
+        ),
         jax.eval_shape(lambda tree: tree, tree),
     )
 
@@ -147,14 +171,17 @@ def _check_count(accelerator: hardware.Accelerator, count: int) -> None:
     if isinstance(accelerator.target, hardware.TpuTarget):
         sizes = accelerator.target.layouts
         if count not in sizes:
-            raise ValueError(f"count={count} must be a size of {accelerator.title}: {', '.join(map(str, sizes))}")
+            raise ValueError(
+                f"count={count} must be a size of {accelerator.title}:"
+                f" {', '.join(map(str, sizes))}"
+            )
     elif count < 1:
         raise ValueError(f"count={count} must be at least 1")
     elif count > GPUS_PER_HOST and count % GPUS_PER_HOST:
         below = count // GPUS_PER_HOST * GPUS_PER_HOST
         raise ValueError(
-            f"count={count} must be at most {GPUS_PER_HOST} or a multiple of it, as a host holds {GPUS_PER_HOST} GPUs: "
-            f"take {below} or {below + GPUS_PER_HOST}"
+            f"count={count} must be at most {GPUS_PER_HOST} or a multiple of it, as a host"
+            f" holds {GPUS_PER_HOST} GPUs: take {below} or {below + GPUS_PER_HOST}"
         )
 
 
@@ -164,13 +191,19 @@ def _why_no_compiler(platform_name: str) -> str | None:
     if platform_name == "tpu":
         return None if _version("libtpu") else "libtpu is not installed"
     if jax.__version_info__ < (0, 9):
-        return f"JAX {jax.__version__} cannot describe a GPU that is not there, JAX 0.9 and newer can"
+        return (
+            f"JAX {jax.__version__} cannot describe a GPU that is not there, JAX 0.9 and"
+            " newer can"
+        )
     plugin = _version("jax-cuda13-pjrt") or _version("jax-cuda12-pjrt")
     if plugin is None:
         return "JAX's CUDA plugin is not installed"
     jaxlib = _version("jaxlib")
     if plugin.split(".")[:3] != jaxlib.split(".")[:3]:
-        return f"JAX's CUDA plugin is of version {plugin}, jaxlib of version {jaxlib}: they must be the same"
+        return (
+            f"JAX's CUDA plugin is of version {plugin}, jaxlib of version {jaxlib}: they must"
+            " be the same"
+        )
     return None
 
 
@@ -180,13 +213,17 @@ def _describe(name: str, count: int) -> tuple[jax.Device, ...]:
     target = accelerator.target
     if isinstance(target, hardware.TpuTarget):
         chips = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
-        topology = topologies.get_topology_desc(f"{target.prefix}:{target.layouts[count]}", platform="tpu", **chips)
+        topology = topologies.get_topology_desc(
+            f"{target.prefix}:{target.layouts[count]}", platform="tpu", **chips
+        )
         return tuple(topology.devices)
     hosts = -(-count // GPUS_PER_HOST)
     described = functools.partial(
         topologies.get_topology_desc,
         platform="cuda",
-        target_config=target.text(accelerator.device_kinds[0], accelerator.memory_bytes, accelerator.memory_bandwidth),
+        target_config=target.text(
+            accelerator.device_kinds[0], accelerator.memory_bytes, accelerator.memory_bandwidth
+        ),
         topology=f"1x{hosts}x{count // hosts}",  # slices x hosts x GPUs per host
     )
     try:
@@ -197,7 +234,9 @@ def _describe(name: str, count: int) -> tuple[jax.Device, ...]:
 
 
 def _load_cuda_plugin() -> None:
-    """Loads the plugin once more, without its look for cuDNN, which failed when JAX looked for devices."""
+    """Loads the plugin once more, without its look for cuDNN, which failed when JAX looked for
+    devices.
+    """
     jax.devices()  # what JAX runs on is settled before the plugin comes back
     before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"

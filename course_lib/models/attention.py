@@ -1,9 +1,9 @@
 """Scaled dot-product attention, one function with several implementations behind it.
 
-Every position takes a weighted mean of values, with weights that are a softmax of products of queries and keys
-(Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). Written out, as in "reference", the weights stand in memory,
-B x H x L x L numbers. Flash attention (Dao et al., 2022, https://arxiv.org/abs/2205.14135) goes through them block by
-block and never stores them.
+Every position takes a weighted mean of values, with weights that are a softmax of products of
+queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). Written out, as in
+"reference", the weights stand in memory, B x H x L x L numbers. Flash attention (Dao et al.,
+2022, https://arxiv.org/abs/2205.14135) goes through them block by block and never stores them.
 """
 
 import ctypes.util
@@ -18,16 +18,21 @@ from course_lib.measure.hardware import Accelerator, GpuTarget
 
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
-    "blocks": "as reference, a block of queries at a time, without the keys that none of them sees; runs everywhere",
+    "blocks": (
+        "as reference, a block of queries at a time, without the keys that none of them sees;"
+        " runs everywhere"
+    ),
     "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
     "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
     "pallas": "flash attention as a Triton kernel, written in JAX's Pallas",
 }
 """What computes the attention, by name."""
 
-BLOCK = 64  # queries of "blocks"; half of the scores are left out in the end, less half a block a query
+# queries of "blocks"; half of the scores are left out in the end, less half a block a query
+BLOCK = 64
 PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
-# Later versions deprecate the kernel, and warn where it is imported (https://docs.jax.dev/en/latest/pallas/CHANGELOG.html).
+# Later versions deprecate the kernel, and warn where it is imported
+# (https://docs.jax.dev/en/latest/pallas/CHANGELOG.html).
 _PALLAS_UNTIL = (0, 11, 0)
 
 
@@ -50,8 +55,9 @@ def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str
         return None
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
         return (
-            f"{implementation} attention needs an NVIDIA GPU that course_lib.measure.hardware knows: use 'reference' or 'xla' here, "
-            "or add the GPU's row to course_lib/measure/hardware/table.py"
+            f"{implementation} attention needs an NVIDIA GPU that course_lib.measure.hardware"
+            " knows: use 'reference' or 'xla' here, or add the GPU's row to"
+            " course_lib/measure/hardware/table.py"
         )
     if accelerator.target.compute_capability < (8, 0):
         return (
@@ -66,9 +72,15 @@ def _why_not_installed(implementation: str) -> str | None:
     if implementation == "cudnn":
         wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
         if not wheel and not ctypes.util.find_library("cudnn"):
-            return "cudnn attention needs cuDNN's library, also to compile: install jax[cuda13], or use 'xla'"
+            return (
+                "cudnn attention needs cuDNN's library, also to compile: install jax[cuda13],"
+                " or use 'xla'"
+            )
     if implementation == "pallas" and jax.__version_info__ > _PALLAS_UNTIL:
-        return f"pallas attention is on its way out of JAX, {jax.__version__} has it no longer or warns: use 'cudnn' or 'xla'"
+        return (
+            f"pallas attention is on its way out of JAX, {jax.__version__} has it no longer or"
+            " warns: use 'cudnn' or 'xla'"
+        )
     return None
 
 
@@ -81,7 +93,8 @@ def check(
     masked: bool = False,
     grouped: bool = False,
 ) -> None:
-    """Refuses what an implementation cannot do, on whatever accelerator. What is installed plays no part.
+    """Refuses what an implementation cannot do, on whatever accelerator. What is installed
+    plays no part.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
@@ -99,15 +112,25 @@ def check(
     dtype, softmax_dtype = jnp.dtype(dtype), jnp.dtype(softmax_dtype)
     if implementation not in ("reference", "blocks") and softmax_dtype != jnp.float32:
         raise ValueError(
-            f"softmax_dtype={softmax_dtype.name!r} must be 'float32' for attention={implementation!r}: "
-            "its softmax is always float32; use 'reference' or 'blocks' to choose"
+            f"softmax_dtype={softmax_dtype.name!r} must be 'float32' for"
+            f" attention={implementation!r}: its softmax is always float32; use 'reference' or"
+            " 'blocks' to choose"
         )
     if implementation == "cudnn" and dtype not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or use 'xla'")
+        raise ValueError(
+            f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or"
+            " use 'xla'"
+        )
     if implementation == "pallas" and masked:
-        raise ValueError("mask must be None for attention='pallas': its kernel knows only the causal mask; use 'xla'")
+        raise ValueError(
+            "mask must be None for attention='pallas': its kernel knows only the causal mask;"
+            " use 'xla'"
+        )
     if implementation == "pallas" and grouped:
-        raise ValueError("num_kv_heads must be 0 for attention='pallas': its kernel has keys for each query; use 'xla'")
+        raise ValueError(
+            "num_kv_heads must be 0 for attention='pallas': its kernel has keys for each query;"
+            " use 'xla'"
+        )
     if implementation == "pallas" and seq_len % PALLAS_BLOCK:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of {PALLAS_BLOCK} for attention='pallas': "
@@ -129,12 +152,15 @@ def attend(
 
     Args:
       query: B sequences of L positions, H heads of width K.
-      key: the same dtype; G heads, where G divides H, each of which H / G heads of queries in a row read.
+      key: the same dtype; G heads, where G divides H, each of which H / G heads of queries in a
+        row read.
       value: the same shape and dtype as the key.
       causal: whether a position sees only itself and the positions before it.
-      mask: true where a query (third axis) may see a key (fourth axis), beside `causal`. A query that may see none reads
-        all of them alike: keep such positions, of padding, out of the loss and out of what others may see.
-      implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the softmax in float32.
+      mask: true where a query (third axis) may see a key (fourth axis), beside `causal`. A
+        query that may see none reads all of them alike: keep such positions, of padding, out of
+        the loss and out of what others may see.
+      implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
+        softmax in float32.
       softmax_dtype: dtype of the scores and of the softmax in "reference" and "blocks".
 
     Returns:
@@ -143,31 +169,54 @@ def attend(
     Raises:
       ValueError: if `implementation` is unknown, not installed, or cannot do what is asked.
     """
-    length, masked, heads, groups = query.shape[1], mask is not None, query.shape[2], key.shape[2]
+    length, masked, heads, groups = (
+        query.shape[1],
+        mask is not None,
+        query.shape[2],
+        key.shape[2],
+    )
     if heads % groups:
-        raise ValueError(f"key of shape {key.shape} must have a number of heads that divides the query's {heads}")
+        raise ValueError(
+            f"key of shape {key.shape} must have a number of heads that divides the query's"
+            f" {heads}"
+        )
     grouped = groups != heads
-    check(implementation, dtype=query.dtype, softmax_dtype=softmax_dtype, seq_len=length, masked=masked, grouped=grouped)
+    check(
+        implementation,
+        dtype=query.dtype,
+        softmax_dtype=softmax_dtype,
+        seq_len=length,
+        masked=masked,
+        grouped=grouped,
+    )
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
     if implementation in ("reference", "blocks"):
         if grouped:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         written_out = _blocks if implementation == "blocks" and causal else _reference
-        return written_out(query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype)
+        return written_out(
+            query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype
+        )
     if implementation == "pallas":
-        from jax.experimental.pallas.ops.gpu.attention import mha  # here only: newer versions of JAX warn, or lack it
+        # here only: newer versions of JAX warn, or lack it
+        from jax.experimental.pallas.ops.gpu.attention import mha
 
         width = query.shape[-1]
         return mha(query, key, value, segment_ids=None, sm_scale=width**-0.5, causal=causal)
-    options: dict[str, Any] = {"mask": mask, "is_causal": causal, "implementation": implementation}
+    options: dict[str, Any] = {
+        "mask": mask,
+        "is_causal": causal,
+        "implementation": implementation,
+    }
     return jax.nn.dot_product_attention(query, key, value, **options)
 
 
 def _reference(query, key, value, *, causal, mask, softmax_dtype):
     """Attention written out."""
     dtype, length, width = query.dtype, query.shape[1], query.shape[-1]
-    # Scores are sums of K products, and the softmax takes their exponentials: both in softmax_dtype.
+    # Scores are sums of K products, and the softmax takes their exponentials: both in
+    # softmax_dtype.
     query = query.astype(softmax_dtype) * width**-0.5
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key.astype(softmax_dtype))
     if causal:
@@ -181,7 +230,9 @@ def _reference(query, key, value, *, causal, mask, softmax_dtype):
 
 
 def _blocks(query, key, value, *, causal, mask, softmax_dtype):
-    """Attention written out for some queries at a time, with the keys up to the last of them: the later ones have weight 0."""
+    """Attention written out for some queries at a time, with the keys up to the last of them:
+    the later ones have weight 0.
+    """
     length = query.shape[1]
     past = jnp.tril(jnp.ones((length, length), bool))[None, None]
     mask = past if mask is None else mask & past

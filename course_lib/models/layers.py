@@ -1,7 +1,8 @@
-"""The layers of the Transformer: an MLP, an attention, and the blocks that they make, with the options of later models.
+"""The layers of the Transformer: an MLP, an attention, and the blocks that they make, with the
+options of later models.
 
-By default they are those of the tutorial series that this course builds on. Each option is off by default, and changes
-parameters and products as its source says:
+By default they are those of the tutorial series that this course builds on. Each option is off
+by default, and changes parameters and products as its source says:
 
     qk_norm         queries and keys of each head are normalized before they meet (Dehghani et al., 2023,
                     https://arxiv.org/abs/2302.05442, section 2.1)
@@ -30,7 +31,8 @@ from course_lib.one_device import rematerialization
 NAMES = {"block_in": "Block", "mlp_hidden": "MLP", "qkv": "Attn", "attn_out": "Attn"}
 """Values that a policy can keep or offload by name, and the module that makes each.
 
-Their shapes: [B L D], [B L F] before the activation, [B L H 3K] (with grouped queries [B L H K] and [B L G 2K]), [B L H K].
+Their shapes: [B L D], [B L F] before the activation, [B L H 3K] (with grouped queries [B L H K]
+and [B L G 2K]), [B L H K].
 """
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -40,7 +42,10 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 """What stands between the two products of an MLP, by name."""
 
 POSITIONS = ("learned", "rotary")
-"""How the model knows positions: from a table that is added to the embedding, or from angles between queries and keys."""
+"""How the model knows positions: from a table that is added to the embedding, or from angles
+between queries and keys.
+"""
+
 
 class MLPBlock(nn.Module):
     """LayerNorm, Dense to F = mlp_expansion * D, activation, Dense back to D, Dropout."""
@@ -64,7 +69,9 @@ class MLPBlock(nn.Module):
 
 
 class ExpertsBlock(nn.Module):
-    """LayerNorm, a router, the experts that it chooses, each an MLP of its own, their weighted sum, Dropout."""
+    """LayerNorm, a router, the experts that it chooses, each an MLP of its own, their weighted
+    sum, Dropout.
+    """
 
     config: ConfigDict
     train: bool
@@ -72,11 +79,15 @@ class ExpertsBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Transforms each position by the experts that have room for it; where none has, returns 0."""
+        """Transforms each position by the experts that have room for it; where none has,
+        returns 0.
+        """
         config, hooks, (_, length, width) = self.config, self.hooks, x.shape
         common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
         x = nn.LayerNorm(**common, name="pre_norm")(x)
-        router = self.param("router", nn.initializers.lecun_normal(), (width, config.num_experts))
+        router = self.param(
+            "router", nn.initializers.lecun_normal(), (width, config.num_experts)
+        )
         logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
         per_token = config.experts_per_token
         room = routing.capacity(length, config.num_experts, per_token, config.capacity_factor)
@@ -91,7 +102,9 @@ class ExpertsBlock(nn.Module):
             hidden = checkpoint_name(first(tokens), "mlp_hidden")
             return second(ACTIVATIONS[config.mlp_activation](hidden))
 
-        outputs = hooks.experts(run, jnp.einsum("blec,bld->ebcd", routed.dispatch.astype(x.dtype), x))
+        outputs = hooks.experts(
+            run, jnp.einsum("blec,bld->ebcd", routed.dispatch.astype(x.dtype), x)
+        )
         x = jnp.einsum("blec,ebcd->bld", routed.combine.astype(x.dtype), outputs)
         return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
 
@@ -111,12 +124,21 @@ class AttentionBlock(nn.Module):
         x = nn.LayerNorm(**common, name="pre_norm")(x)
         shapes = _projections(config, hooks.shards)
         if "qkv" in shapes:
-            products = [nn.DenseGeneral(shapes["qkv"][1], **common, dot_general=hooks.column, name="qkv")(x)]
+            products = [
+                nn.DenseGeneral(
+                    shapes["qkv"][1], **common, dot_general=hooks.column, name="qkv"
+                )(x)
+            ]
         else:
-            weights = [self.param(name, initialize, shape, config.use_bias) for name, shape in shapes.items()]
+            weights = [
+                self.param(name, initialize, shape, config.use_bias)
+                for name, shape in shapes.items()
+            ]
             products = columns(hooks, x, weights)
         x = attended(config, hooks, products)
-        x = nn.DenseGeneral(width, axis=(-2, -1), **common, dot_general=hooks.row, name="output_layer")(x)
+        x = nn.DenseGeneral(
+            width, axis=(-2, -1), **common, dot_general=hooks.row, name="output_layer"
+        )(x)
         return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
 
 
@@ -139,9 +161,11 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """An MLP and an attention of the same input, normalized once; their sum is added to it, after one Dropout.
+    """An MLP and an attention of the same input, normalized once; their sum is added to it,
+    after one Dropout.
 
-    Devices that share the work need one exchange before both, and one after, where `Block` needs two of each.
+    Devices that share the work need one exchange before both, and one after, where `Block`
+    needs two of each.
     """
 
     config: ConfigDict
@@ -152,7 +176,13 @@ class ParallelBlock(nn.Module):
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """Applies one layer of the model."""
         config, hooks, width = self.config, self.hooks, x.shape[-1]
-        hidden, heads = config.mlp_expansion * width // hooks.shards, (config.num_heads // hooks.shards, config.head_dim)
+        hidden, heads = (
+            config.mlp_expansion * width // hooks.shards,
+            (
+                config.num_heads // hooks.shards,
+                config.head_dim,
+            ),
+        )
         projections = _projections(config, hooks.shards)
         of_mlp = {"input_layer": ((width,), (hidden,)), "output_layer": ((hidden,), (width,))}
         of_attention = {**projections, "output_layer": (heads, (width,))}
@@ -160,17 +190,29 @@ class ParallelBlock(nn.Module):
         attn = self.param("attn", initialize_all, of_attention, config.use_bias)
 
         x = hooks.named(x, "block_in")
-        y = nn.LayerNorm(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias, name="pre_norm")(x)
-        y, *products = columns(hooks, y, [mlp["input_layer"], *(attn[name] for name in projections)])
+        y = nn.LayerNorm(
+            dtype=jnp.dtype(config.dtype), use_bias=config.use_bias, name="pre_norm"
+        )(x)
+        y, *products = columns(
+            hooks, y, [mlp["input_layer"], *(attn[name] for name in projections)]
+        )
         y = ACTIVATIONS[config.mlp_activation](hooks.named(y, "mlp_hidden"))
-        y = rows(hooks, [y, attended(config, hooks, products)], [mlp["output_layer"], attn["output_layer"]])
+        y = rows(
+            hooks,
+            [y, attended(config, hooks, products)],
+            [mlp["output_layer"], attn["output_layer"]],
+        )
         return x + nn.Dropout(config.dropout_rate, deterministic=not self.train)(y)
 
 
-def attended(config: ConfigDict, hooks: Hooks, products: Sequence[Array]) -> Float[Array, "B L H K"]:
-    """Returns what the heads read, from the products of the input with `qkv`, or with `q` and `kv`.
+def attended(
+    config: ConfigDict, hooks: Hooks, products: Sequence[Array]
+) -> Float[Array, "B L H K"]:
+    """Returns what the heads read, from the products of the input with `qkv`, or with `q` and
+    `kv`.
 
-    Called inside a module, which gets the scales of the norms, one number for each of the K dimensions of a head.
+    Called inside a module, which gets the scales of the norms, one number for each of the K
+    dimensions of a head.
     """
     products = [hooks.named(product, "qkv") for product in products]
     if len(products) == 1:
@@ -194,33 +236,53 @@ def attended(config: ConfigDict, hooks: Hooks, products: Sequence[Array]) -> Flo
 
 
 def norm_of_heads(x: Float[Array, "B L H K"], name: str) -> Float[Array, "B L H K"]:
-    """Normalizes each head by itself, and so alike however many heads a device has. Called inside a module."""
+    """Normalizes each head by itself, and so alike however many heads a device has. Called
+    inside a module.
+    """
     return nn.LayerNorm(dtype=x.dtype, use_bias=False, name=name)(x)
 
 
 def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Array, "B L H K"]:
-    """Turns each pair of dimensions, k and k + K/2, by the angle position / 10000 ** (2k / K), in float32.
+    """Turns each pair of dimensions, k and k + K/2, by the angle position / 10000 ** (2k / K),
+    in float32.
 
-    The product of a turned query and a turned key depends on their positions only through the distance.
+    The product of a turned query and a turned key depends on their positions only through the
+    distance.
     """
     half = x.shape[-1] // 2
-    angles = positions[:, None].astype(jnp.float32) * 10_000.0 ** (-jnp.arange(half) / half)[None]
+    angles = (
+        positions[:, None].astype(jnp.float32) * 10_000.0 ** (-jnp.arange(half) / half)[None]
+    )
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def _projections(config: ConfigDict, shards: int) -> dict[str, Shape]:
-    """Returns the shapes, inputs and outputs, of the layers that make queries, keys and values on one device."""
+    """Returns the shapes, inputs and outputs, of the layers that make queries, keys and values
+    on one device.
+    """
     width, heads, size = config.hidden_size, config.num_heads // shards, config.head_dim
     if config.num_kv_heads in (0, config.num_heads):
         return {"qkv": ((width,), (heads, 3 * size))}
-    return {"q": ((width,), (heads, size)), "kv": ((width,), (config.num_kv_heads // shards, 2 * size))}
+    return {
+        "q": ((width,), (heads, size)),
+        "kv": ((width,), (config.num_kv_heads // shards, 2 * size)),
+    }
 
 
 def rematerialized(module: type[nn.Module], name: str, config: ConfigDict) -> type[nn.Module]:
     """Returns `module`, rematerialized if the configuration names it."""
-    return rematerialization.wrap(module, name, config.remat, config.remat_policy, config.remat_names, scanned=config.scan_layers)
+    return rematerialization.wrap(
+        module,
+        name,
+        config.remat,
+        config.remat_policy,
+        config.remat_names,
+        scanned=config.scan_layers,
+    )
 
 
 def check(config: ConfigDict, seq_len: int) -> None:
@@ -239,15 +301,28 @@ def check(config: ConfigDict, seq_len: int) -> None:
     heads, groups = config.num_heads, config.num_kv_heads
     if groups < 0 or (groups and heads % groups):
         raise ValueError(
-            f"num_kv_heads={groups} must divide num_heads={heads}, so that as many queries read each key; or 0, for one each"
+            f"num_kv_heads={groups} must divide num_heads={heads}, so that as many queries read"
+            " each key; or 0, for one each"
         )
     if config.positions == "rotary" and config.head_dim % 2:
-        raise ValueError(f"head_dim={config.head_dim} must be even for positions='rotary': dimensions are turned in pairs")
-    routing.check(config.num_experts, config.experts_per_token, config.capacity_factor, config.balance_weight, seq_len)
+        raise ValueError(
+            f"head_dim={config.head_dim} must be even for positions='rotary': dimensions are"
+            " turned in pairs"
+        )
+    routing.check(
+        config.num_experts,
+        config.experts_per_token,
+        config.capacity_factor,
+        config.balance_weight,
+        seq_len,
+    )
     if config.num_experts and config.parallel_block:
-        raise ValueError(f"num_experts={config.num_experts} must be 0 for parallel_block=True, whose MLP shares its products")
+        raise ValueError(
+            f"num_experts={config.num_experts} must be 0 for parallel_block=True, whose MLP"
+            " shares its products"
+        )
     if config.parallel_block and {"MLP", "Attn"} & set(config.remat):
         raise ValueError(
-            f"remat={tuple(config.remat)!r} must be () or ('Block',) for parallel_block=True, which has no MLP and no "
-            "attention apart from each other"
+            f"remat={tuple(config.remat)!r} must be () or ('Block',) for parallel_block=True,"
+            " which has no MLP and no attention apart from each other"
         )

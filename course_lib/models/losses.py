@@ -2,8 +2,8 @@
 
     loss_fn(params, batch, rng) -> (loss, metrics)     loss: weighted mean;  metrics: name -> (sum, count)
 
-A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None` means evaluation,
-without dropout; `as_function` makes one from a Flax model.
+A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
+means evaluation, without dropout; `as_function` makes one from a Flax model.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,18 @@ ApplyFn = Callable[..., Any]
 Score = Callable[..., tuple[Array, Array]]
 
 BALANCE = "balance"
-"""The Flax collection in which layers with experts leave how unevenly each sequence chose them."""
+"""The Flax collection in which layers with experts leave how unevenly each sequence chose them.
+"""
 
 
 def as_function(model: Any, balance: bool = False) -> ApplyFn:
-    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
+    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) ->
+    logits`.
 
     Args:
       model: a module whose call takes `train`, and draws its dropout from `rngs["dropout"]`.
-      balance: whether the function returns `(logits, balance)`, the second for each sequence, the mean over layers.
+      balance: whether the function returns `(logits, balance)`, the second for each sequence,
+        the mean over layers.
     """
 
     def apply_fn(params, inputs, rng=None):
@@ -37,7 +40,8 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         if not balance:
             return model.apply({"params": params}, inputs, **mode)
         logits, left = model.apply({"params": params}, inputs, **mode, mutable=[BALANCE])
-        of_layers = [leaf.reshape(-1, logits.shape[0]) for leaf in jax.tree.leaves(left)]  # scanned layers leave one array
+        # scanned layers leave one array
+        of_layers = [leaf.reshape(-1, logits.shape[0]) for leaf in jax.tree.leaves(left)]
         return logits, jnp.concatenate(of_layers).mean(axis=0)
 
     return apply_fn
@@ -46,13 +50,16 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
 def cross_entropy(
     logits: Float[Array, "... V"], labels: Int[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest logit, else 0.0."""
+    """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest
+    logit, else 0.0.
+    """
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
 
 
 def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights [B], none negative.
+    """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights
+    [B], none negative.
 
     Args:
       apply_fn: the model as a function.
@@ -60,25 +67,35 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
     """
 
     def loss_fn(params, batch, rng):
-        logits, labels, weights = apply_fn(params, batch.inputs, rng), batch.labels, batch.weights
+        logits, labels, weights = (
+            apply_fn(params, batch.inputs, rng),
+            batch.labels,
+            batch.weights,
+        )
         if not logits.shape[:-1] == labels.shape == weights.shape:
             raise ValueError(
-                f"labels {labels.shape} and weights {weights.shape} must have the first axes of logits {logits.shape}: "
-                "each label belongs to one row of logits"
+                f"labels {labels.shape} and weights {weights.shape} must have the first axes of"
+                f" logits {logits.shape}: each label belongs to one row of logits"
             )
         loss, correct = score(logits.astype(jnp.float32), labels)
         weights = weights.astype(jnp.float32)
         count = weights.sum()
-        metrics = {"loss": ((loss * weights).sum(), count), "accuracy": ((correct * weights).sum(), count)}
-        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics  # without any weight 0, as is its gradient
+        metrics = {
+            "loss": ((loss * weights).sum(), count),
+            "accuracy": ((correct * weights).sum(), count),
+        }
+        # without any weight 0, as is its gradient
+        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics
 
     return loss_fn
 
 
 def next_token_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss function of a language model, in nats a token: inputs, labels and their weights are [B, L].
+    """Returns the loss function of a language model, in nats a token: inputs, labels and their
+    weights are [B, L].
 
-    It is the classifier's: each position of each sequence is an example, and the vocabulary holds the classes.
+    It is the classifier's: each position of each sequence is an example, and the vocabulary
+    holds the classes.
     """
     return classification_loss(apply_fn, score)
 
@@ -91,14 +108,19 @@ def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
       apply_fn: the model, as `as_function(model, balance=config.num_experts > 0)` gives it.
       score: as for `classification_loss`.
     """
-    return balanced_loss(apply_fn, config.balance_weight, score) if config.num_experts else next_token_loss(apply_fn, score)
+    return (
+        balanced_loss(apply_fn, config.balance_weight, score)
+        if config.num_experts
+        else next_token_loss(apply_fn, score)
+    )
 
 
 def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss of a language model with experts: to each label's loss comes the balance of its sequence.
+    """Returns the loss of a language model with experts: to each label's loss comes the balance
+    of its sequence.
 
-    So it is a weighted mean over labels as well, and adds over sequences, minibatches and devices. `metrics["balance"]` tells
-    the balance alone.
+    So it is a weighted mean over labels as well, and adds over sequences, minibatches and
+    devices. `metrics["balance"]` tells the balance alone.
 
     Args:
       apply_fn: gives `(logits, balance)`, as `as_function(model, balance=True)` does.
@@ -112,6 +134,9 @@ def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy
         total, count = metrics["loss"]
         uneven = (balance[:, None] * batch.weights.astype(jnp.float32)).sum()
         total = total + weight * uneven
-        return total / jnp.where(count != 0, count, 1), metrics | {"loss": (total, count), "balance": (uneven, count)}
+        return total / jnp.where(count != 0, count, 1), metrics | {
+            "loss": (total, count),
+            "balance": (uneven, count),
+        }
 
     return loss_fn

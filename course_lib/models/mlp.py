@@ -14,10 +14,12 @@ from jaxtyping import Array, Float
 class MLPClassifier(nn.Module):
     """Dense, LayerNorm, SiLU, Dropout, Dense.
 
-    Parameters are float32, whatever `dtype` is: it is the dtype of the computation and of the activations.
+    Parameters are float32, whatever `dtype` is: it is the dtype of the computation and of the
+    activations.
 
     Attributes:
-      dtype: compute dtype; that of inputs and parameters if None, so that a `mixed_precision.Policy` can choose it.
+      dtype: compute dtype; that of inputs and parameters if None, so that a
+        `mixed_precision.Policy` can choose it.
       hidden_size: width of the hidden layer.
       num_classes: C, how many classes.
       dropout_rate: share of hidden values set to zero in training.

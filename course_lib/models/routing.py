@@ -1,14 +1,16 @@
 """Routing: which of several MLPs, the experts, computes which token.
 
-A router gives each token a probability for each of E experts, and the token goes to the k most probable (Shazeer et al.,
-2017, https://arxiv.org/abs/1701.06538; Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668; Fedus et al., 2021,
-https://arxiv.org/abs/2101.03961). Parameters grow with E, FLOPs with k.
+A router gives each token a probability for each of E experts, and the token goes to the k most
+probable (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; Lepikhin et al., 2020,
+https://arxiv.org/abs/2006.16668; Fedus et al., 2021, https://arxiv.org/abs/2101.03961).
+Parameters grow with E, FLOPs with k.
 
-Shapes must be known beforehand, so an expert has room for C tokens of each sequence. Tokens find room in their order, so
-that none depends on a later one; a token that finds none is not computed by that expert, and if by no other, only the
-residual carries it on. Whether it finds room depends on its own sequence alone, and not on how sequences are spread over
-devices. Dispatch is written as products with [B L E C] numbers, mostly zeros, as in the papers: simple, and costly for long
-sequences, as E C grows with L.
+Shapes must be known beforehand, so an expert has room for C tokens of each sequence. Tokens
+find room in their order, so that none depends on a later one; a token that finds none is not
+computed by that expert, and if by no other, only the residual carries it on. Whether it finds
+room depends on its own sequence alone, and not on how sequences are spread over devices.
+Dispatch is written as products with [B L E C] numbers, mostly zeros, as in the papers: simple,
+and costly for long sequences, as E C grows with L.
 """
 
 import math
@@ -25,8 +27,9 @@ class Routing(NamedTuple):
     Attributes:
       dispatch: 1 where a token has that place of that expert, else 0.
       combine: the same, times the router's probability.
-      balance: how uneven the choices are: 1 if all experts are chosen as often, E if all tokens choose one that the router
-        is sure of. Its gradient makes experts less probable that are chosen often.
+      balance: how uneven the choices are: 1 if all experts are chosen as often, E if all tokens
+        choose one that the router is sure of. Its gradient makes experts less probable that are
+        chosen often.
     """
 
     dispatch: Float[Array, "B L E C"]
@@ -35,7 +38,8 @@ class Routing(NamedTuple):
 
 
 def capacity(length: int, num_experts: int, per_token: int, factor: float) -> int:
-    """Returns C, for how many tokens of a sequence an expert has room: `factor` times its even share, rounded up.
+    """Returns C, for how many tokens of a sequence an expert has room: `factor` times its even
+    share, rounded up.
 
     Never more than the sequence has.
 
@@ -45,14 +49,16 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
       per_token: k.
       factor: 1 has room for all tokens only if all experts are chosen as often.
     """
-    return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))  # 10 * 1.1 is a little more than 11
+    # 10 * 1.1 is a little more than 11
+    return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))
 
 
 def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routing:
     """Sends each token to the experts that are most probable, as far as they have room.
 
     Args:
-      logits: the router's, in float32: in bfloat16 the choice would depend on rounding (Fedus et al., section 2.4).
+      logits: the router's, in float32: in bfloat16 the choice would depend on rounding (Fedus
+        et al., section 2.4).
       per_token: k, to how many experts a token goes.
       capacity: C, for how many tokens of a sequence an expert has room.
     """
@@ -62,13 +68,16 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
     choices = jax.nn.one_hot(chosen, experts)  # [B L k E]
     in_line = choices.reshape(batch, length * per_token, experts)
     places = ((jnp.cumsum(in_line, axis=1) - 1) * in_line).sum(axis=-1).reshape(chosen.shape)
-    rooms = jax.nn.one_hot(places.astype(jnp.int32), capacity)  # [B L k C], all zeros where there is no room
+    # [B L k C], all zeros where there is no room
+    rooms = jax.nn.one_hot(places.astype(jnp.int32), capacity)
     dispatch = jnp.einsum("blke,blkc->blec", choices, rooms)
     balance = experts * (in_line.mean(axis=1) * probabilities.mean(axis=1)).sum(axis=-1)
     return Routing(dispatch, dispatch * probabilities[..., None], balance)
 
 
-def check(num_experts: int, per_token: int, factor: float, balance_weight: float, length: int) -> None:
+def check(
+    num_experts: int, per_token: int, factor: float, balance_weight: float, length: int
+) -> None:
     """Refuses experts that cannot be, or cannot be reached.
 
     Args:
@@ -82,12 +91,25 @@ def check(num_experts: int, per_token: int, factor: float, balance_weight: float
       ValueError: naming the field, its value and the fix.
     """
     if num_experts < 0:
-        raise ValueError(f"num_experts={num_experts} must not be negative; 0 is one MLP for all tokens")
+        raise ValueError(
+            f"num_experts={num_experts} must not be negative; 0 is one MLP for all tokens"
+        )
     if num_experts and not 1 <= per_token <= num_experts:
-        raise ValueError(f"experts_per_token={per_token} must be between 1 and num_experts={num_experts}")
+        raise ValueError(
+            f"experts_per_token={per_token} must be between 1 and num_experts={num_experts}"
+        )
     if not (factor > 0 and math.isfinite(factor)):
-        raise ValueError(f"capacity_factor={factor!r} must be positive and finite: with 0 no expert has room for a token")
+        raise ValueError(
+            f"capacity_factor={factor!r} must be positive and finite: with 0 no expert has room"
+            " for a token"
+        )
     if num_experts and not capacity(length, num_experts, per_token, factor):
-        raise ValueError(f"capacity_factor={factor!r} must be larger: no expert would have room for a token; take 1.25")
+        raise ValueError(
+            f"capacity_factor={factor!r} must be larger: no expert would have room for a token;"
+            " take 1.25"
+        )
     if not (balance_weight >= 0 and math.isfinite(balance_weight)):
-        raise ValueError(f"balance_weight={balance_weight!r} must not be negative, infinite or NaN; 0 turns it off")
+        raise ValueError(
+            f"balance_weight={balance_weight!r} must not be negative, infinite or NaN; 0 turns"
+            " it off"
+        )

@@ -1,4 +1,6 @@
-"""Sampling text from a language model: one token after the other, each drawn from what the model expects next."""
+"""Sampling text from a language model: one token after the other, each drawn from what the
+model expects next.
+"""
 
 import functools
 from typing import Any
@@ -22,40 +24,53 @@ def generate(
 ) -> Int[Array, "B L+{length}"]:
     """Continues B prompts of L tokens by `length` tokens.
 
-    The model must be causal. It sees the last `max_seq_len` tokens, and computes all of them anew for each new one;
-    nothing is cached in between.
+    The model must be causal. It sees the last `max_seq_len` tokens, and computes all of them
+    anew for each new one; nothing is cached in between.
 
     Args:
-      apply_fn: `apply_fn(params, tokens, rng=None) -> logits [B, L, V]`, as from `training.as_function`. It must take
-        all V tokens that it has logits for.
+      apply_fn: `apply_fn(params, tokens, rng=None) -> logits [B, L, V]`, as from
+        `training.as_function`. It must take all V tokens that it has logits for.
       params: pytree of parameters.
       prompt: the tokens to continue, at least one.
       length: how many tokens to add.
       rng: typed random key.
       max_seq_len: length of the longest sequence that the model takes.
-      temperature: what logits are divided by before a token is drawn: below 1 the likely become likelier.
+      temperature: what logits are divided by before a token is drawn: below 1 the likely become
+        likelier.
 
     Returns:
       The prompts with their continuations.
 
     Raises:
-      ValueError: if the prompt is empty or holds tokens that the model does not know, or an argument is out of range.
+      ValueError: if the prompt is empty or holds tokens that the model does not know, or an
+        argument is out of range.
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1 token")
     if not temperature >= 1e-6:
-        raise ValueError(f"temperature={temperature} must be at least 1e-6: logits are divided by it; 0.01 is all but greedy")
+        raise ValueError(
+            f"temperature={temperature} must be at least 1e-6: logits are divided by it; 0.01"
+            " is all but greedy"
+        )
     if max_seq_len < 1:
-        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1 token: the model would see nothing")
+        raise ValueError(
+            f"max_seq_len={max_seq_len} must be at least 1 token: the model would see nothing"
+        )
     if prompt.ndim != 2:
-        raise ValueError(f"prompt.shape={prompt.shape} must be [B, L]: one prompt is prompt[None]")
+        raise ValueError(
+            f"prompt.shape={prompt.shape} must be [B, L]: one prompt is prompt[None]"
+        )
     if not prompt.size:
-        raise ValueError(f"prompt.shape={prompt.shape} must hold at least one token: there is nothing to continue")
+        raise ValueError(
+            f"prompt.shape={prompt.shape} must hold at least one token: there is nothing to"
+            " continue"
+        )
     vocab_size = jax.eval_shape(apply_fn, params, prompt[:, :1]).shape[-1]
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
         raise ValueError(
-            f"prompt holds tokens from {prompt.min()} to {prompt.max()}, which must be in [0, {vocab_size}): "
-            "the model has no embedding for others; encode the text with the tokenizer it was trained with"
+            f"prompt holds tokens from {prompt.min()} to {prompt.max()}, which must be in [0,"
+            f" {vocab_size}): the model has no embedding for others; encode the text with the"
+            " tokenizer it was trained with"
         )
     return _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature)
 
@@ -68,7 +83,8 @@ def _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature):
 
     def add_token(position, tokens):
         start = jnp.maximum(position - window, 0)
-        seen = jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1)  # a causal model ignores what is to come
+        # a causal model ignores what is to come
+        seen = jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
         logits = apply_fn(params, seen)[:, position - 1 - start]
         token = jax.random.categorical(jax.random.fold_in(rng, position), logits / temperature)
         return tokens.at[:, position].set(token.astype(tokens.dtype))

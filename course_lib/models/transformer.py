@@ -1,10 +1,11 @@
 """A GPT-style Transformer: a language model that predicts every token from those before it.
 
 The model of the tutorial series that this course builds on
-(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html), so that
-its published measurements can be compared: learned positions, N blocks of an MLP and an attention, each normalized
-first and added to its input, and an output layer. `layers` lists what later models do otherwise, as options.
-Parameters and logits are float32, `dtype` is what the rest is computed in.
+(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html),
+so that its published measurements can be compared: learned positions, N blocks of an MLP and an
+attention, each normalized first and added to its input, and an output layer. `layers` lists
+what later models do otherwise, as options. Parameters and logits are float32, `dtype` is what
+the rest is computed in.
 """
 
 from collections.abc import Sequence
@@ -42,36 +43,48 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Int[Array, "B L"] | Float[Array, "B _ D"], *, train: bool = True, parts: Sequence[str] = PARTS
+        self,
+        x: Int[Array, "B L"] | Float[Array, "B _ D"],
+        *,
+        train: bool = True,
+        parts: Sequence[str] = PARTS,
     ) -> Float[Array, "B _ V"] | Float[Array, "B _ D"]:
         """Returns float32 logits of the token at each position, given those before it.
 
         Args:
-          x: the tokens before each position, B sequences of L; activations if `parts` does not begin with "embed", those
-            of a device's part of the sequences where the hooks divide them.
+          x: the tokens before each position, B sequences of L; activations if `parts` does not
+            begin with "embed", those of a device's part of the sequences where the hooks divide
+            them.
           train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
           parts: those of `PARTS` to run, in that order; without "head" it returns activations.
 
         Raises:
-          ValueError: if L exceeds `max_seq_len`, or the configuration or `parts` ask for what does not exist.
+          ValueError: if L exceeds `max_seq_len`, or the configuration or `parts` ask for what
+            does not exist.
         """
         check_parts(parts)
         config, dtype, length = self.config, jnp.dtype(self.config.dtype), x.shape[1]
         hooks = with_products(self.hooks, config.flat_products)
         check(config, length)
         if "embed" in parts:
-            # Both tables are read in float32: the gradient of a row sums over all its uses, more than bfloat16 can add up.
+            # Both tables are read in float32: the gradient of a row sums over all its uses,
+            # more than bfloat16 can add up.
             small = nn.initializers.normal(0.02)
-            embed = nn.Embed(config.vocab_size // hooks.shards, config.hidden_size, name="embed")
+            embed = nn.Embed(
+                config.vocab_size // hooks.shards, config.hidden_size, name="embed"
+            )
             x = hooks.lookup(embed.embedding, x)
             if config.positions == "learned":
-                pos_emb = nn.Embed(config.max_seq_len, config.hidden_size, embedding_init=small, name="pos_emb")
+                pos_emb = nn.Embed(
+                    config.max_seq_len, config.hidden_size, embedding_init=small, name="pos_emb"
+                )
                 x = x + pos_emb(hooks.positions(length))[None]
             x = x.astype(dtype)
         if "layers" in parts:
             chosen = layers.ParallelBlock if config.parallel_block else layers.Block
             block = layers.rematerialized(hooks.layer(chosen), "Block", config)
-            if config.scan_layers:  # one traced and compiled block; its parameters have a leading axis of N layers
+            # one traced and compiled block; its parameters have a leading axis of N layers
+            if config.scan_layers:
                 scan = nn.scan(
                     lambda block, x, _: (block(x), None),
                     variable_axes={"params": 0, "balance": 0},
@@ -85,7 +98,9 @@ class Transformer(nn.Module):
         if "head" in parts:
             x = nn.LayerNorm(dtype=dtype, use_bias=config.use_bias, name="post_norm")(x)
             outputs = config.num_outputs // hooks.shards
-            common: dict[str, Any] = dict(dtype=dtype, use_bias=config.use_bias, dot_general=hooks.column)
+            common: dict[str, Any] = dict(
+                dtype=dtype, use_bias=config.use_bias, dot_general=hooks.column
+            )
             x = nn.Dense(outputs, **common, name="output_layer")(x)
             x = x.astype(jnp.float32)
         return x
@@ -103,28 +118,36 @@ def check(config: ConfigDict, seq_len: int) -> None:
     """
     if seq_len > config.max_seq_len:
         raise ValueError(
-            f"seq_len={seq_len} must be at most max_seq_len={config.max_seq_len}: later positions have no embedding; "
-            "raise max_seq_len or cut the sequences"
+            f"seq_len={seq_len} must be at most max_seq_len={config.max_seq_len}: later"
+            " positions have no embedding; raise max_seq_len or cut the sequences"
         )
     if config.num_heads * config.head_dim != config.hidden_size:
         raise ValueError(
-            f"head_dim={config.head_dim} must be hidden_size / num_heads = {config.hidden_size} / {config.num_heads}: "
-            "the heads share the width of the model"
+            f"head_dim={config.head_dim} must be hidden_size / num_heads = {config.hidden_size}"
+            f" / {config.num_heads}: the heads share the width of the model"
         )
     layers.check(config, seq_len)
     rematerialization.check(config.remat, config.remat_policy, config.remat_names)
     for name in config.remat_names:
         if name not in layers.NAMES:
             names = tuple(config.remat_names)
-            raise ValueError(f"remat_names={names!r} must hold names from {tuple(layers.NAMES)}: there is no {name!r}")
+            raise ValueError(
+                f"remat_names={names!r} must hold names from {tuple(layers.NAMES)}: there is no"
+                f" {name!r}"
+            )
         if not {layers.NAMES[name], "Block"} & set(config.remat):
             raise ValueError(
-                f"remat={tuple(config.remat)!r} must hold {layers.NAMES[name]!r} or 'Block' for remat_names to hold {name!r}: "
-                "that value is made there, and is kept anyway where nothing is rematerialized"
+                f"remat={tuple(config.remat)!r} must hold {layers.NAMES[name]!r} or 'Block' for"
+                f" remat_names to hold {name!r}: that value is made there, and is kept anyway"
+                " where nothing is rematerialized"
             )
     grouped = config.num_kv_heads not in (0, config.num_heads)
     attention.check(
-        config.attention, dtype=config.dtype, softmax_dtype=config.softmax_dtype, seq_len=seq_len, grouped=grouped
+        config.attention,
+        dtype=config.dtype,
+        softmax_dtype=config.softmax_dtype,
+        seq_len=seq_len,
+        grouped=grouped,
     )
 
 
@@ -136,7 +159,10 @@ def check_parts(parts: Sequence[str]) -> None:
     """
     neighbours = [PARTS[i:j] for i in range(len(PARTS)) for j in range(i + 1, len(PARTS) + 1)]
     if tuple(parts) not in neighbours:
-        raise ValueError(f"parts={parts!r} must be one of {PARTS}, or neighbours in that order: any other is no model")
+        raise ValueError(
+            f"parts={parts!r} must be one of {PARTS}, or neighbours in that order: any other is"
+            " no model"
+        )
 
 
 def num_params(params: PyTree) -> int:
@@ -146,14 +172,16 @@ def num_params(params: PyTree) -> int:
 
 def abstract_params(model: nn.Module, *inputs: jax.ShapeDtypeStruct) -> PyTree:
     """Returns shapes and dtypes of the parameters; nothing is computed or allocated."""
-    return jax.eval_shape(lambda *inputs: model.init(jax.random.key(0), *inputs, train=False)["params"], *inputs)
+    return jax.eval_shape(
+        lambda *inputs: model.init(jax.random.key(0), *inputs, train=False)["params"], *inputs
+    )
 
 
 def matmul_flops(config: ConfigDict, batch_size: int, seq_len: int) -> int:
     """Counts the FLOPs of the matrix products in one forward pass, by hand.
 
-    Two for each multiply and add. Attention is counted in full, as it is computed when it is written out; causality
-    makes half of it superfluous.
+    Two for each multiply and add. Attention is counted in full, as it is computed when it is
+    written out; causality makes half of it superfluous.
 
     Args:
       config: the `model` part of a configuration.
@@ -163,12 +191,20 @@ def matmul_flops(config: ConfigDict, batch_size: int, seq_len: int) -> int:
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     mlp = seq_len * 2 * width * config.mlp_expansion * width
     if config.num_experts:
-        # All room at the experts is computed; finding it, bringing tokens there and back are products too.
-        room = routing.capacity(seq_len, config.num_experts, config.experts_per_token, config.capacity_factor)
+        # All room at the experts is computed; finding it, bringing tokens there and back are
+        # products too.
+        room = routing.capacity(
+            seq_len, config.num_experts, config.experts_per_token, config.capacity_factor
+        )
         places = config.num_experts * room
-        mlp = mlp // seq_len * places + seq_len * (width * config.num_experts + (config.experts_per_token + 2 * width) * places)
+        mlp = mlp // seq_len * places + seq_len * (
+            width * config.num_experts + (config.experts_per_token + 2 * width) * places
+        )
     keys_and_values = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim
     projections = seq_len * width * (2 * heads + keys_and_values)
     scores_and_mean = 2 * heads * seq_len**2
-    a_sequence = config.num_layers * (mlp + projections + scores_and_mean) + seq_len * width * config.num_outputs
+    a_sequence = (
+        config.num_layers * (mlp + projections + scores_and_mean)
+        + seq_len * width * config.num_outputs
+    )
     return 2 * batch_size * a_sequence

@@ -1,14 +1,16 @@
 """Buffer donation: what a compiled step may overwrite, and what it does overwrite.
 
-A step that returns a new state beside the old one needs memory for both. `jax.jit(step, donate_argnums=0)` gives the
-buffers of the first argument away: an output of the same shape and dtype takes a donated buffer over (it is *aliased*
-to it), and the old array can no longer be read (https://docs.jax.dev/en/latest/buffer_donation.html). That is all in
-JAX 0.7. JAX 0.10 and 0.12 then leave what remains to XLA: an output of as many elements may take over a donated buffer of
-as many bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for int32, not for bfloat16).
+A step that returns a new state beside the old one needs memory for both. `jax.jit(step,
+donate_argnums=0)` gives the buffers of the first argument away: an output of the same shape and
+dtype takes a donated buffer over (it is *aliased* to it), and the old array can no longer be
+read (https://docs.jax.dev/en/latest/buffer_donation.html). That is all in JAX 0.7. JAX 0.10 and
+0.12 then leave what remains to XLA: an output of as many elements may take over a donated
+buffer of as many bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for
+int32, not for bfloat16).
 
-A donated buffer that no output can take over is no error. JAX says so once, when the step is lowered, with the warning
-"Some donated buffers were not usable", but not of one that it left to XLA. `report` reads all of it from the compiled
-step, without a warning.
+A donated buffer that no output can take over is no error. JAX says so once, when the step is
+lowered, with the warning "Some donated buffers were not usable", but not of one that it left to
+XLA. `report` reads all of it from the compiled step, without a warning.
 """
 
 import re
@@ -24,12 +26,14 @@ class DonatedArgument:
     """One array among the arguments of a compiled function.
 
     Attributes:
-      path: where it stands, as in `args[0].params['w']`, or under `kwargs` if it was passed by name.
+      path: where it stands, as in `args[0].params['w']`, or under `kwargs` if it was passed by
+        name.
       shape: of the array.
       dtype: name of its dtype.
       bytes: its size.
       donated: whether the caller gave it away.
-      aliased_to: path of the output that takes its buffer over, as in `out[0].params['w']`, or None.
+      aliased_to: path of the output that takes its buffer over, as in `out[0].params['w']`, or
+        None.
       why_not: if it is not aliased, why; else None.
     """
 
@@ -48,7 +52,8 @@ class Donation:
 
     Attributes:
       arguments: every array among the arguments, in order.
-      argument_bytes: of the arguments that the program takes: those that it does not use are dropped.
+      argument_bytes: of the arguments that the program takes: those that it does not use are
+        dropped.
       output_bytes: of all outputs.
       donated_bytes: of the arguments that were given away.
       aliased_bytes: of those that an output takes over. Arguments and outputs together occupy
@@ -63,7 +68,8 @@ class Donation:
 
 
 def report(compiled: jax.stages.Compiled) -> Donation:
-    """Reads from a compiled function which arguments were donated, and which outputs took them over.
+    """Reads from a compiled function which arguments were donated, and which outputs took them
+    over.
 
     Works for whatever it was compiled for: nothing is run.
 
@@ -100,13 +106,17 @@ def report(compiled: jax.stages.Compiled) -> Donation:
                 dtype=str(leaf.dtype),
                 bytes=_bytes(leaf),
                 donated=leaf.donated,
-                aliased_to=None if output is None else "out" + jax.tree_util.keystr(outputs[output][0]),
+                aliased_to=(
+                    None if output is None else "out" + jax.tree_util.keystr(outputs[output][0])
+                ),
                 why_not=why_not,
             )
         )
     return Donation(
         arguments=rows,
-        argument_bytes=sum(row.bytes for index, row in enumerate(rows) if index in parameter_of),
+        argument_bytes=sum(
+            row.bytes for index, row in enumerate(rows) if index in parameter_of
+        ),
         output_bytes=sum(_bytes(leaf) for _, leaf in outputs),
         donated_bytes=sum(row.bytes for row in rows if row.donated),
         aliased_bytes=sum(row.bytes for row in rows if row.aliased_to is not None),
@@ -114,9 +124,11 @@ def report(compiled: jax.stages.Compiled) -> Donation:
 
 
 def _aliases(text: str) -> dict[int | None, int]:
-    """Returns output number by parameter number, from `input_output_alias={ {0}: (3, {}, may-alias), ... }`.
+    """Returns output number by parameter number, from `input_output_alias={ {0}: (3, {},
+    may-alias), ... }`.
 
-    The braces before the colon hold the output's place among the results; they are empty where there is only one.
+    The braces before the colon hold the output's place among the results; they are empty where
+    there is only one.
     """
     header = text.split("\n", 1)[0]
     found = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
@@ -126,9 +138,9 @@ def _aliases(text: str) -> dict[int | None, int]:
 def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:
     """Returns the compiled program's parameter number by argument number.
 
-    jax.jit drops arguments that the function does not use (unless `keep_unused=True`), and numbers the others anew.
-    Which it kept stands in a field of the executable that is not public, but the same in all versions of JAX that this
-    course runs on.
+    jax.jit drops arguments that the function does not use (unless `keep_unused=True`), and
+    numbers the others anew. Which it kept stands in a field of the executable that is not
+    public, but the same in all versions of JAX that this course runs on.
     """
     kept = sorted(compiled._executable._kept_var_idx)  # type: ignore[attr-defined]
     return {argument: parameter for parameter, argument in enumerate(kept)}

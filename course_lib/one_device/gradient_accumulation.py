@@ -1,14 +1,17 @@
-"""Gradient accumulation: the gradient of a large batch, from minibatches that fit into memory one at a time.
+"""Gradient accumulation: the gradient of a large batch, from minibatches that fit into memory
+one at a time.
 
-The loss of a batch is a weighted mean over its labels. With C_m the summed weights of minibatch m and g_m the gradient
-of that minibatch's own mean, the gradient of the batch is
+The loss of a batch is a weighted mean over its labels. With C_m the summed weights of minibatch
+m and g_m the gradient of that minibatch's own mean, the gradient of the batch is
 
     g = (C_1 g_1 + ... + C_M g_M) / (C_1 + ... + C_M)
 
-which is the plain mean of the g_m only where all C_m are equal: not with padding, nor with labels of unequal weight.
+which is the plain mean of the g_m only where all C_m are equal: not with padding, nor with
+labels of unequal weight.
 
-Conventions: `loss_fn(params, batch, rng) -> (loss, metrics)` with `metrics` a dict of `(sum, count)` in float32, and
-`metrics["loss"][1]` the summed weights; `grad_fn(params, batch, rng) -> (grads, metrics)`.
+Conventions: `loss_fn(params, batch, rng) -> (loss, metrics)` with `metrics` a dict of `(sum,
+count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params, batch, rng) ->
+(grads, metrics)`.
 """
 
 from collections.abc import Callable
@@ -24,14 +27,20 @@ LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 GradFn = Callable[..., tuple[PyTree, Metrics]]
 
 METHODS = ("scan", "loop")
-"""How the minibatches follow each other: one compiled body that runs M times, or M copies of it in the program."""
+"""How the minibatches follow each other: one compiled body that runs M times, or M copies of it
+in the program.
+"""
 
 ACCUMULATOR_DTYPES = ("float32", "bfloat16")
-"""What gradients may be summed in. Not float16: gradients times weights soon exceed its largest number, 65504."""
+"""What gradients may be summed in. Not float16: gradients times weights soon exceed its largest
+number, 65504.
+"""
 
 
 def gradient(loss_fn: LossFn) -> GradFn:
-    """Returns the gradient function of a loss function: `grad_fn(params, batch, rng) -> (grads, metrics)`."""
+    """Returns the gradient function of a loss function: `grad_fn(params, batch, rng) -> (grads,
+    metrics)`.
+    """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
     def grad_fn(params, batch, rng):
@@ -53,11 +62,13 @@ def accumulate(
 ) -> tuple[PyTree, Metrics]:
     """Computes the gradient of a batch, one minibatch after the other.
 
-    Minibatch m is the m-th of M equal slices of the batch, and gets `jax.random.split(rng, M)[m]`, also where M = 1.
-    One minibatch is `grad_fn` itself, at no further cost. With more, one tree of gradients in `accumulator_dtype` is
-    added to memory, beside the gradients of the minibatch at work. A minibatch whose weights are all 0 adds nothing,
-    whatever its gradient; if all do, the gradient is 0. With one minibatch that is up to the loss: one that divides by
-    the weights as they are is 0 / 0, with a gradient of NaN; those of `training` are 0, with gradient 0.
+    Minibatch m is the m-th of M equal slices of the batch, and gets `jax.random.split(rng,
+    M)[m]`, also where M = 1. One minibatch is `grad_fn` itself, at no further cost. With more,
+    one tree of gradients in `accumulator_dtype` is added to memory, beside the gradients of the
+    minibatch at work. A minibatch whose weights are all 0 adds nothing, whatever its gradient;
+    if all do, the gradient is 0. With one minibatch that is up to the loss: one that divides by
+    the weights as they are is 0 / 0, with a gradient of NaN; those of `training` are 0, with
+    gradient 0.
 
     Args:
       grad_fn: gradient of a weighted mean, with `metrics["loss"] == (sum, count)`.
@@ -69,10 +80,12 @@ def accumulate(
       accumulator_dtype: one of `ACCUMULATOR_DTYPES`, in which the gradients are summed.
 
     Returns:
-      The gradient of the weighted mean over the batch, in the dtypes that `grad_fn` returns, and the summed metrics.
+      The gradient of the weighted mean over the batch, in the dtypes that `grad_fn` returns,
+        and the summed metrics.
 
     Raises:
-      ValueError: if the batch cannot be cut into M equal parts, or `method` or `accumulator_dtype` is unknown.
+      ValueError: if the batch cannot be cut into M equal parts, or `method` or
+        `accumulator_dtype` is unknown.
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
@@ -87,11 +100,14 @@ def accumulate(
 
         def add_leaf(total, grad):
             weighted = (grad.astype(jnp.float32) * count).astype(dtype)
-            return jnp.where(count != 0, total + weighted, total)  # a gradient without weight may be 0 / 0
+            # a gradient without weight may be 0 / 0
+            return jnp.where(count != 0, total + weighted, total)
 
         return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
 
-    shapes = jax.eval_shape(lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs)
+    shapes = jax.eval_shape(
+        lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs
+    )
     zeros = (
         jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
         jax.tree.map(jnp.zeros_like, shapes[1]),
@@ -101,7 +117,11 @@ def accumulate(
 
     count = metrics["loss"][1]
     divisor = jnp.where(count != 0, count, 1)
-    grads = jax.tree.map(lambda sum, leaf: (sum.astype(jnp.float32) / divisor).astype(leaf.dtype), total, shapes[0])
+    grads = jax.tree.map(
+        lambda sum, leaf: (sum.astype(jnp.float32) / divisor).astype(leaf.dtype),
+        total,
+        shapes[0],
+    )
     return grads, metrics
 
 
@@ -114,11 +134,13 @@ def _scan(add, total, params, minibatches, rngs):
 
 def _loop(add, total, params, minibatches, rngs):
     for index in range(len(rngs)):
-        # Nothing in the mathematics makes a minibatch wait for the one before: a compiler may compute all of them first
-        # and add later, with the activations and gradients of all M alive. A branch has to wait for what it reads. This
-        # one reads the total so far and is always taken, which the compiler cannot know. It costs half a tree of gradients
-        # or more beyond "scan", as XLA:GPU copies what a branch hands on. jax.lax.optimization_barrier costs nothing
-        # and holds nothing: XLA removes it before it orders the program, and all M are alive again.
+        # Nothing in the mathematics makes a minibatch wait for the one before: a compiler may
+        # compute all of them first and add later, with the activations and gradients of all M
+        # alive. A branch has to wait for what it reads. This one reads the total so far and is
+        # always taken, which the compiler cannot know. It costs half a tree of gradients or
+        # more beyond "scan", as XLA:GPU copies what a branch hands on.
+        # jax.lax.optimization_barrier costs nothing and holds nothing: XLA removes it before it
+        # orders the program, and all M are alive again.
         def minibatch(total, index=index):
             return add(total, params, _take(minibatches, index), rngs[index])
 
@@ -145,15 +167,19 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     sizes = {jax.tree_util.keystr(path): leaf.shape[:1] for path, leaf in leaves}
     if len(set(sizes.values())) != 1 or () in sizes.values():
-        raise ValueError(f"batch must hold arrays with one first axis, the examples, but their sizes there are {sizes}")
+        raise ValueError(
+            "batch must hold arrays with one first axis, the examples, but their sizes there"
+            f" are {sizes}"
+        )
     (size,) = next(iter(sizes.values()))
     if size % num_minibatches:
         divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
         below = [divisor for divisor in divisors if divisor < num_minibatches][-1:]
         above = [divisor for divisor in divisors if divisor > num_minibatches][:1]
         raise ValueError(
-            f"num_minibatches={num_minibatches} must divide the batch of {size} examples: "
-            f"{size % num_minibatches} would be left over; nearest are {' and '.join(map(str, below + above))}"
+            f"num_minibatches={num_minibatches} must divide the batch of {size} examples:"
+            f" {size % num_minibatches} would be left over; nearest are"
+            f" {' and '.join(map(str, below + above))}"
         )
 
 
@@ -164,7 +190,9 @@ def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> 
       ValueError: naming the option, its value and what it may be.
     """
     if num_minibatches < 1:
-        raise ValueError(f"num_minibatches={num_minibatches} must be at least 1: the whole batch at once")
+        raise ValueError(
+            f"num_minibatches={num_minibatches} must be at least 1: the whole batch at once"
+        )
     if method not in METHODS:
         raise ValueError(f"method={method!r} must be one of {list(METHODS)}")
     try:
@@ -173,7 +201,8 @@ def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> 
         dtype = None
     if dtype is None or dtype.name not in ACCUMULATOR_DTYPES:
         raise ValueError(
-            f"accumulator_dtype={accumulator_dtype!r} must be one of {list(ACCUMULATOR_DTYPES)}: "
-            "a narrower one would overflow or lose the later minibatches"
+            f"accumulator_dtype={accumulator_dtype!r} must be one of"
+            f" {list(ACCUMULATOR_DTYPES)}: a narrower one would overflow or lose the later"
+            " minibatches"
         )
     return dtype

@@ -4,9 +4,10 @@ A gradient of B examples is the gradient of all of them plus noise, whose varian
 
     E |g_B|^2 = |G|^2 + tr(Sigma) / B
 
-with the true gradient G and the covariance Sigma of one example's. Square norms at two batch sizes give both unknowns. Their
-ratio, the noise scale tr(Sigma) / |G|^2, is the batch size at which noise is as large as the gradient: far below it, twice the
-batch saves half of the steps, far above nearly none (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162, appendix A).
+with the true gradient G and the covariance Sigma of one example's. Square norms at two batch
+sizes give both unknowns. Their ratio, the noise scale tr(Sigma) / |G|^2, is the batch size at
+which noise is as large as the gradient: far below it, twice the batch saves half of the steps,
+far above nearly none (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162, appendix A).
 """
 
 import dataclasses
@@ -55,7 +56,10 @@ def from_norms(small: float, large: float, batch_size: int, larger: int) -> Nois
       ValueError: if the one is not the smaller one.
     """
     if not 0 < batch_size < larger:
-        raise ValueError(f"batch_size={batch_size} must be from 1 to less than larger={larger}: two sizes give two unknowns")
+        raise ValueError(
+            f"batch_size={batch_size} must be from 1 to less than larger={larger}: two sizes"
+            " give two unknowns"
+        )
     signal = (larger * large - batch_size * small) / (larger - batch_size)
     return Noise(signal, (small - large) / (1 / batch_size - 1 / larger))
 
@@ -63,21 +67,25 @@ def from_norms(small: float, large: float, batch_size: int, larger: int) -> Nois
 def measure(grad_fn: GradFn, params: PyTree, batches: Sequence[Any]) -> Noise:
     """Measures it at one point of a training, where nothing is changed.
 
-    The mean of the batches' gradients is the gradient of one large batch. An example is a row of a batch, for a language
-    model a sequence.
+    The mean of the batches' gradients is the gradient of one large batch. An example is a row
+    of a batch, for a language model a sequence.
 
     Args:
-      grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called without dropout. The same object compiles once.
+      grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called without dropout. The
+        same object compiles once.
       params: pytree of parameters.
-      batches: at least two pytrees of arrays [B, ...], all of the same B and with the same sum of weights. The estimate errs
-        by less the more there are: 32 are few.
+      batches: at least two pytrees of arrays [B, ...], all of the same B and with the same sum
+        of weights. The estimate errs by less the more there are: 32 are few.
 
     Raises:
       ValueError: if there are fewer than two, or they are not of one size.
     """
     sizes = {leaf.shape[0] for batch in batches for leaf in jax.tree.leaves(batch)}
     if len(batches) < 2 or len(sizes) != 1:
-        raise ValueError(f"batches must be at least two of one size: there are {len(batches)}, of sizes {sorted(sizes)}")
+        raise ValueError(
+            f"batches must be at least two of one size: there are {len(batches)}, of sizes"
+            f" {sorted(sizes)}"
+        )
     (size,) = sizes
     total, small = jax.tree.map(jnp.zeros_like, params), 0.0
     for batch in batches:

@@ -1,9 +1,10 @@
 """Numbers of fewer bits: the formats, which of them is used where, and loss scaling.
 
-Mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) keeps a float32 master copy of the
-parameters and computes in 16 bits. bfloat16 has float32's range, and needs nothing more. float16 has a narrow one:
-small gradients become zero. *Loss scaling* multiplies the loss, and by the chain rule every gradient, by a large
-number, and divides it out in float32.
+Mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) keeps a float32
+master copy of the parameters and computes in 16 bits. bfloat16 has float32's range, and needs
+nothing more. float16 has a narrow one: small gradients become zero. *Loss scaling* multiplies
+the loss, and by the chain rule every gradient, by a large number, and divides it out in
+float32.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class Format:
       mantissa_bits: bits that set the precision, without the leading one, which is not stored.
       largest: largest finite number.
       smallest_normal: smallest positive number at full precision.
-      smallest_subnormal: smallest positive number; some hardware, and XLA in places, rounds subnormal numbers to zero.
+      smallest_subnormal: smallest positive number; some hardware, and XLA in places, rounds
+        subnormal numbers to zero.
       epsilon: distance from 1 to the next larger number.
     """
 
@@ -61,10 +63,13 @@ def describe(dtype: Any) -> Format:
         if dtype is None:  # NumPy takes it for float64
             raise ValueError
         info = jnp.finfo(dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):  # a complex one has an info too, of its parts
+        # a complex one has an info too, of its parts
+        if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError
     except (TypeError, ValueError):
-        raise ValueError(f"dtype={dtype!r} must be a floating dtype, such as {list(FORMATS)}") from None
+        raise ValueError(
+            f"dtype={dtype!r} must be a floating dtype, such as {list(FORMATS)}"
+        ) from None
     return Format(
         name=jnp.dtype(dtype).name,
         bits=int(info.bits),
@@ -79,10 +84,12 @@ def describe(dtype: Any) -> Format:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which dtype is used where. A cast touches floating arrays only: token ids and random keys pass unchanged.
+    """Which dtype is used where. A cast touches floating arrays only: token ids and random keys
+    pass unchanged.
 
     Attributes:
-      param_dtype: of the parameters at rest, and so of their gradients and of the optimizer state.
+      param_dtype: of the parameters at rest, and so of their gradients and of the optimizer
+        state.
       compute_dtype: of parameters and activations inside the model.
       output_dtype: of the loss and of everything that is summed or averaged after the model.
     """
@@ -106,12 +113,14 @@ class Policy:
     def wrap(self, loss_fn: Callable) -> Callable:
         """Returns the loss function, computed under this policy.
 
-        Parameters and `batch.inputs` enter in `compute_dtype`; the weights of the labels, which are summed, stay as
-        they are. The cast is part of what is differentiated, so gradients leave in `param_dtype`.
+        Parameters and `batch.inputs` enter in `compute_dtype`; the weights of the labels, which
+        are summed, stay as they are. The cast is part of what is differentiated, so gradients
+        leave in `param_dtype`.
 
         Args:
-          loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with a field `inputs`. A model
-            with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it None there.
+          loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with
+            a field `inputs`. A model with a compute dtype of its own (Flax's `dtype=`)
+            overrides the policy: leave it None there.
         """
 
         def in_policy(params, batch, rng):
@@ -122,7 +131,9 @@ class Policy:
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
 
 
 POLICIES = {
@@ -134,7 +145,8 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """Returns the policy of that name: parameters and outputs float32, computed in the dtype that it is named after.
+    """Returns the policy of that name: parameters and outputs float32, computed in the dtype
+    that it is named after.
 
     Raises:
       ValueError: if `name` is not in `POLICIES`.
@@ -146,7 +158,9 @@ def policy(name: str) -> Policy:
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether no floating number in the tree is infinite or NaN."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    leaves = [
+        leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], jnp.bool_))
 
 
@@ -172,21 +186,30 @@ class StaticLossScale:
     """A loss scale that never changes.
 
     Attributes:
-      value: float32, what the loss is multiplied by. A power of two only shifts exponents: no digit is lost.
+      value: float32, what the loss is multiplied by. A power of two only shifts exponents: no
+        digit is lost.
     """
 
     value: Any = 2.0**15
 
     def __post_init__(self):
-        if isinstance(self.value, float | int | np.generic) and not 0 < float(self.value) < math.inf:
-            raise ValueError(f"value={self.value!r} must be positive and finite: it divides gradients; 2.0**15 is a start")
+        if (
+            isinstance(self.value, float | int | np.generic)
+            and not 0 < float(self.value) < math.inf
+        ):
+            raise ValueError(
+                f"value={self.value!r} must be positive and finite: it divides gradients;"
+                " 2.0**15 is a start"
+            )
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the loss times the scale."""
         return loss * jnp.asarray(self.value, loss.dtype)
 
     def unscale(self, grads: PyTree) -> PyTree:
-        """Returns the gradients divided by the scale, in float32: what float16 cannot hold would be lost here again."""
+        """Returns the gradients divided by the scale, in float32: what float16 cannot hold
+        would be lost here again.
+        """
         return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.float32(self.value), grads)
 
     def update(self, finite: Bool[Array, ""]) -> "StaticLossScale":
@@ -196,9 +219,11 @@ class StaticLossScale:
 
 @struct.dataclass
 class DynamicLossScale(StaticLossScale):
-    """A loss scale as large as it can be: it backs off when gradients overflow, and grows again after a while.
+    """A loss scale as large as it can be: it backs off when gradients overflow, and grows again
+    after a while.
 
-    Defaults as in https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html
+    Defaults as in
+    https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html
 
     Attributes:
       value: float32, what the loss is multiplied by now.
@@ -220,28 +245,40 @@ class DynamicLossScale(StaticLossScale):
         if not self.growth_interval >= 1:
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
         if not 1 < self.factor < math.inf:
-            raise ValueError(f"factor={self.factor} must be above 1 and finite: the scale could not back off; 2.0 is usual")
+            raise ValueError(
+                f"factor={self.factor} must be above 1 and finite: the scale could not back"
+                " off; 2.0 is usual"
+            )
         if not 0 < self.smallest <= self.largest < math.inf:
-            raise ValueError(f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <= largest < infinity")
+            raise ValueError(
+                f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <="
+                " largest < infinity"
+            )
         if isinstance(self.value, float | int | np.number):  # and not an array of a train state
-            object.__setattr__(self, "value", float(self.value))  # an int would be of another dtype before `update`
+            # an int would be of another dtype before `update`
+            object.__setattr__(self, "value", float(self.value))
             if not self.smallest <= self.value <= self.largest:
                 raise ValueError(
-                    f"value={self.value} must be from smallest={self.smallest} to largest={self.largest}: "
-                    "the next overflow would raise it"
+                    f"value={self.value} must be from smallest={self.smallest} to"
+                    f" largest={self.largest}: the next overflow would raise it"
                 )
 
     def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
         """Returns the scale for the next step.
 
         Args:
-          finite: whether all gradients of this step were finite; if not, this step's update is skipped.
+          finite: whether all gradients of this step were finite; if not, this step's update is
+            skipped.
         """
         value, good_steps = jnp.float32(self.value), jnp.int32(self.good_steps) + 1
         grows = finite & (good_steps >= self.growth_interval)
-        value = jnp.where(finite, jnp.where(grows, value * self.factor, value), value / self.factor)
+        value = jnp.where(
+            finite, jnp.where(grows, value * self.factor, value), value / self.factor
+        )
         value = jnp.clip(value, self.smallest, self.largest)
-        return dataclasses.replace(self, value=value, good_steps=jnp.where(finite & ~grows, good_steps, 0))
+        return dataclasses.replace(
+            self, value=value, good_steps=jnp.where(finite & ~grows, good_steps, 0)
+        )
 
 
 LossScale = NoLossScale | StaticLossScale  # a DynamicLossScale is a StaticLossScale
@@ -260,10 +297,15 @@ def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
     Raises:
       ValueError: if small gradients would become 0 without a word.
     """
-    if policy and jnp.dtype(policy.compute_dtype) == jnp.float16 and isinstance(loss_scale, NoLossScale):
+    if (
+        policy
+        and jnp.dtype(policy.compute_dtype) == jnp.float16
+        and isinstance(loss_scale, NoLossScale)
+    ):
         raise ValueError(
-            f"loss_scale={loss_scale!r} must scale the loss for a policy that computes in float16: small gradients would "
-            "become 0; init_state(..., loss_scale=mixed_precision.DynamicLossScale())"
+            f"loss_scale={loss_scale!r} must scale the loss for a policy that computes in"
+            " float16: small gradients would become 0; init_state(...,"
+            " loss_scale=mixed_precision.DynamicLossScale())"
         )
 
 

@@ -1,8 +1,10 @@
 """Profiling: where the time of a step goes, read in Python.
 
-`trace` records a few steps with JAX's profiler, `read` opens the record without a browser. What it writes is also what
-TensorBoard's profile plugin opens (https://docs.jax.dev/en/latest/profiling.html), and `write_virtual` writes the same
-for a step compiled for an accelerator that is not there: nothing ran, so there is no time in it, but all of its memory.
+`trace` records a few steps with JAX's profiler, `read` opens the record without a browser. What
+it writes is also what TensorBoard's profile plugin opens
+(https://docs.jax.dev/en/latest/profiling.html), and `write_virtual` writes the same for a step
+compiled for an accelerator that is not there: nothing ran, so there is no time in it, but all
+of its memory.
 """
 
 import contextlib
@@ -35,7 +37,9 @@ class Event:
     duration: float  # seconds, with the operations inside it (a loop's body)
     self_time: float  # seconds without them
     line: str  # the thread (CPU) or stream (GPU) that it ran on
-    program: str = ""  # the compiled program that it belongs to, such as "jit_train_step"; empty where none is known
+    # the compiled program that it belongs to, such as "jit_train_step"; empty where none is
+    # known
+    program: str = ""
     program_id: int = 0  # tells programs of one name apart
 
     @property
@@ -62,7 +66,8 @@ class Busy:
 
     seconds: float  # the whole step
     busy: float  # at least one operation was running
-    gaps: tuple[tuple[float, float], ...]  # (start within the step, length) of each time when none was, longest first
+    # (start within the step, length) of each time when none was, longest first
+    gaps: tuple[tuple[float, float], ...]
 
     @property
     def idle(self) -> float:
@@ -84,18 +89,23 @@ class Trace:
         return tuple(end - start for start, end in self.spans)
 
     def during(self, step: int) -> list[Event]:
-        """Returns the operations of one step, counted from 0, with times counted from the step's start."""
+        """Returns the operations of one step, counted from 0, with times counted from the
+        step's start.
+        """
         start, end = self.spans[step]
         events = (event for event in self.events if start <= event.start < end)
         return [dataclasses.replace(event, start=event.start - start) for event in events]
 
-    def top_ops(self, k: int = 10, scopes: Mapping[tuple[str, str], str] | None = None) -> list[OpTime]:
-        """Returns the `k` operations with most self time, the largest first, those of different programs apart.
+    def top_ops(
+        self, k: int = 10, scopes: Mapping[tuple[str, str], str] | None = None
+    ) -> list[OpTime]:
+        """Returns the `k` operations with most self time, the largest first, those of different
+        programs apart.
 
         Args:
           k: how many.
-          scopes: (program, instruction) -> where in the source it comes from (`op_scopes`); of several programs, joined
-            by `|`.
+          scopes: (program, instruction) -> where in the source it comes from (`op_scopes`); of
+            several programs, joined by `|`.
         """
         own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
         for step in range(len(self.spans)):
@@ -105,29 +115,46 @@ class Trace:
         steps = len(self.spans)
         ranked = sorted(own.items(), key=lambda item: -sum(item[1]))[:k]
         return [
-            OpTime(op, name, (scopes or {}).get((name, op), ""), len(times) / steps, sum(times) / steps, sum(times) / total)
+            OpTime(
+                op,
+                name,
+                (scopes or {}).get((name, op), ""),
+                len(times) / steps,
+                sum(times) / steps,
+                sum(times) / total,
+            )
             for (name, _, op), times in ranked
         ]
 
     def busy(self) -> list[Busy]:
         """Returns compute against idle time for each step.
 
-        A step is busy while at least one operation runs, on whatever thread or stream: the union of their times.
-        Operations that only contain others (`while`, `conditional`, `call`) do not count. On a CPU several threads
-        share one operation, and the profile says when it ran, not how many of them worked on it.
+        A step is busy while at least one operation runs, on whatever thread or stream: the
+        union of their times. Operations that only contain others (`while`, `conditional`,
+        `call`) do not count. On a CPU several threads share one operation, and the profile says
+        when it ran, not how many of them worked on it.
         """
         return [_busy(self.during(step), seconds) for step, seconds in enumerate(self.steps)]
 
 
-def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int = 3, name: str = "train") -> Any:
+def trace(
+    logdir: str | Path,
+    step: Any,
+    state: Any,
+    batch: Any,
+    *,
+    steps: int = 3,
+    name: str = "train",
+) -> Any:
     """Records a few training steps with JAX's profiler.
 
-    One step runs before the recording, so that it holds no compilation. Each recorded step is waited for before the
-    next is dispatched, so that what runs in it lies in it. A training loop that does not wait hides the dispatch of a
-    step behind the previous one.
+    One step runs before the recording, so that it holds no compilation. Each recorded step is
+    waited for before the next is dispatched, so that what runs in it lies in it. A training
+    loop that does not wait hides the dispatch of a step behind the previous one.
 
     Args:
-      logdir: a folder; the record goes to `plugins/profile/<time>/` in it, where TensorBoard looks.
+      logdir: a folder; the record goes to `plugins/profile/<time>/` in it, where TensorBoard
+        looks.
       step: a compiled `step(state, batch) -> (state, metrics)`.
       state: the first state; if the step donates it, it is gone afterwards.
       batch: the batch for every step.
@@ -158,7 +185,8 @@ def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int =
 
 
 def read(logdir: str | Path, *, name: str = "train") -> Trace:
-    """Reads the newest record under a folder: of the first device that computed, if there are several.
+    """Reads the newest record under a folder: of the first device that computed, if there are
+    several.
 
     Args:
       logdir: the folder that `trace` wrote to.
@@ -168,24 +196,52 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
       FileNotFoundError: if there is no record under `logdir`.
       ValueError: if the record holds no step of that name, or no operation.
     """
-    files = [file for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb") if file.name != RECORD]
+    files = [
+        file
+        for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb")
+        if file.name != RECORD
+    ]
     if not files:  # in those of `write_virtual` nothing ran
-        raise FileNotFoundError(f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run profiling.trace")
+        raise FileNotFoundError(
+            f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run"
+            " profiling.trace"
+        )
     newest = max(files, key=lambda file: file.stat().st_mtime)
     planes = list(ProfileData.from_file(str(newest)).planes)
-    devices = sorted((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
+    devices = sorted(
+        (plane for plane in planes if plane.name.startswith("/device:")),
+        key=lambda plane: plane.name,
+    )
     hosts = [plane for plane in planes if plane.name == "/host:CPU"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.7.2 on Python 3.13: "event_stats has no __module__"
-        annotations = (e for plane in hosts for line in plane.lines for e in line.events if e.name == name)
-        spans = sorted((e.start_ns * 1e-9, e.end_ns * 1e-9) for e in annotations if "step_num" in dict(e.stats))
+        # JAX 0.7.2 on Python 3.13: "event_stats has no __module__"
+        warnings.simplefilter("ignore", DeprecationWarning)
+        annotations = (
+            e for plane in hosts for line in plane.lines for e in line.events if e.name == name
+        )
+        spans = sorted(
+            (e.start_ns * 1e-9, e.end_ns * 1e-9)
+            for e in annotations
+            if "step_num" in dict(e.stats)
+        )
         if not spans:
-            raise ValueError(f"name={name!r} must be what the steps in {str(newest)!r} were called: none is")
-        for plane in devices + hosts:  # where there is a device, the host only launches operations
-            events = [e for e in _ops(plane) if any(start <= e.start < end for start, end in spans)]
+            raise ValueError(
+                f"name={name!r} must be what the steps in {str(newest)!r} were called: none is"
+            )
+        # where there is a device, the host only launches operations
+        for plane in devices + hosts:
+            events = [
+                e for e in _ops(plane) if any(start <= e.start < end for start, end in spans)
+            ]
             if events:
-                return Trace(plane.name, tuple(spans), tuple(sorted(events, key=lambda event: event.start)))
-    raise ValueError(f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps")
+                return Trace(
+                    plane.name,
+                    tuple(spans),
+                    tuple(sorted(events, key=lambda event: event.start)),
+                )
+    raise ValueError(
+        f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps"
+    )
 
 
 def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
@@ -195,23 +251,32 @@ def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
       compiled: `jax.jit(step).lower(...).compile()`.
 
     Returns:
-      (program, instruction) -> scope, as `{("jit_step", "fusion.12"): "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`.
-      A fusion has the scope of its last operation. Instructions that the compiler added on its own are missing.
+      (program, instruction) -> scope, as `{("jit_step", "fusion.12"):
+      "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`. A fusion has the scope of its last
+      operation. Instructions that the compiler added on its own are missing.
     """
     module = hlo.parse(compiled.as_text())
-    instructions = (one for computation in module.computations.values() for one in computation.instructions)
+    instructions = (
+        one for computation in module.computations.values() for one in computation.instructions
+    )
     return {(module.name, one.name): one.scope for one in instructions if one.scope}
 
 
-def write_virtual(lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual") -> Path:
+def write_virtual(
+    lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual"
+) -> Path:
     """Writes what TensorBoard's profile plugin opens, for a step that never ran.
 
-    The plugin's memory viewer shows the step's heap as the compiler planned it: what `measure.heap` reads.
+    The plugin's memory viewer shows the step's heap as the compiler planned it: what
+    `measure.heap` reads.
 
     Args:
-      lowered: a step lowered with `virtual.abstract` arguments (or any other); it is compiled once more here.
-      logdir: the folder that TensorBoard is pointed to; the record goes to `plugins/profile/<run>/` in it.
-      run: the record's name in TensorBoard. An older record that was written so under that name is replaced.
+      lowered: a step lowered with `virtual.abstract` arguments (or any other); it is compiled
+        once more here.
+      logdir: the folder that TensorBoard is pointed to; the record goes to
+        `plugins/profile/<run>/` in it.
+      run: the record's name in TensorBoard. An older record that was written so under that name
+        is replaced.
 
     Returns:
       The folder of the record.
@@ -226,25 +291,39 @@ def write_virtual(lowered: jax.stages.Lowered, logdir: str | Path, *, run: str =
 def _ops(plane: Any) -> Iterator[Event]:
     """Yields the operations of a plane of a record, line by line."""
     count: dict[str, int] = defaultdict(int)
-    streams = [line for line in plane.lines if line.name.startswith("Stream")]  # of a GPU; its other lines repeat them
+    # of a GPU; its other lines repeat them
+    streams = [line for line in plane.lines if line.name.startswith("Stream")]
     for line in streams or plane.lines:
         spans = []
         for event in line.events:
             stats = dict(event.stats)
             op = stats.get("hlo_op", event.name if streams else None)
             if op is not None:
-                what = str(op), str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
+                what = (
+                    str(op),
+                    str(stats.get("hlo_module", "")),
+                    int(stats.get("program_id", 0)),
+                )
                 spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, what))
         if spans:
-            thread = line.name.split("/")[0].removeprefix("tf_")  # threads are called tf_XLAEigen/<a long number>
+            # threads are called tf_XLAEigen/<a long number>
+            thread = line.name.split("/")[0].removeprefix("tf_")
             count[thread] += 1
             yield from _with_self_time(spans, f"{thread} {count[thread]}")
 
 
-def _with_self_time(spans: list[tuple[float, float, tuple[str, str, int]]], line: str) -> Iterator[Event]:
-    """Yields the events of one line from (start, duration, what ran), properly nested, as calls on one thread are."""
-    open_spans: list[list[Any]] = []  # [start, duration, (operation, program, its id), seconds inside it], innermost last
-    for start, duration, what in [*sorted(spans, key=lambda span: (span[0], -span[1])), (math.inf, 0.0, ("", "", 0))]:
+def _with_self_time(
+    spans: list[tuple[float, float, tuple[str, str, int]]], line: str
+) -> Iterator[Event]:
+    """Yields the events of one line from (start, duration, what ran), properly nested, as calls
+    on one thread are.
+    """
+    # [start, duration, (operation, program, its id), seconds inside it], innermost last
+    open_spans: list[list[Any]] = []
+    for start, duration, what in [
+        *sorted(spans, key=lambda span: (span[0], -span[1])),
+        (math.inf, 0.0, ("", "", 0)),
+    ]:
         while open_spans and open_spans[-1][0] + open_spans[-1][1] <= start:
             begin, length, (op, *program), inside = open_spans.pop()
             yield Event(op, begin, length, max(0.0, length - inside), line, *program)
@@ -270,7 +349,9 @@ def _busy(events: Iterable[Event], seconds: float) -> Busy:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Sends what C++ libraries write to stderr nowhere: the profiler logs its start on some versions."""
+    """Sends what C++ libraries write to stderr nowhere: the profiler logs its start on some
+    versions.
+    """
     sys.stderr.flush()
     stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:

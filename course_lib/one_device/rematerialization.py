@@ -1,9 +1,11 @@
-"""Rematerialization: throw activations away in the forward pass, compute them again in the backward pass.
+"""Rematerialization: throw activations away in the forward pass, compute them again in the
+backward pass.
 
-Reverse-mode differentiation keeps what the forward pass made until the backward pass has used it. Rematerialization
-(also called gradient checkpointing; Chen et al., 2016, https://arxiv.org/abs/1604.06174) keeps only the inputs of
-chosen modules, and of their insides what a *policy* allows: memory is paid for with a second forward pass of these modules.
-See also https://docs.jax.dev/en/latest/gradient-checkpointing.html.
+Reverse-mode differentiation keeps what the forward pass made until the backward pass has used
+it. Rematerialization (also called gradient checkpointing; Chen et al., 2016,
+https://arxiv.org/abs/1604.06174) keeps only the inputs of chosen modules, and of their insides
+what a *policy* allows: memory is paid for with a second forward pass of these modules. See also
+https://docs.jax.dev/en/latest/gradient-checkpointing.html.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +17,28 @@ import jax
 import numpy as np
 
 MODULES = ("MLP", "Attn", "Block")
-"""The parts of a Transformer that can be rematerialized: each MLP, each attention, or a whole block of both."""
+"""The parts of a Transformer that can be rematerialized: each MLP, each attention, or a whole
+block of both.
+"""
 
 POLICIES = {
-    "nothing": "keep nothing inside the module, recompute all of it: the least memory (JAX's own default)",
+    "nothing": (
+        "keep nothing inside the module, recompute all of it: the least memory (JAX's own"
+        " default)"
+    ),
     "everything": "keep everything: as if there were no rematerialization",
     "dots": "keep the results of all matrix products, recompute the cheap rest",
-    "dots_no_batch": "keep the results of products without batch dimensions: dense layers, not attention scores",
-    "names": "keep only the values that the model named with checkpoint_name and that are asked for",
-    "offload": "move those named values to the host's memory, and bring them back for the backward pass",
+    "dots_no_batch": (
+        "keep the results of products without batch dimensions: dense layers, not attention"
+        " scores"
+    ),
+    "names": (
+        "keep only the values that the model named with checkpoint_name and that are asked for"
+    ),
+    "offload": (
+        "move those named values to the host's memory, and bring them back for the backward"
+        " pass"
+    ),
 }
 """What may be kept inside a rematerialized module, by name, with what it means."""
 
@@ -36,17 +51,22 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
       names: for "names" and "offload", which named values are kept or offloaded.
 
     Raises:
-      ValueError: if `name` is unknown, or if `names` is missing where it is needed or given where it would be ignored.
+      ValueError: if `name` is unknown, or if `names` is missing where it is needed or given
+        where it would be ignored.
     """
     policies = jax.checkpoint_policies
     takes_names = name in ("names", "offload")
     if name not in POLICIES:
         raise ValueError(f"remat_policy={name!r} must be one of {list(POLICIES)}")
     if takes_names and not names:
-        raise ValueError(f"remat_names={names!r} must name a value for remat_policy={name!r}, or use 'nothing'")
+        raise ValueError(
+            f"remat_names={names!r} must name a value for remat_policy={name!r}, or use"
+            " 'nothing'"
+        )
     if names and not takes_names:
         raise ValueError(
-            f"remat_names={names!r} must be empty for remat_policy={name!r}, which ignores it; use 'names' or 'offload'"
+            f"remat_names={names!r} must be empty for remat_policy={name!r}, which ignores it;"
+            " use 'names' or 'offload'"
         )
     if name == "names":
         return policies.save_only_these_names(*names)
@@ -65,23 +85,30 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     }[name]
 
 
-def check(remat: Sequence[str], policy_name: str = "nothing", names: Sequence[str] = ()) -> None:
+def check(
+    remat: Sequence[str], policy_name: str = "nothing", names: Sequence[str] = ()
+) -> None:
     """Refuses a choice that does not exist, or that would change nothing.
 
     Raises:
-      ValueError: if `remat` is not a tuple of names from `MODULES`, if the policy is none (see `policy`), or if there is
-        one for no module.
+      ValueError: if `remat` is not a tuple of names from `MODULES`, if the policy is none (see
+        `policy`), or if there is one for no module.
     """
     if isinstance(remat, str):
-        raise ValueError(f"remat={remat!r} must be a tuple, a string would be read letter by letter: ({remat!r},)")
+        raise ValueError(
+            f"remat={remat!r} must be a tuple, a string would be read letter by letter:"
+            f" ({remat!r},)"
+        )
     for module in remat:
         if module not in MODULES:
-            raise ValueError(f"remat={tuple(remat)!r} must hold names from {MODULES}: there is no {module!r}")
+            raise ValueError(
+                f"remat={tuple(remat)!r} must hold names from {MODULES}: there is no {module!r}"
+            )
     policy(policy_name, names)
     if policy_name != "nothing" and not remat:
         raise ValueError(
-            f"remat_policy={policy_name!r} must be 'nothing' for remat=(): it says what to keep inside of rematerialized "
-            f"modules, and there are none; name some of {MODULES}"
+            f"remat_policy={policy_name!r} must be 'nothing' for remat=(): it says what to keep"
+            f" inside of rematerialized modules, and there are none; name some of {MODULES}"
         )
 
 
@@ -96,12 +123,14 @@ def wrap(
 ) -> type[nn.Module]:
     """Returns `module`, rematerialized if `name` is among `remat`.
 
-    `prevent_cse`: the forward pass and its repetition in the backward pass are the same computation. A compiler that sees
-    both merges them (common subexpression elimination), which undoes the rematerialization. JAX's barriers against that
-    are needed where layers are unrolled. Inside a scan the two stand in two different loops that cannot be merged, and
-    the barriers would only stand in the way of fusion.
+    `prevent_cse`: the forward pass and its repetition in the backward pass are the same
+    computation. A compiler that sees both merges them (common subexpression elimination), which
+    undoes the rematerialization. JAX's barriers against that are needed where layers are
+    unrolled. Inside a scan the two stand in two different loops that cannot be merged, and the
+    barriers would only stand in the way of fusion.
 
-    What is static (`train`) must be an attribute of the module: arguments of a rematerialized call are traced.
+    What is static (`train`) must be an attribute of the module: arguments of a rematerialized
+    call are traced.
 
     Args:
       module: a Linen module class.
@@ -133,40 +162,60 @@ class Residual:
 def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
     """Lists what `fn` saves for its backward pass, largest first.
 
-    `jax.vjp` returns a function that holds the residuals; tracing it shows them all, with the operation that made each.
-    Nothing is computed. What a compiler makes of it may be less: it can recompute what is cheap, and share memory.
+    `jax.vjp` returns a function that holds the residuals; tracing it shows them all, with the
+    operation that made each. Nothing is computed. What a compiler makes of it may be less: it
+    can recompute what is cheap, and share memory.
 
     Args:
       fn: a function to differentiate with respect to all of `args`.
       *args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
 
     Returns:
-      The residuals. Arguments that the backward pass reads (weights, inputs) are among them, `why` says so.
+      The residuals. Arguments that the backward pass reads (weights, inputs) are among them,
+        `why` says so.
     """
     closed = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args)[1])(*args)
     jaxpr = closed.jaxpr
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)
+    ]
     why = {var: f"argument {path}" for var, path in zip(jaxpr.invars, paths, strict=True)}
     found = []
-    for var in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):  # once each; literals take no memory
+    # once each; literals take no memory
+    for var in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
         shape, dtype = var.aval.shape, var.aval.dtype
-        size = np.dtype(dtype).itemsize if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else 0
-        found.append(Residual(int(np.prod(shape)) * size, shape, str(dtype), why.get(var) or _origin(jaxpr, var)))
+        size = (
+            np.dtype(dtype).itemsize
+            if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+            else 0
+        )
+        found.append(
+            Residual(
+                int(np.prod(shape)) * size,
+                shape,
+                str(dtype),
+                why.get(var) or _origin(jaxpr, var),
+            )
+        )
     return sorted(found, key=lambda residual: -residual.bytes)
 
 
 def _origin(jaxpr: Any, var: Any) -> str:
-    """Says which operation of the jaxpr made `var`, looking into jitted, scanned and rematerialized functions."""
+    """Says which operation of the jaxpr made `var`, looking into jitted, scanned and
+    rematerialized functions.
+    """
     for eqn in jaxpr.eqns:
         if var not in eqn.outvars:
             continue
         inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         inner = getattr(inner, "jaxpr", inner)
-        if inner is not None and len(inner.outvars) == len(eqn.outvars):  # a kernel's insides return nothing
+        # a kernel's insides return nothing
+        if inner is not None and len(inner.outvars) == len(eqn.outvars):
             return _origin(inner, inner.outvars[list(eqn.outvars).index(var)])
         if eqn.primitive.name == "name":
             return f"named {eqn.params['name']!r}"
-        if eqn.primitive.name == "reduce_precision":  # JAX marks with it what a rematerialized function saves
+        # JAX marks with it what a rematerialized function saves
+        if eqn.primitive.name == "reduce_precision":
             return _origin(jaxpr, eqn.invars[0])
         if eqn.primitive.name == "device_put":
             return f"{_origin(jaxpr, eqn.invars[0])}, moved to the host"

@@ -1,1 +1,3 @@
-"""Part IV: the training program, `python -m course_lib.train`. `command` reads the arguments, `loop` trains."""
+"""Part IV: the training program, `python -m course_lib.train`. `command` reads the arguments,
+`loop` trains.
+"""

@@ -1,7 +1,7 @@
 """Trains a language model: python -m course_lib.train --preset cpu
 
-A run is a folder with its configuration, metrics, checkpoints, samples and a report. The same command, given again, goes on
-where the run stopped, whatever stopped it.
+A run is a folder with its configuration, metrics, checkpoints, samples and a report. The same
+command, given again, goes on where the run stopped, whatever stopped it.
 """
 
 import argparse
@@ -22,7 +22,14 @@ from course_lib.program import dry_run, host_memory, loop, preemption, processes
 from course_lib.program.checkpoints import CheckpointError
 from course_lib.text import loading
 
-FAILED, USAGE, DOES_NOT_FIT, PREEMPTED, NOT_FINITE, INTERRUPTED = 1, 2, 3, preemption.EXIT, 77, 130
+FAILED, USAGE, DOES_NOT_FIT, PREEMPTED, NOT_FINITE, INTERRUPTED = (
+    1,
+    2,
+    3,
+    preemption.EXIT,
+    77,
+    130,
+)
 
 EPILOG = f"""\
 examples:
@@ -61,31 +68,69 @@ def arguments() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m course_lib.train",
-        usage="%(prog)s [--preset NAME | --config FILE] [--set FIELD=VALUE ...] [--data DIR] [--run FOLDER] [...]",
+        usage=(
+            "%(prog)s [--preset NAME | --config FILE] [--set FIELD=VALUE ...] [--data DIR]"
+            " [--run FOLDER] [...]"
+        ),
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is trained")
     start = what.add_mutually_exclusive_group()
-    presets = {name: make.__doc__.split(":")[0].splitlines()[0].rstrip(".") for name, make in configs.PRESETS.items()}
+    presets = {
+        name: make.__doc__.split(":")[0].splitlines()[0].rstrip(".")
+        for name, make in configs.PRESETS.items()
+    }
     known = "; ".join(f"{name}: {text}" for name, text in presets.items())
-    start.add_argument("--preset", choices=configs.PRESETS, default="cpu", help=f"the configuration (default: cpu). {known}")
-    start.add_argument("--config", metavar="FILE", help="a configuration in JSON instead, as config.json of a run folder")
-    what.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="changes a field; may be repeated")
+    start.add_argument(
+        "--preset",
+        choices=configs.PRESETS,
+        default="cpu",
+        help=f"the configuration (default: cpu). {known}",
+    )
+    start.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a configuration in JSON instead, as config.json of a run folder",
+    )
+    what.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="changes a field; may be repeated",
+    )
     what.add_argument("--data", metavar="DIR", help="a folder of UTF-8 text, two files or more, of which a tenth is "
                       "for validation (default: the course's corpus); run.corpus")  # fmt: skip
     where = parser.add_argument_group("where")
     where.add_argument("--run", metavar="FOLDER", help="of the run (default: runs/PRESET; with --config X.json, runs/X); "
                        "one that all processes see")  # fmt: skip
-    where.add_argument("--devices", metavar="N", type=int, help="makes N devices of this CPU; in a dry run, of the target")
-    where.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no launcher tells it (docs/cluster)")
-    where.add_argument("--process", metavar="P", type=int, help="the number of this process, from 0")
-    where.add_argument("--processes", metavar="N", type=int, help="how many processes there are")
+    where.add_argument(
+        "--devices",
+        metavar="N",
+        type=int,
+        help="makes N devices of this CPU; in a dry run, of the target",
+    )
+    where.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, where no launcher tells it (docs/cluster)",
+    )
+    where.add_argument(
+        "--process", metavar="P", type=int, help="the number of this process, from 0"
+    )
+    where.add_argument(
+        "--processes", metavar="N", type=int, help="how many processes there are"
+    )
     dry = parser.add_argument_group("dry run")
     dry.add_argument("--dry-run", action="store_true", help="only compiles, for devices that need not be there, and says what "
                      "a step needs: memory, FLOPs, communication")  # fmt: skip
-    dry.add_argument("--target", metavar="NAME", help=f"default: h100. There are {', '.join(hardware.names())}")
+    dry.add_argument(
+        "--target",
+        metavar="NAME",
+        help=f"default: h100. There are {', '.join(hardware.names())}",
+    )
     return parser
 
 
@@ -97,7 +142,10 @@ def configuration(given: argparse.Namespace) -> ConfigDict:
     """
     for option in ("config", "data", "run"):
         if getattr(given, option) == "":
-            raise ValueError(f"--{option} is empty, as an unset variable of a shell is: leave it out, or give it a value")
+            raise ValueError(
+                f"--{option} is empty, as an unset variable of a shell is: leave it out, or"
+                " give it a value"
+            )
     if given.config:
         try:
             whole = settings.whole(json.loads(pathlib.Path(given.config).read_text()))
@@ -108,11 +156,15 @@ def configuration(given: argparse.Namespace) -> ConfigDict:
     for change in given.set:
         field, equals, text = change.partition("=")
         if not equals:
-            raise ValueError(f"--set {change} must be FIELD=VALUE, as in --set model.num_layers=6")
+            raise ValueError(
+                f"--set {change} must be FIELD=VALUE, as in --set model.num_layers=6"
+            )
         settings.set_field(whole, field.strip(), text.strip())
     if given.data:
         named = given.data in ("shipped", "stdlib")
-        whole.run.corpus = given.data if named else str(pathlib.Path(given.data).expanduser().absolute())
+        whole.run.corpus = (
+            given.data if named else str(pathlib.Path(given.data).expanduser().absolute())
+        )
     settings.check(whole)
     return whole
 
@@ -122,7 +174,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = arguments()
     options = parser.parse_args(given)
     if options.target and not options.dry_run:
-        parser.error("--target comes with --dry-run: a training runs on the devices that are there")
+        parser.error(
+            "--target comes with --dry-run: a training runs on the devices that are there"
+        )
     with contextlib.ExitStack() as stack:
         try:
             whole = configuration(options)
@@ -130,7 +184,9 @@ def main(given: Sequence[str] | None = None) -> int:
             if count < 1:
                 raise ValueError(f"--devices {count} must be at least 1")
             if options.target not in (None, *hardware.names()):
-                raise ValueError(f"--target {options.target} must be one of {', '.join(hardware.names())}")
+                raise ValueError(
+                    f"--target {options.target} must be one of {', '.join(hardware.names())}"
+                )
             if options.dry_run:
                 found = dry_run.dry_run(whole, options.target or "h100", count)
                 print(found.text())
@@ -140,17 +196,24 @@ def main(given: Sequence[str] | None = None) -> int:
                 meshes.simulate(options.devices)
             host_memory.keep()  # before JAX starts its threads
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(dry_run.GPU_SHARE))
-            stack.enter_context(processes.start(options.coordinator, options.process, options.processes))
+            stack.enter_context(
+                processes.start(options.coordinator, options.process, options.processes)
+            )
         except (ValueError, RuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise
             return _error(error, USAGE)
-        folder = options.run or f"runs/{pathlib.Path(options.config).stem if options.config else options.preset}"
+        folder = (
+            options.run
+            or f"runs/{pathlib.Path(options.config).stem if options.config else options.preset}"
+        )
         return _train(whole, folder)
 
 
 def _train(whole: ConfigDict, folder: str) -> int:
-    """Trains. An error that is foreseen becomes an exit code; processes.start ends several processes at any but a refusal."""
+    """Trains. An error that is foreseen becomes an exit code; processes.start ends several
+    processes at any but a refusal.
+    """
     try:
         ended = loop.train(whole, folder)
     except loop.Refused as error:  # in all processes alike
@@ -171,7 +234,8 @@ def _train(whole: ConfigDict, folder: str) -> int:
         _say(f"stopped after step {ended.step}: not finite. {again.capitalize()}, and comes to the same end unless that is "
              "changed: --set run.non_finite=skip leaves such updates out, --set run.skips_in_a_row=N more of them")  # fmt: skip
         return NOT_FINITE
-    report = pathlib.Path(folder) / "report.md"  # there is none of a run without a line of metrics
+    # there is none of a run without a line of metrics
+    report = pathlib.Path(folder) / "report.md"
     _say(f"done after {ended.step} steps" + f": see {report}" * report.exists())
     return 0
 

@@ -6,9 +6,12 @@ from typing import Any
 
 
 def differences(
-    saved: Mapping[str, Any], given: Mapping[str, Any], names: tuple[str, str] = ("saved", "given")
+    saved: Mapping[str, Any],
+    given: Mapping[str, Any],
+    names: tuple[str, str] = ("saved", "given"),
 ) -> list[str]:
-    """Returns a line for each field in which two nested dicts differ: "model.num_layers: 3 saved, 6 given".
+    """Returns a line for each field in which two nested dicts differ: "model.num_layers: 3
+    saved, 6 given".
 
     They are compared as JSON would have them, where a tuple is a list.
 
@@ -29,5 +32,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in tree.items():
         inner = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": repr(json.loads(json.dumps(value)))}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if inner
+            else {f"{prefix}{name}": repr(json.loads(json.dumps(value)))}
+        )
     return flat

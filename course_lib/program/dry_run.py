@@ -3,9 +3,11 @@
     found = dry_run(settings.whole(configs.get("80gb")), "h100", 8)
     print(found.text())
 
-The step is the one that `course_lib.program.loop` would run on as many of these devices, built by the same function. Memory and
-communication are read from the compiled program, products are counted, and the time is the estimate of `many_devices.estimate`, at
-peak rates. Where the configuration leaves mesh and strategy as they are, advice follows: what is estimated to be the fastest.
+The step is the one that `course_lib.program.loop` would run on as many of these devices, built
+by the same function. Memory and communication are read from the compiled program, products are
+counted, and the time is the estimate of `many_devices.estimate`, at peak rates. Where the
+configuration leaves mesh and strategy as they are, advice follows: what is estimated to be the
+fastest.
 """
 
 import dataclasses
@@ -24,7 +26,9 @@ from course_lib.measure import hardware, virtual
 from course_lib.models import attention
 from course_lib.program import loop, observe, settings
 
-GPU_SHARE = 0.9  # of a GPU's memory, which the program takes: beside it CUDA and NCCL need some. JAX's default is 0.75
+# of a GPU's memory, which the program takes: beside it CUDA and NCCL need some. JAX's default
+# is 0.75
+GPU_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +39,16 @@ class DryRun:
       target: title of the accelerator.
       axes: the mesh, sizes by name.
       strategy: how its axes are used.
-      memory: of one device, in bytes by kind: "arguments", "temporaries", and "peak", which is what counts.
+      memory: of one device, in bytes by kind: "arguments", "temporaries", and "peak", which is
+        what counts.
       capacity: what of one device's memory the program takes, in bytes.
       flops: that the model needs in a step, on all devices together.
       sent: bytes that one device sends in a step, by kind and axes.
       estimate: of `many_devices.estimate`; or, in words, why there is none.
-      refused: why the program would not run the configuration on these devices, and this is `suggested` instead; else "".
-      suggested: fields to change and their values, which are estimated to give a faster step, or one that fits.
+      refused: why the program would not run the configuration on these devices, and this is
+        `suggested` instead; else "".
+      suggested: fields to change and their values, which are estimated to give a faster step,
+        or one that fits.
       advice: the same in words, "" where mesh or strategy were given.
     """
 
@@ -65,17 +72,30 @@ class DryRun:
     def text(self) -> str:
         """Returns all of it as lines for a terminal."""
         grid = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        memory = ", ".join(f"{name} {measure.gib(size)}" for name, size in self.memory.items() if name != "peak")
+        memory = ", ".join(
+            f"{name} {measure.gib(size)}"
+            for name, size in self.memory.items()
+            if name != "peak"
+        )
         small = {what for what, size in self.sent.items() if size < 0.05 * measure.MIB}
-        lines = [f"REFUSED              {self.refused}", f"instead              {self.advice}"] if self.refused else []
+        lines = (
+            [f"REFUSED              {self.refused}", f"instead              {self.advice}"]
+            if self.refused
+            else []
+        )
         lines += [
             f"{math.prod(self.axes.values())} x {self.target}: {grid}",
-            f"memory of a device   {measure.gib(self.memory['peak'])} of {measure.gib(self.capacity)} ({memory}): "
+            f"memory of a device   {measure.gib(self.memory['peak'])} of"
+            f" {measure.gib(self.capacity)} ({memory}): "
             + ("fits" if self.fits else "DOES NOT FIT"),
             f"FLOPs of a step      {self.flops:.3g} on all devices",
             f"sent by a device     {sum(self.sent.values()) / measure.MIB:,.1f} MiB",
         ]
-        lines += [f"{size / measure.MIB:21,.1f} MiB: {what}" for what, size in self.sent.items() if what not in small]
+        lines += [
+            f"{size / measure.MIB:21,.1f} MiB: {what}"
+            for what, size in self.sent.items()
+            if what not in small
+        ]
         lines += [f"{'':21}and {len(small)} sums of a few numbers"] * bool(small)
         lines.append(f"time of a step       {_time(self.estimate)}")
         if self.advice and not self.refused:
@@ -87,7 +107,10 @@ def _time(found: estimates.Estimate | str) -> str:
     if isinstance(found, str):
         return f"no estimate: {found}"
     slow, fast, products = found.step, found.floor, found.model_seconds
-    seconds, mfu = _range(f"{fast:.3g}", f"{slow:.3g}"), _range(f"{products / slow:.0%}", f"{products / fast:.0%}")
+    seconds, mfu = (
+        _range(f"{fast:.3g}", f"{slow:.3g}"),
+        _range(f"{products / slow:.0%}", f"{products / fast:.0%}"),
+    )
     return f"{seconds} s at peak rates, as all overlaps or nothing; MFU {mfu}"
 
 
@@ -98,7 +121,8 @@ def _range(low: str, high: str) -> str:
 def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     """Compiles the train step for devices that need not be there.
 
-    If the program would refuse the configuration on so many devices, what is suggested instead is compiled, if anything is.
+    If the program would refuse the configuration on so many devices, what is suggested instead
+    is compiled, if anything is.
 
     Args:
       config: as `settings.whole` returns it.
@@ -112,9 +136,14 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     settings.check(config)
     accelerator = hardware.get(target)
     if accelerator.platform == "gpu":
-        accelerator = dataclasses.replace(accelerator, memory_bytes=int(GPU_SHARE * accelerator.memory_bytes))
+        accelerator = dataclasses.replace(
+            accelerator, memory_bytes=int(GPU_SHARE * accelerator.memory_bytes)
+        )
     if reason := attention.why_unavailable(config.model.attention, accelerator):
-        raise ValueError(f"model.attention={config.model.attention!r} cannot be had on {accelerator.title}: {reason}")
+        raise ValueError(
+            f"model.attention={config.model.attention!r} cannot be had on {accelerator.title}:"
+            f" {reason}"
+        )
     devices = virtual.devices(target, count)
     suggested, advice = _suggest(config, accelerator, count) if _untouched(config) else ({}, "")
     refused = ""
@@ -126,7 +155,9 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         refused, config = str(error), _changed(config, suggested)
         run, place = loop.build(config, devices)
     arguments: Any = run.abstract()
-    arguments = arguments if isinstance(run, strategies.Run) else virtual.abstract(arguments, place)
+    arguments = (
+        arguments if isinstance(run, strategies.Run) else virtual.abstract(arguments, place)
+    )
     step: Any = run.train_step
     compiled = step.lower(*arguments).compile()
     memory = measure.memory(compiled)
@@ -147,7 +178,10 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
 
 def _untouched(config: ConfigDict) -> bool:
     fresh = settings.defaults()
-    return (config.mesh.to_dict(), config.strategy.to_dict()) == (fresh.mesh.to_dict(), fresh.strategy.to_dict())
+    return (config.mesh.to_dict(), config.strategy.to_dict()) == (
+        fresh.mesh.to_dict(),
+        fresh.strategy.to_dict(),
+    )
 
 
 def _changed(config: ConfigDict, fields: Mapping[str, Any]) -> ConfigDict:
@@ -156,7 +190,9 @@ def _changed(config: ConfigDict, fields: Mapping[str, Any]) -> ConfigDict:
     return changed
 
 
-def _estimate(config: ConfigDict, accelerator: hardware.Accelerator, count: int) -> estimates.Estimate | str:
+def _estimate(
+    config: ConfigDict, accelerator: hardware.Accelerator, count: int
+) -> estimates.Estimate | str:
     axes, chosen = settings.axes(config, count), settings.strategy(config)
     try:
         return estimates.estimate(settings.part_of_model(config), axes, chosen, accelerator)
@@ -164,26 +200,45 @@ def _estimate(config: ConfigDict, accelerator: hardware.Accelerator, count: int)
         return str(error)
 
 
-def _suggest(config: ConfigDict, accelerator: hardware.Accelerator, count: int) -> tuple[dict[str, Any], str]:
-    """Returns the fields that are to be changed for the fastest step that is estimated to fit, and a line about it."""
+def _suggest(
+    config: ConfigDict, accelerator: hardware.Accelerator, count: int
+) -> tuple[dict[str, Any], str]:
+    """Returns the fields that are to be changed for the fastest step that is estimated to fit,
+    and a line about it.
+    """
     try:
         found = estimates.choose(settings.part_of_model(config), accelerator, count)
     except ValueError:  # there is no formula, which is said as the time of the step
         return {}, ""
     if not found:
-        return {}, "no mesh of data, pipe and tensor is estimated to fit: more devices, a smaller batch, or remat of more"
+        return (
+            {},
+            (
+                "no mesh of data, pipe and tensor is estimated to fit: more devices, a smaller"
+                " batch, or remat of more"
+            ),
+        )
     best, now = found[0], _estimate(config, accelerator, count)
     if not isinstance(now, str) and now.fits and now.step <= best.step:
         return {}, "no other mesh of data, pipe and tensor is estimated to be faster"
     wanted = {f"mesh.{axis}": size for axis, size in best.axes.items() if axis != "data"}
     wanted |= {f"strategy.{name}": value for name, value in vars(best.strategy).items()}
     wanted["training.num_minibatches"] = 1 if "pipe" in best.axes else best.parts
-    given = {field: config[field.partition(".")[0]][field.partition(".")[2]] for field in wanted}
+    given = {
+        field: config[field.partition(".")[0]][field.partition(".")[2]] for field in wanted
+    }
     fields = {field: value for field, value in wanted.items() if value != given[field]}
-    flags = " ".join(f"--set {name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in fields.items())
+    flags = " ".join(
+        f"--set {name}={v if isinstance(v, str) else json.dumps(v)}"
+        for name, v in fields.items()
+    )
     seconds = _range(f"{best.floor:.3g}", f"{best.step:.3g}")
-    return fields, (
-        f"estimated to be the fastest that fits, with about {measure.gib(best.memory)}, in {seconds} s a step:\n{'':21}{flags}"
+    return (
+        fields,
+        (
+            f"estimated to be the fastest that fits, with about {measure.gib(best.memory)}, in"
+            f" {seconds} s a step:\n{'':21}{flags}"
+        ),
     )
 
 

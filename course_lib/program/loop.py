@@ -1,15 +1,19 @@
-"""The loop of the training program: begun or resumed, validated, checkpointed, and ended as it should be.
+"""The loop of the training program: begun or resumed, validated, checkpointed, and ended as it
+should be.
 
     ended = train(settings.whole(configs.get("cpu")), "runs/cpu")
 
-A run is a folder: `config.json`, what `course_lib.program.journal` writes, and `checkpoints/`. A run that was killed is resumed by the
-same call: it goes on from the last whole checkpoint, and on the same devices (of a CPU, as many cores) what it learns and
-writes is, bit for bit, what a run would that was never killed. So a checkpoint holds all that the next step follows from:
-parameters, optimizer, random key, step, loss scale, the place in the data, and the sums for the next line of metrics. On GPUs
-that takes `XLA_FLAGS=--xla_gpu_deterministic_ops=true`. Without, sums of atomic additions come in any order, and each start
-may time kernels anew and choose others; with it steps are slower (https://openxla.org/xla/determinism).
+A run is a folder: `config.json`, what `course_lib.program.journal` writes, and `checkpoints/`.
+A run that was killed is resumed by the same call: it goes on from the last whole checkpoint,
+and on the same devices (of a CPU, as many cores) what it learns and writes is, bit for bit,
+what a run would that was never killed. So a checkpoint holds all that the next step follows
+from: parameters, optimizer, random key, step, loss scale, the place in the data, and the sums
+for the next line of metrics. On GPUs that takes `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
+Without, sums of atomic additions come in any order, and each start may time kernels anew and
+choose others; with it steps are slower (https://openxla.org/xla/determinism).
 
-The devices never wait for this loop: the numbers of a step are read when later ones are on their way.
+The devices never wait for this loop: the numbers of a step are read when later ones are on
+their way.
 """
 
 import collections
@@ -47,8 +51,9 @@ class Ended:
     """How a training ended.
 
     Attributes:
-      reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, with a checkpoint; or `NOT_FINITE`, with the
-        checkpoints from before: a loss, parameters, or as many updates left out as `run.skips_in_a_row` says.
+      reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, with a checkpoint; or
+        `NOT_FINITE`, with the checkpoints from before: a loss, parameters, or as many updates
+        left out as `run.skips_in_a_row` says.
       step: the last one.
     """
 
@@ -57,7 +62,9 @@ class Ended:
 
 
 class Refused(ValueError):
-    """What was asked for cannot work: with these devices, this text, these processes, or what the run folder holds."""
+    """What was asked for cannot work: with these devices, this text, these processes, or what
+    the run folder holds.
+    """
 
 
 def build(
@@ -78,18 +85,28 @@ def build(
     place: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(devices[0])
     if len(devices) > 1:
         grid = meshes.make(axes, devices)
-        run, place = strategies.build(model, grid, settings.strategy(config)), NamedSharding(grid, P("data"))
+        run, place = (
+            strategies.build(model, grid, settings.strategy(config)),
+            NamedSharding(grid, P("data")),
+        )
     if config.run.non_finite == "skip":
         places = None
         if isinstance(run, strategies.Run):
             places = sharding.place(run.specs, run.mesh), NamedSharding(run.mesh, P())
-        step = training.skipping(run.train_step, donate=config.training.donate, out_shardings=places)
+        step = training.skipping(
+            run.train_step, donate=config.training.donate, out_shardings=places
+        )
         run = dataclasses.replace(run, train_step=step)
     return run, place
 
 
-def train(config: ConfigDict, folder: str | os.PathLike[str], devices: Sequence[jax.Device] | None = None) -> Ended:
-    """Trains until all steps are done, from the last checkpoint on if there is one, and writes the report.
+def train(
+    config: ConfigDict,
+    folder: str | os.PathLike[str],
+    devices: Sequence[jax.Device] | None = None,
+) -> Ended:
+    """Trains until all steps are done, from the last checkpoint on if there is one, and writes
+    the report.
 
     With several processes all of them call it, inside of `processes.start`.
 
@@ -99,22 +116,28 @@ def train(config: ConfigDict, folder: str | os.PathLike[str], devices: Sequence[
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: if the configuration cannot work, or is not that of the run in the folder, or of another process, naming the
-        fields; or if the folder holds something else. In all processes, and before anything there is changed.
-      BlockingIOError: if another program trains in that folder. That may pass, as a lock of a host that is gone does.
-      loading.Changed: if the text changes while it is read; in this process alone, as any error of JAX's.
+      Refused: if the configuration cannot work, or is not that of the run in the folder, or of
+        another process, naming the fields; or if the folder holds something else. In all
+        processes, and before anything there is changed.
+      BlockingIOError: if another program trains in that folder. That may pass, as a lock of a
+        host that is gone does.
+      loading.Changed: if the text changes while it is read; in this process alone, as any error
+        of JAX's.
       CheckpointError: if all checkpoints are damaged, or the last one cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         told_to_end = stack.enter_context(preemption.notices())
         run, place, tokens, batches, text = _prepared(config, folder, devices, stack)
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep)))
+        checkpoints = stack.enter_context(
+            contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep))
+        )
         same = settings.fixed(config) | {"corpus": text}
         saved = checkpoints.newest()
         if saved and (unlike := settings.changed(saved.config, same)):
             raise Refused(
-                f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Give what was saved, or another folder"
+                f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Give what"
+                " was saved, or another folder"
             )
         if not saved and (why := settings.why_not_begun(folder)):
             raise Refused(why)
@@ -128,20 +151,32 @@ def train(config: ConfigDict, folder: str | os.PathLike[str], devices: Sequence[
         now = f"goes on after step {after} of {total}" if saved else f"begins, {total} steps"
         book.say(f"{folder}: {now}{settings.without_effect(config, len(place.device_set))}")
         if saved and (otherwise := differences(saved.data_state["computed"], how)):
-            book.say(f"from here on numbers are rounded otherwise than before: {'; '.join(otherwise)}")
+            book.say(
+                "from here on numbers are rounded otherwise than before:"
+                f" {'; '.join(otherwise)}"
+            )
         if first and not saved and (baseline := observe.bigram_loss(tokens, config)):
             book.write(0, **baseline)
-        loop = _Loop(config, run, place, tokens, batches, checkpoints, book, same, how, saved, total)
+        loop = _Loop(
+            config, run, place, tokens, batches, checkpoints, book, same, how, saved, total
+        )
         ended = Ended(loop.go(told_to_end), loop.step)
         checkpoints.wait()
-        if ended.reason != NOT_FINITE or checkpoints.steps():  # else it begins anew, and nothing was reached
+        # else it begins anew, and nothing was reached
+        if ended.reason != NOT_FINITE or checkpoints.steps():
             book.report()
     return ended
 
 
 def _prepared(config, folder, devices, stack):
-    """Returns what a run needs beside its state: refused in all processes, unless it works in all and is the same in all."""
-    told, found, wrong = config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__}, None, None
+    """Returns what a run needs beside its state: refused in all processes, unless it works in
+    all and is the same in all.
+    """
+    told, found, wrong = (
+        config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__},
+        None,
+        None,
+    )
     told["run"] = told.get("run", {}) | {"corpus": None}  # the same text may lie elsewhere
     try:
         settings.check(config)
@@ -150,12 +185,14 @@ def _prepared(config, folder, devices, stack):
         run, place = build(config, devices)
         tokens = {split: loading.token_file(split, config.run.corpus) for split in data.SPLITS}
         batches = _batches(config, tokens["train"], place)
-        observe.validation_batches(tokens["validation"], config)  # now, and not when they are due
+        # now, and not when they are due
+        observe.validation_batches(tokens["validation"], config)
         text = {split: loading.identity(of_split) for split, of_split in tokens.items()}
         if jax.process_index() == 0:
             stack.enter_context(files.locked(folder))
         found, told["corpus"] = (run, place, tokens, batches, text), text
-    except ValueError as error:  # any other may pass, as a lost connection or a text that somebody writes to
+    except ValueError as error:
+        # any other may pass, as a lost connection or a text that somebody writes to
         told["refused"], wrong = str(error), error
     if unlike := settings.unlike(told):
         raise Refused(f"all processes must be told the same: {'; '.join(unlike)}")
@@ -174,31 +211,59 @@ def _batches(config, tokens, place):
     """Returns the batches of this process, on its devices."""
     size, length = config.data.batch_size, config.data.seq_len
     shard, shards = loading.shard_of(place, size, length)
-    where = dict(shard=shard, shards=shards, seed=config.seed, vocab_size=config.model.vocab_size)
-    return loading.to_devices(loading.batches(tokens, batch_size=size, seq_len=length, **where), place)
+    where = dict(
+        shard=shard, shards=shards, seed=config.seed, vocab_size=config.model.vocab_size
+    )
+    return loading.to_devices(
+        loading.batches(tokens, batch_size=size, seq_len=length, **where), place
+    )
 
 
 class _Loop:
     """Steps, and what comes between them."""
 
-    def __init__(self, config, run, place, tokens, batches, checkpoints, book, same, how, saved, total):
-        self.config, self.run, self.place, self.tokens, self.batches = config, run, place, tokens, batches
-        self.checkpoints, self.book, self.same, self.how, self.total = checkpoints, book, same, how, total
+    def __init__(
+        self, config, run, place, tokens, batches, checkpoints, book, same, how, saved, total
+    ):
+        self.config, self.run, self.place, self.tokens, self.batches = (
+            config,
+            run,
+            place,
+            tokens,
+            batches,
+        )
+        self.checkpoints, self.book, self.same, self.how, self.total = (
+            checkpoints,
+            book,
+            same,
+            how,
+            total,
+        )
         self.rate = optimizers.SCHEDULES[config.optimizer.schedule](config.optimizer)
         self.late: collections.deque[tuple[int, training.Metrics]] = collections.deque()
         self.looked = True  # at all that was due after the last step
         if saved:
-            self.step, self.state, self.looked = saved.step, saved.state, saved.data_state["looked"]
+            self.step, self.state, self.looked = (
+                saved.step,
+                saved.state,
+                saved.data_state["looked"],
+            )
             self.best = saved.data_state["best"]
             self.tally = observe.Tally(saved.data_state["tally"])
             self.batches.set_state(saved.data_state["batches"])
         else:
-            self.step, self.tally, self.best = 0, observe.Tally(), None  # the lowest validation loss
-            with jax.default_device(min(place.addressable_devices, key=lambda device: device.id)):
+            # the lowest validation loss
+            self.step, self.tally, self.best = 0, observe.Tally(), None
+            with jax.default_device(
+                min(place.addressable_devices, key=lambda device: device.id)
+            ):
                 self.state = run.init(jax.random.key(config.seed))
-            if not isinstance(run, strategies.Run):  # for arrays that JAX may still move it would compile the step once more
+            # for arrays that JAX may still move it would compile the step once more
+            if not isinstance(run, strategies.Run):
                 self.state = jax.device_put(self.state, place)
-        self.speed = observe.Speed(config, book, self.step, len(place.device_set), self.state.params)
+        self.speed = observe.Speed(
+            config, book, self.step, len(place.device_set), self.state.params
+        )
 
     def go(self, told_to_end: Callable[[], str]) -> str:
         """Steps until all are done or it has to end, and returns why it ended."""
@@ -224,10 +289,14 @@ class _Loop:
     def _due(self, step: int) -> set[str]:
         """Returns what is to be done after a step; after the last, everything."""
         names, every = ("log", "validate", "sample", "checkpoint"), self.config.run
-        return {name for name in names if step == self.total or step % every[f"{name}_every"] == 0}
+        return {
+            name for name in names if step == self.total or step % every[f"{name}_every"] == 0
+        }
 
     def _read(self, behind: int) -> bool:
-        """Waits for the metrics of all steps but the last `behind`, and writes them; returns whether the run may go on."""
+        """Waits for the metrics of all steps but the last `behind`, and writes them; returns
+        whether the run may go on.
+        """
         while len(self.late) > behind:
             step, metrics = self.late.popleft()
             skipped = self.tally.skipped  # of the steps before
@@ -235,16 +304,26 @@ class _Loop:
                 self.book.say(f"the loss of step {step} is not finite")
                 return False
             if self.tally.in_a_row >= self.config.run.skips_in_a_row:
-                self.book.say(f"{self.tally.in_a_row} updates in a row, the last of step {step}, were left out as not finite")
+                self.book.say(
+                    f"{self.tally.in_a_row} updates in a row, the last of step {step}, were"
+                    " left out as not finite"
+                )
                 return False
             if "log" in self._due(step):
                 line = self.tally.line()
-                self.book.write(step, **line, learning_rate=observe.learning_rate(self.rate, step - 1 - skipped))
+                self.book.write(
+                    step,
+                    **line,
+                    learning_rate=observe.learning_rate(self.rate, step - 1 - skipped),
+                )
                 self.speed.write(step, line["loss"])
         return True
 
-    def _look(self, due: set[str], told_to_end: Callable[[], str] = str, again: bool = False) -> str:
-        """Does what is due; `again` if another process may have done so before it was killed, and written lines.
+    def _look(
+        self, due: set[str], told_to_end: Callable[[], str] = str, again: bool = False
+    ) -> str:
+        """Does what is due; `again` if another process may have done so before it was killed,
+        and written lines.
 
         Returns:
           Why to end if that was told meanwhile, with nothing done; else "".
@@ -252,19 +331,35 @@ class _Loop:
         found: dict[str, float] = {}
         with self.speed.paused():
             if "validate" in due:
-                with self._saying_errors(unless=False):  # else a best one that was not saved counts
+                # else a best one that was not saved counts
+                with self._saying_errors(unless=False):
                     self.checkpoints.wait()
-                given = self.run, self.state.params, self.tokens["validation"], self.config, self.place
+                given = (
+                    self.run,
+                    self.state.params,
+                    self.tokens["validation"],
+                    self.config,
+                    self.place,
+                )
                 try:
                     found = observe.validate(*given, told_to_end)
                 except preemption.ToldToEnd as told:
                     return str(told)
-                self._write("metrics", again, **{f"validation_{name}": value for name, value in found.items()})
+                self._write(
+                    "metrics",
+                    again,
+                    **{f"validation_{name}": value for name, value in found.items()},
+                )
                 self.book.say(f"step {self.step}: validation loss {found['loss']:.3f}")
-                if math.isfinite(found["loss"]) and (self.best is None or found["loss"] < self.best):
-                    self.best, due = found["loss"], due | {"checkpoint"}  # which is kept besides the last ones
+                if math.isfinite(found["loss"]) and (
+                    self.best is None or found["loss"] < self.best
+                ):
+                    # which is kept besides the last ones
+                    self.best, due = found["loss"], due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
-                text = observe.sample(self.run, self.state.params, self.config, self.step, self.place)
+                text = observe.sample(
+                    self.run, self.state.params, self.config, self.step, self.place
+                )
                 self._write("samples", again, text=text)
         self.looked = True
         if "checkpoint" in due:
@@ -274,7 +369,9 @@ class _Loop:
     def _write(self, name: str, again: bool, **values: Any) -> None:
         """Writes a line, but not again."""
         there = journal.read(self.checkpoints.folder.parent, name) if again else []
-        if not any(line["step"] == self.step and line.keys() >= values.keys() for line in there):
+        if not any(
+            line["step"] == self.step and line.keys() >= values.keys() for line in there
+        ):
             self.book.write(self.step, name, **values)
 
     def _save(self, loss: float | None, must: bool) -> None:
@@ -284,13 +381,18 @@ class _Loop:
         with self._saying_errors(unless=False):  # of the one before
             self.checkpoints.wait()
         with self._saying_errors(unless=must):
-            if not self.book.sync():  # a checkpoint is never whole before the lines up to its step
-                raise CheckpointError(f"step {self.step} is not saved, as the lines up to it cannot be written")
+            # a checkpoint is never whole before the lines up to its step
+            if not self.book.sync():
+                raise CheckpointError(
+                    f"step {self.step} is not saved, as the lines up to it cannot be written"
+                )
             self.checkpoints.save(self.step, self.state, data_state, self.same, loss)
 
     @contextlib.contextmanager
     def _saying_errors(self, unless: bool) -> Iterator[None]:
-        """Says that a checkpoint could not be written, and lets training go on: a disk that is full may have room later."""
+        """Says that a checkpoint could not be written, and lets training go on: a disk that is
+        full may have room later.
+        """
         try:
             yield
         except CheckpointError as error:

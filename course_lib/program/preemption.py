@@ -7,8 +7,9 @@
             if why := told_to_end():
                 ...                       # in all processes after the same step: they write a checkpoint together, and end
 
-What is left to do must be short: Kubernetes kills what has not ended 30 s after the notice, Slurm as long as its site says.
-To prepare a text and to compile a step may take longer, and is nothing that a checkpoint would keep.
+What is left to do must be short: Kubernetes kills what has not ended 30 s after the notice,
+Slurm as long as its site says. To prepare a text and to compile a step may take longer, and is
+nothing that a checkpoint would keep.
 """
 
 import contextlib
@@ -34,29 +35,40 @@ class ToldToEnd(Exception):
 
 @contextlib.contextmanager
 def notices() -> Iterator[Callable[[], str]]:
-    """Takes signals for as long as a `with` lasts; outside of the main thread, which no signals reach, those of others only.
+    """Takes signals for as long as a `with` lasts; outside of the main thread, which no signals
+    reach, those of others only.
 
-    Until the first step is done, SIGTERM ends this process at once, with the code `EXIT`, and Ctrl-C (SIGINT) does what it
-    does without this; of several processes the others see that one is gone. After that both are notices. Ctrl-C in one of
-    several processes is passed on as SIGTERM, of which JAX tells all. A second Ctrl-C does what the first would have done
-    without this. A signal that is ignored, as SIGINT in a shell's background, stays so.
+    Until the first step is done, SIGTERM ends this process at once, with the code `EXIT`, and
+    Ctrl-C (SIGINT) does what it does without this; of several processes the others see that one
+    is gone. After that both are notices. Ctrl-C in one of several processes is passed on as
+    SIGTERM, of which JAX tells all. A second Ctrl-C does what the first would have done without
+    this. A signal that is ignored, as SIGINT in a shell's background, stays so.
 
     Yields:
-      A function that is called after each step, and in between where something takes long, as often by all processes. It
-      returns "", or why to end: `INTERRUPTED` where Ctrl-C was pressed, `PREEMPTED` elsewhere.
+      A function that is called after each step, and in between where something takes long, as
+      often by all processes. It returns "", or why to end: `INTERRUPTED` where Ctrl-C was
+      pressed, `PREEMPTED` elsewhere.
     """
     seen: list[int] = []
     calls = itertools.count(1)
     several = jax.process_count() > 1  # JAX takes SIGTERM then
     in_main = threading.current_thread() is threading.main_thread()
-    takes = [number for number in (signal.SIGTERM, signal.SIGINT) if in_main and signal.getsignal(number) is not signal.SIG_IGN]
+    takes = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if in_main and signal.getsignal(number) is not signal.SIG_IGN
+    ]
     ctrl_c = signal.getsignal(signal.SIGINT)
 
     def note(number, frame):
         seen.append(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, ctrl_c)
-            os.write(2, b"\nCtrl-C: ends after this step, with a checkpoint. Again: ends at once, without one\n")
+            os.write(
+                2,
+                b"\nCtrl-C: ends after this step, with a checkpoint. Again: ends at once,"
+                b" without one\n",
+            )
             if several:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -80,7 +92,8 @@ def notices() -> Iterator[Callable[[], str]]:
 
 @contextlib.contextmanager
 def _taken(number: int, handler: Callable[[int, Any], None]) -> Iterator[Callable[[], object]]:
-    """Has Python take a signal, and gives it back afterwards: to a handler in C++ perhaps, of which Python does not know.
+    """Has Python take a signal, and gives it back afterwards: to a handler in C++ perhaps, of
+    which Python does not know.
 
     Yields:
       A function that does so before: at every instant it is taken by one or by the other.
@@ -99,12 +112,15 @@ def _taken(number: int, handler: Callable[[int, Any], None]) -> Iterator[Callabl
 def _ends_at_once() -> Iterator[None]:
     """Has a SIGTERM that Python takes end this process even in the middle of a compilation.
 
-    Python calls a handler only when that is over, but at once it writes the signal's number into a pipe, where a thread waits.
+    Python calls a handler only when that is over, but at once it writes the signal's number
+    into a pipe, where a thread waits.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)  # as Python wants it
     others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_wait_for_sigterm, args=(read,), name="sigterm", daemon=True)
+    thread = threading.Thread(
+        target=_wait_for_sigterm, args=(read,), name="sigterm", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -120,5 +136,9 @@ def _wait_for_sigterm(pipe: int) -> None:
     """Reads the numbers of signals, up to a 0."""
     while number := os.read(pipe, 1)[0]:
         if number == signal.SIGTERM:
-            os.write(2, b"\nSIGTERM before the first step: ends at once, as there is nothing new to save\n")
+            os.write(
+                2,
+                b"\nSIGTERM before the first step: ends at once, as there is nothing new to"
+                b" save\n",
+            )
             os._exit(EXIT)

@@ -4,8 +4,9 @@
     settings.set_field(config, "model.num_layers", "6")      # typed by the field; a misspelt one is an error
     settings.check(config)
 
-To `model`, `optimizer`, `data`, `training` and `seed` (`course_lib.configs`) come `run`, what the program does beside the
-steps, `mesh`, how many devices an axis has, and `strategy`, how they are used (`options.Strategy`).
+To `model`, `optimizer`, `data`, `training` and `seed` (`course_lib.configs`) come `run`, what
+the program does beside the steps, `mesh`, how many devices an axis has, and `strategy`, how
+they are used (`options.Strategy`).
 """
 
 import dataclasses
@@ -39,23 +40,30 @@ def defaults() -> ConfigDict:
         corpus="shipped",  # or a folder of UTF-8 text: see course_lib.text.data.documents
         log_every=10,  # steps between two lines of metrics, each the mean since the one before
         validate_every=250,  # steps; and at the end. A new best is written as a checkpoint, too
-        validation_batches=0,  # so many of the validation split; 0: all of it, up to observe.VALIDATED tokens
-        checkpoint_every=250,  # steps; what is lost when the process is killed. At the end, and at SIGTERM, anyway
+        # so many of the validation split; 0: all of it, up to observe.VALIDATED tokens
+        validation_batches=0,
+        # steps; what is lost when the process is killed. At the end, and at SIGTERM, anyway
+        checkpoint_every=250,
         keep=3,  # checkpoints, and the best one besides
         sample_every=250,  # steps between two samples; and at the end
         sample_tokens=100,  # of a sample; 0: none
         non_finite="stop",  # or "skip": an update that is not finite is left out, and counted
-        skips_in_a_row=25,  # so many left out end the run: a dynamic loss scale comes down from its largest to 1 in 24
+        # so many left out end the run: a dynamic loss scale comes down from its largest to 1 in
+        # 24
+        skips_in_a_row=25,
     )
-    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}  # 0: as many devices as the others leave
+    # 0: as many devices as the others leave
+    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}
     return ConfigDict(dict(run=run, mesh=mesh, strategy=dataclasses.asdict(Strategy())))
 
 
 def whole(config: Any) -> ConfigDict:
-    """Returns a copy of a configuration, in which parts that only the program reads have their defaults if they are missing.
+    """Returns a copy of a configuration, in which parts that only the program reads have their
+    defaults if they are missing.
 
     Args:
-      config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and 1.0 may be 1.
+      config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and
+        1.0 may be 1.
 
     Raises:
       ValueError: if it is no such dict, or one of its parts is none.
@@ -77,9 +85,14 @@ def _like(example: Any, value: Any, name: str) -> Any:
         raise ValueError(f"{name}={value!r} must have fields, as {sorted(example)}")
     if isinstance(value, Mapping):
         if example is not None and not isinstance(example, Mapping):
-            raise ValueError(f"{name}={value!r} must be of type {type(example).__name__}, as in {example!r}")
+            raise ValueError(
+                f"{name}={value!r} must be of type {type(example).__name__}, as in {example!r}"
+            )
         example = example or {}
-        return {inner: _like(example.get(inner), found, f"{name}.{inner}".strip(".")) for inner, found in value.items()}
+        return {
+            inner: _like(example.get(inner), found, f"{name}.{inner}".strip("."))
+            for inner, found in value.items()
+        }
     if isinstance(example, float) and type(value) is int:
         return float(value)
     return tuple(value) if isinstance(value, list) else value
@@ -87,11 +100,14 @@ def _like(example: Any, value: Any, name: str) -> Any:
 
 def part_of_model(config: ConfigDict) -> ConfigDict:
     """Returns what `course_lib.configs` knows of a configuration."""
-    return ConfigDict({name: value for name, value in config.to_dict().items() if name not in defaults()})
+    return ConfigDict(
+        {name: value for name, value in config.to_dict().items() if name not in defaults()}
+    )
 
 
 def check(config: ConfigDict) -> None:
-    """Refuses a configuration that cannot work. Whether it fits the devices is seen when it is built.
+    """Refuses a configuration that cannot work. Whether it fits the devices is seen when it is
+    built.
 
     Raises:
       ValueError: naming the field, its value, and the fix.
@@ -111,43 +127,65 @@ def check(config: ConfigDict) -> None:
         raise ValueError("run.corpus='' must be 'shipped' or a folder of UTF-8 text")
     for field in ("log_every", "validate_every", "checkpoint_every", "sample_every"):
         if config.run[field] < 1:
-            raise ValueError(f"run.{field}={config.run[field]} must be at least 1 step; for never, more than training.steps")
+            raise ValueError(
+                f"run.{field}={config.run[field]} must be at least 1 step; for never, more than"
+                " training.steps"
+            )
     for field in ("validation_batches", "sample_tokens"):
         if config.run[field] < 0:
             raise ValueError(f"run.{field}={config.run[field]} must be 0 or more")
     if config.run.keep < 2:
-        raise ValueError(f"run.keep={config.run.keep} must be at least 2: if the last is damaged, the one before is needed")
+        raise ValueError(
+            f"run.keep={config.run.keep} must be at least 2: if the last is damaged, the one"
+            " before is needed"
+        )
     if config.run.skips_in_a_row < 1:
-        raise ValueError(f"run.skips_in_a_row={config.run.skips_in_a_row} must be at least 1: so many left out end the run")
+        raise ValueError(
+            f"run.skips_in_a_row={config.run.skips_in_a_row} must be at least 1: so many left"
+            " out end the run"
+        )
     if config.run.non_finite not in NON_FINITE:
-        raise ValueError(f"run.non_finite={config.run.non_finite!r} must be one of {NON_FINITE}")
+        raise ValueError(
+            f"run.non_finite={config.run.non_finite!r} must be one of {NON_FINITE}"
+        )
     for axis, size in config.mesh.items():
         if size < (ALL if axis == "data" else 1):
-            raise ValueError(f"mesh.{axis}={size} must be at least 1" + ", or 0 for all devices" * (axis == "data"))
+            raise ValueError(
+                f"mesh.{axis}={size} must be at least 1"
+                + ", or 0 for all devices" * (axis == "data")
+            )
     for field, known in _STRATEGY.items():
         if config.strategy[field] not in known:
-            raise ValueError(f"strategy.{field}={config.strategy[field]!r} must be one of {known}")
+            raise ValueError(
+                f"strategy.{field}={config.strategy[field]!r} must be one of {known}"
+            )
     for field in ("microbatches", "chunks"):
         if config.strategy[field] < 1:
             raise ValueError(f"strategy.{field}={config.strategy[field]} must be at least 1")
 
 
-_STRATEGY = dict(by=BY, zero=STAGES, overlap=OVERLAPS, schedule=tuple(SCHEDULES))  # what there is, on whatever mesh
+# what there is, on whatever mesh
+_STRATEGY = dict(by=BY, zero=STAGES, overlap=OVERLAPS, schedule=tuple(SCHEDULES))
 
 
 def axes(config: ConfigDict, count: int) -> dict[str, int]:
-    """Returns the axes of the mesh for a number of devices: "data", and those along which there is more than one.
+    """Returns the axes of the mesh for a number of devices: "data", and those along which there
+    is more than one.
 
     Raises:
       ValueError: if the sizes do not multiply to that number.
     """
-    others = {axis: config.mesh[axis] for axis in meshes.AXES if axis != "data" and config.mesh[axis] > 1}
+    others = {
+        axis: config.mesh[axis]
+        for axis in meshes.AXES
+        if axis != "data" and config.mesh[axis] > 1
+    }
     inner = math.prod(others.values())
     size = config.mesh.data or count // inner
     if size * inner != count:
         raise ValueError(
-            f"mesh={config.mesh.to_dict()} must multiply to the number of devices, {count}: set mesh.data=0, which takes all "
-            f"that are left, and others that divide {count}"
+            f"mesh={config.mesh.to_dict()} must multiply to the number of devices, {count}: set"
+            f" mesh.data=0, which takes all that are left, and others that divide {count}"
         )
     return {"data": size} | others
 
@@ -158,12 +196,18 @@ def strategy(config: ConfigDict) -> Strategy:
 
 
 def without_effect(config: ConfigDict, count: int) -> str:
-    """Returns, for the end of a line, which fields of `strategy` do nothing on a number of devices; "" if there are none.
+    """Returns, for the end of a line, which fields of `strategy` do nothing on a number of
+    devices; "" if there are none.
 
-    On one device none does anything. That is no error: a run that began on many may go on there.
+    On one device none does anything. That is no error: a run that began on many may go on
+    there.
     """
     usual = defaults().strategy
-    found = [f"strategy.{name}={value}" for name, value in config.strategy.items() if value != usual[name]]
+    found = [
+        f"strategy.{name}={value}"
+        for name, value in config.strategy.items()
+        if value != usual[name]
+    ]
     return f"; without effect on one device: {', '.join(found)}" if count == 1 and found else ""
 
 
@@ -172,24 +216,33 @@ def fixed(config: ConfigDict) -> dict[str, Any]:
 
     Free are, for numbers that are the same bit for bit:
 
-    - `training.steps`, so that a run can go on, and `training.donate`, which says where results are written;
-    - of `run`, what is done beside the steps, and when. The text is known by its tokens, wherever it lies.
+    - `training.steps`, so that a run can go on, and `training.donate`, which says where results
+      are written;
+    - of `run`, what is done beside the steps, and when. The text is known by its tokens,
+      wherever it lies.
 
-    Free are, for numbers that differ in their rounding, as the same sums are taken in another order:
+    Free are, for numbers that differ in their rounding, as the same sums are taken in another
+    order:
 
-    - `mesh` and `strategy`, which say who computes (dropout draws other masks there). Only where a stage of a pipeline
-      has several chunks, layers are stored in the order of the stages, and both stay;
-    - `model.remat*`, `model.attention`, `model.flat_products` and `training.accumulation`, which say how.
+    - `mesh` and `strategy`, which say who computes (dropout draws other masks there). Only
+      where a stage of a pipeline has several chunks, layers are stored in the order of the
+      stages, and both stay;
+    - `model.remat*`, `model.attention`, `model.flat_products` and `training.accumulation`,
+      which say how.
 
-    Fixed are of `run`: `validation_batches`, as the best loss is one of several of the same text, and `non_finite`, which
-    says which updates are made: see `changed`.
+    Fixed are of `run`: `validation_batches`, as the best loss is one of several of the same
+    text, and `non_finite`, which says which updates are made: see `changed`.
     """
     kept = part_of_model(config).to_dict()
     for part, names in (*_ROUNDING.items(), ("training", _BESIDE)):
         kept[part] = {name: value for name, value in kept[part].items() if name not in names}
     kept["run"] = {name: config.run[name] for name in ("validation_batches", "non_finite")}
     chunks = config.strategy.chunks
-    return kept | {"strategy": {"chunks": chunks}} | ({"mesh": {"pipe": config.mesh.pipe}} if chunks > 1 else {})
+    return (
+        kept
+        | {"strategy": {"chunks": chunks}}
+        | ({"mesh": {"pipe": config.mesh.pipe}} if chunks > 1 else {})
+    )
 
 
 _BESIDE = ("steps", "donate")  # of training
@@ -200,24 +253,33 @@ _ROUNDING = {
 
 
 def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
-    """Returns what the rounding of the numbers follows from, beside what is `fixed`: versions, devices, and what says how.
+    """Returns what the rounding of the numbers follows from, beside what is `fixed`: versions,
+    devices, and what says how.
 
     A run that goes on with another one has other last bits from there on.
     """
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    found: dict[str, Any] = {"jax": jax.__version__, "device": kinds, "processes": jax.process_count()}
+    found: dict[str, Any] = {
+        "jax": jax.__version__,
+        "device": kinds,
+        "processes": jax.process_count(),
+    }
     found |= {"cores": hardware.cores()} if kinds == "cpu" else {}
     found["mesh"] = axes(config, len(devices)) if len(devices) > 1 else {"data": 1}
-    found["strategy"] = (config if len(devices) > 1 else defaults()).strategy.to_dict()  # one device has none
-    found |= {part: {name: config[part][name] for name in names} for part, names in _ROUNDING.items()}
+    # one device has none
+    found["strategy"] = (config if len(devices) > 1 else defaults()).strategy.to_dict()
+    found |= {
+        part: {name: config[part][name] for name in names} for part, names in _ROUNDING.items()
+    }
     return json.loads(json.dumps(found))  # as a checkpoint gives it back
 
 
 def changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each field that differs although it must not, of two configurations as `fixed` returns them.
+    """Returns a line for each field that differs although it must not, of two configurations as
+    `fixed` returns them.
 
-    A run that stops at what is not finite has left out nothing until then. So it may go on as one that does; not the
-    other way.
+    A run that stops at what is not finite has left out nothing until then. So it may go on as
+    one that does; not the other way.
     """
     if saved["run"]["non_finite"] == "stop":
         saved = {**saved, "run": {**saved["run"], "non_finite": given["run"]["non_finite"]}}
@@ -225,33 +287,52 @@ def changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def unlike(told: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each thing that the first process which differs is told otherwise than process 0. All call it.
+    """Returns a line for each thing that the first process which differs is told otherwise than
+    process 0. All call it.
 
     Args:
       told: to this process; of what JSON knows.
     """
     first, *others = (json.loads(said) for said in processes.gather(json.dumps(told)))
-    found = (differences(first, other, ("in process 0", f"in process {n}")) for n, other in enumerate(others, 1))
+    found = (
+        differences(first, other, ("in process 0", f"in process {n}"))
+        for n, other in enumerate(others, 1)
+    )
     return next(filter(None, found), [])
 
 
 def why_not_begun(folder: pathlib.Path) -> str:
-    """Returns why no run may begin in a folder without checkpoints, which would write over what is there; "" if it may.
+    """Returns why no run may begin in a folder without checkpoints, which would write over what
+    is there; "" if it may.
 
-    A run that was killed before its first checkpoint was whole may begin anew. At the latest that checkpoint is whole when
-    the next one is saved, twice `run.checkpoint_every` steps after the start, and when a report is written.
+    A run that was killed before its first checkpoint was whole may begin anew. At the latest
+    that checkpoint is whole when the next one is saved, twice `run.checkpoint_every` steps
+    after the start, and when a report is written.
     """
-    written = [file.name for file in folder.glob("*.jsonl") if file.stem in journal.FILES and file.stat().st_size]
-    path = folder / "config.json"  # looked at last: another process that begins the same run writes it first
+    written = [
+        file.name
+        for file in folder.glob("*.jsonl")
+        if file.stem in journal.FILES and file.stat().st_size
+    ]
+    # looked at last: another process that begins the same run writes it first
+    path = folder / "config.json"
     cure = "give another folder, or move what is there away"
     if not written and not path.exists():
         return ""
     try:
         last = 2 * int(json.loads(path.read_text())["run"]["checkpoint_every"])
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{folder} holds {', '.join(written) or path.name}, but no configuration of a run: {cure}"
-    if (folder / "report.md").exists() or any(line["step"] > last for line in journal.read(folder)):
-        return f"the run in {folder} has no checkpoints any more, and to begin anew would erase its metrics and samples: {cure}"
+        return (
+            f"{folder} holds {', '.join(written) or path.name}, but no configuration of a run:"
+            f" {cure}"
+        )
+    if (folder / "report.md").exists() or any(
+        line["step"] > last for line in journal.read(folder)
+    ):
+        return (
+            f"the run in {folder} has no checkpoints any more, and to begin anew would erase"
+            f" its metrics and samples: {cure}"
+        )
     return ""
 
 
@@ -267,15 +348,25 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     Args:
       config: as `whole` returns it; it is changed.
       field: its name with its part, as in "model.num_layers".
-      text: a number; true or false; a string as it is; for a tuple, its strings with commas between, or none.
+      text: a number; true or false; a string as it is; for a tuple, its strings with commas
+        between, or none.
 
     Raises:
       ValueError: if there is no such field, or the text is not of its type.
     """
-    fields = {f"{part}.{name}": (part, name) for part in config if part != "seed" for name in config[part]}
+    fields = {
+        f"{part}.{name}": (part, name)
+        for part in config
+        if part != "seed"
+        for name in config[part]
+    }
     if field not in fields and field != "seed":
         close = difflib.get_close_matches(field, [*fields, "seed"], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the fields are those of {', '.join(config)}"
+        hint = (
+            f"did you mean {close[0]}?"
+            if close
+            else f"the fields are those of {', '.join(config)}"
+        )
         raise ValueError(f"{field}={text} is no field and would change nothing: {hint}")
     part, name = fields.get(field, ("", "seed"))
     owner, examples = (config[part], _template()[part]) if part else (config, _template())

@@ -18,7 +18,8 @@ OLDEST_JAX = "0.7.2"
 
 
 def setup() -> None:
-    """Checks the environment, sets the style of the pictures, and prints one line that says what runs here.
+    """Checks the environment, sets the style of the pictures, and prints one line that says
+    what runs here.
 
     On a GPU, JAX takes memory as it needs it from here on, instead of most of it at the start.
 
@@ -26,19 +27,27 @@ def setup() -> None:
       RuntimeError: if JAX is older than the course needs.
     """
     check_version(metadata.version("jax"))
-    # XLA would log to the screen what arrives as an exception anyway. It reads this when JAX is loaded.
+    # XLA would log to the screen what arrives as an exception anyway. It reads this when JAX is
+    # loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # JAX would reserve three quarters of a GPU's memory; some cells measure in processes of their own, which need it.
+    # JAX would reserve three quarters of a GPU's memory; some cells measure in processes of
+    # their own, which need it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    from course_lib.measure import virtual  # before the first device is asked for: virtual keeps JAX's start quiet
+    # before the first device is asked for: virtual keeps JAX's start quiet
+    from course_lib.measure import virtual
     from course_lib.show import figures
 
     figures.use_style()
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax"))
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")
+    )
     why_not = virtual.why_unavailable()
-    print(f"{versions} on {jax.devices()[0].device_kind}; virtual GPUs: {f'no. {why_not}' if why_not else 'yes'}")
+    print(
+        f"{versions} on {jax.devices()[0].device_kind}; virtual GPUs:"
+        f" {f'no. {why_not}' if why_not else 'yes'}"
+    )
 
 
 def check_version(found: str) -> None:
@@ -51,7 +60,8 @@ def check_version(found: str) -> None:
       RuntimeError: if it is older than `OLDEST_JAX`.
       ValueError: if it is no version.
     """
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)  # what follows, as in "0.10.0rc1", changes nothing here
+    # what follows, as in "0.10.0rc1", changes nothing here
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
     if numbers is None:
         raise ValueError(f"found={found!r} must be a version such as '0.10.2'")
     if tuple(map(int, numbers.groups())) < tuple(map(int, OLDEST_JAX.split("."))):
@@ -77,7 +87,8 @@ def _fenced_source(obj: Any) -> str:
         code, file = inspect.getsource(unwrapped), Path(inspect.getfile(unwrapped))
     except (TypeError, OSError):
         raise ValueError(
-            f"objects: {obj!r} must be a function, class or module: it has no Python source; its type may have"
+            f"objects: {obj!r} must be a function, class or module: it has no Python source;"
+            " its type may have"
         ) from None
     root = Path(__file__).parents[2]
     name = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
@@ -92,8 +103,8 @@ def table(
 ) -> None:
     """Prints rows as an aligned table of plain text.
 
-    Whole numbers get thousands separators, other numbers four significant digits, `None` a dash; numbers are aligned
-    to the right.
+    Whole numbers get thousands separators, other numbers four significant digits, `None` a
+    dash; numbers are aligned to the right.
 
     Args:
       rows: dicts or dataclasses.
@@ -102,7 +113,8 @@ def table(
       formats: a format of its own for a column, as in `{"loss": ".2f"}`.
 
     Raises:
-      ValueError: if there are no rows, or one lacks a column, or (with `columns=None`) has one that the first lacks.
+      ValueError: if there are no rows, or one lacks a column, or (with `columns=None`) has one
+        that the first lacks.
     """
     if len(rows) == 0:
         raise ValueError("rows=[] must hold at least one row: there is nothing to print")
@@ -113,13 +125,15 @@ def table(
         surplus = [name for name in row if name not in names] if columns is None else []
         if missing or surplus:
             raise ValueError(
-                f"rows[{number}] must have the columns {names}: it lacks {missing}, adds {surplus}; "
-                f"name the columns to print with columns=[...]"
+                f"rows[{number}] must have the columns {names}: it lacks {missing}, adds"
+                f" {surplus}; name the columns to print with columns=[...]"
             )
     formats = formats or {}
     unknown = [name for name in formats if name not in names]
     if unknown:
-        raise ValueError(f"formats={unknown!r} must name columns that are printed: they are {names}")
+        raise ValueError(
+            f"formats={unknown!r} must name columns that are printed: they are {names}"
+        )
 
     cells = [[_cell(row[name], formats.get(name)) for name in names] for row in dicts]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
@@ -144,8 +158,13 @@ def _as_dict(row: Any) -> dict[str, Any]:
     elif isinstance(row, Mapping):
         columns = dict(row)
     else:
-        raise ValueError(f"rows: {row!r} must be a dict or a dataclass: its columns have no names")
-    return {name: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else v for name, v in columns.items()}
+        raise ValueError(
+            f"rows: {row!r} must be a dict or a dataclass: its columns have no names"
+        )
+    return {
+        name: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else v
+        for name, v in columns.items()
+    }
 
 
 def _is_number(value: Any) -> bool:

@@ -1,9 +1,11 @@
 """Text for the course: a corpus, its tokenizer, and batches of tokens.
 
-The corpus of the package (`course_lib/text/corpus/SOURCE.md`) is an extract of CPython 3.13.0: topics of its language reference
-(English) and modules of its standard library (Python): real text, but narrow. A model learns to write manuals and code from it.
+The corpus of the package (`course_lib/text/corpus/SOURCE.md`) is an extract of CPython 3.13.0:
+topics of its language reference (English) and modules of its standard library (Python): real
+text, but narrow. A model learns to write manuals and code from it.
 
-Tokens are byte-level byte pairs (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909), learned from the training split.
+Tokens are byte-level byte pairs (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909),
+learned from the training split.
 """
 
 import gzip
@@ -27,7 +29,8 @@ from jaxtyping import Float, Integer, UInt16
 from course_lib import files
 
 CORPUS = "cpython-3.13.0.jsonl.gz"
-CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"  # of the text; see tools/build_corpus.py
+# of the text; see tools/build_corpus.py
+CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"
 VOCAB_SIZE = 2048
 TOKENIZER = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE]  # what it follows from
 END = "<|end|>"  # stands after each document; token 0
@@ -60,16 +63,19 @@ class Batch:
 def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Document]:
     """Returns the documents of one split, in the order of their names.
 
-    Files are split, not lines: a tenth of them, those whose names have the smallest CRC-32, are for validation.
+    Files are split, not lines: a tenth of them, those whose names have the smallest CRC-32, are
+    for validation.
 
     Args:
       split: "train" or "validation".
-      corpus: "shipped"; "stdlib", the standard library of this machine's Python, larger, and not the same on every machine;
-        or a folder of UTF-8 text, read with its subfolders and those that links lead to, each once.
+      corpus: "shipped"; "stdlib", the standard library of this machine's Python, larger, and
+        not the same on every machine; or a folder of UTF-8 text, read with its subfolders and
+        those that links lead to, each once.
 
     Raises:
-      ValueError: if the split is unknown, or the folder is missing, has fewer than two files, one that is not UTF-8 or holds
-        `END`, or what `files.below` refuses, or if all files of the split are empty.
+      ValueError: if the split is unknown, or the folder is missing, has fewer than two files,
+        one that is not UTF-8 or holds `END`, or what `files.below` refuses, or if all files of
+        the split are empty.
     """
     check_split(split)
     return _of_split(split, _read(corpus), corpus)
@@ -81,18 +87,27 @@ def check_split(split: str) -> None:
         raise ValueError(f"split={split!r} must be one of {SPLITS}")
 
 
-def _of_split(split: str, everything: list[Document], corpus: str | os.PathLike[str]) -> list[Document]:
+def _of_split(
+    split: str, everything: list[Document], corpus: str | os.PathLike[str]
+) -> list[Document]:
     by_name = {document.name: document for document in everything}
     chosen = [by_name[name] for name in names_of_split(split, by_name, corpus)]
     if not any(document.text for document in chosen):
-        raise ValueError(f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty")
+        raise ValueError(
+            f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
+        )
     return chosen
 
 
-def names_of_split(split: str, names: Collection[str], corpus: str | os.PathLike[str]) -> list[str]:
+def names_of_split(
+    split: str, names: Collection[str], corpus: str | os.PathLike[str]
+) -> list[str]:
     """Returns the names that are of one split, sorted, as `documents` says."""
     if len(names) < 2:
-        raise ValueError(f"corpus={str(corpus)!r} must hold two files or more, it has {len(names)}: one is for validation")
+        raise ValueError(
+            f"corpus={str(corpus)!r} must hold two files or more, it has {len(names)}: one is"
+            " for validation"
+        )
     by_hash = sorted(names, key=lambda name: zlib.crc32(name.encode()))
     count = max(1, len(names) // 10)
     return sorted(by_hash[:count] if split == "validation" else by_hash[count:])
@@ -100,16 +115,23 @@ def names_of_split(split: str, names: Collection[str], corpus: str | os.PathLike
 
 def _read(corpus: str | os.PathLike[str]) -> list[Document]:
     if corpus == "shipped":
-        packed = importlib.resources.files("course_lib.text").joinpath("corpus", CORPUS).read_bytes()
+        packed = (
+            importlib.resources.files("course_lib.text").joinpath("corpus", CORPUS).read_bytes()
+        )
         return [Document(**json.loads(line)) for line in gzip.decompress(packed).splitlines()]
     return [read_document(name, path, corpus) for name, path in text_files(corpus).items()]
 
 
 def text_files(corpus: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
-    """Returns the files of a corpus that is not the shipped one: their names in its folder, and where they are."""
+    """Returns the files of a corpus that is not the shipped one: their names in its folder, and
+    where they are.
+    """
     folder = pathlib.Path(sysconfig.get_path("stdlib") if corpus == "stdlib" else corpus)
     if not folder.is_dir():
-        raise ValueError(f"corpus={str(corpus)!r}: no such folder; only 'shipped' and 'stdlib' are names of others")
+        raise ValueError(
+            f"corpus={str(corpus)!r}: no such folder; only 'shipped' and 'stdlib' are names of"
+            " others"
+        )
     if corpus == "stdlib":
         left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib"}
         modules = sorted(path for path in folder.rglob("*.py") if path.is_file())
@@ -127,17 +149,24 @@ def read_document(name: str, path: pathlib.Path, corpus: str | os.PathLike[str])
     try:
         document = Document(name, path.read_bytes().decode("utf-8"))
     except (UnicodeDecodeError, PermissionError) as error:
-        raise ValueError(f"corpus={str(corpus)!r}: {name!r} is not UTF-8, or unreadable ({error}); mend or remove it") from None
+        raise ValueError(
+            f"corpus={str(corpus)!r}: {name!r} is not UTF-8, or unreadable ({error}); mend or"
+            " remove it"
+        ) from None
     if END in document.text:
-        raise ValueError(f"corpus={str(corpus)!r}: {name!r} holds {END!r}, which ends a document; remove it")
+        raise ValueError(
+            f"corpus={str(corpus)!r}: {name!r} holds {END!r}, which ends a document; remove it"
+        )
     return document
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text without `END` survives the round trip.
+    """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text without `END`
+    survives the round trip.
 
-    It was trained on the shipped corpus' training split, whatever corpus it is then used on: 2048 tokens, of which 256 are
-    the bytes and token 0 ends a document. The first call trains it, in seconds, and caches it (see `tokens`).
+    It was trained on the shipped corpus' training split, whatever corpus it is then used on:
+    2048 tokens, of which 256 are the bytes and token 0 ends a document. The first call trains
+    it, in seconds, and caches it (see `tokens`).
     """
     prepared = _prepared("shipped")
     return tokenizers.Tokenizer.from_str(prepared["tokenizer"].tobytes().decode())
@@ -146,8 +175,9 @@ def tokenizer() -> tokenizers.Tokenizer:
 def tokens(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16[np.ndarray, "T"]:
     """Returns the tokens of one split, document after document, each closed by the token `END`.
 
-    The first call prepares them, in seconds, and caches them under `$COURSE_CACHE`, or the user's cache folder, in a file that
-    is there whole or not at all. A damaged one is made again, and it is said.
+    The first call prepares them, in seconds, and caches them under `$COURSE_CACHE`, or the
+    user's cache folder, in a file that is there whole or not at all. A damaged one is made
+    again, and it is said.
 
     Args:
       split: "train" or "validation".
@@ -174,9 +204,14 @@ def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     return model
 
 
-def _prepare(everything: list[Document], corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def _prepare(
+    everything: list[Document], corpus: str | os.PathLike[str]
+) -> dict[str, np.ndarray]:
     """Returns tokens of both splits, and with the shipped corpus the tokenizer as JSON."""
-    texts = {split: [document.text for document in _of_split(split, everything, corpus)] for split in SPLITS}
+    texts = {
+        split: [document.text for document in _of_split(split, everything, corpus)]
+        for split in SPLITS
+    }
     model = _train_tokenizer(texts["train"]) if corpus == "shipped" else tokenizer()
     prepared = {split: encode(model, texts[split]) for split in SPLITS}
     if corpus == "shipped":
@@ -202,7 +237,8 @@ def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             with np.load(io.BytesIO(stored[32:])) as arrays:
                 return dict(arrays)
         print(f"the cached tokens {path.name} are damaged: making them again")
-    prepared = _prepare(everything, corpus)  # the same texts as in the key: files may be written meanwhile
+    # the same texts as in the key: files may be written meanwhile
+    prepared = _prepare(everything, corpus)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **prepared)
     try:
@@ -216,8 +252,8 @@ def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
     """Refuses tokens that the model has no embedding for.
 
-    Inside a compiled step an index out of range is no error: the embedding reads NaN, and one step later every parameter is
-    NaN. So it is checked here.
+    Inside a compiled step an index out of range is no error: the embedding reads NaN, and one
+    step later every parameter is NaN. So it is checked here.
 
     Raises:
       ValueError: naming the first such token and its position.
@@ -225,15 +261,23 @@ def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         position = tuple(map(int, np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]))
         raise ValueError(
-            f"tokens[{', '.join(map(str, position))}]={int(tokens[position])} must be in [0, vocab_size={vocab_size}): "
-            "the model has no such embedding; take a larger vocab_size, or this model's tokenizer"
+            f"tokens[{', '.join(map(str, position))}]={int(tokens[position])} must be in [0,"
+            f" vocab_size={vocab_size}): the model has no such embedding; take a larger"
+            " vocab_size, or this model's tokenizer"
         )
 
 
 def batches(
-    tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, seed: int, steps: int, vocab_size: int
+    tokens: Integer[np.ndarray, "T"],
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    steps: int,
+    vocab_size: int,
 ) -> Iterator[Batch]:
-    """Yields `steps` batches of windows from anywhere in the tokens, the same for the same seed.
+    """Yields `steps` batches of windows from anywhere in the tokens, the same for the same
+    seed.
 
     Args:
       tokens: a split.
@@ -244,16 +288,25 @@ def batches(
       vocab_size: V that every token must be under.
 
     Raises:
-      ValueError: at the call, if no window fits, a token is outside the vocabulary, or B, L or `steps` is below 1.
+      ValueError: at the call, if no window fits, a token is outside the vocabulary, or B, L or
+        `steps` is below 1.
     """
     check_sizes(batch_size, seq_len)
     check_tokens(tokens, vocab_size)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1: there would be no batch")
     if len(tokens) < seq_len + 1:
-        raise ValueError(f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window fits")
-    starts = np.random.default_rng(seed).integers(0, len(tokens) - seq_len, (steps, batch_size, 1))
-    return (_windows(tokens, start + np.arange(seq_len), np.ones((batch_size, seq_len), np.float32)) for start in starts)
+        raise ValueError(
+            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
+            " fits"
+        )
+    starts = np.random.default_rng(seed).integers(
+        0, len(tokens) - seq_len, (steps, batch_size, 1)
+    )
+    return (
+        _windows(tokens, start + np.arange(seq_len), np.ones((batch_size, seq_len), np.float32))
+        for start in starts
+    )
 
 
 def check_sizes(batch_size: int, seq_len: int) -> None:
@@ -264,7 +317,9 @@ def check_sizes(batch_size: int, seq_len: int) -> None:
 
 
 def _windows(
-    tokens: Integer[np.ndarray, "T"], positions: Integer[np.ndarray, "B L"], weights: Float[np.ndarray, "B L"]
+    tokens: Integer[np.ndarray, "T"],
+    positions: Integer[np.ndarray, "B L"],
+    weights: Float[np.ndarray, "B L"],
 ) -> Batch:
     inputs, labels = tokens[positions].astype(np.int32), tokens[positions + 1].astype(np.int32)
     return Batch(inputs=inputs, labels=labels, weights=weights)
@@ -273,9 +328,11 @@ def _windows(
 def validation_batches(
     tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, vocab_size: int
 ) -> Iterator[Batch]:
-    """Yields batches that hold every token but the first exactly once as a label. Each is made when it is asked for.
+    """Yields batches that hold every token but the first exactly once as a label. Each is made
+    when it is asked for.
 
-    What is missing to the last full batch is padding, of weight 0: a mean weighted by the labels' weights is exact.
+    What is missing to the last full batch is padding, of weight 0: a mean weighted by the
+    labels' weights is exact.
 
     Args:
       tokens: a split.
@@ -284,13 +341,16 @@ def validation_batches(
       vocab_size: V that every token must be under.
 
     Raises:
-      ValueError: if there are fewer than two tokens, one is outside the vocabulary, or B or L is below 1.
+      ValueError: if there are fewer than two tokens, one is outside the vocabulary, or B or L
+        is below 1.
     """
     check_sizes(batch_size, seq_len)
     check_tokens(tokens, vocab_size)
     labels, size = len(tokens) - 1, batch_size * seq_len
     if labels < 1:
-        raise ValueError(f"tokens must be two or more, not {len(tokens)}: the second is the first label")
+        raise ValueError(
+            f"tokens must be two or more, not {len(tokens)}: the second is the first label"
+        )
 
     def batch(start):
         positions = start + np.arange(size).reshape(batch_size, seq_len)

@@ -1,4 +1,5 @@
-"""Input of a training run: token files, and from them batches that are shuffled, shared out, restorable and there in time.
+"""Input of a training run: token files, and from them batches that are shuffled, shared out,
+restorable and there in time.
 
     tokens = loading.token_file("train")                       memory-mapped: read where a batch needs it
     batches = loading.batches(tokens, batch_size=8, seq_len=256, seed=0, vocab_size=2048)
@@ -6,12 +7,13 @@
     batch = next(batches)                                      endless
     state = batches.get_state()                                belongs into a checkpoint, with the parameters
 
-Documents are packed: one after another, each closed by `END`, they are one stream, and the stream a circle. It is cut into
-windows, wherever the cuts fall, so that no label is padding; attention sees what stands before in its window, be it another
-document. Each epoch cuts at other places and takes the windows in another order.
+Documents are packed: one after another, each closed by `END`, they are one stream, and the
+stream a circle. It is cut into windows, wherever the cuts fall, so that no label is padding;
+attention sees what stands before in its window, be it another document. Each epoch cuts at
+other places and takes the windows in another order.
 
-The pipeline is Grain's (https://google-grain.readthedocs.io): each batch follows from its number alone. So the state is that
-number, and a run may go on with another number of processes.
+The pipeline is Grain's (https://google-grain.readthedocs.io): each batch follows from its
+number alone. So the state is that number, and a run may go on with another number of processes.
 """
 
 import collections
@@ -41,12 +43,15 @@ class Changed(RuntimeError):
     """A text was written to while it was read."""
 
 
-def token_file(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16[np.ndarray, "T"]:
+def token_file(
+    split: str, corpus: str | os.PathLike[str] = "shipped"
+) -> UInt16[np.ndarray, "T"]:
     """Returns the tokens of one split, those of `data.tokens`, memory-mapped from a file.
 
-    The first call prepares the file, under `$COURSE_CACHE` or the user's cache folder, whole or not at all; other processes
-    of this host wait for it. A folder's documents are read one after another, so it may be larger than the memory, though no
-    document may. The file is made again when a name, a size or a time of the folder's files has changed, or when its own
+    The first call prepares the file, under `$COURSE_CACHE` or the user's cache folder, whole or
+    not at all; other processes of this host wait for it. A folder's documents are read one
+    after another, so it may be larger than the memory, though no document may. The file is made
+    again when a name, a size or a time of the folder's files has changed, or when its own
     checksum, which is read in each call, does not agree.
 
     Args:
@@ -72,13 +77,18 @@ def token_file(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16
             _write(path, _pieces(split, corpus))
             if _path(split, corpus) != path:
                 path.unlink()
-                raise Changed(f"corpus={str(corpus)!r} changed while it was read: call again when nobody writes to it")
+                raise Changed(
+                    f"corpus={str(corpus)!r} changed while it was read: call again when nobody"
+                    " writes to it"
+                )
             tokens = np.load(path, mmap_mode="r")
             with files.whole_file(_about(path)) as file:
                 file.write(json.dumps(identity(tokens)).encode())
             return tokens
     except OSError as error:
-        raise OSError(f"{path} cannot be prepared ({error}); COURSE_CACHE names another folder for it") from error
+        raise OSError(
+            f"{path} cannot be prepared ({error}); COURSE_CACHE names another folder for it"
+        ) from error
 
 
 def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
@@ -90,16 +100,21 @@ def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
 
 
 def check_apart(folder: pathlib.Path, corpus: str | os.PathLike[str]) -> None:
-    """Refuses a run folder inside of a corpus, or where a link in it leads: what a run writes would be text when it goes on."""
+    """Refuses a run folder inside of a corpus, or where a link in it leads: what a run writes
+    would be text when it goes on.
+    """
     if corpus in ("shipped", "stdlib"):
         return
     inside = False
     with contextlib.suppress(OSError):  # a folder that cannot be read: `token_file` says so
-        inside = any(folder.resolve().is_relative_to(below.resolve()) for below, _ in files.folders(pathlib.Path(corpus)))
+        inside = any(
+            folder.resolve().is_relative_to(below.resolve())
+            for below, _ in files.folders(pathlib.Path(corpus))
+        )
     if inside:
         raise ValueError(
-            f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: what a run writes would be read as text when it "
-            "goes on; take another --run"
+            f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: what a run writes"
+            " would be read as text when it goes on; take another --run"
         )
 
 
@@ -121,7 +136,10 @@ def _path(split: str, corpus: str | os.PathLike[str]) -> pathlib.Path:
     settings: list[Any] = [*data.TOKENIZER]
     if corpus != "shipped":
         status = {path: path.stat() for path in data.text_files(corpus).values()}
-        settings += [(str(path.absolute()), found.st_size, found.st_mtime_ns) for path, found in status.items()]
+        settings += [
+            (str(path.absolute()), found.st_size, found.st_mtime_ns)
+            for path, found in status.items()
+        ]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     return files.cache_folder() / f"tokens-{key}-{split}.npy"
 
@@ -134,7 +152,9 @@ def _pieces(split: str, corpus: str | os.PathLike[str]) -> Iterator[UInt16[np.nd
     found = data.text_files(corpus)
     names = data.names_of_split(split, found, corpus)
     if not any(found[name].stat().st_size for name in names):
-        raise ValueError(f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty")
+        raise ValueError(
+            f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
+        )
     model = data.tokenizer()
     texts, size = [], 0
     for name in names:
@@ -148,7 +168,9 @@ def _pieces(split: str, corpus: str | os.PathLike[str]) -> Iterator[UInt16[np.nd
 
 
 def _write(path: pathlib.Path, pieces: Iterable[UInt16[np.ndarray, "_"]]) -> None:
-    """Writes an .npy file piece by piece. Its header, of the same size for any length, is written again at the end."""
+    """Writes an .npy file piece by piece. Its header, of the same size for any length, is
+    written again at the end.
+    """
 
     def header(length):
         what = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
@@ -174,11 +196,12 @@ def batches(
     shard: int = 0,
     shards: int = 1,
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator of `data.Batch`, in numpy; its `get_state()` is JSON, and `set_state(state)` goes there.
+    """Returns an endless iterator of `data.Batch`, in numpy; its `get_state()` is JSON, and
+    `set_state(state)` goes there.
 
-    An epoch has T // L windows, each of which comes once; a batch may hold the end of one epoch and the start of the next.
-    The order is one of global batches: with n shards, shard p has the rows from p * B / n to (p + 1) * B / n of each.
-    One thread reads ahead.
+    An epoch has T // L windows, each of which comes once; a batch may hold the end of one epoch
+    and the start of the next. The order is one of global batches: with n shards, shard p has
+    the rows from p * B / n to (p + 1) * B / n of each. One thread reads ahead.
 
     Args:
       tokens: a split, such as a token file.
@@ -190,20 +213,30 @@ def batches(
       shards: in how many parts batches come; see `shard_of`.
 
     Raises:
-      ValueError: if the tokens do not fill one window, one is outside the vocabulary, the seed is negative, B or L is below 1,
-        or there is no such part of a batch. At the call, not at the first batch.
+      ValueError: if the tokens do not fill one window, one is outside the vocabulary, the seed
+        is negative, B or L is below 1, or there is no such part of a batch. At the call, not at
+        the first batch.
     """
     data.check_sizes(batch_size, seq_len)
     if seed < 0:
         raise ValueError(f"seed={seed} must be 0 or more: random numbers begin there")
     if shards < 1 or batch_size % shards:
-        raise ValueError(f"batch_size={batch_size} must be a multiple of shards={shards}: each process has as many rows")
+        raise ValueError(
+            f"batch_size={batch_size} must be a multiple of shards={shards}: each process has"
+            " as many rows"
+        )
     if not 0 <= shard < shards:
-        raise ValueError(f"shard={shard} must be in [0, shards={shards}): there is no such part of a batch")
+        raise ValueError(
+            f"shard={shard} must be in [0, shards={shards}): there is no such part of a batch"
+        )
     if len(tokens) < seq_len + 1:
-        raise ValueError(f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window fits")
+        raise ValueError(
+            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
+            " fits"
+        )
     if tokens.max() >= vocab_size or (tokens.dtype.kind == "i" and tokens.min() < 0):
-        data.check_tokens(tokens, vocab_size)  # names the first one, with arrays as long as the file
+        # names the first one, with arrays as long as the file
+        data.check_tokens(tokens, vocab_size)
 
     count = len(tokens) // seq_len
     offsets = np.arange(seq_len + 1)
@@ -212,10 +245,12 @@ def batches(
         start = _start(seed, number // count, len(tokens)) + place * seq_len
         return tokens[(start + offsets) % len(tokens)]
 
-    # Grain adds the epoch to the seed of its order: seeds that are neighbours would have the same orders, an epoch apart.
+    # Grain adds the epoch to the seed of its order: seeds that are neighbours would have the
+    # same orders, an epoch apart.
     order = int(np.random.SeedSequence(seed).generate_state(1)[0])
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
-    parts = windows.batch(batch_size // shards, drop_remainder=True)  # n of them are a global batch
+    # n of them are a global batch
+    parts = windows.batch(batch_size // shards, drop_remainder=True)
     parts = parts[shard::shards].map(_batch)
     return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
@@ -232,7 +267,10 @@ def _batch(windows: Integer[np.ndarray, "B _"]) -> data.Batch:
 
 
 def shard_of(
-    sharding: jax.sharding.Sharding, batch_size: int, seq_len: int, devices: Iterable[jax.Device] | None = None
+    sharding: jax.sharding.Sharding,
+    batch_size: int,
+    seq_len: int,
+    devices: Iterable[jax.Device] | None = None,
 ) -> tuple[int, int]:
     """Returns `(shard, shards)` of `batches`: which rows of a batch [B, L] some devices hold.
 
@@ -253,8 +291,9 @@ def shard_of(
     first, last, held = min(rows)[0], max(rows)[1], sum(end - start for start, end in rows)
     if held != last - first or batch_size % held or first % held:
         raise ValueError(
-            f"sharding={sharding} must give a process one part of a batch, not the rows {sorted(rows)} of {batch_size}: "
-            "make the mesh from jax.devices() in their order, with the axis of the batch first"
+            f"sharding={sharding} must give a process one part of a batch, not the rows"
+            f" {sorted(rows)} of {batch_size}: make the mesh from jax.devices() in their order,"
+            " with the axis of the batch first"
         )
     return first // held, batch_size // held
 
@@ -262,20 +301,25 @@ def shard_of(
 class DeviceBatches(Iterator[data.Batch]):
     """An iterator of batches on devices, made by `to_devices`."""
 
-    def __init__(self, iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int):
+    def __init__(
+        self, iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int
+    ):
         self._iterator, self._sharding, self._ahead = iterator, sharding, ahead
         self._ready: collections.deque[tuple[data.Batch, State]] = collections.deque()
         self._state: State = iterator.get_state()
 
     def __next__(self) -> data.Batch:
         while len(self._ready) <= self._ahead:
-            batch = jax.make_array_from_process_local_data(self._sharding, next(self._iterator))  # returns before it is done
+            # returns before it is done
+            batch = jax.make_array_from_process_local_data(self._sharding, next(self._iterator))
             self._ready.append((batch, self._iterator.get_state()))
         batch, self._state = self._ready.popleft()
         return batch
 
     def get_state(self) -> State:
-        """Returns the state after the last batch that was handed out; what is prefetched does not count."""
+        """Returns the state after the last batch that was handed out; what is prefetched does
+        not count.
+        """
         return dict(self._state)
 
     def set_state(self, state: State) -> None:
@@ -285,8 +329,11 @@ class DeviceBatches(Iterator[data.Batch]):
         self._state = dict(state)
 
 
-def to_devices(iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int = 2) -> DeviceBatches:
-    """Returns the same batches as global `jax.Array`s, of which some are on their way to the devices before they are asked for.
+def to_devices(
+    iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int = 2
+) -> DeviceBatches:
+    """Returns the same batches as global `jax.Array`s, of which some are on their way to the
+    devices before they are asked for.
 
     Args:
       iterator: of `batches`, with this process' `shard_of` that sharding.

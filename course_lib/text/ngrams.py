@@ -4,10 +4,13 @@ import numpy as np
 from jaxtyping import Float, Integer
 
 
-def unigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int) -> float:
+def unigram_loss(
+    train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int
+) -> float:
     """Returns the loss of guessing each token by how often it occurs, in nats a token.
 
-    p(v) = (count(v) + 1) / (T + V): each token counts once more than it occurs, so that none is impossible.
+    p(v) = (count(v) + 1) / (T + V): each token counts once more than it occurs, so that none is
+    impossible.
 
     Args:
       train: the tokens that are counted.
@@ -21,12 +24,15 @@ def unigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray
     return float(-np.log(_unigram(train, vocab_size)[validation[1:]]).mean())
 
 
-def bigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int) -> float:
+def bigram_loss(
+    train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int
+) -> float:
     """Returns the loss of guessing each token from the one before it, in nats a token.
 
-    p(v | u) = w count(u, v) / count(u) + (1 - w) p(v), with the unigram's p(v). A pair that was never seen has only the
-    second term. The weight w is chosen on the last tenth of `train`, with counts from the rest (Jelinek and Mercer, 1980);
-    then everything in `train` is counted. `validation` has no part in it.
+    p(v | u) = w count(u, v) / count(u) + (1 - w) p(v), with the unigram's p(v). A pair that was
+    never seen has only the second term. The weight w is chosen on the last tenth of `train`,
+    with counts from the rest (Jelinek and Mercer, 1980); then everything in `train` is counted.
+    `validation` has no part in it.
 
     Args:
       train: the tokens that are counted, at least 20: the last tenth must hold a pair.
@@ -46,14 +52,20 @@ def bigram_loss(train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray,
     return float(-np.log(weight * bigram + (1 - weight) * unigram).mean())
 
 
-def _check(train: np.ndarray, validation: np.ndarray, vocab_size: int, shortest: int = 1) -> None:
+def _check(
+    train: np.ndarray, validation: np.ndarray, vocab_size: int, shortest: int = 1
+) -> None:
     for name, tokens, least in (("train", train, shortest), ("validation", validation, 2)):
         if len(tokens) < least:
-            raise ValueError(f"len({name})={len(tokens)} must be at least {least}: else a mean is over no token")
+            raise ValueError(
+                f"len({name})={len(tokens)} must be at least {least}: else a mean is over no"
+                " token"
+            )
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(
-                f"{name} holds tokens from {tokens.min()} to {tokens.max()}, which must be in [0, {vocab_size}): "
-                "another would be counted as another pair; give the vocab_size of the tokenizer"
+                f"{name} holds tokens from {tokens.min()} to {tokens.max()}, which must be in"
+                f" [0, {vocab_size}): another would be counted as another pair; give the"
+                " vocab_size of the tokenizer"
             )
 
 
@@ -64,9 +76,13 @@ def _unigram(train: Integer[np.ndarray, "T"], vocab_size: int) -> Float[np.ndarr
 def _probabilities(
     train: Integer[np.ndarray, "T"], text: Integer[np.ndarray, "U"], vocab_size: int
 ) -> tuple[Float[np.ndarray, "U-1"], Float[np.ndarray, "U-1"]]:
-    """Returns count(u, v) / count(u), and p(v), of each token v of a text and the token u before it."""
+    """Returns count(u, v) / count(u), and p(v), of each token v of a text and the token u
+    before it.
+    """
     before, after = text[:-1].astype(np.int64), text[1:]
-    pairs = np.bincount(train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2)
+    pairs = np.bincount(
+        train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2
+    )
     firsts = np.bincount(train[:-1], minlength=vocab_size)
     unigram = _unigram(train, vocab_size)[after]
     bigram = pairs[before * vocab_size + after] / np.maximum(firsts, 1)[before]

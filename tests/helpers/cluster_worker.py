@@ -1,7 +1,8 @@
-"""What each of several processes runs in test_cluster.py: `python cluster_worker.py JOB [coordinator process processes]`.
+"""What each of several processes runs in test_cluster.py: `python cluster_worker.py JOB
+[coordinator process processes]`.
 
-Jobs: "train" prints losses, "prepare" comes to no step. The others step without end, until one process, whose number is in
-WHO, does what the job says.
+Jobs: "train" prints losses, "prepare" comes to no step. The others step without end, until one
+process, whose number is in WHO, does what the job says.
 """
 
 import os
@@ -44,7 +45,9 @@ def losses():
 def endless(job, info, told_to_end):
     """Adds one number of each device, again and again, until the job says otherwise."""
     grid = meshes.make({"data": 4})
-    x = jax.make_array_from_callback((4,), NamedSharding(grid, P("data")), lambda part: jnp.ones(4)[part])
+    x = jax.make_array_from_callback(
+        (4,), NamedSharding(grid, P("data")), lambda part: jnp.ones(4)[part]
+    )
     add = jax.jit(jnp.sum)
     chosen = info.process == int(os.environ["WHO"])
     for step in range(10_000):
@@ -63,13 +66,22 @@ def endless(job, info, told_to_end):
 
 if __name__ == "__main__":
     job, *place = sys.argv[1:]
-    coordinator, process, count = (place[0], int(place[1]), int(place[2])) if place else (None, None, None)
+    coordinator, process, count = (
+        (place[0], int(place[1]), int(place[2])) if place else (None, None, None)
+    )
     meshes.simulate(2)
     jax.config.update("jax_disable_most_optimizations", True)
-    seconds = dict(heartbeat=processes.HEARTBEAT if job == "train" else 10, patience=int(os.environ.get("PATIENCE", 60)))
+    seconds = dict(
+        heartbeat=processes.HEARTBEAT if job == "train" else 10,
+        patience=int(os.environ.get("PATIENCE", 60)),
+    )
     with processes.start(coordinator, process, count, **seconds) as info:
         if job == "train":
-            print(f"process {info.process} of {info.processes} has {info.local_devices} devices, losses {losses()}", flush=True)
+            print(
+                f"process {info.process} of {info.processes} has {info.local_devices} devices,"
+                f" losses {losses()}",
+                flush=True,
+            )
         else:
             with preemption.notices() as told_to_end:
                 if job == "prepare":

@@ -1,7 +1,7 @@
 """What every parallel strategy is compared with: the gradient that one device computes.
 
-Float32 at the highest matmul precision, dropout off, plain gradients. Labels carry unequal weights, so that the devices'
-means differ in weight: a mean of means would show.
+Float32 at the highest matmul precision, dropout off, plain gradients. Labels carry unequal
+weights, so that the devices' means differ in weight: a mean of means would show.
 """
 
 import functools
@@ -16,16 +16,23 @@ from course_lib.many_devices import meshes
 from course_lib.one_device import gradient_accumulation
 from course_lib.text import data
 
-CLOSE = 1e-5  # of a leaf's norm: float32 has 6e-8, and sums of a few thousand terms in another order lose two digits
-ZERO = 1e-7  # of the whole gradient's norm: leaves below are zero in theory, such as the bias of the keys
+# of a leaf's norm: float32 has 6e-8, and sums of a few thousand terms in another order lose two
+# digits
+CLOSE = 1e-5
+# of the whole gradient's norm: leaves below are zero in theory, such as the bias of the keys
+ZERO = 1e-7
 
 
 def small(**changes):
     """Returns a configuration of a Transformer that compiles in a second, with plain SGD."""
     whole = configs.get("cpu")
-    whole.model.update(num_layers=2, hidden_size=16, head_dim=2, num_heads=8, vocab_size=32, num_outputs=32)
+    whole.model.update(
+        num_layers=2, hidden_size=16, head_dim=2, num_heads=8, vocab_size=32, num_outputs=32
+    )
     whole.model.update(max_seq_len=16, scan_layers=True)
-    whole.optimizer.update(name="sgd", learning_rate=0.1, weight_decay=0.0, schedule="constant", warmup_steps=0)
+    whole.optimizer.update(
+        name="sgd", learning_rate=0.1, weight_decay=0.0, schedule="constant", warmup_steps=0
+    )
     whole.optimizer.update(clip_norm=0.0)
     whole.data.update(batch_size=8, seq_len=16)
     whole.update_from_flattened_dict(changes)
@@ -38,7 +45,9 @@ def jit(fn):
 
 
 def call(jitted, *args):
-    """Calls a function that somebody else gave to `jax.jit`, compiled as quickly, and for this call alone."""
+    """Calls a function that somebody else gave to `jax.jit`, compiled as quickly, and for this
+    call alone.
+    """
     return jitted.lower(*args).compile(compiler_options=quickly())(*args)
 
 
@@ -46,8 +55,9 @@ def call(jitted, *args):
 def quickly():
     """Returns options without XLA:CPU's emitters of fusions.
 
-    They take as long to compile as all else together, for programs that run for milliseconds here, and what is compared is
-    what the programs compute, and send. XLA of JAX 0.12 has no others any more.
+    They take as long to compile as all else together, for programs that run for milliseconds
+    here, and what is compared is what the programs compute, and send. XLA of JAX 0.12 has no
+    others any more.
     """
     options = {"xla_cpu_use_fusion_emitters": False}
     try:
@@ -58,16 +68,24 @@ def quickly():
 
 
 def batch(whole):
-    """Returns random tokens whose labels weigh 0, 1 or 2, most of the zeros in the first sequences.
+    """Returns random tokens whose labels weigh 0, 1 or 2, most of the zeros in the first
+    sequences.
 
-    NumPy's, as all here: what is on no device in particular needs no program to come to several.
+    NumPy's, as all here: what is on no device in particular needs no program to come to
+    several.
     """
     shape = whole.data.batch_size, whole.data.seq_len
     keys = jax.random.split(jax.random.key(1), 3)
-    inputs, labels = (jax.random.randint(key, shape, 0, whole.model.vocab_size) for key in keys[:2])
+    inputs, labels = (
+        jax.random.randint(key, shape, 0, whole.model.vocab_size) for key in keys[:2]
+    )
     weights = jax.random.randint(keys[2], shape, 0, 3).astype(jnp.float32)
     rows, columns = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
-    return jax.device_get(data.Batch(inputs, labels, jnp.where((rows < shape[0] // 2) & (columns > 3), 0.0, weights)))
+    return jax.device_get(
+        data.Batch(
+            inputs, labels, jnp.where((rows < shape[0] // 2) & (columns > 3), 0.0, weights)
+        )
+    )
 
 
 @functools.cache
@@ -76,7 +94,9 @@ def reference(frozen):
     run = training.build(frozen)
     params = call(run.init, jax.random.key(0)).params
     with jax.default_matmul_precision("highest"):
-        grads, metrics = jit(gradient_accumulation.gradient(run.loss_fn))(params, batch(frozen), None)
+        grads, metrics = jit(gradient_accumulation.gradient(run.loss_fn))(
+            params, batch(frozen), None
+        )
     return *jax.device_get((params, grads)), metrics
 
 
@@ -86,11 +106,15 @@ def grid(**axes):
 
 
 def different_leaves(found, expected):
-    """Returns the leaves that differ: by more than CLOSE of their norm, or of ZERO of the norm of all."""
+    """Returns the leaves that differ: by more than CLOSE of their norm, or of ZERO of the norm
+    of all.
+    """
     whole = math.sqrt(sum(float(np.vdot(leaf, leaf)) for leaf in jax.tree.leaves(expected)))
     different = {}
     for (path, leaf), other in zip(
-        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(jax.device_get(found)), strict=True
+        jax.tree_util.tree_leaves_with_path(expected),
+        jax.tree.leaves(jax.device_get(found)),
+        strict=True,
     ):
         norm, distance = np.linalg.norm(leaf), np.linalg.norm(leaf - other)
         if not distance <= max(CLOSE * norm, ZERO * whole):

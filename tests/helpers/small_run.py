@@ -1,9 +1,10 @@
 """A training run that is over in a second or two, for the tests of the program.
 
-Run as a program, it forks a process for each line that it reads: JAX starts in the fork, but nothing is imported anew.
-`python small_run.py FOLDER CORPUS` trains the run of that folder with the number of steps that the line says, and says what
-became of it. `python small_run.py` calls the command `course_lib.train` with the arguments that the line holds, in JSON, its
-output in a file; for a line with a process's number it waits for that one, and says its exit code.
+Run as a program, it forks a process for each line that it reads: JAX starts in the fork, but
+nothing is imported anew. `python small_run.py FOLDER CORPUS` trains the run of that folder with
+the number of steps that the line says, and says what became of it. `python small_run.py` calls
+the command `course_lib.train` with the arguments that the line holds, in JSON, its output in a
+file; for a line with a process's number it waits for that one, and says its exit code.
 """
 
 import json
@@ -15,7 +16,8 @@ import sys
 from course_lib import configs
 from course_lib.program import settings
 
-# A program that is killed while it keeps a compiled one leaves a part of it: the next one says so, and compiles it itself.
+# A program that is killed while it keeps a compiled one leaves a part of it: the next one says
+# so, and compiles it itself.
 STRICT = ["-W", "error", "-W", "ignore:Error reading persistent compilation cache entry"]
 
 
@@ -23,18 +25,32 @@ def corpus(folder):
     """Writes a corpus of a few thousand tokens into a folder, and returns its name."""
     folder.mkdir(parents=True)
     for number in range(12):
-        lines = (f"def add_{number}_{line}(a, b):\n    return a + {line} * b - {number * line}\n" for line in range(40))
+        lines = (
+            f"def add_{number}_{line}(a, b):\n    return a + {line} * b - {number * line}\n"
+            for line in range(40)
+        )
         (folder / f"{number:02d}.py").write_text("".join(lines))
     return str(folder)
 
 
 def configuration(corpus, **changes):
-    """Returns a configuration whose numbers all count: Adam, dropout, a schedule, lines that lie across checkpoints."""
+    """Returns a configuration whose numbers all count: Adam, dropout, a schedule, lines that
+    lie across checkpoints.
+    """
     whole = settings.whole(configs.get("cpu"))
-    whole.model.update(num_layers=1, hidden_size=16, head_dim=4, num_heads=4, max_seq_len=16, dropout_rate=0.1)
+    whole.model.update(
+        num_layers=1, hidden_size=16, head_dim=4, num_heads=4, max_seq_len=16, dropout_rate=0.1
+    )
     whole.optimizer.update(schedule="warmup_exponential", warmup_steps=10, learning_rate=1e-2)
     whole.data.update(batch_size=4, seq_len=16)
-    whole.run.update(corpus=corpus, log_every=7, validate_every=20, checkpoint_every=10, sample_every=20, sample_tokens=5)
+    whole.run.update(
+        corpus=corpus,
+        log_every=7,
+        validate_every=20,
+        checkpoint_every=10,
+        sample_every=20,
+        sample_tokens=5,
+    )
     whole.run.update(validation_batches=2)
     whole.training.steps = 40
     for field, value in changes.items():
@@ -45,16 +61,25 @@ def configuration(corpus, **changes):
 
 
 def arguments(corpus, run, devices, *changes):
-    """Returns what the command `course_lib.train` is told for a run that is smaller still; changes are for --set."""
+    """Returns what the command `course_lib.train` is told for a run that is smaller still;
+    changes are for --set.
+    """
     sizes = ("num_layers=1", "hidden_size=8", "head_dim=4", "num_heads=2", "max_seq_len=8")
-    small = [*(f"model.{size}" for size in sizes), "data.seq_len=8", "run.log_every=1", "run.sample_tokens=0"]
+    small = [
+        *(f"model.{size}" for size in sizes),
+        "data.seq_len=8",
+        "run.log_every=1",
+        "run.sample_tokens=0",
+    ]
     small += ["optimizer.schedule=constant", "run.validation_batches=1", *changes]
     given = [word for each in small for word in ("--set", each)]
     return ["--data", corpus, "--run", str(run), "--devices", str(devices), *given]
 
 
 def serve(folder, corpus):
-    """Trains in a fork for each line of the input, and says which process it is, and what became of it."""
+    """Trains in a fork for each line of the input, and says which process it is, and what
+    became of it.
+    """
     import jax
 
     from course_lib.program import loop

@@ -13,7 +13,8 @@ from course_lib.lessons import case_study
 from course_lib.measure import virtual
 
 PUBLISHED = [case for case in case_study.CASES if case.published_gib]
-TOLERANCE = 0.12  # a compiler of another year, without the GPU's context and its libraries' workspace
+# a compiler of another year, without the GPU's context and its libraries' workspace
+TOLERANCE = 0.12
 
 
 def _recorded(accelerator):
@@ -30,7 +31,11 @@ def test_every_case_is_recorded_for_every_accelerator(accelerator):
     assert list(rows) == [case.name for case in case_study.CASES]
     for case in case_study.CASES:
         row = rows[case.name]
-        published = (case.published_gib, case.published_seconds) if accelerator == "a5000" else (None, None)
+        published = (
+            (case.published_gib, case.published_seconds)
+            if accelerator == "a5000"
+            else (None, None)
+        )
         assert (row["published_gib"], row["published_seconds"]) == published
 
 
@@ -42,13 +47,17 @@ def test_recorded_memory_is_within_12_percent_of_the_published(case):
 
 def test_no_published_step_is_faster_than_its_floor():
     for row in case_study.recorded_rows("a5000"):
-        assert row["published_seconds"] is None or row["floor_seconds"] < row["published_seconds"]
+        assert (
+            row["published_seconds"] is None or row["floor_seconds"] < row["published_seconds"]
+        )
 
 
 def test_the_largest_arrays_without_remat_are_the_attention_weights_and_the_activations_of_the_mlp():
     largest = _recorded("a5000")["bfloat16"]["largest"]
     assert ("float32", [12, 16, 8, 512, 512]) == (largest[0]["dtype"], largest[0]["shape"])
-    assert {"bfloat16"} == {array["dtype"] for array in largest if array["shape"] == [12, 16, 512, 4096]}
+    assert {"bfloat16"} == {
+        array["dtype"] for array in largest if array["shape"] == [12, 16, 512, 4096]
+    }
 
 
 def test_flash_attention_takes_less_memory_and_does_the_same_model_flops():
@@ -61,8 +70,13 @@ def test_flash_attention_takes_less_memory_and_does_the_same_model_flops():
 def test_remat_adds_flops_and_takes_none_from_the_model():
     rows = _recorded("a5000")
     assert rows["bfloat16"]["recomputed_flops"] == 0
-    assert 0 < rows["remat MLP+Attn"]["recomputed_flops"] < rows["remat Block"]["model_flops"] / 3
-    assert len({rows[case.name]["model_flops"] for case in PUBLISHED if "256" not in case.name}) == 1
+    assert (
+        0 < rows["remat MLP+Attn"]["recomputed_flops"] < rows["remat Block"]["model_flops"] / 3
+    )
+    assert (
+        len({rows[case.name]["model_flops"] for case in PUBLISHED if "256" not in case.name})
+        == 1
+    )
 
 
 @pytest.mark.parametrize("case", case_study.CASES, ids=lambda case: case.name)
@@ -74,7 +88,10 @@ def test_every_case_is_a_configuration_that_can_work(case):
 
 
 def test_a_device_without_a_datasheet_is_refused():
-    with pytest.raises(ValueError, match=r"device=.* must be one that course_lib.measure.hardware knows, .*add its row"):
+    with pytest.raises(
+        ValueError,
+        match=r"device=.* must be one that course_lib.measure.hardware knows, .*add its row",
+    ):
         case_study.compile_case(case_study.CASES[0], jax.devices("cpu")[0])
 
 
@@ -104,13 +121,18 @@ TINY = {
 
 
 def test_a_step_that_is_run_here_has_its_time_and_its_peak_beside_the_compiled_one(monkeypatch):
-    """Without a device that counts: a pretended one, whose process runs here, counts a megabyte more than planned."""
+    """Without a device that counts: a pretended one, whose process runs here, counts a megabyte
+    more than planned.
+    """
 
     def run_here(target, **arguments):
         assert target == "course_lib.lessons.case_study:run_steps"
         arguments = json.loads(json.dumps(arguments))
         case_study.run_steps(**arguments)
-        return json.loads(pathlib.Path(arguments["out"]).read_text())["compiled_peak_bytes"] + 2**20
+        return (
+            json.loads(pathlib.Path(arguments["out"]).read_text())["compiled_peak_bytes"]
+            + 2**20
+        )
 
     monkeypatch.setattr(measure, "peak_in_own_process", run_here)
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
@@ -123,10 +145,14 @@ def test_a_step_that_is_run_here_has_its_time_and_its_peak_beside_the_compiled_o
 
 def test_a_step_that_fails_in_its_process_is_a_row_with_the_reason(monkeypatch):
     def fails(target, **arguments):
-        raise RuntimeError("failed in its own process:\nTraceback\nRESOURCE_EXHAUSTED: Out of memory")
+        raise RuntimeError(
+            "failed in its own process:\nTraceback\nRESOURCE_EXHAUSTED: Out of memory"
+        )
 
     monkeypatch.setattr(measure, "peak_in_own_process", fails)
-    assert case_study.measure_here("cpu", {}) == {"not_run": "RESOURCE_EXHAUSTED: Out of memory"}
+    assert case_study.measure_here("cpu", {}) == {
+        "not_run": "RESOURCE_EXHAUSTED: Out of memory"
+    }
 
 
 def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
@@ -142,8 +168,12 @@ def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
     assert isinstance(timed[0], jax.stages.Compiled)
 
 
-@pytest.mark.skipif(os.environ.get("COURSE_SLOW") != "1", reason="compiles for minutes: COURSE_SLOW=1 runs it")
-@pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+@pytest.mark.skipif(
+    os.environ.get("COURSE_SLOW") != "1", reason="compiles for minutes: COURSE_SLOW=1 runs it"
+)
+@pytest.mark.skipif(
+    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
+)
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
 def test_compiled_memory_is_within_12_percent_of_the_published(case):
     row = case_study.compile_case(case, virtual.devices("a5000")[0])

@@ -34,33 +34,53 @@ def same_update():
     expected = jax.tree.map(lambda p, g: p - 0.1 * g * min(1.0, 0.1 / norm), params, grads)
     run = strategies.build(whole, one_device.grid(data=2), Strategy(zero=1))
     with jax.default_matmul_precision("highest"):
-        found, _ = one_device.call(run.train_step, one_device.call(run.init, jax.random.key(0)), one_device.batch(whole))
-    pairs = zip(jax.tree.leaves(jax.device_get(found.params)), jax.tree.leaves(expected), strict=True)
+        found, _ = one_device.call(
+            run.train_step,
+            one_device.call(run.init, jax.random.key(0)),
+            one_device.batch(whole),
+        )
+    pairs = zip(
+        jax.tree.leaves(jax.device_get(found.params)), jax.tree.leaves(expected), strict=True
+    )
     return all(np.allclose(a, b, atol=3e-7) for a, b in pairs)
 
 
 def same_bytes():
-    """Compares what ZeRO-3 gathers with the bytes of parameters that are cut, and of kernels once more."""
+    """Compares what ZeRO-3 gathers with the bytes of parameters that are cut, and of kernels
+    once more.
+    """
     whole, grid, chosen = one_device.small(), one_device.grid(data=2), Strategy(zero=3)
     state, batch = strategies.build(whole, grid, chosen).abstract()
-    lowered = one_device.jit(strategies.gradient(whole, grid, chosen)).lower(state.params, batch, KEY)
+    lowered = one_device.jit(strategies.gradient(whole, grid, chosen)).lower(
+        state.params, batch, KEY
+    )
     found = measure.ledger(lowered.compile(), grid)
     params, held = state.params, strategies.layout(whole, grid, chosen)[0].params
-    leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(held), strict=True)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(held), strict=True
+    )
     cut = [(path, leaf) for (path, leaf), spec in leaves if "data" in tuple(spec)]
     again = [leaf for path, leaf in cut if path[0].key == "block" and path[-1].key == "kernel"]
-    return found.bytes("all-gather") == 4 * sum(leaf.size for leaf in [leaf for _, leaf in cut] + again)
+    return found.bytes("all-gather") == 4 * sum(
+        leaf.size for leaf in [leaf for _, leaf in cut] + again
+    )
 
 
 def own_masks():
-    """Compares a loss with dropout with that of two devices, each with its half of the batch and its own key."""
+    """Compares a loss with dropout with that of two devices, each with its half of the batch
+    and its own key.
+    """
     whole = one_device.small(**{"model.dropout_rate": 0.5})
     params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
     batch, single = one_device.batch(whole), one_device.jit(training.build(whole).loss_fn)
-    halves = [jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)]
+    halves = [
+        jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)
+    ]
     metrics = [single(params, halves[d], jax.random.fold_in(KEY, d))[1] for d in (0, 1)]
     total, count = training.add_metrics(*metrics)["loss"]
-    found = one_device.jit(strategies.build(whole, one_device.grid(data=2)).loss_fn)(params, batch, KEY)[0]
+    found = one_device.jit(strategies.build(whole, one_device.grid(data=2)).loss_fn)(
+        params, batch, KEY
+    )[0]
     return np.allclose(found, total / count, rtol=1e-5)
 
 
@@ -82,13 +102,24 @@ DATA = functools.partial(same_gradient, dict(data=2), Strategy())
 CUT = functools.partial(same_gradient, dict(data=2), Strategy(zero=2))
 GATHERED = functools.partial(same_gradient, dict(data=2), Strategy(zero=3))
 TENSOR = functools.partial(same_gradient, dict(data=1, tensor=2), Strategy())
-NORMS = {"model.qk_norm": True, "model.hidden_size": 32, "model.num_heads": 4, "model.head_dim": 8}
+NORMS = {
+    "model.qk_norm": True,
+    "model.hidden_size": 32,
+    "model.num_heads": 4,
+    "model.head_dim": 8,
+}
 NORMED = functools.partial(same_gradient, dict(data=1, tensor=2), Strategy(), **NORMS)
 SEQUENCE = functools.partial(same_gradient, dict(data=1, tensor=2), Strategy(sequence=True))
-RING = functools.partial(same_gradient, dict(data=1, tensor=2), Strategy(sequence=True, overlap="one-way"))
-PIPELINE = functools.partial(same_gradient, dict(data=1, pipe=2), Strategy(schedule="1f1b", microbatches=4))
+RING = functools.partial(
+    same_gradient, dict(data=1, tensor=2), Strategy(sequence=True, overlap="one-way")
+)
+PIPELINE = functools.partial(
+    same_gradient, dict(data=1, pipe=2), Strategy(schedule="1f1b", microbatches=4)
+)
 CONTEXT = functools.partial(same_gradient, dict(data=1, context=2), Strategy())
-EXPERTS = functools.partial(same_gradient, dict(data=1, expert=2), Strategy(), **{"model.num_experts": 4})
+EXPERTS = functools.partial(
+    same_gradient, dict(data=1, expert=2), Strategy(), **{"model.num_experts": 4}
+)
 
 FOUND_BY = {
     "mean_of_means": DATA,

@@ -1,4 +1,6 @@
-"""Products that communicate while they compute give what those give that wait, and their transfers run meanwhile."""
+"""Products that communicate while they compute give what those give that wait, and their
+transfers run meanwhile.
+"""
 
 import functools
 
@@ -14,8 +16,15 @@ from course_lib.many_devices import async_tensor_parallel, meshes, tensor_parall
 from course_lib.measure import virtual
 
 DIMENSIONS = (((2,), (0,)), ((), ()))
-WHOLE_X, PART_X, COLUMNS, ROWS = P(None, None, "tensor"), P(None, "tensor"), P(None, "tensor"), P("tensor")
-NEEDS_VIRTUAL = pytest.mark.skipif(virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100")))
+WHOLE_X, PART_X, COLUMNS, ROWS = (
+    P(None, None, "tensor"),
+    P(None, "tensor"),
+    P(None, "tensor"),
+    P("tensor"),
+)
+NEEDS_VIRTUAL = pytest.mark.skipif(
+    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
+)
 
 
 def gather(grid, product):
@@ -39,7 +48,10 @@ def test_a_ring_gives_the_product_and_the_gradients_of_the_collective(name, n, b
     on_devices, waiting, ring = PAIRS[name]
     grid = one_device.grid(tensor=n)
     keys = jax.random.split(jax.random.key(0), 3)
-    x, kernel = jax.random.normal(keys[0], (2, 2 * n, n)), jax.random.normal(keys[1], (n, 3 * n))
+    x, kernel = (
+        jax.random.normal(keys[0], (2, 2 * n, n)),
+        jax.random.normal(keys[1], (n, 3 * n)),
+    )
 
     def values_and_gradients(product):
         y, transpose = jax.vjp(on_devices(grid, product), x, kernel)
@@ -47,7 +59,10 @@ def test_a_ring_gives_the_product_and_the_gradients_of_the_collective(name, n, b
 
     with jax.default_matmul_precision("highest"):
         both = jax.jit(
-            lambda: [values_and_gradients(way) for way in (waiting, functools.partial(ring, bidirectional=bidirectional))]
+            lambda: [
+                values_and_gradients(way)
+                for way in (waiting, functools.partial(ring, bidirectional=bidirectional))
+            ]
         )()
     for expected, found in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -57,8 +72,13 @@ def on_h100s(name, product, options=None):
     grid = meshes.make({"tensor": 8}, virtual.devices("h100", 8))
     both = {"gather": ((PART_X, (1, 8192, 4096)), (COLUMNS, (4096, 16384)))}
     both["scatter"] = ((WHOLE_X, (1, 8192, 16384)), (ROWS, (16384, 4096)))
-    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(grid, spec)) for spec, shape in both[name]]
-    return measure.ledger(jax.jit(PAIRS[name][0](grid, product)).lower(*shapes).compile(options), grid).entries
+    shapes = [
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(grid, spec))
+        for spec, shape in both[name]
+    ]
+    return measure.ledger(
+        jax.jit(PAIRS[name][0](grid, product)).lower(*shapes).compile(options), grid
+    ).entries
 
 
 @NEEDS_VIRTUAL

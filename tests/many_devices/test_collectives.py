@@ -1,6 +1,7 @@
 """What must be true of collectives built from shifts along a ring.
 
-The arrays hold small whole numbers, whose sums float32 holds exactly in any order: what is equal is equal to the bit.
+The arrays hold small whole numbers, whose sums float32 holds exactly in any order: what is
+equal is equal to the bit.
 """
 
 import functools
@@ -15,9 +16,12 @@ from course_lib.many_devices import collectives, meshes
 
 AXIS = "data"
 SIZES = (1, 2, 3, 5, 8)
-BOTH_WAYS = pytest.mark.parametrize("bidirectional", [False, True], ids=["one_way", "both_ways"])
+BOTH_WAYS = pytest.mark.parametrize(
+    "bidirectional", [False, True], ids=["one_way", "both_ways"]
+)
 
-# What is built here, and JAX's own. psum's result is shared, and vary makes it each device's own, which all others are.
+# What is built here, and JAX's own. psum's result is shared, and vary makes it each device's
+# own, which all others are.
 PAIRS = {
     "all_gather": (
         functools.partial(collectives.all_gather, dim=1),
@@ -40,16 +44,22 @@ PAIRS = {
         lambda x, axis: jax.lax.all_to_all(x, axis, 1, 0, tiled=True),
     ),
 }
-RUNS = [(kind, {}) for kind in PAIRS] + [(kind, {"bidirectional": True}) for kind in PAIRS if kind != "all_to_all_direct"]
+RUNS = [(kind, {}) for kind in PAIRS] + [
+    (kind, {"bidirectional": True}) for kind in PAIRS if kind != "all_to_all_direct"
+]
 CASES = pytest.mark.parametrize(
     ("kind", "options"),
     RUNS,
-    ids=lambda value: value if isinstance(value, str) else "both_ways" * bool(value) or "one_way",
+    ids=lambda value: (
+        value if isinstance(value, str) else "both_ways" * bool(value) or "one_way"
+    ),
 )
 
 
 def on_devices(fn, n):
-    """Returns fn as a program on n devices: argument and result are stacks of one array a device."""
+    """Returns fn as a program on n devices: argument and result are stacks of one array a
+    device.
+    """
     local = lambda *stacks: jax.tree.map(lambda y: y[None], fn(*[stack[0] for stack in stacks]))  # noqa: E731
     grid = meshes.make({AXIS: n}, meshes.devices(n))
     return jax.shard_map(local, mesh=grid, in_specs=P(AXIS), out_specs=P(AXIS))
@@ -72,15 +82,24 @@ def with_gradient(fn):
 
 @functools.cache
 def all_results(n):
-    """Returns, by kind and options, what is built here and what is JAX's: all of it as one program, compiled once."""
+    """Returns, by kind and options, what is built here and what is JAX's: all of it as one
+    program, compiled once.
+    """
     x = whole_numbers(n, 2, 2 * n)  # on each device (2, 2n)
     programs, seeds = {}, {}
     for kind, options in RUNS:
         ours, jaxs = (functools.partial(fn, axis=AXIS) for fn in PAIRS[kind])
         key = kind, bool(options)
-        programs[key] = [on_devices(with_gradient(fn), n) for fn in (functools.partial(ours, **options), jaxs)]
+        programs[key] = [
+            on_devices(with_gradient(fn), n)
+            for fn in (functools.partial(ours, **options), jaxs)
+        ]
         seeds[key] = whole_numbers(*jax.eval_shape(on_devices(jaxs, n), x).shape)
-    run = jax.jit(lambda x, seeds: {key: [fn(x, seeds[key]) for fn in both] for key, both in programs.items()})
+    run = jax.jit(
+        lambda x, seeds: {
+            key: [fn(x, seeds[key]) for fn in both] for key, both in programs.items()
+        }
+    )
     return run(x, seeds)
 
 
@@ -94,8 +113,12 @@ def test_a_ring_gives_what_jax_gives_forward_and_transposed(kind, options, n):
 
 def test_what_arrives_by_a_shift_is_from_the_device_before():
     x = jnp.arange(5)
-    np.testing.assert_array_equal(on_devices(lambda x: collectives.shift(x, AXIS), 5)(x), [4, 0, 1, 2, 3])
-    np.testing.assert_array_equal(on_devices(lambda x: collectives.shift(x, AXIS, -2), 5)(x), [2, 3, 4, 0, 1])
+    np.testing.assert_array_equal(
+        on_devices(lambda x: collectives.shift(x, AXIS), 5)(x), [4, 0, 1, 2, 3]
+    )
+    np.testing.assert_array_equal(
+        on_devices(lambda x: collectives.shift(x, AXIS, -2), 5)(x), [2, 3, 4, 0, 1]
+    )
 
 
 @BOTH_WAYS
@@ -111,14 +134,23 @@ def test_one_of_several_axes_can_be_gathered(bidirectional):
     grid = meshes.make({"data": 2, "tensor": 4})
     x = whole_numbers(4, 8)
     gather = lambda x: collectives.all_gather(x, "tensor", 1, bidirectional)  # noqa: E731
-    gathered = jax.jit(jax.shard_map(gather, mesh=grid, in_specs=P("data", "tensor"), out_specs=P("data", "tensor")))(x)
+    gathered = jax.jit(
+        jax.shard_map(
+            gather, mesh=grid, in_specs=P("data", "tensor"), out_specs=P("data", "tensor")
+        )
+    )(x)
     np.testing.assert_array_equal(gathered, np.tile(x, 4))
 
 
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce", "all_to_all", "all_to_all_direct"])
+@pytest.mark.parametrize(
+    "kind", ["reduce_scatter", "all_reduce", "all_to_all", "all_to_all_direct"]
+)
 def test_a_dimension_that_the_devices_do_not_divide_is_refused(kind):
     ours = functools.partial(PAIRS[kind][0], axis=AXIS)
-    with pytest.raises(ValueError, match=r"x of shape \(2, 10\) .* dimension 1 .* 4 devices of axis 'data' .* 8 or 12"):
+    with pytest.raises(
+        ValueError,
+        match=r"x of shape \(2, 10\) .* dimension 1 .* 4 devices of axis 'data' .* 8 or 12",
+    ):
         jax.eval_shape(on_devices(ours, 4), whole_numbers(4, 2, 10))
 
 
@@ -126,7 +158,9 @@ def test_a_dimension_that_the_devices_do_not_divide_is_refused(kind):
 
 
 def messages(fn, n, x):
-    """Returns (direction, bytes) of each ppermute in a program, and the direction is by how many devices it shifts."""
+    """Returns (direction, bytes) of each ppermute in a program, and the direction is by how
+    many devices it shifts.
+    """
     found = []
 
     def walk(jaxpr):
@@ -135,7 +169,9 @@ def messages(fn, n, x):
                 (source, target), *_ = equation.params["perm"]
                 aval = equation.invars[0].aval
                 found.append(((target - source) % n, aval.size * aval.dtype.itemsize))
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            for inner in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+            ):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                     walk(getattr(inner, "jaxpr", inner))
 
@@ -158,7 +194,9 @@ def test_the_model_counts_the_messages_that_the_program_has(kind, options, n):
 
 
 def test_a_ppermute_costs_one_message():
-    assert collectives.cost("ppermute", 1000, 8, 1e9, 1e-6) == collectives.Cost(1, 1000.0, 1e-6 + 1000 / 1e9)
+    assert collectives.cost("ppermute", 1000, 8, 1e9, 1e-6) == collectives.Cost(
+        1, 1000.0, 1e-6 + 1000 / 1e9
+    )
 
 
 def test_an_all_reduce_sends_the_array_about_twice_however_many_devices_there_are():
@@ -169,15 +207,22 @@ def test_an_all_reduce_sends_the_array_about_twice_however_many_devices_there_ar
 
 def test_both_directions_take_half_of_the_time_on_an_odd_ring():
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        one, both = (collectives.cost(kind, 2**30, 9, 450e9, 1e-6, way) for way in (False, True))
-        assert both.sent_bytes == one.sent_bytes and both.seconds == pytest.approx(one.seconds / 2)
+        one, both = (
+            collectives.cost(kind, 2**30, 9, 450e9, 1e-6, way) for way in (False, True)
+        )
+        assert both.sent_bytes == one.sent_bytes and both.seconds == pytest.approx(
+            one.seconds / 2
+        )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"kind": "broadcast"}, "kind='broadcast' must be one of ppermute, all_gather"),
-        ({"kind": "ppermute", "bidirectional": True}, "bidirectional=True must not come with kind='ppermute'"),
+        (
+            {"kind": "ppermute", "bidirectional": True},
+            "bidirectional=True must not come with kind='ppermute'",
+        ),
         ({"size": 0}, "size=0"),
         ({"bytes": -1}, "bytes=-1"),
         ({"bandwidth": 0.0}, "bandwidth=0.0"),
@@ -186,4 +231,6 @@ def test_both_directions_take_half_of_the_time_on_an_odd_ring():
 )
 def test_a_cost_that_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        collectives.cost(**{"kind": "all_gather", "bytes": 8, "size": 4, "bandwidth": 1e9} | arguments)
+        collectives.cost(
+            **{"kind": "all_gather", "bytes": 8, "size": 4, "bandwidth": 1e9} | arguments
+        )

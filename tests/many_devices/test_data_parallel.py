@@ -15,11 +15,13 @@ from course_lib.models import losses
 from course_lib.one_device import gradient_accumulation
 from course_lib.text.data import Batch
 
-METRICS = (12, 16)  # bytes of loss and accuracy as (sum, count) in float32; XLA may send their equal counts once
+# bytes of loss and accuracy as (sum, count) in float32; XLA may send their equal counts once
+METRICS = (12, 16)
 
 
 def sizes(whole):
-    """Returns bytes of parameters: of the layers and of the rest, that ZeRO cuts and that it leaves whole.
+    """Returns bytes of parameters: of the layers and of the rest, that ZeRO cuts and that it
+    leaves whole.
 
     "kernels" are those of the layers, all of which it cuts.
     """
@@ -27,10 +29,14 @@ def sizes(whole):
     found = {"layers cut": 0, "layers whole": 0, "rest cut": 0, "rest whole": 0, "kernels": 0}
     specs = sharding.specs(params, sharding.ZERO, one_device.grid(data=2))
     for (path, leaf), spec in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True
+        jax.tree_util.tree_leaves_with_path(params),
+        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+        strict=True,
     ):
         part = "layers" if path[0].key == "block" else "rest"
-        found[f"{part} {'cut' if sharding.dim_of(spec, 'data') is not None else 'whole'}"] += leaf.nbytes
+        found[f"{part} {'cut' if sharding.dim_of(spec, 'data') is not None else 'whole'}"] += (
+            leaf.nbytes
+        )
         found["kernels"] += leaf.nbytes if part == "layers" and path[-1].key == "kernel" else 0
     return found
 
@@ -45,20 +51,42 @@ def ledger_of_gradient(whole, axes, chosen):
 def test_data_parallelism_reduces_the_bytes_of_the_gradient():
     whole = one_device.small()
     found = ledger_of_gradient(whole, dict(data=4), Strategy())
-    assert found.bytes("all-reduce", "data") - sum(size for part, size in sizes(whole).items() if part != "kernels") in METRICS
+    assert (
+        found.bytes("all-reduce", "data")
+        - sum(size for part, size in sizes(whole).items() if part != "kernels")
+        in METRICS
+    )
     assert found.bytes() == found.bytes("all-reduce", "data")
 
 
-@pytest.mark.parametrize(("axis", "stage"), [*(("data", stage) for stage in data_parallel.STAGES), ("expert", 0)])
+@pytest.mark.parametrize(
+    ("axis", "stage"), [*(("data", stage) for stage in data_parallel.STAGES), ("expert", 0)]
+)
 def test_a_device_whose_labels_weigh_nothing_has_no_say(axis, stage):
-    """The losses of the library are 0 on it. One that was 0 / 0 there would be NaN in the sum over devices."""
-    of_one = of_two = losses.next_token_loss(lambda params, inputs, rng: inputs[..., None] * params[None, None])
-    batch = Batch(jnp.arange(8.0).reshape(2, 4), jnp.arange(8).reshape(2, 4) % 3, jnp.array([[1.0, 2.0, 0.0, 1.0], [0.0] * 4]))
-    params, rng, grid = jnp.array([1.0, -1.0, 0.5]), jax.random.key(0), one_device.grid(**{"data": 1, axis: 2})
+    """The losses of the library are 0 on it. One that was 0 / 0 there would be NaN in the sum
+    over devices.
+    """
+    of_one = of_two = losses.next_token_loss(
+        lambda params, inputs, rng: inputs[..., None] * params[None, None]
+    )
+    batch = Batch(
+        jnp.arange(8.0).reshape(2, 4),
+        jnp.arange(8).reshape(2, 4) % 3,
+        jnp.array([[1.0, 2.0, 0.0, 1.0], [0.0] * 4]),
+    )
+    params, rng, grid = (
+        jnp.array([1.0, -1.0, 0.5]),
+        jax.random.key(0),
+        one_device.grid(**{"data": 1, axis: 2}),
+    )
     if axis == "expert":
         of_two = data_parallel.divided(of_one, axis, expert_parallel.own)
-    found, _ = one_device.jit(data_parallel.gradient(of_two, grid, P(), P(), stage=stage))(params, batch, rng)
-    np.testing.assert_allclose(found, gradient_accumulation.gradient(of_one)(params, batch, rng)[0], rtol=1e-6)
+    found, _ = one_device.jit(data_parallel.gradient(of_two, grid, P(), P(), stage=stage))(
+        params, batch, rng
+    )
+    np.testing.assert_allclose(
+        found, gradient_accumulation.gradient(of_one)(params, batch, rng)[0], rtol=1e-6
+    )
     loss, _ = one_device.jit(data_parallel.loss(of_two, grid, P()))(params, batch, None)
     np.testing.assert_allclose(loss, of_one(params, batch, None)[0], rtol=1e-6)
 
@@ -66,7 +94,9 @@ def test_a_device_whose_labels_weigh_nothing_has_no_say(axis, stage):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_minibatches_communicate_once_a_step(stage):
     once = ledger_of_gradient(one_device.small(), dict(data=2), Strategy(zero=stage))
-    also = ledger_of_gradient(one_device.small(**{"training.num_minibatches": 4}), dict(data=2), Strategy(zero=stage))
+    also = ledger_of_gradient(
+        one_device.small(**{"training.num_minibatches": 4}), dict(data=2), Strategy(zero=stage)
+    )
     assert abs(also.bytes() - once.bytes()) <= 4  # a count
 
 
@@ -82,7 +112,9 @@ def test_zero_scatters_the_gradient_and_gathers_the_new_parameters(stage):
     whole = one_device.small(**{"optimizer.name": "adam"})
     grid, size = one_device.grid(data=4), sizes(one_device.small())
     run = strategies.build(whole, grid, Strategy(zero=stage))
-    found = measure.ledger(run.train_step.lower(*run.abstract()).compile(one_device.quickly()), grid)
+    found = measure.ledger(
+        run.train_step.lower(*run.abstract()).compile(one_device.quickly()), grid
+    )
     cut, rest = size["layers cut"] + size["rest cut"], size["layers whole"] + size["rest whole"]
     assert found.bytes("reduce-scatter", "data") == cut
     assert found.bytes("all-gather", "data") == cut
@@ -91,19 +123,38 @@ def test_zero_scatters_the_gradient_and_gathers_the_new_parameters(stage):
 
 @pytest.mark.parametrize(
     ("again", "changes"),
-    [(True, {}), (False, {}), (True, {"model.parallel_block": True}), (True, {"model.num_kv_heads": 2})],
+    [
+        (True, {}),
+        (False, {}),
+        (True, {"model.parallel_block": True}),
+        (True, {"model.num_kv_heads": 2}),
+    ],
     ids=str,
 )
-def test_zero_three_gathers_kernels_for_each_pass_and_scatters_their_gradients_once(again, changes):
+def test_zero_three_gathers_kernels_for_each_pass_and_scatters_their_gradients_once(
+    again, changes
+):
     whole = one_device.small(**changes)
     size = sizes(whole)
     found = ledger_of_gradient(whole, dict(data=4), Strategy(zero=3, gather_again=again))
-    # The backward pass needs the kernels again. Not the biases, nor the scales of norms, whose products are kept.
-    assert found.bytes("all-gather", "data") == size["layers cut"] + again * size["kernels"] + size["rest cut"]
+    # The backward pass needs the kernels again. Not the biases, nor the scales of norms, whose
+    # products are kept.
+    assert (
+        found.bytes("all-gather", "data")
+        == size["layers cut"] + again * size["kernels"] + size["rest cut"]
+    )
     # The two output biases of a parallel block have one gradient, and XLA scatters it once.
-    shared = 4 * whole.model.num_layers * whole.model.hidden_size if whole.model.parallel_block else 0
-    assert found.bytes("reduce-scatter", "data") == size["layers cut"] + size["rest cut"] - shared
-    assert found.bytes("all-reduce", "data") - size["layers whole"] - size["rest whole"] in METRICS
+    shared = (
+        4 * whole.model.num_layers * whole.model.hidden_size
+        if whole.model.parallel_block
+        else 0
+    )
+    assert (
+        found.bytes("reduce-scatter", "data") == size["layers cut"] + size["rest cut"] - shared
+    )
+    assert (
+        found.bytes("all-reduce", "data") - size["layers whole"] - size["rest whole"] in METRICS
+    )
 
 
 @pytest.mark.parametrize("scanned", [True, False])
@@ -115,12 +166,16 @@ def test_a_block_that_is_rematerialized_gathers_its_parameters_again_once(scanne
         grid = one_device.grid(data=2)
         params = strategies.build(whole, grid, Strategy(zero=3)).abstract()[0].params
         grad_fn = strategies.gradient(whole, grid, Strategy(zero=3, gather_again=again))
-        return str(jax.make_jaxpr(grad_fn)(params, one_device.batch(whole), jax.random.key(0))).count(" all_gather[")
+        return str(
+            jax.make_jaxpr(grad_fn)(params, one_device.batch(whole), jax.random.key(0))
+        ).count(" all_gather[")
 
     assert gathers(True) == gathers(False) > 0
 
 
-@pytest.mark.parametrize(("stage", "params", "moments"), [(0, 1, 1), (1, 1, 4), (2, 1, 4), (3, 4, 4)])
+@pytest.mark.parametrize(
+    ("stage", "params", "moments"), [(0, 1, 1), (1, 1, 4), (2, 1, 4), (3, 4, 4)]
+)
 def test_a_device_holds_what_the_stage_leaves_it(stage, params, moments):
     whole = one_device.small(**{"optimizer.name": "adam"})
     run = strategies.build(whole, one_device.grid(data=4), Strategy(zero=stage))
@@ -128,7 +183,12 @@ def test_a_device_holds_what_the_stage_leaves_it(stage, params, moments):
     size = sizes(one_device.small())
     cut, rest = size["layers cut"] + size["rest cut"], size["layers whole"] + size["rest whole"]
     alone = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.step, state.opt_state)) if leaf.shape == ()) + 8
+        sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves((state.step, state.opt_state))
+            if leaf.shape == ()
+        )
+        + 8
     )  # and the random key
     expected = cut // params + rest + 2 * (cut // moments + rest) + alone
     found = measure.memory(run.train_step.lower(state, batch).compile(one_device.quickly()))
@@ -142,7 +202,9 @@ def test_devices_along_data_drop_different_units():
     params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
     batch, rng = one_device.batch(whole), jax.random.key(3)
     single = one_device.jit(training.build(whole).loss_fn)
-    halves = [jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)]
+    halves = [
+        jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)
+    ]
     metrics = [single(params, halves[d], jax.random.fold_in(rng, d))[1] for d in (0, 1)]
     total, count = training.add_metrics(*metrics)["loss"]
     found = one_device.jit(run.loss_fn)(params, batch, rng)[0]

@@ -23,9 +23,17 @@ CASES = (
     (dict(data=2, tensor=2), Strategy(zero=1), BLOCK),
     (dict(data=2), Strategy(zero=3), {"model.num_kv_heads": 2}),
     (dict(data=2, tensor=2), Strategy(zero=3, sequence=True, overlap="one-way"), {}),
-    (dict(data=1, tensor=2), Strategy(sequence=True), {"model.remat": ("MLP", "Attn"), "model.qk_norm": True}),
+    (
+        dict(data=1, tensor=2),
+        Strategy(sequence=True),
+        {"model.remat": ("MLP", "Attn"), "model.qk_norm": True},
+    ),
     (dict(data=2, pipe=2, tensor=2), Strategy(zero=1, sequence=True, microbatches=2), BLOCK),
-    (dict(data=2, pipe=2, tensor=2), Strategy(schedule="gpipe", microbatches=4), {"model.parallel_block": True}),
+    (
+        dict(data=2, pipe=2, tensor=2),
+        Strategy(schedule="gpipe", microbatches=4),
+        {"model.parallel_block": True},
+    ),
 )
 QUICK = {"xla_backend_optimization_level": 0}  # compiles faster, and sends the same
 
@@ -52,10 +60,16 @@ def taken(index):
     axes, chosen, _ = CASES[index]
     if "pipe" not in axes:
         return None
-    return slots.taken(schedules.make(chosen.schedule, axes["pipe"], chosen.microbatches, chosen.chunks))
+    return slots.taken(
+        schedules.make(chosen.schedule, axes["pipe"], chosen.microbatches, chosen.chunks)
+    )
 
 
-each = pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(f"{a}{n}" for a, n in CASES[i][0].items()))
+each = pytest.mark.parametrize(
+    "index",
+    range(len(CASES)),
+    ids=lambda i: "-".join(f"{a}{n}" for a, n in CASES[i][0].items()),
+)
 
 
 @each
@@ -63,7 +77,8 @@ def test_a_step_s_arguments_are_those_of_the_formula(index):
     assert measure.memory(compiled(index)[1]).arguments == predicted(index).arguments
 
 
-METRICS = 64  # bytes: sums and counts of the loss, of four minibatches at most, which the formulas leave out
+# bytes: sums and counts of the loss, of four minibatches at most, which the formulas leave out
+METRICS = 64
 
 
 @each
@@ -72,7 +87,8 @@ def test_a_device_sends_along_each_axis_what_the_formula_says(index):
     ledger, found = measure.ledger(step, grid, taken=taken(index)), predicted(index)
     for axis in CASES[index][0]:
         assert 0 <= ledger.sent(axis=axis) - found.sent[axis] <= METRICS
-    assert ledger.sent() - sum(found.sent.values()) <= 2 * METRICS  # and nothing along two axes, or none
+    # and nothing along two axes, or none
+    assert ledger.sent() - sum(found.sent.values()) <= 2 * METRICS
 
 
 def test_the_formula_needs_no_devices_and_counts_the_parameters_of_a_model_that_none_could_hold():
@@ -83,7 +99,9 @@ def test_the_formula_needs_no_devices_and_counts_the_parameters_of_a_model_that_
     layer = D * (D + 2 * G * K) + D * D + 2 * D * 4 * D + 2 * D  # attention, MLP, two norms
     outside = 2 * V * D + D
     norms = (2 * N // 12 + 1) * D  # are not cut along "tensor"
-    assert found.bytes["parameters"] == 4 * ((N * (layer - 2 * D) // 12 + outside - D) // 8 + norms)
+    assert found.bytes["parameters"] == 4 * (
+        (N * (layer - 2 * D) // 12 + outside - D) // 8 + norms
+    )
     assert N * layer + outside == pytest.approx(340e9, rel=0.005)
 
 
@@ -93,7 +111,8 @@ def test_the_published_utilization_follows_from_the_published_time():
         whole.data.batch_size = batch
         chosen = Strategy(zero=1, sequence=True, microbatches=batch // data)
         found = estimate.estimate(whole, {"data": data, "pipe": 12, "tensor": 8}, chosen, H100)
-        assert found.model_seconds / seconds == pytest.approx(published, abs=0.0025)  # 8.0 is rounded to a hundredth of itself
+        # 8.0 is rounded to a hundredth of itself
+        assert found.model_seconds / seconds == pytest.approx(published, abs=0.0025)
 
 
 def half(sizes, strategy, changes=(), accelerator=H100):
@@ -109,26 +128,36 @@ def test_more_microbatches_shorten_the_bubble_and_nothing_else():
     share = 3 / 4
     assert few.seconds["bubble"] == pytest.approx(share * few.seconds["products"])
     assert many.seconds["bubble"] == pytest.approx(share / 4 * few.seconds["products"])
-    assert few.seconds["products"] == many.seconds["products"] and few.model_seconds == many.model_seconds
+    assert (
+        few.seconds["products"] == many.seconds["products"]
+        and few.model_seconds == many.model_seconds
+    )
 
 
 def test_an_axis_that_leaves_the_host_is_slower_by_the_ratio_of_the_links():
-    grids = {"data": 4, "tensor": 4}, {"tensor": 4, "data": 4}  # neighbours, and every fourth of 16
+    # neighbours, and every fourth of 16
+    grids = {"data": 4, "tensor": 4}, {"tensor": 4, "data": 4}
     inside, across = (half(axes, Strategy(sequence=True)) for axes in grids)
     assert inside.sent == across.sent
     per_byte = [found.seconds["tensor"] / found.sent["tensor"] for found in (inside, across)]
-    assert per_byte[1] / per_byte[0] == pytest.approx(H100.link_bandwidth / H100.network_bandwidth)
+    assert per_byte[1] / per_byte[0] == pytest.approx(
+        H100.link_bandwidth / H100.network_bandwidth
+    )
 
 
 def test_each_stage_of_zero_holds_less_and_the_third_sends_half_as_much_again_in_numbers_of_half_the_size():
     held = [half({"data": 8}, Strategy(zero=stage)) for stage in (0, 1, 3)]
     assert held[0].memory > held[1].memory > held[2].memory
     assert held[1].sent["data"] == pytest.approx(held[0].sent["data"], rel=1e-3)
-    assert held[2].sent["data"] == pytest.approx(held[0].sent["data"] * 1.5 / 2, rel=0.02)  # all but embedding and vectors
+    # all but embedding and vectors
+    assert held[2].sent["data"] == pytest.approx(held[0].sent["data"] * 1.5 / 2, rel=0.02)
 
 
 def test_a_step_takes_between_its_floor_and_the_sum_and_no_more_than_all_devices_at_their_peak():
-    for chosen, axes in ((Strategy(zero=3), {"data": 8}), (Strategy(microbatches=8), {"data": 2, "pipe": 4})):
+    for chosen, axes in (
+        (Strategy(zero=3), {"data": 8}),
+        (Strategy(microbatches=8), {"data": 2, "pipe": 4}),
+    ):
         found = half(axes, chosen)
         assert found.model_seconds < found.floor <= found.step and 0 < found.mfu < 1
 
@@ -136,14 +165,19 @@ def test_a_step_takes_between_its_floor_and_the_sum_and_no_more_than_all_devices
 def test_the_floor_of_a_pipeline_hides_what_tensor_sends_in_the_bubble_too():
     axes = {"data": 1, "pipe": 2, "tensor": 2}
     found = half(axes, Strategy(sequence=True, microbatches=4))
-    assert found.floor == pytest.approx(found.seconds["products"] * (1 + 1 / 4)) and found.seconds["tensor"] > 0
+    assert (
+        found.floor == pytest.approx(found.seconds["products"] * (1 + 1 / 4))
+        and found.seconds["tensor"] > 0
+    )
 
 
 def test_the_choice_fits_is_the_fastest_and_is_none_where_nothing_fits():
     whole = configs.get("80gb")
     whole.data.batch_size = 16
     found = estimate.choose(whole, H100, 4)
-    assert [each.step for each in found] == sorted(each.step for each in found) and all(each.fits for each in found)
+    assert [each.step for each in found] == sorted(each.step for each in found) and all(
+        each.fits for each in found
+    )
     assert all(each.memory <= H100.memory_bytes for each in found)
     whole.model.num_layers = 480
     assert estimate.choose(whole, H100, 4) == []
@@ -156,32 +190,46 @@ def test_the_choice_fits_is_the_fastest_and_is_none_where_nothing_fits():
 
 def test_tensor_stays_inside_of_a_host():
     whole = configs.get("80gb")
-    whole.model.update(num_heads=24, head_dim=64, hidden_size=1536, vocab_size=1536, num_outputs=1536)
+    whole.model.update(
+        num_heads=24, head_dim=64, hidden_size=1536, vocab_size=1536, num_outputs=1536
+    )
     whole.data.seq_len = 768  # all of which six devices divide
-    for count, sizes in ((24, {1, 2, 4, 8}), (6, {1, 2, 3, 6})):  # of groups of 3, one in eight would cross to another host
+    # of groups of 3, one in eight would cross to another host
+    for count, sizes in ((24, {1, 2, 4, 8}), (6, {1, 2, 3, 6})):
         whole.data.batch_size = count
-        assert {each.axes.get("tensor", 1) for each in estimate.choose(whole, H100, count)} == sizes
+        assert {
+            each.axes.get("tensor", 1) for each in estimate.choose(whole, H100, count)
+        } == sizes
 
 
 def test_where_some_devices_do_not_divide_the_width_there_is_no_zero_and_still_a_choice():
     whole = configs.get("80gb")  # of width 2,560
     whole.model.num_layers, whole.data.batch_size = 12, 6
-    found = {(each.axes["data"], each.strategy.zero) for each in estimate.choose(whole, H100, 6)}
+    found = {
+        (each.axes["data"], each.strategy.zero) for each in estimate.choose(whole, H100, 6)
+    }
     assert {(6, 0), (2, 1)} <= found and not found & {(6, 1), (6, 3), (3, 1)}
 
 
 def large(**changes):
-    """Returns a model of half a billion parameters, which sees few tokens: its state and gradients take most of the memory."""
+    """Returns a model of half a billion parameters, which sees few tokens: its state and
+    gradients take most of the memory.
+    """
     whole = configs.get("80gb")
-    whole.model.update(num_layers=8, hidden_size=2048, num_heads=16, vocab_size=32_000, num_outputs=32_000)
-    whole.model.update(use_bias=False, mlp_activation="squared_relu")  # fewer kernels to compile
+    whole.model.update(
+        num_layers=8, hidden_size=2048, num_heads=16, vocab_size=32_000, num_outputs=32_000
+    )
+    # fewer kernels to compile
+    whole.model.update(use_bias=False, mlp_activation="squared_relu")
     whole.data.update(batch_size=16, seq_len=128)
     whole.training.num_minibatches, whole.optimizer.clip_norm = 1, 0.0
     whole.update_from_flattened_dict(changes)
     return whole
 
 
-@pytest.mark.skipif(virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100")))
+@pytest.mark.skipif(
+    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
+)
 @pytest.mark.parametrize(
     ("axes", "chosen", "changes"),
     [
@@ -198,7 +246,8 @@ def test_memory_is_that_of_a_compiled_step_within_a_fifth(axes, chosen, changes)
     found = measure.memory(run.train_step.lower(*run.abstract()).compile(QUICK))
     expected = estimate.estimate(whole, axes, chosen, H100)
     assert found.arguments == pytest.approx(expected.arguments, rel=1e-3)
-    assert found.peak == pytest.approx(expected.memory, rel=0.2)  # what XLA keeps in branches is its own choice
+    # what XLA keeps in branches is its own choice
+    assert found.peak == pytest.approx(expected.memory, rel=0.2)
 
 
 def test_what_cannot_be_estimated_is_refused():
@@ -206,11 +255,16 @@ def test_what_cannot_be_estimated_is_refused():
         half({"data": 2, "context": 2}, Strategy())
     with pytest.raises(ValueError, match="axes={'data': 0} must be at least 1"):
         half({"data": 0, "tensor": 2}, Strategy())
-    with pytest.raises(ValueError, match="schedule='zero_bubble' must be another for an estimate"):
+    with pytest.raises(
+        ValueError, match="schedule='zero_bubble' must be another for an estimate"
+    ):
         half({"data": 1, "pipe": 4}, Strategy(schedule="zero_bubble", microbatches=4))
     with pytest.raises(ValueError, match="by='compiler' must be 'hand' for an estimate"):
         half({"data": 2}, Strategy(by="compiler"))
     with pytest.raises(ValueError, match=r"num_heads of shape \(20,\)"):
         half({"data": 1, "tensor": 8}, Strategy())
-    with pytest.raises(ValueError, match="accelerator='l4' must have a figure for its network: axis 'data' crosses it"):
+    with pytest.raises(
+        ValueError,
+        match="accelerator='l4' must have a figure for its network: axis 'data' crosses it",
+    ):
         half({"data": 16}, Strategy(), accelerator=hardware.get("l4"))

@@ -15,7 +15,11 @@ from course_lib.many_devices import expert_parallel, options, strategies
 from course_lib.many_devices.strategies import Strategy
 from course_lib.models import routing
 
-WITH_EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
+WITH_EXPERTS = {
+    "model.num_experts": 8,
+    "model.experts_per_token": 2,
+    "model.capacity_factor": 1.0,
+}
 AXES = dict(data=2, expert=4)
 
 
@@ -39,9 +43,12 @@ def test_tokens_travel_there_and_back_in_each_pass(by):
 def test_the_gradient_of_an_expert_is_summed_over_data_only():
     params, _, _ = one_device.reference(FrozenConfigDict(one_device.small(**WITH_EXPERTS)))
     mlp = params["block"]["mlp"]
-    of_experts = sum(leaf.nbytes for leaf in jax.tree.leaves((mlp["expert_in"], mlp["expert_out"])))
+    of_experts = sum(
+        leaf.nbytes for leaf in jax.tree.leaves((mlp["expert_in"], mlp["expert_out"]))
+    )
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - of_experts
-    metrics = (16, 24)  # loss, accuracy and balance as (sum, count); XLA may send their equal counts once
+    # loss, accuracy and balance as (sum, count); XLA may send their equal counts once
+    metrics = (16, 24)
     assert ledger("hand").bytes("all-reduce", "expert") - rest in metrics
     assert ledger("hand").bytes("all-reduce", "data") - rest - of_experts // 4 in metrics
 
@@ -58,7 +65,9 @@ def test_a_device_holds_its_share_of_the_experts_and_all_of_the_rest():
 
 
 def test_each_expert_runs_on_the_device_that_has_it():
-    """Experts that multiply by their number: a token comes back multiplied by that of the expert it was sent to."""
+    """Experts that multiply by their number: a token comes back multiplied by that of the
+    expert it was sent to.
+    """
 
     def run(tokens):
         first = jax.lax.axis_index("expert") * tokens.shape[0]
@@ -67,19 +76,29 @@ def test_each_expert_runs_on_the_device_that_has_it():
     tokens = jax.random.normal(jax.random.key(0), (8, 4, 3, 5))  # two sequences a device
     exchange = functools.partial(expert_parallel.exchange, run)
     cut = P(None, "expert")
-    found = one_device.jit(jax.shard_map(exchange, mesh=one_device.grid(expert=2), in_specs=cut, out_specs=cut))(tokens)
+    found = one_device.jit(
+        jax.shard_map(exchange, mesh=one_device.grid(expert=2), in_specs=cut, out_specs=cut)
+    )(tokens)
     np.testing.assert_allclose(found, tokens * np.arange(8.0)[:, None, None, None], rtol=1e-6)
 
 
 def test_devices_take_their_own_sequences():
-    own = jax.shard_map(expert_parallel.own, mesh=one_device.grid(expert=4), in_specs=P(), out_specs=P("expert"))
-    np.testing.assert_array_equal(one_device.jit(own)(jnp.arange(24).reshape(8, 3)), np.arange(24).reshape(8, 3))
+    own = jax.shard_map(
+        expert_parallel.own, mesh=one_device.grid(expert=4), in_specs=P(), out_specs=P("expert")
+    )
+    np.testing.assert_array_equal(
+        one_device.jit(own)(jnp.arange(24).reshape(8, 3)), np.arange(24).reshape(8, 3)
+    )
 
 
 def test_evaluation_counts_the_balance_too():
     whole = one_device.small(**WITH_EXPERTS)
     params, _, metrics = one_device.reference(FrozenConfigDict(whole))
-    found = training.evaluate(strategies.build(whole, one_device.grid(**AXES)).loss_fn, params, [one_device.batch(whole)])
+    found = training.evaluate(
+        strategies.build(whole, one_device.grid(**AXES)).loss_fn,
+        params,
+        [one_device.batch(whole)],
+    )
     assert found == pytest.approx(training.mean_metrics(metrics), rel=1e-5)
     assert found["balance"] > 1
 
@@ -87,22 +106,48 @@ def test_evaluation_counts_the_balance_too():
 @pytest.mark.parametrize(
     ("axes", "changes", "message"),
     [
-        (dict(data=1, expert=2), {"model.num_experts": 0}, r"num_experts=0 must be a multiple of 2 with a mesh axis 'expert'"),
-        (dict(data=1, expert=3), {"data.batch_size": 9}, r"num_experts of shape \(8,\) .* take 6 or 9"),
-        (dict(data=2, expert=4), {"data.batch_size": 4}, r"batch_size must give .* a multiple of 4 sequences .* not 2"),
-        (dict(data=2, expert=4), {"training.num_minibatches": 2}, r"batch_size must give .* a multiple of 4 .* not 2"),
-        (dict(data=1, expert=2, tensor=2), {}, r"must have axes 'data' and 'expert' only .* not divided along 'tensor'"),
+        (
+            dict(data=1, expert=2),
+            {"model.num_experts": 0},
+            r"num_experts=0 must be a multiple of 2 with a mesh axis 'expert'",
+        ),
+        (
+            dict(data=1, expert=3),
+            {"data.batch_size": 9},
+            r"num_experts of shape \(8,\) .* take 6 or 9",
+        ),
+        (
+            dict(data=2, expert=4),
+            {"data.batch_size": 4},
+            r"batch_size must give .* a multiple of 4 sequences .* not 2",
+        ),
+        (
+            dict(data=2, expert=4),
+            {"training.num_minibatches": 2},
+            r"batch_size must give .* a multiple of 4 .* not 2",
+        ),
+        (
+            dict(data=1, expert=2, tensor=2),
+            {},
+            r"must have axes 'data' and 'expert' only .* not divided along 'tensor'",
+        ),
         (dict(data=1, pipe=2), {}, r"experts are not divided along 'pipe'"),
         (dict(data=1, context=2), {}, r"experts are not divided along 'context'"),
     ],
 )
 def test_what_cannot_work_is_refused(axes, changes, message):
     with pytest.raises(ValueError, match=message):
-        strategies.build(one_device.small(**{**WITH_EXPERTS, **changes}), one_device.grid(**axes))
+        strategies.build(
+            one_device.small(**{**WITH_EXPERTS, **changes}), one_device.grid(**axes)
+        )
 
 
 def test_sequences_that_the_devices_cannot_share_are_refused_and_not_left_out():
-    run = strategies.build(one_device.small(**WITH_EXPERTS), one_device.grid(data=1, expert=4), Strategy())
+    run = strategies.build(
+        one_device.small(**WITH_EXPERTS), one_device.grid(data=1, expert=4), Strategy()
+    )
     six = jax.tree.map(lambda x: x[:6], one_device.batch(one_device.small()))
-    with pytest.raises(ValueError, match="batch of shape .* must have a dimension 0 that the 4 devices"):
+    with pytest.raises(
+        ValueError, match="batch of shape .* must have a dimension 0 that the 4 devices"
+    ):
         jax.eval_shape(run.loss_fn, run.abstract()[0].params, six, None)

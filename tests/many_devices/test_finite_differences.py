@@ -1,4 +1,6 @@
-"""The gradient that all strategies agree on is the slope of the loss, written out once more in NumPy's float64."""
+"""The gradient that all strategies agree on is the slope of the loss, written out once more in
+NumPy's float64.
+"""
 
 import jax
 import numpy as np
@@ -10,15 +12,20 @@ from course_lib import training
 from course_lib.many_devices import sharding, strategies
 from course_lib.many_devices.options import Strategy
 
-STEP = 1e-5  # the error of a central difference falls with its square, rounding grows as 1e-16 / STEP
+# the error of a central difference falls with its square, rounding grows as 1e-16 / STEP
+STEP = 1e-5
 
 
 def loss(params, batch, model):
-    """Returns the weighted mean cross entropy of the Transformer, and with experts of their balance.
+    """Returns the weighted mean cross entropy of the Transformer, and with experts of their
+    balance.
 
-    Which options a model has shows in its parameters; `model`, the part of a configuration, says how full experts may be.
+    Which options a model has shows in its parameters; `model`, the part of a configuration,
+    says how full experts may be.
     """
-    tokens, labels, weights = (np.asarray(x) for x in (batch.inputs, batch.labels, batch.weights))
+    tokens, labels, weights = (
+        np.asarray(x) for x in (batch.inputs, batch.labels, batch.weights)
+    )
     x = params["embed"]["embedding"][tokens] + params["pos_emb"]["embedding"][: tokens.shape[1]]
     uneven = np.zeros(len(tokens))
     for n in range(model.num_layers):
@@ -30,12 +37,16 @@ def loss(params, batch, model):
             x = x + attention(norm(x, attn["pre_norm"]), attn)
         elif "pre_norm" in layer:  # a parallel block
             y = norm(x, layer["pre_norm"])
-            x = x + feed_forward(y, mlp) + attention(y, layer | attn)  # the norms of heads are the block's
+            # the norms of heads are the block's
+            x = x + feed_forward(y, mlp) + attention(y, layer | attn)
         else:
             x = x + feed_forward(norm(x, mlp["pre_norm"]), mlp)
             x = x + attention(norm(x, attn["pre_norm"]), attn)
     logits = dense(norm(x, params["post_norm"]), params["output_layer"])
-    entropy = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    entropy = (
+        np.log(np.exp(logits).sum(-1))
+        - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    )
     return ((entropy + model.balance_weight * uneven[:, None]) * weights).sum() / weights.sum()
 
 
@@ -44,7 +55,9 @@ def dense(x, layer):
 
 
 def norm(x, layer):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * layer["scale"] + layer.get("bias", 0)
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * layer[
+        "scale"
+    ] + layer.get("bias", 0)
 
 
 def gelu(x):
@@ -65,12 +78,17 @@ def attention(x, layer):
         query, key, value = np.split(heads(x, layer["qkv"]), 3, axis=-1)
     else:
         query, (key, value) = heads(x, layer["q"]), np.split(heads(x, layer["kv"]), 2, axis=-1)
-        key, value = (np.repeat(part, query.shape[1] // key.shape[1], axis=1) for part in (key, value))
+        key, value = (
+            np.repeat(part, query.shape[1] // key.shape[1], axis=1) for part in (key, value)
+        )
     if "query_norm" in layer:
         query, key = norm(query, layer["query_norm"]), norm(key, layer["key_norm"])
     scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
     weights = softmax(np.where(np.tri(length, dtype=bool), scores, -np.inf))
-    return np.einsum("bhlk,hkd->bld", weights @ value, layer["output_layer"]["kernel"]) + layer["output_layer"]["bias"]
+    return (
+        np.einsum("bhlk,hkd->bld", weights @ value, layer["output_layer"]["kernel"])
+        + layer["output_layer"]["bias"]
+    )
 
 
 def heads(x, layer):
@@ -78,13 +96,20 @@ def heads(x, layer):
 
 
 def experts(x, layer, model):
-    """Every expert computes every token here; where it was not chosen, or has no room, its weight is 0."""
+    """Every expert computes every token here; where it was not chosen, or has no room, its
+    weight is 0.
+    """
     batch, length, _ = x.shape
     probabilities, count = softmax(x @ layer["router"]), model.num_experts
     chosen = np.argsort(-probabilities)[..., : model.experts_per_token]
-    in_line = np.eye(count)[chosen].reshape(batch, -1, count)  # each token's choices, token after token
+    # each token's choices, token after token
+    in_line = np.eye(count)[chosen].reshape(batch, -1, count)
     room = np.ceil(model.capacity_factor * in_line.shape[1] / count)
-    taken = (in_line * (in_line.cumsum(axis=1) <= room)).reshape(batch, length, -1, count).sum(axis=2)
+    taken = (
+        (in_line * (in_line.cumsum(axis=1) <= room))
+        .reshape(batch, length, -1, count)
+        .sum(axis=2)
+    )
     first, second = layer["expert_in"], layer["expert_out"]
     hidden = gelu(np.einsum("bld,edf->blef", x, first["kernel"]) + first["bias"])
     outputs = np.einsum("blef,efd->bled", hidden, second["kernel"]) + second["bias"]
@@ -92,14 +117,27 @@ def experts(x, layer, model):
     return np.einsum("ble,bled->bld", taken * probabilities, outputs), balance
 
 
-NORMED = {"model.num_heads": 4, "model.head_dim": 4, "model.num_kv_heads": 2, "model.qk_norm": True}
+NORMED = {
+    "model.num_heads": 4,
+    "model.head_dim": 4,
+    "model.num_kv_heads": 2,
+    "model.qk_norm": True,
+}
 EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
 CASES = {
     "one device": (dict(data=1), None, {}),
     "data x tensor": (dict(data=2, tensor=2), Strategy(zero=3, sequence=True), {}),
-    "data x pipe x tensor": (dict(data=2, pipe=2, tensor=2), Strategy(zero=1, microbatches=2), {}),
+    "data x pipe x tensor": (
+        dict(data=2, pipe=2, tensor=2),
+        Strategy(zero=1, microbatches=2),
+        {},
+    ),
     "grouped queries, norms of heads": (dict(data=2), Strategy(zero=3), NORMED),
-    "a parallel block": (dict(data=1, tensor=2), Strategy(sequence=True), {**NORMED, "model.parallel_block": True}),
+    "a parallel block": (
+        dict(data=1, tensor=2),
+        Strategy(sequence=True),
+        {**NORMED, "model.parallel_block": True},
+    ),
     "experts": (dict(data=2, expert=2), Strategy(), EXPERTS),
 }
 
@@ -108,7 +146,10 @@ def test_the_cases_have_every_parameter_that_a_model_may_have():
     found = set()
     for _, _, changes in CASES.values():
         params = training.build(one_device.small(**changes)).abstract()[0].params
-        paths = ["/".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        paths = [
+            "/".join(key.key for key in path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        ]
         found |= {path.removeprefix("block/") for path in paths}
     assert found == set(sharding.LOGICAL)
 
@@ -124,14 +165,29 @@ def test_the_gradient_along_a_direction_is_the_slope_of_the_loss(case):
         with jax.default_matmul_precision("highest"):
             grads, metrics = grad_fn(params, batch, jax.random.key(2))
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    assert loss(params, batch, whole.model) == pytest.approx(float(metrics["loss"][0] / metrics["loss"][1]), rel=1e-5)
+    assert loss(params, batch, whole.model) == pytest.approx(
+        float(metrics["loss"][0] / metrics["loss"][1]), rel=1e-5
+    )
     random = np.random.default_rng(0)
     leaves, tree = jax.tree.flatten(params)
-    for number, (path, gradient) in enumerate(jax.tree_util.tree_leaves_with_path(jax.device_get(grads))):
+    for number, (path, gradient) in enumerate(
+        jax.tree_util.tree_leaves_with_path(jax.device_get(grads))
+    ):
         direction = random.normal(size=gradient.shape) / np.sqrt(gradient.size)
         ahead, behind = (
-            loss(tree.unflatten([*leaves[:number], leaves[number] + s * direction, *leaves[number + 1 :]]), batch, whole.model)
+            loss(
+                tree.unflatten(
+                    [*leaves[:number], leaves[number] + s * direction, *leaves[number + 1 :]]
+                ),
+                batch,
+                whole.model,
+            )
             for s in (STEP, -STEP)
         )
-        slope, norm_of_leaf = (ahead - behind) / (2 * STEP), np.linalg.norm(gradient) / np.sqrt(gradient.size)
-        assert abs(slope - (gradient * direction).sum()) <= one_device.CLOSE * norm_of_leaf + 1e-8, jax.tree_util.keystr(path)
+        slope, norm_of_leaf = (
+            (ahead - behind) / (2 * STEP),
+            np.linalg.norm(gradient) / np.sqrt(gradient.size),
+        )
+        assert (
+            abs(slope - (gradient * direction).sum()) <= one_device.CLOSE * norm_of_leaf + 1e-8
+        ), jax.tree_util.keystr(path)

@@ -15,14 +15,30 @@ from jax.sharding import PartitionSpec as P
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware, virtual
 
-needs_virtual = pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+needs_virtual = pytest.mark.skipif(
+    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
+)
 
 
 def run_alone(code):
-    """Runs code in a Python of its own, on a CPU, with warnings as errors. Returns what it printed, and its errors."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
+    """Runs code in a Python of its own, on a CPU, with warnings as errors. Returns what it
+    printed, and its errors.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_"))
+    }
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout, done.stderr
 
 
@@ -43,7 +59,8 @@ meshes.simulate(8)  # as many as there are: nothing to do
 print(len(meshes.devices()), len(meshes.devices(3)), sums(jnp.arange(8)))
 """)
     assert out == "8 3 [28]\n", err
-    assert [line for line in err.splitlines() if "rendezvous.cc" not in line] == []  # XLA's word that the machine stood still
+    # XLA's word that the machine stood still
+    assert [line for line in err.splitlines() if "rendezvous.cc" not in line] == []
 
 
 def test_simulated_devices_asked_for_after_jax_has_started_are_an_error_that_says_how():
@@ -67,9 +84,15 @@ def test_less_than_one_simulated_device_is_refused():
 
 
 def test_devices_are_the_first_of_those_that_there_are():
-    assert meshes.devices(2) == meshes.devices()[:2] and len(meshes.devices()) == len(jax.devices("cpu")) == 8
+    assert (
+        meshes.devices(2) == meshes.devices()[:2]
+        and len(meshes.devices()) == len(jax.devices("cpu")) == 8
+    )
     for count in (0, 4096):
-        with pytest.raises(ValueError, match=rf"count={count} must be between 1 and the \d+ devices .* meshes.simulate"):
+        with pytest.raises(
+            ValueError,
+            match=rf"count={count} must be between 1 and the \d+ devices .* meshes.simulate",
+        ):
             meshes.devices(count)
 
 
@@ -79,15 +102,23 @@ def test_devices_are_the_first_of_those_that_there_are():
 def test_the_last_axis_joins_neighbours_and_all_axes_are_the_compilers():
     grid = meshes.make({"data": 2, "tensor": 4})
     assert grid.axis_names == ("data", "tensor") and grid.axis_types == (AxisType.Auto,) * 2
-    assert [[device.id for device in row] for row in grid.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [[device.id for device in row] for row in grid.devices] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
 @needs_virtual
 def test_a_mesh_of_virtual_gpus_is_made_by_the_same_code():
     grid = meshes.make({"data": 64, "pipe": 12, "tensor": 8}, virtual.devices("h100", 6144))
     assert grid.shape == {"data": 64, "pipe": 12, "tensor": 8}
-    assert all(len({device.process_index for device in row}) == 1 for row in grid.devices.reshape(-1, 8))
-    x = virtual.abstract(jnp.ones((6144, 2)), NamedSharding(grid, P(("data", "pipe", "tensor"))))
+    assert all(
+        len({device.process_index for device in row}) == 1
+        for row in grid.devices.reshape(-1, 8)
+    )
+    x = virtual.abstract(
+        jnp.ones((6144, 2)), NamedSharding(grid, P(("data", "pipe", "tensor")))
+    )
     assert jax.eval_shape(lambda x: x + 1, x).shape == (6144, 2)
 
 
@@ -100,7 +131,10 @@ def test_a_mesh_of_virtual_gpus_is_made_by_the_same_code():
         ({"data": 3, "tensor": 3}, "they make 9, there are 8; each size must divide 8"),
         ({"data": 8, "tensor": 0}, "sizes of at least 1: tensor holds no device"),
         ({"data": -2, "tensor": -4}, "sizes of at least 1: data, tensor"),
-        ({"model": 8}, "names among data, pipe, expert, context, tensor: model is not one of them"),
+        (
+            {"model": 8},
+            "names among data, pipe, expert, context, tensor: model is not one of them",
+        ),
         ({}, "names among .*: it has none"),
     ],
 )
@@ -112,18 +146,25 @@ def test_axes_that_make_no_mesh_are_refused_with_sizes_that_would(axes, message)
 def test_an_axis_has_a_size_and_an_unknown_one_is_refused():
     grid = meshes.make({"data": 2, "tensor": 4})
     assert meshes.axis_size(grid, "tensor") == 4
-    with pytest.raises(ValueError, match="axis='pipe' must be an axis of the mesh: data, tensor"):
+    with pytest.raises(
+        ValueError, match="axis='pipe' must be an axis of the mesh: data, tensor"
+    ):
         meshes.axis_size(grid, "pipe")
 
 
 def test_a_dimension_that_an_axis_does_not_divide_is_refused_with_the_nearest_sizes_that_work():
     meshes.check_divides((6, 8), -1, "tensor", 4, "kernel")
-    refused = r"kernel of shape \(6, 8\) .* dimension 0 that the 4 devices of axis 'tensor' .*: 6 leaves 2 over; take 4 or 8"
+    refused = (
+        r"kernel of shape \(6, 8\) .* dimension 0 that the 4 devices of axis 'tensor' .*: 6"
+        r" leaves 2 over; take 4 or 8"
+    )
     with pytest.raises(ValueError, match=refused):
         meshes.check_divides((6, 8), 0, "tensor", 4, "kernel")
     with pytest.raises(ValueError, match="3 leaves 3 over; take 4$"):
         meshes.check_divides((3,), 0, "tensor", 4, "heads")
-    with pytest.raises(ValueError, match=r"dim=2 must be a dimension of kernel: its shape is \(6, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"dim=2 must be a dimension of kernel: its shape is \(6, 8\)"
+    ):
         meshes.check_divides((6, 8), 2, "tensor", 4, "kernel")
 
 
@@ -143,7 +184,13 @@ def test_a_leaf_varies_over_the_axes_that_were_asked_for_and_keeps_those_that_it
     def look(x):
         y = meshes.vary(x, "data")
         tree = meshes.vary({"shared": x, "data": y}, ("data", "tensor"))
-        seen.extend([meshes.varying(x), meshes.varying(y), *(meshes.varying(leaf) for leaf in tree.values())])
+        seen.extend(
+            [
+                meshes.varying(x),
+                meshes.varying(y),
+                *(meshes.varying(leaf) for leaf in tree.values()),
+            ]
+        )
         assert meshes.vary(y, "data") is y and meshes.vary(x, ()) is x
         return tree["data"]
 
@@ -166,7 +213,9 @@ def test_the_gradient_of_a_shared_value_is_the_sum_over_the_devices_that_use_it(
 
 def test_random_keys_vary_too():
     keys = on_eight(
-        lambda key: jax.random.fold_in(meshes.vary(key, "data"), jax.lax.axis_index("data"))[None],
+        lambda key: jax.random.fold_in(meshes.vary(key, "data"), jax.lax.axis_index("data"))[
+            None
+        ],
         jax.random.key(0),
         out=P("data"),
     )
@@ -175,10 +224,16 @@ def test_random_keys_vary_too():
 
 def test_varying_over_an_axis_that_is_not_there_is_refused():
     with pytest.raises(
-        ValueError, match=r"axes=\('pipe',\) must be the axes of this jax.shard_map: data, tensor; pipe is unknown"
+        ValueError,
+        match=(
+            r"axes=\('pipe',\) must be the axes of this jax.shard_map: data, tensor; pipe is"
+            r" unknown"
+        ),
     ):
         on_eight(lambda x: meshes.vary(x, "pipe"), jnp.ones(3))
-    with pytest.raises(ValueError, match=r"axes=\('data',\) must be axes of a jax.shard_map: this is outside"):
+    with pytest.raises(
+        ValueError, match=r"axes=\('data',\) must be axes of a jax.shard_map: this is outside"
+    ):
         meshes.vary(jnp.ones(3), "data")
 
 
@@ -187,10 +242,15 @@ def test_varying_over_an_axis_that_is_not_there_is_refused():
 
 def test_a_device_holds_what_its_sharding_says():
     grid = meshes.make({"data": 2, "tensor": 4})
-    x = jax.device_put(np.arange(32.0, dtype=np.float32).reshape(4, 8), NamedSharding(grid, P("data", "tensor")))
+    x = jax.device_put(
+        np.arange(32.0, dtype=np.float32).reshape(4, 8),
+        NamedSharding(grid, P("data", "tensor")),
+    )
     rows = meshes.holdings(x)
     assert rows[5] == meshes.Holding(5, ((2, 4), (2, 4)), 16)
-    for row, shard in zip(rows, sorted(x.addressable_shards, key=lambda shard: shard.device.id), strict=True):
+    for row, shard in zip(
+        rows, sorted(x.addressable_shards, key=lambda shard: shard.device.id), strict=True
+    ):
         (top, bottom), (start, stop) = row.ranges
         assert row.device == shard.device.id and row.bytes == shard.data.nbytes
         np.testing.assert_array_equal(np.asarray(x)[top:bottom, start:stop], shard.data)
@@ -198,11 +258,15 @@ def test_a_device_holds_what_its_sharding_says():
 
 def test_what_is_not_divided_is_held_by_every_device():
     grid = meshes.make({"data": 2, "tensor": 4})
-    described = jax.ShapeDtypeStruct((4, 6), jnp.bfloat16, sharding=NamedSharding(grid, P("data")))
+    described = jax.ShapeDtypeStruct(
+        (4, 6), jnp.bfloat16, sharding=NamedSharding(grid, P("data"))
+    )
     rows = meshes.holdings(described)
     assert [row.ranges for row in rows] == [((0, 2), (0, 6))] * 4 + [((2, 4), (0, 6))] * 4
     assert sum(row.bytes for row in rows) == 4 * (4 * 6 * 2)  # four copies
-    assert meshes.holdings(jax.device_put(1.0, NamedSharding(grid, P())))[7] == meshes.Holding(7, (), 4)
+    assert meshes.holdings(jax.device_put(1.0, NamedSharding(grid, P())))[7] == meshes.Holding(
+        7, (), 4
+    )
 
 
 # Which link
@@ -212,7 +276,10 @@ def test_an_axis_inside_a_host_has_nvlink_and_one_across_hosts_the_network():
     h100 = hardware.get("h100")
     one_host = meshes.links(meshes.make({"data": 2, "tensor": 4}), h100)
     nvlink = "NVLink 4, to the GPUs of the host"
-    assert one_host == [meshes.Link("data", 2, 4, nvlink, 450e9), meshes.Link("tensor", 4, 1, nvlink, 450e9)]
+    assert one_host == [
+        meshes.Link("data", 2, 4, nvlink, 450e9),
+        meshes.Link("tensor", 4, 1, nvlink, 450e9),
+    ]
 
 
 @needs_virtual
@@ -222,23 +289,30 @@ def test_the_outer_axis_of_many_hosts_crosses_them():
     network = "network, to another host"
     pipe, tensor = meshes.links(meshes.make({"pipe": 4, "tensor": 8}, devices), h100)
     assert pipe == meshes.Link("pipe", 4, 8, network, 50e9) and tensor.bandwidth == 450e9
-    assert meshes.links({"pipe": 4, "tensor": 8}, h100) == [pipe, tensor]  # sizes stand for the first devices
+    # sizes stand for the first devices
+    assert meshes.links({"pipe": 4, "tensor": 8}, h100) == [pipe, tensor]
     [whole] = meshes.links(meshes.make({"data": 32}, devices), h100)
-    assert whole == meshes.Link("data", 32, 1, network, 50e9)  # most neighbours share a host, and the slowest link counts
+    # most neighbours share a host, and the slowest link counts
+    assert whole == meshes.Link("data", 32, 1, network, 50e9)
     outside, inside = meshes.links(meshes.make({"tensor": 8, "data": 4}, devices), h100)
     assert (outside.bandwidth, inside.bandwidth) == (50e9, 450e9)
-    assert meshes.links(meshes.make({"data": 32, "tensor": 1}, devices), h100)[1] == meshes.Link(
-        "tensor", 1, 0, "NVLink 4, to the GPUs of the host", 450e9
-    )
+    assert meshes.links(meshes.make({"data": 32, "tensor": 1}, devices), h100)[
+        1
+    ] == meshes.Link("tensor", 1, 0, "NVLink 4, to the GPUs of the host", 450e9)
 
 
 @needs_virtual
 def test_where_no_network_is_known_its_bandwidth_is_none_and_tpus_have_links_across_hosts():
     grid = meshes.make({"data": 2, "tensor": 8}, virtual.devices("a5000", 16))
-    assert [link.bandwidth for link in meshes.links(grid, hardware.get("a5000"))] == [None, 32e9]
+    assert [link.bandwidth for link in meshes.links(grid, hardware.get("a5000"))] == [
+        None,
+        32e9,
+    ]
     assert [link.bandwidth for link in meshes.links(grid, hardware.get("v5e"))] == [50e9, 50e9]
 
 
 def test_an_array_that_lies_nowhere_has_no_holdings():
-    with pytest.raises(ValueError, match="must have a sharding: without one no device holds it"):
+    with pytest.raises(
+        ValueError, match="must have a sharding: without one no device holds it"
+    ):
         meshes.holdings(jax.ShapeDtypeStruct((4,), jnp.float32))

@@ -16,20 +16,29 @@ STAGES = (0, 1, 2, 3)
 
 
 def cases():
-    """Returns (axes, strategy, number of minibatches): each stage, each degree and the main pairs, not their product.
+    """Returns (axes, strategy, number of minibatches): each stage, each degree and the main
+    pairs, not their product.
 
-    A gradient by the compiler is that of one device, which the train step calls for each minibatch: see the test of a step.
+    A gradient by the compiler is that of one device, which the train step calls for each
+    minibatch: see the test of a step.
     """
     for by in options.BY:
         few = 2 if by == "hand" else 1
-        degrees = (1, 2, 4, 8) if by == "hand" else (2, 8)  # what the compiler does does not depend on this code
+        # what the compiler does does not depend on this code
+        degrees = (1, 2, 4, 8) if by == "hand" else (2, 8)
         yield from ((dict(data=n), Strategy(by=by), 1) for n in degrees)
         yield from ((dict(data=4), Strategy(by=by, zero=stage), 1) for stage in STAGES[1:])
-        yield from ((dict(data=2), Strategy(by=by, zero=stage), few) for stage in (STAGES if by == "hand" else (2,)))
+        yield from (
+            (dict(data=2), Strategy(by=by, zero=stage), few)
+            for stage in (STAGES if by == "hand" else (2,))
+        )
         yield dict(data=8), Strategy(by=by, zero=3), 1
         for n, sequence in itertools.product(degrees[1:], (False, True)):
             yield dict(data=1, tensor=n), Strategy(by=by, sequence=sequence), 1
-        yield from ((dict(data=2, tensor=4), Strategy(by=by, zero=stage, sequence=True), 1) for stage in (1, 3))
+        yield from (
+            (dict(data=2, tensor=4), Strategy(by=by, zero=stage, sequence=True), 1)
+            for stage in (1, 3)
+        )
         yield dict(data=4, tensor=2), Strategy(by=by, zero=3), few
         yield from ((dict(data=1, context=n), Strategy(by=by), 1) for n in degrees)
         yield dict(data=2, context=2, tensor=2), Strategy(by=by, zero=1), few
@@ -42,7 +51,9 @@ EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.capacity
 
 
 def cases_with_experts():
-    """As `cases`. Each expert has room for its even share of a sequence, so that tokens find none."""
+    """As `cases`. Each expert has room for its even share of a sequence, so that tokens find
+    none.
+    """
     for by in options.BY:
         for n in (1, 2, 4, 8) if by == "hand" else (2,):
             yield dict(data=1, expert=n), Strategy(by=by), 1
@@ -61,7 +72,9 @@ def name(value):
 
 
 def same_as_one_device(axes, chosen, num_minibatches, **changes):
-    """Compares gradient and metrics of a strategy with those of one device, from its parameters."""
+    """Compares gradient and metrics of a strategy with those of one device, from its
+    parameters.
+    """
     whole = one_device.small(**changes)
     params, expected, expected_metrics = one_device.reference(FrozenConfigDict(whole))
     whole.training.num_minibatches = num_minibatches
@@ -69,7 +82,9 @@ def same_as_one_device(axes, chosen, num_minibatches, **changes):
         grad_fn = one_device.jit(strategies.gradient(whole, one_device.grid(**axes), chosen))
         grads, metrics = grad_fn(params, one_device.batch(whole), jax.random.key(2))
     assert not one_device.different_leaves(grads, expected)
-    assert training.mean_metrics(metrics) == pytest.approx(training.mean_metrics(expected_metrics), rel=1e-5)
+    assert training.mean_metrics(metrics) == pytest.approx(
+        training.mean_metrics(expected_metrics), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(("axes", "chosen", "num_minibatches"), list(cases()), ids=name)
@@ -77,13 +92,20 @@ def test_a_strategy_gives_the_gradient_of_one_device(axes, chosen, num_minibatch
     same_as_one_device(axes, chosen, num_minibatches)
 
 
-@pytest.mark.parametrize(("axes", "chosen", "num_minibatches"), list(cases_with_experts()), ids=name)
+@pytest.mark.parametrize(
+    ("axes", "chosen", "num_minibatches"), list(cases_with_experts()), ids=name
+)
 def test_with_experts_too(axes, chosen, num_minibatches):
     same_as_one_device(axes, chosen, num_minibatches, **EXPERTS)
 
 
 def test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries():
-    later = {"model.positions": "rotary", "model.num_kv_heads": 2, "model.num_heads": 4, "model.head_dim": 4}
+    later = {
+        "model.positions": "rotary",
+        "model.num_kv_heads": 2,
+        "model.num_heads": 4,
+        "model.head_dim": 4,
+    }
     same_as_one_device(dict(data=1, context=4), Strategy(), 1, **later)
 
 
@@ -91,10 +113,20 @@ def test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries
     ("axes", "chosen", "num_minibatches", "changes"),
     [
         (dict(data=4), Strategy(zero=3), 1, {"model.remat": ("Block",)}),
-        (dict(data=2), Strategy(zero=3, gather_again=False), 2, {"model.remat": ("MLP", "Attn")}),
+        (
+            dict(data=2),
+            Strategy(zero=3, gather_again=False),
+            2,
+            {"model.remat": ("MLP", "Attn")},
+        ),
         (dict(data=2, tensor=2), Strategy(zero=3, gather_again=False, sequence=True), 1, {}),
         (dict(data=2), Strategy(zero=1), 2, {"training.accumulation": "loop"}),
-        (dict(data=2), Strategy(zero=3), 2, {"training.accumulation": "loop", "model.scan_layers": False}),
+        (
+            dict(data=2),
+            Strategy(zero=3),
+            2,
+            {"training.accumulation": "loop", "model.scan_layers": False},
+        ),
     ],
     ids=str,
 )
@@ -107,8 +139,12 @@ def test_what_is_computed_or_gathered_again_and_how_minibatches_are_added_change
 def test_parameters_start_from_the_same_numbers_on_every_mesh():
     whole = one_device.small()
     expected, _, _ = one_device.reference(FrozenConfigDict(whole))
-    state = strategies.build(whole, one_device.grid(data=2, tensor=4), Strategy(zero=3)).init(jax.random.key(0))
-    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+    state = strategies.build(whole, one_device.grid(data=2, tensor=4), Strategy(zero=3)).init(
+        jax.random.key(0)
+    )
+    for leaf, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_array_equal(leaf, other)
 
 
@@ -121,8 +157,12 @@ def test_no_device_ever_holds_all_parameters_while_they_are_made():
     assert memory.outputs + memory.temporaries < all_of_it.outputs / 2
 
 
-@pytest.mark.parametrize(("by", "num_minibatches"), [("hand", 1), ("compiler", 1), ("compiler", 2)])
-def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is_clipped(by, num_minibatches):
+@pytest.mark.parametrize(
+    ("by", "num_minibatches"), [("hand", 1), ("compiler", 1), ("compiler", 2)]
+)
+def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is_clipped(
+    by, num_minibatches
+):
     whole = one_device.small(**{"optimizer.clip_norm": 0.1, "training.donate": False})
     single = training.build(whole)
     whole.training.num_minibatches = num_minibatches
@@ -131,11 +171,14 @@ def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is
     with jax.default_matmul_precision("highest"):
         before = one_device.call(single.init, jax.random.key(0))
         after, _ = one_device.call(single.train_step, before, batch)
-        found, _ = one_device.call(run.train_step, one_device.call(run.init, jax.random.key(0)), batch)
+        found, _ = one_device.call(
+            run.train_step, one_device.call(run.init, jax.random.key(0)), batch
+        )
     before, after, found = jax.device_get((before.params, after.params, found.params))
     moved = jax.tree.map(lambda new, old: new - old, after, before)
     also = jax.tree.map(lambda new, old: new - old, found, before)
-    # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of itself.
+    # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of
+    # itself.
     for move, other in zip(jax.tree.leaves(moved), jax.tree.leaves(also), strict=True):
         np.testing.assert_allclose(other, move, atol=3e-7)
     assert max(abs(move).max() for move in jax.tree.leaves(moved)) > 1e-4
@@ -144,7 +187,11 @@ def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is
 def test_the_compiler_drops_what_one_device_drops():
     whole = one_device.small(**{"model.dropout_rate": 0.5})
     run = strategies.build(whole, one_device.grid(data=2, tensor=2), Strategy(by="compiler"))
-    params, batch, rng = run.init(jax.random.key(0)).params, one_device.batch(whole), jax.random.key(3)
+    params, batch, rng = (
+        run.init(jax.random.key(0)).params,
+        one_device.batch(whole),
+        jax.random.key(3),
+    )
     loss_fn = one_device.jit(run.loss_fn)
     alone = one_device.jit(training.build(whole).loss_fn)(params, batch, rng)[0]
     np.testing.assert_allclose(loss_fn(params, batch, rng)[0], alone, rtol=1e-5)
@@ -157,7 +204,9 @@ def test_the_gradient_of_the_whole_loss_is_that_gradient_too():
     run = strategies.build(whole, one_device.grid(data=2, tensor=2), chosen)
     params, expected, _ = one_device.reference(FrozenConfigDict(whole))
     with jax.default_matmul_precision("highest"):
-        grads = one_device.jit(jax.grad(lambda params: run.loss_fn(params, one_device.batch(whole), None)[0]))(params)
+        grads = one_device.jit(
+            jax.grad(lambda params: run.loss_fn(params, one_device.batch(whole), None)[0])
+        )(params)
     assert not one_device.different_leaves(grads, expected)
 
 
@@ -173,7 +222,12 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
 @pytest.mark.parametrize(
     ("axes", "chosen", "changes", "message"),
     [
-        (dict(data=2), Strategy(by="magic"), {}, r"by='magic' must be one of \('hand', 'compiler'\)"),
+        (
+            dict(data=2),
+            Strategy(by="magic"),
+            {},
+            r"by='magic' must be one of \('hand', 'compiler'\)",
+        ),
         (
             dict(data=1, tensor=2),
             Strategy(by="compiler"),
@@ -182,18 +236,73 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
         ),
         (dict(data=2), Strategy(zero=4), {}, r"zero=4 must be one of \(0, 1, 2, 3\)"),
         (dict(tensor=2), Strategy(), {}, r"axis='data' must be an axis of the mesh"),
-        (dict(data=2), Strategy(sequence=True), {}, r"sequence=True must come with a mesh axis 'tensor'"),
-        (dict(data=1, tensor=2), Strategy(overlap="two-way"), {}, r"overlap='two-way' must come with sequence=True"),
-        (dict(data=1, tensor=2), Strategy(overlap="ring"), {}, r"overlap='ring' must be one of"),
-        (dict(data=2), Strategy(zero=3), {"model.remat": ("MLP", "Attn")}, r"remat=.* must be .* with gather_again=True"),
-        (dict(data=2), Strategy(zero=2, gather_again=False), {}, r"gather_again=False must come with zero=3 and by='hand'"),
-        (dict(data=2), Strategy(by="compiler", zero=3, gather_again=False), {}, r"gather_again=False must come with zero=3"),
-        (dict(data=2), Strategy(), {"training.num_minibatches": 0}, r"num_minibatches=0 must be at least 1"),
-        (dict(data=3), Strategy(), {}, r"batch_size=8 must be a multiple of 3: 3 devices .* take 6 or 9"),
-        (dict(data=4), Strategy(), {"training.num_minibatches": 4}, r"of 16: 4 devices .* x 4 minibatches x 1 micro"),
-        (dict(data=3), Strategy(zero=3), {"data.batch_size": 9}, r"must have a dimension 1 that the 3 devices"),
+        (
+            dict(data=2),
+            Strategy(sequence=True),
+            {},
+            r"sequence=True must come with a mesh axis 'tensor'",
+        ),
+        (
+            dict(data=1, tensor=2),
+            Strategy(overlap="two-way"),
+            {},
+            r"overlap='two-way' must come with sequence=True",
+        ),
+        (
+            dict(data=1, tensor=2),
+            Strategy(overlap="ring"),
+            {},
+            r"overlap='ring' must be one of",
+        ),
+        (
+            dict(data=2),
+            Strategy(zero=3),
+            {"model.remat": ("MLP", "Attn")},
+            r"remat=.* must be .* with gather_again=True",
+        ),
+        (
+            dict(data=2),
+            Strategy(zero=2, gather_again=False),
+            {},
+            r"gather_again=False must come with zero=3 and by='hand'",
+        ),
+        (
+            dict(data=2),
+            Strategy(by="compiler", zero=3, gather_again=False),
+            {},
+            r"gather_again=False must come with zero=3",
+        ),
+        (
+            dict(data=2),
+            Strategy(),
+            {"training.num_minibatches": 0},
+            r"num_minibatches=0 must be at least 1",
+        ),
+        (
+            dict(data=3),
+            Strategy(),
+            {},
+            r"batch_size=8 must be a multiple of 3: 3 devices .* take 6 or 9",
+        ),
+        (
+            dict(data=4),
+            Strategy(),
+            {"training.num_minibatches": 4},
+            r"of 16: 4 devices .* x 4 minibatches x 1 micro",
+        ),
+        (
+            dict(data=3),
+            Strategy(zero=3),
+            {"data.batch_size": 9},
+            r"must have a dimension 1 that the 3 devices",
+        ),
         (dict(data=1, tensor=3), Strategy(), {}, r"num_heads of shape \(8,\) .* take 6 or 9"),
-        (dict(data=1, tensor=8), Strategy(sequence=True), {"data.seq_len": 12}, r"seq_len of shape \(12,\) .* take 8 or 16"),
+        (
+            dict(data=1, tensor=8),
+            Strategy(sequence=True),
+            {"data.seq_len": 12},
+            r"seq_len of shape \(12,\) .* take 8 or 16",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(axes, chosen, changes, message):
@@ -203,5 +312,7 @@ def test_what_cannot_work_is_refused(axes, chosen, changes, message):
 
 def test_an_axis_that_no_strategy_uses_is_refused():
     grid = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "rows"))
-    with pytest.raises(ValueError, match=r"must have axes of .* only: {'rows'} would do nothing"):
+    with pytest.raises(
+        ValueError, match=r"must have axes of .* only: {'rows'} would do nothing"
+    ):
         strategies.build(one_device.small(), grid)

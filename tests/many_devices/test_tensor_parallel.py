@@ -14,7 +14,12 @@ from course_lib import measure, training
 from course_lib.many_devices import strategies, tensor_parallel
 from course_lib.many_devices.strategies import Strategy
 
-WIDER = {"model.hidden_size": 64, "model.head_dim": 8, "model.num_heads": 8, "data.batch_size": 2}
+WIDER = {
+    "model.hidden_size": 64,
+    "model.head_dim": 8,
+    "model.num_heads": 8,
+    "data.batch_size": 2,
+}
 NORMED = WIDER | {"model.qk_norm": True}
 LATER = NORMED | {
     "model.parallel_block": True,
@@ -23,7 +28,10 @@ LATER = NORMED | {
     "model.positions": "rotary",
     "model.use_bias": False,
 }
-"""What later models do otherwise, all at once. Heads are 8 wide: two numbers, normalized, are 1 and -1, whatever they were."""
+"""What later models do otherwise, all at once. Heads are 8 wide: two numbers, normalized, are 1
+and -1, whatever they were.
+"""
+
 
 def on_devices(fn, mesh, in_specs, out_specs):
     return one_device.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
@@ -31,7 +39,10 @@ def on_devices(fn, mesh, in_specs, out_specs):
 
 @functools.cache
 def ledger(sequence, parallel_block=False):
-    whole, grid = one_device.small(**{"model.parallel_block": parallel_block}), one_device.grid(data=1, tensor=4)
+    whole, grid = (
+        one_device.small(**{"model.parallel_block": parallel_block}),
+        one_device.grid(data=1, tensor=4),
+    )
     chosen = Strategy(sequence=sequence)
     state, batch = strategies.build(whole, grid, chosen).abstract()
     grad_fn = one_device.jit(strategies.gradient(whole, grid, chosen))
@@ -39,7 +50,9 @@ def ledger(sequence, parallel_block=False):
 
 
 def sizes():
-    """Returns the bytes of a residual [B, L, D] and of one number a token, and the number of layers."""
+    """Returns the bytes of a residual [B, L, D] and of one number a token, and the number of
+    layers.
+    """
     whole = one_device.small()
     tokens = 4 * whole.data.batch_size * whole.data.seq_len
     return tokens * whole.model.hidden_size, tokens, whole.model.num_layers
@@ -48,7 +61,8 @@ def sizes():
 def test_a_block_reduces_two_residuals_forward_and_two_backward():
     residual, token, layers = sizes()
     found = ledger(sequence=False)
-    # Around the blocks: the embedding forward, the output layer backward, and four numbers a token in the loss.
+    # Around the blocks: the embedding forward, the output layer backward, and four numbers a
+    # token in the loss.
     assert found.bytes("all-reduce", "tensor") == (4 * layers + 2) * residual + 4 * token
     assert found.bytes() == found.bytes("all-reduce", "tensor")
 
@@ -56,15 +70,26 @@ def test_a_block_reduces_two_residuals_forward_and_two_backward():
 def test_along_the_sequence_each_all_reduce_becomes_a_gather_and_a_scatter_of_the_same_bytes():
     residual, _, layers = sizes()
     found = ledger(sequence=True)
-    assert found.bytes("all-gather", "tensor") == found.bytes("reduce-scatter", "tensor") == (4 * layers + 2) * residual
-    assert found.sent("all-gather") + found.sent("reduce-scatter") == (4 * layers + 2) * 2 * 3 * residual // 4
+    assert (
+        found.bytes("all-gather", "tensor")
+        == found.bytes("reduce-scatter", "tensor")
+        == (4 * layers + 2) * residual
+    )
+    assert (
+        found.sent("all-gather") + found.sent("reduce-scatter")
+        == (4 * layers + 2) * 2 * 3 * residual // 4
+    )
 
 
 def test_a_parallel_block_exchanges_half_as_much():
     residual, token, layers = sizes()
     assert ledger(False, parallel_block=True).bytes() == (2 * layers + 2) * residual + 4 * token
     found = ledger(True, parallel_block=True)
-    assert found.bytes("all-gather", "tensor") == found.bytes("reduce-scatter", "tensor") == (2 * layers + 2) * residual
+    assert (
+        found.bytes("all-gather", "tensor")
+        == found.bytes("reduce-scatter", "tensor")
+        == (2 * layers + 2) * residual
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,13 +115,21 @@ def test_with_the_options_of_later_models_the_gradient_is_one_devices(changes, a
 
 @pytest.mark.parametrize(
     ("axes", "by"),
-    [(dict(data=1, tensor=8), "hand"), (dict(data=2, tensor=2), "hand"), (dict(data=1, tensor=8), "compiler")],
+    [
+        (dict(data=1, tensor=8), "hand"),
+        (dict(data=2, tensor=2), "hand"),
+        (dict(data=1, tensor=8), "compiler"),
+    ],
 )
-def test_a_sequence_a_device_of_a_length_that_nothing_divides_gives_the_gradient_of_one_device(axes, by):
+def test_a_sequence_a_device_of_a_length_that_nothing_divides_gives_the_gradient_of_one_device(
+    axes, by
+):
     whole = one_device.small(**{"data.batch_size": axes["data"], "data.seq_len": 13})
     params, expected, _ = one_device.reference(FrozenConfigDict(whole))
     with jax.default_matmul_precision("highest"):
-        grad_fn = one_device.jit(strategies.gradient(whole, one_device.grid(**axes), Strategy(by=by)))
+        grad_fn = one_device.jit(
+            strategies.gradient(whole, one_device.grid(**axes), Strategy(by=by))
+        )
         grads, _ = grad_fn(params, one_device.batch(whole), jax.random.key(2))
     assert not one_device.different_leaves(grads, expected)
 
@@ -112,7 +145,12 @@ def test_cross_entropy_of_a_divided_vocabulary_is_that_of_the_whole(n):
     logits = 10 * jax.random.normal(jax.random.key(0), (4, 16))
     logits = logits.at[1, 3].set(50.0).at[1, 12].set(50.0)  # of two equal ones the first counts
     labels = jnp.array([0, 12, 3, 15])
-    score = on_devices(tensor_parallel.cross_entropy, one_device.grid(tensor=n), (P(None, "tensor"), P()), (P(), P()))
+    score = on_devices(
+        tensor_parallel.cross_entropy,
+        one_device.grid(tensor=n),
+        (P(None, "tensor"), P()),
+        (P(), P()),
+    )
     loss, correct = score(logits, labels)
     expected, expected_correct = training.cross_entropy(logits, labels)
     # One device takes a logit from the logarithm of a sum, both about 50, in float32.
@@ -122,7 +160,12 @@ def test_cross_entropy_of_a_divided_vocabulary_is_that_of_the_whole(n):
 
 def test_large_logits_do_not_overflow_on_any_device():
     logits = jnp.array([[1e4, 0.0, 0.0, -1e4]])
-    score = on_devices(tensor_parallel.cross_entropy, one_device.grid(tensor=4), (P(None, "tensor"), P()), (P(), P()))
+    score = on_devices(
+        tensor_parallel.cross_entropy,
+        one_device.grid(tensor=4),
+        (P(None, "tensor"), P()),
+        (P(), P()),
+    )
     np.testing.assert_array_equal(score(logits, jnp.array([0]))[0], [0.0])
     np.testing.assert_array_equal(score(logits, jnp.array([3]))[0], [2e4])
 
@@ -130,7 +173,10 @@ def test_large_logits_do_not_overflow_on_any_device():
 def test_each_device_looks_up_its_own_rows():
     table, tokens = jax.random.normal(jax.random.key(0), (8, 3)), jnp.array([[0, 7, 3, 4]])
     lookup = on_devices(
-        lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), "tensor"), one_device.grid(tensor=4), (P("tensor"), P()), P()
+        lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), "tensor"),
+        one_device.grid(tensor=4),
+        (P("tensor"), P()),
+        P(),
     )
     np.testing.assert_array_equal(lookup(table, tokens), table[tokens])
 
@@ -139,21 +185,33 @@ def test_a_token_or_label_outside_of_the_vocabulary_gives_nan_as_on_one_device()
     table, logits = jnp.arange(24.0).reshape(8, 3), jnp.arange(32.0).reshape(1, 4, 8) ** 0.5
     tokens = jnp.array([[7, 8, -1, -9]])
     grid = one_device.grid(tensor=4)
-    lookup = on_devices(lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), "tensor"), grid, (P("tensor"), P()), P())
+    lookup = on_devices(
+        lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), "tensor"),
+        grid,
+        (P("tensor"), P()),
+        P(),
+    )
     np.testing.assert_array_equal(lookup(table, tokens), jnp.take(table, tokens, axis=0))
-    score = on_devices(tensor_parallel.cross_entropy, grid, (P(None, None, "tensor"), P()), (P(), P()))
+    score = on_devices(
+        tensor_parallel.cross_entropy, grid, (P(None, None, "tensor"), P()), (P(), P())
+    )
     expected = training.cross_entropy(logits, tokens)[0]
-    assert np.isnan(expected).tolist() == [[False, True, False, True]]  # those below 0 count from the end
+    # those below 0 count from the end
+    assert np.isnan(expected).tolist() == [[False, True, False, True]]
     np.testing.assert_allclose(score(logits, tokens)[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_devices_along_tensor_drop_the_same_units_of_what_they_share(sequence):
-    """Whole residuals: the same masks, so the gradient is one device's. Parts of the sequence: each its own mask."""
+    """Whole residuals: the same masks, so the gradient is one device's. Parts of the sequence:
+    each its own mask.
+    """
     whole = one_device.small(**{"model.dropout_rate": 0.5})
     params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
     batch, rng = one_device.batch(whole), jax.random.key(3)
-    run = strategies.build(whole, one_device.grid(data=1, tensor=4), Strategy(sequence=sequence))
+    run = strategies.build(
+        whole, one_device.grid(data=1, tensor=4), Strategy(sequence=sequence)
+    )
     loss = one_device.jit(run.loss_fn)(params, batch, rng)[0]
     key = jax.random.fold_in(rng, 0)  # of the first device along "data"
     alone = one_device.jit(training.build(whole).loss_fn)(params, batch, key)[0]
@@ -161,6 +219,10 @@ def test_devices_along_tensor_drop_the_same_units_of_what_they_share(sequence):
 
 
 def test_each_part_of_the_sequence_has_its_own_key():
-    draw = tensor_parallel.own_dropout(lambda params, inputs, rng: jax.random.uniform(rng, (1,)))
-    draws = on_devices(lambda key: draw(None, jnp.zeros(1), key), one_device.grid(tensor=4), P(), P("tensor"))
+    draw = tensor_parallel.own_dropout(
+        lambda params, inputs, rng: jax.random.uniform(rng, (1,))
+    )
+    draws = on_devices(
+        lambda key: draw(None, jnp.zeros(1), key), one_device.grid(tensor=4), P(), P("tensor")
+    )
     assert len(set(draws(jax.random.key(0)).tolist())) == 4

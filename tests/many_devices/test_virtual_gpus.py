@@ -1,4 +1,6 @@
-"""What strategies move on GPUs, in bytes and in the dtypes that are really sent: above all what a compiler makes of them."""
+"""What strategies move on GPUs, in bytes and in the dtypes that are really sent: above all what
+a compiler makes of them.
+"""
 
 import functools
 import math
@@ -13,10 +15,13 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import virtual
 
-pytestmark = pytest.mark.skipif(virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100")))
+pytestmark = pytest.mark.skipif(
+    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
+)
 
 BFLOAT16, FLOAT32 = 2, 4
-METRICS = (8, 12, 16)  # bytes of loss and accuracy as (sum, count); XLA may send their equal counts once, or know them
+# bytes of loss and accuracy as (sum, count); XLA may send their equal counts once, or know them
+METRICS = (8, 12, 16)
 STRATEGIES = {
     "data": (dict(data=8), Strategy(by="compiler")),
     "zero 1": (dict(data=8), Strategy(by="compiler", zero=1)),
@@ -28,8 +33,12 @@ STRATEGIES = {
 
 
 def large():
-    """Returns a model whose activations, 1,024 tokens a device, and kernels are of like size, as it is never run."""
-    whole = one_device.small(**{"model.dtype": "bfloat16", "model.hidden_size": 512, "model.head_dim": 64})
+    """Returns a model whose activations, 1,024 tokens a device, and kernels are of like size,
+    as it is never run.
+    """
+    whole = one_device.small(
+        **{"model.dtype": "bfloat16", "model.hidden_size": 512, "model.head_dim": 64}
+    )
     whole.model.update(vocab_size=256, num_outputs=256, max_seq_len=128)
     whole.data.seq_len = 128
     return whole
@@ -46,71 +55,112 @@ def ledger(name):
 
 
 def moved(found, kind, dtype, inside=None):
-    """Returns the payload in bytes; inside of the layers, which run as a loop, or outside; or both."""
+    """Returns the payload in bytes; inside of the layers, which run as a loop, or outside; or
+    both.
+    """
     layers = large().model.num_layers
     return sum(
         entry.payload_bytes * entry.executions
         for entry in found.entries
-        if (entry.kind, entry.dtype) == (kind, dtype) and inside in (None, entry.executions == layers)
+        if (entry.kind, entry.dtype) == (kind, dtype)
+        and inside in (None, entry.executions == layers)
     )
 
 
 def count(*words):
     """Returns the number of parameters with all of these words in their path."""
     params = jax.eval_shape(training.build(large()).init, jax.random.key(0)).params
-    paths = [(jax.tree_util.keystr(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [
+        (jax.tree_util.keystr(path), leaf.size)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
     return sum(size for path, size in paths if all(word in path for word in words))
 
 
 @pytest.fixture(scope="module")
 def p():
-    """Numbers of parameters. `biases` are those of products; the `last` of them are added to the residual."""
+    """Numbers of parameters. `biases` are those of products; the `last` of them are added to
+    the residual.
+    """
     biases, last = count("bias") - count("norm", "bias"), count("block", "output_layer", "bias")
     kernels, scales = count("block", "kernel"), count("block", "norm", "scale")
     return types.SimpleNamespace(
-        embeddings=count("embedding"), norms=count("norm"), scales=scales, biases=biases, last=last, kernels=kernels,
-        of_output=count("kernel") - kernels, output_layer=count("['output_layer']") - count("block", "output_layer"),
+        embeddings=count("embedding"),
+        norms=count("norm"),
+        scales=scales,
+        biases=biases,
+        last=last,
+        kernels=kernels,
+        of_output=count("kernel") - kernels,
+        output_layer=count("['output_layer']") - count("block", "output_layer"),
     )
 
 
 def test_data_parallelism_reduces_each_gradient_once_in_the_dtype_that_it_comes_in(p):
-    """What products compute with, kernels and biases, has a gradient in bfloat16, which is summed before it is cast."""
+    """What products compute with, kernels and biases, has a gradient in bfloat16, which is
+    summed before it is cast.
+    """
     found = ledger("data")
-    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.kernels + p.of_output + p.biases)
+    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (
+        p.kernels + p.of_output + p.biases
+    )
     assert moved(found, "all-reduce", "float32") - FLOAT32 * (p.embeddings + p.norms) in METRICS
     assert found.bytes() == found.bytes("all-reduce", "data")
 
 
-def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parameters_in_theirs(p):
+def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parameters_in_theirs(
+    p,
+):
     found = ledger("zero 1")
-    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (p.kernels + p.of_output + p.last)
+    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (
+        p.kernels + p.of_output + p.last
+    )
     assert moved(found, "reduce-scatter", "float32") == FLOAT32 * (p.embeddings + p.norms)
-    assert moved(found, "all-gather", "float32") == FLOAT32 * (p.kernels + p.of_output + p.last + p.embeddings + p.norms)
+    assert moved(found, "all-gather", "float32") == FLOAT32 * (
+        p.kernels + p.of_output + p.last + p.embeddings + p.norms
+    )
     # Biases without the model's width are whole everywhere.
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
     assert moved(found, "all-reduce", "float32") in METRICS
-    assert found.bytes() == sum(found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+    assert found.bytes() == sum(
+        found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    )
 
 
 @pytest.mark.parametrize("name", ["zero 3", "zero 3 by hand"])
-def test_every_kernel_is_gathered_in_the_dtype_that_the_layers_compute_in_and_none_in_another(name, p):
+def test_every_kernel_is_gathered_in_the_dtype_that_the_layers_compute_in_and_none_in_another(
+    name, p
+):
     found, by_hand = ledger(name), name.endswith("hand")
-    # For each pass in the layers, once around them, and with them the biases that are added last.
-    assert moved(found, "all-gather", "bfloat16") == BFLOAT16 * (2 * p.kernels + p.of_output + p.last)
+    # For each pass in the layers, once around them, and with them the biases that are added
+    # last.
+    assert moved(found, "all-gather", "bfloat16") == BFLOAT16 * (
+        2 * p.kernels + p.of_output + p.last
+    )
     # What is left is no product's. By hand the scales of norms are gathered once, and kept.
-    assert moved(found, "all-gather", "float32") == FLOAT32 * (p.embeddings + p.norms + (0 if by_hand else p.scales))
-    assert found.bytes("all-gather") == moved(found, "all-gather", "bfloat16") + moved(found, "all-gather", "float32")
+    assert moved(found, "all-gather", "float32") == FLOAT32 * (
+        p.embeddings + p.norms + (0 if by_hand else p.scales)
+    )
+    assert found.bytes("all-gather") == moved(found, "all-gather", "bfloat16") + moved(
+        found, "all-gather", "float32"
+    )
 
 
 def test_zero_three_gathers_a_layer_when_it_runs_and_scatters_every_gradient_once(p):
     found = ledger("zero 3")
-    assert moved(found, "all-gather", "bfloat16", inside=True) == BFLOAT16 * (2 * p.kernels + p.last)
-    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (p.kernels + p.of_output + p.last)
+    assert moved(found, "all-gather", "bfloat16", inside=True) == BFLOAT16 * (
+        2 * p.kernels + p.last
+    )
+    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (
+        p.kernels + p.of_output + p.last
+    )
     assert moved(found, "reduce-scatter", "float32") == FLOAT32 * (p.embeddings + p.norms)
     # Biases without the model's width are whole everywhere.
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
     assert moved(found, "all-reduce", "float32") in METRICS
-    assert found.bytes() == sum(found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+    assert found.bytes() == sum(
+        found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    )
 
 
 def sizes():
@@ -123,28 +173,49 @@ def sizes():
 def test_tensor_parallelism_reduces_four_residuals_a_block():
     tokens, residual, layers = sizes()
     found = ledger("tensor")
-    assert moved(found, "all-reduce", "bfloat16", inside=True) == BFLOAT16 * 4 * residual * layers
-    # Around the layers: the gradient of the output layer's input; the embedding, in float32; and two numbers a token in the
-    # loss. The largest logit and its place come from each device.
+    assert (
+        moved(found, "all-reduce", "bfloat16", inside=True) == BFLOAT16 * 4 * residual * layers
+    )
+    # Around the layers: the gradient of the output layer's input; the embedding, in float32;
+    # and two numbers a token in the loss. The largest logit and its place come from each
+    # device.
     assert moved(found, "all-reduce", "bfloat16", inside=False) == BFLOAT16 * residual
     assert moved(found, "all-reduce", "float32") == FLOAT32 * (residual + 2 * tokens)
-    assert moved(found, "all-gather", "float32") == moved(found, "all-gather", "int32") == FLOAT32 * 8 * tokens
-    assert found.bytes() == found.bytes("all-reduce", "tensor") + found.bytes("all-gather", "tensor")
+    assert (
+        moved(found, "all-gather", "float32")
+        == moved(found, "all-gather", "int32")
+        == FLOAT32 * 8 * tokens
+    )
+    assert found.bytes() == found.bytes("all-reduce", "tensor") + found.bytes(
+        "all-gather", "tensor"
+    )
 
 
 def test_along_the_sequence_it_scatters_four_residuals_a_block_and_gathers_six(p):
-    """By hand four and four. The compiler gathers the inputs of the two column products again for the backward pass."""
+    """By hand four and four. The compiler gathers the inputs of the two column products again
+    for the backward pass.
+    """
     _, residual, layers = sizes()
     found = ledger("sequence")
-    assert moved(found, "reduce-scatter", "bfloat16", inside=True) == BFLOAT16 * 4 * residual * layers
-    assert moved(found, "all-gather", "bfloat16", inside=True) == BFLOAT16 * 6 * residual * layers
-    # Around the layers it brings parameters to the tokens, where these are more: here the tables, and the output layer.
+    assert (
+        moved(found, "reduce-scatter", "bfloat16", inside=True)
+        == BFLOAT16 * 4 * residual * layers
+    )
+    assert (
+        moved(found, "all-gather", "bfloat16", inside=True) == BFLOAT16 * 6 * residual * layers
+    )
+    # Around the layers it brings parameters to the tokens, where these are more: here the
+    # tables, and the output layer.
     output, table = p.output_layer, p.embeddings - count("pos_emb")
     assert moved(found, "all-gather", "bfloat16", inside=False) == BFLOAT16 * output
     assert moved(found, "reduce-scatter", "bfloat16", inside=False) == BFLOAT16 * output
-    assert moved(found, "all-gather", "float32") == FLOAT32 * p.embeddings  # of the positions, the gradient
+    # of the positions, the gradient
+    assert moved(found, "all-gather", "float32") == FLOAT32 * p.embeddings
     assert moved(found, "reduce-scatter", "float32") == FLOAT32 * table
-    # Each device has the gradient of norms, and of biases that are added last, from its part of the sequence.
+    # Each device has the gradient of norms, and of biases that are added last, from its part of
+    # the sequence.
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * p.last
     assert moved(found, "all-reduce", "float32") - FLOAT32 * p.norms in METRICS
-    assert found.bytes() == sum(found.bytes(kind, "tensor") for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+    assert found.bytes() == sum(
+        found.bytes(kind, "tensor") for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    )

@@ -41,16 +41,23 @@ def test_a_matrix_product_takes_two_operations_for_each_pair_that_it_multiplies(
 
 def test_batched_products_count_for_each_of_the_batch():
     scores = functools.partial(jnp.einsum, "BLHK,BMHK->BHLM")
-    assert flops(scores, array(2, 5, 3, 4), array(2, 6, 3, 4)).total == {"float32": 2 * (2 * 3) * 5 * 6 * 4}
+    assert flops(scores, array(2, 5, 3, 4), array(2, 6, 3, 4)).total == {
+        "float32": 2 * (2 * 3) * 5 * 6 * 4
+    }
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_convolution_counts_as_the_product_that_it_is_at_each_output(groups):
     convolve = functools.partial(
-        jax.lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", feature_group_count=groups
+        jax.lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="VALID",
+        feature_group_count=groups,
     )
     image, kernel = array(2, 4, 10, 10), array(6, 4 // groups, 3, 3)
-    assert flops(convolve, image, kernel).total == {"float32": 2 * (2 * 6 * 8 * 8) * (4 // groups * 3 * 3)}
+    assert flops(convolve, image, kernel).total == {
+        "float32": 2 * (2 * 6 * 8 * 8) * (4 // groups * 3 * 3)
+    }
 
 
 def test_the_gradient_of_a_strided_convolution_costs_twice_the_forward_pass_on_top_of_it():
@@ -60,7 +67,9 @@ def test_the_gradient_of_a_strided_convolution_costs_twice_the_forward_pass_on_t
     image, kernel = array(1, 8, 32, 32), array(16, 8, 3, 3)
     forward = flops(convolve, image, kernel).total["float32"]
     assert flops(jax.grad(convolve, argnums=0), image, kernel).total == {"float32": 2 * forward}
-    assert flops(jax.grad(convolve, argnums=(0, 1)), image, kernel).total == {"float32": 3 * forward}
+    assert flops(jax.grad(convolve, argnums=(0, 1)), image, kernel).total == {
+        "float32": 3 * forward
+    }
 
 
 def test_a_gradient_costs_twice_the_forward_pass_on_top_of_it():
@@ -70,7 +79,8 @@ def test_a_gradient_costs_twice_the_forward_pass_on_top_of_it():
 
 def test_remat_repeats_what_the_backward_pass_needs_and_model_flops_leave_it_out():
     counted = flops(gradient(jax.checkpoint(mlp)), X, WEIGHTS)
-    assert counted.recomputed == {"float32": FORWARD // 2}  # the hidden layer; nobody needs the output again
+    # the hidden layer; nobody needs the output again
+    assert counted.recomputed == {"float32": FORWARD // 2}
     assert counted.total == {"float32": 3 * FORWARD + FORWARD // 2}
     assert counted.model == flops(gradient(mlp), X, WEIGHTS).total
 
@@ -83,7 +93,8 @@ def test_a_chain_costs_four_times_its_forward_pass_with_full_remat_and_three_tim
 
     weights = tuple(array(D, D) for _ in range(10))
     counted = flops(gradient(jax.checkpoint(chain)), X, weights)
-    assert counted.total == {"float32": 4 * 10 * 2 * B * D * D}  # tanh needs its own result, so none is spared
+    # tanh needs its own result, so none is spared
+    assert counted.total == {"float32": 4 * 10 * 2 * B * D * D}
     assert counted.model == {"float32": 3 * 10 * 2 * B * D * D}
 
 
@@ -94,7 +105,10 @@ def test_a_policy_that_saves_products_recomputes_none():
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_scan_counts_as_often_as_it_runs(remat):
-    one, stacked = flops(gradient(jax.checkpoint(mlp) if remat else mlp), X, WEIGHTS), gradient(layers, remat=remat)
+    one, stacked = (
+        flops(gradient(jax.checkpoint(mlp) if remat else mlp), X, WEIGHTS),
+        gradient(layers, remat=remat),
+    )
     counted = flops(stacked, X, STACKED)
     assert counted.total == {"float32": N * one.total["float32"]}
     assert counted.recomputed == {dtype: N * count for dtype, count in one.recomputed.items()}
@@ -105,7 +119,10 @@ def test_a_train_step_counts_through_jit_accumulation_scan_and_remat():
         grads = jax.tree.map(jnp.zeros_like, weights)
 
         def add(grads, x):
-            return jax.tree.map(jnp.add, grads, gradient(layers, remat=True)(x, weights)[1]), None
+            return (
+                jax.tree.map(jnp.add, grads, gradient(layers, remat=True)(x, weights)[1]),
+                None,
+            )
 
         grads, _ = jax.lax.scan(add, grads, batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
@@ -119,7 +136,9 @@ def test_of_a_conditional_the_most_expensive_branch_counts():
     def either(flag, x, w):
         return jax.lax.cond(flag, lambda: x, lambda: x @ w @ w)
 
-    assert flops(either, array(dtype=bool), X, array(D, D)).total == {"float32": 2 * 2 * B * D * D}
+    assert flops(either, array(dtype=bool), X, array(D, D)).total == {
+        "float32": 2 * 2 * B * D * D
+    }
 
 
 def test_custom_derivatives_are_looked_into():
@@ -127,7 +146,9 @@ def test_custom_derivatives_are_looked_into():
     def product(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+    product.defvjp(
+        lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g)
+    )
     assert flops(product, X, array(D, D)).total == {"float32": 2 * B * D * D}
     assert flops(gradient(product), X, array(D, D)).total == {"float32": 3 * 2 * B * D * D}
     assert flops(jax.nn.relu, X).total == {}
@@ -170,7 +191,9 @@ def test_a_kernel_counts_as_the_estimate_it_was_given_and_is_refused_without():
         return pl.pallas_call(kernel, out_shape=x, interpret=True, **options)(x)
 
     estimate = pl.CostEstimate(flops=1234, transcendentals=0, bytes_accessed=0)
-    assert flops(functools.partial(double, cost_estimate=estimate), X).total == {"float32": 1234}
+    assert flops(functools.partial(double, cost_estimate=estimate), X).total == {
+        "float32": 1234
+    }
     with pytest.raises(ValueError, match="must have a cost_estimate"):
         flops(double, X)
 

@@ -1,4 +1,6 @@
-"""What must be true of the groups in which a collective runs: found in every spelling, and along the right axes."""
+"""What must be true of the groups in which a collective runs: found in every spelling, and
+along the right axes.
+"""
 
 import pytest
 
@@ -19,7 +21,8 @@ SPELLINGS = {
     "replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=(0,4,1,5,2,6,3,7) {'c'}": COLUMNS,
     "replica_groups=[2,4]<=[2,2,2]T(1,0,2)": ((0, 1, 4, 5), (2, 3, 6, 7)),
     "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}": ((0, 1, 4, 5), (2, 3, 6, 7)),
-    "replica_groups=mesh['a'=2,'b'=4] {'a','b':(2)2}": ((0, 1, 4, 5), (2, 3, 6, 7)),  # 4 = 2 x 2
+    # 4 = 2 x 2
+    "replica_groups=mesh['a'=2,'b'=4] {'a','b':(2)2}": ((0, 1, 4, 5), (2, 3, 6, 7)),
     "replica_groups={}, to_apply=%add": (tuple(range(8)),),
     "source_target_pairs={{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}}": ROWS,
     "source_target_pairs={}": (),  # nobody sends
@@ -67,7 +70,10 @@ def test_groups_that_fit_no_axes_of_the_mesh_have_none():
 def test_a_permutation_lies_along_the_axes_in_which_sources_and_targets_differ():
     assert groups.axes_of_pairs(((0, 1), (1, 2), (2, 3), (4, 5)), mesh(2, 4)) == ("b",)
     assert groups.axes_of_pairs(((3, 7), (7, 3)), mesh(2, 4)) == ("a",)
-    assert groups.axes_of_pairs(tuple((i, (i + 1) % 8) for i in range(8)), mesh(2, 4)) == ("a", "b")
+    assert groups.axes_of_pairs(tuple((i, (i + 1) % 8) for i in range(8)), mesh(2, 4)) == (
+        "a",
+        "b",
+    )
     assert groups.axes_of_pairs(((2, 2),), mesh(2, 4)) == ()
 
 

@@ -21,7 +21,19 @@ def device(kind: str) -> jax.Device:
 
 
 def test_the_table_has_the_accelerators_of_the_course():
-    assert hardware.names() == ("t4", "l4", "a5000", "a100-40", "a100-80", "h100", "h200", "b200", "v5e", "v5p", "v6e")
+    assert hardware.names() == (
+        "t4",
+        "l4",
+        "a5000",
+        "a100-40",
+        "a100-80",
+        "h100",
+        "h200",
+        "b200",
+        "v5e",
+        "v5p",
+        "v6e",
+    )
 
 
 def test_an_unknown_name_is_refused_with_the_names_that_there_are():
@@ -60,7 +72,8 @@ def test_this_cpu_is_unknown():
 
 @pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
 def test_the_float32_peak_is_what_lanes_and_clock_give(row):
-    # A lane does one multiplication and one addition a cycle. Datasheets round, and some take a clock 2% lower.
+    # A lane does one multiplication and one addition a cycle. Datasheets round, and some take a
+    # clock 2% lower.
     target = row.target
     lanes = target.core_count * target.fpus_per_core
     assert row.peak("float32") == pytest.approx(2 * lanes * target.clock_ghz * 1e9, rel=0.03)
@@ -68,7 +81,8 @@ def test_the_float32_peak_is_what_lanes_and_clock_give(row):
 
 @pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
 def test_tensor_cores_double_with_each_halving_of_the_format(row):
-    # Would be 4 where one figure of a pair was taken with sparsity. Datasheets round to two digits at worst.
+    # Would be 4 where one figure of a pair was taken with sparsity. Datasheets round to two
+    # digits at worst.
     peaks = [row.peak(precision) for precision in ("tensorfloat32", "float16", "float8")]
     pairs = [(wide, narrow) for wide, narrow in itertools.pairwise(peaks) if wide and narrow]
     assert all(narrow / wide == pytest.approx(2, rel=0.03) for wide, narrow in pairs)
@@ -76,18 +90,35 @@ def test_tensor_cores_double_with_each_halving_of_the_format(row):
 
 @pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
 def test_tensor_cores_multiply_a_known_number_of_elements_a_cycle(row):
-    # Dense multiply-adds a core and cycle with half-precision operands, from NVIDIA's architecture papers. A figure
-    # taken with sparsity would be off by 2; the clock that a datasheet takes is up to 10% under the boost clock.
-    multiply_adds = {(7, 5): 512, (8, 0): 1024, (8, 6): 512, (8, 9): 512, (9, 0): 2048, (10, 0): 4096}
+    # Dense multiply-adds a core and cycle with half-precision operands, from NVIDIA's
+    # architecture papers. A figure taken with sparsity would be off by 2; the clock that a
+    # datasheet takes is up to 10% under the boost clock.
+    multiply_adds = {
+        (7, 5): 512,
+        (8, 0): 1024,
+        (8, 6): 512,
+        (8, 9): 512,
+        (9, 0): 2048,
+        (10, 0): 4096,
+    }
     target = row.target
-    expected = 2 * multiply_adds[target.compute_capability] * target.core_count * target.clock_ghz * 1e9
+    expected = (
+        2
+        * multiply_adds[target.compute_capability]
+        * target.core_count
+        * target.clock_ghz
+        * 1e9
+    )
     assert row.peak("float16") == pytest.approx(expected, rel=0.12)
 
 
 def test_gpus_with_nvlink_have_a_network_card_each_which_is_an_order_of_magnitude_slower():
     for row in GPUS:
         assert (row.network_bandwidth is not None) == ("NVLink" in row.link)
-        assert row.network_bandwidth is None or 9 <= row.link_bandwidth / row.network_bandwidth <= 18
+        assert (
+            row.network_bandwidth is None
+            or 9 <= row.link_bandwidth / row.network_bandwidth <= 18
+        )
 
 
 def test_a_t4_has_no_unit_for_bfloat16_and_a_tpu_none_for_float16():
@@ -97,8 +128,18 @@ def test_a_t4_has_no_unit_for_bfloat16_and_a_tpu_none_for_float16():
 
 def test_a_dtype_may_be_spelt_in_any_way():
     h100 = hardware.get("h100")
-    assert h100.peak("bfloat16") == h100.peak(jnp.bfloat16) == h100.peak(jnp.dtype("bfloat16")) == 989e12
-    assert h100.peak("float8") == h100.peak(jnp.float8_e4m3fn) == h100.peak(ml_dtypes.float8_e5m2) == 1979e12
+    assert (
+        h100.peak("bfloat16")
+        == h100.peak(jnp.bfloat16)
+        == h100.peak(jnp.dtype("bfloat16"))
+        == 989e12
+    )
+    assert (
+        h100.peak("float8")
+        == h100.peak(jnp.float8_e4m3fn)
+        == h100.peak(ml_dtypes.float8_e5m2)
+        == 1979e12
+    )
     assert h100.peak(jnp.float64) is None
 
 
@@ -128,11 +169,16 @@ def test_a_targets_text_names_the_gpu_and_its_memory():
     row = hardware.get("a5000")
     text = row.target.text("NVIDIA RTX A5000", row.memory_bytes, row.memory_bandwidth)
     assert 'device_description_str: "NVIDIA RTX A5000"' in text
-    assert "device_memory_size: 25282281472\n" in text and "memory_bandwidth: 768000000000\n" in text
+    assert (
+        "device_memory_size: 25282281472\n" in text
+        and "memory_bandwidth: 768000000000\n" in text
+    )
     assert "cuda_compute_capability { major: 8 minor: 6 }" in text
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.platform == "tpu"], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.platform == "tpu"], ids=lambda row: row.name
+)
 def test_a_layout_holds_the_chips_that_it_is_listed_under(row):
     for chips, layout in row.target.layouts.items():
         sides = [int(side) for side in layout.split("x")]

@@ -1,4 +1,6 @@
-"""What must be true of a compiled program as it is read: every instruction, and how often it runs."""
+"""What must be true of a compiled program as it is read: every instruction, and how often it
+runs.
+"""
 
 import functools
 
@@ -9,7 +11,9 @@ import pytest
 from course_lib.measure import hlo, virtual
 
 NO_VIRTUAL = virtual.why_unavailable()
-A5000 = pytest.param("a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL)))
+A5000 = pytest.param(
+    "a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+)
 DEVICES = pytest.mark.parametrize("device", ["here", A5000])
 
 # What XLA writes for other backends and larger programs, in one small one.
@@ -55,7 +59,10 @@ ENTRY %main (x.1: f32[8]) -> (f32[8], /*index=1*/bf16[2,3]) {
 """
 
 
-TEXT = TEXT.replace("KNOWN", 'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}')
+TEXT = TEXT.replace(
+    "KNOWN",
+    'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}',
+)
 
 
 def named(module):
@@ -68,16 +75,24 @@ def test_names_shapes_operands_and_calls_are_read():
     assert (module.name, module.entry.root.name) == ("jit_step", "out")
     assert [str(shape) for shape in found["out"].shapes] == ["f32[8]", "bf16[2,3]"]
     assert [i.name for i in found["next"].operands] == ["i", "choice"]
-    assert found["loop"].calls["body"][0].name == "body" and found["table"].literal.startswith("{ { 1")
+    assert found["loop"].calls["body"][0].name == "body" and found["table"].literal.startswith(
+        "{ { 1"
+    )
     assert found["neg"].scope == "jit(step)/state['w']/neg" and found["loop"].scope == ""
     assert [i.name for i in module.entry.parameters] == ["x.1"]
     assert found["x.1"].shapes[0].space == hlo.HOST_SPACE and found["y"].shapes[0].space == 0
-    assert found["gather"].opcode == "all-gather-start" and found["gather"].bytes == (8 + 16) * 4
+    assert (
+        found["gather"].opcode == "all-gather-start" and found["gather"].bytes == (8 + 16) * 4
+    )
 
 
 def test_a_loop_runs_its_body_as_often_as_its_trip_count_and_its_condition_once_more():
     found = named(hlo.parse(TEXT))
-    assert found["choice"][1] == found["neg"][1] == 3 and found["less"][1] == 4 and found["out"][1] == 1
+    assert (
+        found["choice"][1] == found["neg"][1] == 3
+        and found["less"][1] == 4
+        and found["out"][1] == 1
+    )
 
 
 def test_of_a_conditional_the_heaviest_branch_runs_if_there_are_weights_else_all_do():
@@ -89,14 +104,21 @@ def test_of_a_conditional_the_heaviest_branch_runs_if_there_are_weights_else_all
 
 def test_of_a_conditional_each_branch_runs_as_often_as_it_is_said_to_be_taken():
     module = hlo.parse(TEXT)
-    counts = {i.name: times for i, times in hlo.scheduled(module, weight=lambda i: i.bytes, taken={2: (5, 7)})}
+    counts = {
+        i.name: times
+        for i, times in hlo.scheduled(module, weight=lambda i: i.bytes, taken={2: (5, 7)})
+    }
     assert (counts["p.0"], counts["neg"]) == (5, 7)
-    other = {i.name for i, _ in hlo.scheduled(module, weight=lambda i: i.bytes, taken={3: (1, 2, 3)})}
+    other = {
+        i.name for i, _ in hlo.scheduled(module, weight=lambda i: i.bytes, taken={3: (1, 2, 3)})
+    }
     assert "neg" in other and "p.0" not in other  # it has two branches
 
 
 def test_a_loop_that_stops_on_data_is_refused_by_name():
-    with pytest.raises(ValueError, match="while='loop' .* must run a number of times that the compiler knows"):
+    with pytest.raises(
+        ValueError, match="while='loop' .* must run a number of times that the compiler knows"
+    ):
         hlo.scheduled(hlo.parse(TEXT.replace("known_trip_count", "something_else")))
 
 
@@ -135,7 +157,9 @@ def test_products_in_nested_scans_are_executed_as_often_as_both_loops_say(device
 
     weights = jnp.ones((7, 64, 64))
     x = jnp.ones((32, 64))
-    module = hlo.parse(compiled(lambda x: jax.lax.scan(outer, x, length=5)[0], x, device).as_text())
+    module = hlo.parse(
+        compiled(lambda x: jax.lax.scan(outer, x, length=5)[0], x, device).as_text()
+    )
     times = [n for i, n in hlo.scheduled(module) if holds_product(i)]
     assert times == [5 * 7]
 
@@ -146,7 +170,9 @@ def test_every_line_of_a_real_program_is_read(device):
         with jax.named_scope("mlp"):
             return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    text = compiled(jax.grad(loss), (jnp.ones((64, 64)), jnp.ones((32, 64))), device, several=True).as_text()
+    text = compiled(
+        jax.grad(loss), (jnp.ones((64, 64)), jnp.ones((32, 64))), device, several=True
+    ).as_text()
     module = hlo.parse(text)
     lines = [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
     assert sum(len(c.instructions) for c in module.computations.values()) == len(lines) > 5
@@ -164,5 +190,9 @@ def compiled(fn, args, device, several=False):
 
 
 def holds_product(i):
-    fused = (inner.opcode for c in i.called for inner in c.instructions) if i.opcode == "fusion" else ()
+    fused = (
+        (inner.opcode for c in i.called for inner in c.instructions)
+        if i.opcode == "fusion"
+        else ()
+    )
     return i.opcode == "dot" or "gemm" in i.target or "dot" in fused

@@ -1,4 +1,6 @@
-"""What must be true of the ledger: every byte that devices send each other, by kind, axis and dtype."""
+"""What must be true of the ledger: every byte that devices send each other, by kind, axis and
+dtype.
+"""
 
 import functools
 import inspect
@@ -40,17 +42,30 @@ def by_hand(fn, axes, mesh=None, dtype=jnp.float32, out=None):
     """The ledger of a function of one (ROWS, COLUMNS) block a device, cut along `axes`."""
     mesh = here() if mesh is None else mesh
     devices = np.prod([mesh.shape[axis] for axis in axes])
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out is None else out)
-    return ledger(jax.jit(mapped).lower(array(mesh, (devices * ROWS, COLUMNS), axes, dtype=dtype)).compile(), mesh)
+    mapped = jax.shard_map(
+        fn, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out is None else out
+    )
+    return ledger(
+        jax.jit(mapped)
+        .lower(array(mesh, (devices * ROWS, COLUMNS), axes, dtype=dtype))
+        .compile(),
+        mesh,
+    )
 
 
 def shift(x, axis, n):
     return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
 
 
-# name: (the function of a block x along axes of n devices, its kind, payload / BLOCK, sent / payload)
+# name: (the function of a block x along axes of n devices, its kind, payload / BLOCK, sent /
+# payload)
 COLLECTIVES = {
-    "psum": (lambda x, axes, n: jax.lax.psum(x, axes), "all-reduce", lambda n: 1, lambda n: 2 * (n - 1) / n),
+    "psum": (
+        lambda x, axes, n: jax.lax.psum(x, axes),
+        "all-reduce",
+        lambda n: 1,
+        lambda n: 2 * (n - 1) / n,
+    ),
     "all_gather": (
         lambda x, axes, n: jax.lax.all_gather(x, axes, tiled=True),
         "all-gather",
@@ -100,7 +115,9 @@ def test_in_a_scan_a_collective_is_executed_once_an_iteration():
     assert found.bytes() == found.sent() == 5 * BLOCK
 
 
-@pytest.mark.parametrize(("sends", "size"), [([(0, 1), (1, 2), (2, 3)], 4), ([(0, 1), (1, 2), (2, 0), (3, 3)], 3)])
+@pytest.mark.parametrize(
+    ("sends", "size"), [([(0, 1), (1, 2), (2, 3)], 4), ([(0, 1), (1, 2), (2, 0), (3, 3)], 3)]
+)
 def test_devices_that_send_to_no_other_lower_what_a_device_sends(sends, size):
     (entry,) = by_hand(lambda x: jax.lax.ppermute(x, "tensor", sends), ("tensor",)).entries
     assert (entry.axes, entry.group_size) == (("tensor",), size)
@@ -110,7 +127,11 @@ def test_devices_that_send_to_no_other_lower_what_a_device_sends(sends, size):
 @pytest.mark.parametrize("name", [*COLLECTIVES, "no pairs"])
 def test_along_an_axis_of_one_device_nothing_is_sent(name):
     mesh = make_mesh(jax.devices(), data=2, tensor=1)
-    fn = COLLECTIVES[name][0] if name in COLLECTIVES else lambda x, axis, n: jax.lax.ppermute(x, axis, [])
+    fn = (
+        COLLECTIVES[name][0]
+        if name in COLLECTIVES
+        else lambda x, axis, n: jax.lax.ppermute(x, axis, [])
+    )
     out = P("data") if name == "psum" else None
     found = by_hand(lambda x: fn(jnp.sin(x), "tensor", 1), ("data", "tensor"), mesh, out=out)
     assert found.entries == () and found.bytes() == found.sent() == 0
@@ -145,7 +166,9 @@ def test_a_gpu_sends_bfloat16_as_it_is():
     mesh = make_mesh(virtual.devices("h100", 8), **SIZES)
     for name, (fn, kind, payload, _) in COLLECTIVES.items():
         out = P() if name == "psum" else None
-        found = by_hand(lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), mesh, jnp.bfloat16, out)
+        found = by_hand(
+            lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), mesh, jnp.bfloat16, out
+        )
         assert {entry.dtype for entry in found.entries} == {"bfloat16"}
         assert found.bytes(kind, "tensor") == payload(4) * BLOCK // 2
 
@@ -153,7 +176,9 @@ def test_a_gpu_sends_bfloat16_as_it_is():
 def test_xla_cpu_sends_bfloat16_as_float32():
     for name, (fn, kind, payload, _) in COLLECTIVES.items():
         out = P() if name == "psum" else None
-        found = by_hand(lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), dtype=jnp.bfloat16, out=out)
+        found = by_hand(
+            lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), dtype=jnp.bfloat16, out=out
+        )
         assert {entry.dtype for entry in found.entries} == {"float32"}
         assert found.bytes(kind) == payload(4) * BLOCK
 
@@ -162,15 +187,21 @@ def test_of_a_conditional_the_branch_that_sends_most_counts():
     def either(x):
         gather = functools.partial(jax.lax.all_gather, axis_name="tensor")
         flag = jax.lax.axis_index("data") > 0
-        return jax.lax.cond(flag, lambda x: gather(x).sum(0), lambda x: gather(x[:1]).sum(0) + x, x)
+        return jax.lax.cond(
+            flag, lambda x: gather(x).sum(0), lambda x: gather(x[:1]).sum(0) + x, x
+        )
 
     found = by_hand(either, ("data", "tensor"))
-    assert [(entry.kind, entry.payload_bytes) for entry in found.entries] == [("all-gather", 4 * BLOCK)]
+    assert [(entry.kind, entry.payload_bytes) for entry in found.entries] == [
+        ("all-gather", 4 * BLOCK)
+    ]
 
 
 def test_a_loop_that_stops_on_a_condition_on_data_is_refused():
     def until_large(x):
-        return jax.lax.while_loop(lambda x: x.sum() < 1e9, lambda x: shift(x, "tensor", 4) + 1, x)
+        return jax.lax.while_loop(
+            lambda x: x.sum() < 1e9, lambda x: shift(x, "tensor", 4) + 1, x
+        )
 
     with pytest.raises(ValueError, match="number of times that the compiler knows"):
         by_hand(until_large, ("tensor",))
@@ -178,19 +209,27 @@ def test_a_loop_that_stops_on_a_condition_on_data_is_refused():
 
 def test_without_a_mesh_the_bytes_are_known_and_the_axes_are_not():
     mesh = here()
-    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("tensor"), out_specs=P())
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("tensor"), out_specs=P()
+    )
     found = ledger(jax.jit(mapped).lower(array(mesh, (4 * ROWS, COLUMNS), "tensor")).compile())
     (entry,) = found.entries
     assert (entry.axes, entry.group_size, found.bytes("all-reduce")) == (None, 4, BLOCK)
-    with pytest.raises(ValueError, match="axis='tensor' must be known to select it: pass the mesh"):
+    with pytest.raises(
+        ValueError, match="axis='tensor' must be known to select it: pass the mesh"
+    ):
         found.bytes(axis="tensor")
 
 
 def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_groups():
     mesh = here()
-    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("tensor"), out_specs=P())
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, "tensor"), mesh=mesh, in_specs=P("tensor"), out_specs=P()
+    )
     compiled = jax.jit(mapped).lower(array(mesh, (4 * ROWS, COLUMNS), "tensor")).compile()
-    with pytest.raises(ValueError, match=r"mesh=.* must be the program's: it has 4 devices, the program 8"):
+    with pytest.raises(
+        ValueError, match=r"mesh=.* must be the program's: it has 4 devices, the program 8"
+    ):
         ledger(compiled, make_mesh(jax.devices(), tensor=4))
     found = ledger(compiled, make_mesh(jax.devices(), data=4, tensor=2))
     assert found.entries[0].axes == () and found.rows()[0]["axes"] == "fits none"
@@ -198,7 +237,9 @@ def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_grou
 
 
 def entry(kind="all-reduce", axes=("data",), payload=100, sent=50, executions=1, overlapped=()):
-    return Collective(kind, axes, "float32", payload, sent, executions, bool(overlapped), overlapped, 4, "")
+    return Collective(
+        kind, axes, "float32", payload, sent, executions, bool(overlapped), overlapped, 4, ""
+    )
 
 
 def test_bytes_of_all_kinds_and_axes_add_up():
@@ -213,20 +254,27 @@ def test_bytes_of_all_kinds_and_axes_add_up():
     )
     assert found.bytes("all-reduce", "data") == 400 and found.sent("all-reduce", "data") == 200
     assert found.bytes(axis=("tensor", "data")) == 7  # both, in any order
-    assert found.bytes() == sum(found.bytes(axis=axis) for axis in ("data", "tensor", ("data", "tensor")))
+    assert found.bytes() == sum(
+        found.bytes(axis=axis) for axis in ("data", "tensor", ("data", "tensor"))
+    )
     assert found.bytes() == sum(found.bytes(kind) for kind in KINDS) == 607
 
 
 def test_an_unknown_kind_or_axis_is_refused():
     found = Ledger((entry(),), ("data", "tensor"))
-    with pytest.raises(ValueError, match="kind='allreduce' must be a collective: one of all-reduce"):
+    with pytest.raises(
+        ValueError, match="kind='allreduce' must be a collective: one of all-reduce"
+    ):
         found.bytes("allreduce")
     with pytest.raises(ValueError, match="axis='pipe' must be of the mesh: data, tensor"):
         found.sent(axis="pipe")
 
 
 def test_rows_gather_what_is_alike_and_put_first_what_is_sent_most(capsys):
-    found = Ledger((entry(overlapped=("matmul",)), entry(executions=3), entry("all-gather", sent=1000)), ("data",))
+    found = Ledger(
+        (entry(overlapped=("matmul",)), entry(executions=3), entry("all-gather", sent=1000)),
+        ("data",),
+    )
     first, second = found.rows()
     assert first["kind"] == "all-gather"
     assert second == {
@@ -256,7 +304,9 @@ def of_gradient(mesh, *cut, dtype):
     """The ledger of the gradient of a stack whose weights are cut along `cut`."""
     layers = array(mesh, (LAYERS, WIDTH, WIDTH), None, *cut, dtype=dtype)
     x = array(mesh, (512, WIDTH), "data", dtype=dtype)
-    step = jax.jit(jax.grad(functools.partial(stack, batch=x.sharding)), out_shardings=layers.sharding)
+    step = jax.jit(
+        jax.grad(functools.partial(stack, batch=x.sharding)), out_shardings=layers.sharding
+    )
     return ledger(step.lower(layers, x).compile(), mesh)
 
 
@@ -273,7 +323,9 @@ def test_by_the_compiler_data_parallelism_reduces_the_gradients(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_by_the_compiler_fsdp_gathers_each_layer_twice_and_scatters_its_gradient_once(dtype):
     parameter_bytes = LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
-    found = of_gradient(make_mesh(virtual.devices("h100", 8), data=4, tensor=2), "data", dtype=dtype)
+    found = of_gradient(
+        make_mesh(virtual.devices("h100", 8), data=4, tensor=2), "data", dtype=dtype
+    )
     assert found.bytes("all-gather", "data") == 2 * parameter_bytes
     assert found.bytes("reduce-scatter", "data") == parameter_bytes
     assert found.bytes() == 3 * parameter_bytes
@@ -287,11 +339,17 @@ def test_by_the_compiler_a_cpu_reduces_all_where_a_gpu_scatters():
 
 
 def ring_matmul(x, w, n=8):
-    """All rows of a matrix times a block of columns: multiplies the rows at hand while it fetches the next."""
+    """All rows of a matrix times a block of columns: multiplies the rows at hand while it
+    fetches the next.
+    """
     products = []
     for _ in range(n - 1):
-        following, product = jax.lax.ppermute(x, "tensor", [((i + 1) % n, i) for i in range(n)]), x @ w
-        x, product = jax.lax.optimization_barrier((following, product))  # else XLA makes one product of them all
+        following, product = (
+            jax.lax.ppermute(x, "tensor", [((i + 1) % n, i) for i in range(n)]),
+            x @ w,
+        )
+        # else XLA makes one product of them all
+        x, product = jax.lax.optimization_barrier((following, product))
         products.append(product)
     return jnp.stack([*products, x @ w])
 
@@ -303,11 +361,15 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
     w = array(mesh, (2048, 8192), None, "tensor", dtype=jnp.bfloat16)
 
     def measured(fn, out):
-        mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("tensor"), P(None, "tensor")), out_specs=out)
+        mapped = jax.shard_map(
+            fn, mesh=mesh, in_specs=(P("tensor"), P(None, "tensor")), out_specs=out
+        )
         return ledger(jax.jit(mapped).lower(x, w).compile(), mesh)
 
     ring = measured(ring_matmul, P(None, None, "tensor"))
-    gather = measured(lambda x, w: jax.lax.all_gather(x, "tensor", tiled=True) @ w, P(None, "tensor"))
+    gather = measured(
+        lambda x, w: jax.lax.all_gather(x, "tensor", tiled=True) @ w, P(None, "tensor")
+    )
     assert [entry.kind for entry in ring.entries] == ["collective-permute"] * 7
     assert all(entry.asynchronous and "matmul" in entry.overlapped for entry in ring.entries)
     assert ring.rows()[0]["overlapped"] == 7
@@ -371,7 +433,9 @@ def test_starts_and_ends_are_one_entry_in_whatever_form_they_are_written():
 def test_what_only_counts_is_no_work_and_a_second_transfer_is_not_computation():
     gather, _, scatter, reduce, *_ = entries(hlo.parse(inspect.cleandoc(TEXT)))
     assert gather.asynchronous and scatter.asynchronous and not reduce.asynchronous
-    alone = inspect.cleandoc(TEXT).replace("%square = f32[16]{0} multiply(%x, %x)", "%square = f32[16]{0} bitcast(%x)")
+    alone = inspect.cleandoc(TEXT).replace(
+        "%square = f32[16]{0} multiply(%x, %x)", "%square = f32[16]{0} bitcast(%x)"
+    )
     gather, _, scatter, *_ = entries(hlo.parse(alone.replace("sqrt(", "bitcast(")))
     assert gather.asynchronous and gather.overlapped == ()  # the reduce-scatter runs meanwhile
     assert not scatter.asynchronous
@@ -390,12 +454,22 @@ def test_a_collective_inside_a_fusion_counts():
         ),
         here(),
     )
-    assert (inner.kind, inner.axes, inner.payload_bytes) == ("reduce-scatter", ("tensor",), 16 * FLOAT32)
+    assert (inner.kind, inner.axes, inner.payload_bytes) == (
+        "reduce-scatter",
+        ("tensor",),
+        16 * FLOAT32,
+    )
 
 
 def test_a_permutation_written_as_send_and_receive_is_refused():
     text = "HloModule m\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
-    text += "  %sent = (f32[4]{0}, u32[], token[]) send(%x), channel_id=1\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
+    text += (
+        "  %sent = (f32[4]{0}, u32[], token[]) send(%x), channel_id=1\n  ROOT %y = f32[4]{0}"
+        " negate(%x)\n}\n"
+    )
     with pytest.raises(ValueError, match="'sent' must be a collective-permute"):
         entries(hlo.parse(text))
-    assert entries(hlo.parse(text.replace("channel_id=1", "channel_id=1, is_host_transfer=true"))) == ()
+    assert (
+        entries(hlo.parse(text.replace("channel_id=1", "channel_id=1, is_host_transfer=true")))
+        == ()
+    )

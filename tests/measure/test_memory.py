@@ -1,4 +1,6 @@
-"""What must be true of the memory that is read out of a compiled step, and of the arrays that make it up."""
+"""What must be true of the memory that is read out of a compiled step, and of the arrays that
+make it up.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +15,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from course_lib.measure import GIB, MIB, gib, heap, memory, virtual
 
 NO_VIRTUAL = virtual.why_unavailable()
-A5000 = pytest.param("a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL)))
+A5000 = pytest.param(
+    "a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+)
 N, B, D, F = 4, 512, 128, 512
 FLOAT32 = 4
 
@@ -85,7 +89,8 @@ def test_the_arrays_alive_at_the_peak_make_the_peak_that_the_compiler_reports(de
     found = measured_heap(device)
     assert sum(array.bytes for array in found.arrays) == found.peak
     reported = memory(found.compiled).peak
-    if device == "here" and jax.default_backend() == "cpu":  # the sum of all blocks, which have gaps
+    # the sum of all blocks, which have gaps
+    if device == "here" and jax.default_backend() == "cpu":
         assert found.peak <= reported <= found.peak * 1.02
     else:
         assert found.peak == reported
@@ -107,20 +112,28 @@ def test_arguments_are_among_the_live_arrays_by_name(device):
 
 @DEVICES
 def test_what_a_scan_keeps_for_its_backward_pass_is_found_with_the_scope_that_made_it(device):
-    kept = [a for a in measured_heap(device).arrays if a.shape == (N, B, F) and a.kind == "temporary"]
+    kept = [
+        a
+        for a in measured_heap(device).arrays
+        if a.shape == (N, B, F) and a.kind == "temporary"
+    ]
     assert any("mlp" in a.scope and "tanh" in a.scope for a in kept), [a.scope for a in kept]
 
 
 @DEVICES
 def test_a_loop_that_stops_on_data_has_a_heap_too(device):
-    double = functools.partial(jax.lax.while_loop, lambda x: jnp.max(x) < 100, lambda x: jnp.sin(x) + x)
+    double = functools.partial(
+        jax.lax.while_loop, lambda x: jnp.max(x) < 100, lambda x: jnp.sin(x) + x
+    )
     found = heap(jax.jit(double).lower(place(array(B, D), device)))
     assert found.peak == sum(a.bytes for a in found.arrays) >= 2 * BATCH_BYTES
 
 
 def test_arrays_come_largest_first_and_small_ones_together():
     arrays = measured_heap("here").arrays
-    assert [a.bytes for a in arrays[:-1]] == sorted((a.bytes for a in arrays[:-1]), reverse=True)
+    assert [a.bytes for a in arrays[:-1]] == sorted(
+        (a.bytes for a in arrays[:-1]), reverse=True
+    )
     assert all(a.bytes >= 16384 for a in arrays if a.kind != "small")
 
 
@@ -163,7 +176,9 @@ def test_a_program_out_of_the_persistent_cache_has_no_record_either(cache):
     lowered = jax.jit(lambda x: jnp.cos(x) @ x).lower(array(64, 64))
     assert heap(lowered).peak > 0
     assert list(cache.iterdir())
-    with pytest.raises(RuntimeError, match="no record of the program's memory: .* persistent compilation cache"):
+    with pytest.raises(
+        RuntimeError, match="no record of the program's memory: .* persistent compilation cache"
+    ):
         heap(lowered)
 
 
@@ -183,7 +198,9 @@ def test_offloaded_activations_are_counted_in_the_hosts_memory():
     def loss(w, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
 
-    compiled = jax.jit(jax.grad(loss)).lower(*place((array(N, D, D), array(B, D)), "a5000")).compile()
+    compiled = (
+        jax.jit(jax.grad(loss)).lower(*place((array(N, D, D), array(B, D)), "a5000")).compile()
+    )
     assert memory(compiled).host == N * B * D * FLOAT32
 
 
@@ -194,4 +211,9 @@ def test_bytes_are_shown_in_binary_units():
 
 def test_dtypes_and_timeline_are_numpy_s():
     found = measured_heap("here")
-    assert found.timeline.dtype == np.int64 and {a.dtype for a in found.arrays} <= {"float32", "int32", "bool", ""}
+    assert found.timeline.dtype == np.int64 and {a.dtype for a in found.arrays} <= {
+        "float32",
+        "int32",
+        "bool",
+        "",
+    }

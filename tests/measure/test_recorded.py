@@ -7,7 +7,10 @@ import pytest
 
 from course_lib.measure import recorded, virtual
 
-ROWS = [{"case": "donated", "peak": 2**40, "shape": [2, 3]}, {"case": "kept", "peak": 2.5, "shape": []}]
+ROWS = [
+    {"case": "donated", "peak": 2**40, "shape": [2, 3]},
+    {"case": "kept", "peak": 2.5, "shape": []},
+]
 
 
 @pytest.fixture
@@ -45,7 +48,10 @@ def never():
 def test_where_virtual_devices_are_to_be_had_the_rows_are_computed(folder, here):
     table = recorded.live_or_recorded("table", lambda: ROWS)
     assert table.live and table.rows == ROWS
-    assert table.note == f"computed here for a virtual NVIDIA RTX A5000, with jax {jax.__version__}"
+    assert (
+        table.note
+        == f"computed here for a virtual NVIDIA RTX A5000, with jax {jax.__version__}"
+    )
     assert not list(folder.iterdir())
 
 
@@ -53,16 +59,25 @@ def test_elsewhere_the_same_rows_are_read_and_the_note_says_when_and_why(table):
     read = recorded.live_or_recorded("table", never)
     assert not read.live and read.rows == ROWS
     date = json.loads(table.read_text())["recorded"]
-    assert f"recorded on {date} for a virtual NVIDIA RTX A5000 with jax {jax.__version__}, jaxlib " in read.note
+    assert (
+        f"recorded on {date} for a virtual NVIDIA RTX A5000 with jax {jax.__version__}, jaxlib "
+        in read.note
+    )
     assert read.note.endswith(", because here JAX is too old")
 
 
 def test_the_note_names_all_accelerators_that_the_rows_name(folder, here, monkeypatch):
     monkeypatch.setenv("COURSE_RECORD", "1")
     rows = [{"accelerator": name, "peak": 1} for name in ("h100", "t4", "h100")]
-    assert "a virtual NVIDIA H100 SXM, NVIDIA T4, with jax" in recorded.live_or_recorded("table", lambda: rows).note
+    assert (
+        "a virtual NVIDIA H100 SXM, NVIDIA T4, with jax"
+        in recorded.live_or_recorded("table", lambda: rows).note
+    )
     here("JAX is too old")
-    assert "a virtual NVIDIA H100 SXM, NVIDIA T4 with jax" in recorded.live_or_recorded("table", never).note
+    assert (
+        "a virtual NVIDIA H100 SXM, NVIDIA T4 with jax"
+        in recorded.live_or_recorded("table", never).note
+    )
 
 
 def test_computed_rows_look_as_they_would_when_read(folder, here):
@@ -101,11 +116,15 @@ def compute(case):
     return {"case": case, "peak": 1}
 
 
-def test_of_a_partly_live_table_some_rows_are_computed_and_the_others_read_in_the_records_order(table, here):
+def test_of_a_partly_live_table_some_rows_are_computed_and_the_others_read_in_the_records_order(
+    table, here
+):
     here(None)
     mixed = recorded.partly_live("table", compute, live=["kept"], cases=["donated", "kept"])
     assert mixed.rows == [ROWS[0], {"case": "kept", "peak": 1}] and not mixed.live
-    assert "computed here" in mixed.note and ": 'kept'; the other rows: recorded on " in mixed.note
+    assert (
+        "computed here" in mixed.note and ": 'kept'; the other rows: recorded on " in mixed.note
+    )
 
 
 def test_where_nothing_can_be_computed_all_rows_are_read(table):
@@ -113,13 +132,21 @@ def test_where_nothing_can_be_computed_all_rows_are_read(table):
     assert read.rows == ROWS and "computed here" not in read.note
 
 
-def test_where_no_row_is_asked_for_anew_the_note_does_not_say_that_one_was_computed(table, here):
+def test_where_no_row_is_asked_for_anew_the_note_does_not_say_that_one_was_computed(
+    table, here
+):
     here(None)
     read = recorded.partly_live("table", never, live=[])
-    assert read.rows == ROWS and "computed" not in read.note and read.note.startswith("recorded on ")
+    assert (
+        read.rows == ROWS
+        and "computed" not in read.note
+        and read.note.startswith("recorded on ")
+    )
 
 
-def test_recording_a_partly_live_table_computes_and_writes_all_of_its_rows(table, here, monkeypatch):
+def test_recording_a_partly_live_table_computes_and_writes_all_of_its_rows(
+    table, here, monkeypatch
+):
     here(None)
     monkeypatch.setenv("COURSE_RECORD", "1")
     recorded.partly_live("table", compute, live=["new"], cases=["kept", "new"])
@@ -150,7 +177,9 @@ def test_a_value_that_json_cannot_hold_is_refused(folder, here, value):
         recorded.live_or_recorded("table", lambda: [{"peak": value}])
 
 
-@pytest.mark.parametrize("file", sorted(recorded.FOLDER.glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(recorded.FOLDER.glob("*.json")), ids=lambda file: file.stem
+)
 def test_each_table_of_the_package_can_be_read(file, here):
     here("this is a test")
     accelerator = json.loads(file.read_text(encoding="utf-8"))["accelerator"]

@@ -25,13 +25,17 @@ def test_the_floor_is_the_longer_of_products_and_memory():
 
 
 def test_recomputed_products_take_time_but_are_no_use():
-    flops = products("bfloat16", int(A5000.peak("bfloat16")), recomputed=int(A5000.peak("bfloat16")) // 4)
+    flops = products(
+        "bfloat16", int(A5000.peak("bfloat16")), recomputed=int(A5000.peak("bfloat16")) // 4
+    )
     assert roofline(flops, NOTHING, A5000).floor_seconds == 1.0
     assert mfu(flops, 1.0, A5000) == 0.75
 
 
 def test_dtypes_add_up_each_at_its_own_rate():
-    flops = Flops({"bfloat16": int(A5000.peak("bfloat16")), "float16": int(A5000.peak("float16"))}, {})
+    flops = Flops(
+        {"bfloat16": int(A5000.peak("bfloat16")), "float16": int(A5000.peak("float16"))}, {}
+    )
     assert roofline(flops, NOTHING, A5000).floor_seconds == 2.0
 
 
@@ -40,7 +44,10 @@ def test_float32_products_use_tensorfloat32_unless_told_otherwise():
     assert roofline(flops, NOTHING, A5000).floor_seconds == 1.0
     slow = roofline(flops, NOTHING, A5000, float32_precision="float32").floor_seconds
     assert slow == pytest.approx(A5000.peak("tensorfloat32") / A5000.peak("float32"))
-    assert roofline(products("float32", int(T4.peak("float32"))), NOTHING, T4).floor_seconds == 1.0  # has no tf32
+    # has no tf32
+    assert (
+        roofline(products("float32", int(T4.peak("float32"))), NOTHING, T4).floor_seconds == 1.0
+    )
 
 
 @pytest.mark.parametrize(("dtype", "accelerator"), [("bfloat16", T4), ("float16", V5E)])
@@ -56,9 +63,14 @@ def test_on_an_unknown_accelerator_there_is_no_utilization():
 
 
 def test_a_roofline_calls_itself_a_floor():
-    assert "floor, not a forecast" in str(roofline(products("bfloat16", 10**12), NOTHING, A5000))
+    assert "floor, not a forecast" in str(
+        roofline(products("bfloat16", 10**12), NOTHING, A5000)
+    )
 
 
 def test_a_tpu_multiplies_float32_as_bfloat16():
-    flops = {dtype: roofline(products(dtype, 10**12), NOTHING, V5E).compute_seconds for dtype in ("float32", "bfloat16")}
+    flops = {
+        dtype: roofline(products(dtype, 10**12), NOTHING, V5E).compute_seconds
+        for dtype in ("float32", "bfloat16")
+    }
     assert flops["float32"] == flops["bfloat16"]

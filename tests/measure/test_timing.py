@@ -67,7 +67,9 @@ def test_the_first_calls_which_compile_are_not_in_the_time(monkeypatch):
 
 def test_functions_are_compared_by_turns():
     calls = []
-    compare({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1)
+    compare(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1
+    )
     assert calls == ["a", "b"] * 4
 
 

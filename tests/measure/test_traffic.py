@@ -1,4 +1,6 @@
-"""What must be true of the bytes that a program moves: operands and results, each time that it is executed."""
+"""What must be true of the bytes that a program moves: operands and results, each time that it
+is executed.
+"""
 
 import functools
 
@@ -13,7 +15,9 @@ from course_lib.models import attention
 NO_VIRTUAL = virtual.why_unavailable()
 NO_PALLAS = attention.why_unavailable("pallas", hardware.get("a5000"))
 NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
-DEVICES = pytest.mark.parametrize("device", ["here", pytest.param("a5000", marks=NEEDS_VIRTUAL)])
+DEVICES = pytest.mark.parametrize(
+    "device", ["here", pytest.param("a5000", marks=NEEDS_VIRTUAL)]
+)
 FLOAT32 = 4
 SMALL = 1024  # loop counters, indices, partial sums
 
@@ -30,7 +34,9 @@ def measured(fn, *args, device, donate=()):
 @DEVICES
 def test_a_chain_of_elementwise_operations_reads_once_and_writes_once(device):
     n = 2**20
-    found = measured(lambda x, y: jnp.sin(jnp.exp(x) + y) * 2, array(n), array(n), device=device)
+    found = measured(
+        lambda x, y: jnp.sin(jnp.exp(x) + y) * 2, array(n), array(n), device=device
+    )
     assert found.bytes == 3 * n * FLOAT32
     assert found.by_kind() == {"elementwise": found.bytes}
 
@@ -58,7 +64,8 @@ def test_a_scan_that_keeps_every_iteration_writes_slices_not_the_whole_array_eac
     found = measured(keep, array(n), device=device)
     (update,) = [move for move in found.moves if move.kind == "dynamic-update-slice"]
     assert update.executions == length
-    assert abs(update.bytes - 2 * length * n * FLOAT32) <= SMALL * length  # a slice read, a slice written
+    # a slice read, a slice written
+    assert abs(update.bytes - 2 * length * n * FLOAT32) <= SMALL * length
 
 
 @DEVICES
@@ -67,7 +74,8 @@ def test_a_scan_reads_its_inputs_slice_by_slice(device):
     total = functools.partial(jax.lax.scan, lambda x, y: (jnp.cos(x + y), None))
     found = measured(total, array(n), array(length, n), device=device)
     once_each = 3 * length * n * FLOAT32  # the carry and one slice read, the carry written
-    assert once_each <= found.bytes <= 2 * once_each  # XLA may also copy the slice first, or the carry
+    # XLA may also copy the slice first, or the carry
+    assert once_each <= found.bytes <= 2 * once_each
 
 
 @DEVICES
@@ -87,7 +95,8 @@ def test_an_update_in_place_leaves_the_rest_where_it_is(device):
 
     args = (array(rows, width), array(1, width), array(dtype=jnp.int32))
     assert measured(write, *args, device=device, donate=0).bytes <= 2 * width * FLOAT32 + SMALL
-    assert measured(write, *args, device=device).bytes >= 2 * rows * width * FLOAT32  # not donated: copied first
+    # not donated: copied first
+    assert measured(write, *args, device=device).bytes >= 2 * rows * width * FLOAT32
 
 
 @DEVICES
@@ -101,7 +110,10 @@ def test_of_a_conditional_the_most_expensive_branch_counts(device):
         return jax.lax.cond(flag, lambda x: x + 1, dear, x)
 
     found = measured(either, array(dtype=bool), array(n, n), device=device)
-    assert found.by_kind()["matmul"] == measured(dear, array(n, n), device=device).by_kind()["matmul"]
+    assert (
+        found.by_kind()["matmul"]
+        == measured(dear, array(n, n), device=device).by_kind()["matmul"]
+    )
     assert all("add" not in move.scope for move in found.moves)
 
 
@@ -120,12 +132,15 @@ def test_remat_takes_most_of_what_a_scan_writes_for_its_backward_pass():
 
     args = ((array(layers, width, hidden), array(layers, hidden, width)), array(batch, width))
     kept, rematted = (
-        measured(jax.grad(functools.partial(stacked, remat=remat)), *args, device="a5000") for remat in (False, True)
+        measured(jax.grad(functools.partial(stacked, remat=remat)), *args, device="a5000")
+        for remat in (False, True)
     )
     written = [found.by_kind()["dynamic-update-slice"] for found in (kept, rematted)]
-    carry, hidden_layer = (2 * FLOAT32 * layers * batch * size for size in (width, hidden))  # read and written
+    # read and written
+    carry, hidden_layer = (2 * FLOAT32 * layers * batch * size for size in (width, hidden))
     assert written[0] > 3 * hidden_layer  # gelu alone keeps as many
-    assert carry <= written[1] < 0.1 * written[0]  # what is left: each layer's input, and the gradients of the weights
+    # what is left: each layer's input, and the gradients of the weights
+    assert carry <= written[1] < 0.1 * written[0]
     assert rematted.bytes < kept.bytes
     sources = {move.scope for move in kept.moves if move.kind == "dynamic-update-slice"}
     assert any("mlp" in scope for scope in sources), sources
@@ -135,7 +150,9 @@ def test_remat_takes_most_of_what_a_scan_writes_for_its_backward_pass():
 def test_a_sum_over_devices_is_a_collective():
     devices = virtual.devices("a5000", 2)
     mesh = jax.sharding.Mesh(devices, ("data",))
-    batch = virtual.abstract(array(1024, 64), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    batch = virtual.abstract(
+        array(1024, 64), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    )
     found = traffic(jax.jit(lambda x: jnp.sum(x, axis=0)).lower(batch).compile())
     assert found.by_kind()["collective"] == 2 * 64 * FLOAT32
 
@@ -143,7 +160,9 @@ def test_a_sum_over_devices_is_a_collective():
 def test_kinds_are_those_listed_and_moves_add_up():
     found = measured(lambda x: jnp.sort(x @ x.T, axis=0), array(64, 64), device="here")
     assert {move.kind for move in found.moves} <= set(KINDS)
-    assert sum(found.by_kind().values()) == sum(move.bytes for move in found.moves) == found.bytes
+    assert (
+        sum(found.by_kind().values()) == sum(move.bytes for move in found.moves) == found.bytes
+    )
 
 
 def test_a_library_s_scratch_memory_does_not_count():
@@ -189,7 +208,8 @@ def test_a_flash_attention_kernel_reads_queries_keys_and_values_and_writes_its_r
     x = array(2, 256, 4, 64, dtype=jnp.bfloat16)
     found = measured(attend, x, x, x, device="a5000")
     assert found.by_kind() == {"kernel": found.bytes}
-    assert 4 * x.size * 2 <= found.bytes <= 4.1 * x.size * 2  # no L x L weights; sums of each position at most
+    # no L x L weights; sums of each position at most
+    assert 4 * x.size * 2 <= found.bytes <= 4.1 * x.size * 2
 
 
 def test_a_transfer_to_the_host_counts_on_the_device_s_side_only():

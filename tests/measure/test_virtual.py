@@ -14,19 +14,30 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from course_lib.measure import hardware, virtual
 
-needs_virtual = pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+needs_virtual = pytest.mark.skipif(
+    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
+)
 GPUS = [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
 
 
 def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs code in a Python of its own, with JAX's defaults and a PATH that does not lead to another CUDA."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TF_CPP_", "TPU_"))}
+    """Runs code in a Python of its own, with JAX's defaults and a PATH that does not lead to
+    another CUDA.
+    """
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TF_CPP_", "TPU_"))
+    }
     plain |= {
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a real GPU is shared with the process that runs the tests
+        # a real GPU is shared with the process that runs the tests
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    return subprocess.run([sys.executable, "-c", code], env=plain | environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=plain | environment, capture_output=True, text=True
+    )
 
 
 COMPILE = """
@@ -76,11 +87,13 @@ def test_memory_of_a_program_is_that_of_the_gpu():
 def test_a_t4_widens_bfloat16_and_an_a5000_does_not():
     x = jnp.ones((1024, 1024), jnp.bfloat16)
     temporaries = {
-        name: jax.jit(lambda x: x @ x)
-        .lower(virtual.abstract(x, virtual.devices(name)[0]))
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
+        name: (
+            jax.jit(lambda x: x @ x)
+            .lower(virtual.abstract(x, virtual.devices(name)[0]))
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
         for name in ("t4", "a5000")
     }
     assert temporaries["t4"] >= 2 * 4 * 1024 * 1024 > temporaries["a5000"]
@@ -88,20 +101,28 @@ def test_a_t4_widens_bfloat16_and_an_a5000_does_not():
 
 @needs_virtual
 def test_a_step_over_eight_gpus_communicates():
-    mesh = jax.make_mesh((8,), ("data",), devices=virtual.devices("h100", 8), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (8,), ("data",), devices=virtual.devices("h100", 8), axis_types=(AxisType.Auto,)
+    )
     x = virtual.abstract(jnp.ones((64, 32)), NamedSharding(mesh, PartitionSpec("data")))
     assert "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text()
 
 
 @needs_virtual
 def test_a_typed_key_can_be_an_argument():
-    args = virtual.abstract((jax.random.key(0), jax.random.split(jax.random.key(1), 4)), virtual.devices("a5000")[0])
-    step = jax.jit(lambda key, keys: jax.random.normal(key) + jax.vmap(jax.random.normal)(keys).sum())
+    args = virtual.abstract(
+        (jax.random.key(0), jax.random.split(jax.random.key(1), 4)), virtual.devices("a5000")[0]
+    )
+    step = jax.jit(
+        lambda key, keys: jax.random.normal(key) + jax.vmap(jax.random.normal)(keys).sum()
+    )
     assert step.lower(*args).compile().memory_analysis().argument_size_in_bytes == (1 + 4) * 8
 
 
 @needs_virtual
-@pytest.mark.parametrize("environment", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["plain", "JAX_PLATFORMS=cpu"])
+@pytest.mark.parametrize(
+    "environment", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["plain", "JAX_PLATFORMS=cpu"]
+)
 def test_nothing_is_written_to_the_screen_even_for_a_program_that_does_not_fit(environment):
     run = run_alone(COMPILE, **environment)
     assert (run.returncode, run.stderr, run.stdout) == (0, "", "2\n")
@@ -121,30 +142,47 @@ def test_what_trains_needs_no_other_import_to_start_without_noise():
 
 @needs_virtual
 def test_the_persistent_compilation_cache_does_not_warn(tmp_path):
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     first, second = run_alone(COMPILE, **cache), run_alone(COMPILE, **cache)
     assert any(tmp_path.iterdir())
     assert (second.returncode, first.stderr, second.stderr) == (0, "", "")
 
 
-@pytest.mark.skipif(virtual.why_unavailable("v5e") is not None, reason=str(virtual.why_unavailable("v5e")))
+@pytest.mark.skipif(
+    virtual.why_unavailable("v5e") is not None, reason=str(virtual.why_unavailable("v5e"))
+)
 def test_a_program_compiles_for_a_tpu():
     device = virtual.devices("v5e")[0]
     assert hardware.recognize(device) is hardware.get("v5e")
     x = virtual.abstract(jnp.ones((1024, 256)), device)
-    assert jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().memory_analysis().argument_size_in_bytes == 1024 * 256 * 4
+    assert (
+        jax.jit(lambda x: (x @ x.T).sum())
+        .lower(x)
+        .compile()
+        .memory_analysis()
+        .argument_size_in_bytes
+        == 1024 * 256 * 4
+    )
 
 
 # Everywhere
 
 
 def test_a_user_who_asked_for_logs_keeps_them():
-    code = "from course_lib.measure import virtual; import os; print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+    code = (
+        "from course_lib.measure import virtual; import os;"
+        " print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+    )
     assert run_alone(code, TF_CPP_MIN_LOG_LEVEL="0").stdout == "0\n"
     assert run_alone(code).stdout == "3\n"
 
 
-@pytest.mark.parametrize(("count", "advice"), [(12, "take 8 or 16"), (9, "take 8 or 16"), (0, "at least 1")])
+@pytest.mark.parametrize(
+    ("count", "advice"), [(12, "take 8 or 16"), (9, "take 8 or 16"), (0, "at least 1")]
+)
 def test_a_number_of_gpus_that_fills_no_hosts_is_refused(count, advice):
     with pytest.raises(ValueError, match=f"count={count} .*{advice}"):
         virtual.devices("h100", count)
@@ -163,7 +201,9 @@ def test_an_unknown_accelerator_is_refused(ask):
 
 def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
     monkeypatch.setattr(virtual, "why_unavailable", lambda name: "it rains")
-    with pytest.raises(virtual.Unavailable, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"):
+    with pytest.raises(
+        virtual.Unavailable, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"
+    ):
         virtual.devices("a5000")
 
 
@@ -173,7 +213,11 @@ def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
         ("jax.__version_info__", (0, 7, 2), "cannot describe a GPU"),
         ("platform.system", lambda: "Darwin", "this is Darwin"),
         ("_version", lambda package: None, "plugin is not installed"),
-        ("_version", lambda package: "0.11.0" if "cuda" in package else "0.10.2", "must be the same"),
+        (
+            "_version",
+            lambda package: "0.11.0" if "cuda" in package else "0.10.2",
+            "must be the same",
+        ),
     ],
 )
 def test_each_missing_piece_has_its_reason(monkeypatch, what, value, reason):
@@ -199,7 +243,11 @@ def test_abstract_keeps_tree_shapes_dtypes_and_weak_types():
     assert jax.tree.structure(placed) == jax.tree.structure(tree)
     leaves = jax.tree.leaves(jax.eval_shape(lambda tree: tree, tree))
     for before, after in zip(leaves, jax.tree.leaves(placed), strict=True):
-        assert (after.shape, after.dtype, after.weak_type) == (before.shape, before.dtype, before.weak_type)
+        assert (after.shape, after.dtype, after.weak_type) == (
+            before.shape,
+            before.dtype,
+            before.weak_type,
+        )
         assert after.sharding == SingleDeviceSharding(device)
 
 
@@ -211,6 +259,7 @@ def test_abstract_takes_a_sharding_and_moves_what_was_placed():
 
 
 def test_a_list_of_devices_is_no_place():
-    # The tests' type checks are the first to say so (TypeError); a learner's session has the ValueError.
+    # The tests' type checks are the first to say so (TypeError); a learner's session has the
+    # ValueError.
     with pytest.raises((ValueError, TypeError), match="place"):
         virtual.abstract(jnp.ones(3), jax.devices())

@@ -17,7 +17,9 @@ NEAR = dict(rtol=1e-5, atol=1e-6)  # float32, sums in another order
 
 @pytest.fixture(scope="module")
 def qkv():
-    return tuple(jax.random.normal(key, (B, L, H, K)) for key in jax.random.split(jax.random.key(0), 3))
+    return tuple(
+        jax.random.normal(key, (B, L, H, K)) for key in jax.random.split(jax.random.key(0), 3)
+    )
 
 
 def _out_and_grads(implementation, qkv, **options):
@@ -36,7 +38,9 @@ SOME = jnp.eye(L, dtype=bool)[None, None] | (jnp.arange(L) < 3)
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": SOME}])
 def test_what_runs_everywhere_gives_the_same_values_and_gradients(qkv, options, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 4)  # a whole one, and a part of one
-    reference, *others = (_out_and_grads(name, qkv, **options) for name in ("reference", "blocks", "xla"))
+    reference, *others = (
+        _out_and_grads(name, qkv, **options) for name in ("reference", "blocks", "xla")
+    )
     for other in others:
         for ours, theirs in zip(reference, other, strict=True):
             np.testing.assert_allclose(ours, theirs, **NEAR)
@@ -45,13 +49,19 @@ def test_what_runs_everywhere_gives_the_same_values_and_gradients(qkv, options, 
 def test_a_block_of_queries_has_no_scores_of_keys_that_none_of_them_sees(qkv, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 2)
     product = f"{B},{H},2,{{}}"  # 2 queries with the keys up to the last of them: 2, 4, 6
-    lowered = str(jax.make_jaxpr(lambda *qkv: attention.attend(*qkv, implementation="blocks"))(*qkv))
-    assert all(f"f32[{product.format(keys)}]" in lowered for keys in (2, 4, 6)) and f"f32[{B},{H},{L},{L}]" not in lowered
+    lowered = str(
+        jax.make_jaxpr(lambda *qkv: attention.attend(*qkv, implementation="blocks"))(*qkv)
+    )
+    assert (
+        all(f"f32[{product.format(keys)}]" in lowered for keys in (2, 4, 6))
+        and f"f32[{B},{H},{L},{L}]" not in lowered
+    )
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blocks", "xla"])
 def test_grouped_queries_read_the_same_keys_as_if_each_had_a_copy(qkv, implementation):
-    query = jnp.concatenate(qkv, axis=2)  # 6 heads, of which 3 in a row share the keys and values of one
+    # 6 heads, of which 3 in a row share the keys and values of one
+    query = jnp.concatenate(qkv, axis=2)
 
     def loss(query, key, value, copies):
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
@@ -65,7 +75,10 @@ def test_grouped_queries_read_the_same_keys_as_if_each_had_a_copy(qkv, implement
 
 def test_grouped_queries_are_refused_where_they_cannot_be(qkv):
     query, one = jnp.concatenate(qkv, axis=2), qkv[1][:, :, :1]
-    with pytest.raises(ValueError, match=r"key of shape \(2, 6, 2, 4\) must have a number of heads that divides .* 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"key of shape \(2, 6, 2, 4\) must have a number of heads that divides .* 3",
+    ):
         attention.attend(query[:, :, :3], *qkv[1:])
     with pytest.raises(ValueError, match="num_kv_heads must be 0 for attention='pallas'"):
         attention.attend(query, one, one, implementation="pallas")
@@ -82,12 +95,18 @@ def test_attention_is_a_mean_of_the_values_weighted_by_a_softmax(qkv):
 
 @pytest.mark.parametrize("implementation", ["reference", "blocks", "xla"])
 def test_causal_attention_reads_the_past_and_only_the_past(qkv, implementation):
-    """Three gradient criteria, after nanodo's test_causality (https://github.com/google-deepmind/nanodo).
+    """Three gradient criteria, after nanodo's test_causality
+    (https://github.com/google-deepmind/nanodo).
 
-    The output at a position does not depend on later ones, depends on itself, and on earlier ones.
+    The output at a position does not depend on later ones, depends on itself, and on earlier
+    ones.
     """
     at = 3
-    grad = jax.grad(lambda value: attention.attend(*qkv[:2], value, implementation=implementation)[:, at].sum())(qkv[2])
+    grad = jax.grad(
+        lambda value: attention.attend(*qkv[:2], value, implementation=implementation)[
+            :, at
+        ].sum()
+    )(qkv[2])
     assert np.all(grad[:, at + 1 :] == 0)
     assert np.all(grad[:, at] != 0)
     assert np.all(grad[:, :at] != 0)
@@ -106,7 +125,9 @@ def test_a_bfloat16_softmax_errs_more_than_a_float32_one(qkv):
 
 
 def test_in_bfloat16_only_the_weights_and_the_result_are_rounded():
-    """A head of 128 is scaled by 1 / 11.3, which bfloat16 would round; one of 4 or 16 by a power of two."""
+    """A head of 128 is scaled by 1 / 11.3, which bfloat16 would round; one of 4 or 16 by a
+    power of two.
+    """
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 128), jnp.bfloat16)
     given = [x.astype(jnp.float32) for x in (query, key, value)]
     scores = jnp.einsum("bqhk,bshk->bhqs", given[0], given[1], precision="highest") * 128**-0.5
@@ -124,7 +145,10 @@ def test_why_unavailable_names_the_reason():
         assert attention.why_unavailable(name, None) is None
     for name in ("cudnn", "pallas"):
         reason = attention.why_unavailable(name, None)
-        assert "needs an NVIDIA GPU that course_lib.measure.hardware knows" in reason and "add the GPU's row" in reason
+        assert (
+            "needs an NVIDIA GPU that course_lib.measure.hardware knows" in reason
+            and "add the GPU's row" in reason
+        )
         assert "needs an NVIDIA GPU" in attention.why_unavailable(name, hardware.get("v5e"))
         assert "compute capability 8.0" in attention.why_unavailable(name, hardware.get("t4"))
     with pytest.raises(ValueError, match="attention='flash' must be one of"):
@@ -133,14 +157,17 @@ def test_why_unavailable_names_the_reason():
 
 def test_what_is_not_installed_is_refused_before_anything_is_compiled(qkv):
     a5000 = hardware.get("a5000")
-    long = tuple(jnp.tile(x, (1, 64, 1, 1)).astype(jnp.bfloat16) for x in qkv)  # what both could do: 384 positions
+    # what both could do: 384 positions
+    long = tuple(jnp.tile(x, (1, 64, 1, 1)).astype(jnp.bfloat16) for x in qkv)
     for name in ("cudnn", "pallas"):
         if attention.why_unavailable(name, a5000):
             with pytest.raises(ValueError, match=f"attention='{name}' cannot be had"):
                 attention.attend(*long, implementation=name)
 
 
-@pytest.mark.parametrize(("version", "there"), [((0, 7, 2), True), ((0, 11, 0), True), ((0, 12, 0), False)])
+@pytest.mark.parametrize(
+    ("version", "there"), [((0, 7, 2), True), ((0, 11, 0), True), ((0, 12, 0), False)]
+)
 def test_pallas_attention_counts_as_gone_where_its_import_warns_whether_or_not_it_was_imported_before(
     monkeypatch, version, there
 ):
@@ -155,10 +182,19 @@ def test_pallas_attention_counts_as_gone_where_its_import_warns_whether_or_not_i
     ("options", "message"),
     [
         ({"implementation": "flash"}, "attention='flash' must be one of"),
-        ({"implementation": "xla", "softmax_dtype": jnp.bfloat16}, "softmax_dtype='bfloat16' must be 'float32'"),
-        ({"implementation": "cudnn"}, "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"),
+        (
+            {"implementation": "xla", "softmax_dtype": jnp.bfloat16},
+            "softmax_dtype='bfloat16' must be 'float32'",
+        ),
+        (
+            {"implementation": "cudnn"},
+            "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'",
+        ),
         ({"implementation": "pallas"}, "seq_len=6 must be a multiple of 128"),
-        ({"implementation": "pallas", "mask": SOME}, "mask must be None for attention='pallas'"),
+        (
+            {"implementation": "pallas", "mask": SOME},
+            "mask must be None for attention='pallas'",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(qkv, options, message):
@@ -170,24 +206,31 @@ needs_pallas = pytest.mark.skipif(
     bool(attention.why_unavailable("pallas", hardware.get("a5000"))),
     reason=str(attention.why_unavailable("pallas", hardware.get("a5000"))),
 )
-needs_virtual = pytest.mark.skipif(virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable()))
+needs_virtual = pytest.mark.skipif(
+    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
+)
 
 
 @needs_pallas
 @needs_virtual
 @pytest.mark.parametrize("name", ["a5000", "h100"])
 def test_flash_attention_does_not_store_the_weights(name):
-    """For L = 1024, B x H x L x L float32 weights are 64 MiB, and `reference` holds several arrays of that shape."""
+    """For L = 1024, B x H x L x L float32 weights are 64 MiB, and `reference` holds several
+    arrays of that shape.
+    """
     batch, length, heads, width = 2, 1024, 8, 128
     x = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
     qkv = virtual.abstract((x, x, x), virtual.devices(name)[0])
 
     def temporaries(implementation):
         def loss(qkv):
-            return attention.attend(*qkv, implementation=implementation).astype(jnp.float32).sum()
+            return (
+                attention.attend(*qkv, implementation=implementation).astype(jnp.float32).sum()
+            )
 
         return jax.jit(jax.grad(loss)).lower(qkv).compile().memory_analysis().temp_size_in_bytes
 
     weights = 4 * batch * heads * length * length
     assert temporaries("reference") >= weights
-    assert temporaries("pallas") < weights / 3  # vectors of K numbers and a sum for each position: no L x L
+    # vectors of K numbers and a sum for each position: no L x L
+    assert temporaries("pallas") < weights / 3

@@ -31,15 +31,21 @@ def test_products_of_one_input_are_one_product_where_devices_share_the_work(shar
     first, second = hooks.columns(given, X, list(weights.values()))
     assert len(calls) == products
     w = jax.device_get(weights)
-    np.testing.assert_allclose(first, X @ w["first"]["kernel"] + w["first"]["bias"][None, None], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        first, X @ w["first"]["kernel"] + w["first"]["bias"][None, None], rtol=1e-5, atol=1e-6
+    )
     expected = np.einsum("bld,dhk->blhk", X, w["second"]["kernel"]) + w["second"]["bias"]
     np.testing.assert_allclose(second, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("shards", "products"), [(1, 2), (2, 1)])
-def test_a_sum_of_products_is_one_product_where_devices_share_the_work_and_has_each_bias_once(shards, products):
+def test_a_sum_of_products_is_one_product_where_devices_share_the_work_and_has_each_bias_once(
+    shards, products
+):
     shapes = {"first": ((4,), (6,)), "second": ((2, 2), (6,))}
-    weights = jax.tree.map(lambda leaf: leaf + 1, hooks.initialize_all(jax.random.key(1), shapes, use_bias=True))
+    weights = jax.tree.map(
+        lambda leaf: leaf + 1, hooks.initialize_all(jax.random.key(1), shapes, use_bias=True)
+    )
     given, calls = counted(shards)
     found = hooks.rows(given, [X, X.reshape(2, 3, 2, 2)], list(weights.values()))
     assert len(calls) == products
@@ -51,8 +57,11 @@ def test_a_sum_of_products_is_one_product_where_devices_share_the_work_and_has_e
 def test_weights_start_as_those_of_a_dense_layer():
     weights = hooks.initialize(jax.random.key(0), ((64, 4), (8, 16)), use_bias=True)
     assert weights["kernel"].shape == (64, 4, 8, 16) and weights["bias"].shape == (8, 16)
-    assert np.std(weights["kernel"]) == pytest.approx(256**-0.5, rel=0.02)  # of 32,768 draws: 0.4% is one deviation
-    assert not weights["bias"].any() and "bias" not in hooks.initialize(jax.random.key(0), ((4,), (2,)), use_bias=False)
+    # of 32,768 draws: 0.4% is one deviation
+    assert np.std(weights["kernel"]) == pytest.approx(256**-0.5, rel=0.02)
+    assert not weights["bias"].any() and "bias" not in hooks.initialize(
+        jax.random.key(0), ((4,), (2,)), use_bias=False
+    )
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 3), (4, 2, 3), (2, 3, 4)], ids=str)
@@ -63,24 +72,45 @@ def test_flat_products_are_the_same_products_with_the_same_gradients(shape):
     dimensions = (tuple(range(2, 2 + summed)), tuple(range(summed))), ((), ())
 
     def both(product):
-        return jax.value_and_grad(lambda x, kernel: jax.numpy.sin(product(x, kernel, dimensions)).sum(), (0, 1))(x, kernel)
+        return jax.value_and_grad(
+            lambda x, kernel: jax.numpy.sin(product(x, kernel, dimensions)).sum(), (0, 1)
+        )(x, kernel)
 
     with jax.default_matmul_precision("highest"):
-        assert hooks.flat(x, kernel, dimensions).shape == jax.lax.dot_general(x, kernel, dimensions).shape
+        assert (
+            hooks.flat(x, kernel, dimensions).shape
+            == jax.lax.dot_general(x, kernel, dimensions).shape
+        )
         flat, reference = both(hooks.flat), both(jax.lax.dot_general)
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6), flat, reference)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6),
+        flat,
+        reference,
+    )
 
 
 def test_flat_products_do_not_replace_those_of_a_strategy():
     own, _ = counted(1)
-    assert hooks.with_products(own, True) is own and hooks.with_products(Hooks(), False) == Hooks()
-    assert hooks.with_products(Hooks(), True).column is hooks.flat and hooks.with_products(Hooks(), True).row is hooks.flat
+    assert (
+        hooks.with_products(own, True) is own and hooks.with_products(Hooks(), False) == Hooks()
+    )
+    assert (
+        hooks.with_products(Hooks(), True).column is hooks.flat
+        and hooks.with_products(Hooks(), True).row is hooks.flat
+    )
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA:CPU multiplies")
 def test_the_gradient_of_a_flat_product_transposes_no_gradients_in_memory():
-    x, kernel, g = jax.numpy.ones((2, 12, 8)), jax.numpy.ones((8, 32)), jax.numpy.ones((2, 12, 32))
-    gradient = jax.jit(lambda x, g, product: jax.vjp(lambda k: product(x, k, MATRICES), kernel)[1](g)[0], static_argnums=2)
+    x, kernel, g = (
+        jax.numpy.ones((2, 12, 8)),
+        jax.numpy.ones((8, 32)),
+        jax.numpy.ones((2, 12, 32)),
+    )
+    gradient = jax.jit(
+        lambda x, g, product: jax.vjp(lambda k: product(x, k, MATRICES), kernel)[1](g)[0],
+        static_argnums=2,
+    )
     products = hooks.flat, jax.lax.dot_general
     text = {product: gradient.lower(x, g, product).compile().as_text() for product in products}
     transposed = "f32[32,24]"  # outputs, B * L

@@ -14,23 +14,43 @@ from course_lib.models.layers import AttentionBlock, Block, MLPBlock, ParallelBl
 from course_lib.models.transformer import Transformer
 
 B, L, D, H, K, F = 2, 5, 16, 4, 4, 64
-LATER = {"qk_norm": True, "parallel_block": True, "num_kv_heads": 2, "mlp_activation": "squared_relu", "positions": "rotary"}
+LATER = {
+    "qk_norm": True,
+    "parallel_block": True,
+    "num_kv_heads": 2,
+    "mlp_activation": "squared_relu",
+    "positions": "rotary",
+}
 
 
 def small(**changes):
     model = configs.get("155m").model
-    model.update(num_layers=1, hidden_size=D, head_dim=K, num_heads=H, vocab_size=11, num_outputs=11, max_seq_len=8)
+    model.update(
+        num_layers=1,
+        hidden_size=D,
+        head_dim=K,
+        num_heads=H,
+        vocab_size=11,
+        num_outputs=11,
+        max_seq_len=8,
+    )
     model.update(dict(dropout_rate=0.0, dtype="float32", remat=(), scan_layers=False) | changes)
     return model
 
 
 def block_of(kind=Block, **changes):
     """Returns a block, random parameters for it, none of them 0, and an input."""
-    block, x = kind(small(**changes), train=False), jax.random.normal(jax.random.key(0), (B, L, D))
+    block, x = (
+        kind(small(**changes), train=False),
+        jax.random.normal(jax.random.key(0), (B, L, D)),
+    )
     params = jax.jit(block.init)(jax.random.key(1), x)["params"]
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
-    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    moved = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
     return block, jax.tree.unflatten(tree, moved), x
 
 
@@ -41,7 +61,9 @@ def norm(x, scale, bias=0.0):
 
 def names(**changes):
     """Returns the names of the model's parameters, and their shapes."""
-    params = transformer.abstract_params(Transformer(small(**changes)), jax.ShapeDtypeStruct((B, L), jnp.int32))
+    params = transformer.abstract_params(
+        Transformer(small(**changes)), jax.ShapeDtypeStruct((B, L), jnp.int32)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
@@ -65,41 +87,59 @@ def test_without_options_the_parameters_are_those_of_the_published_model():
 
 
 def test_options_add_and_remove_the_parameters_that_they_say():
-    assert set(names(qk_norm=True)) - set(names()) == {f"block_0/attn/{x}_norm/scale" for x in ("query", "key")}
+    assert set(names(qk_norm=True)) - set(names()) == {
+        f"block_0/attn/{x}_norm/scale" for x in ("query", "key")
+    }
     assert set(names()) - set(names(positions="rotary")) == {"pos_emb/embedding"}
-    assert set(names()) - set(names(use_bias=False)) == {name for name in names() if name.endswith("bias")}
+    assert set(names()) - set(names(use_bias=False)) == {
+        name for name in names() if name.endswith("bias")
+    }
     grouped = names(num_kv_heads=2)
-    assert grouped["block_0/attn/q/kernel"] == (D, H, K) and grouped["block_0/attn/kv/kernel"] == (D, 2, 2 * K)
+    assert grouped["block_0/attn/q/kernel"] == (D, H, K) and grouped[
+        "block_0/attn/kv/kernel"
+    ] == (D, 2, 2 * K)
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_the_number_of_parameters_with_all_options_is_that_of_the_formula(use_bias):
     V = 11
     kernels = D * (F + H * K + 2 * 2 * K) + (F + H * K) * D
-    biases = use_bias * (F + H * K + 2 * 2 * K + 2 * D + D)  # of the products into the block and out of it, and its norm
+    # of the products into the block and out of it, and its norm
+    biases = use_bias * (F + H * K + 2 * 2 * K + 2 * D + D)
     block = kernels + biases + D + 2 * K
     ends = V * D + D * V + D + use_bias * (V + D)
-    assert sum(math.prod(shape) for shape in names(**LATER, use_bias=use_bias).values()) == block + ends
+    assert (
+        sum(math.prod(shape) for shape in names(**LATER, use_bias=use_bias).values())
+        == block + ends
+    )
 
 
 def test_a_parallel_block_adds_mlp_and_attention_of_the_same_normalized_input():
     block, params, x = block_of(ParallelBlock)
     p = jax.device_get(params)
     y = norm(np.asarray(x), **p["pre_norm"])
-    hidden = np.asarray(jax.nn.gelu(y @ p["mlp"]["input_layer"]["kernel"] + p["mlp"]["input_layer"]["bias"]))
+    hidden = np.asarray(
+        jax.nn.gelu(y @ p["mlp"]["input_layer"]["kernel"] + p["mlp"]["input_layer"]["bias"])
+    )
     mlp = hidden @ p["mlp"]["output_layer"]["kernel"] + p["mlp"]["output_layer"]["bias"]
     heads = np.einsum("bld,dhk->blhk", y, p["attn"]["qkv"]["kernel"]) + p["attn"]["qkv"]["bias"]
     query, key, value = np.split(heads, 3, axis=-1)
     scores = np.where(np.tri(L), np.einsum("bqhk,bshk->bhqs", query, key) / np.sqrt(K), -1e9)
     mean = np.einsum("bhqs,bshk->bqhk", np.asarray(jax.nn.softmax(scores)), value)
-    attn = np.einsum("blhk,hkd->bld", mean, p["attn"]["output_layer"]["kernel"]) + p["attn"]["output_layer"]["bias"]
+    attn = (
+        np.einsum("blhk,hkd->bld", mean, p["attn"]["output_layer"]["kernel"])
+        + p["attn"]["output_layer"]["bias"]
+    )
     with jax.default_matmul_precision("highest"):
         found = block.apply({"params": params}, x)
-    np.testing.assert_allclose(found, x + mlp + attn, rtol=1e-4, atol=1e-4)  # exp and 64 terms in another order
+    # exp and 64 terms in another order
+    np.testing.assert_allclose(found, x + mlp + attn, rtol=1e-4, atol=1e-4)
 
 
 def test_normalized_queries_and_keys_do_not_grow_with_their_kernel_and_values_do():
-    """Heads read the same from queries and keys a thousand times larger, and a thousand times as much from such values."""
+    """Heads read the same from queries and keys a thousand times larger, and a thousand times
+    as much from such values.
+    """
     model = small(qk_norm=True)
 
     def read(scale):
@@ -109,11 +149,14 @@ def test_normalized_queries_and_keys_do_not_grow_with_their_kernel_and_values_do
 
     larger = jnp.concatenate([jnp.full(2 * K, 1e3), jnp.ones(K)])[None, None, None]
     np.testing.assert_allclose(read(larger), read(jnp.ones((1, 1, 1, 1))), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(read(1e3 * larger**0), 1e3 * read(jnp.ones((1, 1, 1, 1))), rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(
+        read(1e3 * larger**0), 1e3 * read(jnp.ones((1, 1, 1, 1))), rtol=1e-4, atol=1e-2
+    )
 
 
 def nn_apply(function):
     """Calls a function inside of a module."""
+
     class Around(nn.Module):
         @nn.compact
         def __call__(self):
@@ -123,20 +166,27 @@ def nn_apply(function):
 
 
 def test_each_head_is_normalized_by_its_own_mean_and_variance():
-    x = 3 + jax.random.normal(jax.random.key(0), (B, L, H, K)) * jnp.arange(1.0, H + 1)[None, None, :, None]
+    x = (
+        3
+        + jax.random.normal(jax.random.key(0), (B, L, H, K))
+        * jnp.arange(1.0, H + 1)[None, None, :, None]
+    )
     found, _ = nn_apply(lambda: layers.norm_of_heads(x, "query_norm"))
     np.testing.assert_allclose(found, norm(np.asarray(x), 1.0), rtol=1e-4, atol=1e-4)
 
 
 def test_the_score_of_turned_queries_and_keys_depends_on_their_distance_alone():
-    query, key = (jax.random.normal(seed, (1, 1, 1, 8)) for seed in jax.random.split(jax.random.key(0)))
+    query, key = (
+        jax.random.normal(seed, (1, 1, 1, 8)) for seed in jax.random.split(jax.random.key(0))
+    )
 
     def score(at, other):
         turned = layers.rotate(query, jnp.array([at])), layers.rotate(key, jnp.array([other]))
         return float((turned[0] * turned[1]).sum())
 
     assert score(0, 0) == pytest.approx(float((query * key).sum()), rel=1e-5)
-    assert score(40, 37) == pytest.approx(score(3, 0), abs=1e-4)  # float32 angles near 40 are off by 2e-6
+    # float32 angles near 40 are off by 2e-6
+    assert score(40, 37) == pytest.approx(score(3, 0), abs=1e-4)
     assert abs(score(3, 0) - score(0, 3)) > 0.1 and abs(score(3, 0) - score(4, 0)) > 0.1
 
 
@@ -149,7 +199,9 @@ def test_rotary_angles_are_those_of_the_paper():
 
 
 def test_a_model_with_rotary_positions_knows_the_order_of_tokens():
-    """Without positions, attention over the same set of earlier tokens gives the same, whatever their order."""
+    """Without positions, attention over the same set of earlier tokens gives the same, whatever
+    their order.
+    """
     model = Transformer(small(positions="rotary"))
     tokens = jnp.array([[1, 2, 3, 4], [2, 1, 3, 4]])
     params = jax.jit(lambda key: model.init(key, tokens, train=False))(jax.random.key(0))
@@ -158,11 +210,17 @@ def test_a_model_with_rotary_positions_knows_the_order_of_tokens():
 
 
 @pytest.mark.parametrize("kind", [Block, ParallelBlock])
-@pytest.mark.parametrize("option", [{"mlp_activation": "squared_relu"}, {"causal_mask": False}, {"softmax_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"mlp_activation": "squared_relu"}, {"causal_mask": False}, {"softmax_dtype": "bfloat16"}],
+)
 def test_an_option_reaches_the_block(kind, option):
     plain, params, x = block_of(kind)
     changed, _, _ = block_of(kind, **option)
-    assert abs(plain.apply({"params": params}, x) - changed.apply({"params": params}, x)).max() > 1e-5
+    assert (
+        abs(plain.apply({"params": params}, x) - changed.apply({"params": params}, x)).max()
+        > 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", [MLPBlock, AttentionBlock, ParallelBlock])
@@ -185,12 +243,19 @@ def test_squared_relu_is_what_it_is_called():
 
 @pytest.mark.parametrize("parallel_block", [False, True])
 def test_grouped_queries_are_heads_that_share_keys_and_values(parallel_block):
-    """With keys and values of each group copied for each of its heads, the ungrouped layer computes the same."""
+    """With keys and values of each group copied for each of its heads, the ungrouped layer
+    computes the same.
+    """
     kind = ParallelBlock if parallel_block else Block
     grouped, params, x = block_of(kind, num_kv_heads=2)
     q, kv = params["attn"]["q"], params["attn"]["kv"]
-    qkv = {name: jnp.concatenate([q[name], jnp.repeat(kv[name], H // 2, axis=-2)], axis=-1) for name in ("kernel", "bias")}
-    attn = {name: leaf for name, leaf in params["attn"].items() if name not in ("q", "kv")} | {"qkv": qkv}
+    qkv = {
+        name: jnp.concatenate([q[name], jnp.repeat(kv[name], H // 2, axis=-2)], axis=-1)
+        for name in ("kernel", "bias")
+    }
+    attn = {name: leaf for name, leaf in params["attn"].items() if name not in ("q", "kv")} | {
+        "qkv": qkv
+    }
     whole = kind(small(), train=False)
     with jax.default_matmul_precision("highest"):
         found = grouped.apply({"params": params}, x)

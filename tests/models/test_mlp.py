@@ -18,17 +18,25 @@ def _init(model):
 
 def test_it_has_59236_parameters_with_128_inputs_as_in_the_published_series():
     params, _ = _init(MLPClassifier())
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 128 * 256 + 256 + 2 * 256 + 256 * 100 + 100 == 59_236
+    assert (
+        sum(leaf.size for leaf in jax.tree.leaves(params))
+        == 128 * 256 + 256 + 2 * 256 + 256 * 100 + 100
+        == 59_236
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_parameters_and_logits_are_float32_and_what_lies_between_is_of_the_chosen_dtype(dtype):
     model = MLPClassifier(dtype=dtype)
     params, inputs = _init(model)
-    logits, between = model.apply({"params": params}, inputs, train=False, capture_intermediates=True)
+    logits, between = model.apply(
+        {"params": params}, inputs, train=False, capture_intermediates=True
+    )
     layers = between["intermediates"]
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    assert {layers[name]["__call__"][0].dtype for name in ("input_layer", "norm", "output_layer")} == {jnp.dtype(dtype)}
+    assert {
+        layers[name]["__call__"][0].dtype for name in ("input_layer", "norm", "output_layer")
+    } == {jnp.dtype(dtype)}
     assert logits.dtype == jnp.float32 and logits.shape == (4, 100)
 
 
@@ -37,7 +45,9 @@ def test_dropout_draws_in_training_only():
     params, inputs = _init(model)
 
     def logits(train, seed):
-        return model.apply({"params": params}, inputs, train=train, rngs={"dropout": jax.random.key(seed)})
+        return model.apply(
+            {"params": params}, inputs, train=train, rngs={"dropout": jax.random.key(seed)}
+        )
 
     np.testing.assert_array_equal(logits(False, 0), logits(False, 1))
     assert not np.allclose(logits(True, 0), logits(True, 1))

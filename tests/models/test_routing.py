@@ -1,4 +1,6 @@
-"""Tokens go to the experts that their router finds most probable, in their order, as long as there is room."""
+"""Tokens go to the experts that their router finds most probable, in their order, as long as
+there is room.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +39,18 @@ def test_with_room_for_all_no_choice_is_lost():
 
 def test_where_a_token_goes_does_not_depend_on_later_tokens():
     later = LOGITS.at[:, 4:].multiply(-1)
-    first, second = (routing.route(logits, per_token=2, capacity=2).combine for logits in (LOGITS, later))
+    first, second = (
+        routing.route(logits, per_token=2, capacity=2).combine for logits in (LOGITS, later)
+    )
     np.testing.assert_array_equal(first[:, :4], second[:, :4])
     assert (first != second).any()
 
 
 @pytest.mark.parametrize("per_token", [1, 3])
 def test_balance_is_one_where_the_router_has_no_preference(per_token):
-    np.testing.assert_allclose(routing.route(jnp.zeros((2, 5, 4)), per_token, 5).balance, 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        routing.route(jnp.zeros((2, 5, 4)), per_token, 5).balance, 1, rtol=1e-6
+    )
 
 
 def test_balance_is_the_number_of_experts_where_all_tokens_are_sure_of_one():
@@ -63,9 +69,17 @@ def test_a_step_down_the_balance_makes_choices_more_even():
 
 @pytest.mark.parametrize(
     ("length", "num_experts", "per_token", "factor", "expected"),
-    [(16, 8, 1, 1.0, 2), (16, 8, 2, 1.25, 5), (10, 1, 1, 1.1, 10), (100, 10, 1, 1.1, 11), (16, 8, 1, 0.1, 1)],
+    [
+        (16, 8, 1, 1.0, 2),
+        (16, 8, 2, 1.25, 5),
+        (10, 1, 1, 1.1, 10),
+        (100, 10, 1, 1.1, 11),
+        (16, 8, 1, 0.1, 1),
+    ],
 )
-def test_capacity_is_the_even_share_times_a_factor_rounded_up(length, num_experts, per_token, factor, expected):
+def test_capacity_is_the_even_share_times_a_factor_rounded_up(
+    length, num_experts, per_token, factor, expected
+):
     assert routing.capacity(length, num_experts, per_token, factor) == expected
 
 
@@ -85,14 +99,23 @@ def test_the_router_computes_in_float32_also_where_factors_of_float32_are_rounde
     """As on GPUs and TPUs: to 11 bits, or to 8, unless the highest precision is asked for."""
     model = small(dtype="bfloat16").model
     layer, params, x = block(model, layers.ExpertsBlock)
-    gradients = jax.make_jaxpr(jax.grad(lambda *given: layer.apply({"params": given[0]}, given[1]).sum(), (0, 1)))(params, x)
+    gradients = jax.make_jaxpr(
+        jax.grad(lambda *given: layer.apply({"params": given[0]}, given[1]).sum(), (0, 1))
+    )(params, x)
     of_router = []
     for eqn in gradients.eqns:
         factors = [var.aval for var in eqn.invars]
-        # Other products are of bfloat16, or find places from zeros and ones, which have no width.
-        if eqn.primitive.name == "dot_general" and factors[0].dtype == factors[1].dtype == jnp.float32:
-            of_router += [eqn.params["precision"]] * any(model.hidden_size in factor.shape for factor in factors)
-    assert of_router == 3 * [(jax.lax.Precision.HIGHEST,) * 2]  # the logits, and gradients of tokens and router
+        # Other products are of bfloat16, or find places from zeros and ones, which have no
+        # width.
+        if (
+            eqn.primitive.name == "dot_general"
+            and factors[0].dtype == factors[1].dtype == jnp.float32
+        ):
+            of_router += [eqn.params["precision"]] * any(
+                model.hidden_size in factor.shape for factor in factors
+            )
+    # the logits, and gradients of tokens and router
+    assert of_router == 3 * [(jax.lax.Precision.HIGHEST,) * 2]
 
 
 RENAMED = {"expert_in": "input_layer", "expert_out": "output_layer"}
@@ -100,15 +123,25 @@ RENAMED = {"expert_in": "input_layer", "expert_out": "output_layer"}
 
 def test_one_expert_with_room_for_all_is_an_mlp():
     model = small(num_experts=1, experts_per_token=1).model
-    (mlp, params, x), (with_experts, *_) = block(model, layers.MLPBlock), block(model, layers.ExpertsBlock)
-    stacked = {new: jax.tree.map(lambda leaf: leaf[None], params[old]) for new, old in RENAMED.items()}
-    same = {"pre_norm": params["pre_norm"], "router": jnp.zeros((model.hidden_size, 1)), **stacked}
+    (mlp, params, x), (with_experts, *_) = (
+        block(model, layers.MLPBlock),
+        block(model, layers.ExpertsBlock),
+    )
+    stacked = {
+        new: jax.tree.map(lambda leaf: leaf[None], params[old]) for new, old in RENAMED.items()
+    }
+    same = {
+        "pre_norm": params["pre_norm"],
+        "router": jnp.zeros((model.hidden_size, 1)),
+        **stacked,
+    }
     found, expected = with_experts.apply({"params": same}, x), mlp.apply({"params": params}, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_without_room_is_left_to_the_residual():
-    model = small(experts_per_token=1, capacity_factor=0.1).model  # room for one token of a sequence at each expert
+    # room for one token of a sequence at each expert
+    model = small(experts_per_token=1, capacity_factor=0.1).model
     with_experts, params, x = block(model, layers.ExpertsBlock)
     params = params | {"router": jnp.zeros((model.hidden_size, 4)).at[:, 0].set(1e-3)}
     norms = jnp.linalg.norm(with_experts.apply({"params": params}, jnp.abs(x)), axis=-1)
@@ -120,16 +153,30 @@ def test_rematerialized_experts_give_the_same_gradient():
     for modules in ((), ("MLP",)):
         run = training.build(small(num_layers=1, remat=modules))
         params = run.init(jax.random.key(0)).params
-        grads.append(jax.jit(jax.grad(lambda params, run=run: run.loss_fn(params, tokens, None)[0]))(params))
+        grads.append(
+            jax.jit(jax.grad(lambda params, run=run: run.loss_fn(params, tokens, None)[0]))(
+                params
+            )
+        )
     assert not one_device.different_leaves(*grads)
 
 
 def test_scanned_layers_leave_the_balance_that_layers_one_by_one_leave():
     scanned, unrolled = small(), small(scan_layers=False)
-    params, tokens = training.build(scanned).init(jax.random.key(0)).params, one_device.batch(scanned).inputs
-    each = {f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["block"]) for layer in range(2)}
-    one = jax.jit(training.as_function(Transformer(scanned.model), balance=True))(params, tokens)
-    other = jax.jit(training.as_function(Transformer(unrolled.model), balance=True))(params | each, tokens)
+    params, tokens = (
+        training.build(scanned).init(jax.random.key(0)).params,
+        one_device.batch(scanned).inputs,
+    )
+    each = {
+        f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["block"])
+        for layer in range(2)
+    }
+    one = jax.jit(training.as_function(Transformer(scanned.model), balance=True))(
+        params, tokens
+    )
+    other = jax.jit(training.as_function(Transformer(unrolled.model), balance=True))(
+        params | each, tokens
+    )
     for found, expected in zip(one, other, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -139,7 +186,11 @@ def test_flops_are_those_counted_by_hand():
     run = training.build(whole)
     state, batch = run.abstract()
     found = measure.flops(run.apply_fn, state.params, batch.inputs).total
-    assert found == {"float32": transformer.matmul_flops(whole.model, whole.data.batch_size, whole.data.seq_len)}
+    assert found == {
+        "float32": transformer.matmul_flops(
+            whole.model, whole.data.batch_size, whole.data.seq_len
+        )
+    }
 
 
 @pytest.mark.parametrize(
@@ -149,7 +200,10 @@ def test_flops_are_those_counted_by_hand():
         ({"experts_per_token": 5}, r"experts_per_token=5 must be between 1 and num_experts=4"),
         ({"experts_per_token": 0}, r"experts_per_token=0 must be between 1 and"),
         ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be positive and finite"),
-        ({"capacity_factor": 1e-12}, r"capacity_factor=1e-12 must be larger: no expert would have room"),
+        (
+            {"capacity_factor": 1e-12},
+            r"capacity_factor=1e-12 must be larger: no expert would have room",
+        ),
         ({"balance_weight": float("nan")}, r"balance_weight=nan must not be negative"),
         ({"parallel_block": True}, r"num_experts=4 must be 0 for parallel_block=True"),
     ],

@@ -19,13 +19,20 @@ def counts_up(params, tokens, rng=None):
 
 def generate(prompt, length, params=100.0, apply_fn=counts_up, max_seq_len=4, **options):
     return sampling.generate(
-        apply_fn, jnp.float32(params), jnp.array(prompt), length, jax.random.key(0), max_seq_len=max_seq_len, **options
+        apply_fn,
+        jnp.float32(params),
+        jnp.array(prompt),
+        length,
+        jax.random.key(0),
+        max_seq_len=max_seq_len,
+        **options,
     )
 
 
 def test_a_prompt_is_continued_by_what_the_model_expects():
     np.testing.assert_array_equal(
-        generate([[0, 1], [3, 4]], 6, max_seq_len=10), [[0, 1, 2, 3, 4, 0, 1, 2], [3, 4, 0, 1, 2, 3, 4, 0]]
+        generate([[0, 1], [3, 4]], 6, max_seq_len=10),
+        [[0, 1, 2, 3, 4, 0, 1, 2], [3, 4, 0, 1, 2, 3, 4, 0]],
     )
 
 
@@ -34,17 +41,24 @@ def test_text_longer_than_the_model_sees_goes_on_from_the_last_tokens():
         assert tokens.shape[1] <= 4
         return counts_up(params, tokens)
 
-    np.testing.assert_array_equal(generate([[0, 1]], 7, apply_fn=sees_at_most_four), [[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    np.testing.assert_array_equal(generate([[2, 3, 4, 0, 1, 2]], 2, apply_fn=sees_at_most_four)[:, -2:], [[3, 4]])
+    np.testing.assert_array_equal(
+        generate([[0, 1]], 7, apply_fn=sees_at_most_four), [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    )
+    np.testing.assert_array_equal(
+        generate([[2, 3, 4, 0, 1, 2]], 2, apply_fn=sees_at_most_four)[:, -2:], [[3, 4]]
+    )
 
 
 def test_tokens_are_drawn_as_often_as_the_model_expects_them():
     def always_the_same(params, tokens, rng=None):
-        return jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2, 1e-9, 1e-9])), (*tokens.shape, VOCAB))
+        return jnp.broadcast_to(
+            jnp.log(jnp.array([0.5, 0.3, 0.2, 1e-9, 1e-9])), (*tokens.shape, VOCAB)
+        )
 
     drawn = generate(np.zeros((1000, 1), np.int32), 4, apply_fn=always_the_same)[:, 1:]
     shares = np.bincount(np.array(drawn).ravel(), minlength=VOCAB) / drawn.size
-    np.testing.assert_allclose(shares, [0.5, 0.3, 0.2, 0, 0], atol=0.03)  # four standard deviations of 4000 draws
+    # four standard deviations of 4000 draws
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.2, 0, 0], atol=0.03)
 
 
 def test_a_low_temperature_takes_the_likeliest_and_a_high_one_takes_any():
@@ -72,6 +86,9 @@ def test_mistakes_are_refused(prompt, options, message):
 
 
 def test_a_prompt_without_a_batch_axis_is_refused():
-    unchecked = inspect.unwrap(sampling.generate)  # the tests' own check of shapes would refuse it first
+    # the tests' own check of shapes would refuse it first
+    unchecked = inspect.unwrap(sampling.generate)
     with pytest.raises(ValueError, match=r"prompt.shape=\(2,\) must be \[B, L\]"):
-        unchecked(counts_up, jnp.float32(1.0), jnp.array([0, 1]), 1, jax.random.key(0), max_seq_len=4)
+        unchecked(
+            counts_up, jnp.float32(1.0), jnp.array([0, 1]), 1, jax.random.key(0), max_seq_len=4
+        )

@@ -19,7 +19,15 @@ REMAT = [(), ("MLP",), ("Attn",), ("MLP", "Attn"), ("Block",)]
 def _config(**changes):
     """A small model in float32, without dropout."""
     model = configs.get("155m").model
-    small = dict(num_layers=2, hidden_size=16, head_dim=8, num_heads=2, vocab_size=11, num_outputs=11, max_seq_len=8)
+    small = dict(
+        num_layers=2,
+        hidden_size=16,
+        head_dim=8,
+        num_heads=2,
+        vocab_size=11,
+        num_outputs=11,
+        max_seq_len=8,
+    )
     model.update(small | dict(dropout_rate=0.0, dtype="float32", remat=()) | changes)
     return model
 
@@ -30,8 +38,12 @@ def _tokens(seed=0, batch=3, length=6):
 
 @functools.cache
 def _params(scan_layers=True):
-    """Parameters of the small model: the same ones, stacked for a scan over layers or one by one."""
-    init = jax.jit(lambda key: Transformer(_config()).init(key, _tokens(), train=False)["params"])
+    """Parameters of the small model: the same ones, stacked for a scan over layers or one by
+    one.
+    """
+    init = jax.jit(
+        lambda key: Transformer(_config()).init(key, _tokens(), train=False)["params"]
+    )
     scanned = init(jax.random.key(1))
     if scan_layers:
         return scanned
@@ -49,7 +61,9 @@ def _grads(train=False, **changes):
     @jax.jit
     def grads(params):
         def loss(params):
-            logits = Transformer(model).apply({"params": params}, _tokens(), train=train, rngs=rngs)
+            logits = Transformer(model).apply(
+                {"params": params}, _tokens(), train=train, rngs=rngs
+            )
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0]), logits
 
         return jax.grad(loss, has_aux=True)(params)
@@ -64,15 +78,25 @@ def _grads(train=False, **changes):
 
 def _assert_same(ours, theirs):
     """Equal to 5e-6 of each leaf's norm: float32 sums in another order."""
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
-        assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b) + 1e-9, jax.tree_util.keystr(path)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    ):
+        assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b) + 1e-9, jax.tree_util.keystr(
+            path
+        )
 
 
-@pytest.mark.parametrize(("scan_layers", "remat"), list(itertools.product([True, False], REMAT)))
-def test_it_has_155877376_parameters_at_the_published_size_for_every_scan_and_remat(scan_layers, remat):
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"), list(itertools.product([True, False], REMAT))
+)
+def test_it_has_155877376_parameters_at_the_published_size_for_every_scan_and_remat(
+    scan_layers, remat
+):
     model = configs.get("155m").model
     model.update(scan_layers=scan_layers, remat=remat)
-    params = transformer.abstract_params(Transformer(model), jax.ShapeDtypeStruct((1, 512), jnp.int32))
+    params = transformer.abstract_params(
+        Transformer(model), jax.ShapeDtypeStruct((1, 512), jnp.int32)
+    )
     assert transformer.num_params(params) == 155_877_376
 
 
@@ -84,7 +108,9 @@ def test_scanned_layers_compute_what_unrolled_ones_do():
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("modules", [("MLP", "Attn"), ("Block",)])
 def test_rematerialized_modules_give_the_same_gradient(scan_layers, modules):
-    _assert_same(_grads(scan_layers=scan_layers, remat=modules), _grads(scan_layers=scan_layers))
+    _assert_same(
+        _grads(scan_layers=scan_layers, remat=modules), _grads(scan_layers=scan_layers)
+    )
 
 
 @pytest.mark.parametrize(("policy", "names"), [("dots", ()), ("offload", tuple(layers.NAMES))])
@@ -98,18 +124,27 @@ def test_dropout_is_the_same_when_the_forward_pass_is_computed_again():
 
 
 def test_dropout_draws_in_training_only_and_differs_from_layer_to_layer():
-    model, params = Transformer(_config(dropout_rate=0.5, scan_layers=False)), _params(scan_layers=False)
+    model, params = (
+        Transformer(_config(dropout_rate=0.5, scan_layers=False)),
+        _params(scan_layers=False),
+    )
 
     @functools.partial(jax.jit, static_argnames="train")
     def zeros(seed, train):
         """Shows where the outputs of the MLPs are zero."""
         rngs = {"dropout": jax.random.key(seed)}
-        _, found = model.apply({"params": params}, _tokens(), train=train, rngs=rngs, capture_intermediates=True)
-        return [found["intermediates"][f"block_{i}"]["mlp"]["Dropout_0"]["__call__"][0] == 0 for i in range(2)]
+        _, found = model.apply(
+            {"params": params}, _tokens(), train=train, rngs=rngs, capture_intermediates=True
+        )
+        return [
+            found["intermediates"][f"block_{i}"]["mlp"]["Dropout_0"]["__call__"][0] == 0
+            for i in range(2)
+        ]
 
     assert not np.any(zeros(0, train=False))
     first, second = zeros(0, train=True)
-    assert 0.4 < np.mean(first) < 0.6  # of 288, at a rate of 0.5: 3 standard deviations are 0.09
+    # of 288, at a rate of 0.5: 3 standard deviations are 0.09
+    assert 0.4 < np.mean(first) < 0.6
     assert np.any(first != second) and np.any(first != zeros(1, train=True)[0])
 
 
@@ -117,7 +152,11 @@ def test_dropout_draws_in_training_only_and_differs_from_layer_to_layer():
 def test_a_prediction_depends_on_its_own_token_and_those_before_and_on_none_after(at):
     params, tokens = _params(), np.asarray(_tokens())
     changed = (tokens + 1) % 11
-    logits = jax.jit(lambda tokens: Transformer(_config()).apply({"params": params}, tokens, train=False)[:, at])
+    logits = jax.jit(
+        lambda tokens: Transformer(_config()).apply({"params": params}, tokens, train=False)[
+            :, at
+        ]
+    )
 
     later = np.concatenate([tokens[:, : at + 1], changed[:, at + 1 :]], axis=1)
     np.testing.assert_array_equal(logits(later), logits(tokens))
@@ -133,53 +172,86 @@ def test_parameters_gradients_and_logits_are_float32_and_activations_are_not(dty
     params = _params(scan_layers=False)
 
     def forward(params):
-        return model.apply({"params": params}, _tokens(), train=False, capture_intermediates=True)
+        return model.apply(
+            {"params": params}, _tokens(), train=False, capture_intermediates=True
+        )
 
     logits, found = jax.eval_shape(forward, params)
-    activations = {name: found["intermediates"][name] for name in ("block_0", "block_1", "post_norm", "output_layer")}
+    activations = {
+        name: found["intermediates"][name]
+        for name in ("block_0", "block_1", "post_norm", "output_layer")
+    }
     grads = jax.eval_shape(jax.grad(lambda params: forward(params)[0].sum()), params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(activations)} == {dtype}
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, grads, logits))} == {"float32"}
 
 
 def test_the_gradient_of_a_token_that_occurs_often_is_summed_in_float32():
-    """A bfloat16 sum of 1024 equal terms stops growing at 256 of them, where one more no longer changes it."""
+    """A bfloat16 sum of 1024 equal terms stops growing at 256 of them, where one more no longer
+    changes it.
+    """
     model, params = Transformer(_config(dtype="bfloat16")), _params()
 
     @jax.jit
     def gradient(tokens):
         """Returns the gradient of the row of token 0, for a loss that adds up over sequences."""
-        grads = jax.grad(lambda params: model.apply({"params": params}, tokens, train=False)[..., 0].sum())(params)
+        grads = jax.grad(
+            lambda params: model.apply({"params": params}, tokens, train=False)[..., 0].sum()
+        )(params)
         return grads["embed"]["embedding"][0]
 
     one = gradient(np.zeros((1, 1), np.int32))
     np.testing.assert_allclose(gradient(np.zeros((1024, 1), np.int32)), 1024 * one, rtol=0.01)
 
 
-@pytest.mark.parametrize("parts", [("embed", "layer"), "head", (), ("embed", "head"), ("layers", "embed")])
+@pytest.mark.parametrize(
+    "parts", [("embed", "layer"), "head", (), ("embed", "head"), ("layers", "embed")]
+)
 def test_parts_that_the_model_does_not_have_are_refused(parts):
-    with pytest.raises(ValueError, match=r"parts=.* must be one of \('embed', 'layers', 'head'\)"):
-        jax.eval_shape(lambda: Transformer(_config()).init(jax.random.key(0), jnp.zeros((3, 6), jnp.int32), parts=parts))
+    with pytest.raises(
+        ValueError, match=r"parts=.* must be one of \('embed', 'layers', 'head'\)"
+    ):
+        jax.eval_shape(
+            lambda: Transformer(_config()).init(
+                jax.random.key(0), jnp.zeros((3, 6), jnp.int32), parts=parts
+            )
+        )
 
 
 def test_matmul_flops_count_every_weight_and_the_attention():
     model = configs.get("155m").model
-    params = transformer.abstract_params(Transformer(model), jax.ShapeDtypeStruct((1, 512), jnp.int32))
+    params = transformer.abstract_params(
+        Transformer(model), jax.ShapeDtypeStruct((1, 512), jnp.int32)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(params)
     kernels = sum(leaf.size for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path))
     tokens = 64 * 512
     attention = 12 * 2 * 2 * tokens * 512 * 1024
-    assert transformer.matmul_flops(model, batch_size=64, seq_len=512) == 2 * tokens * kernels + attention
+    assert (
+        transformer.matmul_flops(model, batch_size=64, seq_len=512)
+        == 2 * tokens * kernels + attention
+    )
 
 
 def test_flat_products_and_attention_in_blocks_change_the_time_and_not_the_numbers(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 4)
-    fast, plain = _grads(scan_layers=False, flat_products=True, attention="blocks"), _grads(scan_layers=False)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), fast, plain)
+    fast, plain = (
+        _grads(scan_layers=False, flat_products=True, attention="blocks"),
+        _grads(scan_layers=False),
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), fast, plain
+    )
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"scan_layers": False}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "parallel_block": True, "remat": ()}]
+    "changes",
+    [
+        {},
+        {"scan_layers": False},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1, "parallel_block": True, "remat": ()},
+    ],
 )
 def test_matmul_flops_are_those_counted_in_the_traced_model(changes):
     model = configs.get("155m").model
@@ -191,7 +263,9 @@ def test_matmul_flops_are_those_counted_in_the_traced_model(changes):
         return Transformer(model).apply({"params": params}, tokens, train=False)
 
     counted = measure.flops(forward, params, tokens)
-    assert sum(counted.total.values()) == transformer.matmul_flops(model, batch_size=2, seq_len=512)
+    assert sum(counted.total.values()) == transformer.matmul_flops(
+        model, batch_size=2, seq_len=512
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,23 +276,46 @@ def test_matmul_flops_are_those_counted_in_the_traced_model(changes):
         ({"remat": ("mlp",)}, r"remat=\('mlp',\) must hold names"),
         ({"remat_policy": "some"}, "remat_policy='some' must be one of"),
         ({"remat_policy": "dots"}, r"remat_policy='dots' must be 'nothing' for remat=\(\)"),
-        ({"remat_policy": "names", "remat": ("Attn",), "remat_names": ("kqv",)}, r"remat_names=\('kqv',\) must hold .* no"),
-        ({"mlp_activation": "relu"}, r"mlp_activation='relu' must be one of \('gelu', 'squared_relu'\)"),
+        (
+            {"remat_policy": "names", "remat": ("Attn",), "remat_names": ("kqv",)},
+            r"remat_names=\('kqv',\) must hold .* no",
+        ),
+        (
+            {"mlp_activation": "relu"},
+            r"mlp_activation='relu' must be one of \('gelu', 'squared_relu'\)",
+        ),
         ({"positions": "none"}, r"positions='none' must be one of \('learned', 'rotary'\)"),
         ({"num_kv_heads": -1}, "num_kv_heads=-1 must divide num_heads=2"),
         ({"num_kv_heads": 4}, "num_kv_heads=4 must divide num_heads=2"),
-        ({"positions": "rotary", "num_heads": 16, "head_dim": 1}, "head_dim=1 must be even for positions='rotary'"),
-        ({"parallel_block": True, "remat": ("MLP",)}, r"remat=\('MLP',\) must be \(\) or \('Block',\) for parallel_block"),
-        ({"attention": "pallas", "num_kv_heads": 1}, "num_kv_heads must be 0 for attention='pallas'"),
+        (
+            {"positions": "rotary", "num_heads": 16, "head_dim": 1},
+            "head_dim=1 must be even for positions='rotary'",
+        ),
+        (
+            {"parallel_block": True, "remat": ("MLP",)},
+            r"remat=\('MLP',\) must be \(\) or \('Block',\) for parallel_block",
+        ),
+        (
+            {"attention": "pallas", "num_kv_heads": 1},
+            "num_kv_heads must be 0 for attention='pallas'",
+        ),
         ({"attention": "flash"}, "attention='flash' must be one of"),
         ({"attention": "pallas"}, "seq_len=6 must be a multiple of 128 for attention='pallas'"),
-        ({"attention": "cudnn"}, "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"),
-        ({"attention": "xla", "softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16' must be 'float32'"),
+        (
+            {"attention": "cudnn"},
+            "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'",
+        ),
+        (
+            {"attention": "xla", "softmax_dtype": "bfloat16"},
+            "softmax_dtype='bfloat16' must be 'float32'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_model_is_traced(changes, message):
     with pytest.raises(ValueError, match=message):
-        transformer.abstract_params(Transformer(_config(**changes)), jax.ShapeDtypeStruct((3, 6), jnp.int32))
+        transformer.abstract_params(
+            Transformer(_config(**changes)), jax.ShapeDtypeStruct((3, 6), jnp.int32)
+        )
 
 
 @pytest.mark.parametrize("name", layers.NAMES)
@@ -231,10 +328,15 @@ def test_a_name_is_refused_exactly_where_it_would_change_nothing(name, modules):
         model = _config(remat=modules, remat_policy=policy, remat_names=names)
         block = layers.rematerialized(layers.Block, "Block", model)(model, train=True)
         params = jax.eval_shape(block.init, jax.random.key(0), x)
-        return [r for r in rematerialization.residuals(block.apply, params, x) if not r.why.startswith("argument")]
+        return [
+            r
+            for r in rematerialization.residuals(block.apply, params, x)
+            if not r.why.startswith("argument")
+        ]
 
     chosen = _config(remat=modules, remat_policy="names", remat_names=(name,))
-    if name == "block_in" and modules == ("Block",):  # an argument under another name: it can be offloaded
+    # an argument under another name: it can be offloaded
+    if name == "block_in" and modules == ("Block",):
         transformer.check(chosen, 6)
     elif len(saved("names", (name,))) > len(saved("nothing", ())):
         transformer.check(chosen, 6)

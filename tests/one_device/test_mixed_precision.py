@@ -35,15 +35,23 @@ def test_a_format_with_infinity_has_the_range_that_ieee_754_gives_its_exponent(n
 
 
 def test_float8_e4m3fn_gives_infinity_up_for_one_more_binade():
-    assert mixed_precision.describe("float8_e4m3fn").largest == 448.0  # 1.75 * 2**8, https://arxiv.org/abs/2209.05433
+    # 1.75 * 2**8, https://arxiv.org/abs/2209.05433
+    assert mixed_precision.describe("float8_e4m3fn").largest == 448.0
     assert jnp.isnan(jnp.float32(1e6).astype(jnp.float8_e4m3fn))
 
 
 def test_a_format_says_where_its_numbers_end():
     form = mixed_precision.describe(jnp.float16)
-    assert jnp.isfinite(jnp.float16(form.largest)) and jnp.isinf(jnp.float16(form.largest) * jnp.float16(2))
-    assert np.float16(form.smallest_subnormal) > 0 and np.float16(form.smallest_subnormal / 2) == 0
-    assert np.float16(1) + np.float16(form.epsilon) > 1 and np.float16(1) + np.float16(form.epsilon / 2) == 1
+    assert jnp.isfinite(jnp.float16(form.largest)) and jnp.isinf(
+        jnp.float16(form.largest) * jnp.float16(2)
+    )
+    assert (
+        np.float16(form.smallest_subnormal) > 0 and np.float16(form.smallest_subnormal / 2) == 0
+    )
+    assert (
+        np.float16(1) + np.float16(form.epsilon) > 1
+        and np.float16(1) + np.float16(form.epsilon / 2) == 1
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float17", jnp.bool_, "complex64"])
@@ -59,7 +67,11 @@ def test_a_policy_computes_in_its_dtype_and_keeps_parameters_and_outputs_in_floa
     inside = policy.cast_to_compute(tree)
     assert inside["w"].dtype == jnp.dtype(name)
     assert inside["ids"].dtype == jnp.int32 and inside["rng"].dtype == tree["rng"].dtype
-    assert policy.cast_to_param(inside)["w"].dtype == policy.cast_to_output(inside)["w"].dtype == jnp.float32
+    assert (
+        policy.cast_to_param(inside)["w"].dtype
+        == policy.cast_to_output(inside)["w"].dtype
+        == jnp.float32
+    )
 
 
 def test_under_a_policy_gradients_and_metrics_are_float32_and_the_model_is_not():
@@ -79,7 +91,9 @@ def test_under_a_policy_gradients_and_metrics_are_float32_and_the_model_is_not()
 
 
 def test_an_unknown_policy_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"policy='half' must be one of \['float32', 'bfloat16', 'float16'\]"):
+    with pytest.raises(
+        ValueError, match=r"policy='half' must be one of \['float32', 'bfloat16', 'float16'\]"
+    ):
         mixed_precision.policy("half")
 
 
@@ -94,7 +108,9 @@ def float16_gradient(scale):
     """The gradient 1e-8 of a loss, by way of float16, where the smallest number is 6e-8."""
 
     def loss_fn(w):
-        return scale.scale((w.astype(jnp.float16) * jnp.float16(1e-4)).astype(jnp.float32) * 1e-4)
+        return scale.scale(
+            (w.astype(jnp.float16) * jnp.float16(1e-4)).astype(jnp.float32) * 1e-4
+        )
 
     return scale.unscale(jax.grad(loss_fn)(jnp.float32(1.0)))
 
@@ -102,7 +118,9 @@ def float16_gradient(scale):
 def test_a_gradient_that_float16_cannot_hold_survives_when_the_loss_is_scaled():
     assert float16_gradient(mixed_precision.NoLossScale()) == 0
     # 1e-4 in float16 is off by up to eps / 2 = 5e-4, twice
-    np.testing.assert_allclose(float16_gradient(mixed_precision.StaticLossScale(2.0**15)), 1e-8, rtol=1e-3)
+    np.testing.assert_allclose(
+        float16_gradient(mixed_precision.StaticLossScale(2.0**15)), 1e-8, rtol=1e-3
+    )
 
 
 def test_unscaled_gradients_are_float32_and_exact_for_a_power_of_two():
@@ -117,11 +135,14 @@ def test_a_dynamic_scale_grows_after_an_interval_of_good_steps_and_backs_off_at_
     for finite in [True, True, True, True, False, True, True, True]:
         scale = update(scale, jnp.bool_(finite))
         seen.append(float(scale.value))
-    assert seen == [8, 8, 16, 16, 8, 8, 8, 16]  # the overflow also starts the count of good steps anew
+    # the overflow also starts the count of good steps anew
+    assert seen == [8, 8, 16, 16, 8, 8, 8, 16]
 
 
 def test_a_dynamic_scale_stays_within_its_bounds():
-    scale = mixed_precision.DynamicLossScale(value=2.0, growth_interval=1, smallest=1.0, largest=4.0)
+    scale = mixed_precision.DynamicLossScale(
+        value=2.0, growth_interval=1, smallest=1.0, largest=4.0
+    )
     for _ in range(3):
         scale = scale.update(jnp.bool_(True))
     assert scale.value == 4
@@ -142,7 +163,15 @@ def test_loss_scales_have_names(name, kind):
 def test_loss_scales_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="loss_scale='auto' must be one of"):
         mixed_precision.loss_scale("auto")
-    for value in (0.0, float("inf"), float("nan"), np.float32(-1), np.float64(-1), np.int32(0), jnp.bfloat16.dtype.type(-1)):
+    for value in (
+        0.0,
+        float("inf"),
+        float("nan"),
+        np.float32(-1),
+        np.float64(-1),
+        np.int32(0),
+        jnp.bfloat16.dtype.type(-1),
+    ):
         with pytest.raises(ValueError, match="value=.* must be positive and finite"):
             mixed_precision.StaticLossScale(value)
     for factor in (0.5, math.nan, math.inf):
@@ -153,13 +182,24 @@ def test_loss_scales_that_cannot_work_are_refused():
 
 
 def test_a_dynamic_scale_outside_of_its_bounds_is_refused_as_an_overflow_would_raise_it():
-    with pytest.raises(ValueError, match=r"value=0.25 must be from smallest=1.0 to largest=16777216.0"):
+    with pytest.raises(
+        ValueError, match=r"value=0.25 must be from smallest=1.0 to largest=16777216.0"
+    ):
         mixed_precision.DynamicLossScale(value=0.25)
-    assert mixed_precision.DynamicLossScale(value=0.25, smallest=0.25).update(jnp.bool_(False)).value == 0.25
+    assert (
+        mixed_precision.DynamicLossScale(value=0.25, smallest=0.25)
+        .update(jnp.bool_(False))
+        .value
+        == 0.25
+    )
     for value in (np.float32(-1), 2.0**25, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="value="):
             mixed_precision.DynamicLossScale(value=value)
-    for bounds in ({"smallest": 0.0}, {"smallest": 8.0, "largest": 4.0}, {"largest": float("inf")}):
+    for bounds in (
+        {"smallest": 0.0},
+        {"smallest": 8.0, "largest": 4.0},
+        {"largest": float("inf")},
+    ):
         with pytest.raises(ValueError, match="must be 0 < smallest <= largest < infinity"):
             mixed_precision.DynamicLossScale(value=4.0, **bounds)
 
@@ -167,4 +207,8 @@ def test_a_dynamic_scale_outside_of_its_bounds_is_refused_as_an_overflow_would_r
 @pytest.mark.parametrize("value", [8, np.float16(8)])
 def test_a_dynamic_scale_has_the_same_dtype_before_and_after_an_update(value):
     scale = mixed_precision.DynamicLossScale(value=value)
-    assert jnp.asarray(scale.value).dtype == scale.update(jnp.bool_(True)).value.dtype == jnp.float32
+    assert (
+        jnp.asarray(scale.value).dtype
+        == scale.update(jnp.bool_(True)).value.dtype
+        == jnp.float32
+    )

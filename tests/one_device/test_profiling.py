@@ -13,7 +13,8 @@ from jax.profiler import ProfileData
 from course_lib.measure import virtual
 from course_lib.one_device import profiling
 
-SLEEP = 0.5  # seconds: on a busy machine a thread may wait for a tenth of that between two operations
+# seconds: on a busy machine a thread may wait for a tenth of that between two operations
+SLEEP = 0.5
 
 
 @jax.jit
@@ -71,7 +72,10 @@ def test_operations_lie_inside_their_steps_and_none_is_lost(trace):
     inside = [event for i in range(3) for event in trace.during(i)]
     assert len(inside) == len(trace.events) > 0
     for i, seconds in enumerate(trace.steps):
-        assert all(0 <= event.start and event.start + event.duration <= seconds for event in trace.during(i))
+        assert all(
+            0 <= event.start and event.start + event.duration <= seconds
+            for event in trace.during(i)
+        )
 
 
 def test_busy_and_idle_add_up_to_the_step_and_the_sleep_is_its_longest_gap(trace):
@@ -98,8 +102,15 @@ def test_equal_instructions_of_two_programs_are_two_operations():
     def event(program, program_id, seconds):
         return profiling.Event("fusion.1", 0.0, seconds, seconds, "a", program, program_id)
 
-    events = (event("jit_step", 1, 4.0), event("jit_step", 1, 2.0), event("jit_eval", 2, 1.0), event("jit_step", 3, 3.0))
-    ops = profiling.Trace("/host:CPU", ((0.0, 10.0),), events).top_ops(scopes={("jit_step", "fusion.1"): "mlp"})
+    events = (
+        event("jit_step", 1, 4.0),
+        event("jit_step", 1, 2.0),
+        event("jit_eval", 2, 1.0),
+        event("jit_step", 3, 3.0),
+    )
+    ops = profiling.Trace("/host:CPU", ((0.0, 10.0),), events).top_ops(
+        scopes={("jit_step", "fusion.1"): "mlp"}
+    )
     assert [(op.program, op.scope, op.calls, op.seconds) for op in ops] == [
         ("jit_step", "mlp", 2, 6.0),
         ("jit_step", "mlp", 1, 3.0),
@@ -108,20 +119,33 @@ def test_equal_instructions_of_two_programs_are_two_operations():
 
 
 def test_operations_know_their_program(trace):
-    named = {(event.program, event.program_id) for event in trace.events if event.program == "jit_step"}
+    named = {
+        (event.program, event.program_id)
+        for event in trace.events
+        if event.program == "jit_step"
+    }
     assert len(named) == 1
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's streams hold kernels, and no loops around them")
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu",
+    reason="a GPU's streams hold kernels, and no loops around them",
+)
 def test_a_loop_has_no_self_time_of_its_body(trace):
     loops = [event for event in trace.events if event.container]
     assert loops
-    shares = {loop.op: [each.self_time / each.duration for each in loops if each.op == loop.op] for loop in loops}
-    assert max(map(min, shares.values())) < 0.5  # in one step of three: another program may come in between two operations
+    shares = {
+        loop.op: [each.self_time / each.duration for each in loops if each.op == loop.op]
+        for loop in loops
+    }
+    # in one step of three: another program may come in between two operations
+    assert max(map(min, shares.values())) < 0.5
 
 
 def test_the_steps_of_another_name_are_not_there(logdir, trace):
-    with pytest.raises(ValueError, match="name='evaluate' must be what the steps in .* were called"):
+    with pytest.raises(
+        ValueError, match="name='evaluate' must be what the steps in .* were called"
+    ):
         profiling.read(logdir, name="evaluate")
 
 
@@ -190,7 +214,9 @@ def test_on_a_gpu_the_streams_count_and_not_their_launches_or_summaries(tmp_path
     folder.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        (folder / "vm.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU_RECORD))
+        (folder / "vm.xplane.pb").write_bytes(
+            ProfileData.text_proto_to_serialized_xspace(GPU_RECORD)
+        )
     trace = profiling.read(tmp_path)
     assert trace.device == "/device:GPU:0"
     assert [(event.op, event.line) for event in trace.events] == [
@@ -215,14 +241,21 @@ def test_tensorboards_memory_viewer_shows_the_peak_of_a_step_that_ran_nowhere(tm
     from xprof.convert import raw_to_tool_data  # what the plugin answers the browser with
 
     [record] = folder.glob("*.xplane.pb")
-    assert {"memory_viewer", "graph_viewer"} <= set(raw_to_tool_data.xspace_to_tool_names([str(record)]))
-    [module] = [path.name.removesuffix(".hlo_proto.pb") for path in folder.glob("*.hlo_proto.pb")]
+    assert {"memory_viewer", "graph_viewer"} <= set(
+        raw_to_tool_data.xspace_to_tool_names([str(record)])
+    )
+    [module] = [
+        path.name.removesuffix(".hlo_proto.pb") for path in folder.glob("*.hlo_proto.pb")
+    ]
     options = {"module_name": module, "memory_space": "0"}
     view, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", options)
     view = json.loads(view)
-    assert view["peakHeapMib"] * 2**20 == lowered.compile().memory_analysis().peak_memory_in_bytes
+    assert (
+        view["peakHeapMib"] * 2**20 == lowered.compile().memory_analysis().peak_memory_in_bytes
+    )
     assert max(view["heapSizes"]) == view["peakHeapMib"]
-    assert "f32[3,128,64]" in str(view["maxHeapBySize"])  # the layers' inputs, kept for the backward pass
+    # the layers' inputs, kept for the backward pass
+    assert "f32[3,128,64]" in str(view["maxHeapBySize"])
 
 
 def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
@@ -232,7 +265,8 @@ def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
     def shown(function):
         folder = profiling.write_virtual(jax.jit(function).lower(BATCH), tmp_path)
         [record] = folder.glob("*.xplane.pb")
-        raw_to_tool_data.xspace_to_tool_names([str(record)])  # unpacks the program, as opening it in TensorBoard does
+        # unpacks the program, as opening it in TensorBoard does
+        raw_to_tool_data.xspace_to_tool_names([str(record)])
         return [path.name.partition("(")[0] for path in folder.glob("*.hlo_proto.pb")]
 
     def first(x):

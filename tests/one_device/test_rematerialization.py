@@ -24,7 +24,9 @@ def _layers(x, w):
 
 def _saved(policy_name, names=()):
     """What is saved beside the arguments, which are there anyway."""
-    found = rematerialization.residuals(jax.checkpoint(_layers, policy=rematerialization.policy(policy_name, names)), X, W)
+    found = rematerialization.residuals(
+        jax.checkpoint(_layers, policy=rematerialization.policy(policy_name, names)), X, W
+    )
     return [residual for residual in found if not residual.why.startswith("argument")]
 
 
@@ -33,13 +35,17 @@ def test_without_remat_the_function_saves_its_arguments_and_what_each_derivative
     arguments = [residual for residual in found if residual.why.startswith("argument")]
     assert sorted(residual.bytes for residual in arguments) == [8 * 16 * 4, 16 * 16 * 4]
     cosines = [residual for residual in found if residual.why.startswith("cos")]
-    assert [(r.bytes, r.shape, r.dtype) for r in cosines] == 2 * [(8 * 16 * 4, (8, 16), "float32")]
+    assert [(r.bytes, r.shape, r.dtype) for r in cosines] == 2 * [
+        (8 * 16 * 4, (8, 16), "float32")
+    ]
 
 
 def test_each_policy_saves_what_its_name_says():
     assert _saved("nothing") == []
     assert [residual.why for residual in _saved("names", ("hidden",))] == ["named 'hidden'"]
-    assert [residual.why for residual in _saved("offload", ("hidden",))] == ["named 'hidden', moved to the host"]
+    assert [residual.why for residual in _saved("offload", ("hidden",))] == [
+        "named 'hidden', moved to the host"
+    ]
     assert [residual.why for residual in _saved("dots")] == ["dot_general"]
     assert {residual.why for residual in _saved("everything")} >= {"cos"}
 
@@ -50,7 +56,12 @@ def test_products_with_batch_dimensions_are_kept_by_dots_and_not_by_dots_no_batc
 
     x = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32)
     shapes = {
-        name: [residual.shape for residual in rematerialization.residuals(jax.checkpoint(scores, policy=rematerialization.policy(name)), x)]
+        name: [
+            residual.shape
+            for residual in rematerialization.residuals(
+                jax.checkpoint(scores, policy=rematerialization.policy(name)), x
+            )
+        ]
         for name in ("dots", "dots_no_batch")
     }
     assert shapes == {"dots": [(2, 4, 8), (2, 4, 4)], "dots_no_batch": [(2, 4, 8)]}
@@ -74,18 +85,28 @@ NO_PALLAS = attention.why_unavailable("pallas", hardware.get("a5000"))
 def test_what_a_kernel_leaves_is_listed_with_the_kernel_as_its_origin():
     x = jax.ShapeDtypeStruct((1, 128, 2, 32), jnp.bfloat16)
     attend = functools.partial(attention.attend, implementation="pallas")
-    kept = rematerialization.residuals(lambda query, key, value: attend(query, key, value).astype(jnp.float32).sum(), x, x, x)
+    kept = rematerialization.residuals(
+        lambda query, key, value: attend(query, key, value).astype(jnp.float32).sum(), x, x, x
+    )
     whole = [r.why.split(" in ")[0] for r in kept if r.shape == x.shape]
     assert sorted(whole) == ["argument [0]", "argument [1]", "argument [2]", "pallas_call"]
 
 
 def test_every_policy_gives_the_same_gradient():
-    x, w = jax.random.normal(jax.random.key(0), X.shape), jax.random.normal(jax.random.key(1), W.shape)
+    x, w = (
+        jax.random.normal(jax.random.key(0), X.shape),
+        jax.random.normal(jax.random.key(1), W.shape),
+    )
     plain = jax.grad(_layers, argnums=1)(x, w)
     for name in rematerialization.POLICIES:
         names = ("hidden",) if name in ("names", "offload") else ()
-        again = jax.jit(jax.grad(jax.checkpoint(_layers, policy=rematerialization.policy(name, names)), argnums=1))(x, w)
-        np.testing.assert_allclose(again, plain, rtol=1e-5, atol=1e-5 * jnp.abs(plain).max())  # another order of sums
+        again = jax.jit(
+            jax.grad(
+                jax.checkpoint(_layers, policy=rematerialization.policy(name, names)), argnums=1
+            )
+        )(x, w)
+        # another order of sums
+        np.testing.assert_allclose(again, plain, rtol=1e-5, atol=1e-5 * jnp.abs(plain).max())
 
 
 class Dense(nn.Module):
@@ -102,23 +123,38 @@ def test_only_what_is_named_is_wrapped():
 
 
 @pytest.mark.parametrize("scanned", [True, False])
-def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_scan(scanned):
+def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_scan(
+    scanned,
+):
     model = rematerialization.wrap(Dense, "MLP", ("MLP",), scanned=scanned)()
     params = model.init(jax.random.key(0), jnp.ones((8, 16)))
-    program = jax.jit(jax.grad(lambda params, x: model.apply(params, x).sum())).lower(params, X).as_text()
+    program = (
+        jax.jit(jax.grad(lambda params, x: model.apply(params, x).sum()))
+        .lower(params, X)
+        .as_text()
+    )
     assert ("optimization_barrier" in program) == (not scanned)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((("mlp",),), r"remat=\('mlp',\) must hold names from \('MLP', 'Attn', 'Block'\): there is no 'mlp'"),
+        (
+            (("mlp",),),
+            (
+                r"remat=\('mlp',\) must hold names from \('MLP', 'Attn', 'Block'\): there is no"
+                r" 'mlp'"
+            ),
+        ),
         (("MLP",), r"remat='MLP' must be a tuple"),
         ((("MLP",), "dot"), "remat_policy='dot' must be one of"),
         ((("MLP",), "names"), r"remat_names=\(\) must name a value for remat_policy='names'"),
         (((), "dots"), r"remat_policy='dots' must be 'nothing' for remat=\(\)"),
         (((), "offload", ("qkv",)), r"remat_policy='offload' must be 'nothing' for remat=\(\)"),
-        ((("MLP",), "dots", ("qkv",)), r"remat_names=\('qkv',\) must be empty for remat_policy='dots'"),
+        (
+            (("MLP",), "dots", ("qkv",)),
+            r"remat_names=\('qkv',\) must be empty for remat_policy='dots'",
+        ),
     ],
 )
 def test_a_choice_that_does_not_exist_or_would_change_nothing_is_refused(arguments, message):

@@ -1,4 +1,6 @@
-"""What must be true of checkpoints: what comes back is what was saved, whatever happened in between."""
+"""What must be true of checkpoints: what comes back is what was saved, whatever happened in
+between.
+"""
 
 import contextlib
 import json
@@ -41,7 +43,9 @@ def small(step):
 
 
 def abstract(state, sharding=None):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
+    )
 
 
 def save(checkpoints, *steps):
@@ -65,7 +69,9 @@ def assert_same(restored, saved):
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_never_stopped(checkpoints):
-    """With all that a state can have: two parameters, their moments, a key that is used, a loss scale that moves."""
+    """With all that a state can have: two parameters, their moments, a key that is used, a loss
+    scale that moves.
+    """
 
     def loss_fn(params, batch, rng):
         noise = jax.random.normal(rng, (4, 4)) / 8
@@ -76,7 +82,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_never_stopped(
     step = training.make_train_step(loss_fn, optimizer)
     batches = [jax.random.normal(jax.random.key(number), (2, 4)) for number in range(6)]
     params = {"w": jnp.eye(4), "b": jnp.zeros((1, 4))}
-    state = training.init_state(params, optimizer, jax.random.key(0), mixed_precision.loss_scale("dynamic"))
+    state = training.init_state(
+        params, optimizer, jax.random.key(0), mixed_precision.loss_scale("dynamic")
+    )
     like = abstract(state)
     for number, batch in enumerate(batches):
         if number == 3:
@@ -84,7 +92,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_never_stopped(
         state, _ = step(state, batch)  # donates the state that is being saved
 
     saved = checkpoints.restore(like)
-    assert (saved.step, saved.data_state, saved.config, saved.loss) == (3, {"next": 3}, CONFIG, 2.5)
+    assert (saved.step, saved.data_state, saved.config, saved.loss) == (
+        3,
+        {"next": 3},
+        CONFIG,
+        2.5,
+    )
     resumed = saved.state
     assert int(resumed.step) == 3
     for batch in batches[3:]:
@@ -96,8 +109,17 @@ def test_numbers_of_every_kind_come_back_bit_for_bit(checkpoints):
     odd = jnp.array([jnp.nan, -0.0, jnp.inf, 1e-45, -1e-40])
     dtypes = ("float16", "bfloat16", "float32", "int8", "uint32", "bool")
     state = {name: jnp.array([0, 1, 1, 0]).astype(name) for name in dtypes}
-    state |= {"odd": odd, "half": odd.astype(jnp.bfloat16), "none": None, "empty": {}, "pair": (jnp.int32(1), jnp.ones((1, 1)))}
-    state |= {"keys": jax.random.split(jax.random.key(1), 3), "rbg": jax.random.key(2, impl="rbg")}
+    state |= {
+        "odd": odd,
+        "half": odd.astype(jnp.bfloat16),
+        "none": None,
+        "empty": {},
+        "pair": (jnp.int32(1), jnp.ones((1, 1))),
+    }
+    state |= {
+        "keys": jax.random.split(jax.random.key(1), 3),
+        "rbg": jax.random.key(2, impl="rbg"),
+    }
     checkpoints.save(1, state, None, {})
     assert_same(checkpoints.restore(abstract(state)).state, state)
 
@@ -108,16 +130,23 @@ def test_a_state_moves_to_any_mesh_and_back(checkpoints):
     layouts = [
         (jax.sharding.SingleDeviceSharding(devices[0]),) * 2,
         (NamedSharding(line, PartitionSpec("data")), NamedSharding(line, PartitionSpec())),
-        (NamedSharding(square, PartitionSpec("tensor", "data")), NamedSharding(square, PartitionSpec())),
+        (
+            NamedSharding(square, PartitionSpec("tensor", "data")),
+            NamedSharding(square, PartitionSpec()),
+        ),
         (jax.sharding.SingleDeviceSharding(devices[0]),) * 2,
     ]
     state = small(7)
     for step, (of_weights, of_others) in enumerate(layouts):
         wanted = abstract(state, of_others)
         wanted["params"] = abstract(state["params"], of_weights)
-        state = jax.device_put(state, of_others) if step == 0 else checkpoints.restore(wanted).state
+        state = (
+            jax.device_put(state, of_others) if step == 0 else checkpoints.restore(wanted).state
+        )
         assert_same(state, small(7))
-        assert state["params"]["w"].sharding == of_weights and state["rng"].sharding.is_equivalent_to(of_others, 0)
+        assert state["params"]["w"].sharding == of_weights and state[
+            "rng"
+        ].sharding.is_equivalent_to(of_others, 0)
         checkpoints.save(step, state, None, {})
 
 
@@ -158,16 +187,22 @@ def cut_short(path):
 
 
 KINDS = {
-    "the numbers": lambda folder: max((folder / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size),
+    "the numbers": lambda folder: max(
+        (folder / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size
+    ),
     "Orbax's metadata": lambda folder: folder / "arrays" / "_METADATA",
     "what is ours": lambda folder: folder / "about.json",
     "the checksums": lambda folder: folder / "SHA256SUMS",
 }
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, cut_short, Path.unlink], ids=["flipped", "cut short", "deleted"])
+@pytest.mark.parametrize(
+    "harm", [flip_a_bit, cut_short, Path.unlink], ids=["flipped", "cut short", "deleted"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(checkpoints, kind, harm, capsys):
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(
+    checkpoints, kind, harm, capsys
+):
     save(checkpoints, 1, 2, 3)
     path = KINDS[kind](checkpoints.folder / "00000003")
     harm(path)
@@ -175,7 +210,11 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(checkpoints, ki
     assert saved.step == 2 and saved.data_state == {"next": 2}
     assert_same(saved.state, small(2))
     said = capsys.readouterr().out
-    assert said.startswith("the checkpoint of step 3 is damaged and not used: ") and said.count("\n") == 1 and path.name in said
+    assert (
+        said.startswith("the checkpoint of step 3 is damaged and not used: ")
+        and said.count("\n") == 1
+        and path.name in said
+    )
 
 
 def test_a_damaged_checkpoint_goes_when_the_next_one_is_whole_and_does_not_count(checkpoints):
@@ -204,7 +243,9 @@ def test_what_was_whole_before_the_last_save_is_looked_at_again(checkpoints):
     assert checkpoints.newest().step == 1
 
 
-def test_a_process_killed_while_it_deletes_leaves_no_half_of_a_checkpoint(checkpoints, monkeypatch):
+def test_a_process_killed_while_it_deletes_leaves_no_half_of_a_checkpoint(
+    checkpoints, monkeypatch
+):
     def killed_after_one_file(folder, **_):
         for path in [*Path(folder).rglob("about.json")][:1]:
             path.unlink()
@@ -212,23 +253,32 @@ def test_a_process_killed_while_it_deletes_leaves_no_half_of_a_checkpoint(checkp
     save(checkpoints, 1, 2, 3)
     monkeypatch.setattr(shutil, "rmtree", killed_after_one_file)
     save(checkpoints, 4)
-    assert [checksums.damage(checkpoints.folder / f"{step:08d}") for step in checkpoints.steps()] == [None] * 3
+    assert [
+        checksums.damage(checkpoints.folder / f"{step:08d}") for step in checkpoints.steps()
+    ] == [None] * 3
 
 
 def test_if_all_are_damaged_it_is_an_error_and_no_start_from_nothing(checkpoints):
     save(checkpoints, 1, 2)
     for step in (1, 2):
         flip_a_bit(checkpoints.folder / f"0000000{step}" / "SHA256SUMS")
-    with pytest.raises(CheckpointError, match=r"are damaged, of steps \[1, 2\]: there is nothing to go on from"):
+    with pytest.raises(
+        CheckpointError, match=r"are damaged, of steps \[1, 2\]: there is nothing to go on from"
+    ):
         checkpoints.restore(abstract(small(0)))
 
 
 def test_what_a_killed_process_left_half_written_is_not_seen_and_goes(checkpoints):
     save(checkpoints, 1)
-    shutil.copytree(checkpoints.folder / "00000001", checkpoints.folder / "unfinished" / "00000002")
+    shutil.copytree(
+        checkpoints.folder / "00000001", checkpoints.folder / "unfinished" / "00000002"
+    )
     assert checkpoints.restore(abstract(small(0))).step == 1
     save(checkpoints, 3)
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["00000001", "00000003"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+        "00000001",
+        "00000003",
+    ]
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_older_ones_go(checkpoints, monkeypatch):
@@ -242,7 +292,11 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_older_ones_go(checkpoints, mo
         fsync(file)
 
     def looked():
-        paths = [checkpoints.folder, checkpoints.folder / "00000002", *checkpoints.folder.glob("00000002/**/*")]
+        paths = [
+            checkpoints.folder,
+            checkpoints.folder / "00000002",
+            *checkpoints.folder.glob("00000002/**/*"),
+        ]
         left_out.append([path.name for path in paths if what(path.stat()) not in synced])
         delete_old()
 
@@ -254,7 +308,9 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_older_ones_go(checkpoints, mo
 
 
 @pytest.mark.parametrize("after", ["restored", "saved"])
-def test_a_process_killed_while_the_only_checkpoint_is_replaced_leaves_the_old_one_or_the_new(tmp_path, monkeypatch, after):
+def test_a_process_killed_while_the_only_checkpoint_is_replaced_leaves_the_old_one_or_the_new(
+    tmp_path, monkeypatch, after
+):
     rename, left = Path.rename, []
 
     def copied(path, target):  # as a kill would leave it here
@@ -285,7 +341,10 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(checkpoints, monkeypatch):
         return rename(path, target)
 
     save(checkpoints, 1)
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"\(OSError: no\); saved are steps \[1\]"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(CheckpointError, match=r"\(OSError: no\); saved are steps \[1\]"),
+    ):
         patched.setattr(Path, "rename", fails)
         checkpoints.save(1, small(5), None, CONFIG)
         checkpoints.wait()
@@ -295,11 +354,19 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(checkpoints, monkeypatch):
 
 @contextlib.contextmanager
 def python(code, *arguments, prefix=(), **environment):
-    """A Python process with pipes, and with others that it may start; all of them are gone at the end."""
+    """A Python process with pipes, and with others that it may start; all of them are gone at
+    the end.
+    """
     command = [*prefix, sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])} | environment
+    environment = (
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+        | environment
+    )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, **pipes, text=True, env=environment, start_new_session=True
+    ) as process:
         try:
             yield process
         finally:
@@ -307,7 +374,8 @@ def python(code, *arguments, prefix=(), **environment):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-# Forks before JAX has started, so that a process that is to be killed need not import everything anew.
+# Forks before JAX has started, so that a process that is to be killed need not import
+# everything anew.
 SAVES_UNTIL_KILLED = """
     import os, sys
     import jax, jax.numpy as jnp
@@ -332,18 +400,24 @@ SAVES_UNTIL_KILLED = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_the_one_before(tmp_path, capsys):
+def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_the_one_before(
+    tmp_path, capsys
+):
     folder, moments = tmp_path / "checkpoints", random.Random(0)
     like = {"w": jnp.zeros((300, 300)), "rng": jax.random.key(0), "step": jnp.int32(0)}
     last, takes = 0, 0.12
-    with python(SAVES_UNTIL_KILLED, folder) as process, contextlib.closing(Checkpoints(folder)) as checkpoints:
+    with (
+        python(SAVES_UNTIL_KILLED, folder) as process,
+        contextlib.closing(Checkpoints(folder)) as checkpoints,
+    ):
         for number in range(12):
             process.stdin.write("\n")
             process.stdin.flush()
             first, pid = map(int, process.stdout.readline().split())
             assert first == last + 1  # it went on where the one before was killed
             begun, began = [first], time.monotonic()
-            if number == 1:  # the next one begins when this one is there: so long one takes on this disk
+            # the next one begins when this one is there: so long one takes on this disk
+            if number == 1:
                 begun.append(int(process.stdout.readline().split()[0]))
                 takes = time.monotonic() - began
             time.sleep(moments.uniform(0, 2.5 * takes))
@@ -352,10 +426,13 @@ def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_th
                 begun.append(int(line.split()[0]))
             saved = checkpoints.restore(abstract(like))
             last = saved.step if saved else 0
-            # The last one begun may not be there; the one before was, and the next may have been begun unsaid.
+            # The last one begun may not be there; the one before was, and the next may have
+            # been begun unsaid.
             assert begun[-1] - 1 <= last <= begun[-1] + 1
             if saved:
-                assert saved.data_state == [last] and (np.asarray(saved.state["w"]) == last).all()
+                assert (
+                    saved.data_state == [last] and (np.asarray(saved.state["w"]) == last).all()
+                )
                 assert_same(saved.state["rng"], jax.random.key(last))
         process.stdin.close()
         assert process.wait() == 0
@@ -385,7 +462,9 @@ CANNOT_WRITE = """
 
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_run_can_go_on(tmp_path):
-    code = CANNOT_WRITE + """
+    code = (
+        CANNOT_WRITE
+        + """
     save(1, 60)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
@@ -395,6 +474,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_run_can_go_on(t
     save(3, 60)
     report()
     """
+    )
     with python(code, tmp_path / "checkpoints") as process:
         printed, errors = process.communicate()
     assert process.returncode == 0, errors
@@ -402,16 +482,28 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_run_can_go_on(t
     assert (first["step"], first["good"], first["steps"]) == (1, True, [1])
     assert (second["step"], second["good"], second["steps"]) == (3, True, [1, 3])
     [said] = second["said"]
-    assert said.startswith("step 2 could not be saved in ") and said.endswith("saved are steps [1]")
+    assert said.startswith("step 2 could not be saved in ") and said.endswith(
+        "saved are steps [1]"
+    )
     assert "File too large" in said
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["00000001", "00000003"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "00000001",
+        "00000003",
+    ]
 
 
 def namespace():
-    """Returns the command that runs another one where it may mount, or None if that is not permitted."""
+    """Returns the command that runs another one where it may mount, or None if that is not
+    permitted.
+    """
     for command in (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"]):
         with contextlib.suppress(OSError):
-            if subprocess.run([*command, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    [*command, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True
+                ).returncode
+                == 0
+            ):
                 return command
     return None
 
@@ -419,7 +511,9 @@ def namespace():
 def test_on_a_full_disk_older_checkpoints_stay_whole_and_smaller_ones_can_follow(tmp_path):
     if (command := namespace()) is None:
         pytest.skip("no file system may be mounted here")
-    code = CANNOT_WRITE + """
+    code = (
+        CANNOT_WRITE
+        + """
     save(1, 60)
     save(2, 60)
     save(3, 500)
@@ -429,15 +523,21 @@ def test_on_a_full_disk_older_checkpoints_stay_whole_and_smaller_ones_can_follow
     save(5, 60)
     report()
     """
+    )
     script = f'mount -t tmpfs -o size=3m none "{tmp_path}" && exec "$@"'
-    with python(code, tmp_path / "checkpoints", prefix=[*command, "sh", "-c", script, "sh"]) as process:
+    with python(
+        code, tmp_path / "checkpoints", prefix=[*command, "sh", "-c", script, "sh"]
+    ) as process:
         printed, errors = process.communicate()
     assert process.returncode == 0, errors
     first, second = map(json.loads, printed.splitlines())
     assert (first["step"], first["good"], first["steps"]) == (2, True, [1, 2])
     assert (second["step"], second["good"], second["steps"]) == (5, True, [2, 5])
     early, late = second["said"]
-    assert "(no space left on the disk: 2.9 MiB and some are needed, 2." in early and "; saved are steps [1, 2]" in early
+    assert (
+        "(no space left on the disk: 2.9 MiB and some are needed, 2." in early
+        and "; saved are steps [1, 2]" in early
+    )
     assert late.endswith("(no space left on the disk); saved are steps [1, 2]")
 
 
@@ -471,12 +571,22 @@ def test_what_two_processes_save_together_both_restore_and_one_alone_does(tmp_pa
     folder = tmp_path / "checkpoints"
     port = free_port()
     with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(python(ONE_OF_TWO, folder, port, number, JAX_NUM_CPU_DEVICES="2")) for number in range(2)]
+        both = [
+            stack.enter_context(
+                python(ONE_OF_TWO, folder, port, number, JAX_NUM_CPU_DEVICES="2")
+            )
+            for number in range(2)
+        ]
         for process in both:
             printed, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
-            step, right, drawn = printed.splitlines()[-1].split()  # JAX itself prints who is connected with whom
-            assert (step, right, float(drawn)) == ("3", "True", float(jax.random.uniform(jax.random.key(3))))
+            # JAX itself prints who is connected with whom
+            step, right, drawn = printed.splitlines()[-1].split()
+            assert (step, right, float(drawn)) == (
+                "3",
+                "True",
+                float(jax.random.uniform(jax.random.key(3))),
+            )
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         state = {"w": jnp.arange(64.0).reshape(8, 8) + 3.0, "rng": jax.random.key(3)}
         assert_same(checkpoints.restore(abstract(state)).state, state)
@@ -485,7 +595,9 @@ def test_what_two_processes_save_together_both_restore_and_one_alone_does(tmp_pa
 def test_another_state_than_the_one_saved_is_refused(checkpoints):
     save(checkpoints, 1)
     other = abstract(small(0)) | {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}}
-    with pytest.raises(ValueError, match=r"params\.w: 'float32\[8, 8\]' saved, 'bfloat16\[8, 4\]' given"):
+    with pytest.raises(
+        ValueError, match=r"params\.w: 'float32\[8, 8\]' saved, 'bfloat16\[8, 4\]' given"
+    ):
         checkpoints.restore(other)
 
 
@@ -494,16 +606,23 @@ def test_another_state_than_the_one_saved_is_refused(checkpoints):
     [
         ({"state": {"step": 3}}, "state.step=3 must be a jax.Array"),
         ({"data_state": {"next": np.int64(3)}}, "must be of dicts, lists"),
-        ({"data_state": (1, 2)}, r"data_state=\(1, 2\) must be what JSON gives back, which is \[1, 2\]"),
+        (
+            {"data_state": (1, 2)},
+            r"data_state=\(1, 2\) must be what JSON gives back, which is \[1, 2\]",
+        ),
         ({"config": {"dtype": jnp.float32}}, "must be of dicts, lists"),
     ],
 )
 def test_what_would_come_back_as_something_else_is_refused(checkpoints, changes, message):
     with pytest.raises(ValueError, match=message):
-        checkpoints.save(**({"step": 1, "state": small(1), "data_state": None, "config": {}} | changes))
+        checkpoints.save(
+            **({"step": 1, "state": small(1), "data_state": None, "config": {}} | changes)
+        )
     assert checkpoints.steps() == []
 
 
 def test_one_checkpoint_alone_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep=1 must be at least 2: if the last one is damaged"):
+    with pytest.raises(
+        ValueError, match="keep=1 must be at least 2: if the last one is damaged"
+    ):
         Checkpoints(tmp_path, keep=1)

@@ -19,4 +19,7 @@ def test_an_empty_part_is_no_field():
 
 
 def test_the_two_can_be_called_otherwise():
-    assert differences({"a": 1}, {"b": {"c": 2}}, ("here", "there")) == ["a: 1 here, not there", "b.c: not here, 2 there"]
+    assert differences({"a": 1}, {"b": {"c": 2}}, ("here", "there")) == [
+        "a: 1 here, not there",
+        "b.c: not here, 2 there",
+    ]

@@ -31,16 +31,23 @@ def fields_of(line):
 @needs_virtual
 def test_the_step_that_is_compiled_is_the_one_that_the_program_builds(monkeypatch):
     whole, memory, compiled = tiny(**{"run.non_finite": "skip"}), measure.memory, []
-    monkeypatch.setattr(measure, "memory", lambda step: (compiled.append(step), memory(step))[1])
+    monkeypatch.setattr(
+        measure, "memory", lambda step: (compiled.append(step), memory(step))[1]
+    )
     found = dry_run.dry_run(whole, "h100", 1)
     [device] = virtual.devices("h100")
     run, _ = loop.build(whole, [device])
     lowered = run.train_step.lower(*virtual.abstract(run.abstract(), device))
     assert found.memory["peak"] == memory(compiled[0]).peak > found.memory["arguments"]
     assert found.capacity == int(0.9 * hardware.get("h100").memory_bytes)
-    assert found.flops == pytest.approx(3 * transformer.matmul_flops(whole.model, 8, 32), rel=0.01)  # backward, twice
+    # backward, twice
+    assert found.flops == pytest.approx(
+        3 * transformer.matmul_flops(whole.model, 8, 32), rel=0.01
+    )
     assert compiled[0].out_tree == lowered.out_tree and "skipped" in str(lowered.out_tree)
-    assert found.fits and found.sent == {} and "sent by a device     0.0 MiB\ntime" in found.text()
+    assert (
+        found.fits and found.sent == {} and "sent by a device     0.0 MiB\ntime" in found.text()
+    )
     large = dataclasses.replace(found, memory=found.memory | {"peak": found.capacity + 1})
     assert not large.fits and "DOES NOT FIT" in large.text()
 
@@ -69,7 +76,10 @@ def test_what_the_program_would_refuse_is_said_to_be_and_what_would_run_is_compi
     first, second, flags, *_ = found.text().splitlines()
     assert first.startswith("REFUSED ") and "batch_size=8 must be a multiple of 16" in first
     assert second.startswith("instead ") and fields_of(flags).keys() == found.suggested.keys()
-    assert found.suggested["training.num_minibatches"] == 1 and found.axes["tensor"] == found.suggested["mesh.tensor"]
+    assert (
+        found.suggested["training.num_minibatches"] == 1
+        and found.axes["tensor"] == found.suggested["mesh.tensor"]
+    )
     with pytest.raises(ValueError, match="batch_size=8 must be a multiple of 16"):
         dry_run.dry_run(tiny(**{"training.num_minibatches": 8, "strategy.zero": 1}), "h100", 2)
 
@@ -78,10 +88,16 @@ def test_what_the_program_would_refuse_is_said_to_be_and_what_would_run_is_compi
 def test_a_mesh_that_is_given_is_compiled_as_it_is():
     given = {"mesh.tensor": 2, "strategy.zero": 1}
     found = dry_run.dry_run(tiny(**given), "h100", 4)
-    assert found.advice == "" and found.axes == {"data": 2, "tensor": 2} and found.strategy == Strategy(zero=1)
+    assert (
+        found.advice == ""
+        and found.axes == {"data": 2, "tensor": 2}
+        and found.strategy == Strategy(zero=1)
+    )
     along = {what.rpartition(" along ")[2] for what in found.sent}
     assert {"data", "tensor"} <= along and " MiB: reduce-scatter along data" in found.text()
-    by_compiler = dry_run._estimate(tiny(**given | {"strategy.by": "compiler"}), hardware.get("h100"), 4)
+    by_compiler = dry_run._estimate(
+        tiny(**given | {"strategy.by": "compiler"}), hardware.get("h100"), 4
+    )
     text = dataclasses.replace(found, estimate=by_compiler).text()
     assert "time of a step       no estimate: by='compiler' must be 'hand'" in text
 
@@ -90,7 +106,10 @@ def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
     h100 = hardware.get("h100")
     large = settings.whole(configs.nemotron_340b())
     assert dry_run._suggest(large, h100, 2) == ({}, dry_run._suggest(large, h100, 2)[1])
-    assert "no mesh of data, pipe and tensor is estimated to fit" in dry_run._suggest(large, h100, 2)[1]
+    assert (
+        "no mesh of data, pipe and tensor is estimated to fit"
+        in dry_run._suggest(large, h100, 2)[1]
+    )
     [best, *_] = estimate.choose(settings.part_of_model(tiny()), h100, 1)
     fields, words = dry_run._suggest(tiny(**{"training.num_minibatches": best.parts}), h100, 1)
     assert fields == {} and "no other mesh" in words
@@ -101,7 +120,9 @@ def test_a_dtype_without_a_unit_runs_without_an_estimate_and_attention_without_a
     found = dry_run.dry_run(tiny(**{"model.dtype": "bfloat16"}), "t4", 1)
     assert found.fits and "T4 has no unit for" in found.text() and not found.suggested
     with pytest.raises(ValueError, match="model.attention='cudnn' cannot be had on NVIDIA T4"):
-        dry_run.dry_run(tiny(**{"model.dtype": "bfloat16", "model.attention": "cudnn"}), "t4", 1)
+        dry_run.dry_run(
+            tiny(**{"model.dtype": "bfloat16", "model.attention": "cudnn"}), "t4", 1
+        )
 
 
 @pytest.mark.skipif(WHY_NOT is None, reason="this machine can compile for GPUs")

@@ -28,8 +28,12 @@ print(int(statistics.median(found)))  # at JAX 0.7.2 up to ten steps find their 
 
 
 def pages(what: str) -> int:
-    """Returns how many pages the system hands out during a step of a process, the median of fifty."""
-    run = subprocess.run([sys.executable, "-c", STEPS, what], capture_output=True, text=True, timeout=600)
+    """Returns how many pages the system hands out during a step of a process, the median of
+    fifty.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", STEPS, what], capture_output=True, text=True, timeout=600
+    )
     assert run.returncode == 0, run.stderr
     return int(run.stdout)
 

@@ -31,7 +31,9 @@ def test_lines_after_the_restored_step_are_cut_off_and_written_again(tmp_path):
     write(tmp_path / "killed", 0, 17)
     write(tmp_path / "killed", 12, 20)
     for name in journal.FILES:
-        assert (tmp_path / "killed" / f"{name}.jsonl").read_bytes() == (tmp_path / "unbroken" / f"{name}.jsonl").read_bytes()
+        assert (tmp_path / "killed" / f"{name}.jsonl").read_bytes() == (
+            tmp_path / "unbroken" / f"{name}.jsonl"
+        ).read_bytes()
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_not_read_and_goes(tmp_path):
@@ -87,16 +89,21 @@ def test_on_a_full_disk_lines_wait_and_it_is_said_once(tmp_path, capsys):
         book.write(8, loss=1 / 8, learning_rate=0.1)
     assert "metrics are written again, none is lost" in capsys.readouterr().err
     write(tmp_path / "full", 8, 20)
-    assert (tmp_path / "full" / "metrics.jsonl").read_bytes() == (tmp_path / "unbroken" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "full" / "metrics.jsonl").read_bytes() == (
+        tmp_path / "unbroken" / "metrics.jsonl"
+    ).read_bytes()
 
 
-def test_a_report_that_cannot_be_written_and_a_log_that_cannot_end_no_run(tmp_path, capsys, monkeypatch):
+def test_a_report_that_cannot_be_written_and_a_log_that_cannot_end_no_run(
+    tmp_path, capsys, monkeypatch
+):
     write(tmp_path, 0, 5)
     with Journal(tmp_path, 5, 5) as book:
         with full_disk():
             book.report()
         assert "the report cannot be written (File too large)" in capsys.readouterr().err
-        with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails again
+        # closing it fails again
+        with contextlib.suppress(OSError), open("/dev/full", "w") as full:
             monkeypatch.setattr("sys.stderr", full)
             book.say("into a log on a full disk")
             monkeypatch.undo()
@@ -110,13 +117,19 @@ def test_a_line_is_there_when_write_returns(tmp_path):
         assert journal.read(tmp_path) == [{"step": 1, "loss": 0.1 + 0.2}]  # the same float
 
 
-def test_lines_that_were_written_but_not_to_the_disk_are_written_again(tmp_path, capsys, monkeypatch):
+def test_lines_that_were_written_but_not_to_the_disk_are_written_again(
+    tmp_path, capsys, monkeypatch
+):
     """As on NFS, where a disk that is full may say so only at fsync."""
     with Journal(tmp_path, 0, 10) as book:
         book.write(1, loss=3.0)
         assert book.sync()
         with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            patched.setattr(
+                os,
+                "fsync",
+                lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+            )
             book.write(2, loss=2.0)
             assert not book.sync()
         assert [line["step"] for line in journal.read(tmp_path)] == [1]
@@ -124,7 +137,10 @@ def test_lines_that_were_written_but_not_to_the_disk_are_written_again(tmp_path,
         assert book.sync()
     assert [line["step"] for line in journal.read(tmp_path)] == [1, 2, 3]
     said = capsys.readouterr().err
-    assert "metrics cannot be written (No space left" in said and "metrics are written again, none is lost" in said
+    assert (
+        "metrics cannot be written (No space left" in said
+        and "metrics are written again, none is lost" in said
+    )
 
 
 def test_all_lines_are_on_the_disk_when_sync_returns(tmp_path, monkeypatch):
@@ -149,7 +165,12 @@ def test_what_is_not_finite_is_null(tmp_path):
     with Journal(tmp_path, 0, 10) as book:
         book.write(1, loss=float("nan"), other=float("inf"), none=None)
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "other": None, "none": None}
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "step": 1,
+        "loss": None,
+        "other": None,
+        "none": None,
+    }
 
 
 def test_tensorboard_reads_the_same_numbers_and_forgets_what_was_cut_off(tmp_path):
@@ -157,11 +178,19 @@ def test_tensorboard_reads_the_same_numbers_and_forgets_what_was_cut_off(tmp_pat
     write(tmp_path, 5, 10)
     first, second = (
         [event for event in EventFileLoader(str(path)).Load()]
-        for path in sorted((tmp_path / "events").iterdir(), key=lambda path: int(path.name.rpartition(".")[2]))
+        for path in sorted(
+            (tmp_path / "events").iterdir(), key=lambda path: int(path.name.rpartition(".")[2])
+        )
     )
     assert [event.step for event in second if event.HasField("session_log")] == [6]
     tags = {value.tag for event in first for value in event.summary.value}
-    assert tags == {"bigram_loss", "loss", "learning_rate", "tokens_per_second", "validation_loss"}
+    assert tags == {
+        "bigram_loss",
+        "loss",
+        "learning_rate",
+        "tokens_per_second",
+        "validation_loss",
+    }
     losses = {event.step: v for event in second for v in event.summary.value if v.tag == "loss"}
     assert list(losses) == [6, 7, 8, 9, 10]
 

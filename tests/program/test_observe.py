@@ -27,7 +27,9 @@ def text(tmp_path_factory):
 
 def metrics(loss, count=4.0, **others):
     found = {"loss": (jnp.float32(loss * count), jnp.float32(count))}
-    return found | {name: (jnp.float32(value), jnp.float32(1)) for name, value in others.items()}
+    return found | {
+        name: (jnp.float32(value), jnp.float32(1)) for name, value in others.items()
+    }
 
 
 def test_a_tally_gives_the_mean_over_labels_and_begins_anew():
@@ -56,7 +58,10 @@ def test_a_tally_says_what_is_not_finite_and_counts_what_was_skipped():
     assert tally.add(metrics(0.0, 0.0, skipped=1.0))
     assert tally.line() == {"loss": None, "skipped": 1}
     tally.add(metrics(2.0, skipped=0.0))
-    assert tally.line() == {"loss": 2.0, "skipped": 1} and observe.Tally(tally.state()).skipped == 1
+    assert (
+        tally.line() == {"loss": 2.0, "skipped": 1}
+        and observe.Tally(tally.state()).skipped == 1
+    )
 
 
 def test_a_step_in_a_dtype_without_a_unit_is_no_part_of_a_peak(text):
@@ -71,7 +76,9 @@ def test_tokens_are_known_by_what_they_are(monkeypatch):
     tokens = np.arange(9_000_000, dtype=np.uint16)
     other = tokens.copy()
     other[-1] += 1
-    assert loading.identity(tokens) == loading.identity(tokens.copy()) != loading.identity(other)
+    assert (
+        loading.identity(tokens) == loading.identity(tokens.copy()) != loading.identity(other)
+    )
     assert loading.identity(tokens)["tokens"] == 9_000_000
 
 
@@ -80,14 +87,29 @@ def test_the_bigram_model_is_that_of_the_text_or_none(text):
     whole, part = configuration(text, run__validation_batches=0), configuration(text)
     assert 0 < observe.bigram_loss(tokens, whole)["bigram_loss"] < np.log(data.VOCAB_SIZE)
     short = {"train": tokens["train"], "validation": tokens["validation"][: 2 * 4 * 16 + 1]}
-    assert observe.bigram_loss(tokens, part) == observe.bigram_loss(short, whole) != observe.bigram_loss(tokens, whole)
-    assert observe.bigram_loss({"train": tokens["train"][:10], "validation": tokens["validation"]}, whole) == {}
+    assert (
+        observe.bigram_loss(tokens, part)
+        == observe.bigram_loss(short, whole)
+        != observe.bigram_loss(tokens, whole)
+    )
+    assert (
+        observe.bigram_loss(
+            {"train": tokens["train"][:10], "validation": tokens["validation"]}, whole
+        )
+        == {}
+    )
 
 
 def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text):
     endless = np.broadcast_to(np.uint16(7), 2**40)
-    assert len(observe.validated(endless, configuration(text, run__validation_batches=0))) == observe.VALIDATED + 1
-    assert len(observe.validated(endless, configuration(text, run__validation_batches=10_000))) == 10_000 * 4 * 16 + 1
+    assert (
+        len(observe.validated(endless, configuration(text, run__validation_batches=0)))
+        == observe.VALIDATED + 1
+    )
+    assert (
+        len(observe.validated(endless, configuration(text, run__validation_batches=10_000)))
+        == 10_000 * 4 * 16 + 1
+    )
     shipped = loading.token_file("validation")
     assert len(observe.validated(shipped, settings.whole(configs.get("cpu")))) == len(shipped)
 
@@ -95,7 +117,9 @@ def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text)
 def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(text):
     tokens, found, rows = loading.token_file("validation", text), {}, []
     for minibatches in (1, 4):
-        whole = configuration(text, model__dropout_rate=0.0, training__num_minibatches=minibatches)
+        whole = configuration(
+            text, model__dropout_rate=0.0, training__num_minibatches=minibatches
+        )
         run, place = loop.build(whole, jax.devices("cpu")[:1])
 
         def loss_fn(params, batch, rng, run=run):
@@ -103,7 +127,9 @@ def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(te
             return run.loss_fn(params, batch, rng)
 
         params = run.init(jax.random.key(0)).params
-        found[minibatches] = observe.validate(dataclasses.replace(run, loss_fn=loss_fn), params, tokens, whole, place)
+        found[minibatches] = observe.validate(
+            dataclasses.replace(run, loss_fn=loss_fn), params, tokens, whole, place
+        )
     assert rows == [4, 1]  # each is traced once
     np.testing.assert_allclose(found[4]["loss"], found[1]["loss"], rtol=1e-6)
 
@@ -118,7 +144,9 @@ def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(t
         found[count, limit] = observe.validate(run, params, tokens, whole, place)
     np.testing.assert_allclose(found[4, 0]["loss"], found[1, 0]["loss"], rtol=1e-5)
     single = training.build(settings.part_of_model(whole))
-    first = data.validation_batches(tokens[: 2 * 4 * 16 + 1], batch_size=4, seq_len=16, vocab_size=2048)
+    first = data.validation_batches(
+        tokens[: 2 * 4 * 16 + 1], batch_size=4, seq_len=16, vocab_size=2048
+    )
     by_hand = training.evaluate(single.loss_fn, single.init(jax.random.key(0)).params, first)
     np.testing.assert_allclose(found[4, 2]["loss"], by_hand["loss"], rtol=1e-5)
     assert found[4, 2]["loss"] != found[4, 0]["loss"]
@@ -127,7 +155,10 @@ def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(t
     assert sample[0] == sample[1] != sample[2]
 
 
-PARAMS = {"kernel": jax.ShapeDtypeStruct((3, 4), "float32"), "bias": jax.ShapeDtypeStruct((2,), "float32")}
+PARAMS = {
+    "kernel": jax.ShapeDtypeStruct((3, 4), "float32"),
+    "bias": jax.ShapeDtypeStruct((2,), "float32"),
+}
 
 
 def test_speed_leaves_out_pauses_and_what_compiles(text, tmp_path, monkeypatch):
@@ -151,7 +182,9 @@ def test_mfu_counts_what_all_devices_could_do(text, tmp_path, monkeypatch):
     whole = configuration(text, model__dtype="bfloat16")
     monkeypatch.setattr(hardware, "recognize", lambda device: hardware.get("h100"))
     clock = iter([10.0, 12.0])
-    monkeypatch.setattr(observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(
+        observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
+    )
     with journal.Journal(tmp_path, 0, 10) as book:
         speed = observe.Speed(whole, book, 0, 4, PARAMS)
         speed.write(1, 3.0)
@@ -174,14 +207,17 @@ def test_on_a_terminal_a_bar_says_loss_speed_mfu_and_memory(text, tmp_path, monk
     monkeypatch.setattr(hardware, "recognize", lambda device: hardware.get("h100"))
     monkeypatch.setattr(observe, "_memory", lambda device: 3 * 2**30)
     clock = iter([10.0, 10.5])
-    monkeypatch.setattr(observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(
+        observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
+    )
     with journal.Journal(tmp_path, 0, 10) as book:
         speed = observe.Speed(configuration(text, model__dtype="bfloat16"), book, 0, 1, PARAMS)
         speed.write(1, 3.5)
         book.say("aloud")
         speed.write(2, 3.25)
         shown = book._bar.format_dict["postfix"]
-    mfu = re.fullmatch(r"loss 3\.250, 128 tokens/s, MFU (\d+\.\d)%, 3\.00 GiB", shown)  # 4 x 16 tokens in 0.5 s
+    # 4 x 16 tokens in 0.5 s
+    mfu = re.fullmatch(r"loss 3\.250, 128 tokens/s, MFU (\d+\.\d)%, 3\.00 GiB", shown)
     assert mfu, shown
     screen = sys.stderr.getvalue()
     assert shown in screen and "2/10 [" in screen and "aloud\n" in screen
@@ -209,4 +245,8 @@ def test_the_learning_rate_is_computed_by_the_cpu_whatever_device_is_busy():
 
 def test_a_batch_lies_where_the_mesh_says(text):
     run, place = loop.build(configuration(text), jax.devices("cpu")[:2])
-    assert isinstance(place, NamedSharding) and place.spec == PartitionSpec("data") and run.mesh.shape == {"data": 2}
+    assert (
+        isinstance(place, NamedSharding)
+        and place.spec == PartitionSpec("data")
+        and run.mesh.shape == {"data": 2}
+    )

@@ -23,7 +23,9 @@ def as_python_starts():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")]
+)
 def test_a_signal_is_noticed_after_the_step_and_no_longer_taken_after_that(number, why):
     before = signal.getsignal(number)
     with preemption.notices() as told_to_end:
@@ -39,7 +41,10 @@ def test_a_second_ctrl_c_is_pythons_and_a_second_sigterm_changes_nothing(capfd):
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        assert "ends after this step, with a checkpoint. Again: ends at once" in capfd.readouterr().err
+        assert (
+            "ends after this step, with a checkpoint. Again: ends at once"
+            in capfd.readouterr().err
+        )
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert told_to_end() == preemption.INTERRUPTED
@@ -92,7 +97,8 @@ def test_one_of_several_processes_tells_the_others_of_its_ctrl_c(monkeypatch):
         assert handler_in_c(signal.SIGTERM) == jaxs
         signal.raise_signal(signal.SIGINT)
         assert told == [(os.getpid(), signal.SIGTERM)]
-        assert [told_to_end() for _ in range(2)] == ["", preemption.INTERRUPTED]  # the call that all agree on
+        # the call that all agree on
+        assert [told_to_end() for _ in range(2)] == ["", preemption.INTERRUPTED]
     with preemption.notices() as told_to_end:
         assert [told_to_end() for _ in range(3)] == ["", "", preemption.PREEMPTED]
 
@@ -121,9 +127,13 @@ with preemption.notices() as told_to_end:
     [("", 1_000_000_000, preemption.EXIT), ("told_to_end()", 10_000, 3)],
     ids=["before", "after"],
 )
-def test_before_the_first_step_sigterm_ends_a_process_even_while_it_compiles(first, rounds, code):
+def test_before_the_first_step_sigterm_ends_a_process_even_while_it_compiles(
+    first, rounds, code
+):
     command = [sys.executable, "-W", "error", "-c", COMPILES.format(first=first, rounds=rounds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         late = threading.Timer(600, process.kill)
         late.start()
         try:

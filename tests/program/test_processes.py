@@ -1,4 +1,6 @@
-"""Several processes are one training, and end together. Two processes here, with two simulated devices each."""
+"""Several processes are one training, and end together. Two processes here, with two simulated
+devices each.
+"""
 
 import contextlib
 import functools
@@ -26,25 +28,44 @@ from course_lib.program import journal, processes
 ROOT = Path(__file__).parents[2]
 WORKER = [sys.executable, "-u", *small_run.STRICT, str(ROOT / "tests" / "cluster_worker.py")]
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
-IN_TIME = 60  # seconds for all to end after one did: the workers' heartbeat is 10, JAX's own 100, and the machine may be busy
+# seconds for all to end after one did: the workers' heartbeat is 10, JAX's own 100, and the
+# machine may be busy
+IN_TIME = 60
 AT_LAST = 600  # seconds, only so that nothing hangs forever
 LAUNCHERS = ("OMPI_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
 
-needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: Debian's package openmpi-bin")
-MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_base_warn_component_unused", "0"]
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="no mpirun here: Debian's package openmpi-bin"
+)
+MPIRUN = [
+    "mpirun",
+    "-np",
+    "2",
+    "--allow-run-as-root",
+    "--oversubscribe",
+    "--mca",
+    "btl_base_warn_component_unused",
+    "0",
+]
 
 
 @pytest.fixture
 def launch(programs_kept, tmp_path):
-    """Returns what starts programs whose output goes to a file; what still runs after the test is killed."""
+    """Returns what starts programs whose output goes to a file; what still runs after the test
+    is killed.
+    """
     started = []
 
     def launch(command, name="0", **environ):
-        env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
+        }
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         with (tmp_path / name).open("w") as file:
             env |= {"PYTHONPATH": paths, **programs_kept, **environ}
-            process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=env, stdout=file, stderr=file, start_new_session=True
+            )
         process.output = (tmp_path / name).read_text
         started.append(process)
         return process
@@ -58,7 +79,9 @@ def launch(programs_kept, tmp_path):
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Returns the path of the configuration of a Slurm of this machine alone, which runs as long as the test."""
+    """Returns the path of the configuration of a Slurm of this machine alone, which runs as
+    long as the test.
+    """
     missing = [name for name in ("srun", "slurmctld", "slurmd") if not _slurm(name)]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: Debian's package slurm-wlm")
@@ -80,17 +103,33 @@ def slurm(tmp_path):
         "JobAcctGatherType": "jobacct_gather/none",
         "SelectType": "select/linear",
         "SlurmdParameters": "config_overrides",
-        "FirstJobId": os.getpid() % 4096 + 1,  # JAX makes a port of it, which no test beside this one should take
-        "NodeName": f"localhost NodeHostname={socket.gethostname().partition('.')[0]} NodeAddr=127.0.0.1 CPUs=2",
+        # JAX makes a port of it, which no test beside this one should take
+        "FirstJobId": os.getpid() % 4096 + 1,
+        "NodeName": (
+            f"localhost NodeHostname={socket.gethostname().partition('.')[0]}"
+            " NodeAddr=127.0.0.1 CPUs=2"
+        ),
         "PartitionName": "all Nodes=ALL Default=YES",
     }
     path = tmp_path / "slurm.conf"
     path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-    commands = [_slurm("slurmctld"), "-D", "-f", path], [_slurm("slurmd"), "-D", "-N", "localhost", "-f", path]
+    commands = (
+        [_slurm("slurmctld"), "-D", "-f", path],
+        [
+            _slurm("slurmd"),
+            "-D",
+            "-N",
+            "localhost",
+            "-f",
+            path,
+        ],
+    )
     with (tmp_path / "slurm.log").open("w") as log:
         daemons = [subprocess.Popen(command, stdout=log, stderr=log) for command in commands]
     state, deadline = [_slurm("sinfo"), "--noheader", "--format=%t"], time.monotonic() + AT_LAST
-    while subprocess.run(state, env=os.environ | {"SLURM_CONF": str(path)}, capture_output=True).stdout.split() != [b"idle"]:
+    while subprocess.run(
+        state, env=os.environ | {"SLURM_CONF": str(path)}, capture_output=True
+    ).stdout.split() != [b"idle"]:
         assert time.monotonic() < deadline, (tmp_path / "slurm.log").read_text()
         time.sleep(0.1)
     yield path
@@ -106,7 +145,10 @@ def _slurm(name):
 def pair(launch, job, **environ):
     """Starts two processes by hand."""
     address = f"localhost:{free_port()}"
-    return [launch([*WORKER, job, address, str(number), "2"], str(number), **environ) for number in (0, 1)]
+    return [
+        launch([*WORKER, job, address, str(number), "2"], str(number), **environ)
+        for number in (0, 1)
+    ]
 
 
 def pids(*processes):
@@ -123,9 +165,14 @@ def pids(*processes):
 
 
 def last_line(process):
-    """Returns the last line of a process that ended, once its watcher has had the time to write it."""
+    """Returns the last line of a process that ended, once its watcher has had the time to write
+    it.
+    """
     deadline = time.monotonic() + IN_TIME
-    while not (line := process.output().splitlines()[-1]).startswith("process ") and time.monotonic() < deadline:
+    while (
+        not (line := process.output().splitlines()[-1]).startswith("process ")
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     return line
 
@@ -166,7 +213,9 @@ def program(text, run, devices):
 
 
 def losses_of(run):
-    return journal.pairs(journal.read(run), "loss") + journal.pairs(journal.read(run), "validation_loss")
+    return journal.pairs(journal.read(run), "loss") + journal.pairs(
+        journal.read(run), "validation_loss"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +230,10 @@ def alone(text, programs_kept, tmp_path_factory):
 def is_one_program(run, alone, launched):
     """Asserts that two processes have run the program together, as one does."""
     assert launched.wait(AT_LAST) == 0, launched.output()
-    assert "4 x cpu" in (run / "times.jsonl").read_text() and "2 process(es)" in (run / "times.jsonl").read_text()
+    assert (
+        "4 x cpu" in (run / "times.jsonl").read_text()
+        and "2 process(es)" in (run / "times.jsonl").read_text()
+    )
     found = losses_of(run)
     assert [step for step, _ in found] == [step for step, _ in alone] == [1, 2, 3, 4, 5, 6, 6]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in alone], rel=1e-5)
@@ -190,11 +242,15 @@ def is_one_program(run, alone, launched):
 
 @needs_mpirun
 def test_the_program_under_mpirun_is_that_of_one_process(launch, text, alone, tmp_path):
-    is_one_program(tmp_path / "run", alone, launch([*MPIRUN, *program(text, tmp_path / "run", 2)], **QUICK))
+    is_one_program(
+        tmp_path / "run", alone, launch([*MPIRUN, *program(text, tmp_path / "run", 2)], **QUICK)
+    )
 
 
 def test_the_program_under_slurm_too(launch, slurm, text, alone, tmp_path):
-    launched = launch(["srun", "-n", "2", *program(text, tmp_path / "run", 2)], SLURM_CONF=str(slurm), **QUICK)
+    launched = launch(
+        ["srun", "-n", "2", *program(text, tmp_path / "run", 2)], SLURM_CONF=str(slurm), **QUICK
+    )
     is_one_program(tmp_path / "run", alone, launched)
 
 
@@ -259,15 +315,27 @@ def test_slurm_ends_where_one_is_killed(launch, slurm):
 
 
 def test_slurm_takes_the_batch_script(launch, slurm, tmp_path):
-    (tmp_path / "python").write_text('#!/bin/bash\necho "task $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*"\n')
+    (tmp_path / "python").write_text(
+        '#!/bin/bash\necho "task $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*"\n'
+    )
     (tmp_path / "python").chmod(0o755)
-    here = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", f"--output={tmp_path}/log"]
+    here = [
+        "--nodes=1",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=1",
+        "--gpus-per-node=0",
+        f"--output={tmp_path}/log",
+    ]
     script = ROOT / "docs" / "cluster" / "slurm.sbatch"
     path = f"{tmp_path}:{os.environ['PATH']}"
-    batch = launch(["sbatch", "--wait", *here, script, "--preset", "cpu"], SLURM_CONF=str(slurm), PATH=path)
+    batch = launch(
+        ["sbatch", "--wait", *here, script, "--preset", "cpu"], SLURM_CONF=str(slurm), PATH=path
+    )
     assert batch.wait(AT_LAST) == 0, batch.output()
     lines = sorted((tmp_path / "log").read_text().splitlines())
-    assert lines == [f"task {number} of 2: -u -m course_lib.train --preset cpu" for number in (0, 1)]
+    assert lines == [
+        f"task {number} of 2: -u -m course_lib.train --preset cpu" for number in (0, 1)
+    ]
 
 
 def one_killed(launcher):
@@ -300,8 +368,15 @@ def test_who_is_alone_at_the_start_says_so_and_ends(launch):
     alone = launch([*WORKER, "step", f"localhost:{free_port()}", "1", "2"], PATIENCE="2")
     until("process 1 of 2 waits up to 2 s", alone)
     assert alone.wait(IN_TIME) != 0  # two seconds, and a few more that JAX takes
-    assert re.match(r"process 1 of 2 waits up to 2 s for the others, which meet at process 0 at localhost:\d+", alone.output())
-    said = "did not meet the others: it was ended from outside, or they did not come in 2 s. Do all of them run"
+    assert re.match(
+        r"process 1 of 2 waits up to 2 s for the others, which meet at process 0 at"
+        r" localhost:\d+",
+        alone.output(),
+    )
+    said = (
+        "did not meet the others: it was ended from outside, or they did not come in 2 s. Do"
+        " all of them run"
+    )
     assert said in last_line(alone)
 
 
@@ -309,15 +384,27 @@ def test_who_is_ended_while_it_waits_does_not_say_that_it_waited_to_the_end(laun
     alone = launch([*WORKER, "step", f"localhost:{free_port()}", "1", "2"])
     until("waits up to 60 s", alone)
     alone.terminate()
-    until("did not meet the others: it was ended from outside, or they did not come in 60 s", alone, seconds=50)
+    until(
+        "did not meet the others: it was ended from outside, or they did not come in 60 s",
+        alone,
+        seconds=50,
+    )
 
 
 def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     for counts, fits in (([2, 2], True), ([2, 1], False), ([2, 4, 3], False)):
-        devices = [types.SimpleNamespace(process_index=number) for number, count in enumerate(counts) for _ in range(count)]
+        devices = [
+            types.SimpleNamespace(process_index=number)
+            for number, count in enumerate(counts)
+            for _ in range(count)
+        ]
         monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
-        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"not \[\(0, 2\), \(1, \d\)"):
+        with (
+            contextlib.nullcontext()
+            if fits
+            else pytest.raises(ValueError, match=r"not \[\(0, 2\), \(1, \d\)")
+        ):
             processes._check_devices()
 
 
@@ -325,10 +412,15 @@ def test_an_error_that_came_from_a_lost_connection_says_so(monkeypatch, capsys):
     """As of a checkpoint that could not be written, since another process is gone."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(processes, "_say_last", print)  # it closes the screen
-    lost = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: UNAVAILABLE: Task 1 heartbeat timeout.\nRPC: ...")
+    lost = jax.errors.JaxRuntimeError(
+        "INTERNAL: Barrier failed because: UNAVAILABLE: Task 1 heartbeat timeout.\nRPC: ..."
+    )
     watcher = subprocess.Popen(["true"], stdin=subprocess.PIPE, text=True)
     for first, code in ((lost, processes.OTHER_GONE), (OSError("no space left"), 1)):
-        with pytest.raises(SystemExit) as ended, processes._ends_at_an_error("process 0 of 2", watcher):
+        with (
+            pytest.raises(SystemExit) as ended,
+            processes._ends_at_an_error("process 0 of 2", watcher),
+        ):
             try:
                 try:
                     raise first
@@ -337,7 +429,9 @@ def test_an_error_that_came_from_a_lost_connection_says_so(monkeypatch, capsys):
             except TimeoutError:
                 raise RuntimeError("not saved")  # noqa: B904  without saying from what
         assert ended.value.code == code
-        assert ("out of reach (INTERNAL: Barrier failed" in capsys.readouterr().out) == (first is lost)
+        assert ("out of reach (INTERNAL: Barrier failed" in capsys.readouterr().out) == (
+            first is lost
+        )
     with contextlib.suppress(BrokenPipeError):
         watcher.communicate()
 
@@ -360,8 +454,12 @@ with processes._ends_at_an_error("process 0 of 2", watcher):
 
 
 def test_a_process_that_jax_aborts_while_it_says_what_to_do_has_said_it_and_so_does_its_watcher():
-    """At 3 of 3 lost connections in the middle of a checkpoint JAX's C++ was about to abort the process as Python ended it."""
-    done = subprocess.run([sys.executable, "-c", ABORTED_WHILE_IT_ENDS], cwd=ROOT, capture_output=True, text=True)
+    """At 3 of 3 lost connections in the middle of a checkpoint JAX's C++ was about to abort the
+    process as Python ended it.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", ABORTED_WHILE_IT_ENDS], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == -signal.SIGABRT
     *traceback, said, watcher = done.stderr.splitlines()
     assert traceback[-1] == "OSError: no space left" and watcher == "the watcher speaks"
@@ -375,7 +473,9 @@ def test_one_process_alone_hears_what_it_says():
 def test_all_wait_for_the_slowest_before_devices_exchange_anything(monkeypatch):
     order = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.ocp.multihost, "get_barrier_sync_fn", lambda: lambda **how: order.append(how))
+    monkeypatch.setattr(
+        processes.ocp.multihost, "get_barrier_sync_fn", lambda: lambda **how: order.append(how)
+    )
 
     def exchange(mine):
         order.append("devices")
@@ -384,12 +484,24 @@ def test_all_wait_for_the_slowest_before_devices_exchange_anything(monkeypatch):
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", exchange)
     assert processes.gather("é") == processes.gather("é") == ["é", "é"]
     first, *exchanges, second = order[:4]
-    assert exchanges == ["devices", "devices"] and first["timeout_ms"] == second["timeout_ms"] > 3600 * 1000
+    assert (
+        exchanges == ["devices", "devices"]
+        and first["timeout_ms"] == second["timeout_ms"] > 3600 * 1000
+    )
     assert first["key"] != second["key"]  # one can be met at once only
 
 
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
 
 
@@ -445,7 +557,11 @@ def test_a_script_that_forgot_srun_is_told_so(environ, capsys):
 @pytest.mark.parametrize(
     ("values", "arguments", "message"),
     [
-        ({}, ("host:1", 0, None), r"processes=None must be given together where no launcher tells them"),
+        (
+            {},
+            ("host:1", 0, None),
+            r"processes=None must be given together where no launcher tells them",
+        ),
         ({}, (None, 0, 2), r"coordinator=None, .* must be given together"),
         ({}, ("host:1", 2, 2), r"process=2 must be from 0 to processes - 1 = 1"),
         ({}, ("host:1", -1, 2), r"process=-1 must be from 0"),
@@ -453,7 +569,11 @@ def test_a_script_that_forgot_srun_is_told_so(environ, capsys):
         ({}, ("host", 0, 2), r"coordinator='host' must be host:port"),
         ({}, (":1234", 0, 2), r"coordinator=':1234' must be host:port"),
         (SLURM, (None, None, 3), r"process=3 must be from 0 to processes - 1 = 2"),
-        (OPEN_MPI, (None, None, None), r"coordinator=None must be host:port .* Open MPI 4 only"),
+        (
+            OPEN_MPI,
+            (None, None, None),
+            r"coordinator=None must be host:port .* Open MPI 4 only",
+        ),
     ],
 )
 def test_what_is_no_place_among_several_is_refused(environ, values, arguments, message):
@@ -465,7 +585,10 @@ def test_what_is_no_place_among_several_is_refused(environ, values, arguments, m
 def test_kubernetes_without_its_package_is_refused(environ, monkeypatch):
     environ(KUBERNETES)
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(ValueError, match=r"in Kubernetes .* `pip install \"jax\[k8s\]\"`"), processes.start():
+    with (
+        pytest.raises(ValueError, match=r"in Kubernetes .* `pip install \"jax\[k8s\]\"`"),
+        processes.start(),
+    ):
         pass
 
 

@@ -58,10 +58,21 @@ def test_a_field_is_set_in_its_own_type(field, text, value):
 @pytest.mark.parametrize(
     ("field", "text", "message"),
     [
-        ("model.num_layer", "6", r"model\.num_layer=6 is no field .*did you mean model\.num_layers\?"),
+        (
+            "model.num_layer",
+            "6",
+            r"model\.num_layer=6 is no field .*did you mean model\.num_layers\?",
+        ),
         ("num_layers", "6", r"did you mean model\.num_layers\?"),
         ("run.ceckpoint_every", "6", r"did you mean run\.checkpoint_every\?"),
-        ("xyz", "6", r"the fields are those of data, mesh, model, optimizer, run, seed, strategy, training"),
+        (
+            "xyz",
+            "6",
+            (
+                r"the fields are those of data, mesh, model, optimizer, run, seed, strategy,"
+                r" training"
+            ),
+        ),
         ("model", "6", "is no field"),
         ("model.num_layers", "6.0", r"model\.num_layers=6\.0 must be a whole number"),
         ("model.num_layers", "true", "must be a whole number"),
@@ -88,7 +99,11 @@ def test_a_misspelt_field_or_a_value_of_another_type_is_refused(field, text, mes
         ("mesh.tensor", 0, r"mesh\.tensor=0 must be at least 1$"),
         ("mesh.data", -1, r"mesh\.data=-1 must be at least 1, or 0 for all devices"),
         ("model.num_layers", 0, r"model\.num_layers=0"),
-        ("model.capacity_factor", math.nan, r"model\.capacity_factor=nan must be a finite number"),
+        (
+            "model.capacity_factor",
+            math.nan,
+            r"model\.capacity_factor=nan must be a finite number",
+        ),
         ("optimizer.weight_decay", math.inf, r"optimizer\.weight_decay=inf must"),
         ("run.corpus", "", r"run\.corpus='' must be 'shipped' or a folder"),
         ("strategy.by", "magic", r"strategy\.by='magic' must be one of \('hand', 'compiler'\)"),
@@ -139,7 +154,10 @@ def test_a_file_whose_parts_are_none_is_refused(tree, message):
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [1], [[1]], None, "x", True, 3])
-@pytest.mark.parametrize("field", ["model.num_layers", "model.remat", "model.dropout_rate", "run.corpus", "strategy.zero"])
+@pytest.mark.parametrize(
+    "field",
+    ["model.num_layers", "model.remat", "model.dropout_rate", "run.corpus", "strategy.zero"],
+)
 def test_a_value_of_another_type_in_a_file_is_refused_by_name(field, value):
     part, name = field.split(".")
     tree = small().to_dict()
@@ -160,14 +178,23 @@ def test_a_loss_scale_that_looks_for_its_value_is_not_stopped():
 def test_a_file_with_a_field_that_there_is_not_is_refused():
     tree = small().to_dict()
     tree["run"] = tree["run"] | {"log_evry": 3}
-    with pytest.raises(ValueError, match=r"run\.log_evry=3 is no field .*did you mean run\.log_every\?"):
+    with pytest.raises(
+        ValueError, match=r"run\.log_evry=3 is no field .*did you mean run\.log_every\?"
+    ):
         settings.check(settings.whole(tree))
 
 
 def test_data_takes_the_devices_that_other_axes_leave():
     assert settings.axes(small(), 8) == {"data": 8}
-    assert settings.axes(small(**{"mesh.tensor": 2, "mesh.pipe": 2}), 8) == {"data": 2, "pipe": 2, "tensor": 2}
-    assert settings.axes(small(**{"mesh.data": 1, "mesh.tensor": 8}), 8) == {"data": 1, "tensor": 8}
+    assert settings.axes(small(**{"mesh.tensor": 2, "mesh.pipe": 2}), 8) == {
+        "data": 2,
+        "pipe": 2,
+        "tensor": 2,
+    }
+    assert settings.axes(small(**{"mesh.data": 1, "mesh.tensor": 8}), 8) == {
+        "data": 1,
+        "tensor": 8,
+    }
     for changes in ({"mesh.tensor": 3}, {"mesh.data": 4}, {"mesh.tensor": 16}):
         with pytest.raises(ValueError, match="must multiply to the number of devices, 8"):
             settings.axes(small(**changes), 8)
@@ -175,18 +202,41 @@ def test_data_takes_the_devices_that_other_axes_leave():
 
 def test_what_only_says_who_computes_or_how_or_how_long_may_change_and_all_else_may_not():
     same = settings.fixed(small())
-    free = {"run.log_every": 3, "mesh.tensor": 2, "mesh.pipe": 2, "strategy.zero": 1, "training.steps": 5}
-    free |= {"run.corpus": "x", "run.keep": 9, "run.skips_in_a_row": 9, "training.donate": False}
-    free |= {"model.remat": ("MLP",), "model.remat_policy": "dots", "model.attention": "xla", "training.accumulation": "loop"}
+    free = {
+        "run.log_every": 3,
+        "mesh.tensor": 2,
+        "mesh.pipe": 2,
+        "strategy.zero": 1,
+        "training.steps": 5,
+    }
+    free |= {
+        "run.corpus": "x",
+        "run.keep": 9,
+        "run.skips_in_a_row": 9,
+        "training.donate": False,
+    }
+    free |= {
+        "model.remat": ("MLP",),
+        "model.remat_policy": "dots",
+        "model.attention": "xla",
+        "training.accumulation": "loop",
+    }
     assert settings.fixed(small(**free)) == same
-    for changes in ({"seed": 1}, {"data.batch_size": 8}, {"training.num_minibatches": 2}, {"model.dtype": "bfloat16"}):
+    for changes in (
+        {"seed": 1},
+        {"data.batch_size": 8},
+        {"training.num_minibatches": 2},
+        {"model.dtype": "bfloat16"},
+    ):
         assert settings.changed(same, settings.fixed(small(**changes)))
     said = settings.changed(same, settings.fixed(small(**{"run.validation_batches": 2})))
     assert said == ["run.validation_batches: 0 saved, 2 given"]
 
 
 def test_a_run_may_begin_to_leave_updates_out_but_not_end_to():
-    stop, skip = (settings.fixed(small(**{"run.non_finite": how})) for how in settings.NON_FINITE)
+    stop, skip = (
+        settings.fixed(small(**{"run.non_finite": how})) for how in settings.NON_FINITE
+    )
     assert settings.changed(stop, skip) == settings.changed(skip, skip) == []
     assert settings.changed(skip, stop) == ["run.non_finite: 'skip' saved, 'stop' given"]
 
@@ -218,7 +268,9 @@ def test_a_run_begins_anew_only_if_its_first_checkpoint_was_not_whole_yet(tmp_pa
     settings.write(small(**{"run.checkpoint_every": 10}), tmp_path)
     for step, why in ((20, ""), (21, "has no checkpoints any more")):
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 1.0}) + "\n")
-        assert why in settings.why_not_begun(tmp_path) and bool(why) == bool(settings.why_not_begun(tmp_path))
+        assert why in settings.why_not_begun(tmp_path) and bool(why) == bool(
+            settings.why_not_begun(tmp_path)
+        )
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "report.md").touch()
     assert "has no checkpoints any more" in settings.why_not_begun(tmp_path)
@@ -226,7 +278,10 @@ def test_a_run_begins_anew_only_if_its_first_checkpoint_was_not_whole_yet(tmp_pa
 
 def test_what_a_strategy_does_not_do_on_one_device_is_said():
     whole = small(**{"strategy.zero": 1, "strategy.sequence": True})
-    assert settings.without_effect(whole, 1) == "; without effect on one device: strategy.sequence=True, strategy.zero=1"
+    assert (
+        settings.without_effect(whole, 1)
+        == "; without effect on one device: strategy.sequence=True, strategy.zero=1"
+    )
     assert settings.without_effect(whole, 4) == settings.without_effect(small(), 1) == ""
 
 
@@ -234,7 +289,12 @@ def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):
     whole = settings.whole(configs.get("cpu"))
     whole.strategy.zero = 1
     one, four = (settings.computed(whole, jax.devices("cpu")[:count]) for count in (1, 4))
-    assert (one["device"], one["processes"], one["mesh"], one["strategy"]["zero"]) == ("cpu", 1, {"data": 1}, 0)
+    assert (one["device"], one["processes"], one["mesh"], one["strategy"]["zero"]) == (
+        "cpu",
+        1,
+        {"data": 1},
+        0,
+    )
     assert (four["mesh"], four["strategy"]["zero"]) == ({"data": 4}, 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert settings.computed(whole, jax.devices("cpu")[:4]) == four | {"processes": 2}

@@ -1,4 +1,6 @@
-"""What must be true of every picture: the data is in it, and a reader can read it, without colour too."""
+"""What must be true of every picture: the data is in it, and a reader can read it, without
+colour too.
+"""
 
 import io
 import itertools
@@ -64,14 +66,20 @@ OPS = [
 FORMATS = [mixed_precision.describe(name) for name in ("float32", "float16", "bfloat16")]
 FLOAT16 = mixed_precision.describe("float16")
 
-# An array of shape (4, 8), cut in two ways over two rows of four devices, and a vector that all hold.
+# An array of shape (4, 8), cut in two ways over two rows of four devices, and a vector that all
+# hold.
 HOLDINGS = {
     "P('data', 'tensor')": [
-        Object(device=4 * row + column, ranges=((2 * row, 2 * row + 2), (2 * column, 2 * column + 2)))
+        Object(
+            device=4 * row + column,
+            ranges=((2 * row, 2 * row + 2), (2 * column, 2 * column + 2)),
+        )
         for row in range(2)
         for column in range(4)
     ],
-    "P(None, 'tensor')": [{"device": d, "ranges": [[0, 4], [2 * (d % 4), 2 * (d % 4) + 2]]} for d in range(8)],
+    "P(None, 'tensor')": [
+        {"device": d, "ranges": [[0, 4], [2 * (d % 4), 2 * (d % 4) + 2]]} for d in range(8)
+    ],
     "P()": [Object(device=d, ranges=((0, 8),)) for d in range(8)],
     "P(('data', 'tensor'))": [Object(device=d, ranges=((d, d + 1),)) for d in range(8)],
 }
@@ -91,7 +99,16 @@ TABLES = {
         [cell("F", 0), None, None, cell("B", 0), cell("W", 0)],
         [None, cell("F", 0), cell("B", 0), cell("W", 0), None],
     ],
-    "two chunks": [[cell("F", 0), cell("F", 0, 1), cell("-", 0, 1), cell("BW", 0, 1), cell("-", 0), cell("BW", 0)]],
+    "two chunks": [
+        [
+            cell("F", 0),
+            cell("F", 0, 1),
+            cell("-", 0, 1),
+            cell("BW", 0, 1),
+            cell("-", 0),
+            cell("BW", 0),
+        ]
+    ],
 }
 SPANS = {
     "waits": {"sends": [(0.0, 2e-5)], "multiplies": [(2e-5, 4e-5)]},
@@ -101,11 +118,22 @@ SECONDS = {"network": [(2, 2e-2), (8, 4e-2), (64, 5e-2)], "NVLink": [(2, 2e-3), 
 
 PICTURES = {
     "formats": lambda: figures.formats(FORMATS),
-    "gradient_histogram": lambda: figures.gradient_histogram({"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16),
-    "heap_timeline": lambda: figures.heap_timeline({"a": [0, 2 * GIB, GIB], "b": [0, GIB]}, capacity=3 * GIB),
+    "gradient_histogram": lambda: figures.gradient_histogram(
+        {"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16
+    ),
+    "heap_timeline": lambda: figures.heap_timeline(
+        {"a": [0, 2 * GIB, GIB], "b": [0, GIB]}, capacity=3 * GIB
+    ),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
-    "trace": lambda: figures.trace([(step, 4e-4 * 0.99**step) for step in range(300)], "step", "learning rate", title="Rate"),
-    "lines": lambda: figures.lines({"loop": [(1, 1), (4, 4)], "scan": [(1, 1), (4, 1)]}, "minibatches", "s", logx=True),
+    "trace": lambda: figures.trace(
+        [(step, 4e-4 * 0.99**step) for step in range(300)],
+        "step",
+        "learning rate",
+        title="Rate",
+    ),
+    "lines": lambda: figures.lines(
+        {"loop": [(1, 1), (4, 4)], "scan": [(1, 1), (4, 1)]}, "minibatches", "s", logx=True
+    ),
     "loss_curve": lambda: figures.loss_curve(
         [(0, 8.0), (9, 4.5)], [(0, 8.0), (9, 4.6)], {"bigram": 4.9, "unigram": 6.3}
     ),
@@ -149,7 +177,12 @@ def draw(figure) -> None:
 def texts(figure) -> list[Text]:
     """All texts that are seen, without those of an axis that another one shares."""
     found = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible()]
-    hidden = {id(t) for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for t in _hidden_labels(axis)}
+    hidden = {
+        id(t)
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for t in _hidden_labels(axis)
+    }
     return [t for t in found if id(t) not in hidden]
 
 
@@ -157,11 +190,16 @@ def _hidden_labels(axis):
     low, high = sorted(axis.get_view_interval())
     for tick in axis.get_major_ticks() + axis.get_minor_ticks():
         outside = not low - 1e-9 <= tick.get_loc() <= high + 1e-9
-        yield from (label for label in (tick.label1, tick.label2) if outside or not label.get_visible())
+        yield from (
+            label for label in (tick.label1, tick.label2) if outside or not label.get_visible()
+        )
 
 
 def boxes(figure) -> list:
-    return [Text.get_window_extent(t) if isinstance(t, Annotation) else t.get_window_extent() for t in texts(figure)]
+    return [
+        Text.get_window_extent(t) if isinstance(t, Annotation) else t.get_window_extent()
+        for t in texts(figure)
+    ]
 
 
 def test_every_picture_of_the_package_is_checked_here():
@@ -176,16 +214,26 @@ def test_letters_are_large_enough_lie_inside_and_do_not_cover_each_other(picture
     width, height = figure.get_size_inches() * figure.dpi
     for box in boxes(figure):
         assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
-    for (a, text_a), (b, text_b) in itertools.combinations(zip(boxes(figure), texts(figure), strict=True), 2):
+    for (a, text_a), (b, text_b) in itertools.combinations(
+        zip(boxes(figure), texts(figure), strict=True), 2
+    ):
         shared = (min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0))
-        assert min(shared) <= 1, f"{text_a.get_text()!r} and {text_b.get_text()!r} overlap by {shared} pixels"
+        assert min(shared) <= 1, (
+            f"{text_a.get_text()!r} and {text_b.get_text()!r} overlap by {shared} pixels"
+        )
 
 
-@pytest.mark.parametrize("name", ["formats", "memory_bars", "memory_breakdown", "overlap", "roofline", "schedule"])
+@pytest.mark.parametrize(
+    "name", ["formats", "memory_bars", "memory_breakdown", "overlap", "roofline", "schedule"]
+)
 def test_bars_of_different_kinds_have_different_hatches(name):
     figure = PICTURES[name]()
     for axes in figure.axes:
-        kinds = {(patch.get_facecolor(), patch.get_hatch()) for patch in axes.patches if patch.get_width() > 0}
+        kinds = {
+            (patch.get_facecolor(), patch.get_hatch())
+            for patch in axes.patches
+            if patch.get_width() > 0
+        }
         assert len({hatch for _, hatch in kinds}) == len(kinds) >= 2
 
 
@@ -194,7 +242,11 @@ def test_lines_and_points_have_markers_of_their_own_and_their_name_beside_them(n
     [axes] = PICTURES[name]().axes
     markers = [line.get_marker() for line in axes.lines if line.get_marker() != "None"]
     assert len(set(markers)) == len(markers) >= 2
-    names = {"loop", "scan"} if name == "lines" else {"no remat, no scan", "remat Block, scan", "a neighbour"}
+    names = (
+        {"loop", "scan"}
+        if name == "lines"
+        else {"no remat, no scan", "remat Block, scan", "a neighbour"}
+    )
     assert names <= {t.get_text() for t in axes.texts}
 
 
@@ -210,7 +262,9 @@ def test_pictures_leave_nothing_open_and_are_the_same_twice():
 def test_memory_bars_are_as_long_as_the_memory_in_gib():
     [axes] = figures.memory_bars(ROWS, capacity=24 * GIB).axes
     assert [round(bar.get_width(), 6) for bar in axes.patches] == [20.6, 0, 20.2, 5.0]
-    assert {"20.6 GiB", "not known", "20.2 GiB", "5.0 GiB"} <= {t.get_text() for t in axes.texts}
+    assert {"20.6 GiB", "not known", "20.2 GiB", "5.0 GiB"} <= {
+        t.get_text() for t in axes.texts
+    }
     assert [line.get_xdata()[0] for line in axes.lines] == [24]
 
 
@@ -252,10 +306,16 @@ def test_a_gradient_histogram_counts_what_float16_loses():
     entries = np.array([2.0**-30, 2.0**-26, 2.0**-20, 1.0, 0.0, np.inf, -1e6, -(2.0**-3)])
     figure = figures.gradient_histogram({"g": entries}, FLOAT16)
     [axes] = figure.axes
-    assert axes.get_title(loc="left") == "g: 25.0% underflow to 0, 25.0% overflow, 12.5% are 0 already"
+    assert (
+        axes.get_title(loc="left")
+        == "g: 25.0% underflow to 0, 25.0% overflow, 12.5% are 0 already"
+    )
     with np.errstate(over="ignore"):
         rounded = entries.astype(np.float16)
-    assert np.mean((rounded == 0) & (entries != 0)) == 0.25 and np.mean(~np.isfinite(rounded)) == 0.25
+    assert (
+        np.mean((rounded == 0) & (entries != 0)) == 0.25
+        and np.mean(~np.isfinite(rounded)) == 0.25
+    )
 
 
 def test_a_gradient_histogram_tells_nan_from_overflow():
@@ -265,9 +325,15 @@ def test_a_gradient_histogram_tells_nan_from_overflow():
 
 def test_a_heap_timeline_marks_each_peak():
     [axes] = PICTURES["heap_timeline"]().axes
-    peaks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() != ""]
+    peaks = [
+        (line.get_xdata()[0], line.get_ydata()[0])
+        for line in axes.lines
+        if line.get_marker() != ""
+    ]
     assert peaks[:2] == [(1, 2), (1, 1)]
-    assert {"a: 2.0 GiB", "b: 1.0 GiB", "capacity: 3.0 GiB"} == {t.get_text() for t in axes.texts}
+    assert {"a: 2.0 GiB", "b: 1.0 GiB", "capacity: 3.0 GiB"} == {
+        t.get_text() for t in axes.texts
+    }
 
 
 def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operations():
@@ -275,7 +341,8 @@ def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operat
     rows = [t.get_text() for t in axes.get_yticklabels()]
     assert rows == ["fusion", "dot", "any operation"]
     spans = [path.get_extents() for path in axes.collections[-1].get_paths()]
-    assert [(round(box.x0, 6), round(box.x1, 6)) for box in spans] == [(0, 4), (5, 7), (9, 10)]  # ms: white from 4 to 5
+    # ms: white from 4 to 5
+    assert [(round(box.x0, 6), round(box.x1, 6)) for box in spans] == [(0, 4), (5, 7), (9, 10)]
 
 
 def test_a_step_timeline_begins_with_the_step_and_not_with_its_first_operation():
@@ -286,7 +353,11 @@ def test_a_step_timeline_begins_with_the_step_and_not_with_its_first_operation()
 
 def test_a_step_timeline_sums_the_rows_that_have_no_place():
     [axes] = figures.step_timeline(EVENTS, top=1).axes
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["fusion", "others", "any operation"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == [
+        "fusion",
+        "others",
+        "any operation",
+    ]
     assert [t.get_text() for t in axes.texts] == ["6.0 ms", "1.0 ms"]
 
 
@@ -295,7 +366,9 @@ def test_who_holds_what_has_a_rectangle_a_part_and_names_all_of_its_devices():
     assert [t.get_text() for t in cut.texts] == ["0", "1", "2", "3", "4", "5", "6", "7"]
     assert [t.get_text() for t in copies.texts] == ["0, 4", "1, 5", "2, 6", "3, 7"]
     assert [t.get_text() for t in vector.texts] == ["0-7"]
-    corners = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in cut.patches]
+    corners = [
+        (*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in cut.patches
+    ]
     assert corners == [(2 * column, 2 * row, 2, 2) for row in range(2) for column in range(4)]
     assert sum(patch.get_width() * patch.get_height() for patch in spread.patches) == 8
     assert cut.get_ylim() == (4, 0)  # the first row at the top
@@ -308,12 +381,19 @@ def test_no_two_devices_of_a_host_look_the_same():
 
 
 def test_an_array_that_has_no_flat_picture_is_refused():
-    with pytest.raises(ValueError, match=r"arrays\['x'\] must have at most two dimensions .* it has 3"):
+    with pytest.raises(
+        ValueError, match=r"arrays\['x'\] must have at most two dimensions .* it has 3"
+    ):
         figures.who_holds_what({"x": [Object(device=0, ranges=((0, 1), (0, 1), (0, 1)))]})
 
 
 def test_device_numbers_are_spelled_in_runs():
-    assert [devices.spell(d) for d in ([3], [1, 0], [0, 4], [5, 4, 0, 1])] == ["3", "0-1", "0, 4", "0-1, 4-5"]
+    assert [devices.spell(d) for d in ([3], [1, 0], [0, 4], [5, 4, 0, 1])] == [
+        "3",
+        "0-1",
+        "0, 4",
+        "0-1, 4-5",
+    ]
 
 
 def test_time_against_devices_is_logarithmic_and_says_where_a_host_ends():
@@ -326,15 +406,23 @@ def test_time_against_devices_is_logarithmic_and_says_where_a_host_ends():
 def test_what_runs_while_a_device_sends_stands_below_it():
     waits, ring = PICTURES["overlap"]().axes
     for axes, spans in ((waits, [(0, 20), (20, 40)]), (ring, [(0, 10), (0, 20), (20, 20)])):
-        np.testing.assert_allclose([(box.get_x(), box.get_width()) for box in axes.patches], spans, atol=1e-9)
+        np.testing.assert_allclose(
+            [(box.get_x(), box.get_width()) for box in axes.patches], spans, atol=1e-9
+        )
     assert waits.get_xlim() == ring.get_xlim()
-    assert [axes.get_title("left") for axes in (waits, ring)] == ["waits: 60.0 µs", "ring: 40.0 µs"]
+    assert [axes.get_title("left") for axes in (waits, ring)] == [
+        "waits: 60.0 µs",
+        "ring: 40.0 µs",
+    ]
     assert waits.patches[0].get_hatch() != waits.patches[1].get_hatch()
 
 
 def test_a_schedule_has_a_cell_for_all_that_is_done_as_long_as_it_takes():
     one_go, split, chunks = PICTURES["schedule"]().axes
-    placed = [[(p.get_x(), round(p.get_y() + 0.45), p.get_width()) for p in axes.patches] for axes in (one_go, split, chunks)]
+    placed = [
+        [(p.get_x(), round(p.get_y() + 0.45), p.get_width()) for p in axes.patches]
+        for axes in (one_go, split, chunks)
+    ]
     assert placed[0] == [(0, 0, 1), (4, 0, 2), (1, 1, 1), (2, 1, 2)]
     assert placed[1] == [(0, 0, 1), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1)]
     assert placed[2] == [(0, 0, 0.5), (0.5, 0, 0.5), (1, 0, 1), (2, 0, 1)]
@@ -356,7 +444,12 @@ def test_labels_that_would_collide_are_spread_in_their_order():
 
 
 def test_units_are_chosen_for_the_reader():
-    assert [style.size(b) for b in (20.6 * GIB, 96 * 2**20, 2048, 12)] == ["20.6 GiB", "96.0 MiB", "2.0 KiB", "12 B"]
+    assert [style.size(b) for b in (20.6 * GIB, 96 * 2**20, 2048, 12)] == [
+        "20.6 GiB",
+        "96.0 MiB",
+        "2.0 KiB",
+        "12 B",
+    ]
     assert [style.duration(s) for s in (2.1, 0.73, 3.4e-6)] == ["2.1 s", "730 ms", "3.4 µs"]
     assert style.shorten("jit(step)/a/very/long/scope", 12) == "jit(…g/scope"
 

@@ -1,4 +1,6 @@
-"""What the notebooks are helped with: a checked environment, source that is the live one, tables that line up."""
+"""What the notebooks are helped with: a checked environment, source that is the live one,
+tables that line up.
+"""
 
 import dataclasses
 import os
@@ -20,7 +22,11 @@ def test_setup_says_in_one_line_what_runs_here(capsys):
     notebook.setup()
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert f"jax {jax.__version__}" in out and jax.devices()[0].device_kind in out and "virtual GPUs: " in out
+    assert (
+        f"jax {jax.__version__}" in out
+        and jax.devices()[0].device_kind in out
+        and "virtual GPUs: " in out
+    )
 
 
 def test_setup_leaves_a_gpus_memory_to_other_processes_unless_the_user_decided(monkeypatch):
@@ -34,11 +40,15 @@ def test_setup_leaves_a_gpus_memory_to_other_processes_unless_the_user_decided(m
 
 @pytest.mark.parametrize("version", ["0.6.2", "0.7.1"])
 def test_a_jax_that_is_too_old_is_refused_with_the_command_that_helps(version):
-    with pytest.raises(RuntimeError, match=rf"jax {version} is too old.*pip install 'jax>=0.7.2'"):
+    with pytest.raises(
+        RuntimeError, match=rf"jax {version} is too old.*pip install 'jax>=0.7.2'"
+    ):
         notebook.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.7.2", "0.10.2", "0.12.0.1", "1.0.0", "0.10.0rc1", "0.11.0.dev20260101"])
+@pytest.mark.parametrize(
+    "version", ["0.7.2", "0.10.2", "0.12.0.1", "1.0.0", "0.10.0rc1", "0.11.0.dev20260101"]
+)
 def test_versions_are_compared_as_numbers(version):
     notebook.check_version(version)
 
@@ -50,7 +60,9 @@ def test_what_is_no_version_is_refused():
 
 def test_source_shows_the_file_and_the_text_of_the_live_function(capsys, monkeypatch):
     out = shown(capsys, monkeypatch, notebook.check_version)
-    assert out.startswith("`course_lib/show/notebook.py`\n```python\ndef check_version(found: str) -> None:")
+    assert out.startswith(
+        "`course_lib/show/notebook.py`\n```python\ndef check_version(found: str) -> None:"
+    )
     assert "raise RuntimeError(" in out and out.rstrip().endswith("```")
 
 
@@ -72,10 +84,13 @@ def test_what_has_no_source_is_refused(thing):
 
 
 def test_a_table_lines_up_numbers_on_the_right_and_text_on_the_left(capsys):
-    rows = [dict(name="weights", bytes=155_877_376, share=2 / 3), dict(name="a", bytes=12, share=None)]
+    rows = [
+        dict(name="weights", bytes=155_877_376, share=2 / 3),
+        dict(name="a", bytes=12, share=None),
+    ]
     notebook.table(rows, title="Where the memory goes")
-    assert capsys.readouterr().out == (
-        "Where the memory goes\n"
+    assert (
+        capsys.readouterr().out == "Where the memory goes\n"
         "name           bytes   share\n"
         "-------  -----------  ------\n"
         "weights  155,877,376  0.6667\n"
@@ -91,7 +106,11 @@ class Row:
 
 
 def test_a_table_takes_dataclasses_chooses_columns_and_formats_scalars_of_any_kind(capsys):
-    notebook.table([Row(1000, jnp.float32(2.5)), Row(2, jnp.bfloat16(0.5))], ["loss", "ok"], formats={"loss": ".2f"})
+    notebook.table(
+        [Row(1000, jnp.float32(2.5)), Row(2, jnp.bfloat16(0.5))],
+        ["loss", "ok"],
+        formats={"loss": ".2f"},
+    )
     assert capsys.readouterr().out == "loss  ok\n----  ----\n2.50  True\n0.50  True\n"
 
 
@@ -99,7 +118,10 @@ def test_a_table_takes_dataclasses_chooses_columns_and_formats_scalars_of_any_ki
     "arguments, message",
     [
         (dict(rows=[]), "rows=.. must hold at least one row"),
-        (dict(rows=[{"a": 1}, {"b": 2}]), r"rows\[1\] must have the columns \['a'\]: it lacks \['a'\], adds \['b'\]"),
+        (
+            dict(rows=[{"a": 1}, {"b": 2}]),
+            r"rows\[1\] must have the columns \['a'\]: it lacks \['a'\], adds \['b'\]",
+        ),
         (dict(rows=[{"a": 1}], columns=["c"]), r"rows\[0\] must have the columns \['c'\]"),
         (dict(rows=[{"a": 1}], formats={"A": ".1f"}), r"formats=\['A'\] must name columns"),
         (dict(rows=[3]), "must be a dict or a dataclass"),

@@ -30,17 +30,28 @@ def folder(tmp_path):
 
 
 def test_the_corpus_is_the_one_that_was_built():
-    packed = importlib.resources.files("course_lib.text").joinpath("corpus", data.CORPUS).read_bytes()
+    packed = (
+        importlib.resources.files("course_lib.text")
+        .joinpath("corpus", data.CORPUS)
+        .read_bytes()
+    )
     assert hashlib.sha256(gzip.decompress(packed)).hexdigest() == data.CORPUS_SHA256
 
 
 def test_the_build_script_packs_this_text_with_this_header_and_lists_these_modules():
-    packed = importlib.resources.files("course_lib.text").joinpath("corpus", data.CORPUS).read_bytes()
+    packed = (
+        importlib.resources.files("course_lib.text")
+        .joinpath("corpus", data.CORPUS)
+        .read_bytes()
+    )
     text = gzip.decompress(packed)
     assert gzip.decompress(build_corpus.pack(text)) == text
-    assert build_corpus.pack(text)[:10] == packed[:10]  # the header: no date, no name of a file or a system
+    # the header: no date, no name of a file or a system
+    assert build_corpus.pack(text)[:10] == packed[:10]
     names = [json.loads(line)["name"] for line in text.splitlines()]
-    assert [name for name in names if name.startswith("lib/")] == sorted(f"lib/{name}.py" for name in build_corpus.MODULES)
+    assert [name for name in names if name.startswith("lib/")] == sorted(
+        f"lib/{name}.py" for name in build_corpus.MODULES
+    )
 
 
 def test_another_release_of_python_is_no_source_of_the_corpus(tmp_path):
@@ -48,27 +59,37 @@ def test_another_release_of_python_is_no_source_of_the_corpus(tmp_path):
     header.parent.mkdir(parents=True)
     header.write_text('#define PY_VERSION "3.13.1"')
     source = tmp_path / "lib" / "python3.13"
-    with pytest.raises(ValueError, match=r"must be the lib/python3\.13 of an installed CPython 3\.13\.0"):
+    with pytest.raises(
+        ValueError, match=r"must be the lib/python3\.13 of an installed CPython 3\.13\.0"
+    ):
         build_corpus.build(source, tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
 
 
 def test_the_corpus_comes_with_its_licence_and_its_source():
     folder = importlib.resources.files("course_lib.text").joinpath("corpus")
-    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in folder.joinpath("LICENSE").read_text()
+    assert (
+        "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in folder.joinpath("LICENSE").read_text()
+    )
     assert "3.13.0" in folder.joinpath("SOURCE.md").read_text()
 
 
 def test_no_document_is_in_both_splits_and_both_hold_english_and_code():
-    train, validation = ({document.name for document in data.documents(split)} for split in data.SPLITS)
+    train, validation = (
+        {document.name for document in data.documents(split)} for split in data.SPLITS
+    )
     assert not train & validation
     for names in (train, validation):
         assert {name.split("/")[0] for name in names} == {"lib", "topics"}
-    sizes = [sum(len(document.text) for document in data.documents(split)) for split in data.SPLITS]
+    sizes = [
+        sum(len(document.text) for document in data.documents(split)) for split in data.SPLITS
+    ]
     assert 0.08 < sizes[1] / sum(sizes) < 0.16
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'é'", "漢字 \N{PILE OF POO}\r\n\x00", "", "  two  spaces  "])
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n\treturn 'é'", "漢字 \N{PILE OF POO}\r\n\x00", "", "  two  spaces  "]
+)
 def test_any_text_survives_the_tokenizer(text):
     tokenizer = data.tokenizer()
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -77,7 +98,10 @@ def test_any_text_survives_the_tokenizer(text):
 def test_the_tokens_are_the_documents_each_closed_by_the_end_token():
     tokens, tokenizer = data.tokens("validation"), data.tokenizer()
     end = tokenizer.token_to_id(data.END)
-    texts = [tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == end))]
+    texts = [
+        tokenizer.decode(part.tolist())
+        for part in np.split(tokens, np.flatnonzero(tokens == end))
+    ]
     assert texts == [*[document.text for document in data.documents("validation")], ""]
     assert tokenizer.get_vocab_size() == data.VOCAB_SIZE > tokens.max()
 
@@ -93,7 +117,9 @@ def test_tokens_come_from_the_cache_the_second_time(cache, monkeypatch):
     np.testing.assert_array_equal(data.tokens("train"), first)
 
 
-def test_tokens_are_those_of_the_text_that_their_place_in_the_cache_is_named_after(cache, tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_text_that_their_place_in_the_cache_is_named_after(
+    cache, tmp_path, monkeypatch
+):
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("before")
     prepare = data._prepare
@@ -109,12 +135,17 @@ def test_tokens_are_those_of_the_text_that_their_place_in_the_cache_is_named_aft
 
 
 def test_labels_that_are_masked_in_one_batch_are_not_in_the_next():
-    batches = data.batches(np.arange(99, dtype=np.uint16), batch_size=2, seq_len=4, seed=0, steps=2, vocab_size=200)
+    batches = data.batches(
+        np.arange(99, dtype=np.uint16), batch_size=2, seq_len=4, seed=0, steps=2, vocab_size=200
+    )
     next(batches).weights[0] = 0
     assert next(batches).weights.min() == 1
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: content[:-1] + b"!", lambda content: b""])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: content[:100], lambda content: content[:-1] + b"!", lambda content: b""],
+)
 def test_a_damaged_cache_is_made_again_and_it_is_said(cache, folder, capsys, damage):
     data.tokenizer()
     others = set(cache.iterdir())
@@ -144,19 +175,25 @@ def _sum_of_tokens(folder, barrier, results):
 def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    workers = [context.Process(target=_sum_of_tokens, args=(str(tmp_path), barrier, results)) for _ in range(2)]
+    workers = [
+        context.Process(target=_sum_of_tokens, args=(str(tmp_path), barrier, results))
+        for _ in range(2)
+    ]
     for worker in workers:
         worker.start()
     sums = [results.get(timeout=600) for _ in workers]
     for worker in workers:
         worker.join()
     assert sums == [int(data.tokens("train").sum())] * 2
-    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]  # no half-written file is left
+    # no half-written file is left
+    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
 
 
 def test_a_batch_is_windows_of_the_text_and_its_labels_are_one_token_later():
     tokens = np.arange(100, dtype=np.uint16)
-    for batch in data.batches(tokens, batch_size=3, seq_len=5, seed=0, steps=50, vocab_size=data.VOCAB_SIZE):
+    for batch in data.batches(
+        tokens, batch_size=3, seq_len=5, seed=0, steps=50, vocab_size=data.VOCAB_SIZE
+    ):
         assert batch.inputs.shape == batch.labels.shape == batch.weights.shape == (3, 5)
         np.testing.assert_array_equal(batch.labels, batch.inputs + 1)
         np.testing.assert_array_equal(batch.inputs, batch.inputs[:, :1] + np.arange(5))
@@ -165,7 +202,14 @@ def test_a_batch_is_windows_of_the_text_and_its_labels_are_one_token_later():
 
 def test_a_seed_gives_the_same_batches_again_and_another_seed_others():
     def first(seed):
-        batches = data.batches(data.tokens("train"), batch_size=4, seq_len=8, seed=seed, steps=1, vocab_size=data.VOCAB_SIZE)
+        batches = data.batches(
+            data.tokens("train"),
+            batch_size=4,
+            seq_len=8,
+            seed=seed,
+            steps=1,
+            vocab_size=data.VOCAB_SIZE,
+        )
         return next(batches).inputs
 
     np.testing.assert_array_equal(first(1), first(1))
@@ -175,17 +219,22 @@ def test_a_seed_gives_the_same_batches_again_and_another_seed_others():
 @pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
 def test_validation_batches_hold_every_token_but_the_first_once_as_a_label(length):
     tokens = np.arange(length, dtype=np.uint16)
-    batches = list(data.validation_batches(tokens, batch_size=2, seq_len=8, vocab_size=data.VOCAB_SIZE))
+    batches = list(
+        data.validation_batches(tokens, batch_size=2, seq_len=8, vocab_size=data.VOCAB_SIZE)
+    )
     labels = np.concatenate([batch.labels[batch.weights == 1] for batch in batches])
     np.testing.assert_array_equal(labels, tokens[1:])
     assert all(batch.labels.shape == (2, 8) for batch in batches)
 
 
 def test_a_validation_batch_is_made_when_it_is_asked_for():
-    tokens = np.zeros(10**6, np.uint16)  # 2 MB; all batches at once, and the positions in them, would be 28 MB
+    # 2 MB; all batches at once, and the positions in them, would be 28 MB
+    tokens = np.zeros(10**6, np.uint16)
     tracemalloc.start()
     try:
-        for _ in data.validation_batches(tokens, batch_size=4, seq_len=256, vocab_size=data.VOCAB_SIZE):
+        for _ in data.validation_batches(
+            tokens, batch_size=4, seq_len=256, vocab_size=data.VOCAB_SIZE
+        ):
             pass
         assert tracemalloc.get_traced_memory()[1] < 500_000
     finally:
@@ -194,7 +243,14 @@ def test_a_validation_batch_is_made_when_it_is_asked_for():
 
 def test_a_token_outside_the_vocabulary_is_named_with_its_position():
     with pytest.raises(ValueError, match=r"tokens\[2\]=7 must be in \[0, vocab_size=5\)"):
-        data.batches(np.array([1, 4, 7], np.uint16), batch_size=1, seq_len=1, seed=0, steps=1, vocab_size=5)
+        data.batches(
+            np.array([1, 4, 7], np.uint16),
+            batch_size=1,
+            seq_len=1,
+            seed=0,
+            steps=1,
+            vocab_size=5,
+        )
     with pytest.raises(ValueError, match=r"tokens\[0\]=-1"):
         data.check_tokens(np.array([-1, 4]), 5)
     with pytest.raises(ValueError, match=r"tokens\[1, 0\]=9"):
@@ -203,12 +259,23 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position():
 
 def test_too_few_tokens_for_a_window_are_refused():
     with pytest.raises(ValueError, match="seq_len=3 must be under the number of tokens, 3"):
-        data.batches(np.arange(3, dtype=np.uint16), batch_size=1, seq_len=3, seed=0, steps=1, vocab_size=data.VOCAB_SIZE)
+        data.batches(
+            np.arange(3, dtype=np.uint16),
+            batch_size=1,
+            seq_len=3,
+            seed=0,
+            steps=1,
+            vocab_size=data.VOCAB_SIZE,
+        )
     with pytest.raises(ValueError, match="tokens must be two or more, not 1"):
-        data.validation_batches(np.arange(1, dtype=np.uint16), batch_size=1, seq_len=1, vocab_size=data.VOCAB_SIZE)
+        data.validation_batches(
+            np.arange(1, dtype=np.uint16), batch_size=1, seq_len=1, vocab_size=data.VOCAB_SIZE
+        )
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 0, "seq_len": 8}, {"batch_size": 2, "seq_len": 0}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 0, "seq_len": 8}, {"batch_size": 2, "seq_len": 0}]
+)
 def test_a_batch_without_labels_is_refused(sizes):
     tokens = np.arange(100, dtype=np.uint16)
     with pytest.raises(ValueError, match="=0 must be at least 1"):
@@ -218,17 +285,24 @@ def test_a_batch_without_labels_is_refused(sizes):
 
 
 def test_a_folder_of_text_is_a_corpus(folder):
-    names = [document.name for split in data.SPLITS for document in data.documents(split, folder)]
+    names = [
+        document.name for split in data.SPLITS for document in data.documents(split, folder)
+    ]
     assert sorted(names) == ["a.txt", "b.txt", "c/d.txt"]
     tokenizer = data.tokenizer()
-    text = "".join(tokenizer.decode(data.tokens(split, folder).tolist()) for split in data.SPLITS)
+    text = "".join(
+        tokenizer.decode(data.tokens(split, folder).tolist()) for split in data.SPLITS
+    )
     assert all(f"this is {name}" in text for name in names)
 
 
 def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
         data.documents("train", tmp_path / "missing")
-    with pytest.raises(ValueError, match=re.escape(f"corpus={str(tmp_path)!r} must hold two files or more, it has 0")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"corpus={str(tmp_path)!r} must hold two files or more, it has 0"),
+    ):
         data.documents("train", tmp_path)
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "bad.bin").write_bytes(b"\xff\xfe")
@@ -242,28 +316,49 @@ def test_links_are_followed_and_no_text_is_read_twice(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "inner").mkdir()
     (elsewhere / "inner" / "e.txt").write_text("e")
-    targets = {"linked": elsewhere, "c/up": folder, "again": folder / "c", "f.txt": elsewhere / "inner" / "e.txt"}
+    targets = {
+        "linked": elsewhere,
+        "c/up": folder,
+        "again": folder / "c",
+        "f.txt": elsewhere / "inner" / "e.txt",
+    }
     for name, target in targets.items():
         (folder / name).symlink_to(target)
-    assert list(data.text_files(folder)) == ["a.txt", "again/d.txt", "b.txt", "f.txt", "linked/inner/e.txt"]
+    assert list(data.text_files(folder)) == [
+        "a.txt",
+        "again/d.txt",
+        "b.txt",
+        "f.txt",
+        "linked/inner/e.txt",
+    ]
 
 
 def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(folder, monkeypatch):
     scandir = os.scandir
 
     def forbidden(path):
-        if os.fspath(path).endswith("/c"):  # the tests may run as root, to whom nothing is forbidden
+        # the tests may run as root, to whom nothing is forbidden
+        if os.fspath(path).endswith("/c"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", forbidden)
-    with pytest.raises(ValueError, match=rf"^corpus='{folder}': '{folder}/c' may not be read; permit it, or take another"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^corpus='{folder}': '{folder}/c' may not be read; permit it, or take another",
+    ):
         data.text_files(folder)
 
 
 def test_what_is_no_file_is_refused_and_not_left_out(folder):
     (folder / "c" / "gone.txt").symlink_to(folder / "nothing")
-    with pytest.raises(ValueError, match=r"c/gone.txt' is neither a file nor a folder, or a link to what is not there; remove"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"c/gone.txt' is neither a file nor a folder, or a link to what is not there;"
+            r" remove"
+        ),
+    ):
         data.text_files(folder)
 
 
@@ -274,7 +369,9 @@ def test_a_name_that_is_not_utf8_is_named(folder):
             pass
     except OSError:
         pytest.skip("this file system has no such names")
-    with pytest.raises(ValueError, match=r"caf\\udce9\.txt' has a name that is not UTF-8; rename it"):
+    with pytest.raises(
+        ValueError, match=r"caf\\udce9\.txt' has a name that is not UTF-8; rename it"
+    ):
         data.documents("train", folder)
 
 
@@ -288,7 +385,9 @@ def test_a_document_that_holds_the_token_between_documents_is_refused(tmp_path):
 def test_a_folder_of_empty_files_is_refused(tmp_path):
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("")
-    with pytest.raises(ValueError, match="must hold text: the files of split='validation' are all empty"):
+    with pytest.raises(
+        ValueError, match="must hold text: the files of split='validation' are all empty"
+    ):
         data.documents("validation", tmp_path)
 
 
@@ -297,15 +396,26 @@ def test_this_machines_standard_library_is_a_larger_corpus():
     assert size > 3e6
 
 
-def test_a_standard_library_that_lies_in_a_folder_called_test_is_read_but_for_its_own_tests(tmp_path, monkeypatch):
+def test_a_standard_library_that_lies_in_a_folder_called_test_is_read_but_for_its_own_tests(
+    tmp_path, monkeypatch
+):
     stdlib = tmp_path / "test" / "lib"
     for name in ("a.py", "b.py", "json/test/c.py", "site-packages/d.py"):
         (stdlib / name).parent.mkdir(parents=True, exist_ok=True)
         (stdlib / name).write_text("pass")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(stdlib))
-    assert {document.name for split in data.SPLITS for document in data.documents(split, "stdlib")} == {"a.py", "b.py"}
+    assert {
+        document.name for split in data.SPLITS for document in data.documents(split, "stdlib")
+    } == {"a.py", "b.py"}
 
 
 def test_no_steps_are_refused_and_not_a_silent_nothing():
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
-        data.batches(np.arange(9, dtype=np.uint16), batch_size=1, seq_len=2, seed=0, steps=0, vocab_size=9)
+        data.batches(
+            np.arange(9, dtype=np.uint16),
+            batch_size=1,
+            seq_len=2,
+            seed=0,
+            steps=0,
+            vocab_size=9,
+        )

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("cache")
 def folder(tmp_path):
     """A corpus of five documents, of which one is in the validation split."""
     for i in range(5):
-        (tmp_path / f"{i}.txt").write_text(f"this is document {i}, in UTF-8: \N{GREEK SMALL LETTER PI}\n" * (i + 1), "utf-8")
+        (tmp_path / f"{i}.txt").write_text(
+            f"this is document {i}, in UTF-8: \N{GREEK SMALL LETTER PI}\n" * (i + 1), "utf-8"
+        )
     return tmp_path
 
 
@@ -58,10 +60,15 @@ def test_the_same_seed_gives_the_same_batches_and_another_one_others():
 
 def test_a_label_is_the_token_after_its_input_around_the_end_of_the_stream_too():
     for batch in take(batches(), 2 * WINDOWS // 4):
-        assert batch.inputs.dtype == batch.labels.dtype == np.int32 and batch.weights.dtype == np.float32
+        assert (
+            batch.inputs.dtype == batch.labels.dtype == np.int32
+            and batch.weights.dtype == np.float32
+        )
         assert batch.inputs.shape == batch.labels.shape == batch.weights.shape == (4, 8)
         np.testing.assert_array_equal(batch.labels, (batch.inputs + 1) % len(TOKENS))
-        np.testing.assert_array_equal(batch.inputs, (batch.inputs[:, :1] + np.arange(8)) % len(TOKENS))
+        np.testing.assert_array_equal(
+            batch.inputs, (batch.inputs[:, :1] + np.arange(8)) % len(TOKENS)
+        )
         assert (batch.weights == 1).all()
 
 
@@ -69,7 +76,8 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_cuts_and_orders_them_
     epochs = [batch.inputs[:, 0] for batch in take(batches(batch_size=WINDOWS), 3)]
     for epoch in epochs:
         gaps = sorted(np.diff(np.sort(epoch)))
-        assert gaps[:-1] == [8] * (WINDOWS - 2) and gaps[-1] in (8, 8 + 4003 % 8)  # the larger one where the circle is cut
+        # the larger one where the circle is cut
+        assert gaps[:-1] == [8] * (WINDOWS - 2) and gaps[-1] in (8, 8 + 4003 % 8)
     ranks = [tuple(np.argsort(epoch)) for epoch in epochs]
     assert len(set(ranks)) == len({epoch.min() for epoch in epochs}) == 3
 
@@ -88,18 +96,23 @@ def test_shards_together_are_the_batch_of_one(shards):
 
 
 @pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (4, 2), (2, 1)])
-def test_a_state_leads_to_the_batches_that_came_after_it_on_any_number_of_processes(before, after):
+def test_a_state_leads_to_the_batches_that_came_after_it_on_any_number_of_processes(
+    before, after
+):
     whole = take(batches(), 12)
     running = [batches(shard=shard, shards=before) for shard in range(before)]
     for iterator in running:
         take(iterator, 7)
-    (state,) = {json.dumps(iterator.get_state()) for iterator in running}  # one state, whichever process saves it
+    # one state, whichever process saves it
+    (state,) = {json.dumps(iterator.get_state()) for iterator in running}
     resumed = [batches(shard=shard, shards=after) for shard in range(after)]
     for iterator in resumed:
         next(iterator)
         iterator.set_state(json.loads(state))
     for batch in whole[7:]:
-        assert_equal([jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, resumed))], [batch])
+        assert_equal(
+            [jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, resumed))], [batch]
+        )
 
 
 def test_labels_that_are_masked_change_neither_inputs_nor_the_next_batch():
@@ -139,16 +152,29 @@ def test_the_state_on_devices_is_that_of_the_last_batch_handed_out(rows, ahead):
 def test_a_process_is_the_shard_whose_rows_its_devices_hold(rows):
     devices = rows.mesh.devices
     assert loading.shard_of(rows, 8, 16) == (0, 1)
-    assert [loading.shard_of(rows, 8, 16, devices[half].flat) for half in (slice(2), slice(2, 4))] == [(0, 2), (1, 2)]
-    assert [loading.shard_of(rows, 8, 16, devices[:, half]) for half in (0, 1)] == [(0, 1), (0, 1)]  # these divide the model
-    with pytest.raises(ValueError, match=r"must give a process one part of a batch, not the rows \[\(0, 2\), \(6, 8\)\] of 8"):
+    assert [
+        loading.shard_of(rows, 8, 16, devices[half].flat) for half in (slice(2), slice(2, 4))
+    ] == [(0, 2), (1, 2)]
+    # these divide the model
+    assert [loading.shard_of(rows, 8, 16, devices[:, half]) for half in (0, 1)] == [
+        (0, 1),
+        (0, 1),
+    ]
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"must give a process one part of a batch, not the rows \[\(0, 2\), \(6, 8\)\] of 8"
+        ),
+    ):
         loading.shard_of(rows, 8, 16, devices[[0, 3]].flat)
     with pytest.raises(ValueError, match=r"not the rows \[\(2, 4\), \(4, 6\)\] of 8"):
         loading.shard_of(rows, 8, 16, devices[1:3].flat)
 
 
 @pytest.mark.parametrize("split", data.SPLITS)
-def test_a_token_file_holds_the_tokens_of_its_split_and_stays_on_disk(split, folder, monkeypatch):
+def test_a_token_file_holds_the_tokens_of_its_split_and_stays_on_disk(
+    split, folder, monkeypatch
+):
     monkeypatch.setattr(loading, "GROUP", 100)  # several pieces
     for corpus in ("shipped", folder):
         found = loading.token_file(split, corpus)
@@ -165,7 +191,9 @@ def test_a_token_file_is_prepared_once(folder, monkeypatch):
 def test_a_document_is_read_when_those_before_it_are_written(folder, monkeypatch):
     monkeypatch.setattr(loading, "GROUP", 1)
     alive = []
-    monkeypatch.setattr(data, "encode", lambda model, texts: alive.append(len(texts)) or np.zeros(1, np.uint16))
+    monkeypatch.setattr(
+        data, "encode", lambda model, texts: alive.append(len(texts)) or np.zeros(1, np.uint16)
+    )
     loading.token_file("train", folder)
     assert alive == [1, 1, 1, 1]
 
@@ -183,7 +211,9 @@ def test_a_folder_that_changes_gets_another_token_file(folder, change):
     assert loading.token_file("train", folder).filename != before.filename
 
 
-def test_a_folder_that_changes_while_it_is_read_is_refused_and_leaves_no_file(folder, cache, monkeypatch):
+def test_a_folder_that_changes_while_it_is_read_is_refused_and_leaves_no_file(
+    folder, cache, monkeypatch
+):
     loading.token_file("validation", folder)
     before, encode = set(cache.iterdir()), data.encode
 
@@ -234,16 +264,20 @@ def test_a_token_file_that_is_killed_half_way_is_never_seen(folder, cache):
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, "-c", program, str(folder)], **pipes) as process:
         assert process.stdout.readline() == "piece\n"
-        process.stdin.write("\n")  # for the first piece; the second waits for a line until it is killed
+        # for the first piece; the second waits for a line until it is killed
+        process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "piece\n"  # the first piece is written when the second begins
+        # the first piece is written when the second begins
+        assert process.stdout.readline() == "piece\n"
         parts = list(cache.glob(f"{path.name}.*.part"))
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert len(parts) == 1 and not path.exists()
     os.utime(parts[0], (0, 0))
     (folder / "0.txt").write_text("the next run's text, and so its token file, is another one")
-    np.testing.assert_array_equal(loading.token_file("train", folder), data.tokens("train", folder))
+    np.testing.assert_array_equal(
+        loading.token_file("train", folder), data.tokens("train", folder)
+    )
     assert not list(cache.glob("*.part"))
 
 
@@ -257,7 +291,8 @@ def test_one_prepares_the_tokens_and_the_others_wait(folder, monkeypatch):
         return encode(model, texts)
 
     monkeypatch.setattr(data, "encode", slow)
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # a lock is that of an open file, not of a process
+    # a lock is that of an open file, not of a process
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: loading.token_file("train", folder), range(3)))
     assert len(called) == 1
     for each in found:
@@ -296,8 +331,11 @@ def test_a_document_that_may_not_be_read_is_named(folder, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return read(path)
 
-    monkeypatch.setattr(pathlib.Path, "read_bytes", forbidden)  # for who runs the tests as root it would be readable
-    with pytest.raises(ValueError, match="'3.txt' is not UTF-8, or unreadable .*Permission denied.*remove it"):
+    # for who runs the tests as root it would be readable
+    monkeypatch.setattr(pathlib.Path, "read_bytes", forbidden)
+    with pytest.raises(
+        ValueError, match="'3.txt' is not UTF-8, or unreadable .*Permission denied.*remove it"
+    ):
         for split in data.SPLITS:
             loading.token_file(split, folder)
 

@@ -9,21 +9,29 @@ from course_lib.text import data, ngrams
 def test_counting_pairs_beats_counting_tokens_on_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
     train, validation = data.tokens("train"), data.tokens("validation")
-    assert ngrams.bigram_loss(train, validation, 2048) < ngrams.unigram_loss(train, validation, 2048) - 1
+    assert (
+        ngrams.bigram_loss(train, validation, 2048)
+        < ngrams.unigram_loss(train, validation, 2048) - 1
+    )
 
 
 def test_the_weight_between_pairs_and_tokens_is_chosen_on_the_end_of_the_training_text_and_on_nothing_else():
     up, down = np.tile([0, 1, 2, 3], 450), np.tile([3, 2, 1, 0], 50)
-    # In the end of up + down none of the counted pairs occurs, so that pairs are trusted least, though in `up` they say all.
+    # In the end of up + down none of the counted pairs occurs, so that pairs are trusted least,
+    # though in `up` they say all.
     least = -np.log(0.01 * 0.9 + 0.99 / 4)
-    assert ngrams.bigram_loss(np.concatenate([up, down]), up, 4) == pytest.approx(least, abs=1e-2)
+    assert ngrams.bigram_loss(np.concatenate([up, down]), up, 4) == pytest.approx(
+        least, abs=1e-2
+    )
     assert ngrams.bigram_loss(np.concatenate([up, up]), up, 4) < 0.02
 
 
 def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_and_the_unigram_only_how_often_it_occurs():
     train, validation = np.tile([0, 1], 500), np.tile([0, 1], 50)
     assert ngrams.unigram_loss(train, validation, 2) == pytest.approx(np.log(2), abs=1e-3)
-    assert ngrams.bigram_loss(train, validation, 2) == pytest.approx(-np.log(0.99 + 0.01 / 2), abs=1e-3)
+    assert ngrams.bigram_loss(train, validation, 2) == pytest.approx(
+        -np.log(0.99 + 0.01 / 2), abs=1e-3
+    )
 
 
 def test_no_token_is_impossible():
@@ -33,8 +41,14 @@ def test_no_token_is_impossible():
 
 @pytest.mark.parametrize("loss", [ngrams.unigram_loss, ngrams.bigram_loss])
 def test_tokens_outside_of_the_vocabulary_are_refused_and_not_counted_as_another_pair(loss):
-    inside, outside, negative = np.tile([0, 1, 2], 50), np.tile([0, 1, 2, 3], 50), np.tile([0, 1, -1], 50)
-    with pytest.raises(ValueError, match=r"train holds tokens from 0 to 3, which must be in \[0, 3\)"):
+    inside, outside, negative = (
+        np.tile([0, 1, 2], 50),
+        np.tile([0, 1, 2, 3], 50),
+        np.tile([0, 1, -1], 50),
+    )
+    with pytest.raises(
+        ValueError, match=r"train holds tokens from 0 to 3, which must be in \[0, 3\)"
+    ):
         loss(outside, inside, 3)
     with pytest.raises(ValueError, match="validation holds tokens from 0 to 3"):
         loss(inside, outside, 3)

@@ -1,8 +1,9 @@
 """Pipeline schedules: tables of which device does what in which slot of time.
 
-A pipeline cuts the model's layers into stages, one after the other on different devices, and the batch into M
-microbatches, so that the devices can work on different ones at once. In what order each device works decides how long
-it idles and how many activations it keeps. A schedule is nothing but that:
+A pipeline cuts the model's layers into stages, one after the other on different devices, and
+the batch into M microbatches, so that the devices can work on different ones at once. In what
+order each device works decides how long it idles and how many activations it keeps. A schedule
+is nothing but that:
 
     table[device][time] -> Op, or None where the device idles
 
@@ -11,9 +12,10 @@ it idles and how many activations it keeps. A schedule is nothing but that:
     W   backward, the gradient of the stage's weights
     BW  both in one go: two cells, "-" and then "BW", in which it takes effect
 
-Each of F, B and W is one slot, as Qi et al. count (2023, https://arxiv.org/abs/2401.10241), so that all schedules compare.
-What a slot gives arrives at the next or previous stage in time for the next slot. A device may hold several chunks
-of layers: chunk c of device d is stage c S + d of the model, so that activations run around the ring of devices v times.
+Each of F, B and W is one slot, as Qi et al. count (2023, https://arxiv.org/abs/2401.10241), so
+that all schedules compare. What a slot gives arrives at the next or previous stage in time for
+the next slot. A device may hold several chunks of layers: chunk c of device d is stage c S + d
+of the model, so that activations run around the ring of devices v times.
 
                     idle share                peak of live microbatches, device d        source
     gpipe           (S-1) / (M+S-1)           M                                          Huang et al., 2018
@@ -22,9 +24,10 @@ of layers: chunk c of device d is stage c S + d of the model, so that activation
     depth_first     (S-1) / (vM+S-1)          min(2(S-d-1) + (v-1)S + 1, vM)             Narayanan et al., 2021
     zero_bubble     (S-1) / (3M+S-1)          min(S, M)                                  Qi et al., 2023 (ZB-H1)
 
-The last three bubbles are of M >= S microbatches; with fewer, `bubble` counts more. Live is what has run its F but not its
-W: one chunk's input of one microbatch, 1/v of the layers of a device without chunks.
-Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503, https://arxiv.org/abs/2211.05953,
+The last three bubbles are of M >= S microbatches; with fewer, `bubble` counts more. Live is
+what has run its F but not its W: one chunk's input of one microbatch, 1/v of the layers of a
+device without chunks. Sources: https://arxiv.org/abs/1811.06965,
+https://arxiv.org/abs/2006.09503, https://arxiv.org/abs/2211.05953,
 https://arxiv.org/abs/2104.04473, https://arxiv.org/abs/2401.10241.
 """
 
@@ -40,7 +43,9 @@ KINDS = ("F", "B", "W", "BW", "-")
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What a device does in a slot: a kind of `KINDS`, for which microbatch, and with which of the device's chunks."""
+    """What a device does in a slot: a kind of `KINDS`, for which microbatch, and with which of
+    the device's chunks.
+    """
 
     kind: str
     microbatch: int
@@ -49,7 +54,9 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who does what when: S devices, M microbatches, v chunks a device, and `table[device][time]`."""
+    """Who does what when: S devices, M microbatches, v chunks a device, and
+    `table[device][time]`.
+    """
 
     name: str
     stages: int
@@ -68,14 +75,17 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """All microbatches through one chunk before the next chunk; then backwards the same, from the last chunk.
+    """All microbatches through one chunk before the next chunk; then backwards the same, from
+    the last chunk.
 
     With one chunk it is GPipe.
     """
     _check_sizes(stages, microbatches, chunks)
     forward = [Op("F", m, c) for c in range(chunks) for m in range(microbatches)]
     backward = [Op("BW", m, c) for c in reversed(range(chunks)) for m in range(microbatches)]
-    return _in_order("breadth_first", stages, microbatches, chunks, [forward + backward] * stages)
+    return _in_order(
+        "breadth_first", stages, microbatches, chunks, [forward + backward] * stages
+    )
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -93,16 +103,21 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     """
     _check_sizes(stages, microbatches, chunks)
     if chunks == 1:
-        raise ValueError("chunks=1 must be at least 2 for depth_first: with one chunk it would be 1f1b")
+        raise ValueError(
+            "chunks=1 must be at least 2 for depth_first: with one chunk it would be 1f1b"
+        )
     if rest := microbatches % stages:
         below, above = microbatches - rest, microbatches - rest + stages
         raise ValueError(
-            f"microbatches={microbatches} must be a multiple of the {stages} stages for depth_first, which takes as many at "
-            f"a time: {rest} would be left over; take {f'{below} or ' * (below > 0)}{above}"
+            f"microbatches={microbatches} must be a multiple of the {stages} stages for"
+            f" depth_first, which takes as many at a time: {rest} would be left over; take"
+            f" {f'{below} or ' * (below > 0)}{above}"
         )
     rounds = [(first, c) for first in range(0, microbatches, stages) for c in range(chunks)]
     forward = [Op("F", first + i, c) for first, c in rounds for i in range(stages)]
-    backward = [Op("BW", first + i, chunks - 1 - c) for first, c in rounds for i in range(stages)]
+    backward = [
+        Op("BW", first + i, chunks - 1 - c) for first, c in rounds for i in range(stages)
+    ]
     orders = []
     for device in range(stages):
         ahead = min(2 * (stages - device - 1) + (chunks - 1) * stages + 1, len(forward))
@@ -111,7 +126,8 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose backwards are split: B at once, so that the previous stage can go on, and W where there is time.
+    """1F1B whose backwards are split: B at once, so that the previous stage can go on, and W
+    where there is time.
 
     ZB-H1: no device has more live microbatches than 1F1B's first.
     """
@@ -143,31 +159,46 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     if name in LOOPING:
         return SCHEDULES[name](stages, microbatches, chunks)
     if chunks != 1:
-        raise ValueError(f"chunks={chunks} must be 1 for schedule={name!r}: only {' and '.join(LOOPING)} have more")
+        raise ValueError(
+            f"chunks={chunks} must be 1 for schedule={name!r}: only {' and '.join(LOOPING)}"
+            " have more"
+        )
     return SCHEDULES[name](stages, microbatches)
 
 
 def _check_sizes(stages: int, microbatches: int, chunks: int) -> None:
     if min(stages, microbatches, chunks) < 1:
-        raise ValueError(f"stages={stages}, microbatches={microbatches}, chunks={chunks} must be at least 1")
+        raise ValueError(
+            f"stages={stages}, microbatches={microbatches}, chunks={chunks} must be at least 1"
+        )
 
 
 def _by_turns(microbatches: int, ahead: int, backward: str) -> list[Op]:
     """Returns 1F1B's order for a device that may be `ahead` forwards ahead of its backwards."""
     forwards = [Op("F", m) for m in range(microbatches)]
-    return _alternate(forwards, [Op(backward, m) for m in range(microbatches)], min(ahead, microbatches))
+    return _alternate(
+        forwards, [Op(backward, m) for m in range(microbatches)], min(ahead, microbatches)
+    )
 
 
 def _alternate(forward: Sequence[Op], backward: Sequence[Op], ahead: int) -> list[Op]:
-    """Returns `ahead` forwards, then one backward and one forward by turns, then the backwards that are left."""
+    """Returns `ahead` forwards, then one backward and one forward by turns, then the backwards
+    that are left.
+    """
     turns = [op for pair in zip(backward, forward[ahead:], strict=False) for op in pair]
     return [*forward[:ahead], *turns, *backward[len(forward) - ahead :]]
 
 
 def _in_order(
-    name: str, stages: int, microbatches: int, chunks: int, orders: Sequence[Sequence[Op]], most_live: int | None = None
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    orders: Sequence[Sequence[Op]],
+    most_live: int | None = None,
 ) -> Schedule:
-    """Returns the table in which each device does what its order says next, as soon as what that needs is there.
+    """Returns the table in which each device does what its order says next, as soon as what
+    that needs is there.
 
     Args:
       name: of the schedule.
@@ -175,13 +206,14 @@ def _in_order(
       microbatches: M.
       chunks: v.
       orders: for each device.
-      most_live: given if backwards are split: how many microbatches may be live on a device. A device does the oldest W
-        when nothing else can be done.
+      most_live: given if backwards are split: how many microbatches may be live on a device. A
+        device does the oldest W when nothing else can be done.
     """
     empty = Schedule(name, stages, microbatches, chunks, ())
     rows: list[list[Op | None]] = [[] for _ in range(stages)]
     todo = [collections.deque(order) for order in orders]
-    pending: list[collections.deque[Op]] = [collections.deque() for _ in range(stages)]  # the W of each B that is done
+    # the W of each B that is done
+    pending: list[collections.deque[Op]] = [collections.deque() for _ in range(stages)]
     live = [0] * stages
     done: dict[tuple[str, int, int], int] = {}
     time = 0
@@ -191,13 +223,19 @@ def _in_order(
                 continue  # in the second slot of a BW
             op = todo[device][0] if todo[device] else None
             if op is not None:
-                needed = _needs(op.kind, op.microbatch, empty.stage(device, op.chunk), stages * chunks)
+                needed = _needs(
+                    op.kind, op.microbatch, empty.stage(device, op.chunk), stages * chunks
+                )
                 there = all(done.get(key, time) < time for key in needed)
                 full = op.kind == "F" and most_live is not None and live[device] == most_live
                 op = todo[device].popleft() if there and not full else None
             if op is None and pending[device]:
                 op = pending[device].popleft()
-            row += [Op("-", op.microbatch, op.chunk), op] if op is not None and op.kind == "BW" else [op]
+            row += (
+                [Op("-", op.microbatch, op.chunk), op]
+                if op is not None and op.kind == "BW"
+                else [op]
+            )
             if op is None:
                 continue
             for part in op.kind:
@@ -207,20 +245,27 @@ def _in_order(
                 pending[device].append(Op("W", op.microbatch, op.chunk))
         time += 1
     length = max(map(len, rows))
-    return dataclasses.replace(empty, table=tuple((*row, *[None] * (length - len(row))) for row in rows))
+    return dataclasses.replace(
+        empty, table=tuple((*row, *[None] * (length - len(row))) for row in rows)
+    )
 
 
 def _needs(kind: str, microbatch: int, stage: int, stages: int) -> list[tuple[str, int, int]]:
-    """Returns what must have taken effect in an earlier slot, as (F, B or W; microbatch; stage of the model)."""
+    """Returns what must have taken effect in an earlier slot, as (F, B or W; microbatch; stage
+    of the model).
+    """
     if kind == "F":
         return [("F", microbatch, stage - 1)] if stage else []
     if kind == "W":
         return [("B", microbatch, stage)]
-    return [("F", microbatch, stage)] + ([("B", microbatch, stage + 1)] if stage + 1 < stages else [])
+    return [("F", microbatch, stage)] + (
+        [("B", microbatch, stage + 1)] if stage + 1 < stages else []
+    )
 
 
 def check(schedule: Schedule) -> None:
-    """Refuses a table that cannot be executed, or does not compute the gradient of every microbatch once.
+    """Refuses a table that cannot be executed, or does not compute the gradient of every
+    microbatch once.
 
     Raises:
       ValueError: naming the cell and why.
@@ -228,44 +273,72 @@ def check(schedule: Schedule) -> None:
     table, stages = schedule.table, schedule.stages * schedule.chunks
     _check_sizes(schedule.stages, schedule.microbatches, schedule.chunks)
     if len(table) != schedule.stages or len(set(map(len, table))) != 1:
-        raise ValueError(f"table must have {schedule.stages} rows of one length, not of lengths {list(map(len, table))}")
+        raise ValueError(
+            f"table must have {schedule.stages} rows of one length, not of lengths"
+            f" {list(map(len, table))}"
+        )
     done: dict[tuple[str, int, int], tuple[int, int]] = {}
     for device, time, op in cells(schedule):
         where = f"table[{device}][{time}]={op}"
-        if op.kind not in KINDS or not (0 <= op.microbatch < schedule.microbatches and 0 <= op.chunk < schedule.chunks):
+        if op.kind not in KINDS or not (
+            0 <= op.microbatch < schedule.microbatches and 0 <= op.chunk < schedule.chunks
+        ):
             raise ValueError(
-                f"{where} must have a kind of {KINDS}, a microbatch under {schedule.microbatches} and a chunk under "
-                f"{schedule.chunks}"
+                f"{where} must have a kind of {KINDS}, a microbatch under"
+                f" {schedule.microbatches} and a chunk under {schedule.chunks}"
             )
         row = table[device]
-        if op.kind == "-" and (time + 1 == len(row) or row[time + 1] != dataclasses.replace(op, kind="BW")):
+        if op.kind == "-" and (
+            time + 1 == len(row) or row[time + 1] != dataclasses.replace(op, kind="BW")
+        ):
             raise ValueError(f"{where} must be followed by its BW, the second slot of the same")
-        if op.kind == "BW" and (time == 0 or row[time - 1] != dataclasses.replace(op, kind="-")):
-            raise ValueError(f"{where} must follow its '-', the first slot of the same: BW takes two")
+        if op.kind == "BW" and (
+            time == 0 or row[time - 1] != dataclasses.replace(op, kind="-")
+        ):
+            raise ValueError(
+                f"{where} must follow its '-', the first slot of the same: BW takes two"
+            )
         for part in op.kind.strip("-"):
             key = part, op.microbatch, schedule.stage(device, op.chunk)
             if key in done:
-                raise ValueError(f"{where} must not do {part} a second time: table[{done[key][0]}][{done[key][1]}] did it")
+                raise ValueError(
+                    f"{where} must not do {part} a second time:"
+                    f" table[{done[key][0]}][{done[key][1]}] did it"
+                )
             done[key] = device, time
-    for part, m, stage in ((p, m, s) for s in range(stages) for m in range(schedule.microbatches) for p in "FBW"):
+    for part, m, stage in (
+        (p, m, s) for s in range(stages) for m in range(schedule.microbatches) for p in "FBW"
+    ):
         if (part, m, stage) not in done:
             chunk, device = divmod(stage, schedule.stages)
-            raise ValueError(f"table[{device}] must have {part} of microbatch {m}, chunk {chunk} somewhere: it is missing")
+            raise ValueError(
+                f"table[{device}] must have {part} of microbatch {m}, chunk {chunk} somewhere:"
+                " it is missing"
+            )
     for device, time, op in cells(schedule):
         start = time - (op.kind == "BW")
-        needed = [] if op.kind == "-" else _needs(op.kind, op.microbatch, schedule.stage(device, op.chunk), stages)
+        needed = (
+            []
+            if op.kind == "-"
+            else _needs(op.kind, op.microbatch, schedule.stage(device, op.chunk), stages)
+        )
         for part, m, stage in needed:
             at, when = done[part, m, stage]
             if when >= start:
                 raise ValueError(
-                    f"table[{device}][{time}]={op} must start after table[{at}][{when}], {part} of microbatch {m} in stage "
-                    f"{stage}, which gives what it needs"
+                    f"table[{device}][{time}]={op} must start after table[{at}][{when}], {part}"
+                    f" of microbatch {m} in stage {stage}, which gives what it needs"
                 )
 
 
 def cells(schedule: Schedule) -> list[tuple[int, int, Op]]:
     """Returns (device, time, op) of the cells in which something is done, by device and time."""
-    return [(d, t, op) for d, row in enumerate(schedule.table) for t, op in enumerate(row) if op is not None]
+    return [
+        (d, t, op)
+        for d, row in enumerate(schedule.table)
+        for t, op in enumerate(row)
+        if op is not None
+    ]
 
 
 def bubble(schedule: Schedule) -> float:
@@ -275,7 +348,9 @@ def bubble(schedule: Schedule) -> float:
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Returns for each device how many microbatches, of any chunk, are live at once at most: from F until W, or BW."""
+    """Returns for each device how many microbatches, of any chunk, are live at once at most:
+    from F until W, or BW.
+    """
     peaks = []
     for row in schedule.table:
         steps = [{"F": 1, "W": -1, "BW": -1}.get(op.kind, 0) for op in row if op is not None]

@@ -1,11 +1,13 @@
-"""What a device of a pipeline does in one slot of time: a few branches, from which `pipeline` lets the schedule choose.
+"""What a device of a pipeline does in one slot of time: a few branches, from which `pipeline`
+lets the schedule choose.
 
     F    runs the stage on its input, from the embedding or the inbox, and stashes that input; the last stage adds to the loss
     B    runs the stage again from the stash, and back to the gradient of its input
     W    the same, to the gradient of its weights, which is added up on the device
     BW   both at once
 
-Nothing but inputs of stages is kept from F to W. What B finds, W computes once more: it could be kept, for more memory.
+Nothing but inputs of stages is kept from F to W. What B finds, W computes once more: it could
+be kept, for more memory.
 """
 
 import dataclasses
@@ -21,9 +23,14 @@ from course_lib.one_device.gradient_accumulation import LossFn
 
 PyTree = Any
 State = dict[str, Any]
-Result = tuple[State, dict[str, Array]]  # the new state; what is for the own "stash", the next "inbox", the last "gradient"
+# the new state; what is for the own "stash", the next "inbox", the last "gradient"
+Result = tuple[State, dict[str, Array]]
 
-PARTS = {"embed": ("embed", "pos_emb"), "layers": ("block",), "head": ("post_norm", "output_layer")}
+PARTS = {
+    "embed": ("embed", "pos_emb"),
+    "layers": ("block",),
+    "head": ("post_norm", "output_layer"),
+}
 """Which parameters each part of the model has (`transformer.PARTS`)."""
 
 
@@ -31,12 +38,13 @@ PARTS = {"embed": ("embed", "pos_emb"), "layers": ("block",), "head": ("post_nor
 class Device:
     """What one device computes with, inside `jax.shard_map`: the same in all slots of a step.
 
-    Its methods take a state, the buffers of what waits (activations that arrived, "inbox", inputs to recompute from,
-    "stash", and gradients that arrived, "gradient"), and an op, a row of `slots.Program`. They read the buffers, and `pipeline`
-    writes them.
+    Its methods take a state, the buffers of what waits (activations that arrived, "inbox",
+    inputs to recompute from, "stash", and gradients that arrived, "gradient"), and an op, a row
+    of `slots.Program`. They read the buffers, and `pipeline` writes them.
 
     Attributes:
-      apply_part: the model in parts, `apply_part(part, params, x, rng)`; its layers are those of one stage.
+      apply_part: the model in parts, `apply_part(part, params, x, rng)`; its layers are those
+        of one stage.
       loss_fn: of the head's parameters, on a batch whose inputs are activations.
       params: by part. Layers have the device's chunks in front, [v, n, ...].
       batch: the device's share, in microbatches [M, b, ...].
@@ -54,17 +62,25 @@ class Device:
     last: int
 
     def activation(self) -> Array:
-        """Returns zeros like what passes from stage to stage: [b, L, D], or this device's part of it along "tensor"."""
-        return zeros_like(lambda: self.apply_part("embed", self.params["embed"], self.batch.inputs[0], None))
+        """Returns zeros like what passes from stage to stage: [b, L, D], or this device's part
+        of it along "tensor".
+        """
+        return zeros_like(
+            lambda: self.apply_part("embed", self.params["embed"], self.batch.inputs[0], None)
+        )
 
     def state(self, stash: int) -> State:
-        """Returns the state before the first slot, where none of as many slots of the stash is in use."""
+        """Returns the state before the first slot, where none of as many slots of the stash is
+        in use.
+        """
         empty = self.activation()
         return {
             "live": vary(jnp.zeros(stash, bool), "pipe"),  # which slots of the stash are in use
             "peak": vary(jnp.zeros((), jnp.int32), "pipe"),  # how many of them were so far
             "grads": zeros_like(lambda: self.params),
-            "metrics": zeros_like(lambda: self._loss(self.params["head"], take(self.batch, 0), empty)[1]),
+            "metrics": zeros_like(
+                lambda: self._loss(self.params["head"], take(self.batch, 0), empty)[1]
+            ),
         }
 
     def forward(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
@@ -83,15 +99,23 @@ class Device:
         )
         live = state["live"].at[op["stash"]].set(True)
         peak = jnp.maximum(state["peak"], live.sum())
-        return state | {"live": live, "peak": peak, "metrics": metrics}, {"stash": x, "inbox": y}
+        return state | {"live": live, "peak": peak, "metrics": metrics}, {
+            "stash": x,
+            "inbox": y,
+        }
 
     def backward(self, wrt: str, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """B, W or BW, as `wrt` says: returns the state with the gradients of weights added, and that of the input."""
+        """B, W or BW, as `wrt` says: returns the state with the gradients of weights added, and
+        that of the input.
+        """
         microbatch, layers, rng = self._of(op)
         x, grads = take(waiting["stash"], op["stash"]), dict(state["grads"])
         given = ({"x": x} if "B" in wrt else {}) | ({"layers": layers} if "W" in wrt else {})
         y, pull_back = jax.vjp(
-            lambda given: self.apply_part("layers", given.get("layers", layers), given.get("x", x), rng), given
+            lambda given: self.apply_part(
+                "layers", given.get("layers", layers), given.get("x", x), rng
+            ),
+            given,
         )
         gradient, grads["head"] = jax.lax.cond(
             op["stage"] == self.last,
@@ -99,19 +123,24 @@ class Device:
             lambda: (take(waiting["gradient"], op["gradient"]), grads["head"]),
         )
         (found,) = pull_back(gradient)
-        if "B" in wrt:  # the embedding's weights need nothing but the gradient of its result, which is here now
+        # the embedding's weights need nothing but the gradient of its result, which is here now
+        if "B" in wrt:
             grads["embed"] = jax.lax.cond(
                 op["stage"] == 0,
                 lambda: self._from_embedding(grads["embed"], microbatch.inputs, found["x"]),
                 lambda: grads["embed"],
             )
         if "W" in wrt:
-            grads["layers"] = jax.tree.map(lambda sum, x: sum.at[op["chunk"]].add(x), grads["layers"], found["layers"])
+            grads["layers"] = jax.tree.map(
+                lambda sum, x: sum.at[op["chunk"]].add(x), grads["layers"], found["layers"]
+            )
             state = state | {"live": state["live"].at[op["stash"]].set(False)}
         return state | {"grads": grads}, {"gradient": found["x"]} if "B" in wrt else {}
 
     def idle(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """Does nothing: an idle slot, or the first of the two slots of a BW, which all happens in the second."""
+        """Does nothing: an idle slot, or the first of the two slots of a BW, which all happens
+        in the second.
+        """
         return state, {}
 
     def _of(self, op: PyTree) -> tuple[PyTree, PyTree, Any]:
@@ -121,25 +150,37 @@ class Device:
             rng = jax.random.fold_in(jax.random.fold_in(rng, op["microbatch"]), op["stage"])
         return take(self.batch, op["microbatch"]), take(self.params["layers"], op["chunk"]), rng
 
-    def _loss(self, head: PyTree, microbatch: PyTree, activations: Array) -> tuple[Array, PyTree]:
+    def _loss(
+        self, head: PyTree, microbatch: PyTree, activations: Array
+    ) -> tuple[Array, PyTree]:
         return self.loss_fn(head, dataclasses.replace(microbatch, inputs=activations), None)
 
-    def _from_loss(self, wrt: str, grads: PyTree, microbatch: PyTree, y: Array) -> tuple[Array, PyTree]:
-        """Returns the gradient of the last stage's output, and the head's gradients with this microbatch's added.
+    def _from_loss(
+        self, wrt: str, grads: PyTree, microbatch: PyTree, y: Array
+    ) -> tuple[Array, PyTree]:
+        """Returns the gradient of the last stage's output, and the head's gradients with this
+        microbatch's added.
 
-        What is differentiated is the microbatch's share of the mean over the whole batch, so that gradients just add up.
+        What is differentiated is the microbatch's share of the mean over the whole batch, so
+        that gradients just add up.
         """
 
         def share_of_mean(given: PyTree) -> Array:
-            mean, metrics = self._loss(given.get("head", self.params["head"]), microbatch, given["y"])
+            mean, metrics = self._loss(
+                given.get("head", self.params["head"]), microbatch, given["y"]
+            )
             return mean * metrics["loss"][1] / jnp.where(self.total != 0, self.total, 1)
 
-        found = jax.grad(share_of_mean)({"y": y} | ({"head": self.params["head"]} if "W" in wrt else {}))
+        found = jax.grad(share_of_mean)(
+            {"y": y} | ({"head": self.params["head"]} if "W" in wrt else {})
+        )
         return found["y"], add(grads, found["head"]) if "W" in wrt else grads
 
     def _from_embedding(self, grads: PyTree, tokens: Array, gradient: Array) -> PyTree:
         """Returns the embedding's gradients with this microbatch's added."""
-        _, pull_back = jax.vjp(lambda embed: self.apply_part("embed", embed, tokens, None), self.params["embed"])
+        _, pull_back = jax.vjp(
+            lambda embed: self.apply_part("embed", embed, tokens, None), self.params["embed"]
+        )
         return add(grads, pull_back(gradient)[0])
 
 
@@ -149,7 +190,9 @@ def take(tree: PyTree, index: Any) -> PyTree:
 
 
 def put(buffer: Array, slot: Array, value: Array) -> Array:
-    """Returns the buffer with a value in one of its slots, or as it was if there is no such slot."""
+    """Returns the buffer with a value in one of its slots, or as it was if there is no such
+    slot.
+    """
     return buffer.at[slot].set(value, mode="drop")
 
 
@@ -159,7 +202,9 @@ def add(first: PyTree, second: PyTree) -> PyTree:
 
 
 def zeros_like(function: Callable[[], PyTree]) -> PyTree:
-    """Returns zeros like a function's result, varying over the same mesh axes. Nothing of it is computed."""
+    """Returns zeros like a function's result, varying over the same mesh axes. Nothing of it is
+    computed.
+    """
     axes: list[list[str]] = []
 
     def traced() -> PyTree:
@@ -168,5 +213,8 @@ def zeros_like(function: Callable[[], PyTree]) -> PyTree:
         return result
 
     leaves, tree = jax.tree.flatten(jax.eval_shape(traced))
-    zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype), over) for leaf, over in zip(leaves, axes, strict=True)]
+    zeros = [
+        vary(jnp.zeros(leaf.shape, leaf.dtype), over)
+        for leaf, over in zip(leaves, axes, strict=True)
+    ]
     return jax.tree.unflatten(tree, zeros)

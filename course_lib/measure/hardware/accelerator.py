@@ -1,4 +1,6 @@
-"""What is said of an accelerator: the columns of the table, and the text by which XLA's compiler is told of one."""
+"""What is said of an accelerator: the columns of the table, and the text by which XLA's
+compiler is told of one.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,18 +8,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# The keys of `Accelerator.peak_flops`. "tensorfloat32" is float32 data, rounded to 10 bits of mantissa on its way into
-# a tensor core (XLA's default for float32 products on GPUs that can); "float8" stands for every eight-bit format.
+# The keys of `Accelerator.peak_flops`. "tensorfloat32" is float32 data, rounded to 10 bits of
+# mantissa on its way into a tensor core (XLA's default for float32 products on GPUs that can);
+# "float8" stands for every eight-bit format.
 PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8")
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """What XLA's compiler asks about an NVIDIA GPU, in XLA's words: a *core* is a streaming multiprocessor.
+    """What XLA's compiler asks about an NVIDIA GPU, in XLA's words: a *core* is a streaming
+    multiprocessor.
 
     Sources: the CUDA programming guide's technical specifications per compute capability
-    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities) and XLA's own targets
-    (https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs).
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities) and XLA's own
+    targets (https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs).
     """
 
     compute_capability: tuple[int, int]
@@ -30,11 +34,13 @@ class GpuTarget:
     threads_per_core: int
 
     def text(self, description: str, memory_bytes: int, memory_bandwidth: float) -> str:
-        """Returns XLA's `GpuTargetConfigProto` in text form, for `topologies.get_topology_desc(target_config=...)`.
+        """Returns XLA's `GpuTargetConfigProto` in text form, for
+        `topologies.get_topology_desc(target_config=...)`.
 
         Args:
           description: becomes the `device_kind` of the devices.
-          memory_bytes: device memory. XLA rematerializes on its own when a program comes close to it.
+          memory_bytes: device memory. XLA rematerializes on its own when a program comes close
+            to it.
           memory_bandwidth: bytes per second.
         """
         major, minor = self.compute_capability
@@ -62,7 +68,8 @@ class GpuTarget:
 
 @dataclasses.dataclass(frozen=True)
 class TpuTarget:
-    """How chips are arranged: `prefix` "v5e" and `layouts[8] == "2x4"` make the topology "v5e:2x4".
+    """How chips are arranged: `prefix` "v5e" and `layouts[8] == "2x4"` make the topology
+    "v5e:2x4".
 
     Source: the configurations listed for each chip in https://docs.cloud.google.com/tpu/docs.
     """
@@ -81,9 +88,12 @@ class Accelerator:
     memory_bandwidth: float  # bytes/s between device memory and the chip
     link_bandwidth: float  # bytes/s in one direction over `link`
     link: str  # the fastest way to a neighbour
-    network_bandwidth: float | None  # bytes/s in one direction to an accelerator of another host; None: no such figure
-    peak_flops: Mapping[str, float]  # dense FLOP/s of matrix products, by precision; float32 is without tensor cores
-    device_kinds: tuple[str, ...]  # as jax.Device.device_kind spells it; virtual devices carry the first
+    # bytes/s in one direction to an accelerator of another host; None: no such figure
+    network_bandwidth: float | None
+    # dense FLOP/s of matrix products, by precision; float32 is without tensor cores
+    peak_flops: Mapping[str, float]
+    # as jax.Device.device_kind spells it; virtual devices carry the first
+    device_kinds: tuple[str, ...]
     target: GpuTarget | TpuTarget
     source: str
 
@@ -96,10 +106,12 @@ class Accelerator:
         """Returns the dense FLOP/s of matrix products with operands of a dtype.
 
         Args:
-          dtype: anything that names a floating-point dtype (`jnp.bfloat16`, "float8_e4m3fn"), or one of `PRECISIONS`.
+          dtype: anything that names a floating-point dtype (`jnp.bfloat16`, "float8_e4m3fn"),
+            or one of `PRECISIONS`.
 
         Returns:
-          FLOP/s, or None where the table has no figure: bfloat16 on a T4, float32 on a TPU, float64 anywhere.
+          FLOP/s, or None where the table has no figure: bfloat16 on a T4, float32 on a TPU,
+            float64 anywhere.
 
         Raises:
           ValueError: if `dtype` is no floating-point dtype.
@@ -112,5 +124,8 @@ class Accelerator:
         except TypeError:
             is_float = False
         if dtype is None or not is_float:  # NumPy reads None as float64
-            raise ValueError(f"dtype={dtype!r} must be a floating-point dtype or one of {', '.join(PRECISIONS)}")
+            raise ValueError(
+                f"dtype={dtype!r} must be a floating-point dtype or one of"
+                f" {', '.join(PRECISIONS)}"
+            )
         return self.peak_flops.get("float8" if name.startswith("float8") else name)

@@ -1,10 +1,13 @@
 """The rows: what each accelerator holds, moves and computes.
 
-Each figure comes from its row's `source`, but for `network_bandwidth`. That one belongs to the machine around the GPU:
-in NVIDIA's servers of eight, every GPU has a network card of its own, of 200 Gb/s beside an A100
-(https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html), of 400 Gb/s beside an H100, H200 or B200
+Each figure comes from its row's `source`, but for `network_bandwidth`. That one belongs to the
+machine around the GPU: in NVIDIA's servers of eight, every GPU has a network card of its own,
+of 200 Gb/s beside an A100
+(https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html), of 400 Gb/s
+beside an H100, H200 or B200
 (https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html).
-A T4, an L4 and an A5000 stand in all kinds of servers, and a TPU's links reach past its host: there it is None.
+A T4, an L4 and an A5000 stand in all kinds of servers, and a TPU's links reach past its host:
+there it is None.
 """
 
 import os
@@ -22,7 +25,9 @@ def get(name: str) -> Accelerator:
       ValueError: if the table has no such name.
     """
     if name not in _TABLE:
-        raise ValueError(f"name={name!r} must be an accelerator of the table: {', '.join(_TABLE)}")
+        raise ValueError(
+            f"name={name!r} must be an accelerator of the table: {', '.join(_TABLE)}"
+        )
     return _TABLE[name]
 
 
@@ -32,29 +37,77 @@ def names() -> tuple[str, ...]:
 
 
 def recognize(device: jax.Device) -> Accelerator | None:
-    """Returns the row of a device, real or virtual; None if it is not exactly a product of the table.
+    """Returns the row of a device, real or virtual; None if it is not exactly a product of the
+    table.
 
-    The whole `device_kind` must match. An H100 PCIe, an A5000 in a laptop or a slice of a shared GPU (MIG) contain a
-    name of the table in theirs, and are slower or smaller.
+    The whole `device_kind` must match. An H100 PCIe, an A5000 in a laptop or a slice of a
+    shared GPU (MIG) contain a name of the table in theirs, and are slower or smaller.
     """
     return next((row for row in _ROWS if device.device_kind in row.device_kinds), None)
 
 
 def cores() -> int:
-    """Returns how many cores of the host this process may use, as XLA counts them: it takes as many threads."""
+    """Returns how many cores of the host this process may use, as XLA counts them: it takes as
+    many threads.
+    """
     told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
     if told and told.isdecimal():
         return int(told)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 _A100 = GpuTarget((8, 0), 108, 64, 1.41, 40 * MIB, 167_936, 166_912, 2048)
-_L4_PEAK = {"float32": 30.3e12, "tensorfloat32": 60e12, "float16": 121e12, "bfloat16": 121e12, "float8": 242.5e12}
-_A100_PEAK = {"float32": 19.5e12, "tensorfloat32": 156e12, "float16": 312e12, "bfloat16": 312e12}
-_HOPPER_PEAK = {"float32": 67e12, "tensorfloat32": 494.5e12, "float16": 989e12, "bfloat16": 989e12, "float8": 1979e12}
-_B200_PEAK = {"float32": 75e12, "tensorfloat32": 1.1e15, "float16": 2.25e15, "bfloat16": 2.25e15, "float8": 4.5e15}
-_LAYOUTS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_LAYOUTS_3D = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+_L4_PEAK = {
+    "float32": 30.3e12,
+    "tensorfloat32": 60e12,
+    "float16": 121e12,
+    "bfloat16": 121e12,
+    "float8": 242.5e12,
+}
+_A100_PEAK = {
+    "float32": 19.5e12,
+    "tensorfloat32": 156e12,
+    "float16": 312e12,
+    "bfloat16": 312e12,
+}
+_HOPPER_PEAK = {
+    "float32": 67e12,
+    "tensorfloat32": 494.5e12,
+    "float16": 989e12,
+    "bfloat16": 989e12,
+    "float8": 1979e12,
+}
+_B200_PEAK = {
+    "float32": 75e12,
+    "tensorfloat32": 1.1e15,
+    "float16": 2.25e15,
+    "bfloat16": 2.25e15,
+    "float8": 4.5e15,
+}
+_LAYOUTS_2D = {
+    1: "1x1",
+    4: "2x2",
+    8: "2x4",
+    16: "4x4",
+    32: "4x8",
+    64: "8x8",
+    128: "8x16",
+    256: "16x16",
+}
+_LAYOUTS_3D = {
+    1: "1x1x1",
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+}
 
 _ROWS = (
     Accelerator(
@@ -91,7 +144,12 @@ _ROWS = (
         link_bandwidth=32e9,
         link="PCIe 4.0 x16, through the host",
         network_bandwidth=None,
-        peak_flops={"float32": 27.8e12, "tensorfloat32": 55.5e12, "float16": 111e12, "bfloat16": 111e12},
+        peak_flops={
+            "float32": 27.8e12,
+            "tensorfloat32": 55.5e12,
+            "float16": 111e12,
+            "bfloat16": 111e12,
+        },
         device_kinds=("NVIDIA RTX A5000", "RTX A5000"),
         target=GpuTarget((8, 6), 64, 128, 1.7, 6 * MIB, 102_400, 101_376, 1536),
         source="https://www.nvidia.com/content/dam/en-zz/Solutions/gtcs21/rtx-a5000/nvidia-rtx-a5000-datasheet.pdf",

@@ -1,6 +1,15 @@
-"""Every picture of the course: one function a picture, plain data in, a matplotlib `Figure` out."""
+"""Every picture of the course: one function a picture, plain data in, a matplotlib `Figure`
+out.
+"""
 
-from course_lib.show.figures.bars import largest_arrays, memory_bars, memory_breakdown, residuals, roofline, top_ops
+from course_lib.show.figures.bars import (
+    largest_arrays,
+    memory_bars,
+    memory_breakdown,
+    residuals,
+    roofline,
+    top_ops,
+)
 from course_lib.show.figures.curves import lines, loss_curve, trace, tradeoff
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.show.figures.numbers import formats, gradient_histogram

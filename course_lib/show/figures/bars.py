@@ -25,7 +25,8 @@ def memory_bars(
     """Draws the memory of each row as bars side by side, one for each of `values`.
 
     Args:
-      rows: one mapping or dataclass a case; a value that is None draws no bar and says "not known".
+      rows: one mapping or dataclass a case; a value that is None draws no bar and says "not
+        known".
       label: the key that holds a row's name.
       values: the keys that hold bytes; they are the legend, too.
       capacity: bytes of memory that the accelerator has, drawn as a line.
@@ -42,7 +43,9 @@ def memory_bars(
         widths = [(row[key] or 0) / GIB for row in rows]
         axes.barh(centers, widths, thickness * 0.92, label=key, **style.fill(i))
         for y, width, row in zip(centers, widths, rows, strict=True):
-            style.write(axes, "not known" if row[key] is None else style.size(row[key]), width, y)
+            style.write(
+                axes, "not known" if row[key] is None else style.size(row[key]), width, y
+            )
     _finish(figure, axes, capacity, title)
     return figure
 
@@ -56,7 +59,8 @@ def memory_breakdown(
     xlabel: str = "memory (GiB)",
     title: str = "",
 ) -> Figure:
-    """Draws the memory of each row as one bar, made of `values` one after the other, with their sum at its end.
+    """Draws the memory of each row as one bar, made of `values` one after the other, with their
+    sum at its end.
 
     Args:
       rows: one mapping or dataclass a case.
@@ -91,7 +95,8 @@ def roofline(
     measured: str = "published_seconds",
     title: str = "",
 ) -> Figure:
-    """Draws, for each row, the time that its FLOPs and its bytes take at least, and the time that was measured.
+    """Draws, for each row, the time that its FLOPs and its bytes take at least, and the time
+    that was measured.
 
     Args:
       rows: one mapping or dataclass a case; times in seconds; a measured time may be None.
@@ -106,13 +111,22 @@ def roofline(
     """
     rows = style.as_dicts(rows)
     figure, axes = _case_axes(rows, label, (compute, memory, measured), height_per_row=0.6)
-    for i, (key, name) in enumerate(((compute, "floor: FLOPs / peak"), (memory, "floor: bytes / bandwidth"))):
+    for i, (key, name) in enumerate(
+        ((compute, "floor: FLOPs / peak"), (memory, "floor: bytes / bandwidth"))
+    ):
         centers = [y + (i - 0.5) * 0.36 for y in range(len(rows))]
         axes.barh(centers, [row[key] for row in rows], 0.34, label=name, **style.fill(i))
     points = [(row[measured], y) for y, row in enumerate(rows) if row[measured] is not None]
     if points:
         name = measured.removesuffix("_seconds")
-        axes.plot(*zip(*points, strict=True), "D", color="black", markersize=8, linestyle="", label=name)
+        axes.plot(
+            *zip(*points, strict=True),
+            "D",
+            color="black",
+            markersize=8,
+            linestyle="",
+            label=name,
+        )
     for y, row in enumerate(rows):
         floor = max(row[compute], row[memory])
         known = "" if row[measured] is None else f"{style.duration(row[measured])}, "
@@ -125,9 +139,11 @@ def roofline(
 
 
 def residuals(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
-    """Draws the arrays that a function saves for its backward pass (`rematerialization.residuals`), largest first.
+    """Draws the arrays that a function saves for its backward pass
+    (`rematerialization.residuals`), largest first.
 
-    Arrays of the same shape, dtype and reason share a bar; what is beyond the first `top` bars shares the last one.
+    Arrays of the same shape, dtype and reason share a bar; what is beyond the first `top` bars
+    shares the last one.
 
     Args:
       arrays: mappings or dataclasses with `bytes`, `shape`, `dtype`, `why`.
@@ -141,7 +157,8 @@ def residuals(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
 
 
 def largest_arrays(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
-    """Draws the arrays that are alive when memory peaks (`measure.heap(...).arrays`), largest first.
+    """Draws the arrays that are alive when memory peaks (`measure.heap(...).arrays`), largest
+    first.
 
     Args:
       arrays: mappings or dataclasses with `bytes`, `shape`, `dtype`, `scope`.
@@ -155,10 +172,12 @@ def largest_arrays(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
 
 
 def top_ops(ops: Rows, *, title: str = "") -> Figure:
-    """Draws the operations that take most of a step (`profiling.Trace.top_ops`), and where in the source they are.
+    """Draws the operations that take most of a step (`profiling.Trace.top_ops`), and where in
+    the source they are.
 
     Args:
-      ops: mappings or dataclasses with `op`, `scope` (may be empty), `seconds` (self time a step), `share` (of all).
+      ops: mappings or dataclasses with `op`, `scope` (may be empty), `seconds` (self time a
+        step), `share` (of all).
       title: what the picture shows.
 
     Raises:
@@ -168,15 +187,26 @@ def top_ops(ops: Rows, *, title: str = "") -> Figure:
     figure, axes = _case_axes(rows, "name", ("seconds", "share"), height_per_row=0.42)
     axes.barh(range(len(rows)), [row["seconds"] * 1e3 for row in rows], 0.6, **style.fill(0))
     for y, row in enumerate(rows):
-        style.write(axes, f"{style.duration(row['seconds'])}, {row['share']:.0%}", row["seconds"] * 1e3, y)
+        style.write(
+            axes,
+            f"{style.duration(row['seconds'])}, {row['share']:.0%}",
+            row["seconds"] * 1e3,
+            y,
+        )
     axes.margins(x=0.25)
     axes.set(xlim=(0, None), xlabel="self time a step (ms)", title=title)
     return figure
 
 
 def _two_lines(name: str, scope: str) -> str:
-    """A name, and under it where it comes from: without the leading `jit(step)/`, and shortened in the middle."""
-    return "\n".join(style.shorten(line, 56) for line in (name, re.sub(r"^jit\([^()]*\)/", "", scope)) if line)
+    """A name, and under it where it comes from: without the leading `jit(step)/`, and shortened
+    in the middle.
+    """
+    return "\n".join(
+        style.shorten(line, 56)
+        for line in (name, re.sub(r"^jit\([^()]*\)/", "", scope))
+        if line
+    )
 
 
 def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: str) -> Figure:
@@ -184,7 +214,11 @@ def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: 
     total: Counter[tuple[str, str]] = Counter()
     count: Counter[tuple[str, str]] = Counter()
     for array in arrays:
-        shape = f"{array['dtype']}[{','.join(map(str, array['shape']))}]" if array["dtype"] else "small arrays"
+        shape = (
+            f"{array['dtype']}[{','.join(map(str, array['shape']))}]"
+            if array["dtype"]
+            else "small arrays"
+        )
         total[shape, array[reason_key]] += array["bytes"]
         count[shape, array[reason_key]] += 1
     rows: list[dict[str, Any]] = []
@@ -194,7 +228,9 @@ def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: 
     rest = total.most_common()[top:]
     if rest:
         num_arrays = sum(count[key] for key, _ in rest)
-        rows.append({"name": f"{num_arrays} others", "bytes": sum(num_bytes for _, num_bytes in rest)})
+        rows.append(
+            {"name": f"{num_arrays} others", "bytes": sum(num_bytes for _, num_bytes in rest)}
+        )
     figure, axes = _case_axes(rows, "name", ("bytes",), height_per_row=0.42)
     axes.barh(range(len(rows)), [row["bytes"] / MIB for row in rows], 0.6, **style.fill(0))
     for y, row in enumerate(rows):
@@ -204,14 +240,19 @@ def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: 
     return figure
 
 
-def _case_axes(rows: Rows, label: str, values: Sequence[str], height_per_row: style.Number) -> tuple[Figure, Axes]:
+def _case_axes(
+    rows: Rows, label: str, values: Sequence[str], height_per_row: style.Number
+) -> tuple[Figure, Axes]:
     """Axes with one horizontal place a row, the first at the top, tall enough for all."""
     if not rows:
         raise ValueError("rows=[] must hold at least one case: there is nothing to draw")
     for row in rows:
         missing = [key for key in (label, *values) if key not in row]
         if missing:
-            raise ValueError(f"rows: {dict(row)!r} lacks {missing}: name the keys to draw with `label` and `values`")
+            raise ValueError(
+                f"rows: {dict(row)!r} lacks {missing}: name the keys to draw with `label` and"
+                " `values`"
+            )
     figure, axes = style.canvas(height=1.1 + height_per_row * len(rows))
     axes.set_yticks(range(len(rows)), [str(row[label]) for row in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.45, -0.55)
@@ -220,7 +261,11 @@ def _case_axes(rows: Rows, label: str, values: Sequence[str], height_per_row: st
 
 
 def _finish(
-    figure: Figure, axes: Axes, capacity: style.Number | None, title: str, xlabel: str = "memory (GiB)"
+    figure: Figure,
+    axes: Axes,
+    capacity: style.Number | None,
+    title: str,
+    xlabel: str = "memory (GiB)",
 ) -> None:
     if capacity is not None:
         text = f"capacity {style.size(capacity)}"

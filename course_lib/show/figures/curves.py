@@ -31,7 +31,8 @@ def lines(
       ylabel: what y is, with its unit.
       logx: draw x on a logarithmic axis, with a tick at each of its values.
       logy: draw y on a logarithmic axis; a linear one starts at 0.
-      ylim: draw y from the first to the second instead, and what is outside at the edge: for a loss, whose 0 says nothing.
+      ylim: draw y from the first to the second instead, and what is outside at the edge: for a
+        loss, whose 0 says nothing.
       title: what the picture shows.
 
     Raises:
@@ -40,7 +41,10 @@ def lines(
     _check(series)
     if ylim is not None:
         low, high = ylim
-        series = {name: [(x, min(max(y, low), high)) for x, y in points] for name, points in series.items()}
+        series = {
+            name: [(x, min(max(y, low), high)) for x, y in points]
+            for name, points in series.items()
+        }
     figure, axes = style.canvas()
     for i, points in enumerate(series.values()):
         axes.plot(*zip(*points, strict=True), **style.stroke(i))
@@ -97,7 +101,8 @@ def loss_curve(
 
 
 def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figure:
-    """Draws one thin line without markers, from 0 up: for something with a value at each of many steps.
+    """Draws one thin line without markers, from 0 up: for something with a value at each of
+    many steps.
 
     Args:
       points: (x, y).
@@ -146,7 +151,10 @@ def tradeoff(
     figure, axes = style.canvas(height=4)
     points = [(float(row[x]), float(row[y]) / GIB) for row in rows]
     for i, point in enumerate(points):
-        axes.plot(*point, **style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"})
+        axes.plot(
+            *point,
+            **style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"},
+        )
     axes.margins(x=0.08, y=0.12)
     axes.set_ylim(bottom=0)
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
@@ -160,6 +168,13 @@ def _end(points: Points) -> Sequence[style.Number]:
 
 
 def _check(series: Mapping[str, Points]) -> None:
-    empty = [name for name, points in series.items() if not any(all(map(math.isfinite, point)) for point in points)]
+    empty = [
+        name
+        for name, points in series.items()
+        if not any(all(map(math.isfinite, point)) for point in points)
+    ]
     if empty or not series:
-        raise ValueError(f"series={empty} must hold points (x, y) of finite numbers: there is nothing to draw")
+        raise ValueError(
+            f"series={empty} must hold points (x, y) of finite numbers: there is nothing to"
+            " draw"
+        )

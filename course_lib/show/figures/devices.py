@@ -16,11 +16,13 @@ Part = tuple[tuple[int, int], ...]  # (first index, one after the last) of each 
 
 
 def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> Figure:
-    """Draws arrays as they are cut: a panel an array, a rectangle a part, on it the numbers of the devices that hold it.
+    """Draws arrays as they are cut: a panel an array, a rectangle a part, on it the numbers of
+    the devices that hold it.
 
     Args:
-      arrays: what is said of an array -> its holdings (`meshes.holdings`): one mapping or dataclass a device,
-        with its number as `device`, and as `ranges` the first and the last index + 1 in each of at most two dimensions.
+      arrays: what is said of an array -> its holdings (`meshes.holdings`): one mapping or
+        dataclass a device, with its number as `device`, and as `ranges` the first and the last
+        index + 1 in each of at most two dimensions.
       title: what the picture shows.
 
     Raises:
@@ -31,7 +33,9 @@ def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> F
         raise ValueError(f"arrays={empty} must have holdings: there is nothing to draw")
     rows = -(-len(arrays) // PANELS_IN_A_ROW)
     columns = min(len(arrays), PANELS_IN_A_ROW)
-    figure = Figure(figsize=(max(2.6 * columns, 4), 2.3 * rows + 0.3 * bool(title)), layout="constrained")
+    figure = Figure(
+        figsize=(max(2.6 * columns, 4), 2.3 * rows + 0.3 * bool(title)), layout="constrained"
+    )
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (name, holdings) in zip(panels, arrays.items(), strict=False):
         _draw_parts(axes, name, holdings)
@@ -42,7 +46,11 @@ def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> F
 
 
 def seconds_by_devices(
-    series: Mapping[str, curves.Points], *, host: int | None = None, title: str = "", ylabel: str = "time"
+    series: Mapping[str, curves.Points],
+    *,
+    host: int | None = None,
+    title: str = "",
+    ylabel: str = "time",
 ) -> Figure:
     """Draws the time of communication against the number of devices, both on logarithmic axes.
 
@@ -73,15 +81,21 @@ def _draw_parts(axes: Axes, name: str, holdings: Sequence[Any]) -> None:
         parts[tuple(tuple(pair) for pair in row["ranges"])].append(row["device"])
     dims = max(map(len, parts))
     if dims > 2:
-        raise ValueError(f"arrays[{name!r}] must have at most two dimensions to be drawn: it has {dims}")
+        raise ValueError(
+            f"arrays[{name!r}] must have at most two dimensions to be drawn: it has {dims}"
+        )
     rectangles = {part: ((0, 1),) * (2 - dims) + part for part in parts}  # a vector is one row
     for part, devices in parts.items():
         (top, bottom), (left, right) = rectangles[part]
-        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **_look(min(devices))))
+        axes.add_patch(
+            Rectangle((left, top), right - left, bottom - top, **_look(min(devices)))
+        )
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         middle = ((left + right) / 2, (top + bottom) / 2)
         axes.annotate(spell(devices), middle, ha="center", va="center", fontsize=9, bbox=box)
-    vertical, horizontal = ({end for ranges in rectangles.values() for end in ranges[dim]} for dim in (0, 1))
+    vertical, horizontal = (
+        {end for ranges in rectangles.values() for end in ranges[dim]} for dim in (0, 1)
+    )
     axes.set_xlim(0, max(horizontal))
     axes.set_ylim(max(vertical), 0)  # the first row of an array stands at the top
     axes.set_xticks(sorted(horizontal))

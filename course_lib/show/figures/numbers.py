@@ -16,8 +16,8 @@ def formats(formats: Sequence[Any], *, title: str = "bits") -> Figure:
     """Draws formats to scale: the bits of each, and the range of magnitudes they reach.
 
     Args:
-      formats: objects with `name`, `bits`, `exponent_bits`, `mantissa_bits`, `epsilon`, `largest`, `smallest_normal`,
-        `smallest_subnormal` (`mixed_precision.describe`).
+      formats: objects with `name`, `bits`, `exponent_bits`, `mantissa_bits`, `epsilon`,
+        `largest`, `smallest_normal`, `smallest_subnormal` (`mixed_precision.describe`).
       title: what the left half shows.
 
     Raises:
@@ -25,29 +25,54 @@ def formats(formats: Sequence[Any], *, title: str = "bits") -> Figure:
     """
     if not formats:
         raise ValueError("formats=[] must hold at least one format: there is nothing to draw")
-    figure, (left, right) = style.canvas(width=9.5, height=1.3 + 0.42 * len(formats), columns=(1, 1.25))
+    figure, (left, right) = style.canvas(
+        width=9.5, height=1.3 + 0.42 * len(formats), columns=(1, 1.25)
+    )
     for y, number_format in enumerate(formats):
         _draw_bits(left, y, number_format)
         _draw_range(right, y, number_format)
     left.set_yticks(range(len(formats)), [f.name for f in formats])
     left.set_xticks(range(0, max(f.bits for f in formats) + 1, 8))
-    left.set(xlim=(0, 1.25 * left.get_xlim()[1]), ylim=(len(formats) - 0.5, -0.5), xlabel="bits", title=title)
+    left.set(
+        xlim=(0, 1.25 * left.get_xlim()[1]),
+        ylim=(len(formats) - 0.5, -0.5),
+        xlabel="bits",
+        title=title,
+    )
     low, high = right.get_xlim()
     margin = 0.2 * (high - low)
-    right.set(xlim=(low - margin, high + margin), xlabel="magnitude (powers of ten)", title="range")
+    right.set(
+        xlim=(low - margin, high + margin), xlabel="magnitude (powers of ten)", title="range"
+    )
     for axes in (left, right):
         axes.grid(visible=False, axis="y")
-    looks = {text: look for axes in (left, right) for look, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    looks = {
+        text: look
+        for axes in (left, right)
+        for look, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(looks.values(), looks.keys(), loc="outside lower center", ncols=5, fontsize=9)
     return figure
 
 
 def _draw_bits(axes: Axes, y: int, number_format: Any) -> None:
     exponent, mantissa = number_format.exponent_bits, number_format.mantissa_bits
-    parts = {"sign": number_format.bits - exponent - mantissa, "exponent": exponent, "mantissa": mantissa}
+    parts = {
+        "sign": number_format.bits - exponent - mantissa,
+        "exponent": exponent,
+        "mantissa": mantissa,
+    }
     start = 0
     for i, (part, num_bits) in enumerate(parts.items()):
-        axes.barh([y] * num_bits, 1, 0.6, left=range(start, start + num_bits), label=part, alpha=0.75, **style.fill(i))
+        axes.barh(
+            [y] * num_bits,
+            1,
+            0.6,
+            left=range(start, start + num_bits),
+            label=part,
+            alpha=0.75,
+            **style.fill(i),
+        )
         if num_bits > 1:
             style.write(axes, str(num_bits), start + num_bits / 2, y, 0, ha="center")
         start += num_bits
@@ -56,47 +81,83 @@ def _draw_bits(axes: Axes, y: int, number_format: Any) -> None:
 
 def _draw_range(axes: Axes, y: int, number_format: Any) -> None:
     smallest, largest = number_format.smallest_subnormal, number_format.largest
-    low, normal, high = (math.log10(value) for value in (smallest, number_format.smallest_normal, largest))
-    axes.barh(y, high - normal, 0.5, left=normal, label="full precision", **style.fill(1) | {"hatch": ""})
-    axes.barh(y, normal - low, 0.5, left=low, label="subnormal: fewer bits", **style.fill(6) | {"hatch": "////"})
+    low, normal, high = (
+        math.log10(value) for value in (smallest, number_format.smallest_normal, largest)
+    )
+    axes.barh(
+        y,
+        high - normal,
+        0.5,
+        left=normal,
+        label="full precision",
+        **style.fill(1) | {"hatch": ""},
+    )
+    axes.barh(
+        y,
+        normal - low,
+        0.5,
+        left=low,
+        label="subnormal: fewer bits",
+        **style.fill(6) | {"hatch": "////"},
+    )
     style.write(axes, f"{largest:.0f}" if largest < 1e6 else f"{largest:.1e}", high, y)
     style.write(axes, f"{smallest:.1e}", low, y, -5, ha="right")
 
 
-def gradient_histogram(gradients: Mapping[str, ArrayLike], number_format: Any, *, title: str = "") -> Figure:
+def gradient_histogram(
+    gradients: Mapping[str, ArrayLike], number_format: Any, *, title: str = ""
+) -> Figure:
     """Draws how large the entries of gradients are, over the range that a format can hold.
 
-    Entries left of the range become zero in that format (underflow), entries right of it become infinite. Entries that
-    are zero, infinite or NaN to begin with have no place on the axis; the label of their row counts them.
+    Entries left of the range become zero in that format (underflow), entries right of it become
+    infinite. Entries that are zero, infinite or NaN to begin with have no place on the axis;
+    the label of their row counts them.
 
     Args:
-      gradients: label -> entries of a gradient, any shape, in a precision that holds them all (float32).
-      number_format: an object with `name`, `largest`, `smallest_normal`, `smallest_subnormal` (`mixed_precision.describe`).
+      gradients: label -> entries of a gradient, any shape, in a precision that holds them all
+        (float32).
+      number_format: an object with `name`, `largest`, `smallest_normal`, `smallest_subnormal`
+        (`mixed_precision.describe`).
       title: what the picture shows.
 
     Raises:
       ValueError: if there are no gradients, or one has no entry that is finite and not zero.
     """
-    magnitudes = {label: np.abs(np.asarray(values, np.float64)).ravel() for label, values in gradients.items()}
+    magnitudes = {
+        label: np.abs(np.asarray(values, np.float64)).ravel()
+        for label, values in gradients.items()
+    }
     shown = {label: m[np.isfinite(m) & (m > 0)] for label, m in magnitudes.items()}
     empty = [label for label, m in shown.items() if m.size == 0]
     if empty or not shown:
-        raise ValueError(f"gradients={empty} must have entries that are finite and not zero: there is nothing to draw")
+        raise ValueError(
+            f"gradients={empty} must have entries that are finite and not zero: there is"
+            " nothing to draw"
+        )
 
-    underflow = math.log2(number_format.smallest_subnormal) - 1  # half of the smallest number rounds to zero
-    subnormal, overflow = math.log2(number_format.smallest_normal), math.log2(number_format.largest)
+    # half of the smallest number rounds to zero
+    underflow = math.log2(number_format.smallest_subnormal) - 1
+    subnormal, overflow = (
+        math.log2(number_format.smallest_normal),
+        math.log2(number_format.largest),
+    )
     first = min(underflow - 3, *(math.log2(m.min()) for m in shown.values()))
     last = max(subnormal + 4, *(math.log2(m.max()) for m in shown.values()))
     edges = range(math.floor(first), math.ceil(last) + 1)
     figure, grid = style.canvas(height=0.9 + 1.35 * len(shown), rows=len(shown))
-    for i, (axes, (label, entries)) in enumerate(zip(np.atleast_1d(grid), shown.items(), strict=True)):
+    for i, (axes, (label, entries)) in enumerate(
+        zip(np.atleast_1d(grid), shown.items(), strict=True)
+    ):
         every = magnitudes[label]
         percent = np.histogram(np.log2(entries), edges)[0] / every.size * 100
         axes.stairs(percent, edges, fill=True, **style.fill(i) | {"hatch": ""})
         _shade(axes, edges[0], underflow, "xx", "#F4C7C3")
         _shade(axes, underflow, subnormal, "//", "#FFF3C4")
         _shade(axes, overflow, edges[-1], "xx", "#F4C7C3")
-        zero, lost = np.mean(every == 0), np.mean((every > 0) & (np.log2(np.maximum(every, 1e-300)) <= underflow))
+        zero, lost = (
+            np.mean(every == 0),
+            np.mean((every > 0) & (np.log2(np.maximum(every, 1e-300)) <= underflow)),
+        )
         over, nan = np.mean(every > number_format.largest), np.mean(np.isnan(every))
         notes = [f"{lost:.1%} underflow to 0"]
         others = {"overflow": over, "are NaN": nan, "are 0 already": zero}
@@ -104,11 +165,23 @@ def gradient_histogram(gradients: Mapping[str, ArrayLike], number_format: Any, *
         axes.set_title(f"{label}: {', '.join(notes)}", fontsize=10)
         axes.set(xlim=(edges[0], edges[-1]), ylabel="% of entries")
         axes.grid(visible=False)
-    axes.set_xlabel(f"magnitude, as a power of two   (xx: outside {number_format.name}'s range, //: subnormal in it)")
+    axes.set_xlabel(
+        f"magnitude, as a power of two   (xx: outside {number_format.name}'s range, //:"
+        " subnormal in it)"
+    )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
 def _shade(axes: Axes, low: style.Number, high: style.Number, hatch: str, color: str) -> None:
     if low < high:
-        axes.axvspan(low, high, facecolor=color, hatch=hatch, edgecolor=style.GREY, linewidth=0, alpha=0.45, zorder=0)
+        axes.axvspan(
+            low,
+            high,
+            facecolor=color,
+            hatch=hatch,
+            edgecolor=style.GREY,
+            linewidth=0,
+            alpha=0.45,
+            zorder=0,
+        )

@@ -12,10 +12,12 @@ Spans = Sequence[Sequence[style.Number]]  # (start, duration) each, in seconds
 
 
 def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> Figure:
-    """Draws programs below each other on one axis of time, each with a row for every resource. What is white is idle.
+    """Draws programs below each other on one axis of time, each with a row for every resource.
+    What is white is idle.
 
     Args:
-      programs: what is said of a program -> what a row is for -> when it is busy, as (start, duration) in seconds.
+      programs: what is said of a program -> what a row is for -> when it is busy, as (start,
+        duration) in seconds.
       title: what the picture shows.
 
     Raises:
@@ -25,9 +27,18 @@ def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> 
     if empty or not programs:
         raise ValueError(f"programs={empty} must hold spans of time: there is nothing to draw")
     heights = [len(rows) for rows in programs.values()]
-    figure = Figure(figsize=(9, 0.3 * sum(heights) + 0.42 * len(heights) + 0.7), layout="constrained")
-    panels = figure.subplots(len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}).ravel()
-    looks = {row: style.fill(i) for i, row in enumerate(dict.fromkeys(row for rows in programs.values() for row in rows))}
+    figure = Figure(
+        figsize=(9, 0.3 * sum(heights) + 0.42 * len(heights) + 0.7), layout="constrained"
+    )
+    panels = figure.subplots(
+        len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
+    ).ravel()
+    looks = {
+        row: style.fill(i)
+        for i, row in enumerate(
+            dict.fromkeys(row for rows in programs.values() for row in rows)
+        )
+    }
     longest = 0.0
     for axes, (name, rows) in zip(panels, programs.items(), strict=True):
         end = _draw(axes, rows, looks)
@@ -43,7 +54,9 @@ def _draw(axes: Any, rows: Mapping[str, Spans], looks: Mapping[str, dict[str, An
     """Draws the rows of one program; returns when it ends, in seconds."""
     for y, (row, spans) in enumerate(rows.items()):
         for start, duration in spans:
-            axes.add_patch(Rectangle((1e6 * start, y - 0.42), 1e6 * duration, 0.84, **looks[row]))
+            axes.add_patch(
+                Rectangle((1e6 * start, y - 0.42), 1e6 * duration, 0.84, **looks[row])
+            )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
     axes.tick_params(axis="y", length=0)

@@ -22,26 +22,33 @@ LETTERS = 9  # points
 
 
 def schedule(tables: Mapping[str, Sequence[Sequence[Any]]], *, title: str = "") -> Figure:
-    """Draws schedules below each other, each a row a device, on one axis of time. What is white there is idle.
+    """Draws schedules below each other, each a row a device, on one axis of time. What is white
+    there is idle.
 
-    On each cell stands the number of its microbatch, with a ' for each chunk before its own. A slot of time in which a
-    device runs one of its v chunks is drawn 1/v as long, so that equal work has equal length in all panels. Numbers for
-    which cells are too narrow are left out.
+    On each cell stands the number of its microbatch, with a ' for each chunk before its own. A
+    slot of time in which a device runs one of its v chunks is drawn 1/v as long, so that equal
+    work has equal length in all panels. Numbers for which cells are too narrow are left out.
 
     Args:
-      tables: what is said of a schedule -> its table (`schedules.Schedule.table`): for each device a row of
-        objects with `kind`, `microbatch` and `chunk`, or None where it idles.
+      tables: what is said of a schedule -> its table (`schedules.Schedule.table`): for each
+        device a row of objects with `kind`, `microbatch` and `chunk`, or None where it idles.
       title: what the picture shows.
 
     Raises:
       ValueError: if there is no schedule, or one in which nothing is done.
     """
-    empty = [name for name, table in tables.items() if not any(op for row in table for op in row)]
+    empty = [
+        name for name, table in tables.items() if not any(op for row in table for op in row)
+    ]
     if empty or not tables:
         raise ValueError(f"tables={empty} must hold what devices do: there is nothing to draw")
     rows = [len(table) for table in tables.values()]
-    figure = Figure(figsize=(9.5, 0.21 * sum(rows) + 0.42 * len(rows) + 0.8), layout="constrained")
-    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": rows}).ravel()
+    figure = Figure(
+        figsize=(9.5, 0.21 * sum(rows) + 0.42 * len(rows) + 0.8), layout="constrained"
+    )
+    panels = figure.subplots(
+        len(rows), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": rows}
+    ).ravel()
     longest = max(len(table[0]) * _slot(table) for table in tables.values())
     for axes, (name, table) in zip(panels, tables.items(), strict=True):
         _draw(axes, table, points=600 * _slot(table) / longest)
@@ -50,7 +57,9 @@ def schedule(tables: Mapping[str, Sequence[Sequence[Any]]], *, title: str = "") 
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].set_xlabel("time, in forwards of all layers of a device")
     drawn = {op.kind for table in tables.values() for row in table for op in row if op}
-    shown = [Patch(label=label, **look) for kind, (label, look) in KINDS.items() if kind in drawn]
+    shown = [
+        Patch(label=label, **look) for kind, (label, look) in KINDS.items() if kind in drawn
+    ]
     figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=LETTERS)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
@@ -70,13 +79,21 @@ def _draw(axes: Axes, table: Sequence[Sequence[Any]], points: float) -> None:
                 continue
             width = 2 if op.kind == "BW" else 1
             left = (time + 1 - width) * slot
-            axes.add_patch(Rectangle((left, device - 0.45), width * slot, 0.9, **KINDS[op.kind][1]))
+            axes.add_patch(
+                Rectangle((left, device - 0.45), width * slot, 0.9, **KINDS[op.kind][1])
+            )
             text = f"{op.microbatch}" + "'" * op.chunk
             if points * width >= LETTERS * 0.65 * len(text):
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
                 middle = (left + width * slot / 2, device)
-                axes.annotate(text, middle, ha="center", va="center_baseline", fontsize=LETTERS, bbox=box)
+                axes.annotate(
+                    text, middle, ha="center", va="center_baseline", fontsize=LETTERS, bbox=box
+                )
     axes.set_ylim(len(table) - 0.45, -0.55)
-    axes.set_yticks(range(len(table)), [f"device {device}" for device in range(len(table))], fontsize=LETTERS)
+    axes.set_yticks(
+        range(len(table)),
+        [f"device {device}" for device in range(len(table))],
+        fontsize=LETTERS,
+    )
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

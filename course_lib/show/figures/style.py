@@ -1,10 +1,11 @@
 """One look for every picture of the course.
 
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any common kind of colour
-blindness tell apart. No picture relies on them alone: bars carry hatches, lines carry markers and their own labels.
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any
+common kind of colour blindness tell apart. No picture relies on them alone: bars carry hatches,
+lines carry markers and their own labels.
 
-A picture is a plain `matplotlib.figure.Figure` that pyplot does not know of: nothing to show, nothing to close. As the
-last line of a notebook cell it is displayed, once.
+A picture is a plain `matplotlib.figure.Figure` that pyplot does not know of: nothing to show,
+nothing to close. As the last line of a notebook cell it is displayed, once.
 """
 
 import sys
@@ -61,23 +62,39 @@ def use_style() -> None:
 def canvas(
     width: Number = 7.5, height: Number = 3.5, columns: Sequence[Number] = (1,), rows: int = 1
 ) -> tuple[Figure, Any]:
-    """Returns an empty figure of `width` x `height` inches, and its axes: one, or an array where there are several."""
+    """Returns an empty figure of `width` x `height` inches, and its axes: one, or an array
+    where there are several.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, len(columns), width_ratios=columns, sharex="col", sharey="row")
+    return figure, figure.subplots(
+        rows, len(columns), width_ratios=columns, sharex="col", sharey="row"
+    )
 
 
 def fill(i: int) -> dict[str, Any]:
     """Returns the look of the i-th kind of bar: colour, hatch, dark edge."""
-    return {"facecolor": COLORS[i % 7], "hatch": HATCHES[i % 7], "edgecolor": "black", "linewidth": 0.6}
+    return {
+        "facecolor": COLORS[i % 7],
+        "hatch": HATCHES[i % 7],
+        "edgecolor": "black",
+        "linewidth": 0.6,
+    }
 
 
 def stroke(i: int) -> dict[str, Any]:
     """Returns the look of the i-th line: colour, dash pattern, marker."""
-    return {"color": COLORS[i % 7], "linestyle": DASHES[i % 7], "marker": MARKERS[i % 7], "markeredgecolor": "white"}
+    return {
+        "color": COLORS[i % 7],
+        "linestyle": DASHES[i % 7],
+        "marker": MARKERS[i % 7],
+        "markeredgecolor": "white",
+    }
 
 
 def as_dicts(rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns rows as dicts: each is a mapping, as in a recorded table, or a dataclass, as the library returns."""
+    """Returns rows as dicts: each is a mapping, as in a recorded table, or a dataclass, as the
+    library returns.
+    """
     return [dict(row) if isinstance(row, Mapping) else dict(vars(row)) for row in rows]
 
 
@@ -110,7 +127,9 @@ def shorten(text: str, width: int) -> str:
 
 
 def spread(positions: Iterable[Number], gap: Number, top: Number = 1.0) -> list[Number]:
-    """Moves positions until neighbours are at least `gap` apart and none is above `top`; keeps their order."""
+    """Moves positions until neighbours are at least `gap` apart and none is above `top`; keeps
+    their order.
+    """
     values = list(positions)
     order = sorted(range(len(values)), key=values.__getitem__)
     for lower, upper in zip(order, order[1:], strict=False):
@@ -122,20 +141,37 @@ def spread(positions: Iterable[Number], gap: Number, top: Number = 1.0) -> list[
     return values
 
 
-def write(axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, ha: str = "left") -> None:
-    """Writes a small text `shift` points right of (x, y), such as the end of a bar, over whatever line passes there."""
+def write(
+    axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, ha: str = "left"
+) -> None:
+    """Writes a small text `shift` points right of (x, y), such as the end of a bar, over
+    whatever line passes there.
+    """
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    axes.annotate(text, (x, y), (shift, 0), textcoords="offset points", va="center", ha=ha, fontsize=9, bbox=box)
+    axes.annotate(
+        text,
+        (x, y),
+        (shift, 0),
+        textcoords="offset points",
+        va="center",
+        ha=ha,
+        fontsize=9,
+        bbox=box,
+    )
 
 
 def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
-    """Writes each label right of the axes, level with the point (x, y) it belongs to, joined to it by a thin line."""
+    """Writes each label right of the axes, level with the point (x, y) it belongs to, joined to
+    it by a thin line.
+    """
     axes.get_ylim()  # has Matplotlib choose the limits now: they are in transLimits
     to_axes = axes.transScale + axes.transLimits
     points = [to_axes.transform(tuple(end)) for end in ends]
     _, height = _axes_points(axes)
     gap = max(label.count("\n") + 1 for label in labels) * 13 / height
-    for (x, y), text_y, label in zip(points, spread([p[1] for p in points], gap), labels, strict=True):
+    for (x, y), text_y, label in zip(
+        points, spread([p[1] for p in points], gap), labels, strict=True
+    ):
         axes.annotate(
             label, (x, y), (1.04, text_y), xycoords="axes fraction", textcoords="axes fraction",
             va="center", ha="left", fontsize=9, arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7},
@@ -143,17 +179,33 @@ def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[s
 
 
 def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
-    """Writes each label beside its point: on the first side where it covers no point and no other label."""
+    """Writes each label beside its point: on the first side where it covers no point and no
+    other label.
+    """
     width, height = _axes_points(axes)
-    centers = [(axes.transScale + axes.transLimits).transform(tuple(point)) * (width, height) for point in points]
+    centers = [
+        (axes.transScale + axes.transLimits).transform(tuple(point)) * (width, height)
+        for point in points
+    ]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in centers]
     for (x, y), label in zip(centers, labels, strict=True):
         length = 5.5 * len(label)  # points: the mean width of a letter at size 9
-        sides = [(x + 9, y + dy) for dy in (0, 11, -11, 22, -22)] + [(x - 9 - length, y + dy) for dy in (0, 11, -11)]
+        sides = [(x + 9, y + dy) for dy in (0, 11, -11, 22, -22)] + [
+            (x - 9 - length, y + dy) for dy in (0, 11, -11)
+        ]
         boxes = [(left, middle - 6, left + length, middle + 6) for left, middle in sides]
-        box = next((b for b in boxes if b[0] >= 0 and b[2] <= width and not _overlaps(b, taken)), boxes[0])
+        box = next(
+            (b for b in boxes if b[0] >= 0 and b[2] <= width and not _overlaps(b, taken)),
+            boxes[0],
+        )
         taken.append(box)
-        axes.annotate(label, (box[0] / width, (box[1] + 6) / height), xycoords="axes fraction", va="center", fontsize=9)
+        axes.annotate(
+            label,
+            (box[0] / width, (box[1] + 6) / height),
+            xycoords="axes fraction",
+            va="center",
+            fontsize=9,
+        )
         if not y - 6 <= box[1] + 6 <= y + 6:  # moved away: join them
             edge = (box[0] if box[0] > x else box[2]) / width
             ends = ([x / width, edge], [y / height, (box[1] + 6) / height])
@@ -161,10 +213,14 @@ def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequenc
 
 
 def _axes_points(axes: Axes) -> tuple[float, float]:
-    """Width and height of axes in points (1/72 inch), before the layout is known: about 0.8 of the figure."""
+    """Width and height of axes in points (1/72 inch), before the layout is known: about 0.8 of
+    the figure.
+    """
     width, height = cast(Figure, axes.figure).get_size_inches()
     return 0.85 * 72 * width, 0.75 * 72 * height
 
 
 def _overlaps(box: tuple[float, ...], others: Sequence[tuple[float, ...]]) -> bool:
-    return any(box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in others)
+    return any(
+        box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in others
+    )

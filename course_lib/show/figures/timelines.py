@@ -11,12 +11,16 @@ from course_lib.show.figures import style
 
 
 def heap_timeline(
-    timelines: Mapping[str, Sequence[style.Number]], *, capacity: style.Number | None = None, title: str = ""
+    timelines: Mapping[str, Sequence[style.Number]],
+    *,
+    capacity: style.Number | None = None,
+    title: str = "",
 ) -> Figure:
     """Draws the memory that is alive at each point of a program, with the peak marked.
 
     Args:
-      timelines: label -> bytes alive, in the order of the program's instructions (`measure.heap(...).timeline`).
+      timelines: label -> bytes alive, in the order of the program's instructions
+        (`measure.heap(...).timeline`).
       capacity: bytes of memory that the accelerator has, drawn as a line.
       title: what the picture shows.
 
@@ -25,7 +29,10 @@ def heap_timeline(
     """
     empty = [label for label, timeline in timelines.items() if len(timeline) == 0]
     if empty or not timelines:
-        raise ValueError(f"timelines={empty} must hold the bytes alive at each point: there is nothing to draw")
+        raise ValueError(
+            f"timelines={empty} must hold the bytes alive at each point: there is nothing to"
+            " draw"
+        )
     figure, axes = style.canvas()
     labels, peaks = [], []
     for i, (label, timeline) in enumerate(timelines.items()):
@@ -42,7 +49,11 @@ def heap_timeline(
         peaks.append((axes.get_xlim()[1], capacity / GIB))
         labels.append(f"capacity: {style.size(capacity)}")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-    axes.set(xlabel="instruction, in the order of the program", ylabel="memory alive (GiB)", title=title)
+    axes.set(
+        xlabel="instruction, in the order of the program",
+        ylabel="memory alive (GiB)",
+        title=title,
+    )
     style.label_right(axes, peaks, labels)
     return figure
 
@@ -59,14 +70,17 @@ def step_timeline(
     top: int = 10,
     title: str = "",
 ) -> Figure:
-    """Draws the operations of one step over time, one row for each kind, those with most self time at the top.
+    """Draws the operations of one step over time, one row for each kind, those with most self
+    time at the top.
 
-    The lowest row shows when any operation runs: what is white there is a gap. An operation that only holds others,
-    such as the `while` of a scan, is not drawn.
+    The lowest row shows when any operation runs: what is white there is a gap. An operation
+    that only holds others, such as the `while` of a scan, is not drawn.
 
     Args:
-      events: objects with `op`, `start`, `duration`, `self_time` (seconds) and `container` (`profiling.Trace.during`).
-      row: what names an event's row; `lambda event: event.line` gives one row a thread or stream.
+      events: objects with `op`, `start`, `duration`, `self_time` (seconds) and `container`
+        (`profiling.Trace.during`).
+      row: what names an event's row; `lambda event: event.line` gives one row a thread or
+        stream.
       top: how many rows to draw; the other operations share one.
       title: what the picture shows.
 
@@ -90,10 +104,20 @@ def step_timeline(
     figure, axes = style.canvas(width=8.5, height=1.0 + 0.3 * len(rows))
     for y, name in enumerate(rows):
         color = "black" if name == "any operation" else style.COLORS[y % 7]
-        axes.broken_barh(spans[name], (y - 0.38, 0.76), facecolor=color, edgecolor=color, linewidth=0.3)
-    seconds = [own[name] for name in names] + ([sum(own[name] for name in rest)] if rest else [])
+        axes.broken_barh(
+            spans[name], (y - 0.38, 0.76), facecolor=color, edgecolor=color, linewidth=0.3
+        )
+    seconds = [own[name] for name in names] + (
+        [sum(own[name] for name in rest)] if rest else []
+    )
     for y, value in enumerate(seconds):
-        axes.annotate(style.duration(value), (1.01, y), xycoords=axes.get_yaxis_transform(), va="center", fontsize=9)
+        axes.annotate(
+            style.duration(value),
+            (1.01, y),
+            xycoords=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=9,
+        )
     axes.set_yticks(range(len(rows)), [style.shorten(name, 40) for name in rows], fontsize=9)
     axes.set_xlim(left=0)  # what comes before the first operation is a gap, too
     axes.set_ylim(len(rows) - 0.4, -0.6)

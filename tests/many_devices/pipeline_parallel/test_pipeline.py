@@ -1,4 +1,6 @@
-"""A pipeline computes the gradient of one device, whatever the schedule, and does what its table says."""
+"""A pipeline computes the gradient of one device, whatever the schedule, and does what its
+table says.
+"""
 
 import collections
 import dataclasses
@@ -21,7 +23,8 @@ from course_lib.models.hooks import Hooks
 KEY = jax.random.key(2)
 WIDTH, LENGTH, BATCH = 16, 8, 24
 
-# name, S, M, v, devices along "data": each schedule, M below S, at S, odd and above, and one sequence a microbatch
+# name, S, M, v, devices along "data": each schedule, M below S, at S, odd and above, and one
+# sequence a microbatch
 CASES = (
     ("gpipe", 1, 1, 1, 1),
     ("breadth_first", 1, 2, 2, 1),
@@ -40,7 +43,9 @@ CASES = (
 
 def small(**changes):
     size = {"model.num_layers": 8, "model.num_heads": 2, "model.head_dim": 8}
-    return one_device.small(**(size | {"data.batch_size": BATCH, "data.seq_len": LENGTH} | changes))
+    return one_device.small(
+        **(size | {"data.batch_size": BATCH, "data.seq_len": LENGTH} | changes)
+    )
 
 
 def reference(whole):
@@ -63,20 +68,33 @@ class Executed:
 
 @functools.cache
 def executed(name, stages, microbatches, chunks, n):
-    """Returns what a schedule executes, and what comes out, with the layers in the model's order."""
+    """Returns what a schedule executes, and what comes out, with the layers in the model's
+    order.
+    """
     whole, grid = small(), one_device.grid(data=n, pipe=stages)
     params, _, _ = reference(whole)
     found = schedules.make(name, stages, microbatches, chunks)
     apply_part = pipeline.parts(whole.model, stages * chunks, Hooks())
     held = sharding.specs(params, sharding.PIPELINE, grid)
     count = pipeline.count(pipeline.loss_of_head(apply_part), apply_part, grid, held, found)
-    given = jax.device_put(pipeline.to_stages(params, stages, chunks), sharding.place(held, grid))
+    given = jax.device_put(
+        pipeline.to_stages(params, stages, chunks), sharding.place(held, grid)
+    )
     with jax.default_matmul_precision("highest"):
         compiled = one_device.jit(count).lower(given, one_device.batch(whole), None).compile()
     batch = jax.device_put(one_device.batch(whole), compiled.input_shardings[0][1])
     grads, metrics, counts = compiled(given, batch, None)
     grads = pipeline.from_stages(jax.device_get(grads), stages, chunks)
-    return Executed(found, slots.program(found), grid, held, compiled, grads, metrics, jax.device_get(counts))
+    return Executed(
+        found,
+        slots.program(found),
+        grid,
+        held,
+        compiled,
+        grads,
+        metrics,
+        jax.device_get(counts),
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -84,18 +102,25 @@ def test_every_schedule_gives_the_gradient_of_one_device(case):
     found = executed(*case)
     _, expected, metrics = reference(small())
     assert not one_device.different_leaves(found.grads, expected)
-    assert training.mean_metrics(found.metrics) == pytest.approx(training.mean_metrics(metrics), rel=1e-5)
+    assert training.mean_metrics(found.metrics) == pytest.approx(
+        training.mean_metrics(metrics), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_execution_idles_and_keeps_what_the_table_predicts(case):
     found = executed(*case)
     taken = found.counts["slots"]
-    assert sum(taken["idle"]) / sum(map(sum, taken.values())) == schedules.bubble(found.schedule)
+    assert sum(taken["idle"]) / sum(map(sum, taken.values())) == schedules.bubble(
+        found.schedule
+    )
     assert list(found.counts["peak_live"]) == schedules.peak_live(found.schedule)
     for kind, each in taken.items():
         if kind not in ("idle", "-"):
-            assert list(each) == [found.schedule.microbatches * found.schedule.chunks] * found.schedule.stages
+            assert (
+                list(each)
+                == [found.schedule.microbatches * found.schedule.chunks] * found.schedule.stages
+            )
 
 
 def test_the_compiled_program_keeps_as_many_activations_as_its_buffers_have_slots():
@@ -112,13 +137,24 @@ def test_a_device_sends_two_activations_a_slot_and_the_gradients_of_embedding_an
     found = executed("1f1b", 2, 12, 1, 2)
     ledger = measure.ledger(found.compiled, found.mesh)
     params, _, _ = reference(small())
-    outside = sum(leaf.nbytes for name, part in params.items() if name != "block" for leaf in jax.tree.leaves(part))
+    outside = sum(
+        leaf.nbytes
+        for name, part in params.items()
+        if name != "block"
+        for leaf in jax.tree.leaves(part)
+    )
     layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["block"]))
-    activation, slots_of_time, float32 = BATCH // 2 // 12 * LENGTH * WIDTH * 4, len(found.schedule.table[0]), 4
+    activation, slots_of_time, float32 = (
+        BATCH // 2 // 12 * LENGTH * WIDTH * 4,
+        len(found.schedule.table[0]),
+        4,
+    )
     assert ledger.bytes("collective-permute", "pipe") == 2 * slots_of_time * activation
     assert ledger.bytes("all-reduce", "pipe") == outside
-    assert ledger.bytes("all-reduce", "data") == outside + layers // 2 + float32  # and the count of labels
-    assert ledger.bytes() == ledger.bytes(axis="pipe") + ledger.bytes(axis="data") + 4 * float32  # and the metrics
+    # and the count of labels
+    assert ledger.bytes("all-reduce", "data") == outside + layers // 2 + float32
+    # and the metrics
+    assert ledger.bytes() == ledger.bytes(axis="pipe") + ledger.bytes(axis="data") + 4 * float32
 
 
 def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently():
@@ -126,21 +162,32 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
     stages, microbatches, n = 2, 2, 2
     params, grid = reference(small())[0], one_device.grid(data=n, pipe=stages)
     apply_part = pipeline.parts(whole.model, stages, Hooks())
-    loss_fn, held = pipeline.loss_of_head(apply_part), sharding.specs(params, sharding.PIPELINE, grid)
-    grad_fn = pipeline.gradient(loss_fn, apply_part, grid, held, schedules.zero_bubble(stages, microbatches))
+    loss_fn, held = (
+        pipeline.loss_of_head(apply_part),
+        sharding.specs(params, sharding.PIPELINE, grid),
+    )
+    grad_fn = pipeline.gradient(
+        loss_fn, apply_part, grid, held, schedules.zero_bubble(stages, microbatches)
+    )
     batch = one_device.batch(whole)
 
     microbatch = jax.tree.map(lambda x: x.reshape(n * microbatches, -1, LENGTH), batch)
 
     def replayed(params):
-        """The same, one microbatch and stage after the other, with a key for each share, microbatch and stage."""
+        """The same, one microbatch and stage after the other, with a key for each share,
+        microbatch and stage.
+        """
 
         def loss_of(index):
             part = jax.tree.map(lambda x: jnp.asarray(x)[index], microbatch)
-            rng = jax.random.fold_in(jax.random.fold_in(KEY, index // microbatches), index % microbatches)
+            rng = jax.random.fold_in(
+                jax.random.fold_in(KEY, index // microbatches), index % microbatches
+            )
             x = apply_part("embed", params, part.inputs, None)
             for stage in range(stages):
-                block = jax.tree.map(lambda leaf, stage=stage: leaf[4 * stage : 4 * stage + 4], params["block"])
+                block = jax.tree.map(
+                    lambda leaf, stage=stage: leaf[4 * stage : 4 * stage + 4], params["block"]
+                )
                 x = apply_part("layers", {"block": block}, x, jax.random.fold_in(rng, stage))
             return loss_fn(params, dataclasses.replace(part, inputs=x), None)[1]["loss"][0]
 
@@ -168,15 +215,22 @@ def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
     np.testing.assert_allclose(logits, expected, atol=1e-5)  # of numbers near 1
     updated = pipeline.from_stages(jax.device_get(after.params), 2, 2)
     for new, old, grad in zip(*map(jax.tree.leaves, (updated, params, grads)), strict=True):
-        # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of itself.
+        # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of
+        # itself.
         move = -whole.optimizer.learning_rate * grad
-        np.testing.assert_allclose(new - old, move, atol=1e-5 * float(jnp.linalg.norm(move)) + 1e-6)
+        np.testing.assert_allclose(
+            new - old, move, atol=1e-5 * float(jnp.linalg.norm(move)) + 1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
 def test_data_pipeline_and_tensor_give_the_gradient_of_one_device(name):
     whole = small()
-    grad_fn = strategies.gradient(whole, one_device.grid(data=2, pipe=2, tensor=2), Strategy(schedule=name, microbatches=3))
+    grad_fn = strategies.gradient(
+        whole,
+        one_device.grid(data=2, pipe=2, tensor=2),
+        Strategy(schedule=name, microbatches=3),
+    )
     params, expected, _ = reference(whole)
     with jax.default_matmul_precision("highest"):
         grads, _ = one_device.jit(grad_fn)(params, one_device.batch(whole), KEY)
@@ -187,17 +241,24 @@ def test_activations_are_passed_in_the_dtype_that_layers_compute_in():
     whole = small(**{"model.dtype": "bfloat16"})
     params, _, _ = reference(small())
     with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
-        grad_fn = strategies.gradient(whole, one_device.grid(data=1, pipe=2), Strategy(microbatches=2))
+        grad_fn = strategies.gradient(
+            whole, one_device.grid(data=1, pipe=2), Strategy(microbatches=2)
+        )
         lowered = one_device.jit(grad_fn).lower(params, one_device.batch(whole), None)
     sent = [line for line in lowered.as_text().splitlines() if "collective_permute" in line]
-    assert len(sent) == 2 and all(f"{BATCH // 2}x{LENGTH}x{WIDTH}xbf16" in line for line in sent)
+    assert len(sent) == 2 and all(
+        f"{BATCH // 2}x{LENGTH}x{WIDTH}xbf16" in line for line in sent
+    )
 
 
 def test_layers_of_a_device_lie_together_and_come_back_in_order():
     params = {"block": {"kernel": np.arange(8)[:, None]}, "embed": np.ones(3)}
     placed = pipeline.to_stages(params, 2, 2)
     np.testing.assert_array_equal(placed["block"]["kernel"][:, 0], [0, 1, 4, 5, 2, 3, 6, 7])
-    assert pipeline.from_stages(placed, 2, 2)["block"]["kernel"].tolist() == params["block"]["kernel"].tolist()
+    assert (
+        pipeline.from_stages(placed, 2, 2)["block"]["kernel"].tolist()
+        == params["block"]["kernel"].tolist()
+    )
     assert pipeline.to_stages(params, 4, 1) is params
 
 
@@ -208,13 +269,17 @@ def test_no_device_ever_holds_all_layers_while_they_are_made(name):
     run = strategies.build(whole, one_device.grid(data=1, pipe=8), chosen)
     made = measure.memory(run.init.lower(jax.random.key(0)).compile())
     state, _ = run.abstract()
-    layers = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params["block"]))
+    layers = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params["block"])
+    )
     assert made.outputs + made.temporaries < layers
 
 
 def test_a_schedule_for_other_devices_or_an_illegal_one_is_refused():
     grid = one_device.grid(data=1, pipe=2)
-    with pytest.raises(ValueError, match="stages=4 must be the number of devices along the mesh axis 'pipe': 2"):
+    with pytest.raises(
+        ValueError, match="stages=4 must be the number of devices along the mesh axis 'pipe': 2"
+    ):
         pipeline.gradient(print, print, grid, {}, schedules.gpipe(4, 2))
     legal = schedules.gpipe(2, 2)
     late = dataclasses.replace(legal, table=((None,) + legal.table[0][1:], legal.table[1]))
@@ -228,7 +293,9 @@ def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
     params, _, _ = reference(whole)
     grid = one_device.grid(data=2, pipe=2)
     held = sharding.specs(params, sharding.PIPELINE, grid)
-    grad_fn = pipeline.gradient(pipeline.loss_of_head(apply_part), apply_part, grid, held, schedules.gpipe(2, 5))
+    grad_fn = pipeline.gradient(
+        pipeline.loss_of_head(apply_part), apply_part, grid, held, schedules.gpipe(2, 5)
+    )
     with pytest.raises(ValueError, match="=10 must divide the batch of 24 examples"):
         grad_fn(params, one_device.batch(whole), None)
 
@@ -236,17 +303,44 @@ def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
 @pytest.mark.parametrize(
     ("changes", "chosen", "message"),
     [
-        ({"model.num_layers": 6}, {}, "num_layers=6 must be a multiple of the 4 stages, .* 2 would be left over; take 4 or 8"),
-        ({"model.num_layers": 2}, {}, "num_layers=2 .* some stages would have no layer; take 4"),
-        ({}, {"schedule": "breadth_first", "chunks": 3}, "num_layers=8 must be a multiple of the 12 stages, 3 on each of 4"),
+        (
+            {"model.num_layers": 6},
+            {},
+            (
+                "num_layers=6 must be a multiple of the 4 stages, .* 2 would be left over; take"
+                " 4 or 8"
+            ),
+        ),
+        (
+            {"model.num_layers": 2},
+            {},
+            "num_layers=2 .* some stages would have no layer; take 4",
+        ),
+        (
+            {},
+            {"schedule": "breadth_first", "chunks": 3},
+            "num_layers=8 must be a multiple of the 12 stages, 3 on each of 4",
+        ),
         ({"model.scan_layers": False}, {}, "scan_layers=False must be True"),
-        ({"training.accumulator_dtype": "bfloat16"}, {}, "accumulator_dtype='bfloat16' must be 'float32' with a pipeline"),
+        (
+            {"training.accumulator_dtype": "bfloat16"},
+            {},
+            "accumulator_dtype='bfloat16' must be 'float32' with a pipeline",
+        ),
         ({}, {"chunks": 0}, "chunks=0 must be"),
-        ({"training.num_minibatches": 2}, {}, r"num_minibatches=2 must be 1 .*Strategy\(microbatches="),
+        (
+            {"training.num_minibatches": 2},
+            {},
+            r"num_minibatches=2 must be 1 .*Strategy\(microbatches=",
+        ),
         ({}, {"microbatches": 5}, "batch_size=24 must be a multiple of 5"),
         ({}, {"microbatches": 0}, "microbatches=0"),
         ({}, {"schedule": "dualpipe"}, "schedule='dualpipe' must be one of"),
-        ({}, {"schedule": "depth_first", "chunks": 2, "microbatches": 6}, "microbatches=6 must be a multiple of the 4 stages"),
+        (
+            {},
+            {"schedule": "depth_first", "chunks": 2, "microbatches": 6},
+            "microbatches=6 must be a multiple of the 4 stages",
+        ),
         ({}, {"zero": 2}, "zero=2 must be 0 or 1"),
         ({}, {"by": "compiler"}, "by='compiler' must be 'hand'"),
     ],
@@ -258,10 +352,14 @@ def test_a_pipeline_that_cannot_be_is_refused(changes, chosen, message):
 
 def test_stages_whose_tensors_move_around_rings_are_refused():
     grid = one_device.grid(data=1, pipe=2, tensor=2)
-    with pytest.raises(ValueError, match="overlap='one-way' must be 'none' with a mesh axis 'pipe'"):
+    with pytest.raises(
+        ValueError, match="overlap='one-way' must be 'none' with a mesh axis 'pipe'"
+    ):
         strategies.build(small(), grid, Strategy(sequence=True, overlap="one-way"))
 
 
 def test_options_of_a_pipeline_are_refused_where_there_is_none():
-    with pytest.raises(ValueError, match="'microbatches': 4.* must come with a mesh axis 'pipe'"):
+    with pytest.raises(
+        ValueError, match="'microbatches': 4.* must come with a mesh axis 'pipe'"
+    ):
         strategies.build(small(), one_device.grid(data=2), Strategy(microbatches=4))

@@ -15,11 +15,18 @@ CHUNKS = (1, 2, 3)
 
 def every():
     """Returns (name, S, M, v) of every schedule of these sizes that is not refused."""
-    for name, stages, microbatches in itertools.product(schedules.SCHEDULES, STAGES, MICROBATCHES):
+    for name, stages, microbatches in itertools.product(
+        schedules.SCHEDULES, STAGES, MICROBATCHES
+    ):
         if name == "depth_first":
-            yield from ((name, stages, microbatches, v) for v in (2, 3) if microbatches % stages == 0)
+            yield from (
+                (name, stages, microbatches, v) for v in (2, 3) if microbatches % stages == 0
+            )
         else:
-            yield from ((name, stages, microbatches, v) for v in (CHUNKS if name == "breadth_first" else (1,)))
+            yield from (
+                (name, stages, microbatches, v)
+                for v in (CHUNKS if name == "breadth_first" else (1,))
+            )
 
 
 def changed(found: Schedule, device: int, time: int, op: Op | None) -> Schedule:
@@ -58,7 +65,9 @@ def test_devices_keep_as_many_microbatches_as_the_formula_says(name):
     }[name]
     for _, stages, microbatches, chunks in (case for case in every() if case[0] == name):
         found = schedules.peak_live(schedules.make(name, stages, microbatches, chunks))
-        assert found == [formula(stages, microbatches, chunks, device) for device in range(stages)]
+        assert found == [
+            formula(stages, microbatches, chunks, device) for device in range(stages)
+        ]
 
 
 def test_zero_bubble_idles_a_third_of_1f1b_and_keeps_no_more_than_its_first_device():
@@ -71,7 +80,10 @@ def test_zero_bubble_idles_a_third_of_1f1b_and_keeps_no_more_than_its_first_devi
 def test_1f1b_of_two_stages_is_as_drawn_by_hand():
     rows = schedules.one_f_one_b(2, 3).table
     drawn = [" ".join(f"{op.kind}{op.microbatch}" if op else "." for op in row) for row in rows]
-    assert drawn == ["F0 F1 . . -0 BW0 F2 -1 BW1 . -2 BW2", ". F0 -0 BW0 F1 -1 BW1 F2 -2 BW2 . ."]
+    assert drawn == [
+        "F0 F1 . . -0 BW0 F2 -1 BW1 . -2 BW2",
+        ". F0 -0 BW0 F1 -1 BW1 F2 -2 BW2 . .",
+    ]
 
 
 def test_breadth_first_with_one_chunk_is_gpipe():
@@ -79,14 +91,21 @@ def test_breadth_first_with_one_chunk_is_gpipe():
 
 
 def test_a_device_holds_chunks_that_lie_a_ring_apart():
-    assert [schedules.gpipe(4, 1).stage(device, chunk) for chunk in (0, 1) for device in (0, 3)] == [0, 3, 4, 7]
+    assert [
+        schedules.gpipe(4, 1).stage(device, chunk) for chunk in (0, 1) for device in (0, 3)
+    ] == [0, 3, 4, 7]
 
 
 @pytest.mark.parametrize(
     ("device", "time", "op", "message"),
     [
         (0, 0, None, r"table\[0\] must have F of microbatch 0, chunk 0 somewhere"),
-        (0, 1, Op("F", 0), r"table\[0\]\[1\].* must not do F a second time: table\[0\]\[0\] did it"),
+        (
+            0,
+            1,
+            Op("F", 0),
+            r"table\[0\]\[1\].* must not do F a second time: table\[0\]\[0\] did it",
+        ),
         (0, 1, Op("F", 2), "a microbatch under 2"),
         (0, 1, Op("F", 1, 1), "a chunk under 1"),
         (0, 1, Op("X", 1), "must have a kind of"),
@@ -109,10 +128,42 @@ def swapped(found: Schedule, device: int, first: int, second: int) -> Schedule:
 @pytest.mark.parametrize(
     ("device", "first", "second", "message"),
     [
-        (1, 0, 1, r"table\[1\]\[0\].*'F'.* must start after table\[0\]\[0\], F of microbatch 0 in stage 0"),
-        (0, 2, 3, r"table\[0\]\[2\].*'B'.* must start after table\[1\]\[2\], B of microbatch 0 in stage 1"),
-        (1, 2, 1, r"table\[1\]\[1\].*'B'.* must start after table\[1\]\[2\], F of microbatch 0 in stage 1"),
-        (0, 3, 4, r"table\[0\]\[3\].*'W'.* must start after table\[0\]\[4\], B of microbatch 0 in stage 0"),
+        (
+            1,
+            0,
+            1,
+            (
+                r"table\[1\]\[0\].*'F'.* must start after table\[0\]\[0\], F of microbatch 0 in"
+                r" stage 0"
+            ),
+        ),
+        (
+            0,
+            2,
+            3,
+            (
+                r"table\[0\]\[2\].*'B'.* must start after table\[1\]\[2\], B of microbatch 0 in"
+                r" stage 1"
+            ),
+        ),
+        (
+            1,
+            2,
+            1,
+            (
+                r"table\[1\]\[1\].*'B'.* must start after table\[1\]\[2\], F of microbatch 0 in"
+                r" stage 1"
+            ),
+        ),
+        (
+            0,
+            3,
+            4,
+            (
+                r"table\[0\]\[3\].*'W'.* must start after table\[0\]\[4\], B of microbatch 0 in"
+                r" stage 0"
+            ),
+        ),
     ],
 )
 def test_an_op_before_what_it_needs_is_refused_with_both_cells(device, first, second, message):
@@ -131,7 +182,10 @@ def test_rows_of_different_lengths_are_refused():
     [
         (("dualpipe", 2, 2, 1), "schedule='dualpipe' must be one of gpipe, 1f1b"),
         (("1f1b", 2, 2, 2), "chunks=2 must be 1 for schedule='1f1b'"),
-        (("depth_first", 4, 6, 2), "microbatches=6 must be a multiple of the 4 stages .* take 4 or 8"),
+        (
+            ("depth_first", 4, 6, 2),
+            "microbatches=6 must be a multiple of the 4 stages .* take 4 or 8",
+        ),
         (("depth_first", 4, 3, 2), "take 4$"),
         (("depth_first", 4, 4, 1), "chunks=1 must be at least 2"),
         (("gpipe", 0, 1, 1), "must be at least 1"),

@@ -1,4 +1,6 @@
-"""Buffers of a pipeline: nothing is overwritten before it is read, and none is larger than it must be."""
+"""Buffers of a pipeline: nothing is overwritten before it is read, and none is larger than it
+must be.
+"""
 
 import dataclasses
 
@@ -28,27 +30,46 @@ def name(value):
 
 
 def replay(found):
-    """Moves names of values through the buffers as the devices do, and yields (op, what it finds in each buffer)."""
+    """Moves names of values through the buffers as the devices do, and yields (op, what it
+    finds in each buffer).
+    """
     program = slots.program(found)
     stages = found.stages * found.chunks
-    buffers = [{what: [None] * (size + 1) for what, size in program.sizes.items()} for _ in found.table]
+    buffers = [
+        {what: [None] * (size + 1) for what, size in program.sizes.items()} for _ in found.table
+    ]
     for time in range(len(found.table[0])):
         kept, sent_on, sent_back = {}, {}, {}
         for device, row in enumerate(found.table):
-            column = {what: int(values[device, time]) for what, values in program.columns.items()}
+            column = {
+                what: int(values[device, time]) for what, values in program.columns.items()
+            }
             op = row[time]
             if op is None or op.kind == "-":
                 assert program.kinds[column["kind"]] == ("idle" if op is None else "-")
                 continue
             stage = found.stage(device, op.chunk)
-            assert (program.kinds[column["kind"]], column["microbatch"], column["stage"]) == (op.kind, op.microbatch, stage)
+            assert (program.kinds[column["kind"]], column["microbatch"], column["stage"]) == (
+                op.kind,
+                op.microbatch,
+                stage,
+            )
             if op.kind == "F":
                 kept[device] = sent_on[device] = op.microbatch, stage
             if "B" in op.kind:
                 sent_back[device] = op.microbatch, stage
-            yield op, stage, stages, {what: buffers[device][what][column[what]] for what in program.sizes}
+            yield (
+                op,
+                stage,
+                stages,
+                {what: buffers[device][what][column[what]] for what in program.sizes},
+            )
         for device, buffer in enumerate(buffers):
-            for what, sent, by in (("inbox", sent_on, -1), ("stash", kept, 0), ("gradient", sent_back, 1)):
+            for what, sent, by in (
+                ("inbox", sent_on, -1),
+                ("stash", kept, 0),
+                ("gradient", sent_back, 1),
+            ):
                 slot = program.columns[f"{what}_put"][device, time]
                 if slot < program.sizes[what]:
                     buffer[what][slot] = sent[(device + by) % found.stages]
@@ -76,7 +97,10 @@ def test_intervals_share_a_slot_only_where_one_ends_before_the_other_begins():
 
 def test_forwards_alone_follow_each_other_without_pause_and_keep_nothing():
     found = slots.forward(schedules.one_f_one_b(2, 4))
-    assert [[op and op.microbatch for op in row] for row in found.table] == [[0, 1, 2, 3, None], [None, 0, 1, 2, 3]]
+    assert [[op and op.microbatch for op in row] for row in found.table] == [
+        [0, 1, 2, 3, None],
+        [None, 0, 1, 2, 3],
+    ]
     assert slots.program(found).sizes == {"inbox": 1, "stash": 1, "gradient": 1}
 
 
@@ -99,7 +123,9 @@ def test_executed_in_lockstep_gpipe_takes_its_table_and_1f1b_much_longer(stages,
 
     def stretched(make):
         table = make(stages, microbatches)
-        return slots.lockstep(table, {"F": 1.0, "BW": 2.0}) / (3 * microbatches / (1 - schedules.bubble(table)))
+        return slots.lockstep(table, {"F": 1.0, "BW": 2.0}) / (
+            3 * microbatches / (1 - schedules.bubble(table))
+        )
 
     assert stretched(schedules.gpipe) == 1
     assert 1.2 < stretched(schedules.one_f_one_b) < 2
