@@ -11,73 +11,93 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "course_lib"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-LONGEST_FILE = 300
-MODULES = sorted(
+FILES = sorted(PACKAGE.rglob("*.py"))
+PARTS = sorted(
     path.stem
     for path in PACKAGE.iterdir()
     if path.suffix == ".py" or (path / "__init__.py").exists()
 )
-FILES = sorted(PACKAGE.rglob("*.py"))
+
+# The sentence of docs/design.md that says who may import whom, clause by clause, and what each clause means.
+TOOLS = {"measure", "text", "show", "files"}
+MODELS = TOOLS | {"one_device", "models", "optimizers"}
+TRAINING = MODELS | {"configs", "training"}
+MAY_IMPORT = {
+    "`measure`, `text` and `show` know nothing of models": {
+        "measure": set(),
+        "files": {"measure"},
+        "text": {"measure", "files"},
+        "show": {"measure"},
+    },
+    "`one_device` knows those three": {"one_device": TOOLS},
+    "`models` and `optimizers` may use them all": {
+        "models": TOOLS | {"one_device"},
+        "optimizers": TOOLS | {"one_device"},
+    },
+    "`configs` and `training` join these": {
+        "configs": MODELS,
+        "training": MODELS | {"configs"},
+    },
+    "`many_devices` builds on `training`": {"many_devices": TRAINING},
+    "`program` builds on all of these": {
+        "program": TRAINING | {"many_devices"},
+        "train": {"program"},
+    },
+    "`lessons` may import anything, and nothing imports `lessons`": {
+        "lessons": TRAINING | {"many_devices", "program"}
+    },
+}
+ALLOWED = {part: others for clause in MAY_IMPORT.values() for part, others in clause.items()}
+ALLOWED |= {"__init__": {"xla_flags"}, "xla_flags": set()}
 
 
-def floors() -> dict[str, int]:
-    """Returns each module's floor, from the table in docs/design.md."""
-    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", DESIGN, re.M)
-    return {
-        module: int(floor)
-        for floor, modules in rows
-        for module in re.findall(r"`(\w+)`", modules)
-    }
-
-
-def exceptions() -> set[tuple[str, str]]:
-    """Returns the pairs on one floor of which docs/design.md says that one reads the other:
-    "`a` reads `b` and `c`".
-    """
-    found = re.findall(r"`(\w+)` reads ((?:`\w+`(?:, | and )?)+)", DESIGN)
-    return {
-        (reader, read) for reader, others in found for read in re.findall(r"`(\w+)`", others)
-    }
-
-
-def files_of(module: str) -> list[Path]:
-    """Returns the files of a module, which is one file or a folder of them."""
-    return sorted((PACKAGE / module).rglob("*.py")) or [PACKAGE / f"{module}.py"]
-
-
-def imports(module: str) -> set[str]:
-    """Returns the modules of course_lib that a module imports, at its top or inside a function."""
+def imports(path: Path) -> set[str]:
+    """Returns the parts of course_lib that a file imports, at its top or inside a function."""
     found = set()
-    for node in (
-        node for file in files_of(module) for node in ast.walk(ast.parse(file.read_text()))
-    ):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: a relative import hides where it points to"
+            assert node.level == 0, f"{path}: a relative import hides where it points to"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         found |= {name.split(".")[1] for name in names if name.startswith("course_lib.")}
-    return found - {module}
+    return found
 
 
-def test_every_module_has_a_floor_and_every_floor_its_modules():
-    assert set(floors()) == set(MODULES) - {"__init__"}
+def part_of(path: Path) -> str:
+    """Returns the folder of course_lib in which a file lies, or the name of a file beside the folders."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
-def test_imports_point_down(module):
-    floor = floors()
-    for other in imports(module):
-        if (module, other) not in exceptions():
-            assert floor[other] < floor[module], (
-                f"{module} imports {other}: floors {floor[module]}, {floor[other]}"
-            )
+def test_the_sentence_about_imports_stands_in_the_design_and_names_every_part():
+    text = " ".join(DESIGN.split())
+    assert [clause for clause in MAY_IMPORT if clause not in text] == []
+    assert set(ALLOWED) == set(PARTS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_what_its_part_may_import(path):
+    part = part_of(path)
+    assert imports(path) - {part} <= ALLOWED[part]
+
+
+def test_the_tree_of_the_design_is_the_tree_of_the_library():
+    tree = DESIGN[DESIGN.index("    course_lib/\n") :].split("\n\n")[0]
+    shown = set(re.findall(r"\b(\w+)\.py\b", tree))
+    packages = {PACKAGE / "measure" / "hardware", PACKAGE / "show" / "figures"}  # shown as a folder
+    files = {path.stem for path in FILES if path.parent not in packages} - {"__init__"}
+    assert shown == files
+    assert all(f"{path.name}/" in tree for path in packages | {path.parent for path in FILES})
+
+
+def test_the_design_is_read_in_one_sitting():
+    assert len(DESIGN.splitlines()) <= 250
 
 
 def test_importing_the_package_imports_no_jax_and_none_of_its_modules_but_the_one_for_flags():
-    assert imports("__init__") == {"xla_flags"}
+    assert imports(PACKAGE / "__init__.py") == {"xla_flags"}
     imported = subprocess.run(
         [sys.executable, "-c", "import sys, course_lib; print(*sys.modules)"],
         capture_output=True,
@@ -88,11 +108,6 @@ def test_importing_the_package_imports_no_jax_and_none_of_its_modules_but_the_on
         "course_lib.xla_flags"
     ]
     assert "jax" not in imported and "numpy" not in imported
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_reader_gets_through_the_file(path):
-    assert len(path.read_text().splitlines()) <= LONGEST_FILE
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -114,8 +129,29 @@ def test_everything_public_says_what_it_is(path):
     assert not silent
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
-def test_every_module_has_its_tests(module):
-    assert (ROOT / "tests" / f"test_{module}.py").exists() or list(
-        (ROOT / "tests").glob(f"test_{module}_*.py")
+# A package, or a module that serves one other module, is tested as one with it.
+TESTED_WITH = {
+    "measure/hardware/": "measure/test_hardware.py",
+    "show/figures/": "show/test_figures.py",
+    "measure/heap.py": "measure/test_memory.py",
+    "measure/origin.py": "measure/test_traffic.py",
+    "many_devices/costs.py": "many_devices/test_estimate.py",
+    "many_devices/options.py": "many_devices/test_strategies.py",
+    "many_devices/sharding.py": "many_devices/test_strategies.py",
+    "many_devices/pipeline_parallel/stage.py": "many_devices/pipeline_parallel/test_pipeline.py",
+    "train.py": "program/test_command.py",
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.name != "__init__.py"],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_every_module_has_its_tests_in_the_same_folder(path):
+    name = path.relative_to(PACKAGE).as_posix()
+    beside = str(Path(name).with_name(f"test_{path.name}"))
+    wanted = next(
+        (test for start, test in TESTED_WITH.items() if name.startswith(start)), beside
     )
+    assert (ROOT / "tests" / wanted).exists()
