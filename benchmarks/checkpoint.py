@@ -1,7 +1,8 @@
 """Measures what checkpoints cost a run: the program's own loop with them, against the same loop
 without.
 
-    python -m benchmarks.checkpoint --preset cpu    prints one line of JSON; --out docs/results/benchmarks stores it
+    python -m benchmarks.checkpoint --preset cpu    prints one line of JSON;
+                                                    --out docs/results/benchmarks stores it
 
 By turns: a run that saves every so many steps, and one that saves at its end only. Between two
 lines of metrics the one has as many steps as the other, and a save besides. The difference is
@@ -91,7 +92,7 @@ class Clocks:
             patch.stop()
 
     def between_lines(self) -> list[tuple[float, float]]:
-        """Returns wall and CPU seconds between lines; until the first one, steps are compiled."""
+        """Returns wall and CPU seconds between lines; before the first one, steps compile."""
         return [
             (b[0] - a[0], b[1] - a[1]) for a, b in zip(self.lines, self.lines[1:], strict=False)
         ]

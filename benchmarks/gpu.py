@@ -1,8 +1,9 @@
 """Measures training steps on the accelerator of this machine, beside what the compiler said of
 them.
 
-    python -m benchmarks.gpu                                            on a machine with a GPU; `make gpu` calls this
-    python -m benchmarks.gpu --device cpu --preset cpu --out FOLDER     the same on the CPU, to try this program out
+    python -m benchmarks.gpu        on a machine with a GPU; `make gpu` calls this
+    python -m benchmarks.gpu --device cpu --preset cpu --out FOLDER
+                                    the same on the CPU, to try this program out
 
 One preset of `course_lib.configs`, changed by one technique at a time. For each: the time of a
 step, its MFU, and the device memory at its peak, measured and as compiled. Each case runs in a

@@ -1,7 +1,8 @@
 """Measures whether the input keeps up: tokens/s that arrive on the device, against those that
 the train step takes.
 
-    python -m benchmarks.input --preset cpu         prints one line of JSON; --out docs/results/benchmarks stores it
+    python -m benchmarks.input --preset cpu         prints one line of JSON;
+                                                    --out docs/results/benchmarks stores it
 
 Three things by turns: batches alone, steps alone (on a batch that lies ready), and steps that
 are fed. Batches are made ahead: while others have their turn, some get ready, which would be

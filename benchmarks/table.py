@@ -4,7 +4,8 @@
 
 Each file is one measurement, as `record` returns it:
 
-    {"name", "date", "device", "load", "versions": {package: version}, "rows": [{column: value}, ...], "notes"}
+    {"name", "date", "device", "load", "versions": {package: version},
+     "rows": [{column: value}, ...], "notes"}
 
 In the page, what stands between `<!-- NAME -->` and `<!-- end -->` is made here; the words
 around it are written by hand, and stay. A file that the page does not name yet gets a section

@@ -56,7 +56,7 @@ class AttentionBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`course_lib.models.transformer.Transformer`, for the options that the preset "cpu" has."""
+    """`course_lib.models.transformer.Transformer`, for the options of the preset "cpu"."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()
@@ -164,7 +164,7 @@ class Trainer:
         return loss
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Returns the gradients by the library's names, each flattened in the library's order."""
+        """Returns gradients by the library's names, each flattened in the library's order."""
         self._backward()
         found = {}
         for name, kind, module, parameter in self._parameters():

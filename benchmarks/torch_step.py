@@ -1,7 +1,8 @@
 """Measures the training step against the same model in PyTorch, on the CPU of this machine.
 
-    pip install torch==2.13.0                  the course itself does not need it
-    python -m benchmarks.torch_step            writes docs/results/benchmarks/torch_step.json, in minutes on two idle cores
+    pip install torch==2.13.0          the course itself does not need it
+    python -m benchmarks.torch_step    writes docs/results/benchmarks/torch_step.json,
+                                       in minutes on two idle cores
 
 Before anything is timed, PyTorch gets the library's initial parameters, and gradients and the
 losses of the next steps have to agree. Each case is a process of its own that trains on while

@@ -2,8 +2,8 @@
 it can do harm.
 
     config = get("cpu")
-    config.training.steps = 100      # a misspelt field is an error, and so is a value of another type
-    check(config)                    # and so is a value that cannot work
+    config.training.steps = 100   # a misspelt field is an error, as is a value of another type
+    check(config)                 # and so is a value that cannot work
 
 A configuration is an `ml_collections.ConfigDict` (https://ml-collections.readthedocs.io) with
 four parts, `model`, `optimizer`, `data` and `training`, and a `seed`. Dtypes are strings, so
@@ -20,9 +20,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from course_lib import optimizers
-
-# tells JAX what it must know before it looks for devices
-from course_lib.measure import virtual as virtual
+from course_lib.measure import virtual as virtual  # must act before JAX looks for devices
 from course_lib.measure.hardware import Accelerator
 from course_lib.models import attention, transformer
 from course_lib.one_device import gradient_accumulation, mixed_precision
@@ -31,60 +29,45 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def published_155m() -> ConfigDict:
-    """The Transformer of the series that this course builds on, as its published measurements
-    start from.
+    """The Transformer of the tutorial series that this course builds on, as it was published.
 
-    155,877,376 parameters. On an A5000 (24 GB) its author measured 3.9 GB and 0.91 s a step. A
-    step on two CPU cores takes minutes. Source:
+    The series' measurements start from this configuration. It has 155,877,376 parameters. On an
+    A5000 (24 GB) its author measured 3.9 GB and 0.91 s a step. A step on two CPU cores takes
+    minutes.
+
+    Source:
     https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html
     """
     model = dict(
         num_layers=12,  # N: parameters, time and saved activations grow in proportion
-        # D: parameters and time grow with its square, activations in proportion
-        hidden_size=1024,
+        hidden_size=1024,  # D: parameters and time grow with its square, activations with it
         head_dim=128,  # K: below 64 the matrix units idle
         num_heads=8,  # H: H * K must be D
-        # F / D: the hidden MLP activations are the largest that grow with L, not with L * L
-        mlp_expansion=4,
+        mlp_expansion=4,  # F / D: of the activations that grow with L, the hidden MLP's lead
         vocab_size=2048,  # rows of the token table; the tokenizer's
-        # V: float32 logits take 4 * B * L * V bytes, several times over in the loss
-        num_outputs=2048,
-        # rows of the position table; attention without flash takes H * L * L numbers a sequence
-        max_seq_len=512,
+        num_outputs=2048,  # V: the loss holds several times 4 * B * L * V bytes of logits
+        max_seq_len=512,  # rows of the position table; scores take H * L * L without flash
         dropout_rate=0.1,  # with 0, no random numbers and no masks
         causal_mask=True,  # without it every position sees its own label
-        # of computation and activations; float32 doubles memory, float16 needs a loss scale
-        dtype="bfloat16",
-        # of attention scores: the largest array without remat; bfloat16 halves it, and errs
-        softmax_dtype="float32",
-        # compiles one block instead of N, and keeps all layers' activations in stacked arrays
-        scan_layers=True,
-        # what is computed again in the backward pass: see
-        # course_lib.one_device.rematerialization
-        remat=("MLP", "Attn"),
+        dtype="bfloat16",  # of activations; float32 doubles memory, float16 needs a loss scale
+        softmax_dtype="float32",  # of scores, largest without remat; bfloat16 halves it, errs
+        scan_layers=True,  # compiles one block instead of N; activations are stacked arrays
+        remat=("MLP", "Attn"),  # computed again in the backward pass: see rematerialization
         remat_policy="nothing",  # what is kept inside of that all the same
         remat_names=(),  # which named values the policies "names" and "offload" keep
         attention="reference",  # see course_lib.models.attention
-        # B and L as one dimension: on a CPU gradients of products are faster, see
-        # course_lib.models.hooks
-        flat_products=False,
-        # normalizes queries and keys, so that scores stay small: see course_lib.models.layers
-        # for these options
-        qk_norm=False,
-        # MLP and attention of the same input: half the exchanges of tensor parallelism
-        parallel_block=False,
-        # G: how many heads keys and values have, fewer parameters and less to keep; 0 means H
-        num_kv_heads=0,
+        flat_products=False,  # B and L as one dimension: faster on a CPU, see models.hooks
+        # the next six are explained in course_lib.models.layers
+        qk_norm=False,  # normalizes queries and keys, so that scores stay small
+        parallel_block=False,  # MLP beside attention: half as much to send along "tensor"
+        num_kv_heads=0,  # G: heads of keys and values; fewer are less to keep; 0 means H
         mlp_activation="gelu",  # or "squared_relu"
         positions="learned",  # or "rotary", which has no table
         use_bias=True,  # without, products and norms add none
-        # E: instead of one MLP, so many, of which a token sees few; memory grows, FLOPs hardly
-        num_experts=0,
+        num_experts=0,  # E MLPs, of which a token sees k; memory grows, FLOPs hardly
         experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
-        # room at an expert, beside its even share; with less, more tokens pass it by
-        capacity_factor=1.25,
-        # of the loss that keeps choices even; without it few experts may come to do all
-        balance_weight=0.01,
+        capacity_factor=1.25,  # room at an expert, in even shares; with less, more are dropped
+        balance_weight=0.01,  # of the loss that keeps choices even; at 0 few experts may do all
     )
     optimizer = dict(
         name="adam",  # two more float32 numbers a parameter
@@ -108,8 +91,7 @@ def published_155m() -> ConfigDict:
         accumulation="scan",  # "scan" compiles one minibatch, "loop" all M
         accumulator_dtype="float32",  # 4 bytes a parameter while M > 1
         loss_scale="none",  # "dynamic" for float16
-        # without it, old and new state stand in memory together: 12 more bytes a parameter
-        donate=True,
+        donate=True,  # without it, two states are in memory: 12 more bytes a parameter
     )
     return ConfigDict(
         dict(model=model, optimizer=optimizer, data=data, training=training, seed=42)
@@ -128,7 +110,7 @@ def cpu() -> ConfigDict:
     config.model.update(
         num_layers=3, hidden_size=128, head_dim=32, num_heads=4, max_seq_len=128
     )
-    # so small, it needs no saving
+    # The model is so small that nothing needs to save memory.
     config.model.update(dropout_rate=0.0, dtype="float32", scan_layers=False, remat=())
     config.optimizer.update(name="adamw", learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
     config.optimizer.update(schedule="warmup_cosine", warmup_steps=50)

@@ -17,8 +17,7 @@ from typing import IO
 from course_lib.measure.units import MIB
 
 REPLACED = "replaced-"  # before the name of a folder that is to be replaced
-# seconds; a part that is younger may belong to a process that is just about to lock it
-STALE = 60
+STALE = 60  # seconds; a younger part may belong to a process that is about to lock it
 
 
 def cache_folder() -> pathlib.Path:
@@ -128,11 +127,11 @@ def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
     ) as file:
         try:
             with contextlib.suppress(OSError):  # a file system without locks
-                # `remove_stale` of another process may hold it for an instant
+                # `remove_stale` of another process may hold it for an instant.
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
-            # else a name that outlives a crash of the machine may lead to an empty file
+            # Else a name that outlives a crash of the machine may lead to an empty file.
             os.fsync(file.fileno())
             file.close()
             os.chmod(file.name, 0o644)  # a shared cache is for all its users
@@ -176,7 +175,7 @@ def make_room(draft: pathlib.Path, needed: int) -> str | None:
     so many bytes, else None.
     """
     try:
-        # what a process that was killed has left
+        # Removes what a process that was killed has left.
         remove_drafts(draft.parent, draft.parent.parent)
         draft.mkdir(parents=True)
         free = shutil.disk_usage(draft).free
@@ -216,7 +215,7 @@ def one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
     knows of no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # that is enough, and all users of a cache may
+    # To read is enough for a lock, and all users of a cache may.
     file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
     try:
         with contextlib.suppress(OSError):

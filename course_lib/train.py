@@ -3,9 +3,9 @@
 import signal
 import sys
 
-# not ignored, as in a background
+# A process in the background ignores Ctrl-C: then it stays ignored.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C ends at once, also an import, but where `preemption` takes it
+    # Ctrl-C ends at once, also an import, but where `preemption` takes it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from course_lib.program.command import main

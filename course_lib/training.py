@@ -1,9 +1,11 @@
 """Training: the state, the losses, and the one train step, where the techniques of this course
 meet.
 
-    loss_fn(params, batch, rng) -> (loss, metrics)     loss: weighted mean;  metrics: name -> (sum, count)
+    loss_fn(params, batch, rng) -> (loss, metrics)     loss: the weighted mean;
+                                                       metrics: name -> (sum, count)
     grad_fn(params, batch, rng) -> (grads, metrics)    the gradient of that mean
-    step(state, batch) -> (state, metrics)             rng, scale, gradients, unscale, clip and update
+    step(state, batch) -> (state, metrics)             rng, scale, gradients, unscale, clip,
+                                                       update
 
 A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
 means evaluation, without dropout; `as_function` makes one from a Flax model. What is trained is
@@ -27,9 +29,7 @@ from course_lib import optimizers
 from course_lib.configs import check
 from course_lib.models import losses
 from course_lib.models.losses import ApplyFn
-
-# they belong to training, and have a file of their own
-from course_lib.models.losses import as_function as as_function
+from course_lib.models.losses import as_function as as_function  # these belong to training
 from course_lib.models.losses import classification_loss as classification_loss
 from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
@@ -159,7 +159,7 @@ def make_train_step(
 
 def _skip_if_not_finite(grads, old, new, metrics):
     finite = mixed_precision.all_finite(grads)
-    # what is not finite would stay in a sum
+    # What is not finite would stay in a sum.
     metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
     skipped = 1 - finite.astype(jnp.float32)
     params, opt_state = jax.tree.map(
@@ -206,9 +206,9 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
             "batches must hold at least one batch: a mean over nothing is undefined"
         )
     total: dict[str, list[float]] = {}
-    # is computed while those before it are read
+    # The following batch is computed while those before it are read.
     for following in itertools.chain(each, [None]):
-        # a sum in float32 would lose what a batch adds to many
+        # A sum in float32 would lose what a batch adds to many.
         for name, pair in jax.device_get(late).items():
             total[name] = [
                 old + float(new)

@@ -137,7 +137,7 @@ def is_accepted(flag: str) -> bool:
         capture_output=True,
         text=True,
     )
-    # as where the memory was not enough
+    # XLA failed at something else, as where the memory was not enough.
     if trial.returncode and flag.partition("=")[0].lstrip("-") not in trial.stderr:
         raise RuntimeError(
             f"{flag} could not be tried: exit code {trial.returncode}\n{trial.stderr}"
@@ -166,7 +166,7 @@ def set_flags(*names: str) -> Report:
         )
     accepted = tuple(name for name in names if is_accepted(FLAGS[name].text))
     present = os.environ.get("XLA_FLAGS", "").split()
-    # a boolean flag may stand without a value
+    # A boolean flag may stand without a value.
     set_by_user = {flag.partition("=")[0] for flag in present}
     new = [FLAGS[name].text for name in accepted if f"--{name}" not in set_by_user]
     if new:
@@ -186,7 +186,9 @@ def keep_products_right() -> None:
         product = jax.jit(lambda w, x: x @ w)
         for i in range(8):
             w = jnp.full((512, 128), float(i))
-            print(product(w, jnp.ones((512, 512)))[0, 0] / 512)   # JAX 0.7.2: 0, 0, 0, 3, 3, ...; 0.8.2: 0, 1, 2, 3, 4, ...
+            print(product(w, jnp.ones((512, 512)))[0, 0] / 512)
+
+    prints 0, 0, 0, 3, 3, ... in JAX 0.7.2, and 0, 1, 2, 3, 4, ... in JAX 0.8.2.
 
     Importing `course_lib` calls this. A value that the user gave the flag stays. If JAX runs
     already, it only warns.

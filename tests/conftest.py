@@ -69,7 +69,7 @@ LONG = {
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the long files first. That they stay there is `--no-loadscope-reorder`'s (Makefile)."""
+    """Puts the long files first; `--no-loadscope-reorder` (Makefile) keeps them there."""
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 

@@ -1,4 +1,4 @@
-"""What must be true of the programs that measure, as far as a machine without a GPU can tell."""
+"""What must be true of the programs that measure, as far as it shows without a GPU."""
 
 import json
 import types
@@ -218,10 +218,8 @@ def test_what_words_say_of_the_step_is_what_was_measured():
     )
     more = [f"{rows[name]['processor (ms)'] / own['processor (ms)']:.2f}" for name in cases]
     assert (
-        "times as much, with products that are not flat {}, with attention as the reference {}".format(
-            *more[1:]
-        )
-        in page
+        f"times as much, with products that are not flat {more[1]},"
+        f" with attention as the reference {more[2]}" in page
     )
     assert f"memory that is kept a step costs {more[0]} times" in page
     assert 'as `"xla"` {}, with scanned layers {}.'.format(*more[3:]) in page

@@ -18,7 +18,8 @@ PARTS = sorted(
     if path.suffix == ".py" or (path / "__init__.py").exists()
 )
 
-# The sentence of docs/design.md that says who may import whom, clause by clause, and what each clause means.
+# The sentence of docs/design.md that says who may import whom, clause by clause, and what each
+# clause means.
 TOOLS = {"measure", "text", "show", "files"}
 MODELS = TOOLS | {"one_device", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
@@ -67,7 +68,7 @@ def imports(path: Path) -> set[str]:
 
 
 def part_of(path: Path) -> str:
-    """Returns the folder of course_lib in which a file lies, or the name of a file beside the folders."""
+    """Returns the folder of course_lib that a file is in, or its name if it is in none."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -86,7 +87,8 @@ def test_a_file_imports_what_its_part_may_import(path):
 def test_the_tree_of_the_design_is_the_tree_of_the_library():
     tree = DESIGN[DESIGN.index("    course_lib/\n") :].split("\n\n")[0]
     shown = set(re.findall(r"\b(\w+)\.py\b", tree))
-    packages = {PACKAGE / "measure" / "hardware", PACKAGE / "show" / "figures"}  # shown as a folder
+    # shown as a folder
+    packages = {PACKAGE / "measure" / "hardware", PACKAGE / "show" / "figures"}
     files = {path.stem for path in FILES if path.parent not in packages} - {"__init__"}
     assert shown == files
     assert all(f"{path.name}/" in tree for path in packages | {path.parent for path in FILES})
@@ -130,6 +132,7 @@ def test_everything_public_says_what_it_is(path):
 
 
 # A package, or a module that serves one other module, is tested as one with it.
+PIPELINE = "many_devices/pipeline_parallel/"
 TESTED_WITH = {
     "measure/hardware/": "measure/test_hardware.py",
     "show/figures/": "show/test_figures.py",
@@ -138,7 +141,7 @@ TESTED_WITH = {
     "many_devices/costs.py": "many_devices/test_estimate.py",
     "many_devices/options.py": "many_devices/test_strategies.py",
     "many_devices/sharding.py": "many_devices/test_strategies.py",
-    "many_devices/pipeline_parallel/stage.py": "many_devices/pipeline_parallel/test_pipeline.py",
+    PIPELINE + "stage.py": PIPELINE + "test_pipeline.py",
     "train.py": "program/test_command.py",
 }
 

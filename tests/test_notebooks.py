@@ -6,6 +6,7 @@ never run; that is caught here.
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -46,6 +47,8 @@ MACHINE = re.compile(
     rf"ipykernel_\d+|(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/\w|site-packages"
 )
 MOST_BYTES = 1_000_000
+PYPROJECT = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
+WIDTH = PYPROJECT["tool"]["ruff"]["line-length"]
 
 each = pytest.mark.parametrize("name", NAMES)
 
@@ -128,6 +131,17 @@ def test_it_names_no_path_of_a_machine(name):
 def test_no_cell_ends_in_a_semicolon_which_nbval_does_not_understand(name):
     for cell in code_cells(name):
         assert not cell.source.rstrip().endswith(";"), cell.source
+
+
+@each
+def test_its_code_is_no_wider_than_the_librarys_unless_a_line_is_one_url(name):
+    wide = [
+        line
+        for cell in code_cells(name)
+        for line in cell.source.splitlines()
+        if len(line) > WIDTH and not re.fullmatch(r"\W*https?://\S+", line)
+    ]
+    assert not wide
 
 
 @each

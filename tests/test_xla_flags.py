@@ -85,7 +85,8 @@ def test_jax_starts_with_the_flags_that_were_set_and_then_takes_no_more():
     code = """
 from course_lib.measure import virtual
 from course_lib import xla_flags
-print(xla_flags.set_flags("xla_gpu_enable_async_collectives", "xla_force_host_platform_device_count").refused)
+flags = "xla_gpu_enable_async_collectives", "xla_force_host_platform_device_count"
+print(xla_flags.set_flags(*flags).refused)
 import jax
 print(len(jax.devices()))
 try:

@@ -21,11 +21,12 @@ CORPUS = pathlib.Path(__file__).parent.parent / "course_lib" / "text" / "corpus"
 
 # Modules that people read to learn: written by hand, of one style each, no tables, no tests.
 MODULES = """
-abc base64 bisect calendar cmd code codeop colorsys configparser contextlib copy csv dataclasses filecmp fileinput
-fnmatch fractions functools getopt glob graphlib gzip hashlib heapq hmac linecache numbers operator pprint queue quopri random
-reprlib sched selectors shelve shlex socketserver string tempfile textwrap timeit types weakref _collections_abc
-_weakrefset collections/__init__ concurrent/futures/_base concurrent/futures/thread html/parser json/decoder json/encoder
-json/scanner tomllib/_parser urllib/parse wsgiref/handlers
+abc base64 bisect calendar cmd code codeop colorsys configparser contextlib copy csv dataclasses
+filecmp fileinput fnmatch fractions functools getopt glob graphlib gzip hashlib heapq hmac
+linecache numbers operator pprint queue quopri random reprlib sched selectors shelve shlex
+socketserver string tempfile textwrap timeit types weakref _collections_abc _weakrefset
+collections/__init__ concurrent/futures/_base concurrent/futures/thread html/parser json/decoder
+json/encoder json/scanner tomllib/_parser urllib/parse wsgiref/handlers
 """.split()
 
 

@@ -104,8 +104,11 @@ def main() -> None:
         STORE.write_text(json.dumps(stored | {jax.__version__: found}, indent=1) + "\n")
         return
     before = stored[jax.__version__]
-    unlike = [f"{name}: {before.get(name)} stored, {found.get(name)} now" for name in before | found
-              if before.get(name) != found.get(name)]  # fmt: skip
+    unlike = [
+        f"{name}: {before.get(name)} stored, {found.get(name)} now"
+        for name in before | found
+        if before.get(name) != found.get(name)
+    ]
     sys.exit("\n".join(unlike) if unlike else print(f"all {len(found)} as stored"))
 
 

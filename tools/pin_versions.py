@@ -2,8 +2,9 @@
 
 usage: python tools/pin_versions.py         (needs uv on the PATH: pip install uv)
 
-  py311.txt   newest versions for Python 3.11      the reference: notebooks hold what these print
-  py312.txt   newest versions for Python 3.12 to 3.14 (array-record, which Grain needs, has no wheel for a later one)
+  py311.txt   newest versions for Python 3.11: the reference, notebooks hold what these print
+  py312.txt   newest versions for Python 3.12 to 3.14 (array-record, which Grain needs, has no
+              wheel for a later one)
   oldest.txt  the lower bounds of pyproject.toml, on Python 3.11
 
 `.venv` is made from these, whatever machine the learner has: Linux on x86-64 or arm64, or macOS

@@ -20,12 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 COLAB_LACKS = "ml_collections jaxtyping tensorboard-plugin-profile"
 # And of those of the training program.
 PROGRAM, PROGRAM_LACKS = "14", ' grain "orbax-checkpoint>=0.12"'
+ANOTHER_LINE = "\n    %pip install -q"
 BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     "(https://colab.research.google.com/github/{repo}/blob/main/notebooks/{name})"
 )
 SETUP = """\
-# On Colab: install the course's library, leaving Colab's own JAX and CUDA alone. Elsewhere: check what is installed.
+# On Colab: install the library, leave Colab's JAX and CUDA alone. Elsewhere: check versions.
 import importlib.util
 import sys
 
@@ -54,7 +55,7 @@ def repository(root: Path = ROOT) -> str:
 def notebook_texts(name: str, repo: str) -> tuple[str, str]:
     """Returns the badge and the set-up cell of a notebook, by its file name."""
     many = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
-    lacks = COLAB_LACKS + PROGRAM_LACKS * (name >= PROGRAM)
+    lacks = COLAB_LACKS + (ANOTHER_LINE + PROGRAM_LACKS) * (name >= PROGRAM)
     return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=lacks, many=many)
 
 

@@ -17,7 +17,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
-# Written by tools/sync_environment.py from pyproject.toml and requirements/py311.txt. Do not edit.
+# Written by tools/sync_environment.py from pyproject.toml and requirements/py311.txt.\
+ Do not edit.
 # From the project's folder: conda env create -f environment.yml
 name: course-lib
 channels: [conda-forge, nodefaults]

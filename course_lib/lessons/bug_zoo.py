@@ -2,7 +2,7 @@
 does and who notices.
 
     with bug_zoo.release("mean_of_means"):
-        run = strategies.build(config, grid)      # what is built and traced in here has the fault
+        run = strategies.build(config, grid)    # what is built and traced here has the fault
 
 A loss that falls does not rule one out: Adam, for one, hides a wrong scale of the gradient
 altogether. What finds them is a comparison of gradients with one device's, and a ledger of what

@@ -8,7 +8,9 @@ and time a step out of a profiler
 2024, JAX 0.4.25). Here each configuration is compiled for that GPU, or for one that the series
 did not have; and where there is a GPU, it is run.
 
-    python -m course_lib.lessons.case_study      # compiles all for three GPUs, prints and records the tables: many minutes
+    python -m course_lib.lessons.case_study    # many minutes
+
+It compiles all configurations for three GPUs, prints the tables and records them.
 """
 
 import functools

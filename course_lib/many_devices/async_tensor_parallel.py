@@ -7,7 +7,8 @@ https://doi.org/10.1145/3567955.3567959; Dehghani et al., 2023,
 https://arxiv.org/abs/2302.05442, section 2.2):
 
     column    multiply the part that is here, while the next one arrives
-    row       multiply the part of the device that is farthest away first, and send its sum on while the next is multiplied
+    row       multiply the part of the device that is farthest away first, and send its sum on
+              while the next is multiplied
 
 As many bytes are sent as by the collective, in n - 1 steps of which each hides behind a
 product, if that takes as long. With `bidirectional`, half of the parts go around the other way,
@@ -67,7 +68,7 @@ def gather_column(
         by: collectives.shift(x, AXIS, by) for by, steps in ((1, right), (-1, left)) if steps
     }
     parts, own = jax.lax.optimization_barrier((parts, multiply(x)))
-    # with the parts of the devices before this one, and after it
+    # 1: with the parts of the devices before this one; -1: of those after it
     products: dict[int, list[Array]] = {1: [], -1: []}
     for step in range(1, right + 1):
         arriving = {

@@ -6,11 +6,11 @@ every function here gives what JAX's own gives, and so does its gradient, which 
 shift transposes to a shift the other way, so the ring that gathers transposes to the ring that
 sums and scatters.
 
-    here                                         JAX's own
-    all_gather(x, "data", dim)                   jax.lax.all_gather(x, "data", axis=dim, tiled=True)
-    reduce_scatter(x, "data", dim)               jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)
-    all_reduce(x, "data", dim)                   jax.lax.psum(x, "data")
-    all_to_all(x, "data", split_dim, concat_dim) jax.lax.all_to_all(x, "data", split_dim, concat_dim, tiled=True)
+    here                         JAX's own, in jax.lax
+    all_gather(x, "data", d)     all_gather(x, "data", axis=d, tiled=True)
+    reduce_scatter(x, "data", d) psum_scatter(x, "data", scatter_dimension=d, tiled=True)
+    all_reduce(x, "data", d)     psum(x, "data")
+    all_to_all(x, "data", d, e)  all_to_all(x, "data", split_axis=d, concat_axis=e, tiled=True)
 
 All are called inside `jax.shard_map`, and unroll into one step a hop. Links carry both
 directions at once: with `bidirectional=True` half of what travels goes the other way round, and
@@ -201,13 +201,14 @@ def cost(
 ) -> Cost:
     """Returns what the functions of this file need, with S bytes and n devices:
 
-        kind               steps             bytes sent        two-directional: steps, bytes in the busier direction
-        ppermute           1                 S                 -
-        all_gather         n - 1             S (n - 1) / n     n // 2          S (n // 2) / n
-        reduce_scatter     n - 1             S (n - 1) / n     n // 2          S (n // 2) / n
-        all_reduce         2 (n - 1)         2 S (n - 1) / n   2 (n // 2)      2 S (n // 2) / n
-        all_to_all         n - 1             S (n - 1) / 2     n // 2          S h (h + 1) / 2n with h = n // 2
-        all_to_all_direct  n - 1             S (n - 1) / n     -
+                           one direction                both: steps, bytes in the busier one
+        kind               steps      bytes sent        steps       bytes sent
+        ppermute           1          S                 -
+        all_gather         n - 1      S (n - 1) / n     n // 2      S (n // 2) / n
+        reduce_scatter     n - 1      S (n - 1) / n     n // 2      S (n // 2) / n
+        all_reduce         2 (n - 1)  2 S (n - 1) / n   2 (n // 2)  2 S (n // 2) / n
+        all_to_all         n - 1      S (n - 1) / 2     n // 2      S h (h + 1) / 2n, h = n // 2
+        all_to_all_direct  n - 1      S (n - 1) / n     -
 
     A gradient of S bytes, all-reduced, is thus sent about twice, whatever the number of
     devices.

@@ -14,8 +14,8 @@ https://arxiv.org/abs/2407.21783, section 3.3.2; another balanced order is that 
 al., 2023, https://arxiv.org/abs/2311.09431). Of the four pairs of parts that meet in a step,
 all devices need two, and compute no others:
 
-    keys of an earlier device    late queries see its early part, early queries see its early part
-    keys of a later device       late queries see its early part, late queries see its late part
+    keys of an earlier device    early queries see its early part, late queries too
+    keys of a later device       late queries see its early part, and its late part
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ def attend(
     batch, length, heads, width = query.shape
     groups = key.shape[2]
     parts = batch, 2, length // 2, groups
-    # they travel as one
+    # Keys and values travel as one array.
     both = jnp.stack((key.reshape(*parts, width), value.reshape(*parts, width)))
     return _ring(query.reshape(*parts, heads // groups, width), both, causal).reshape(
         query.shape
@@ -191,7 +191,7 @@ def _pairs(step: int, causal: bool) -> list[tuple[Any, Any, bool]]:
         return [(q, k, False) for q in (EARLY, LATE) for k in (EARLY, LATE)]
     if step == 0:
         return [(EARLY, EARLY, True), (LATE, EARLY, False), (LATE, LATE, True)]
-    # they came from an earlier device, or from a later one
+    # The keys came from an earlier device, or from a later one.
     same = jnp.where(jax.lax.axis_index(AXIS) >= step, EARLY, LATE)
     return [(LATE, EARLY, False), (same, same, False)]
 

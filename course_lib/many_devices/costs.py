@@ -5,11 +5,12 @@ Beside each other they read (R: an activation [b L D] of all sequences of a devi
 model's dtype; n: devices of the axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather
 or a reduce-scatter half of that):
 
-    data      an all-reduce of the gradients; with ZeRO 1 and 2 a reduce-scatter of them, and an all-gather of the new
-              parameters; with ZeRO 3 one of what was computed with, once more for the kernels of layers, or for all that
-              a rematerialized block needs
-    tensor    for each pair of products an all-reduce of R forward, one backward, and one where it is computed again;
-              around the layers one of R, and one of the embedding in float32; a few numbers for each label
+    data      an all-reduce of the gradients; with ZeRO 1 and 2 a reduce-scatter of them, and an
+              all-gather of the new parameters; with ZeRO 3 one of what was computed with, once
+              more for the kernels of layers, or for all that a rematerialized block needs
+    tensor    for each pair of products an all-reduce of R forward, one backward, and one where
+              it is computed again; around the layers one of R, and one of the embedding in
+              float32; a few numbers for each label
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ def sent_for_gradients(
     config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], n: int
 ) -> float:
     """Returns the bytes that a device sends along "data"."""
-    # the other stages send once for all
+    # ZeRO 2 and 3 send once a minibatch, the other stages once a step.
     times = config.training.num_minibatches if chosen.zero >= 2 else 1
     narrow = jnp.dtype(config.model.dtype).itemsize / 4
     total = 0.0
@@ -116,8 +117,7 @@ def sent_inside_layers(
     if "Block" in model.remat:
         again = pairs - (0.5 if chosen.sequence else 1)
     elif chosen.zero == 3 and chosen.gather_again:
-        # keeps nothing that was gathered, along "tensor" neither
-        # what a ring brings is kept
+        # Nothing that was gathered is kept, along "tensor" neither; what a ring brings is.
         again = 0.5 * pairs * (chosen.sequence and chosen.overlap == "none")
     else:
         again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * chosen.sequence
@@ -127,7 +127,7 @@ def sent_inside_layers(
     total = tokens * (
         model.hidden_size * ((layers + head) * width + 4) + 4 * (6 if piped else 4)
     )
-    # what all devices use, each for its part of the sequence, or for its heads
+    # Gradients of what all devices use, each for its part of the sequence, or for its heads.
     for leaf in params:
         of_all = chosen.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path
         if of_all and dim_of(leaf.held, "tensor") is None:
@@ -143,7 +143,7 @@ def gradients(chosen: Strategy, params: Sequence[Leaf], n: int, summed: bool) ->
     """
     total = 0
     for leaf in params:
-        # stage 2 sums slices
+        # Stage 2 adds up slices, the others whole gradients.
         slices = n if chosen.zero == 2 and dim_of(leaf.kept, "data") is not None else 1
         total += leaf.bytes + (leaf.bytes // slices if summed else 0)
     return total
@@ -218,9 +218,9 @@ def activations(config: Any, layers: int, tokens: int, residual: int, shards: in
         if "Block" in model.remat
         else layer - sum(inside[name] for name in model.remat)
     )
-    # with their softmax and their gradient
+    # The logits, their softmax and their gradient, in float32.
     logits = 3 * 4 * tokens * model.num_outputs / shards
-    # all of one, and gradients inside of one of its modules
+    # All of one layer, and gradients inside of one of its modules.
     at_work = layer + max(inside.values())
     return int(layers * kept + max(at_work, logits))
 

@@ -5,12 +5,15 @@ All that differs between plain data parallelism and the three stages of ZeRO (Ra
 al., 2020, https://arxiv.org/abs/1910.02054) is what a device keeps, and so what it has to send.
 P parameters, n devices:
 
-    stage   parameters   gradients   optimizer   communication of a step, in parameters that a device sends
-    0       all          all         all         all-reduce of gradients: 2 (n - 1) / n P
-    1       all          all         1/n         reduce-scatter of gradients, all-gather of new parameters: the same
-    2       all          1/n         1/n         the same; with accumulation, a reduce-scatter each minibatch,
-                                                 whose own gradients are whole until then: only their sum is 1/n
-    3       1/n          1/n         1/n         all-gather twice (forward, backward) and reduce-scatter: 3 (n - 1) / n P
+    stage  parameters  gradients  optimizer  what a device sends in a step, in parameters
+    0      all         all        all        all-reduce of gradients: 2 (n - 1) / n P
+    1      all         all        1/n        reduce-scatter of gradients, all-gather of new
+                                             parameters: the same
+    2      all         1/n        1/n        the same; with accumulation, a reduce-scatter each
+                                             minibatch, whose own gradients are whole until
+                                             then: only their sum is 1/n
+    3      1/n         1/n        1/n        all-gather twice (forward, backward) and
+                                             reduce-scatter: 3 (n - 1) / n P
 
 Stage 3 is also called FSDP. Which dimension of a parameter is cut says `sharding.ZERO`: the
 model's width. The few vectors that have no width (biases of the hidden MLP, of queries, keys

@@ -1,9 +1,10 @@
 """What a strategy would need, by formula: bytes held, bytes sent and seconds of a step, before
 anything is compiled.
 
-    found = estimate(config, {"data": 64, "pipe": 12, "tensor": 8}, Strategy(zero=1, ...), hardware.get("h100"))
+    axes, h100 = {"data": 64, "pipe": 12, "tensor": 8}, hardware.get("h100")
+    found = estimate(config, axes, Strategy(zero=1, ...), h100)
     print(found.memory, found.step, found.mfu)
-    best = choose(config, hardware.get("h100"), 64)[0]
+    best = choose(config, h100, 64)[0]
 
 No device is needed: who holds what is read from the specs of the strategy, products are counted
 by `measure.flops`, and what is sent follows from both, by the formulas of `costs` (Narayanan et
@@ -87,7 +88,7 @@ class Estimate:
         behind it.
         """
         products, tensor = self.seconds["products"], self.seconds["tensor"]
-        # of a pipeline, for each second of its slots
+        # How long a pipeline waits for each second of its slots.
         waiting = self.seconds["bubble"] / (products + tensor)
         return max(
             max(products, tensor) * (1 + waiting), self.seconds["data"], self.seconds["pipe"]
@@ -237,8 +238,7 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
             try:
                 options.check(given, grid, chosen)
                 strategies.layout_of(_state(_of_one(given)), given, grid, chosen)
-            except ValueError:
-                # something does not divide: the model, or, with ZeRO, a parameter
+            except ValueError:  # the model does not divide, or, with ZeRO, a parameter
                 continue
             found.append(estimate(given, axes, chosen, accelerator))
     fitting = sorted((each for each in found if each.fits), key=lambda each: each.step)

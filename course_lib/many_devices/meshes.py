@@ -3,8 +3,8 @@
 A strategy speaks of axes ("sum over data"), not of devices, so the same code runs on simulated,
 virtual and real ones:
 
-    meshes.simulate(8)                                 # before JAX starts: this CPU counts as eight devices
-    grid = meshes.make({"data": 2, "tensor": 4})       # eight devices, four neighbours in each row
+    meshes.simulate(8)                              # before JAX starts: this CPU is 8 devices
+    grid = meshes.make({"data": 2, "tensor": 4})    # 8 devices, 4 neighbours in each row
     grid = meshes.make({"data": 2, "tensor": 4}, virtual.devices("h100", 8))
 
 The axes are of the type `Auto`: outside `jax.shard_map` the compiler decides how to divide what
@@ -175,7 +175,7 @@ def varying(x: Any) -> frozenset[str]:
     `jax.shard_map`.
     """
     kind = jax.typeof(x)
-    # 0.7.2, and newer JAX
+    # `vma` in JAX 0.7.2, `manual_axis_type` in newer versions.
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 

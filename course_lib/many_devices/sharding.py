@@ -6,8 +6,8 @@ D, "mlp" its hidden width F, "heads" its H heads, "vocab" its vocabulary V, "lay
 layers. A strategy is a table of *rules* from these names to mesh axes, and rules of several
 strategies join into one:
 
-    DATA = {}                                                    every device holds all parameters
-    ZERO = {"embed": "data"}                                     each holds a slice of the width
+    DATA = {}                   every device holds all parameters
+    ZERO = {"embed": "data"}    each holds a slice of the width
     TENSOR = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 
     specs(params, ZERO | TENSOR, mesh)      one PartitionSpec a parameter

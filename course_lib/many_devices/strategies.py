@@ -3,7 +3,7 @@ device.
 
     grid = meshes.make({"data": 4, "tensor": 2})
     run = strategies.build(config, grid, Strategy(zero=1, sequence=True))
-    state = run.init(jax.random.key(0))          # cut as the strategy says; no device ever holds all of it
+    state = run.init(jax.random.key(0))    # cut as the strategy says: no device ever has all
     state, metrics = run.train_step(state, batch)
 
 What a mesh axis is for follows from its name; a `Strategy` says how. Every strategy can be
@@ -126,7 +126,7 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     `build`.
     """
     state, kept = layout(config, mesh, strategy)
-    # what is changed later does not reach into the gradient function
+    # What is changed later does not reach into the gradient function.
     config = FrozenConfigDict(config)
     loss_fn, gradient_fn = _on_one_device(config, mesh, strategy, state.params, kept)
     return gradient_fn(loss_fn)
@@ -172,10 +172,10 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
             loss_fn, *_pipeline(single.config, mesh, strategy, state.params)
         )
 
-        # optimizers start from the same numbers in all layers
         def init(rng: Any) -> training.TrainState:
+            # Optimizers start from the same numbers in all layers: only parameters move.
             new = single.init(rng)
-            # before they move: no device has them all
+            # Cut before they move: no device has them all.
             cut = jax.lax.with_sharding_constraint(new.params, placed.params)
             return dataclasses.replace(new, params=pipeline.to_stages(cut, *size))
 
@@ -218,7 +218,7 @@ def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
     hooks, score = _tensor(mesh, strategy)
     if strategy.zero == 3:
         scanned = config.model.scan_layers
-        # which gathers again already
+        # A rematerialized block gathers again already.
         by_block = "Block" in config.model.remat and config.model.remat_policy == "nothing"
         again = strategy.gather_again and not by_block
         layer = data_parallel.gather_layers(

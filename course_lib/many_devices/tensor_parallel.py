@@ -7,8 +7,8 @@ outputs from the whole input, and nothing is sent. Cut the second by its rows: i
 outputs as they lie, and gives a part of every sum; the sum over devices is an all-reduce. An
 MLP is such a pair, and so is attention, whose queries, keys and values are cut by heads.
 
-    column    x whole, y = x W[:, mine]                 backward: the gradients of x are summed over devices
-    row       x mine,  y = sum over devices x W[mine]   backward: nothing is sent
+    column    x whole, y = x W[:, mine]                  backward: gradients of x are summed
+    row       x mine,  y = sum over devices x W[mine]    backward: nothing is sent
 
 Between the pairs, norms and residuals are the same on all devices. With *sequence parallelism*
 (Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198) each device keeps a part of the

@@ -141,7 +141,7 @@ def _flops_of_product(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left[axis] for axis in contracted)
     out_channels = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    # of so many inputs one is none: the gradient of a strided convolution
+    # In the gradient of a strided convolution, one of so many inputs is no zero.
     zeros = math.prod(eqn.params["lhs_dilation"])
     return 2 * out * math.prod(right) // out_channels // zeros
 

@@ -5,12 +5,12 @@ runs in groups of devices that know nothing of each other. XLA spells them in se
 changes its mind from version to version (https://openxla.org/xla/operation_semantics#allreduce,
 `replica_groups`):
 
-    replica_groups={{0,1,2,3},{4,5,6,7}}                 each group listed
-    replica_groups={}                                    one group of all devices
-    replica_groups=[2,4]<=[8]                            0 to 7 in two rows of four; each row is a group
-    replica_groups=[4,2]<=[2,4]T(1,0)                    two rows of four, transposed, read as four rows of two
-    replica_groups=mesh['a'=2,'b'=4] {'b'}               along an axis of a mesh, which is not always the caller's
-    source_target_pairs={{0,1},{1,2},{2,3}}              a permutation: who sends to whom
+    replica_groups={{0,1,2,3},{4,5,6,7}}       each group listed
+    replica_groups={}                          one group of all devices
+    replica_groups=[2,4]<=[8]                  0 to 7 in two rows of four; each row is a group
+    replica_groups=[4,2]<=[2,4]T(1,0)          two rows of four, transposed, read as four of two
+    replica_groups=mesh['a'=2,'b'=4] {'b'}     along an axis of a mesh, not always the caller's
+    source_target_pairs={{0,1},{1,2},{2,3}}    a permutation: who sends to whom
 """
 
 import functools
@@ -151,7 +151,7 @@ def _chains(permutation: Groups) -> Groups:
     """Returns the devices along each chain or ring of (source, target) pairs."""
     following = {source: target for source, target in permutation}
     found = []
-    # where chains begin; what is left are rings
+    # First from where chains begin; what is left are rings.
     for start in (*(following.keys() - following.values()), *following):
         chain = [start]
         while chain[-1] in following:

@@ -89,7 +89,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
-    # XLA dumps a program that it loads, too, but without the plan of its memory
+    # XLA dumps a program that it loads, too, but without the plan of its memory.
     if "peakHeapMib" not in record:
         raise RuntimeError(
             "XLA wrote no record of the program's memory: it came out of JAX's persistent"
@@ -101,7 +101,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
         i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions
     }
     scopes |= origin.stacked(module)
-    # without temporaries there is nothing to play through
+    # Without temporaries there is nothing to play through.
     sizes = record.get("heapSizes", [record["peakHeapMib"]])
     timeline = np.round(np.array(sizes) * MIB).astype(np.int64)
     return Heap(
@@ -149,10 +149,10 @@ def write_session(
                 " cache, and nothing was compiled; call"
                 ' jax.config.update("jax_enable_compilation_cache", False) before'
             )
-        # the others are what a GPU times to choose kernels
+        # The smaller ones are what a GPU times to choose kernels.
         largest = max(protos, key=lambda path: path.stat().st_size)
         record = _as_record(largest.read_bytes())
-    # who has looked at an older record has unpacked its program there
+    # Whoever looked at an older record has unpacked its program there.
     shutil.rmtree(session, ignore_errors=True)
     session.mkdir(parents=True)
     (session / RECORD).write_bytes(record)
@@ -165,12 +165,14 @@ def _as_record(program: bytes) -> bytes:
     """
     escaped = program.decode("latin-1").encode("unicode_escape").decode().replace('"', '\\"')
     with warnings.catch_warnings():
-        # JAX 0.7.2 on Python 3.13 has one about itself
+        # JAX 0.7.2 on Python 3.13 warns of its own code.
         warnings.simplefilter("ignore", DeprecationWarning)
         return ProfileData.text_proto_to_serialized_xspace(f"""
             planes {{
               name: "/host:metadata"
-              event_metadata {{ key: 1 value {{ id: 1 stats {{ metadata_id: 1 bytes_value: "{escaped}" }} }} }}
+              event_metadata {{
+                key: 1 value {{ id: 1 stats {{ metadata_id: 1 bytes_value: "{escaped}" }} }}
+              }}
               stat_metadata {{ key: 1 value {{ id: 1 name: "Hlo Proto" }} }}
             }}""")
 
@@ -178,21 +180,20 @@ def _as_record(program: bytes) -> bytes:
 def _memory_viewer(record: pathlib.Path) -> dict:
     """Returns the memory viewer's own table for a session of one program, sizes in MiB."""
     before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-    # read when xprof is loaded: else its C++ side logs every call
+    # Read when xprof is loaded: else its C++ side logs every call.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
         from xprof.convert import raw_to_tool_data
     finally:
-        (
+        if before is None:
             os.environ.pop("TF_CPP_MIN_LOG_LEVEL")
-            if before is None
-            else os.environ.update(TF_CPP_MIN_LOG_LEVEL=before)
-        )
-    # unpacks the program into a file of its own
+        else:
+            os.environ["TF_CPP_MIN_LOG_LEVEL"] = before
+    # Unpacks the program into a file of its own.
     raw_to_tool_data.xspace_to_tool_names([str(record)])
     [program] = record.parent.glob("*.hlo_proto.pb")
-    # the device's own memory
-    params = {"module_name": program.name.removesuffix(".hlo_proto.pb"), "memory_space": "0"}
+    module = program.name.removesuffix(".hlo_proto.pb")
+    params = {"module_name": module, "memory_space": "0"}  # the device's own memory
     data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
     return json.loads(data)
 

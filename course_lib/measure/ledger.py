@@ -35,11 +35,9 @@ KINDS = {
     "all-gather": 1,
     "reduce-scatter": 1,
     "all-to-all": 1,
-    # the space for the rows counts: how many are sent is known when it runs
-    "ragged-all-to-all": 1,
+    "ragged-all-to-all": 1,  # the space for rows counts; how many are sent shows when it runs
     "collective-broadcast": 1,
-    # sends the whole payload: the n-th that stays is that of devices that only receive
-    "collective-permute": 1,
+    "collective-permute": 1,  # sends all; the n-th that stays is of devices that only receive
 }
 
 
@@ -270,7 +268,7 @@ def _kind(i: hlo.Instruction) -> str:
 
 
 def _inside(i: hlo.Instruction) -> list[hlo.Instruction]:
-    """Returns the instruction itself if it is a collective, or those that were fused into it."""
+    """Returns the instruction itself if it is a collective, or those fused into it."""
     return [inner for inner in origin.body(i) if _kind(inner) in KINDS]
 
 
@@ -279,7 +277,7 @@ def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
     copies = (
         max(map(len, groups.groups(i.attributes, devices))) if _kind(i) == "all-gather" else 1
     )
-    # its others are offsets and sizes
+    # The other operands of a ragged all-to-all are offsets and sizes.
     operands = i.operands[:1] if _kind(i) == "ragged-all-to-all" else i.operands
     found: collections.Counter[str] = collections.Counter()
     for shape in (shape for operand in operands for shape in operand.shapes):

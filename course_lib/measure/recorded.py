@@ -185,7 +185,7 @@ def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
-    """Spells out the accelerators that the rows name, or else the one that all of them are for."""
+    """Spells out the accelerators that the rows name, or else the one that all are for."""
     named = dict.fromkeys(
         row["accelerator"] for row in rows if row.get("accelerator") in hardware.names()
     )

@@ -19,8 +19,7 @@ from course_lib.measure import hlo, origin
 # The kinds of moves.
 KINDS = (
     "matmul",  # matrix products and convolutions, with what XLA fused into them
-    # one slice of a larger array is written, in place: how a scan keeps what an iteration made
-    "dynamic-update-slice",
+    "dynamic-update-slice",  # one slice of a larger array is written: how a scan keeps results
     "dynamic-slice",  # one slice of a larger array is read out: how a scan gets its inputs
     "gather/scatter",  # rows picked or added to by index: embeddings and their gradients
     "reduce",  # sums, maxima, softmax, normalization, with what XLA fused into them
@@ -42,8 +41,9 @@ _LIBRARIES = ("__cublas$", "__cublas$lt", "__cudnn$")  # what XLA calls of cuBLA
 _KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
 _RENAMES = frozenset("parameter constant bitcast reshape get-tuple-element tuple".split())
-_COPIES = _RENAMES | frozenset(
-    "copy copy-start transpose convert slice dynamic-slice gather concatenate pad reverse".split()
+_COPIES = _RENAMES.union(
+    "copy copy-start transpose convert slice dynamic-slice".split(),
+    "gather concatenate pad reverse".split(),
 )
 
 
@@ -142,7 +142,7 @@ def _fused_bytes(
             if position == 0 and i.opcode in ("dynamic-slice", "slice", "gather"):
                 elements = needed[id(i)]
             elif position == 0 and in_place:
-                # scatter adds to what is there
+                # Of the operands that are changed in place, scatter reads what it adds to.
                 elements = i.operands[-1].elements if i.opcode == "scatter" else 0
             else:
                 elements = operand.elements * needed[id(i)] / max(i.elements, 1)
@@ -163,12 +163,12 @@ def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
     if in_place:
         part = i.operands[-1 if i.opcode == "scatter" else 1]
         return part.bytes if _on_device(*i.shapes) else 0
-    # cuBLAS and cuDNN append scratch memory to their results
+    # cuBLAS and cuDNN append scratch memory to their results.
     if i.target.startswith(_LIBRARIES):
         return _on_device(i.shapes[0])
     if i.opcode == "copy-start":  # result, operand, and what synchronizes them
         return _on_device(i.shapes[0])
-    # operands, results, and what synchronizes them
+    # The shapes are operands, results, and what synchronizes them.
     if i.opcode.endswith("-start") and len(i.shapes) > len(i.operands):
         return _on_device(*i.shapes[len(i.operands) : 2 * len(i.operands)])
     return _on_device(*i.shapes)
@@ -191,7 +191,7 @@ def _updates_parameter(i: hlo.Instruction) -> bool:
 def kind_of(instruction: hlo.Instruction) -> str:
     """Returns which of KINDS an instruction is."""
     body = origin.body(instruction)
-    # scalars only address
+    # Opcodes of scalars do not count: they only address.
     opcodes = {i.opcode for i in body if any(array.elements > 1 for array in (i, *i.operands))}
     if instruction.opcode.startswith(_COLLECTIVES):
         return "collective"

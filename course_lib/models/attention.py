@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {
 }
 """What computes the attention, by name."""
 
-# queries of "blocks"; half of the scores are left out in the end, less half a block a query
+# Queries of "blocks"; half of the scores are left out in the end, less half a block a query.
 BLOCK = 64
 PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
 # Later versions deprecate the kernel, and warn where it is imported
@@ -199,7 +199,7 @@ def attend(
             query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype
         )
     if implementation == "pallas":
-        # here only: newer versions of JAX warn, or lack it
+        # Imported here only: newer versions of JAX warn, or lack it.
         from jax.experimental.pallas.ops.gpu.attention import mha
 
         width = query.shape[-1]

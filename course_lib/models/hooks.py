@@ -86,7 +86,7 @@ def flat(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Arr
     Raises:
       TypeError: if x and kernel do not have the same inputs.
     """
-    # the first so many dimensions of the kernel are inputs
+    # So many of the kernel's dimensions, the first ones, are inputs.
     summed = len(dimension_numbers[0][1])
     inputs, outputs = math.prod(kernel.shape[:summed]), kernel.shape[summed:]
     cut = (2, inputs // 2) if inputs > math.prod(outputs) and inputs % 2 == 0 else (inputs,)

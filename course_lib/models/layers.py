@@ -4,14 +4,18 @@ options of later models.
 By default they are those of the tutorial series that this course builds on. Each option is off
 by default, and changes parameters and products as its source says:
 
-    qk_norm         queries and keys of each head are normalized before they meet (Dehghani et al., 2023,
-                    https://arxiv.org/abs/2302.05442, section 2.1)
-    parallel_block  MLP and attention read the same normalized input, and run at once (the same paper; Wang and
-                    Komatsuzaki, 2021, https://github.com/kingoflolz/mesh-transformer-jax)
-    num_kv_heads    several query heads read the same keys and values (Ainslie et al., 2023, https://arxiv.org/abs/2305.13245)
+    qk_norm         queries and keys of each head are normalized before they meet
+                    (Dehghani et al., 2023, https://arxiv.org/abs/2302.05442, section 2.1)
+    parallel_block  MLP and attention read the same normalized input, and run at once
+                    (the same paper; Wang and Komatsuzaki, 2021,
+                    https://github.com/kingoflolz/mesh-transformer-jax)
+    num_kv_heads    several query heads read the same keys and values
+                    (Ainslie et al., 2023, https://arxiv.org/abs/2305.13245)
     mlp_activation  "squared_relu" (So et al., 2021, https://arxiv.org/abs/2109.08668)
-    positions       "rotary": queries and keys are turned by their position (Su et al., 2021, https://arxiv.org/abs/2104.09864)
-    use_bias        without it, neither products nor norms add one (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
+    positions       "rotary": queries and keys are turned by their position
+                    (Su et al., 2021, https://arxiv.org/abs/2104.09864)
+    use_bias        without it, neither products nor norms add one
+                    (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
     num_experts     each token is computed by few of many MLPs: see `experts`
 """
 
@@ -110,7 +114,7 @@ class ExpertsBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """LayerNorm, one Dense for queries, keys and values, attention, Dense back to D, Dropout."""
+    """LayerNorm, a Dense for queries, keys and values, attention, Dense to D, Dropout."""
 
     config: ConfigDict
     train: bool

@@ -1,6 +1,9 @@
 """Losses: what a model is trained to make small, and what is reported about it.
 
-    loss_fn(params, batch, rng) -> (loss, metrics)     loss: weighted mean;  metrics: name -> (sum, count)
+    loss_fn(params, batch, rng) -> (loss, metrics)
+
+    loss       weighted mean
+    metrics    name -> (sum, count)
 
 A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
 means evaluation, without dropout; `as_function` makes one from a Flax model.
@@ -40,7 +43,7 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         if not balance:
             return model.apply({"params": params}, inputs, **mode)
         logits, left = model.apply({"params": params}, inputs, **mode, mutable=[BALANCE])
-        # scanned layers leave one array
+        # Scanned layers leave one array, others one each.
         of_layers = [leaf.reshape(-1, logits.shape[0]) for leaf in jax.tree.leaves(left)]
         return logits, jnp.concatenate(of_layers).mean(axis=0)
 
@@ -84,7 +87,7 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
             "loss": ((loss * weights).sum(), count),
             "accuracy": ((correct * weights).sum(), count),
         }
-        # without any weight 0, as is its gradient
+        # Without any weight the loss is 0, as is its gradient.
         return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics
 
     return loss_fn

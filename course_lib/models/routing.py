@@ -49,7 +49,7 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
       per_token: k.
       factor: 1 has room for all tokens only if all experts are chosen as often.
     """
-    # 10 * 1.1 is a little more than 11
+    # 1e-9, as 10 * 1.1 is a little more than 11.
     return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))
 
 
@@ -68,7 +68,7 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
     choices = jax.nn.one_hot(chosen, experts)  # [B L k E]
     in_line = choices.reshape(batch, length * per_token, experts)
     places = ((jnp.cumsum(in_line, axis=1) - 1) * in_line).sum(axis=-1).reshape(chosen.shape)
-    # [B L k C], all zeros where there is no room
+    # [B L k C], all zeros where there is no room.
     rooms = jax.nn.one_hot(places.astype(jnp.int32), capacity)
     dispatch = jnp.einsum("blke,blkc->blec", choices, rooms)
     balance = experts * (in_line.mean(axis=1) * probabilities.mean(axis=1)).sum(axis=-1)

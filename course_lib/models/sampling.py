@@ -83,7 +83,7 @@ def _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature):
 
     def add_token(position, tokens):
         start = jnp.maximum(position - window, 0)
-        # a causal model ignores what is to come
+        # A causal model ignores what is to come.
         seen = jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
         logits = apply_fn(params, seen)[:, position - 1 - start]
         token = jax.random.categorical(jax.random.fold_in(rng, position), logits / temperature)

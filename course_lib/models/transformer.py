@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         if "layers" in parts:
             chosen = layers.ParallelBlock if config.parallel_block else layers.Block
             block = layers.rematerialized(hooks.layer(chosen), "Block", config)
-            # one traced and compiled block; its parameters have a leading axis of N layers
+            # Scanned: one traced and compiled block; its parameters have a leading axis of N.
             if config.scan_layers:
                 scan = nn.scan(
                     lambda block, x, _: (block(x), None),

@@ -100,7 +100,7 @@ def accumulate(
 
         def add_leaf(total, grad):
             weighted = (grad.astype(jnp.float32) * count).astype(dtype)
-            # a gradient without weight may be 0 / 0
+            # A gradient without weight may be 0 / 0.
             return jnp.where(count != 0, total + weighted, total)
 
         return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)

@@ -63,7 +63,7 @@ def describe(dtype: Any) -> Format:
         if dtype is None:  # NumPy takes it for float64
             raise ValueError
         info = jnp.finfo(dtype)
-        # a complex one has an info too, of its parts
+        # A complex dtype has an info too, of its parts.
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError
     except (TypeError, ValueError):
@@ -255,7 +255,7 @@ class DynamicLossScale(StaticLossScale):
                 " largest < infinity"
             )
         if isinstance(self.value, float | int | np.number):  # and not an array of a train state
-            # an int would be of another dtype before `update`
+            # An int would be of another dtype before `update`.
             object.__setattr__(self, "value", float(self.value))
             if not self.smallest <= self.value <= self.largest:
                 raise ValueError(

@@ -37,9 +37,7 @@ class Event:
     duration: float  # seconds, with the operations inside it (a loop's body)
     self_time: float  # seconds without them
     line: str  # the thread (CPU) or stream (GPU) that it ran on
-    # the compiled program that it belongs to, such as "jit_train_step"; empty where none is
-    # known
-    program: str = ""
+    program: str = ""  # its compiled program, such as "jit_train_step"; empty if not known
     program_id: int = 0  # tells programs of one name apart
 
     @property
@@ -66,8 +64,7 @@ class Busy:
 
     seconds: float  # the whole step
     busy: float  # at least one operation was running
-    # (start within the step, length) of each time when none was, longest first
-    gaps: tuple[tuple[float, float], ...]
+    gaps: tuple[tuple[float, float], ...]  # (start in the step, length), longest first
 
     @property
     def idle(self) -> float:
@@ -214,7 +211,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
     )
     hosts = [plane for plane in planes if plane.name == "/host:CPU"]
     with warnings.catch_warnings():
-        # JAX 0.7.2 on Python 3.13: "event_stats has no __module__"
+        # JAX 0.7.2 on Python 3.13 warns: "event_stats has no __module__".
         warnings.simplefilter("ignore", DeprecationWarning)
         annotations = (
             e for plane in hosts for line in plane.lines for e in line.events if e.name == name
@@ -228,7 +225,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
             raise ValueError(
                 f"name={name!r} must be what the steps in {str(newest)!r} were called: none is"
             )
-        # where there is a device, the host only launches operations
+        # Devices first: where there is one, the host only launches operations.
         for plane in devices + hosts:
             events = [
                 e for e in _ops(plane) if any(start <= e.start < end for start, end in spans)
@@ -291,7 +288,7 @@ def write_virtual(
 def _ops(plane: Any) -> Iterator[Event]:
     """Yields the operations of a plane of a record, line by line."""
     count: dict[str, int] = defaultdict(int)
-    # of a GPU; its other lines repeat them
+    # The lines of a GPU that count: its others repeat them.
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
     for line in streams or plane.lines:
         spans = []
@@ -306,7 +303,7 @@ def _ops(plane: Any) -> Iterator[Event]:
                 )
                 spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, what))
         if spans:
-            # threads are called tf_XLAEigen/<a long number>
+            # Threads are called tf_XLAEigen/<a long number>.
             thread = line.name.split("/")[0].removeprefix("tf_")
             count[thread] += 1
             yield from _with_self_time(spans, f"{thread} {count[thread]}")
@@ -318,7 +315,7 @@ def _with_self_time(
     """Yields the events of one line from (start, duration, what ran), properly nested, as calls
     on one thread are.
     """
-    # [start, duration, (operation, program, its id), seconds inside it], innermost last
+    # [start, duration, (operation, program, its id), seconds inside it], innermost last.
     open_spans: list[list[Any]] = []
     for start, duration, what in [
         *sorted(spans, key=lambda span: (span[0], -span[1])),
@@ -333,7 +330,7 @@ def _with_self_time(
 
 
 def _busy(events: Iterable[Event], seconds: float) -> Busy:
-    """Divides a step of `seconds` by the union of its events; their times count from its start."""
+    """Divides a step of `seconds` by the union of its events, timed from its start."""
     busy, reached, gaps = 0.0, 0.0, []
     for event in sorted(events, key=lambda event: event.start):
         end = min(event.start + event.duration, seconds)

@@ -4,8 +4,8 @@ backward pass.
 Reverse-mode differentiation keeps what the forward pass made until the backward pass has used
 it. Rematerialization (also called gradient checkpointing; Chen et al., 2016,
 https://arxiv.org/abs/1604.06174) keeps only the inputs of chosen modules, and of their insides
-what a *policy* allows: memory is paid for with a second forward pass of these modules. See also
-https://docs.jax.dev/en/latest/gradient-checkpointing.html.
+what a *policy* allows: memory is paid for with a second forward pass of these modules.
+See also https://docs.jax.dev/en/latest/gradient-checkpointing.html.
 """
 
 from collections.abc import Callable, Sequence
@@ -181,7 +181,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
     ]
     why = {var: f"argument {path}" for var, path in zip(jaxpr.invars, paths, strict=True)}
     found = []
-    # once each; literals take no memory
+    # Each value once; literals take no memory.
     for var in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
         shape, dtype = var.aval.shape, var.aval.dtype
         size = (
@@ -209,12 +209,12 @@ def _origin(jaxpr: Any, var: Any) -> str:
             continue
         inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         inner = getattr(inner, "jaxpr", inner)
-        # a kernel's insides return nothing
+        # The insides of a kernel return nothing.
         if inner is not None and len(inner.outvars) == len(eqn.outvars):
             return _origin(inner, inner.outvars[list(eqn.outvars).index(var)])
         if eqn.primitive.name == "name":
             return f"named {eqn.params['name']!r}"
-        # JAX marks with it what a rematerialized function saves
+        # JAX marks with `reduce_precision` what a rematerialized function saves.
         if eqn.primitive.name == "reduce_precision":
             return _origin(jaxpr, eqn.invars[0])
         if eqn.primitive.name == "device_put":

@@ -2,13 +2,14 @@
 never half.
 
     checkpoints = Checkpoints("runs/1/checkpoints")
-    checkpoints.save(step, state, data_state, config)        # returns when the state has been copied
-    saved = checkpoints.restore(abstract_state)              # the newest one that is whole, or None
+    checkpoints.save(step, state, data_state, config)    # returns when the state is copied
+    saved = checkpoints.restore(abstract_state)          # the newest one that is whole, or None
 
 A checkpoint is a folder named by its step:
 
-    00000100/arrays/       the arrays of the state, written by Orbax (https://orbax.readthedocs.io), by each process its own
-    00000100/about.json    step, loss, configuration, state of the data, and what arrays there are
+    00000100/arrays/       the arrays of the state: each process writes its own, with Orbax
+                           (https://orbax.readthedocs.io)
+    00000100/about.json    step, loss, configuration, state of the data, list of the arrays
     00000100/SHA256SUMS    the checksum of each file above
 
 It is written as `unfinished/00000100` and renamed once its checksums stand in it and all is on
@@ -41,9 +42,7 @@ from jax.experimental import multihost_utils
 
 from course_lib import files
 from course_lib.program import checksums
-
-# of a saved configuration and a given one
-from course_lib.program.differences import differences as differences
+from course_lib.program.differences import differences as differences  # of configurations
 
 PyTree = Any
 
@@ -211,7 +210,7 @@ class Checkpoints:
         """
         self.wait()
         step = self._newest_step() if jax.process_index() == 0 else 0
-        # of one process, the same
+        # All processes take the step of process 0.
         step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
         if step == _ALL_DAMAGED:
             raise CheckpointError(
@@ -298,7 +297,7 @@ class Checkpoints:
         steps = self._usable()
         best = [step for step in steps if self._loss(step) == self.best()]
         for step in set(self.steps()) - set(steps[-self._keep :] + best[:1]):
-            # half deleted, it is no checkpoint
+            # Renamed first: half deleted, it must be no checkpoint.
             self._path(step).rename(self.folder / UNFINISHED / f"old-{step}")
         shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)
         self._damaged.clear()
@@ -314,12 +313,12 @@ class Checkpoints:
             return math.inf
 
     def _not_saved(self, step: int, why: str) -> CheckpointError:
-        # what Orbax still writes of it would fail in the next one, or stand in its way
+        # What Orbax still writes of it would fail in the next one, or stand in its way.
         with contextlib.suppress(Exception):
             self._orbax.wait_until_finished()
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
-                # a disk that is full needs the room
+                # A disk that is full needs the room.
                 files.remove_drafts(self.folder / UNFINISHED, self.folder)
         return CheckpointError(
             f"step {step} could not be saved in {self.folder} ({why}); saved are steps"

@@ -37,7 +37,7 @@ def damage(folder: Path) -> str | None:
     if not listed:
         return f"{NAME} is empty"
     missing, others = sorted(listed.keys() - found.keys()), sorted(found.keys() - listed.keys())
-    # more likely a name that was damaged than a file that got another one
+    # More likely a name that was damaged than a file that got another one.
     if missing and others:
         return f"{NAME} lists {missing[0]!r}, and the folder has {others[0]!r} instead"
     for name in sorted(listed.keys() | found.keys()):
@@ -55,7 +55,7 @@ def _digests(folder: Path, threads: int) -> dict[str, str]:
     paths = sorted(
         path for path in folder.rglob("*") if path.is_file() and path != folder / NAME
     )
-    # hashing leaves the interpreter to others
+    # Threads, as hashing leaves the interpreter to others.
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         return dict(
             zip(

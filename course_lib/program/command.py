@@ -22,45 +22,53 @@ from course_lib.program import dry_run, host_memory, loop, preemption, processes
 from course_lib.program.checkpoints import CheckpointError
 from course_lib.text import loading
 
-FAILED, USAGE, DOES_NOT_FIT, PREEMPTED, NOT_FINITE, INTERRUPTED = (
-    1,
-    2,
-    3,
-    preemption.EXIT,
-    77,
-    130,
-)
+FAILED, USAGE, DOES_NOT_FIT = 1, 2, 3
+PREEMPTED, NOT_FINITE, INTERRUPTED = preemption.EXIT, 77, 130
 
 EPILOG = f"""\
 examples:
   python -m course_lib.train --preset cpu
-  python -m course_lib.train --data ~/books --run runs/books --set training.steps=500 --set optimizer.total_steps=500
+  python -m course_lib.train --data ~/books --run runs/books \\
+      --set training.steps=500 --set optimizer.total_steps=500
   python -m course_lib.train --config runs/books/config.json --run runs/books-2
-  python -m course_lib.train --preset cpu --run runs/cpu-4 --devices 4 --set mesh.tensor=2 --set strategy.zero=1
-  python -m course_lib.train --preset 80gb --set training.num_minibatches=1 --dry-run --target h100 --devices 64
+  python -m course_lib.train --preset cpu --run runs/cpu-4 --devices 4 \\
+      --set mesh.tensor=2 --set strategy.zero=1
+  python -m course_lib.train --preset 80gb --set training.num_minibatches=1 \\
+      --dry-run --target h100 --devices 64
 
 fields of --set:
-  model, optimizer, data, training, seed: those of course_lib/configs.py; a run's config.json has all with their values
-  run.*: corpus, log_every, validate_every, checkpoint_every, sample_every (steps), sample_tokens, validation_batches (0: all,
-    up to 262,144 tokens), keep (checkpoints), non_finite (stop, or skip: leave out what is not finite), skips_in_a_row (so many
-    end the run)
-  mesh.*: data (0: all devices), pipe, expert, context, tensor      strategy.*: by, zero, gather_again,
-    sequence, overlap, schedule, microbatches, chunks (course_lib/many_devices/options.py)
-  When a run goes on, these may be others than before: training.steps, training.donate; run.*, but not validation_batches, the
-    text may only lie elsewhere, and non_finite may go from stop to skip, not back; and mesh.*, strategy.*, model.remat*,
-    model.attention, model.flat_products, training.accumulation, which change the rounding
+  model, optimizer, data, training, seed: those of course_lib/configs.py; a run's config.json
+    has all with their values
+  run.*: corpus, log_every, validate_every, checkpoint_every, sample_every (steps),
+    sample_tokens, validation_batches (0: all, up to 262,144 tokens), keep (checkpoints),
+    non_finite (stop, or skip: leave out what is not finite), skips_in_a_row (so many end the
+    run)
+  mesh.*: data (0: all devices), pipe, expert, context, tensor
+  strategy.*: by, zero, gather_again, sequence, overlap, schedule, microbatches, chunks
+    (course_lib/many_devices/options.py)
+  When a run goes on, these may be others than before: training.steps, training.donate; run.*,
+    but not validation_batches, the text may only lie elsewhere, and non_finite may go from stop
+    to skip, not back; and mesh.*, strategy.*, model.remat*, model.attention,
+    model.flat_products, training.accumulation, which change the rounding
 
 the same numbers again, bit for bit, of a run that was stopped:
-  on CPUs with as many cores and the same JAX (XLA cuts sums by threads); on GPUs of the same kind with
-  XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every start. Steps are slower with it: additions have
-  an order, and XLA takes the first kernels that work, not those that it measured to be the fastest.
-  A run that goes on with another JAX, other devices or cores, says so: its last bits are others from there on
+  on CPUs with as many cores and the same JAX (XLA cuts sums by threads); on GPUs of the same
+  kind with XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every start. Steps
+  are slower with it: additions have an order, and XLA takes the first kernels that work, not
+  those that it measured to be the fastest.
+  A run that goes on with another JAX, other devices or cores, says so: its last bits are others
+  from there on
 
 exit codes:
-  0 done    {FAILED} an error, or no checkpoint can be read or written    {USAGE} the arguments or the configuration cannot work
-  {DOES_NOT_FIT} a dry run that does not fit    {PREEMPTED} ended by SIGTERM, after a checkpoint: start it again
-  {INTERRUPTED} ended by Ctrl-C, after a checkpoint; a second one ends at once. Before the first step both end at once
-  {processes.OTHER_GONE} another process is gone: start all again    {NOT_FINITE} loss, parameters or too many updates not finite
+    0 done
+  {FAILED:3} an error, or no checkpoint can be read or written
+  {USAGE:3} the arguments or the configuration cannot work
+  {DOES_NOT_FIT:3} a dry run that does not fit
+  {PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
+  {processes.OTHER_GONE:3} another process is gone: start all again
+  {NOT_FINITE:3} loss, parameters or too many updates not finite
+  {INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
+      before the first step SIGTERM and Ctrl-C end at once
 """
 
 
@@ -101,11 +109,19 @@ def arguments() -> argparse.ArgumentParser:
         default=[],
         help="changes a field; may be repeated",
     )
-    what.add_argument("--data", metavar="DIR", help="a folder of UTF-8 text, two files or more, of which a tenth is "
-                      "for validation (default: the course's corpus); run.corpus")  # fmt: skip
+    what.add_argument(
+        "--data",
+        metavar="DIR",
+        help="a folder of UTF-8 text, two files or more, of which a tenth is for validation"
+        " (default: the course's corpus); run.corpus",
+    )
     where = parser.add_argument_group("where")
-    where.add_argument("--run", metavar="FOLDER", help="of the run (default: runs/PRESET; with --config X.json, runs/X); "
-                       "one that all processes see")  # fmt: skip
+    where.add_argument(
+        "--run",
+        metavar="FOLDER",
+        help="of the run (default: runs/PRESET; with --config X.json, runs/X);"
+        " one that all processes see",
+    )
     where.add_argument(
         "--devices",
         metavar="N",
@@ -124,8 +140,12 @@ def arguments() -> argparse.ArgumentParser:
         "--processes", metavar="N", type=int, help="how many processes there are"
     )
     dry = parser.add_argument_group("dry run")
-    dry.add_argument("--dry-run", action="store_true", help="only compiles, for devices that need not be there, and says what "
-                     "a step needs: memory, FLOPs, communication")  # fmt: skip
+    dry.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only compiles, for devices that need not be there, and says what a step needs:"
+        " memory, FLOPs, communication",
+    )
     dry.add_argument(
         "--target",
         metavar="NAME",
@@ -231,10 +251,13 @@ def _train(whole: ConfigDict, folder: str) -> int:
     if ended.reason == loop.NOT_FINITE:
         if not any((pathlib.Path(folder) / "checkpoints").glob("0*")):
             again = "the same command begins anew, as there is no checkpoint yet"
-        _say(f"stopped after step {ended.step}: not finite. {again.capitalize()}, and comes to the same end unless that is "
-             "changed: --set run.non_finite=skip leaves such updates out, --set run.skips_in_a_row=N more of them")  # fmt: skip
+        _say(
+            f"stopped after step {ended.step}: not finite. {again.capitalize()}, and comes to"
+            " the same end unless that is changed: --set run.non_finite=skip leaves such"
+            " updates out, --set run.skips_in_a_row=N more of them"
+        )
         return NOT_FINITE
-    # there is none of a run without a line of metrics
+    # A run without a line of metrics has no report.
     report = pathlib.Path(folder) / "report.md"
     _say(f"done after {ended.step} steps" + f": see {report}" * report.exists())
     return 0

@@ -26,9 +26,7 @@ from course_lib.measure import hardware, virtual
 from course_lib.models import attention
 from course_lib.program import loop, observe, settings
 
-# of a GPU's memory, which the program takes: beside it CUDA and NCCL need some. JAX's default
-# is 0.75
-GPU_SHARE = 0.9
+GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
 
 
 @dataclasses.dataclass(frozen=True)

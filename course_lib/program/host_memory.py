@@ -10,7 +10,7 @@ for each 4 KiB that the step uses. That was a sixth of the time of a step that t
 import ctypes
 import sys
 
-# M_TRIM_THRESHOLD: none; M_MMAP_MAX: 0; M_ARENA_MAX: 1, one heap for all threads
+# M_TRIM_THRESHOLD: none; M_MMAP_MAX: 0; M_ARENA_MAX: 1, one heap for all threads.
 _KEEPING = {-1: -1, -4: 0, -8: 1}
 
 
@@ -26,6 +26,6 @@ def keep() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    # another C library, as musl, has none
+    # Another C library, as musl, has none.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*option) == 1 for option in _KEEPING.items())

@@ -1,11 +1,13 @@
 """What a run writes down: metrics in a folder, a bar on the terminal, and a report with
 pictures in the end.
 
-    metrics.jsonl        a line of JSON each: "step", and losses, learning rate; what follows from the configuration alone
-    samples.jsonl        a line each: "step", and what the model writes
-    times.jsonl          a line each: "step", and what was measured: tokens/s, MFU, memory; and first, on which device
-    events/              the numbers of all three, for TensorBoard
-    report.md, *.png     made from the lines by `report`
+    metrics.jsonl       a line of JSON each: "step", and losses, learning rate; what follows
+                        from the configuration alone
+    samples.jsonl       a line each: "step", and what the model writes
+    times.jsonl         a line each: "step", and what was measured: tokens/s, MFU, memory; and
+                        first, on which device
+    events/             the numbers of all three, for TensorBoard
+    report.md, *.png    made from the lines by `report`
 
 A run that was killed has written lines beyond its last checkpoint, the last one perhaps half.
 When it is resumed, they are cut off, so that in the end `metrics.jsonl` and `samples.jsonl` are
@@ -71,7 +73,7 @@ class Journal:
             if damaged := _cut(path, after):
                 self.say(f"{path.name}: {damaged} damaged line(s) left out")
         number = len(list((self._folder / "events").iterdir()))
-        # as TensorBoard wants it
+        # The name that TensorBoard wants.
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{number}"
         self._files = {name: _File(path) for name, path in paths.items()}
         self._files["events"] = _File(self._folder / "events" / name)
@@ -190,8 +192,8 @@ class _File:
     """
 
     def __init__(self, path: pathlib.Path):
-        # since the last sync
-        self._file, self._waiting, self._written = path.open("ab", buffering=0), b"", b""
+        self._file = path.open("ab", buffering=0)
+        self._waiting, self._written = b"", b""  # since the last sync
 
     def add(self, what: bytes, sync: bool) -> None:
         """Raises OSError if not all that was ever added is written."""
@@ -206,7 +208,7 @@ class _File:
             try:
                 os.fsync(self._file.fileno())
             except OSError:
-                # what was written since the last one may be lost: it is to be written again
+                # What was written since the last sync may be lost: it is to be written again.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - len(self._written))
                 self._waiting, self._written = self._written, b""
                 raise
@@ -337,7 +339,7 @@ def _draw(
     folder: pathlib.Path, metrics: list[dict[str, Any]], times: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
     """Draws what there is to draw, and returns names of files and titles."""
-    # only here: matplotlib takes a second, in which a run could have begun
+    # Imported here only: Matplotlib takes a second, in which a run could have begun.
     from course_lib.show import figures
 
     figures.use_style()

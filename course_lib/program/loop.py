@@ -162,7 +162,7 @@ def train(
         )
         ended = Ended(loop.go(told_to_end), loop.step)
         checkpoints.wait()
-        # else it begins anew, and nothing was reached
+        # No report of a run that begins anew: it reached nothing.
         if ended.reason != NOT_FINITE or checkpoints.steps():
             book.report()
     return ended
@@ -185,14 +185,14 @@ def _prepared(config, folder, devices, stack):
         run, place = build(config, devices)
         tokens = {split: loading.token_file(split, config.run.corpus) for split in data.SPLITS}
         batches = _batches(config, tokens["train"], place)
-        # now, and not when they are due
+        # Fails now, and not when they are due.
         observe.validation_batches(tokens["validation"], config)
         text = {split: loading.identity(of_split) for split, of_split in tokens.items()}
         if jax.process_index() == 0:
             stack.enter_context(files.locked(folder))
         found, told["corpus"] = (run, place, tokens, batches, text), text
     except ValueError as error:
-        # any other may pass, as a lost connection or a text that somebody writes to
+        # Another error may pass, as a lost connection or a text that somebody writes to.
         told["refused"], wrong = str(error), error
     if unlike := settings.unlike(told):
         raise Refused(f"all processes must be told the same: {'; '.join(unlike)}")
@@ -252,13 +252,13 @@ class _Loop:
             self.tally = observe.Tally(saved.data_state["tally"])
             self.batches.set_state(saved.data_state["batches"])
         else:
-            # the lowest validation loss
-            self.step, self.tally, self.best = 0, observe.Tally(), None
+            self.step, self.tally = 0, observe.Tally()
+            self.best = None  # the lowest validation loss
             with jax.default_device(
                 min(place.addressable_devices, key=lambda device: device.id)
             ):
                 self.state = run.init(jax.random.key(config.seed))
-            # for arrays that JAX may still move it would compile the step once more
+            # For arrays that JAX may still move it would compile the step once more.
             if not isinstance(run, strategies.Run):
                 self.state = jax.device_put(self.state, place)
         self.speed = observe.Speed(
@@ -331,7 +331,7 @@ class _Loop:
         found: dict[str, float] = {}
         with self.speed.paused():
             if "validate" in due:
-                # else a best one that was not saved counts
+                # Else a best one that was not saved counts.
                 with self._saying_errors(unless=False):
                     self.checkpoints.wait()
                 given = (
@@ -354,7 +354,7 @@ class _Loop:
                 if math.isfinite(found["loss"]) and (
                     self.best is None or found["loss"] < self.best
                 ):
-                    # which is kept besides the last ones
+                    # The best checkpoint is kept besides the last ones.
                     self.best, due = found["loss"], due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
                 text = observe.sample(
@@ -381,7 +381,7 @@ class _Loop:
         with self._saying_errors(unless=False):  # of the one before
             self.checkpoints.wait()
         with self._saying_errors(unless=must):
-            # a checkpoint is never whole before the lines up to its step
+            # A checkpoint is never whole before the lines up to its step.
             if not self.book.sync():
                 raise CheckpointError(
                     f"step {self.step} is not saved, as the lines up to it cannot be written"

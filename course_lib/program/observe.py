@@ -25,9 +25,7 @@ from course_lib.text import data, loading, ngrams
 
 PyTree = Any
 COUNTED = 10_000_000  # tokens that the bigram model counts, at most
-# tokens of the validation split that are used by default, at most; the course's corpus has
-# fewer
-VALIDATED = 2**18
+VALIDATED = 2**18  # tokens of validation by default, at most; the course's corpus has fewer
 
 
 class Tally:
@@ -297,7 +295,7 @@ def sample(
     everywhere = place
     if isinstance(place, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-    # END, after which a document begins
+    # Token 0 is END, after which a document begins.
     prompt = jax.device_put(np.zeros((1, 1), np.int32), everywhere)
     rng = jax.random.fold_in(jax.random.key(config.seed), step)
     length = config.run.sample_tokens

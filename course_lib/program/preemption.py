@@ -1,11 +1,11 @@
 """A notice to end: SIGTERM, as a cluster sends before it takes a machine away, or Ctrl-C.
 
     with preemption.notices() as told_to_end:
-        ...                               # what the first step needs; until that is done, a notice ends the process at once
+        ...    # what the first step needs; until it is done, a notice ends the process at once
         for step in range(1, steps + 1):
             ...
             if why := told_to_end():
-                ...                       # in all processes after the same step: they write a checkpoint together, and end
+                ...    # in all processes after the same step: a checkpoint together, and end
 
 What is left to do must be short: Kubernetes kills what has not ended 30 s after the notice,
 Slurm as long as its site says. To prepare a text and to compile a step may take longer, and is

@@ -5,9 +5,9 @@ The same program is started once for each host, or for each GPU, by a launcher o
 process then sees the devices of all, and runs the same steps on its own part of the arrays
 (https://docs.jax.dev/en/latest/multi_process.html):
 
-    with processes.start() as info:         # None where this is the only process: nothing happens
+    with processes.start() as info:    # None where this is the only process: nothing happens
         grid = meshes.make({"data": jax.device_count()}, jax.devices())
-        ...                               # the whole training, and only what all processes do alike
+        ...                            # the whole training: only what all processes do alike
 
 Process 0 runs JAX's coordination service, at an address that JAX finds in what Slurm, Open MPI
 4 or Kubernetes tell a process; on plain machines it is given. What the devices send each other
@@ -40,21 +40,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-# seconds without a sign of life until a process counts as gone; JAX's default is 100
-HEARTBEAT = 30
+HEARTBEAT = 30  # seconds without a sign of life until a process is gone; JAX's default is 100
 PATIENCE = 300  # seconds that processes wait for each other at the start; JAX's default
-# seconds that processes wait where each prepares what it needs, as a text; one that is gone
-# ends it
-PREPARING = 24 * 3600
-# the exit code of a process that saw another one go; JAX's abort has its own: SIGABRT, and 1 on
-# 0.7
-OTHER_GONE = 76
+PREPARING = 24 * 3600  # seconds for what each prepares, as a text; a process that goes ends it
+OTHER_GONE = 76  # exit code where another process went; of JAX's abort: SIGABRT, on 0.7: 1
 
 _AGAIN = "Start all of them again: training resumes from the last checkpoint"
-# of a lost connection, in errors
+# Words of errors that mean a lost connection.
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "Socket closed", "Connection reset")
 _gathered = itertools.count()
-_WATCHER = """trap '' TERM INT HUP; while read -r line; do last=$line; done; [ -z "$last" ] || printf '%s\\n' "$last" >&2"""
+_WATCHER = (
+    "trap '' TERM INT HUP; while read -r line; do last=$line; done;"
+    """ [ -z "$last" ] || printf '%s\\n' "$last" >&2"""
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +107,7 @@ def find(environ: Mapping[str, str] | None = None) -> Place | None:
             int(env["OMPI_COMM_WORLD_SIZE"]),
             on_host,
         )
-    # of this srun; SLURM_NTASKS is there in a script without srun too
+    # Tasks of this srun: SLURM_NTASKS is there in a script without srun too.
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         processes = int(env["SLURM_STEP_NUM_TASKS"])
         on_host = (
@@ -241,7 +239,7 @@ def gather(text: str) -> list[str]:
 def _checked(
     place: Place | None, coordinator: str | None, process: int | None, processes: int | None
 ) -> Place:
-    """Returns the place that arguments and environment describe together; arguments come first."""
+    """Returns the place that arguments and environment describe; arguments come first."""
     found = place or Place("", -1, None)
     count = found.processes if processes is None else processes
     number = found.process if process is None else process

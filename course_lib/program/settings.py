@@ -1,7 +1,7 @@
 """What the training program is told: a whole configuration, and three parts more.
 
     config = settings.whole(configs.get("cpu"))
-    settings.set_field(config, "model.num_layers", "6")      # typed by the field; a misspelt one is an error
+    settings.set_field(config, "model.num_layers", "6")    # typed; a misspelt field fails
     settings.check(config)
 
 To `model`, `optimizer`, `data`, `training` and `seed` (`course_lib.configs`) come `run`, what
@@ -40,20 +40,15 @@ def defaults() -> ConfigDict:
         corpus="shipped",  # or a folder of UTF-8 text: see course_lib.text.data.documents
         log_every=10,  # steps between two lines of metrics, each the mean since the one before
         validate_every=250,  # steps; and at the end. A new best is written as a checkpoint, too
-        # so many of the validation split; 0: all of it, up to observe.VALIDATED tokens
-        validation_batches=0,
-        # steps; what is lost when the process is killed. At the end, and at SIGTERM, anyway
-        checkpoint_every=250,
+        validation_batches=0,  # of the validation split; 0: all, up to observe.VALIDATED tokens
+        checkpoint_every=250,  # steps; lost if killed. At the end, and at SIGTERM, anyway
         keep=3,  # checkpoints, and the best one besides
         sample_every=250,  # steps between two samples; and at the end
         sample_tokens=100,  # of a sample; 0: none
         non_finite="stop",  # or "skip": an update that is not finite is left out, and counted
-        # so many left out end the run: a dynamic loss scale comes down from its largest to 1 in
-        # 24
-        skips_in_a_row=25,
+        skips_in_a_row=25,  # end the run; a dynamic loss scale falls to 1 in 24 at most
     )
-    # 0: as many devices as the others leave
-    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}
+    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}  # what the others leave
     return ConfigDict(dict(run=run, mesh=mesh, strategy=dataclasses.asdict(Strategy())))
 
 
@@ -164,7 +159,7 @@ def check(config: ConfigDict) -> None:
             raise ValueError(f"strategy.{field}={config.strategy[field]} must be at least 1")
 
 
-# what there is, on whatever mesh
+# The values that there are, on whatever mesh.
 _STRATEGY = dict(by=BY, zero=STAGES, overlap=OVERLAPS, schedule=tuple(SCHEDULES))
 
 
@@ -266,7 +261,7 @@ def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
     }
     found |= {"cores": hardware.cores()} if kinds == "cpu" else {}
     found["mesh"] = axes(config, len(devices)) if len(devices) > 1 else {"data": 1}
-    # one device has none
+    # One device has no strategy.
     found["strategy"] = (config if len(devices) > 1 else defaults()).strategy.to_dict()
     found |= {
         part: {name: config[part][name] for name in names} for part, names in _ROUNDING.items()
@@ -314,7 +309,7 @@ def why_not_begun(folder: pathlib.Path) -> str:
         for file in folder.glob("*.jsonl")
         if file.stem in journal.FILES and file.stat().st_size
     ]
-    # looked at last: another process that begins the same run writes it first
+    # Looked at last: another process that begins the same run writes it first.
     path = folder / "config.json"
     cure = "give another folder, or move what is there away"
     if not written and not path.exists():

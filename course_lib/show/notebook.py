@@ -35,7 +35,7 @@ def setup() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    # before the first device is asked for: virtual keeps JAX's start quiet
+    # Imported before the first device is asked for: virtual keeps JAX's start quiet.
     from course_lib.measure import virtual
     from course_lib.show import figures
 
@@ -60,7 +60,7 @@ def check_version(found: str) -> None:
       RuntimeError: if it is older than `OLDEST_JAX`.
       ValueError: if it is no version.
     """
-    # what follows, as in "0.10.0rc1", changes nothing here
+    # What follows, as in "0.10.0rc1", changes nothing here.
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
     if numbers is None:
         raise ValueError(f"found={found!r} must be a version such as '0.10.2'")

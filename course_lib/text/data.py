@@ -29,7 +29,7 @@ from jaxtyping import Float, Integer, UInt16
 from course_lib import files
 
 CORPUS = "cpython-3.13.0.jsonl.gz"
-# of the text; see tools/build_corpus.py
+# The checksum of the text: see tools/build_corpus.py.
 CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"
 VOCAB_SIZE = 2048
 TOKENIZER = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE]  # what it follows from
@@ -237,7 +237,7 @@ def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             with np.load(io.BytesIO(stored[32:])) as arrays:
                 return dict(arrays)
         print(f"the cached tokens {path.name} are damaged: making them again")
-    # the same texts as in the key: files may be written meanwhile
+    # From the same texts as the key: files may be written meanwhile.
     prepared = _prepare(everything, corpus)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **prepared)

@@ -1,11 +1,11 @@
 """Input of a training run: token files, and from them batches that are shuffled, shared out,
 restorable and there in time.
 
-    tokens = loading.token_file("train")                       memory-mapped: read where a batch needs it
+    tokens = loading.token_file("train")    # memory-mapped: read where a batch needs it
     batches = loading.batches(tokens, batch_size=8, seq_len=256, seed=0, vocab_size=2048)
     batches = loading.to_devices(batches, sharding)
-    batch = next(batches)                                      endless
-    state = batches.get_state()                                belongs into a checkpoint, with the parameters
+    batch = next(batches)                   # endless
+    state = batches.get_state()             # belongs into a checkpoint, with the parameters
 
 Documents are packed: one after another, each closed by `END`, they are one stream, and the
 stream a circle. It is cut into windows, wherever the cuts fall, so that no label is padding;
@@ -235,7 +235,7 @@ def batches(
             " fits"
         )
     if tokens.max() >= vocab_size or (tokens.dtype.kind == "i" and tokens.min() < 0):
-        # names the first one, with arrays as long as the file
+        # Names the first token that is wrong, with arrays as long as the file.
         data.check_tokens(tokens, vocab_size)
 
     count = len(tokens) // seq_len
@@ -249,7 +249,7 @@ def batches(
     # same orders, an epoch apart.
     order = int(np.random.SeedSequence(seed).generate_state(1)[0])
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
-    # n of them are a global batch
+    # As many of them as there are shards are a global batch.
     parts = windows.batch(batch_size // shards, drop_remainder=True)
     parts = parts[shard::shards].map(_batch)
     return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
@@ -310,7 +310,7 @@ class DeviceBatches(Iterator[data.Batch]):
 
     def __next__(self) -> data.Batch:
         while len(self._ready) <= self._ahead:
-            # returns before it is done
+            # Returns before the copy is done.
             batch = jax.make_array_from_process_local_data(self._sharding, next(self._iterator))
             self._ready.append((batch, self._iterator.get_state()))
         batch, self._state = self._ready.popleft()

@@ -1,4 +1,4 @@
-"""What a model must beat: counting. The losses of unigram and bigram models, in nats a token."""
+"""What a model must beat: counting. Losses of unigram and bigram models, in nats per token."""
 
 import numpy as np
 from jaxtyping import Float, Integer

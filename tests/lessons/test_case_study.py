@@ -52,7 +52,7 @@ def test_no_published_step_is_faster_than_its_floor():
         )
 
 
-def test_the_largest_arrays_without_remat_are_the_attention_weights_and_the_activations_of_the_mlp():
+def test_the_largest_arrays_without_remat_are_attention_weights_and_activations_of_the_mlp():
     largest = _recorded("a5000")["bfloat16"]["largest"]
     assert ("float32", [12, 16, 8, 512, 512]) == (largest[0]["dtype"], largest[0]["shape"])
     assert {"bfloat16"} == {

@@ -191,7 +191,7 @@ def test_the_activations_of_a_device_fall_with_the_number_of_devices():
 @pytest.mark.skipif(
     virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
 )
-def test_on_gpus_transfers_run_during_products_but_for_the_last_which_brings_the_gradients_home():
+def test_on_gpus_transfers_run_during_products_but_for_the_last_which_brings_gradients_home():
     grid = meshes.make({"context": 3}, virtual.devices("h100", 3))
     x = jax.ShapeDtypeStruct((1, 6144, 8, 128), "bfloat16", sharding=NamedSharding(grid, CUT))
     gradients = one_device.jit(

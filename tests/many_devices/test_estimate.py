@@ -91,7 +91,7 @@ def test_a_device_sends_along_each_axis_what_the_formula_says(index):
     assert ledger.sent() - sum(found.sent.values()) <= 2 * METRICS
 
 
-def test_the_formula_needs_no_devices_and_counts_the_parameters_of_a_model_that_none_could_hold():
+def test_the_formula_needs_no_devices_and_counts_parameters_of_a_model_that_none_could_hold():
     whole = configs.nemotron_340b()
     chosen = Strategy(zero=1, sequence=True, microbatches=36)
     found = estimate.estimate(whole, {"data": 64, "pipe": 12, "tensor": 8}, chosen, H100)
@@ -145,7 +145,7 @@ def test_an_axis_that_leaves_the_host_is_slower_by_the_ratio_of_the_links():
     )
 
 
-def test_each_stage_of_zero_holds_less_and_the_third_sends_half_as_much_again_in_numbers_of_half_the_size():
+def test_each_stage_of_zero_holds_less_and_the_third_sends_half_more_in_numbers_of_half_size():
     held = [half({"data": 8}, Strategy(zero=stage)) for stage in (0, 1, 3)]
     assert held[0].memory > held[1].memory > held[2].memory
     assert held[1].sent["data"] == pytest.approx(held[0].sent["data"], rel=1e-3)
@@ -153,7 +153,7 @@ def test_each_stage_of_zero_holds_less_and_the_third_sends_half_as_much_again_in
     assert held[2].sent["data"] == pytest.approx(held[0].sent["data"] * 1.5 / 2, rel=0.02)
 
 
-def test_a_step_takes_between_its_floor_and_the_sum_and_no_more_than_all_devices_at_their_peak():
+def test_a_step_takes_between_its_floor_and_the_sum_and_no_more_than_all_devices_at_peak():
     for chosen, axes in (
         (Strategy(zero=3), {"data": 8}),
         (Strategy(microbatches=8), {"data": 2, "pipe": 4}),

@@ -54,7 +54,9 @@ meshes.simulate()
 meshes.simulate(6)  # JAX has not started: the last word counts
 meshes.simulate(8)
 grid = meshes.make({"data": 2, "tensor": 4})
-sums = jax.shard_map(lambda x: jax.lax.psum(x, ("data", "tensor")), mesh=grid, in_specs=P(("data", "tensor")), out_specs=P())
+both = ("data", "tensor")
+add = lambda x: jax.lax.psum(x, both)
+sums = jax.shard_map(add, mesh=grid, in_specs=P(both), out_specs=P())
 meshes.simulate(8)  # as many as there are: nothing to do
 print(len(meshes.devices()), len(meshes.devices(3)), sums(jnp.arange(8)))
 """)

@@ -17,7 +17,8 @@ A5000 = pytest.param(
 DEVICES = pytest.mark.parametrize("device", ["here", A5000])
 
 # What XLA writes for other backends and larger programs, in one small one.
-TEXT = r"""HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+TEXT = r"""
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
 FileNames
 1 "model.py"
@@ -28,7 +29,7 @@ FileNames
 
 %dear (p.1: f32[8]) -> f32[8] {
   %p.1 = f32[8]{0} parameter(0)
-  ROOT %neg = f32[8]{0} negate(%p.1), metadata={op_name="jit(step)/state[\'w\']/neg" stack_frame_id=3}
+  ROOT %neg = f32[8]{0} negate(%p.1), metadata={op_name="NAMED" stack_frame_id=3}
 }
 
 %body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -52,17 +53,20 @@ ENTRY %main (x.1: f32[8]) -> (f32[8], /*index=1*/bf16[2,3]) {
   %zero = s32[] constant(0)
   %start = (s32[], f32[8]{0}) tuple(%zero, %x.1)
   %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, KNOWN
-  %gather = ((f32[8]{0}), f32[16]{0}) all-gather-start(%x.1), replica_groups={{0,1}}, dimensions={0}
+  %gather = ((f32[8]{0}), f32[16]{0}) all-gather-start(%x.1), OF_TWO, dimensions={0}
   %y = f32[8]{0} get-tuple-element(%loop), index=1
   ROOT %out = (f32[8]{0}, bf16[2,3]{1,0}) tuple(%y, %table)
 }
-"""
+""".lstrip()
 
 
-TEXT = TEXT.replace(
-    "KNOWN",
-    'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}',
-)
+for short, long in {
+    "NAMED": r"jit(step)/state[\'w\']/neg",
+    "OF_TWO": "replica_groups={{0,1}}",
+    "KNOWN": 'backend_config={"known_trip_count":{"n":"3"},'
+    '"known_init_step":{"init":"0","step":"1"}}',
+}.items():
+    TEXT = TEXT.replace(short, long)
 
 
 def named(module):

@@ -390,7 +390,8 @@ HloModule m, is_scheduled=true, num_partitions=8
 
 %wrapped (p: f32[16]) -> f32[4] {
   %p = f32[16]{0} parameter(0)
-  ROOT %inner = f32[4]{0} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+  ROOT %inner = f32[4]{0} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[8], \
+dimensions={0}, to_apply=%add
 }
 
 ENTRY %main (x: f32[16], y: bf16[8], n: s32[], sizes: s32[8]) -> f32[16] {
@@ -398,7 +399,8 @@ ENTRY %main (x: f32[16], y: bf16[8], n: s32[], sizes: s32[8]) -> f32[16] {
   %y = bf16[8]{0} parameter(1)
   %n = s32[] parameter(2)
   %sizes = s32[8]{0} parameter(3)
-  %gather = ((f32[16]{0}, bf16[8]{0}), (f32[64]{0}, bf16[32]{0})) all-gather-start(%x, %y), replica_groups=[2,4]<=[8]
+  %gather = ((f32[16]{0}, bf16[8]{0}), (f32[64]{0}, bf16[32]{0})) all-gather-start(%x, %y), \
+replica_groups=[2,4]<=[8]
   %scatter = ((f32[16]{0}), f32[4]{0}, u32[]) async-start(%x), calls=%wrapped
   %count = s32[] add(%n, %n)
   %square = f32[16]{0} multiply(%x, %x)
@@ -406,11 +408,13 @@ ENTRY %main (x: f32[16], y: bf16[8], n: s32[], sizes: s32[8]) -> f32[16] {
   %scattered = f32[4]{0} async-done(%going), calls=%wrapped
   %root = f32[16]{0} sqrt(%square)
   %gathered = (f32[64]{0}, bf16[32]{0}) all-gather-done(%gather)
-  %reduce = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%square), replica_groups={}, to_apply=%add
+  %reduce = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%square), replica_groups={}, \
+to_apply=%add
   %twice = s32[] add(%count, %count)
   %reduced = f32[16]{0} all-reduce-done(%reduce)
   %all = f32[16]{0} collective-broadcast(%root), replica_groups=[4,2]<=[2,4]T(1,0)
-  ROOT %rows = f32[16]{0} ragged-all-to-all(%all, %x, %sizes, %sizes, %sizes, %sizes), replica_groups=[2,4]<=[8]
+  ROOT %rows = f32[16]{0} ragged-all-to-all(%all, %x, %sizes, %sizes, %sizes, %sizes), \
+replica_groups=[2,4]<=[8]
 }
 """
 

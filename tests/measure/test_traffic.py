@@ -171,7 +171,8 @@ def test_a_library_s_scratch_memory_does_not_count():
 ENTRY %main (a: f32[4,8], b: f32[8,4]) -> f32[4,4] {
   %a = f32[4,8]{1,0} parameter(0)
   %b = f32[8,4]{1,0} parameter(1)
-  %gemm = (f32[4,4]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm"
+  %gemm = (f32[4,4]{1,0}, s8[4194304]{0}) custom-call(%a, %b), \
+custom_call_target="__cublas$gemm"
   ROOT %out = f32[4,4]{1,0} get-tuple-element(%gemm), index=0
 }
 """

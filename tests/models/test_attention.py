@@ -168,7 +168,7 @@ def test_what_is_not_installed_is_refused_before_anything_is_compiled(qkv):
 @pytest.mark.parametrize(
     ("version", "there"), [((0, 7, 2), True), ((0, 11, 0), True), ((0, 12, 0), False)]
 )
-def test_pallas_attention_counts_as_gone_where_its_import_warns_whether_or_not_it_was_imported_before(
+def test_pallas_attention_counts_as_gone_where_its_import_warns_imported_before_or_not(
     monkeypatch, version, there
 ):
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What the options of the Transformer's layers change, and that nothing changes without them."""
+"""What the options of the Transformer's layers change; without them nothing changes."""
 
 import math
 

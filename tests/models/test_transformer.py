@@ -194,7 +194,7 @@ def test_the_gradient_of_a_token_that_occurs_often_is_summed_in_float32():
 
     @jax.jit
     def gradient(tokens):
-        """Returns the gradient of the row of token 0, for a loss that adds up over sequences."""
+        """Returns the gradient of token 0's row, for a loss that adds up over sequences."""
         grads = jax.grad(
             lambda params: model.apply({"params": params}, tokens, train=False)[..., 0].sum()
         )(params)

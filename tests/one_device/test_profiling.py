@@ -193,18 +193,24 @@ planes { name: "/host:CPU"
   event_metadata { key: 2 value { id: 2 name: "launch" } }
   stat_metadata { key: 1 value { id: 1 name: "step_num" } }
   stat_metadata { key: 2 value { id: 2 name: "hlo_op" } }
-  lines { id: 1 name: "python" events { metadata_id: 1 duration_ps: 9000000 stats { metadata_id: 1 int64_value: 0 } } }
-  lines { id: 2 name: "pool" events { metadata_id: 2 duration_ps: 100 stats { metadata_id: 2 str_value: "fusion.1" } } }
+  lines { id: 1 name: "python"
+    events { metadata_id: 1 duration_ps: 9000000
+      stats { metadata_id: 1 int64_value: 0 } } }
+  lines { id: 2 name: "pool"
+    events { metadata_id: 2 duration_ps: 100
+      stats { metadata_id: 2 str_value: "fusion.1" } } }
 }
 planes { name: "/device:GPU:0"
   event_metadata { key: 1 value { id: 1 name: "gemm_kernel" } }
   event_metadata { key: 2 value { id: 2 name: "MemcpyD2D" } }
   stat_metadata { key: 2 value { id: 2 name: "hlo_op" } }
   lines { id: 13 name: "Stream #13(Compute)"
-    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000 stats { metadata_id: 2 str_value: "fusion.1" } }
+    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000
+      stats { metadata_id: 2 str_value: "fusion.1" } }
     events { metadata_id: 2 offset_ps: 5000000 duration_ps: 1000000 } }
   lines { id: 14 name: "XLA Ops"
-    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000 stats { metadata_id: 2 str_value: "fusion.1" } } }
+    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000
+      stats { metadata_id: 2 str_value: "fusion.1" } } }
 }
 """
 

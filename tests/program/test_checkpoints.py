@@ -382,7 +382,8 @@ SAVES_UNTIL_KILLED = """
     from course_lib.program.checkpoints import Checkpoints
 
     def state(step):
-        return {"w": jnp.full((300, 300), float(step)), "rng": jax.random.key(step), "step": jnp.int32(step)}
+        w = jnp.full((300, 300), float(step))
+        return {"w": w, "rng": jax.random.key(step), "step": jnp.int32(step)}
 
     for _ in sys.stdin:
         child = os.fork()
@@ -447,7 +448,10 @@ CANNOT_WRITE = """
     checkpoints, said = Checkpoints(sys.argv[1], keep=2), []
 
     def save(step, rows):
-        state = {"w": jnp.full((rows, 1000), step, jnp.float32), "b": jnp.full((rows, 500), step, jnp.float32)}
+        state = {
+            "w": jnp.full((rows, 1000), step, jnp.float32),
+            "b": jnp.full((rows, 500), step, jnp.float32),
+        }
         try:
             checkpoints.save(step, state, None, {})
             checkpoints.wait()
@@ -455,9 +459,14 @@ CANNOT_WRITE = """
             said.append(str(error))
 
     def report():
-        saved = checkpoints.restore({name: jax.ShapeDtypeStruct((60, n), jnp.float32) for name, n in [("w", 1000), ("b", 500)]})
-        good = bool((saved.state["w"] == saved.step).all() and (saved.state["b"] == saved.step).all())
-        print(json.dumps({"said": said, "step": saved.step, "good": good, "steps": checkpoints.steps()}))
+        like = {
+            "w": jax.ShapeDtypeStruct((60, 1000), jnp.float32),
+            "b": jax.ShapeDtypeStruct((60, 500), jnp.float32),
+        }
+        saved = checkpoints.restore(like)
+        good = all(bool((saved.state[name] == saved.step).all()) for name in like)
+        steps = checkpoints.steps()
+        print(json.dumps({"said": said, "step": saved.step, "good": good, "steps": steps}))
 """
 
 
@@ -518,7 +527,8 @@ def test_on_a_full_disk_older_checkpoints_stay_whole_and_smaller_ones_can_follow
     save(2, 60)
     save(3, 500)
     report()
-    real, shutil.disk_usage = shutil.disk_usage, lambda path: real("/")  # as if the disk filled while Orbax writes
+    # as if the disk filled while Orbax writes
+    real, shutil.disk_usage = shutil.disk_usage, lambda path: real("/")
     save(4, 500)
     save(5, 60)
     report()
@@ -549,8 +559,12 @@ ONE_OF_TWO = """
     from course_lib.program.checkpoints import Checkpoints
 
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices())
-    split, whole = NamedSharding(mesh, PartitionSpec("data", "tensor")), NamedSharding(mesh, PartitionSpec())
-    make = lambda step: {"w": jnp.arange(64.0).reshape(8, 8) + step, "rng": jax.random.key(step)}
+    split = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def make(step):
+        return {"w": jnp.arange(64.0).reshape(8, 8) + step, "rng": jax.random.key(step)}
+
     checkpoints = Checkpoints(sys.argv[1])
     for step in (1, 2, 3):
         state = jax.jit(make, static_argnums=0, out_shardings={"w": split, "rng": whole})(step)

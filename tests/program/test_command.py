@@ -69,7 +69,8 @@ def test_help_tells_every_option_every_preset_and_every_exit_code():
 
 
 def test_the_examples_of_help_can_be_given(tmp_path):
-    lines = re.findall(r"^  python -m course_lib\.train (.*)$", command.EPILOG, re.M)
+    joined = command.EPILOG.replace("\\\n", "")
+    lines = re.findall(r"^  python -m course_lib\.train (.*)$", joined, re.M)
     assert len(lines) >= 4
     for line in lines:
         given = line.split()
@@ -342,8 +343,12 @@ def commands(programs_kept, tmp_path_factory):
     environment = os.environ | programs_kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
     with subprocess.Popen(
         [sys.executable, str(here / "small_run.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
-    ) as server:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as server:
         try:
             yield Commands(server, tmp_path_factory.mktemp("commands"))
         finally:

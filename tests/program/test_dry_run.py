@@ -116,7 +116,7 @@ def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
 
 
 @needs_virtual
-def test_a_dtype_without_a_unit_runs_without_an_estimate_and_attention_without_a_kernel_not_at_all():
+def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_kernel_never():
     found = dry_run.dry_run(tiny(**{"model.dtype": "bfloat16"}), "t4", 1)
     assert found.fits and "T4 has no unit for" in found.text() and not found.suggested
     with pytest.raises(ValueError, match="model.attention='cudnn' cannot be had on NVIDIA T4"):

@@ -10,7 +10,8 @@ from course_lib.program import host_memory
 
 STEPS = """
 import ctypes, resource, statistics, sys
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages of 4 KiB, whatever the system prefers
+# PR_SET_THP_DISABLE: pages of 4 KiB, whatever the system prefers
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)
 import jax, jax.numpy as jnp
 from course_lib.program import host_memory
 
@@ -23,7 +24,8 @@ for _ in range(50):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
     found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(int(statistics.median(found)))  # at JAX 0.7.2 up to ten steps find their old place taken by something small
+# at JAX 0.7.2 up to ten steps find their old place taken by something small
+print(int(statistics.median(found)))
 """
 
 

@@ -15,7 +15,7 @@ from course_lib.program import preemption, processes
 
 @pytest.fixture(autouse=True)
 def as_python_starts():
-    """Handlers as in a program that was started by hand; a shell's background ignores SIGINT."""
+    """Handlers as in a program started by hand; a shell's background ignores SIGINT."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -453,7 +453,7 @@ with processes._ends_at_an_error("process 0 of 2", watcher):
 """
 
 
-def test_a_process_that_jax_aborts_while_it_says_what_to_do_has_said_it_and_so_does_its_watcher():
+def test_a_process_that_jax_aborts_while_it_says_what_to_do_has_said_it_and_so_its_watcher():
     """At 3 of 3 lost connections in the middle of a checkpoint JAX's C++ was about to abort the
     process as Python ended it.
     """

@@ -15,7 +15,7 @@ def test_counting_pairs_beats_counting_tokens_on_the_corpus(tmp_path, monkeypatc
     )
 
 
-def test_the_weight_between_pairs_and_tokens_is_chosen_on_the_end_of_the_training_text_and_on_nothing_else():
+def test_the_weight_between_pairs_and_tokens_is_chosen_on_the_end_of_the_training_text_only():
     up, down = np.tile([0, 1, 2, 3], 450), np.tile([3, 2, 1, 0], 50)
     # In the end of up + down none of the counted pairs occurs, so that pairs are trusted least,
     # though in `up` they say all.
@@ -26,7 +26,7 @@ def test_the_weight_between_pairs_and_tokens_is_chosen_on_the_end_of_the_trainin
     assert ngrams.bigram_loss(np.concatenate([up, up]), up, 4) < 0.02
 
 
-def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_and_the_unigram_only_how_often_it_occurs():
+def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_the_unigram_its_frequency():
     train, validation = np.tile([0, 1], 500), np.tile([0, 1], 50)
     assert ngrams.unigram_loss(train, validation, 2) == pytest.approx(np.log(2), abs=1e-3)
     assert ngrams.bigram_loss(train, validation, 2) == pytest.approx(

@@ -16,9 +16,10 @@ in it. A step of GPipe takes as long as its table says; one of 1F1B, whose backw
 diagonal, 1.6 times as long with 4 stages and 16 microbatches (`slots.lockstep`): what it is
 taken for is memory. Parameters of layers never move.
 
-    sent by a device, along "pipe"      2 * slots * activation bytes of a microbatch, and 2 (S-1)/S of the gradient
-                                        bytes of embedding and head
-    kept by a device                    as many activations as its buffers have slots (`slots.program`)
+    sent by a device, along "pipe"    2 * slots * activation bytes of a microbatch, and
+                                      2 (S-1)/S of the gradient bytes of embedding and head
+    kept by a device                  as many activations as its buffers have slots
+                                      (`slots.program`)
 """
 
 import functools

@@ -17,18 +17,20 @@ that all schedules compare. What a slot gives arrives at the next or previous st
 the next slot. A device may hold several chunks of layers: chunk c of device d is stage c S + d
 of the model, so that activations run around the ring of devices v times.
 
-                    idle share                peak of live microbatches, device d        source
-    gpipe           (S-1) / (M+S-1)           M                                          Huang et al., 2018
-    1f1b            (S-1) / (M+S-1)           min(S-d, M)                                Narayanan et al., 2020
-    breadth_first   (S-1) / (vM+S-1)          vM                                         Lamy-Poirier, 2022
-    depth_first     (S-1) / (vM+S-1)          min(2(S-d-1) + (v-1)S + 1, vM)             Narayanan et al., 2021
-    zero_bubble     (S-1) / (3M+S-1)          min(S, M)                                  Qi et al., 2023 (ZB-H1)
+                    idle share         live microbatches, device d      source
+    gpipe           (S-1) / (M+S-1)    M                                Huang et al., 2018
+    1f1b            (S-1) / (M+S-1)    min(S-d, M)                      Narayanan et al., 2020
+    breadth_first   (S-1) / (vM+S-1)   vM                               Lamy-Poirier, 2022
+    depth_first     (S-1) / (vM+S-1)   min(2(S-d-1) + (v-1)S + 1, vM)   Narayanan et al., 2021
+    zero_bubble     (S-1) / (3M+S-1)   min(S, M)                        Qi et al., 2023 (ZB-H1)
 
 The last three bubbles are of M >= S microbatches; with fewer, `bubble` counts more. Live is
 what has run its F but not its W: one chunk's input of one microbatch, 1/v of the layers of a
-device without chunks. Sources: https://arxiv.org/abs/1811.06965,
-https://arxiv.org/abs/2006.09503, https://arxiv.org/abs/2211.05953,
-https://arxiv.org/abs/2104.04473, https://arxiv.org/abs/2401.10241.
+device without chunks. The table has the most that are live at once.
+
+Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503,
+https://arxiv.org/abs/2211.05953, https://arxiv.org/abs/2104.04473,
+https://arxiv.org/abs/2401.10241.
 """
 
 import collections
@@ -89,7 +91,7 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Forwards until the first backward can come, then one backward and one forward by turns."""
+    """Forwards until the first backward can come, then a backward and a forward by turns."""
     _check_sizes(stages, microbatches, 1)
     orders = [_by_turns(microbatches, stages - device, "BW") for device in range(stages)]
     return _in_order("1f1b", stages, microbatches, 1, orders)
@@ -212,7 +214,7 @@ def _in_order(
     empty = Schedule(name, stages, microbatches, chunks, ())
     rows: list[list[Op | None]] = [[] for _ in range(stages)]
     todo = [collections.deque(order) for order in orders]
-    # the W of each B that is done
+    # The W of each B that is done.
     pending: list[collections.deque[Op]] = [collections.deque() for _ in range(stages)]
     live = [0] * stages
     done: dict[tuple[str, int, int], int] = {}
@@ -332,7 +334,7 @@ def check(schedule: Schedule) -> None:
 
 
 def cells(schedule: Schedule) -> list[tuple[int, int, Op]]:
-    """Returns (device, time, op) of the cells in which something is done, by device and time."""
+    """Returns (device, time, op) of cells in which something is done, by device and time."""
     return [
         (d, t, op)
         for d, row in enumerate(schedule.table)

@@ -4,8 +4,8 @@ that it needs.
 Three things wait on a device, each in a buffer whose slots are assigned before anything runs:
 
     inbox       activations that have arrived, until their F
-    stash       the input of each stage, from its F until its W: what is recomputed from. As many slots as
-                microbatches are live at once, `schedules.peak_live`
+    stash       the input of each stage, from its F until its W: what is recomputed from. As
+                many slots as microbatches are live at once, `schedules.peak_live`
     gradients   gradients that have arrived, until their W
 
 A slot that is free again is given to the next: two values share it only if one is gone before

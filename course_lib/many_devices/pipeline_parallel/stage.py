@@ -1,7 +1,8 @@
 """What a device of a pipeline does in one slot of time: a few branches, from which `pipeline`
 lets the schedule choose.
 
-    F    runs the stage on its input, from the embedding or the inbox, and stashes that input; the last stage adds to the loss
+    F    runs the stage on its input, from the embedding or the inbox, and stashes that input;
+         the last stage adds to the loss
     B    runs the stage again from the stash, and back to the gradient of its input
     W    the same, to the gradient of its weights, which is added up on the device
     BW   both at once
@@ -23,7 +24,7 @@ from course_lib.one_device.gradient_accumulation import LossFn
 
 PyTree = Any
 State = dict[str, Any]
-# the new state; what is for the own "stash", the next "inbox", the last "gradient"
+# The new state; what is for the own "stash", the next "inbox", the last "gradient".
 Result = tuple[State, dict[str, Array]]
 
 PARTS = {
@@ -123,7 +124,7 @@ class Device:
             lambda: (take(waiting["gradient"], op["gradient"]), grads["head"]),
         )
         (found,) = pull_back(gradient)
-        # the embedding's weights need nothing but the gradient of its result, which is here now
+        # The embedding's weights need only the gradient of its result, which is here now.
         if "B" in wrt:
             grads["embed"] = jax.lax.cond(
                 op["stage"] == 0,

@@ -61,7 +61,8 @@ class GpuTarget:
               registers_per_core_limit: 65536  registers_per_block_limit: 65536
               block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
             }}
-            platform_name: "CUDA"  runtime_version {{ major: 13 }}  dnn_version_info {{ major: 9 minor: 7 }}
+            platform_name: "CUDA"
+            runtime_version {{ major: 13 }}  dnn_version_info {{ major: 9 minor: 7 }}
             device_description_str: "{description}"
             """
 
@@ -88,12 +89,9 @@ class Accelerator:
     memory_bandwidth: float  # bytes/s between device memory and the chip
     link_bandwidth: float  # bytes/s in one direction over `link`
     link: str  # the fastest way to a neighbour
-    # bytes/s in one direction to an accelerator of another host; None: no such figure
-    network_bandwidth: float | None
-    # dense FLOP/s of matrix products, by precision; float32 is without tensor cores
-    peak_flops: Mapping[str, float]
-    # as jax.Device.device_kind spells it; virtual devices carry the first
-    device_kinds: tuple[str, ...]
+    network_bandwidth: float | None  # the same to another host; None: no such figure
+    peak_flops: Mapping[str, float]  # dense, by precision; float32 is without tensor cores
+    device_kinds: tuple[str, ...]  # jax.Device.device_kind; virtual devices carry the first
     target: GpuTarget | TpuTarget
     source: str
 

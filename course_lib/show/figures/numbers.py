@@ -135,7 +135,7 @@ def gradient_histogram(
             " nothing to draw"
         )
 
-    # half of the smallest number rounds to zero
+    # Half of the smallest number rounds to zero.
     underflow = math.log2(number_format.smallest_subnormal) - 1
     subnormal, overflow = (
         math.log2(number_format.smallest_normal),

@@ -173,9 +173,16 @@ def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[s
         points, spread([p[1] for p in points], gap), labels, strict=True
     ):
         axes.annotate(
-            label, (x, y), (1.04, text_y), xycoords="axes fraction", textcoords="axes fraction",
-            va="center", ha="left", fontsize=9, arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7},
-        )  # fmt: skip
+            label,
+            (x, y),
+            (1.04, text_y),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            ha="left",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7},
+        )
 
 
 def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
