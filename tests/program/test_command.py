@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 from ports import free_port
+import small_run
 from small_run import STRICT, arguments, corpus
 
 from course_lib import configs
@@ -167,7 +168,7 @@ def test_memory_is_kept_from_step_to_step_and_that_is_asked_for_before_jax_start
         return contextlib.nullcontext()
 
     monkeypatch.setattr(command.host_memory, "keep", lambda: order.append("memory"))
-    monkeypatch.setattr(command.cluster, "start", start)
+    monkeypatch.setattr(command.processes, "start", start)
     monkeypatch.setattr(command, "_train", lambda *_: order.append("steps") or 0)
     assert command.main([]) == 0 and order == ["memory", "devices", "steps"]
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_run
 from small_run import configuration, corpus
 
 from course_lib import files, training
