@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from ports import free_port
 import small_run
+from ports import free_port
 from small_run import STRICT, arguments, corpus
 
 from course_lib import configs
