@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import optimizers
+from course_lib.measure import hardware
 from course_lib.measure import virtual as virtual  # must act before JAX looks for devices
 from course_lib.measure.hardware import Accelerator
 from course_lib.models import attention, transformer
@@ -29,11 +30,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def published_155m() -> ConfigDict:
-    """The Transformer of the tutorial series that this course builds on, as it was published.
+    """The Transformer of the series that this course builds on: 155.9 million parameters.
 
-    The series' measurements start from this configuration. It has 155,877,376 parameters. On an
-    A5000 (24 GB) its author measured 3.9 GB and 0.91 s a step. A step on two CPU cores takes
-    minutes.
+    155,877,376, as its published measurements start from. On an A5000 (24 GB) its author
+    measured 3.9 GB and 0.91 s per step. A step on two CPU cores takes minutes.
 
     Source:
     https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html
@@ -120,11 +120,11 @@ def cpu() -> ConfigDict:
 
 
 def t4() -> ConfigDict:
-    """For a T4 of 16 GB, as Colab lends: `155m` in float16, as it has no bfloat16 units, with
+    """For a T4 of 16 GB, as Colab lends: `155m`, 155.9 million parameters, in float16, with
     dynamic loss scaling.
 
-    Compiled for a T4, a step needs 3.9 GiB: there is room for a batch that is not cut into
-    minibatches, or for less remat.
+    It has no bfloat16 units. Compiled for a T4, a step needs 3.9 GiB: there is room for a batch
+    that is not cut into minibatches, or for less remat.
     """
     config = published_155m()
     config.model.update(dtype="float16")
@@ -207,6 +207,9 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     Raises:
       ValueError: naming the field, its value, and the fix.
     """
+    if not isinstance(config, ConfigDict | FrozenConfigDict):
+        raise ValueError(f"config={config!r} must be a ConfigDict, as get('cpu') returns one")
+    hardware.check(accelerator)
     check_fields(config, published_155m(), "")
     _check_ranges(config)
     model, training = config.model, config.training
@@ -220,11 +223,7 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
             f"model.dtype={model.dtype!r} must be one of {units}: {accelerator.title} has no"
             " unit for it"
         )
-    if accelerator and (reason := attention.why_unavailable(model.attention, accelerator)):
-        raise ValueError(
-            f"model.attention={model.attention!r} cannot be had on {accelerator.title}:"
-            f" {reason}"
-        )
+    check_attention(config, accelerator)
     if model.num_outputs != model.vocab_size:
         raise ValueError(
             f"model.num_outputs={model.num_outputs} must be vocab_size={model.vocab_size}: with"
@@ -240,6 +239,26 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     mixed_precision.loss_scale(training.loss_scale)
     optimizers.from_config(config.optimizer)
     _check_pairs(config)
+
+
+def check_attention(config: ConfigDict, accelerator: Accelerator | None) -> None:
+    """Refuses an attention that does not compile for an accelerator, before a compiler does.
+
+    Args:
+      config: a whole configuration.
+      accelerator: what it is to run on; None if that is not known.
+
+    Raises:
+      ValueError: naming the field, its value, and the fix.
+    """
+    model = config.model
+    if accelerator and (
+        reason := attention.why_unavailable(model.attention, accelerator, model.dtype)
+    ):
+        raise ValueError(
+            f"model.attention={model.attention!r} cannot be had on {accelerator.title}:"
+            f" {reason}"
+        )
 
 
 def check_fields(config: Any, template: ConfigDict, path: str) -> None:

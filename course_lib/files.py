@@ -235,9 +235,21 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     Raises:
       BlockingIOError: if another process holds it, here or, where the file system knows of
         locks (NFS, Lustre), elsewhere.
+      ValueError: if there is a file in its place, or nothing may be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / "lock").open("w")
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            f"folder={str(folder)!r} must be a folder, and there is a file in its way: name"
+            " another"
+        ) from None
+    except PermissionError:
+        raise ValueError(
+            f"folder={str(folder)!r} may not be written to: permit it, or name another"
+        ) from None
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jaxtyping import Array, Key
@@ -107,6 +108,10 @@ def make_train_step(
     neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without one,
     nothing of this is in the program.
 
+    A compiled step cannot raise an error: of a token or a label outside the vocabulary the loss
+    is NaN. The batches of `data` and `loading` have none; `data.check_tokens` refuses them in a
+    batch from elsewhere, before it is given to the step.
+
     Args:
       loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
       optimizer: any of optax; a norm to clip to is part of it, so that it sees gradients that
@@ -124,6 +129,16 @@ def make_train_step(
         float16 has no loss scale.
     """
     gradient_accumulation.check_options(num_minibatches, method, accumulator_dtype)
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn={loss_fn!r} must be a function, as next_token_loss(apply_fn) returns one"
+        )
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(f"optimizer={optimizer!r} must be one of optax's, as optax.adam(1e-3)")
+    if not isinstance(policy, mixed_precision.Policy | None):
+        raise ValueError(
+            f"policy={policy!r} must be a Policy, as mixed_precision.policy('bfloat16')"
+        )
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
 
     def train_step(state, batch):
@@ -198,8 +213,13 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
       batches: at least one batch.
 
     Raises:
-      ValueError: if there is no batch.
+      ValueError: if there is no batch, or one that is in no list.
     """
+    if isinstance(batches, Batch | jax.Array | np.ndarray):
+        raise ValueError(
+            f"batches={type(batches).__name__} must be several batches, or a list of one:"
+            " [batch]"
+        )
     each = (_metrics(loss_fn, params, batch) for batch in batches)
     if (late := next(each, None)) is None:
         raise ValueError(

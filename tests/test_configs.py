@@ -1,5 +1,7 @@
 """What must be true of configurations."""
 
+import inspect
+
 import pytest
 
 from course_lib import configs, optimizers
@@ -195,6 +197,18 @@ def test_values_that_undo_each_other_or_change_nothing_are_refused(changes, mess
     changed.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
         configs.check(changed)
+
+
+def test_a_name_is_neither_a_configuration_nor_an_accelerator():
+    as_a_user = inspect.unwrap(configs.check)  # without the tests' checks of types
+    with pytest.raises(
+        ValueError, match=r"config='cpu' must be a ConfigDict, as get\('cpu'\) returns one"
+    ):
+        as_a_user("cpu")
+    with pytest.raises(
+        ValueError, match=r"accelerator='t4' must be a row of the table: hardware.get\('t4'\)"
+    ):
+        as_a_user(configs.get("155m"), "t4")
 
 
 def test_a_dtype_that_the_accelerator_lacks_is_refused():

@@ -96,6 +96,28 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path):
         pass
 
 
+def test_a_folder_that_cannot_be_one_is_refused_by_name(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(
+            ValueError,
+            match=f"folder='{path}' must be a folder, and there is a file in its way",
+        ):
+            with files.locked(path):
+                pass
+
+    def forbidden(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    # for who runs the tests as root it would be permitted
+    monkeypatch.setattr(pathlib.Path, "open", forbidden)
+    with pytest.raises(
+        ValueError, match=r"folder='.*/run' may not be written to: permit it, or name another"
+    ):
+        with files.locked(tmp_path / "run"):
+            pass
+
+
 def test_what_a_file_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     done = []
     for name in ("fsync", "replace"):

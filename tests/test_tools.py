@@ -1,6 +1,15 @@
-"""What `make notebooks` stores: one whole run, and nothing when nothing has changed."""
+"""What `make notebooks` stores: one whole run, and nothing when nothing has changed; and an
+environment that is quiet.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
 
 import execute_notebooks
+import make_venv
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
@@ -47,3 +56,48 @@ def test_a_notebook_that_fails_is_left_as_it_was(path):
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         execute_notebooks.store(path)
     assert path.read_text() == before
+
+
+MADE_HERE = pathlib.Path(sysconfig.get_path("purelib"), "course_quiet.pth").exists()
+NO_GPU = not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
+DEVICES = "import jax; print(jax.devices()[0].platform)"  # as a learner begins a script
+
+
+def plain_script(code, **environment):
+    """Runs a script that imports only JAX, without what the tests have told it."""
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TF_", "PYTHON"))
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=plain | environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(
+    not NO_GPU, reason="a machine with a GPU has what the plugin looks for, or should say so"
+)
+def test_with_the_file_of_make_venv_a_plain_script_is_quiet_where_there_is_no_gpu(tmp_path):
+    make_venv.keep_quiet(tmp_path)
+    done = plain_script(f"import site; site.addsitedir({str(tmp_path)!r}); {DEVICES}")
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
+    told = "import os; print(os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'])"
+    script = f"import site; site.addsitedir({str(tmp_path)!r}); {told}"
+    assert [
+        plain_script(script, **told).stdout
+        for told in ({}, {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "0"})
+    ] == ["1\n", "0\n"]
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by tools/make_venv.py")
+@pytest.mark.skipif(
+    not NO_GPU, reason="a machine with a GPU has what the plugin looks for, or should say so"
+)
+def test_in_the_environment_of_make_venv_a_plain_script_is_quiet():
+    done = plain_script(DEVICES)
+    assert (done.stdout, done.stderr) == ("cpu\n", "")

@@ -13,6 +13,14 @@ import os
 import subprocess
 import sys
 
+# JAX's CUDA plugin compiles for GPUs that are not there. It looks for cuDNN when JAX starts,
+# and prints a traceback without it. Python runs this line when it starts in the environment.
+# Where there is a GPU (dxg: seen from Windows' Linux) nothing changes.
+QUIET = (
+    'import os; any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))) or '
+    'os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")\n'
+)
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -63,7 +71,16 @@ def main(folder, wanted="pinned"):
                 "pip could not install what this project needs: its message is above. Then try"
                 " again."
             )
+    keep_quiet(os.path.join(folder, "lib", f"python3.{sys.version_info[1]}", "site-packages"))
     open(os.path.join(folder, ".installed"), "w").close()
+
+
+def keep_quiet(site_packages):
+    """Writes the file that keeps JAX quiet about the cuDNN that is not installed, in scripts
+    that import JAX alone, too.
+    """
+    with open(os.path.join(site_packages, "course_quiet.pth"), "w") as file:
+        file.write(QUIET)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
     Raises:
       ValueError: naming what is wrong, its value and the fix.
     """
+    if not hasattr(mesh, "axis_names"):
+        raise ValueError(
+            f'mesh={mesh!r} must be a mesh of devices, as meshes.make({{"data": 4}})'
+            " returns one"
+        )
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={strategy!r} must be a Strategy, as Strategy(zero=1)")
     training.check(config)
     if strategy.by not in BY:
         raise ValueError(f"by={strategy.by!r} must be one of {BY}")

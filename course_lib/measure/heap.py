@@ -20,6 +20,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
+from course_lib.measure.memory import check_lowered
 from course_lib.measure.units import MIB
 
 RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
@@ -83,9 +84,11 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
       lowered: `jax.jit(f).lower(...)`, not yet compiled: a compiled program no longer knows.
 
     Raises:
+      ValueError: if it is compiled already.
       RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
         cache.
     """
+    check_lowered(lowered)
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
@@ -129,9 +132,11 @@ def write_session(
         that name is replaced.
 
     Raises:
-      ValueError: if there is something else of that name, as the trace of steps that ran.
+      ValueError: if there is something else of that name, as the trace of steps that ran, or if
+        the step is compiled already.
       RuntimeError: if XLA wrote no dump.
     """
+    check_lowered(lowered)
     session = pathlib.Path(logdir) / "plugins" / "profile" / name
     if session.exists() and [path.name for path in session.glob("*.xplane.pb")] != [RECORD]:
         raise ValueError(

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 from course_lib.measure import groups, hlo, origin
+from course_lib.measure.memory import check_compiled
 from course_lib.measure.traffic import FREE, kind_of
 
 # The kinds of collectives, and how often each device sends all of the payload but one n-th.
@@ -170,9 +171,10 @@ def ledger(
         program does not say; a pipeline's schedule does: `slots.taken`.
 
     Raises:
-      ValueError: if the mesh is not of the program's devices, or the program has a loop of
-        which the compiler does not know the number of iterations.
+      ValueError: if it is not compiled, the mesh is not of the program's devices, or the
+        program has a loop of which the compiler does not know the number of iterations.
     """
+    check_compiled(compiled)
     module = hlo.parse(compiled.as_text())
     return Ledger(
         entries(module, mesh, taken), None if mesh is None else tuple(mesh.axis_names)

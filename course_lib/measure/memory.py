@@ -1,6 +1,7 @@
 """Memory of a compiled step, as its compiler planned it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -59,7 +60,11 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`.
+
+    Raises:
+      ValueError: if it is not compiled.
     """
+    check_compiled(compiled)
     stats = compiled.memory_analysis()
     total = (
         stats.argument_size_in_bytes
@@ -80,6 +85,36 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
         ),
         peak=total if _platform(compiled) == "cpu" else stats.peak_memory_in_bytes,
     )
+
+
+def check_compiled(compiled: Any) -> None:
+    """Refuses what is not compiled yet.
+
+    Raises:
+      ValueError: saying how to compile it.
+    """
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise ValueError(
+            f"compiled={_short(compiled)} must be a compiled step:"
+            " jax.jit(f).lower(...).compile()"
+        )
+
+
+def check_lowered(lowered: Any) -> None:
+    """Refuses what is compiled already, or not lowered yet.
+
+    Raises:
+      ValueError: saying how to lower it.
+    """
+    if not isinstance(lowered, jax.stages.Lowered):
+        raise ValueError(
+            f"lowered={_short(lowered)} must be a lowered step, not yet compiled:"
+            " jax.jit(f).lower(...)"
+        )
+
+
+def _short(what: Any) -> str:
+    return f"<{type(what).__name__}>"
 
 
 def _platform(compiled: jax.stages.Compiled) -> str:

@@ -13,6 +13,7 @@ https://doi.org/10.1145/1498765.1498785)
 
 import dataclasses
 
+from course_lib.measure import hardware
 from course_lib.measure.flops import Flops
 from course_lib.measure.hardware import Accelerator
 from course_lib.measure.traffic import Traffic
@@ -98,8 +99,10 @@ def mfu(
       A fraction of 1, or None on an unknown accelerator.
 
     Raises:
-      ValueError: if the accelerator has no unit for the dtype of a product.
+      ValueError: if the accelerator has no unit for the dtype of a product, or no time went by.
     """
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds} must be above 0: the measured time of a step")
     if accelerator is None:
         return None
     at_peak = sum(
@@ -110,6 +113,7 @@ def mfu(
 
 
 def _peak(accelerator: Accelerator, dtype: str, float32_precision: str | None) -> float:
+    hardware.check(accelerator)
     if dtype == "float32":
         units = ("tensorfloat32", "float32", "bfloat16")  # a TPU multiplies float32 as bfloat16
         default = next(unit for unit in units if unit in accelerator.peak_flops)

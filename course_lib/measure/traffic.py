@@ -15,6 +15,7 @@ import dataclasses
 import jax
 
 from course_lib.measure import hlo, origin
+from course_lib.measure.memory import check_compiled
 
 # The kinds of moves.
 KINDS = (
@@ -88,9 +89,10 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
         counts too, but caches make less of it there.
 
     Raises:
-      ValueError: if the program has a loop of which the compiler does not know the number of
-        iterations.
+      ValueError: if it is not compiled, or has a loop of which the compiler does not know the
+        number of iterations.
     """
+    check_compiled(compiled)
     found = moves(hlo.parse(compiled.as_text()))
     return Traffic(sum(move.bytes for move in found), found)
 

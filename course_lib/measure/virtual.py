@@ -28,6 +28,7 @@ the first computation. The import sets these environment variables, unless they 
 
 import functools
 import importlib.metadata
+import numbers
 import os
 import pathlib
 import platform
@@ -151,12 +152,16 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
         computed.
 
     Raises:
-      ValueError: if `place` is a list of devices.
+      ValueError: if `place` is neither, as a list of devices or a name.
     """
     if isinstance(place, (list, tuple)):
         raise ValueError(
             f"place={place!r} must be one device, `devices(...)[0]`, or a sharding over a mesh"
             " of them"
+        )
+    if not isinstance(place, jax.Device | Sharding):
+        raise ValueError(
+            f"place={place!r} must be a device, as devices('h100')[0], or a sharding"
         )
     sharding = place if isinstance(place, Sharding) else SingleDeviceSharding(place)
     return jax.tree.map(
@@ -168,6 +173,10 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
 
 
 def _check_count(accelerator: hardware.Accelerator, count: int) -> None:
+    if not isinstance(count, numbers.Integral):
+        raise ValueError(
+            f"count={count!r} must be a whole number, as in devices({accelerator.name!r}, 8)"
+        )
     if isinstance(accelerator.target, hardware.TpuTarget):
         sizes = accelerator.target.layouts
         if count not in sizes:

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
+from course_lib.one_device import mixed_precision
 
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
@@ -36,12 +38,15 @@ PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
 _PALLAS_UNTIL = (0, 11, 0)
 
 
-def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str | None:
+def why_unavailable(
+    implementation: str, accelerator: Accelerator | None, dtype: Any = jnp.float32
+) -> str | None:
     """Says why an implementation cannot be had with this JAX on that accelerator.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
       accelerator: what the step is compiled for; None for a CPU, or one that is not known.
+      dtype: of queries, keys and values.
 
     Returns:
       The reason and what to do, or None if it can be had.
@@ -51,6 +56,17 @@ def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
+    hardware.check(accelerator)
+    old = (
+        accelerator
+        and isinstance(accelerator.target, GpuTarget)
+        and accelerator.target.compute_capability < (8, 0)
+    )
+    if implementation == "xla" and old and jnp.dtype(dtype) == jnp.bfloat16:
+        return (
+            f"xla attention asks for products of bfloat16 numbers, and the {accelerator.title}"
+            " has no unit for them: use 'reference' or 'blocks', or dtype 'float16'"
+        )
     if implementation in ("reference", "blocks", "xla"):
         return None
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
@@ -59,10 +75,10 @@ def why_unavailable(implementation: str, accelerator: Accelerator | None) -> str
             " knows: use 'reference' or 'xla' here, or add the GPU's row to"
             " course_lib/measure/hardware/table.py"
         )
-    if accelerator.target.compute_capability < (8, 0):
+    if old:
         return (
             f"{implementation} attention needs compute capability 8.0 (A100, A5000 or newer), "
-            f"the {accelerator.title} has less: use 'reference' or 'xla'"
+            f"the {accelerator.title} has less: use 'reference' or 'blocks'"
         )
     return _why_not_installed(implementation)
 
@@ -109,6 +125,7 @@ def check(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
+    mixed_precision.describe(softmax_dtype, "softmax_dtype")
     dtype, softmax_dtype = jnp.dtype(dtype), jnp.dtype(softmax_dtype)
     if implementation not in ("reference", "blocks") and softmax_dtype != jnp.float32:
         raise ValueError(
@@ -167,8 +184,10 @@ def attend(
       The attended values, in the dtype of `query`.
 
     Raises:
-      ValueError: if `implementation` is unknown, not installed, or cannot do what is asked.
+      ValueError: if `implementation` is unknown, not installed, or cannot do what is asked, or
+        if dtypes or shapes of the arrays do not go together.
     """
+    _check_arrays(query, key, value, mask)
     length, masked, heads, groups = (
         query.shape[1],
         mask is not None,
@@ -210,6 +229,46 @@ def attend(
         "implementation": implementation,
     }
     return jax.nn.dot_product_attention(query, key, value, **options)
+
+
+def _check_arrays(query, key, value, mask):
+    """Refuses arrays of which attention would make wrong numbers, or a sum of something else by
+    broadcasting.
+    """
+    arrays = dict(query=query, key=key, value=value)
+    for name, array in arrays.items():
+        if array.ndim != 4:
+            raise ValueError(
+                f"{name} of shape {array.shape} must be [B, L, H, K]: sequences, positions,"
+                " heads, their width"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} of dtype {array.dtype} must be floating, as weights are:"
+                f" {name}.astype(jnp.float32)"
+            )
+    if len({array.dtype for array in arrays.values()}) > 1:
+        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise ValueError(
+            f"query, key and value must be of one dtype, not {dtypes}: cast them to the one to"
+            " compute in"
+        )
+    batch, length, heads, width = query.shape
+    if key.shape != value.shape or (*key.shape[:2], key.shape[3]) != (batch, length, width):
+        raise ValueError(
+            f"key of shape {key.shape} and value of shape {value.shape} must be [{batch},"
+            f" {length}, G, {width}], as the query is {query.shape}: as many positions of as"
+            " many sequences, and heads as wide"
+        )
+    if mask is not None:
+        sizes_fit = (
+            mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+        )
+        if mask.dtype != jnp.bool_ or not sizes_fit or mask.shape[2:] != (length, length):
+            raise ValueError(
+                f"mask of shape {mask.shape} and dtype {mask.dtype} must be booleans [{batch}"
+                f" or 1, {heads} or 1, {length}, {length}]: true where a query may see a key"
+            )
 
 
 def _reference(query, key, value, *, causal, mask, softmax_dtype):

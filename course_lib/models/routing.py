@@ -61,8 +61,20 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
         et al., section 2.4).
       per_token: k, to how many experts a token goes.
       capacity: C, for how many tokens of a sequence an expert has room.
+
+    Raises:
+      ValueError: if a token cannot go to so many experts, or no expert has room.
     """
     batch, length, experts = logits.shape
+    if not 1 <= per_token <= experts:
+        raise ValueError(
+            f"per_token={per_token} must be between 1 and the {experts} experts of logits of"
+            f" shape {logits.shape}"
+        )
+    if capacity < 1:
+        raise ValueError(
+            f"capacity={capacity} must be at least 1: no expert would have room for a token"
+        )
     probabilities = jax.nn.softmax(logits, axis=-1)
     _, chosen = jax.lax.top_k(probabilities, per_token)
     choices = jax.nn.one_hot(chosen, experts)  # [B L k E]

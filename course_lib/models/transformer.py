@@ -14,12 +14,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from course_lib.models import attention, layers, routing
 from course_lib.models.hooks import Hooks, with_products
 from course_lib.one_device import rematerialization
+from course_lib.text import data
 
 PyTree = Any
 
@@ -60,9 +62,14 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: if L exceeds `max_seq_len`, or the configuration or `parts` ask for what
-            does not exist.
+            does not exist; if tokens are not integers [B, L], or one is outside the vocabulary.
+            Inside of `jax.jit` their values are not known yet: there such a token has an
+            embedding of NaN, so check what comes from elsewhere than `data` with
+            `data.check_tokens`.
         """
         check_parts(parts)
+        if "embed" in parts:
+            _check_tokens(x, self.config.vocab_size)
         config, dtype, length = self.config, jnp.dtype(self.config.dtype), x.shape[1]
         hooks = with_products(self.hooks, config.flat_products)
         check(config, length)
@@ -104,6 +111,17 @@ class Transformer(nn.Module):
             x = nn.Dense(outputs, **common, name="output_layer")(x)
             x = x.astype(jnp.float32)
         return x
+
+
+def _check_tokens(tokens, vocab_size):
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [B, L]"
+        )
+    if not isinstance(tokens, jax.core.Tracer) and getattr(
+        tokens, "is_fully_addressable", True
+    ):
+        data.check_tokens(np.asarray(tokens), vocab_size)
 
 
 def check(config: ConfigDict, seq_len: int) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from course_lib.measure.memory import check_compiled
+
 
 @dataclass(frozen=True)
 class DonatedArgument:
@@ -75,7 +77,11 @@ def report(compiled: jax.stages.Compiled) -> Donation:
 
     Args:
       compiled: the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`.
+
+    Raises:
+      ValueError: if it is not compiled.
     """
+    check_compiled(compiled)
     arguments = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
     outputs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
     output_of = _aliases(compiled.as_text())

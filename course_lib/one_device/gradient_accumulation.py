@@ -14,6 +14,7 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 (grads, metrics)`.
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -84,14 +85,14 @@ def accumulate(
         and the summed metrics.
 
     Raises:
-      ValueError: if the batch cannot be cut into M equal parts, or `method` or
-        `accumulator_dtype` is unknown.
+      ValueError: if the batch cannot be cut into M equal parts, `method` or `accumulator_dtype`
+        is unknown, or `grad_fn` does not return gradients, as a loss function does not.
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
     rngs = jax.random.split(rng, num_minibatches)
     if num_minibatches == 1:
-        return grad_fn(params, batch, rngs[0])
+        return _checked(grad_fn(params, batch, rngs[0]), params)
     minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
 
     def add(total, params, minibatch, rng):
@@ -108,6 +109,7 @@ def accumulate(
     shapes = jax.eval_shape(
         lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs
     )
+    _checked(shapes, params)
     zeros = (
         jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
         jax.tree.map(jnp.zeros_like, shapes[1]),
@@ -123,6 +125,29 @@ def accumulate(
         shapes[0],
     )
     return grads, metrics
+
+
+def _checked(found, params):
+    """Returns what a gradient function returned; refuses a loss in place of gradients. A device
+    may hold a part of each.
+    """
+    if (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and isinstance(found[1], dict)
+        and "loss" in found[1]
+    ):
+        leaves, structure = jax.tree.flatten(found[0])
+        if structure == jax.tree.structure(params):
+            if [leaf.ndim for leaf in leaves] == [
+                jnp.ndim(leaf) for leaf in jax.tree.leaves(params)
+            ]:
+                return found
+    raise ValueError(
+        "grad_fn must return (gradients like params, metrics with 'loss'), not"
+        f" {jax.tree.map(jnp.shape, found)}: gradient_accumulation.gradient(loss_fn) makes one"
+        " of a loss function"
+    )
 
 
 def _scan(add, total, params, minibatches, rngs):
@@ -165,7 +190,9 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
       ValueError: if M does not divide B, or the leaves differ in their first axis.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {jax.tree_util.keystr(path): leaf.shape[:1] for path, leaf in leaves}
+    sizes = {
+        jax.tree_util.keystr(path): getattr(leaf, "shape", ())[:1] for path, leaf in leaves
+    }
     if len(set(sizes.values())) != 1 or () in sizes.values():
         raise ValueError(
             "batch must hold arrays with one first axis, the examples, but their sizes there"
@@ -189,6 +216,8 @@ def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> 
     Raises:
       ValueError: naming the option, its value and what it may be.
     """
+    if not isinstance(num_minibatches, numbers.Integral):
+        raise ValueError(f"num_minibatches={num_minibatches!r} must be a whole number, as 4")
     if num_minibatches < 1:
         raise ValueError(
             f"num_minibatches={num_minibatches} must be at least 1: the whole batch at once"

@@ -50,11 +50,12 @@ class Format:
     epsilon: float
 
 
-def describe(dtype: Any) -> Format:
+def describe(dtype: Any, argument: str = "dtype") -> Format:
     """Returns the properties of a floating dtype, as JAX reports them.
 
     Args:
       dtype: one of `FORMATS` or another floating dtype, by name or as a dtype.
+      argument: what an error calls it.
 
     Raises:
       ValueError: if there is no such floating dtype.
@@ -68,7 +69,7 @@ def describe(dtype: Any) -> Format:
             raise ValueError
     except (TypeError, ValueError):
         raise ValueError(
-            f"dtype={dtype!r} must be a floating dtype, such as {list(FORMATS)}"
+            f"{argument}={dtype!r} must be a floating dtype, such as {list(FORMATS)}"
         ) from None
     return Format(
         name=jnp.dtype(dtype).name,
@@ -193,6 +194,8 @@ class StaticLossScale:
     value: Any = 2.0**15
 
     def __post_init__(self):
+        if isinstance(self.value, str):
+            raise ValueError(f"value={self.value!r} must be a number, as 2.0**15")
         if (
             isinstance(self.value, float | int | np.generic)
             and not 0 < float(self.value) < math.inf

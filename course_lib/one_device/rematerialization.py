@@ -91,14 +91,15 @@ def check(
     """Refuses a choice that does not exist, or that would change nothing.
 
     Raises:
-      ValueError: if `remat` is not a tuple of names from `MODULES`, if the policy is none (see
-        `policy`), or if there is one for no module.
+      ValueError: if `remat` is not a tuple of names from `MODULES`, if `names` is no tuple, if
+        the policy is none (see `policy`), or if there is one for no module.
     """
-    if isinstance(remat, str):
-        raise ValueError(
-            f"remat={remat!r} must be a tuple, a string would be read letter by letter:"
-            f" ({remat!r},)"
-        )
+    for field, value in (("remat", remat), ("remat_names", names)):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError(
+                f"{field}={value!r} must be a tuple, as ({value!r},): a string would be read"
+                " letter by letter"
+            )
     for module in remat:
         if module not in MODULES:
             raise ValueError(
@@ -141,8 +142,18 @@ def wrap(
       scanned: whether the module runs inside a scan over layers.
 
     Raises:
-      ValueError: if a name is unknown.
+      ValueError: if a name is unknown, or `module` is no such class.
     """
+    if name not in MODULES:
+        raise ValueError(
+            f"name={name!r} must be one of {MODULES}: under another nothing would be"
+            " rematerialized"
+        )
+    if not (isinstance(module, type) and issubclass(module, nn.Module)):
+        raise ValueError(
+            f"module={module!r} must be a class of Linen modules, as layers.Block; for"
+            " functions: jax.checkpoint"
+        )
     check(remat, policy_name, names)
     if name not in remat:
         return module

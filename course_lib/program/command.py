@@ -86,9 +86,10 @@ def arguments() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what is trained")
     start = what.add_mutually_exclusive_group()
+    # a docstring names it in its first line: to count would take a second at each start
+    size = " parameters"
     presets = {
-        name: make.__doc__.split(":")[0].splitlines()[0].rstrip(".")
-        for name, make in configs.PRESETS.items()
+        name: make.__doc__.partition(size)[0] + size for name, make in configs.PRESETS.items()
     }
     known = "; ".join(f"{name}: {text}" for name, text in presets.items())
     start.add_argument(

@@ -16,14 +16,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from course_lib import measure, training
+from course_lib.configs import check_attention
 from course_lib.many_devices import estimate as estimates
 from course_lib.many_devices import strategies
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
-from course_lib.models import attention
 from course_lib.program import loop, observe, settings
 
 GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
@@ -128,7 +129,8 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
       count: of devices.
 
     Raises:
-      ValueError: if the configuration cannot work there.
+      ValueError: if the configuration cannot work there, or the target's compiler refuses its
+        step.
       course_lib.measure.virtual.Unavailable: if this machine cannot compile for the target.
     """
     settings.check(config)
@@ -137,11 +139,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         accelerator = dataclasses.replace(
             accelerator, memory_bytes=int(GPU_SHARE * accelerator.memory_bytes)
         )
-    if reason := attention.why_unavailable(config.model.attention, accelerator):
-        raise ValueError(
-            f"model.attention={config.model.attention!r} cannot be had on {accelerator.title}:"
-            f" {reason}"
-        )
+    check_attention(config, accelerator)
     devices = virtual.devices(target, count)
     suggested, advice = _suggest(config, accelerator, count) if _untouched(config) else ({}, "")
     refused = ""
@@ -157,7 +155,12 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         arguments if isinstance(run, strategies.Run) else virtual.abstract(arguments, place)
     )
     step: Any = run.train_step
-    compiled = step.lower(*arguments).compile()
+    try:
+        compiled = step.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"target={target!r}: its compiler refuses the step: {str(error).splitlines()[0]}"
+        ) from error
     memory = measure.memory(compiled)
     return DryRun(
         accelerator.title,

@@ -36,6 +36,8 @@ from course_lib import files
 from course_lib.measure.units import GIB
 
 FILES = ("metrics", "samples", "times")
+# leaves room for the words of a line in 80 columns
+BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 QUIET = 10  # seconds between two lines where there is no terminal to draw a bar on
 
 
@@ -58,15 +60,8 @@ class Journal:
         if not writes:
             return
         self._folder, self._said = pathlib.Path(folder), time.monotonic()
-        self._bar = tqdm(
-            initial=after,
-            total=total,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
-        if not self._bar.disable:
-            self._bar.set_postfix_str("the first step compiles")
+        shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
+        self._bar: tqdm = tqdm(initial=after, total=total, **shown)
         (self._folder / "events").mkdir(parents=True, exist_ok=True)
         paths = {name: self._folder / f"{name}.jsonl" for name in FILES}
         for path in paths.values():
@@ -164,6 +159,17 @@ class Journal:
                 report(self._folder)
             except OSError as error:
                 self.say(f"the report cannot be written ({error.strerror})")
+
+    def compiling(self) -> None:
+        """Says that the first step compiles, behind the bar or in a line; nothing if no step is
+        left.
+        """
+        if not self._writes or self._bar.n >= self._bar.total:
+            return
+        if self._bar.disable:
+            self.say("compiling the step ...")
+        else:
+            self._bar.set_postfix_str("compiling the step ...")
 
     def show(self, step: int, text: str) -> None:
         """Moves the bar to a step, with a few words behind it; without a terminal it prints a

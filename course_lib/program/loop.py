@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from course_lib import files, optimizers, training
+from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, sharding, strategies
-from course_lib.measure import virtual
+from course_lib.measure import hardware, virtual
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, settings
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
@@ -80,6 +81,7 @@ def build(
       ValueError: if the configuration does not fit the devices.
     """
     devices = jax.devices() if devices is None else devices
+    check_attention(config, hardware.recognize(devices[0]))
     axes, model = settings.axes(config, len(devices)), settings.part_of_model(config)
     run: training.Run = training.build(model)
     place: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(devices[0])
@@ -248,8 +250,10 @@ class _Loop:
                 saved.state,
                 saved.data_state["looked"],
             )
-            self.best = saved.data_state["best"]
-            self.tally = observe.Tally(saved.data_state["tally"])
+            self.best, self.tally = (
+                saved.data_state["best"],
+                observe.Tally(saved.data_state["tally"]),
+            )
             self.batches.set_state(saved.data_state["batches"])
         else:
             self.step, self.tally = 0, observe.Tally()
@@ -269,6 +273,7 @@ class _Loop:
         """Steps until all are done or it has to end, and returns why it ended."""
         if not self.looked:
             self._look(self._due(self.step), again=True)
+        self.book.compiling()
         while self.step < self.total:
             self.state, metrics = self.run.train_step(self.state, next(self.batches))
             self.step += 1

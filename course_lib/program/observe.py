@@ -117,8 +117,6 @@ class Speed:
         if memory := _memory(self._device):
             measured["memory_bytes"] = memory
             words.append(measure.gib(memory))
-        if self._why and measured:
-            words.append(self._why)  # last: where the line is short, it is cut off
         self._since = step, now
         if measured:
             self._journal.write(step, "times", **measured)

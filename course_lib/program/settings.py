@@ -344,7 +344,7 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
       config: as `whole` returns it; it is changed.
       field: its name with its part, as in "model.num_layers".
       text: a number; true or false; a string as it is; for a tuple, its strings with commas
-        between, or none.
+        between, none, or a list in JSON.
 
     Raises:
       ValueError: if there is no such field, or the text is not of its type.
@@ -365,22 +365,21 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
         raise ValueError(f"{field}={text} is no field and would change nothing: {hint}")
     part, name = fields.get(field, ("", "seed"))
     owner, examples = (config[part], _template()[part]) if part else (config, _template())
-    owner[name] = _typed(field, text, type(examples[name]))
-
-
-def _typed(field: str, text: str, kind: type) -> Any:
-    if kind is str:
-        return text
-    if kind is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    read, what = _READ[kind]
+    read, what = _READ[type(examples[name])]
     try:
-        return read(text)
-    except (KeyError, ValueError):
+        owner[name] = read(text)
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"{field}={text} must be {what}") from None
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = json.loads(text) if text.startswith("[") else text.split(",")
+    return tuple(filter(None, map(str.strip, names)))
+
+
 _READ: dict[type, tuple[Callable[[str], Any], str]] = {
+    str: (str, "a text"),
+    tuple: (_names, 'names, as MLP,Attn or ["MLP", "Attn"]'),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
     int: (int, "a whole number"),
     float: (float, "a number"),

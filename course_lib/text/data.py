@@ -104,9 +104,13 @@ def names_of_split(
 ) -> list[str]:
     """Returns the names that are of one split, sorted, as `documents` says."""
     if len(names) < 2:
+        why = (
+            "one is for validation"
+            if names
+            else "it is empty, as a folder is whose disk is not mounted"
+        )
         raise ValueError(
-            f"corpus={str(corpus)!r} must hold two files or more, it has {len(names)}: one is"
-            " for validation"
+            f"corpus={str(corpus)!r} must hold two files or more, it has {len(names)}: {why}"
         )
     by_hash = sorted(names, key=lambda name: zlib.crc32(name.encode()))
     count = max(1, len(names) // 10)
@@ -127,10 +131,10 @@ def text_files(corpus: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
     where they are.
     """
     folder = pathlib.Path(sysconfig.get_path("stdlib") if corpus == "stdlib" else corpus)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # pathlib's would raise where a folder above may not be read
         raise ValueError(
-            f"corpus={str(corpus)!r}: no such folder; only 'shipped' and 'stdlib' are names of"
-            " others"
+            f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' and 'stdlib' are"
+            " names of others"
         )
     if corpus == "stdlib":
         left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib"}
@@ -168,8 +172,7 @@ def tokenizer() -> tokenizers.Tokenizer:
     2048 tokens, of which 256 are the bytes and token 0 ends a document. The first call trains
     it, in seconds, and caches it (see `tokens`).
     """
-    prepared = _prepared("shipped")
-    return tokenizers.Tokenizer.from_str(prepared["tokenizer"].tobytes().decode())
+    return tokenizers.Tokenizer.from_str(_prepared("shipped")["tokenizer"].tobytes().decode())
 
 
 def tokens(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16[np.ndarray, "T"]:
@@ -194,10 +197,11 @@ def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END],
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
@@ -291,7 +295,7 @@ def batches(
       ValueError: at the call, if no window fits, a token is outside the vocabulary, or B, L or
         `steps` is below 1.
     """
-    check_sizes(batch_size, seq_len)
+    check_sizes(batch_size, seq_len, tokens)
     check_tokens(tokens, vocab_size)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1: there would be no batch")
@@ -309,8 +313,15 @@ def batches(
     )
 
 
-def check_sizes(batch_size: int, seq_len: int) -> None:
-    """Refuses a batch without labels."""
+def check_sizes(batch_size: int, seq_len: int, tokens: np.ndarray) -> None:
+    """Refuses a batch without labels, and what is no stream of tokens: numbers with a fraction
+    would be cut off.
+    """
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [T], one"
+            " after another"
+        )
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1: a batch would hold no label")
@@ -344,7 +355,7 @@ def validation_batches(
       ValueError: if there are fewer than two tokens, one is outside the vocabulary, or B or L
         is below 1.
     """
-    check_sizes(batch_size, seq_len)
+    check_sizes(batch_size, seq_len, tokens)
     check_tokens(tokens, vocab_size)
     labels, size = len(tokens) - 1, batch_size * seq_len
     if labels < 1:

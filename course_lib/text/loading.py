@@ -133,9 +133,11 @@ def _about(path: pathlib.Path) -> pathlib.Path:
 
 def _path(split: str, corpus: str | os.PathLike[str]) -> pathlib.Path:
     """Returns where the tokens are kept, by a name that follows from what they follow from."""
-    settings: list[Any] = [*data.TOKENIZER]
+    settings: list[Any] = [*data.TOKENIZER, str(corpus)]
     if corpus != "shipped":
         status = {path: path.stat() for path in data.text_files(corpus).values()}
+        # an empty folder is not the shipped corpus, nor a folder its parent
+        settings[-1] = os.path.abspath(corpus)
         settings += [
             (str(path.absolute()), found.st_size, found.st_mtime_ns)
             for path, found in status.items()
@@ -159,8 +161,7 @@ def _pieces(split: str, corpus: str | os.PathLike[str]) -> Iterator[UInt16[np.nd
     texts, size = [], 0
     for name in names:
         texts.append(data.read_document(name, found[name], corpus).text)
-        size += len(texts[-1])
-        if size >= GROUP:
+        if (size := size + len(texts[-1])) >= GROUP:
             yield data.encode(model, texts)
             texts, size = [], 0
     if texts:
@@ -217,7 +218,7 @@ def batches(
         is negative, B or L is below 1, or there is no such part of a batch. At the call, not at
         the first batch.
     """
-    data.check_sizes(batch_size, seq_len)
+    data.check_sizes(batch_size, seq_len, tokens)
     if seed < 0:
         raise ValueError(f"seed={seed} must be 0 or more: random numbers begin there")
     if shards < 1 or batch_size % shards:

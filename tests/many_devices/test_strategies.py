@@ -1,5 +1,6 @@
 """Every strategy computes the gradient of one device."""
 
+import inspect
 import itertools
 
 import jax
@@ -308,6 +309,24 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
 def test_what_cannot_work_is_refused(axes, chosen, changes, message):
     with pytest.raises(ValueError, match=message):
         strategies.build(one_device.small(**changes), one_device.grid(**axes), chosen)
+
+
+@pytest.mark.parametrize(
+    ("grid", "chosen", "message"),
+    [
+        (None, Strategy(), r"mesh=None must be a mesh of devices, as meshes.make"),
+        ({"data": 2}, Strategy(), r"mesh=\{'data': 2\} must be a mesh of devices"),
+        (
+            one_device.grid(data=2),
+            None,
+            r"strategy=None must be a Strategy, as Strategy\(zero=1\)",
+        ),
+    ],
+)
+def test_what_is_no_mesh_or_no_strategy_is_refused(grid, chosen, message):
+    with pytest.raises(ValueError, match=message):
+        # without the tests' checks of types
+        inspect.unwrap(options.check)(one_device.small(), grid, chosen)
 
 
 def test_an_axis_that_no_strategy_uses_is_refused():

@@ -4,6 +4,7 @@ make it up.
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 
-from course_lib.measure import GIB, MIB, gib, heap, memory, virtual
+from course_lib.measure import GIB, MIB, gib, heap, ledger, memory, traffic, virtual
 
 NO_VIRTUAL = virtual.why_unavailable()
 A5000 = pytest.param(
@@ -202,6 +203,24 @@ def test_offloaded_activations_are_counted_in_the_hosts_memory():
         jax.jit(jax.grad(loss)).lower(*place((array(N, D, D), array(B, D)), "a5000")).compile()
     )
     assert memory(compiled).host == N * B * D * FLOAT32
+
+
+def test_what_is_compiled_is_not_taken_for_what_is_lowered_nor_the_other_way_around():
+    function = jax.jit(jnp.sin)
+    lowered = function.lower(array(2))
+    # without the tests' checks of types
+    for read in map(inspect.unwrap, (memory, traffic, ledger)):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"compiled=<Lowered> must be a compiled step: jax.jit\(f\).lower\(...\).compile"
+            ),
+        ):
+            read(lowered)
+    with pytest.raises(
+        ValueError, match=r"lowered=<Compiled> must be a lowered step, not yet compiled"
+    ):
+        inspect.unwrap(heap)(lowered.compile())
 
 
 def test_bytes_are_shown_in_binary_units():

@@ -58,6 +58,12 @@ def test_a_dtype_that_the_accelerator_has_no_unit_for_is_refused(dtype, accelera
         mfu(products(dtype, 1), 1.0, accelerator)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_step_that_takes_no_time_has_no_utilization(seconds):
+    with pytest.raises(ValueError, match=f"seconds={seconds} must be above 0"):
+        mfu(products("bfloat16", 1), seconds, A5000)
+
+
 def test_on_an_unknown_accelerator_there_is_no_utilization():
     assert mfu(products("bfloat16", 1), 1.0, None) is None
 

@@ -1,5 +1,6 @@
 """What must be true of devices that are not there."""
 
+import inspect
 import os
 import pathlib
 import subprocess
@@ -188,6 +189,17 @@ def test_a_number_of_gpus_that_fills_no_hosts_is_refused(count, advice):
         virtual.devices("h100", count)
 
 
+@pytest.mark.parametrize("count", ["8", 8.0])
+def test_a_number_that_is_not_whole_is_refused(count):
+    as_a_user = inspect.unwrap(virtual.devices)  # without the tests' checks of types
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ValueError, match=rf"count={count!r} must be a whole number"),
+    ):
+        patch.setattr(virtual, "_check_count", inspect.unwrap(virtual._check_count))
+        as_a_user("h100", count)
+
+
 def test_a_number_of_chips_that_no_tpu_has_is_refused():
     with pytest.raises(ValueError, match="count=3 .* 1, 4, 8, 16"):
         virtual.devices("v5e", 3)
@@ -256,6 +268,13 @@ def test_abstract_takes_a_sharding_and_moves_what_was_placed():
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     once = virtual.abstract({"x": jnp.ones((8, 2))}, jax.devices()[0])
     assert virtual.abstract(once, sharding)["x"].sharding == sharding
+
+
+@pytest.mark.parametrize("place", ["h100", None])
+def test_a_name_is_no_place(place):
+    with pytest.raises(ValueError, match=f"place={place!r} must be a device"):
+        # without the tests' checks of types
+        inspect.unwrap(virtual.abstract)(jnp.ones(2), place)
 
 
 def test_a_list_of_devices_is_no_place():

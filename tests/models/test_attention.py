@@ -1,6 +1,7 @@
 """What must be true of every implementation of attention."""
 
 import importlib
+import inspect
 import warnings
 
 import jax
@@ -155,6 +156,25 @@ def test_why_unavailable_names_the_reason():
         attention.why_unavailable("flash", None)
 
 
+def test_on_a_gpu_without_bfloat16_units_only_what_does_not_ask_for_them_can_be_had():
+    t4, a100 = hardware.get("t4"), hardware.get("a100-80")
+    reason = attention.why_unavailable("xla", t4, "bfloat16")
+    assert "no unit for them: use 'reference' or 'blocks', or dtype 'float16'" in reason
+    for name, accelerator, dtype in [
+        ("xla", t4, "float16"),
+        ("blocks", t4, "bfloat16"),
+        ("xla", a100, "bfloat16"),
+    ]:
+        assert attention.why_unavailable(name, accelerator, dtype) is None
+    assert attention.why_unavailable("xla", None, "bfloat16") is None
+    with pytest.raises(
+        ValueError, match=r"accelerator='t4' must be a row of the table: hardware.get\('t4'\)"
+    ):
+        inspect.unwrap(attention.why_unavailable)("xla", "t4", "bfloat16")
+    for name in ("cudnn", "pallas"):  # the way out must be one that leads on
+        assert "use 'reference' or 'blocks'" in attention.why_unavailable(name, t4, "bfloat16")
+
+
 def test_what_is_not_installed_is_refused_before_anything_is_compiled(qkv):
     a5000 = hardware.get("a5000")
     # what both could do: 384 positions
@@ -186,6 +206,10 @@ def test_pallas_attention_counts_as_gone_where_its_import_warns_imported_before_
             {"implementation": "xla", "softmax_dtype": jnp.bfloat16},
             "softmax_dtype='bfloat16' must be 'float32'",
         ),
+        ({"softmax_dtype": "int32"}, "softmax_dtype='int32' must be a floating dtype"),
+        ({"softmax_dtype": "flaot32"}, "softmax_dtype='flaot32' must be a floating dtype"),
+        # NumPy takes it for float64
+        ({"softmax_dtype": None}, "softmax_dtype=None must be a floating dtype"),
         (
             {"implementation": "cudnn"},
             "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'",
@@ -200,6 +224,55 @@ def test_pallas_attention_counts_as_gone_where_its_import_warns_imported_before_
 def test_what_cannot_be_done_is_refused(qkv, options, message):
     with pytest.raises(ValueError, match=message):
         attention.attend(*qkv, **options)
+
+
+# without the tests' checks of types and shapes, which would refuse it first
+AS_A_USER = inspect.unwrap(attention.attend)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocks", "xla"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda q, k, v: [x.astype(jnp.int32) for x in (q, k, v)],
+            "query of dtype int32 must be floating",
+        ),
+        (
+            lambda q, k, v: [q, k.astype(jnp.bfloat16), v],
+            "of one dtype, not query float32, key bfloat16, value float32",
+        ),
+        (
+            lambda q, k, v: [q, k, v.astype(jnp.float16)],
+            "must be of one dtype, not query float32, key float32, value float16",
+        ),
+        (lambda q, k, v: [q[0], k, v], r"query of shape \(6, 2, 4\) must be \[B, L, H, K\]"),
+        (
+            lambda q, k, v: [q, k[:, :3], v[:, :3]],
+            r"key of shape \(2, 3, 2, 4\) .* must be \[2, 6, G, 4\]",
+        ),
+        (
+            lambda q, k, v: [q, k, v[:, :3]],
+            r"value of shape \(2, 3, 2, 4\) must be \[2, 6, G, 4\]",
+        ),
+        # it would be broadcast
+        (lambda q, k, v: [q, k[:1], v[:1]], r"key of shape \(1, 6, 2, 4\)"),
+        (lambda q, k, v: [q, k[..., :2], v[..., :2]], r"key of shape \(2, 6, 2, 2\)"),
+    ],
+)
+def test_arrays_that_do_not_go_together_are_refused(qkv, implementation, change, message):
+    with pytest.raises(ValueError, match=message):
+        AS_A_USER(*change(*qkv), implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "mask", [SOME[0, 0], SOME.astype(jnp.int32), SOME[..., :3], jnp.ones((3, 1, L, L), bool)]
+)
+def test_a_mask_that_would_be_broadcast_or_is_no_mask_is_refused(qkv, mask):
+    with pytest.raises(
+        ValueError, match=r"mask of shape .* must be booleans \[2 or 1, 2 or 1, 6, 6\]"
+    ):
+        AS_A_USER(*qkv, mask=mask)
 
 
 needs_pallas = pytest.mark.skipif(

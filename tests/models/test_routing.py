@@ -32,6 +32,23 @@ def test_routing_is_that_of_a_plain_loop():
     assert dispatch.sum() < 3 * 7 * 2  # some tokens found no room
 
 
+@pytest.mark.parametrize(
+    ("per_token", "capacity", "message"),
+    [
+        (
+            5,
+            3,
+            r"per_token=5 must be between 1 and the 4 experts of logits of shape \(3, 7, 4\)",
+        ),
+        (0, 3, "per_token=0 must be between 1 and the 4 experts"),
+        (2, 0, "capacity=0 must be at least 1"),
+    ],
+)
+def test_a_way_that_no_token_can_go_is_refused(per_token, capacity, message):
+    with pytest.raises(ValueError, match=message):
+        routing.route(LOGITS, per_token, capacity)
+
+
 def test_with_room_for_all_no_choice_is_lost():
     found = routing.route(LOGITS, per_token=2, capacity=7)
     np.testing.assert_array_equal(found.dispatch.sum(axis=(2, 3)), np.full((3, 7), 2))

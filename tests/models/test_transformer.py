@@ -218,6 +218,43 @@ def test_parts_that_the_model_does_not_have_are_refused(parts):
         )
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tokens_that_are_no_integers_are_refused(dtype):
+    with pytest.raises(
+        ValueError,
+        match=r"tokens of shape \(3, 6, 16\) and dtype .*float.* must be integers \[B, L\]",
+    ):
+        jax.eval_shape(
+            Transformer(_config()).init, jax.random.key(0), jnp.zeros((3, 6, 16), dtype)
+        )
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_a_token_that_has_no_embedding_is_refused_where_its_value_is_known(wrong):
+    tokens = _tokens().at[2, 3].set(wrong)
+
+    def loss(params, tokens):
+        return Transformer(_config()).apply({"params": params}, tokens, train=False).sum()
+
+    for run in (loss, jax.grad(loss), jax.jit(lambda params, _: loss(params, tokens))):
+        with pytest.raises(
+            ValueError, match=rf"tokens\[2, 3\]={wrong} must be in \[0, vocab_size=11\)"
+        ):
+            run(_params(), tokens)
+
+
+def test_looking_at_tokens_adds_nothing_to_a_compiled_step(monkeypatch):
+    step = jax.jit(
+        lambda params, tokens: Transformer(_config()).apply(
+            {"params": params}, tokens, train=False
+        )
+    )
+    with_check = step.lower(_params(), _tokens()).as_text()
+    step.clear_cache()
+    monkeypatch.setattr(transformer, "_check_tokens", lambda tokens, vocab_size: None)
+    assert step.lower(_params(), _tokens()).as_text() == with_check
+
+
 def test_matmul_flops_count_every_weight_and_the_attention():
     model = configs.get("155m").model
     params = transformer.abstract_params(

@@ -1,5 +1,6 @@
 """What must be true of the report on donated buffers."""
 
+import inspect
 import warnings
 
 import jax
@@ -158,6 +159,12 @@ def test_jax_warns_at_lowering_and_the_report_does_not():
         lowered = function.lower(jnp.ones(3))
     # and a warning here would be an error
     assert buffer_donation.report(lowered.compile()).aliased_bytes == 0
+
+
+def test_what_is_not_compiled_is_refused():
+    as_a_user = inspect.unwrap(buffer_donation.report)  # without the tests' checks of types
+    with pytest.raises(ValueError, match="compiled=<Lowered> must be a compiled step"):
+        as_a_user(jax.jit(jnp.sin).lower(jnp.ones(3)))
 
 
 def test_a_donated_array_cannot_be_used_again_but_one_that_found_no_output_can():

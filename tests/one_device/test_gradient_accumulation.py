@@ -1,6 +1,7 @@
 """What must be true of gradient accumulation."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -278,6 +279,8 @@ def test_leaves_of_different_batch_sizes_are_refused(num_minibatches):
         accumulate(example_batch(np.ones(12)), num_minibatches)
     with pytest.raises(ValueError, match=r"one first axis.*\.weights': \(\)"):
         accumulate(example_batch(1.0), num_minibatches)
+    with pytest.raises(ValueError, match=r"one first axis.*\[0\]': \(\)"):
+        gradient_accumulation.check_divides([1.0, 2.0], num_minibatches)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +302,35 @@ def test_options_that_do_not_exist_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         # raised while tracing: before anything is compiled
         accumulate(example_batch(), **options)
+
+
+@pytest.mark.parametrize("num_minibatches", ["4", 4.0])
+def test_a_number_that_is_not_whole_is_refused(num_minibatches):
+    # without the tests' checks of types
+    as_a_user = inspect.unwrap(gradient_accumulation.check_options)
+    with pytest.raises(
+        ValueError, match=f"num_minibatches={num_minibatches!r} must be a whole number"
+    ):
+        as_a_user(num_minibatches, "scan", "float32")
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_a_loss_function_is_not_taken_for_a_gradient_function(num_minibatches):
+    def only_gradients(*args):
+        return GRAD_FN(*args)[0]
+
+    for wrong in (make_loss_fn(), only_gradients):
+        with pytest.raises(
+            ValueError,
+            match=r"grad_fn must return \(gradients like params, .*gradient\(loss_fn\) makes",
+        ):
+            inspect.unwrap(gradient_accumulation.accumulate)(
+                wrong,
+                example_params(),
+                example_batch(),
+                jax.random.key(2),
+                num_minibatches=num_minibatches,
+            )
 
 
 @pytest.mark.parametrize("method", gradient_accumulation.METHODS)

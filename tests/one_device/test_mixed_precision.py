@@ -160,6 +160,12 @@ def test_loss_scales_have_names(name, kind):
     assert type(mixed_precision.loss_scale(name)) is kind
 
 
+def test_a_text_is_no_loss_scale():
+    for kind in (mixed_precision.StaticLossScale, mixed_precision.DynamicLossScale):
+        with pytest.raises(ValueError, match="value='1024' must be a number"):
+            kind("1024")
+
+
 def test_loss_scales_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="loss_scale='auto' must be one of"):
         mixed_precision.loss_scale("auto")

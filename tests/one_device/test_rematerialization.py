@@ -1,6 +1,7 @@
 """What must be true of rematerialization, and of the list of what is saved."""
 
 import functools
+import inspect
 
 import flax.linen as nn
 import jax
@@ -122,6 +123,20 @@ def test_only_what_is_named_is_wrapped():
     assert rematerialization.wrap(Dense, "MLP", ("MLP",), scanned=True) is not Dense
 
 
+def test_a_module_that_no_name_stands_for_is_refused():
+    with pytest.raises(
+        ValueError, match=r"name='Blok' must be one of \('MLP', 'Attn', 'Block'\)"
+    ):
+        rematerialization.wrap(Dense, "Blok", ("Block",), scanned=True)
+
+
+@pytest.mark.parametrize("module", [jnp.sin, Dense()])
+def test_what_is_no_class_of_modules_is_refused(module):
+    with pytest.raises(ValueError, match="module=.* must be a class of Linen modules"):
+        # without the tests' checks of types
+        inspect.unwrap(rematerialization.wrap)(module, "Block", ("Block",), scanned=True)
+
+
 @pytest.mark.parametrize("scanned", [True, False])
 def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_scan(
     scanned,
@@ -151,6 +166,7 @@ def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside
         ((("MLP",), "names"), r"remat_names=\(\) must name a value for remat_policy='names'"),
         (((), "dots"), r"remat_policy='dots' must be 'nothing' for remat=\(\)"),
         (((), "offload", ("qkv",)), r"remat_policy='offload' must be 'nothing' for remat=\(\)"),
+        ((("MLP",), "names", "qkv"), r"remat_names='qkv' must be a tuple"),
         (
             (("MLP",), "dots", ("qkv",)),
             r"remat_names=\('qkv',\) must be empty for remat_policy='dots'",
@@ -159,4 +175,5 @@ def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside
 )
 def test_a_choice_that_does_not_exist_or_would_change_nothing_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        rematerialization.check(*arguments)
+        # without the tests' checks of types
+        inspect.unwrap(rematerialization.check)(*arguments)

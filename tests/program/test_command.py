@@ -19,6 +19,7 @@ from ports import free_port
 from small_run import STRICT, arguments, corpus
 
 from course_lib import configs
+from course_lib.models import transformer
 from course_lib.program import command, dry_run, journal, loop, processes, settings
 from course_lib.text import loading
 
@@ -67,6 +68,21 @@ def test_help_tells_every_option_every_preset_and_every_exit_code():
         assert re.search(rf"(^|  ){code} \w", codes, re.M), code
     assert all(len(line) <= 128 for line in text.splitlines())
     assert all(field in text for field in settings.defaults().run)
+
+
+def test_help_says_how_large_each_preset_is_and_it_is_true():
+    text = re.sub(r"\s+", " ", command.arguments().format_help())
+    for name in configs.PRESETS:
+        stated, unit = re.search(
+            rf"{name}: [^;]*?([\d.]+) (million|billion) parameters", text
+        ).groups()
+        model = configs.get(name)
+        tokens = jax.ShapeDtypeStruct((1, model.data.seq_len), "int32")
+        with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs
+            found = transformer.num_params(
+                transformer.abstract_params(transformer.Transformer(model.model), tokens)
+            )
+        assert f"{found / {'million': 1e6, 'billion': 1e9}[unit]:.1f}" == stated
 
 
 def test_the_examples_of_help_can_be_given(tmp_path):
@@ -126,6 +142,15 @@ def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
             "error: coordinator='here:1', process=None, processes=None must be given together",
         ),
         (["--dry-run", "--target", "abacus"], "error: --target abacus must be one of t4, "),
+        (
+            ["--preset", "80gb", "--dry-run", "--target", "t4"],
+            "error: model.attention='xla' cannot be had on NVIDIA T4: ",
+        ),
+        (
+            ["--run", __file__, "--set", "data.batch_size=8"],
+            f"error: folder={__file__!r} must be a folder, and",
+        ),
+        (["--run", f"{__file__}/run", "--set", "data.batch_size=8"], "error: folder="),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(given, message, capsys):

@@ -125,6 +125,47 @@ def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_ker
         )
 
 
+@pytest.mark.parametrize("preset", ["80gb", "155m"])
+def test_bfloat16_in_xla_attention_on_a_t4_is_refused_before_it_is_compiled(preset):
+    whole = settings.whole(configs.get(preset))
+    whole.model.attention = "xla"
+    with pytest.raises(
+        ValueError,
+        match=(
+            "model.attention='xla' cannot be had on NVIDIA T4: .* use 'reference' or 'blocks'"
+        ),
+    ):
+        dry_run.dry_run(whole, "t4", 1)
+
+
+@needs_virtual
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [("reference", "bfloat16"), ("blocks", "bfloat16"), ("xla", "float16"), ("xla", "float32")],
+)
+def test_what_is_not_refused_compiles_for_a_t4(attention, dtype):
+    scale = "dynamic" if dtype == "float16" else "none"
+    found = dry_run.dry_run(
+        tiny(
+            **{"model.attention": attention, "model.dtype": dtype, "training.loss_scale": scale}
+        ),
+        "t4",
+        1,
+    )
+    assert found.fits and not found.refused
+
+
+@needs_virtual
+def test_what_the_compiler_refuses_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr(dry_run, "check_attention", lambda config, accelerator: None)
+    monkeypatch.setattr(loop, "check_attention", lambda config, accelerator: None)
+    whole = tiny(**{"model.dtype": "bfloat16", "model.attention": "xla"})
+    with pytest.raises(
+        ValueError, match=r"^target='t4': its compiler refuses the step: UNIMPLEMENTED: [^\n]+$"
+    ):
+        dry_run.dry_run(whole, "t4", 1)
+
+
 @pytest.mark.skipif(WHY_NOT is None, reason="this machine can compile for GPUs")
 def test_without_the_compiler_it_says_why():
     with pytest.raises(virtual.Unavailable, match="no virtual devices of name='h100' here"):

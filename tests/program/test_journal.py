@@ -213,6 +213,19 @@ def test_without_a_terminal_lines_come_now_and_then(tmp_path, capsys, monkeypatc
     assert capsys.readouterr().err == "step 2 of 10: loss 1\naloud\n"
 
 
+def test_without_a_terminal_the_run_says_at_once_that_the_step_compiles_if_one_is_left(
+    tmp_path, capsys
+):
+    with Journal(tmp_path, 0, 10) as book:
+        book.compiling()
+        assert capsys.readouterr().err == "compiling the step ...\n"
+    with Journal(tmp_path, 10, 10) as book:
+        book.compiling()
+    with Journal(tmp_path, 0, 10, writes=False) as book:
+        book.compiling()
+    assert capsys.readouterr().err == ""
+
+
 def test_the_report_says_what_the_lines_say_and_shows_it(tmp_path):
     write(tmp_path, 0, 20)
     with Journal(tmp_path, 20, 20) as book:

@@ -3,8 +3,10 @@
 import dataclasses
 import io
 import json
+import os
 import re
 import sys
+import termios
 import types
 
 import jax
@@ -176,6 +178,47 @@ def test_speed_leaves_out_pauses_and_what_compiles(text, tmp_path, monkeypatch):
     assert (device["parameters"], device["tokens_a_step"]) == (14, 64)
     assert device["device"].startswith("2 x ") and "tokens_per_second" not in first
     assert second["tokens_per_second"] == whole.data.batch_size * whole.data.seq_len / 0.5
+
+
+def test_a_line_says_nothing_of_mfu_where_the_peak_is_not_known(
+    text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(journal, "QUIET", -1)
+    monkeypatch.setattr(hardware, "recognize", lambda device: None)
+    with journal.Journal(tmp_path, 0, 10) as book:
+        speed = observe.Speed(configuration(text), book, 0, 1, PARAMS)
+        speed.write(1, 3.0)
+        speed.write(2, 3.0)
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"step 2 of 10: loss 3\.000, [\d,]+ tokens/s(, [\d.]+ [GM]iB)?", line)
+    # there it is said, once
+    assert "unknown device: no MFU" in journal.read(tmp_path, "times")[0]["device"]
+
+
+@pytest.mark.parametrize("known", ["h100", None])
+def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monkeypatch, known):
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
+    terminal = Terminal()
+    terminal.fileno = lambda: theirs  # of which tqdm asks the size
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(hardware, "recognize", lambda device: known and hardware.get(known))
+    monkeypatch.setattr(observe, "_memory", lambda device: 45 * 2**30)
+    clock = iter([10.0, 10.0 + 64 / 98_765])
+    monkeypatch.setattr(
+        observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
+    )
+    with journal.Journal(tmp_path, 1000, 2000) as book:
+        speed = observe.Speed(configuration(text, model__dtype="bfloat16"), book, 0, 1, PARAMS)
+        speed.write(1001, 3.5)
+        speed.write(1002, 3.25)
+        book._bar.refresh()
+    os.close(ours)
+    os.close(theirs)
+    line = sys.stderr.getvalue().split("\r")[-1].strip()
+    words = rf"loss 3\.250, 98,765 tokens/s, {'MFU [0-9.]+%, ' if known else ''}45\.00 GiB"
+    shown = re.fullmatch(rf"\|(.{{4,}})\| 1002/2000 \[\S+ left, {words}\]", line)
+    assert shown and len(line) <= 80, line
 
 
 def test_mfu_counts_what_all_devices_could_do(text, tmp_path, monkeypatch):

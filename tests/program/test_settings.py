@@ -41,6 +41,9 @@ def test_every_preset_with_the_programs_parts_is_accepted_and_comes_back_from_js
         ("model.dtype", "bfloat16", "bfloat16"),
         ("model.remat", "MLP, Attn", ("MLP", "Attn")),
         ("model.remat", "", ()),
+        ("model.remat", '["Block"]', ("Block",)),  # as config.json has it
+        ("model.remat", '["MLP", "Attn"]', ("MLP", "Attn")),
+        ("model.remat", "[]", ()),
         ("run.corpus", "/a folder=b", "/a folder=b"),
         ("strategy.zero", "3", 3),
         ("mesh.tensor", "2", 2),

@@ -1,6 +1,7 @@
 """What must be true of token files, and of the batches that are read from them."""
 
 import concurrent.futures
+import inspect
 import json
 import os
 import pathlib
@@ -323,6 +324,31 @@ def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
         loading.token_file("train", tmp_path)
 
 
+def test_an_empty_folder_is_refused_though_the_shipped_corpus_is_prepared(tmp_path):
+    for split in data.SPLITS:
+        loading.token_file(split)
+        with pytest.raises(
+            ValueError, match="it has 0: it is empty, as a folder is whose disk is not mounted"
+        ):
+            loading.token_file(split, tmp_path)
+
+
+def test_the_same_files_under_other_names_are_another_corpus_since_names_choose_the_split(
+    tmp_path,
+):
+    (inner := tmp_path / "inner").mkdir()
+    for i in range(9):
+        (inner / f"{i}.txt").write_text(f"{i}" * 9)
+    for folder in (tmp_path, inner):
+        np.testing.assert_array_equal(
+            loading.token_file("train", folder), data.tokens("train", folder)
+        )
+    assert (
+        data.documents("validation", tmp_path)[0].text
+        != data.documents("validation", inner)[0].text
+    )
+
+
 def test_a_document_that_may_not_be_read_is_named(folder, monkeypatch):
     read = pathlib.Path.read_bytes
 
@@ -367,6 +393,16 @@ def test_a_run_folder_to_which_a_link_in_the_text_leads_is_refused(folder, tmp_p
 def test_what_gives_no_batches_is_refused_at_the_call(changes, message):
     with pytest.raises(ValueError, match=message):
         batches(**changes)
+
+
+@pytest.mark.parametrize("tokens", [np.full(99, 0.7), np.zeros((99, 2), np.int32)])
+def test_numbers_with_a_fraction_and_rows_of_numbers_are_no_tokens(tokens):
+    sizes = dict(batch_size=2, seq_len=4, seed=0, vocab_size=9)
+    message = r"tokens of shape .* and dtype .* must be integers \[T\]"
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(loading.batches)(tokens, **sizes)  # without the tests' checks of types
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(data.batches)(tokens, steps=1, **sizes)
 
 
 def test_a_negative_token_and_a_negative_number_ahead_are_refused(rows):

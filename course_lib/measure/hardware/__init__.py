@@ -20,13 +20,14 @@ from course_lib.measure.hardware.accelerator import (
     GpuTarget,
     TpuTarget,
 )
-from course_lib.measure.hardware.table import cores, get, names, recognize
+from course_lib.measure.hardware.table import check, cores, get, names, recognize
 
 __all__ = [
     "PRECISIONS",
     "Accelerator",
     "GpuTarget",
     "TpuTarget",
+    "check",
     "cores",
     "get",
     "names",

@@ -11,6 +11,7 @@ there it is None.
 """
 
 import os
+from typing import Any
 
 import jax
 
@@ -24,11 +25,24 @@ def get(name: str) -> Accelerator:
     Raises:
       ValueError: if the table has no such name.
     """
-    if name not in _TABLE:
+    if name not in names():
         raise ValueError(
             f"name={name!r} must be an accelerator of the table: {', '.join(_TABLE)}"
         )
     return _TABLE[name]
+
+
+def check(accelerator: Any) -> None:
+    """Refuses a name where a row of the table is wanted.
+
+    Raises:
+      ValueError: saying how to get the row.
+    """
+    if isinstance(accelerator, str):
+        raise ValueError(
+            f"accelerator={accelerator!r} must be a row of the table:"
+            f" hardware.get({accelerator!r})"
+        )
 
 
 def names() -> tuple[str, ...]:
