@@ -158,11 +158,11 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     causality makes superfluous: so that like is compared with like.
 
     Args:
-      config: a whole configuration.
+      config: a whole configuration, checked.
     """
     written_out = ConfigDict(config)
     written_out.model.attention = "reference"
-    run = training.build(written_out)
+    run = training.of_checked(written_out)
     return measure.flops(run.train_step, *run.abstract())
 
 

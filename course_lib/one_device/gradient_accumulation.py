@@ -14,6 +14,7 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 (grads, metrics)`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,34 @@ def accumulate(
         shapes[0],
     )
     return grads, metrics
+
+
+def in_minibatches(
+    grad_fn: GradFn,
+    *,
+    num_minibatches: int = 1,
+    method: str = "scan",
+    accumulator_dtype: Any = jnp.float32,
+) -> GradFn:
+    """Returns a gradient function that cuts its batch into minibatches: see `accumulate`.
+
+    Args:
+      grad_fn: of one minibatch.
+      num_minibatches: M, a divisor of the batch.
+      method: one of `METHODS`.
+      accumulator_dtype: one of `ACCUMULATOR_DTYPES`.
+
+    Raises:
+      ValueError: if an option does not exist.
+    """
+    check_options(num_minibatches, method, accumulator_dtype)
+    return functools.partial(
+        accumulate,
+        grad_fn,
+        num_minibatches=num_minibatches,
+        method=method,
+        accumulator_dtype=accumulator_dtype,
+    )
 
 
 def _scan(add, total, params, minibatches, rngs):

@@ -17,6 +17,7 @@ from jaxtyping import Integer
 from ml_collections import ConfigDict
 
 from course_lib import measure, training
+from course_lib.lessons import case_study
 from course_lib.measure import hardware
 from course_lib.models import sampling
 from course_lib.program import preemption, settings
@@ -157,10 +158,7 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     Args:
       config: as `settings.whole` returns it.
     """
-    written_out = settings.part_of_model(config)
-    written_out.model.attention = "reference"
-    run = training.build(written_out)
-    return measure.flops(run.train_step, *run.abstract())
+    return case_study.step_flops(settings.part_of_model(config))
 
 
 def _memory(device: Any) -> int | None:
@@ -294,9 +292,7 @@ def sample(
 
     Arguments as of `validate`.
     """
-    everywhere = place
-    if isinstance(place, jax.sharding.NamedSharding):
-        everywhere = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
     # END, after which a document begins
     prompt = jax.device_put(np.zeros((1, 1), np.int32), everywhere)
     rng = jax.random.fold_in(jax.random.key(config.seed), step)
