@@ -8,11 +8,15 @@ it can do harm.
 A configuration is an `ml_collections.ConfigDict` (https://ml-collections.readthedocs.io) with
 four parts, `model`, `optimizer`, `data` and `training`, and a `seed`. Dtypes are strings, so
 that it can be printed, compared and stored.
+
+A field's default is its value in `published_155m`. A stored configuration that is older than a
+field counts as having that default, so it must be the value with which the code does what it
+did before there was the field. Presets may set another one.
 """
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -261,8 +265,19 @@ def check_attention(config: ConfigDict, accelerator: Accelerator | None) -> None
         )
 
 
-def check_fields(config: Any, template: ConfigDict, path: str) -> None:
+def check_fields(
+    config: Any, template: ConfigDict, path: str, *, may_lack: bool = False
+) -> None:
     """Compares names and types with those of a configuration that works.
+
+    ConfigDict's own checks let some mistakes pass: it takes None for any field, and True for
+    a number; and its errors name a field without its part.
+
+    Args:
+      config: a ConfigDict or a dict.
+      template: a configuration that works.
+      path: the part of the configuration, with a dot behind it; "" for all of it.
+      may_lack: whether fields may be missing, as in a file that is older than they are.
 
     Raises:
       ValueError: naming the field, behind `path`, its value, and what is close.
@@ -280,12 +295,18 @@ def check_fields(config: Any, template: ConfigDict, path: str) -> None:
             )
     for field, example in template.items():
         if field not in config:
+            if may_lack:
+                continue
             raise ValueError(
                 f"{path}{field} must be given: start from a preset, configs.get({'155m'!r})"
             )
         value = config[field]
         if isinstance(example, ConfigDict):
-            check_fields(value, example, f"{path}{field}.")
+            if not isinstance(value, ConfigDict | Mapping):
+                raise ValueError(
+                    f"{path}{field}={value!r} must have fields, as {sorted(example)}"
+                )
+            check_fields(value, example, f"{path}{field}.", may_lack=may_lack)
         elif isinstance(value, bool) != isinstance(example, bool) or not isinstance(
             value, _accepted(example)
         ):

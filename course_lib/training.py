@@ -23,11 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import optimizers
+from course_lib import measure, optimizers
 from course_lib.configs import check
+from course_lib.measure import virtual
 from course_lib.models import losses
 from course_lib.models.losses import ApplyFn
 from course_lib.models.losses import as_function as as_function  # these belong to training
@@ -96,17 +99,16 @@ def make_train_step(
     accumulator_dtype: Any = jnp.float32,
     policy: mixed_precision.Policy | None = None,
     donate: bool = True,
-    gradient_fn: Callable[
-        [LossFn], gradient_accumulation.GradFn
-    ] = gradient_accumulation.gradient,
+    gradient_fn: Callable[[LossFn], gradient_accumulation.GradFn] | None = None,
+    skip_not_finite: bool = False,
     out_shardings: Any = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first
     call.
 
     Where the state holds a loss scale, a step whose gradients are not all finite changes
-    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without one,
-    nothing of this is in the program.
+    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without one, and
+    without `skip_not_finite`, nothing of this is in the program.
 
     A compiled step cannot raise an error: of a token or a label outside the vocabulary the loss
     is NaN. The batches of `data` and `loading` have none; `data.check_tokens` refuses them in a
@@ -121,14 +123,22 @@ def make_train_step(
       accumulator_dtype: dtype that their gradients are summed in.
       policy: dtypes to compute in; as the model has it if None.
       donate: whether the state given in is overwritten by the one that comes out.
-      gradient_fn: makes the gradient function of a loss function.
+      gradient_fn: makes the gradient function of a loss function, which gets the whole batch.
+        The three options of minibatches are those of the default one, which cuts the batch on
+        one device.
+      skip_not_finite: skips an update also if the loss, the new parameters or the optimizer's
+        new state are not finite. It adds nothing to the train state, so a run can switch it on
+        when it resumes.
       out_shardings: where the new state and the metrics are placed, as `jax.jit` takes it.
 
     Raises:
       ValueError: for options that do not exist; before it compiles, if M does not divide B or
         float16 has no loss scale.
     """
-    gradient_accumulation.check_options(num_minibatches, method, accumulator_dtype)
+    parts = dict(
+        num_minibatches=num_minibatches, method=method, accumulator_dtype=accumulator_dtype
+    )
+    gradient_accumulation.check_options(**parts)
     if not callable(loss_fn):
         raise ValueError(
             f"loss_fn={loss_fn!r} must be a function, as next_token_loss(apply_fn) returns one"
@@ -139,6 +149,11 @@ def make_train_step(
         raise ValueError(
             f"policy={policy!r} must be a Policy, as mixed_precision.policy('bfloat16')"
         )
+    gradient_fn = gradient_fn or (
+        lambda loss_fn: gradient_accumulation.in_minibatches(
+            gradient_accumulation.gradient(loss_fn), **parts
+        )
+    )
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
 
     def train_step(state, batch):
@@ -149,15 +164,7 @@ def make_train_step(
             loss, metrics = loss_fn(params, batch, rng)
             return state.loss_scale.scale(loss), metrics
 
-        grads, metrics = gradient_accumulation.accumulate(
-            gradient_fn(scaled_loss_fn),
-            state.params,
-            batch,
-            step_rng,
-            num_minibatches=num_minibatches,
-            method=method,
-            accumulator_dtype=accumulator_dtype,
-        )
+        grads, metrics = gradient_fn(scaled_loss_fn)(state.params, batch, step_rng)
         with jax.named_scope("optimizer"):
             grads = state.loss_scale.unscale(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -165,15 +172,24 @@ def make_train_step(
             new = dataclasses.replace(
                 state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng
             )
+        finite = []
         if not isinstance(state.loss_scale, mixed_precision.NoLossScale):
-            new, metrics = _skip_if_not_finite(grads, state, new, metrics)
+            finite.append(mixed_precision.all_finite(grads))
+            new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite[0]))
+        if skip_not_finite:
+            finite.append(
+                mixed_precision.all_finite((new.params, new.opt_state, metrics["loss"]))
+            )
+        if finite:
+            new, metrics = _skip_if_not_finite(
+                functools.reduce(jnp.logical_and, finite), state, new, metrics
+            )
         return new, metrics
 
     return jax.jit(train_step, donate_argnums=0 if donate else (), out_shardings=out_shardings)
 
 
-def _skip_if_not_finite(grads, old, new, metrics):
-    finite = mixed_precision.all_finite(grads)
+def _skip_if_not_finite(finite, old, new, metrics):
     # What is not finite would stay in a sum.
     metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
     skipped = 1 - finite.astype(jnp.float32)
@@ -182,9 +198,7 @@ def _skip_if_not_finite(grads, old, new, metrics):
         (new.params, new.opt_state),
         (old.params, old.opt_state),
     )
-    new = dataclasses.replace(
-        new, params=params, opt_state=opt_state, loss_scale=old.loss_scale.update(finite)
-    )
+    new = dataclasses.replace(new, params=params, opt_state=opt_state)
     return new, metrics | {"skipped": (skipped, jnp.ones_like(skipped))}
 
 
@@ -246,36 +260,8 @@ def _metrics(loss_fn, params, batch):
     return loss_fn(params, batch, None)[1]
 
 
-def skipping(
-    train_step: Callable[..., Any], *, donate: bool = True, out_shardings: Any = None
-) -> Callable[..., Any]:
-    """Returns a train step that keeps parameters and optimizer where the new ones, or the loss,
-    are not finite.
-
-    As one with a loss scale does (`course_lib.one_device.mixed_precision`); here the state has
-    none more than without, so a run can go on so. Its metrics count what was left out:
-    "skipped", as (sum, count).
-
-    Args:
-      train_step: `train_step(state, batch) -> (state, metrics)`.
-      donate: whether the new state takes the old one's memory.
-      out_shardings: of state and metrics; the compiler's choice if None.
-    """
-
-    def step(state, batch):
-        new, metrics = train_step(state, batch)
-        finite = mixed_precision.all_finite((new.params, new.opt_state, metrics["loss"]))
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (new.params, new.opt_state),
-            (state.params, state.opt_state),
-        )
-        by_scale = metrics.get("skipped", (jnp.float32(0),))[0]
-        metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
-        metrics |= {"skipped": (by_scale + 1 - finite.astype(jnp.float32), jnp.float32(1))}
-        return dataclasses.replace(new, params=params, opt_state=opt_state), metrics
-
-    return jax.jit(step, donate_argnums=0 if donate else (), out_shardings=out_shardings)
+ONE_DEVICE = AbstractMesh((1,), ("data",))
+"""The mesh of a run on one device that is not named: the one on which its arguments lie."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +274,9 @@ class Run:
       loss_fn: its next-token loss.
       train_step: `train_step(state, batch) -> (state, metrics)`.
       init: `init(rng) -> state`, parameters, optimizer and loss scale before the first step.
+      mesh: of the devices that it runs on.
+      specs: who holds what, a `TrainState` of PartitionSpecs; or one PartitionSpec for all of
+        it.
     """
 
     config: ConfigDict
@@ -295,12 +284,29 @@ class Run:
     loss_fn: LossFn
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     init: Callable[[Key[Array, ""]], TrainState]
+    mesh: Mesh | AbstractMesh = ONE_DEVICE
+    specs: Any = P()
 
     def abstract(self) -> tuple[TrainState, Batch]:
         """Returns the shapes of the state and of a batch, to lower the step with; nothing is
         computed or allocated.
+
+        They are placed on the mesh, if it names devices.
         """
-        return jax.eval_shape(self.init, jax.random.key(0)), _abstract_batch(self.config)
+        state, batch = (
+            jax.eval_shape(self.init, jax.random.key(0)),
+            _abstract_batch(self.config),
+        )
+        if self.mesh is ONE_DEVICE:
+            return state, batch
+        place = functools.partial(NamedSharding, self.mesh)
+        specs = jax.tree.map(
+            lambda spec, _: spec, self.specs, state, is_leaf=lambda leaf: isinstance(leaf, P)
+        )
+        placed = jax.tree.map(
+            lambda leaf, spec: virtual.abstract(leaf, place(spec)), state, specs
+        )
+        return placed, virtual.abstract(batch, place(P("data")))
 
 
 def _abstract_batch(config: ConfigDict) -> Batch:
@@ -309,19 +315,14 @@ def _abstract_batch(config: ConfigDict) -> Batch:
     return Batch(inputs=tokens, labels=tokens, weights=jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
-def build(config: ConfigDict) -> Run:
-    """Builds a training run of the Transformer. Nothing is computed yet.
+def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:
+    """Returns the Transformer of a configuration as `apply_fn`, its loss, and `init(rng) ->
+    state`.
 
     Args:
-      config: a whole configuration (`course_lib.configs`).
-
-    Raises:
-      ValueError: if it cannot work: the field, its value and the fix.
+      config: a whole configuration, frozen and checked.
     """
-    check(config)
-    config = FrozenConfigDict(config)  # what is changed later does not reach into this run
     model = Transformer(config.model)
-    apply_fn = as_function(model)
     loss_fn = losses.of_model(
         config.model, as_function(model, balance=config.model.num_experts > 0)
     )
@@ -334,12 +335,53 @@ def build(config: ConfigDict) -> Run:
         params = model.init(param_rng, tokens, train=False)["params"]
         return init_state(params, optimizer, state_rng, scale)
 
-    train_step = make_train_step(
-        loss_fn,
-        optimizer,
-        num_minibatches=config.training.num_minibatches,
-        method=config.training.accumulation,
-        accumulator_dtype=config.training.accumulator_dtype,
-        donate=config.training.donate,
-    )
+    return as_function(model), loss_fn, init
+
+
+def minibatches(config: ConfigDict) -> dict[str, Any]:
+    """Returns into what a configuration cuts a batch, as `gradient_accumulation.in_minibatches`
+    takes it.
+    """
+    options = config.training
+    parts = dict(num_minibatches=options.num_minibatches, method=options.accumulation)
+    return parts | dict(accumulator_dtype=options.accumulator_dtype)
+
+
+def build(config: ConfigDict) -> Run:
+    """Builds a training run of the Transformer on one device. Nothing is computed yet.
+
+    The device is the one on which its arguments lie. `strategies.build` names one or more; on a
+    mesh of one device its run compiles to the same program.
+
+    Args:
+      config: a whole configuration (`course_lib.configs`).
+
+    Raises:
+      ValueError: if it cannot work: the field, its value and the fix.
+    """
+    check(config)
+    return of_checked(config)
+
+
+def of_checked(config: ConfigDict) -> Run:
+    """Builds a training run as `build` does, from a configuration that is checked already."""
+    config = FrozenConfigDict(config)  # what is changed later does not reach into this run
+    apply_fn, loss_fn, init = functions(config)
+    optimizer, donate = optimizers.from_config(config.optimizer), config.training.donate
+    train_step = make_train_step(loss_fn, optimizer, donate=donate, **minibatches(config))
     return Run(config, apply_fn, loss_fn, train_step, jax.jit(init))
+
+
+def step_flops(config: ConfigDict) -> measure.Flops:
+    """Counts the FLOPs of the matrix products in one step, attention written out.
+
+    Also where attention is a kernel, whose insides cannot be counted, and which leaves out what
+    causality makes superfluous: so that like is compared with like.
+
+    Args:
+      config: a whole configuration, checked.
+    """
+    written_out = ConfigDict(config)
+    written_out.model.attention = "reference"
+    run = of_checked(written_out)
+    return measure.flops(run.train_step, *run.abstract())

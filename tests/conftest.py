@@ -33,6 +33,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 CALLS_FLAX_OR_OPTAX = {
     "test_gradient_accumulation",
     "test_faults",
+    "test_losses",
     "test_case_study",
     "test_checkpoints",
     "test_processes",
@@ -48,9 +49,11 @@ CALLS_FLAX_OR_OPTAX = {
     "test_strategies",
     "test_tensor_parallel",
     "test_virtual_gpus",
+    "test_stored_runs",
     "test_loop",
     "test_training",
     "test_transformer",
+    "test_virtual",
 }
 # What a learner types runs with a learner's defaults.
 A_LEARNERS_CODE = {"test_solutions"}
@@ -63,6 +66,7 @@ LONG = {
     "test_pipeline",
     "test_strategies",
     "test_command",
+    "test_stored_runs",
     "test_loop",
     "test_training",
 }

@@ -36,7 +36,7 @@ def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path
     jax.config.update("jax_disable_most_optimizations", True)
     tiny = configuration(corpus(tmp_path / "text"))
     monkeypatch.setitem(configs.PRESETS, "cpu", lambda: settings.part_of_model(tiny))
-    runs, train = [], checkpoint.trainer.train
+    runs, train = [], checkpoint.loop.train
 
     def noted(whole, folder, devices):
         whole.run.corpus = tiny.run.corpus
@@ -50,9 +50,9 @@ def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path
         )
         return ended
 
-    monkeypatch.setattr(checkpoint.trainer, "train", noted)
+    monkeypatch.setattr(checkpoint.loop, "train", noted)
     # its pictures take their time
-    monkeypatch.setattr(checkpoint.trainer.journal, "report", lambda folder: None)
+    monkeypatch.setattr(checkpoint.loop.journal, "report", lambda folder: None)
     out, folder = tmp_path / "out", tmp_path / "runs"
     folder.mkdir()
     given = [

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from course_lib import configs, measure, training
+from course_lib import configs, measure
 from course_lib.lessons import case_study
 from course_lib.measure import virtual
 from course_lib.models import attention
@@ -41,7 +41,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def numbers(lowered: Any) -> dict[str, int]:
     """Returns what the compiler says of a lowered step, in bytes."""
-    compiled = lowered.compile()
+    compiled = virtual.compile(lowered)
     memory = measure.memory(compiled)
     return {
         "peak": memory.peak,
@@ -53,11 +53,9 @@ def numbers(lowered: Any) -> dict[str, int]:
 
 def on_one(whole: Any, accelerator: str) -> dict[str, int]:
     """Returns the numbers of a configuration's step on one virtual device."""
-    run = training.build(whole)
+    run, _ = loop.build(settings.whole(whole), virtual.devices(accelerator))
     step: Any = run.train_step
-    return numbers(
-        step.lower(*virtual.abstract(run.abstract(), virtual.devices(accelerator)[0]))
-    )
+    return numbers(step.lower(*run.abstract()))
 
 
 def on_eight(changes: dict[str, Any]) -> dict[str, int]:

@@ -123,7 +123,7 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     lowered = step.lower(*virtual.abstract(run.abstract(), device))
     heap = measure.heap(lowered)
     memory, traffic = measure.memory(heap.compiled), measure.traffic(heap.compiled)
-    flops = step_flops(whole)
+    flops = training.step_flops(whole)
     floor = measure.roofline(flops, traffic, accelerator)
     return {
         "case": case.name,
@@ -151,21 +151,6 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
             for array in heap.arrays[:LARGEST]
         ],
     }
-
-
-def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the FLOPs of the matrix products in one step, attention written out.
-
-    Also where attention is a kernel, whose insides cannot be counted, and which leaves out what
-    causality makes superfluous: so that like is compared with like.
-
-    Args:
-      config: a whole configuration.
-    """
-    written_out = ConfigDict(config)
-    written_out.model.attention = "reference"
-    run = training.build(written_out)
-    return measure.flops(run.train_step, *run.abstract())
 
 
 def recorded_rows(accelerator: str = "a5000") -> list[dict[str, Any]]:
@@ -276,7 +261,7 @@ def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> 
             taken = measure.step_time(compiled, run.init(jax.random.key(0)), ones, steps=steps)
             row["step_seconds"] = {"median": taken.median, "low": taken.low, "high": taken.high}
             row["tokens_per_second"] = ones.labels.size / taken.median
-            row["mfu"] = measure.mfu(step_flops(whole), taken.median, accelerator)
+            row["mfu"] = measure.mfu(training.step_flops(whole), taken.median, accelerator)
     pathlib.Path(out).write_text(json.dumps(row))
 
 

@@ -49,9 +49,7 @@ def gradient(
     kept: PyTree,
     *,
     stage: int = 0,
-    num_minibatches: int = 1,
-    method: str = "scan",
-    accumulator_dtype: Any = jnp.float32,
+    cut: Callable[[GradFn], GradFn] = lambda grad_fn: grad_fn,
 ) -> GradFn:
     """Returns a gradient function on arrays that are spread over the mesh's "data" axis.
 
@@ -65,16 +63,15 @@ def gradient(
       held: specs of the parameters.
       kept: specs of the gradients that come out: cut over "data" from stage 1 on.
       stage: of ZeRO, 0 to 3.
-      num_minibatches: M, into how many a device cuts its share. Stages 0 and 1 communicate once
-        for all of them.
-      method: "scan" or "loop" over them.
-      accumulator_dtype: what their gradients are summed in.
+      cut: makes, of the gradient function of a minibatch, that of a device's share, as
+        `gradient_accumulation.in_minibatches` does. Stages 0 and 1 communicate once for all
+        minibatches.
 
     Raises:
       ValueError: if there is no such stage.
     """
     check_stage(stage)
-    of_minibatch = (
+    of_share = cut(
         gradient_accumulation.gradient(loss_fn)
         if stage < 2
         else _summed_gradient(loss_fn, held, kept)
@@ -83,15 +80,7 @@ def gradient(
     def on_one_device(
         params: PyTree, batch: PyTree, rng: Key[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        grads, metrics = gradient_accumulation.accumulate(
-            of_minibatch,
-            vary(params, AXIS),
-            batch,
-            _own_key(rng),
-            num_minibatches=num_minibatches,
-            method=method,
-            accumulator_dtype=accumulator_dtype,
-        )
+        grads, metrics = of_share(vary(params, AXIS), batch, _own_key(rng))
         if stage >= 2:  # summed over devices already, in each minibatch
             return grads, metrics
         total = jax.lax.psum(metrics, AXIS)

@@ -131,6 +131,7 @@ def estimate(
             " memory and ledger"
         )
     grid, piped = AbstractMesh(tuple(axes.values()), tuple(axes)), "pipe" in axes
+    training.check(config)
     options.check(config, grid, chosen)
     if chosen.by != "hand":
         raise ValueError(
@@ -236,6 +237,7 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
             given.training.num_minibatches = minibatches
             grid = AbstractMesh(tuple(axes.values()), tuple(axes))
             try:
+                training.check(given)
                 options.check(given, grid, chosen)
                 strategies.layout_of(_state(_of_one(given)), given, grid, chosen)
             except ValueError:  # the model does not divide, or, with ZeRO, a parameter

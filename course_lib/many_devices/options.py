@@ -6,7 +6,6 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from course_lib import training
 from course_lib.many_devices import (
     async_tensor_parallel,
     context_parallel,
@@ -50,6 +49,13 @@ class Strategy:
 def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
     """Refuses a strategy that does not exist, or that this mesh and this model cannot have.
 
+    On a mesh of one device any strategy that exists will do: there is nothing to send.
+
+    Args:
+      config: a whole configuration, which `configs.check` has passed.
+      mesh: the mesh, or its shape.
+      strategy: how its axes are used.
+
     Raises:
       ValueError: naming what is wrong, its value and the fix.
     """
@@ -60,7 +66,6 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={strategy!r} must be a Strategy, as Strategy(zero=1)")
-    training.check(config)
     if strategy.by not in BY:
         raise ValueError(f"by={strategy.by!r} must be one of {BY}")
     if config.model.attention == "pallas" and mesh.size > 1:
@@ -76,6 +81,8 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
             f"mesh={dict(mesh.shape)} must have axes of {meshes.AXES} only: {unknown} would do"
             " nothing"
         )
+    if mesh.size == 1:
+        return
     if strategy.sequence and "tensor" not in mesh.shape:
         raise ValueError(
             "sequence=True must come with a mesh axis 'tensor': it divides the sequence over"

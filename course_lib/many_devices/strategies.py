@@ -39,37 +39,14 @@ from course_lib.many_devices import (
 )
 from course_lib.many_devices.options import Strategy, check
 from course_lib.many_devices.pipeline_parallel import pipeline, schedules
-from course_lib.measure import virtual
 from course_lib.models import losses
 from course_lib.models.hooks import Hooks
 from course_lib.models.transformer import Transformer
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
-from course_lib.text.data import Batch
+from course_lib.training import Run as Run
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Run(training.Run):
-    """A training run on a mesh: as on one device, and who holds what.
-
-    Attributes:
-      mesh: what it runs on.
-      specs: a `TrainState` of PartitionSpecs.
-    """
-
-    mesh: Mesh
-    specs: training.TrainState
-
-    def abstract(self) -> tuple[training.TrainState, Batch]:
-        """Returns the shapes of the state and of a batch, placed on the mesh, to lower the step
-        with.
-        """
-        state, batch = super().abstract()
-        cut = NamedSharding(self.mesh, P("data"))
-        placed = jax.tree.map(virtual.abstract, state, sharding.place(self.specs, self.mesh))
-        return placed, virtual.abstract(batch, cut)
 
 
 def layout(
@@ -90,8 +67,15 @@ def layout(
     Raises:
       ValueError: if an axis does not divide a dimension that it has to.
     """
+    training.check(config)
     check(config, mesh, strategy)
-    return layout_of(training.build(config).abstract()[0], config, mesh, strategy)
+    return layout_of(
+        _shapes(training.functions(FrozenConfigDict(config))[2]), config, mesh, strategy
+    )
+
+
+def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
+    return jax.eval_shape(init, jax.random.key(0))
 
 
 def layout_of(
@@ -120,15 +104,14 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     """Returns the gradient function of a strategy, `grad_fn(params, batch, rng) -> (grads,
     metrics)`, on whole arrays.
 
-    By hand it cuts the batch into minibatches itself; by the compiler it takes the batch whole,
-    and the train step cuts it. Of a pipeline with several chunks the layers are in the order of
-    `pipeline.to_stages`, as in the state that `init` returns. Arguments and errors as for
-    `build`.
+    It gets the batch whole, and cuts it into minibatches itself. Of a pipeline with several
+    chunks the layers are in the order of `pipeline.to_stages`, as in the state that `init`
+    returns. Arguments and errors as for `build`.
     """
     state, kept = layout(config, mesh, strategy)
     # What is changed later does not reach into the gradient function.
     config = FrozenConfigDict(config)
-    loss_fn, gradient_fn = _on_one_device(config, mesh, strategy, state.params, kept)
+    loss_fn, gradient_fn, _ = _ways(config, mesh, strategy, state.params, kept)
     return gradient_fn(loss_fn)
 
 
@@ -142,73 +125,128 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
       config: a whole configuration. The batch is that of all devices together.
       mesh: with an axis "data", "pipe" if the layers are to be divided, "context" if the
         sequences are, "expert" if the experts are, and "tensor" if heads, hidden width and
-        vocabulary are.
+        vocabulary are. It may have one device only, which computes what `training.build` does.
       strategy: how the axes are used.
 
     Raises:
       ValueError: if something does not divide, or does not exist: the name, its value and the
         fix.
     """
-    state, kept = layout(config, mesh, strategy)
-    single, placed = training.build(config), sharding.place(state, mesh)
-    loss_fn, gradient_fn = _on_one_device(single.config, mesh, strategy, state.params, kept)
-    by_hand = strategy.by == "hand"
+    training.check(config)
+    return of_checked(config, mesh, strategy)
+
+
+def of_checked(
+    config: ConfigDict, mesh: Mesh, strategy: Strategy, *, skip_not_finite: bool = False
+) -> Run:
+    """Builds a training run as `build` does, from a configuration that is checked already.
+
+    Args:
+      config: a whole configuration, which `configs.check` has passed.
+      mesh: as for `build`.
+      strategy: as for `build`.
+      skip_not_finite: as for `training.make_train_step`.
+
+    Raises:
+      ValueError: if the configuration, the mesh and the strategy do not go together.
+    """
+    check(config, mesh, strategy)
+    config = FrozenConfigDict(config)
+    apply_fn, _, init = training.functions(config)
+    specs, kept = layout_of(_shapes(init), config, mesh, strategy)
+    placed = sharding.place(specs, mesh)
+    loss_fn, gradient_fn, evaluated = _ways(config, mesh, strategy, specs.params, kept)
     train_step = training.make_train_step(
         loss_fn,
         optimizers.from_config(config.optimizer),
-        # By hand, minibatches are cut inside of the gradient function: what can be sent once
-        # for all is sent once.
-        num_minibatches=1 if by_hand else config.training.num_minibatches,
-        method=config.training.accumulation,
-        accumulator_dtype=config.training.accumulator_dtype,
         donate=config.training.donate,
         gradient_fn=gradient_fn,
+        skip_not_finite=skip_not_finite,
         out_shardings=(placed, NamedSharding(mesh, P())),
     )
-    init, apply_fn = single.init, single.apply_fn
-    if "pipe" in mesh.shape:
-        size = mesh.shape["pipe"], strategy.chunks
-        whole_loss = pipeline.loss(
-            loss_fn, *_pipeline(single.config, mesh, strategy, state.params)
-        )
-
-        def init(rng: Any) -> training.TrainState:
-            # Optimizers start from the same numbers in all layers: only parameters move.
-            new = single.init(rng)
-            # Cut before they move: no device has them all.
-            cut = jax.lax.with_sharding_constraint(new.params, placed.params)
-            return dataclasses.replace(new, params=pipeline.to_stages(cut, *size))
-
-        def apply_fn(params: PyTree, *args: Any) -> Array:
-            return single.apply_fn(pipeline.from_stages(params, *size), *args)
-
-    else:
-        whole_loss = data_parallel.loss(loss_fn, mesh, state.params) if by_hand else loss_fn
+    if _piped(mesh):
+        init, apply_fn = _in_stages(init, apply_fn, mesh, strategy, placed)
     return Run(
-        single.config,
+        config,
         apply_fn,
-        whole_loss,
+        evaluated,
         train_step,
         jax.jit(init, out_shardings=placed),
         mesh,
-        state,
+        specs,
     )
 
 
-def _on_one_device(
+def _piped(mesh: meshes.Shape) -> bool:
+    return "pipe" in mesh.shape and mesh.size > 1
+
+
+def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed: Any) -> Any:
+    """Returns both functions for layers in the order of a pipeline's stages."""
+    size = mesh.shape["pipe"], strategy.chunks
+
+    # optimizers start from the same numbers in all layers
+    def init_in_stages(rng: Any) -> training.TrainState:
+        new = init(rng)
+        # before they move: no device has them all
+        cut = jax.lax.with_sharding_constraint(new.params, placed.params)
+        return dataclasses.replace(new, params=pipeline.to_stages(cut, *size))
+
+    def apply_to_stages(params: PyTree, *args: Any) -> Array:
+        return apply_fn(pipeline.from_stages(params, *size), *args)
+
+    return init_in_stages, apply_to_stages
+
+
+def _ways(
     config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree, kept: PyTree
-) -> tuple[LossFn, Callable[[LossFn], GradFn]]:
-    """Returns the loss that is differentiated, and what makes the gradient function of it."""
-    if "pipe" in mesh.shape:
+) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
+    """Returns the loss that is differentiated, what makes the gradient function of it, and the
+    loss of whole arrays.
+
+    Here a batch is cut into minibatches: inside of the gradient function, so that what can be
+    sent once for all of them is sent once. And here one device goes its own way: it has nobody
+    to send to, so its program has no `jax.shard_map`.
+    """
+    cut: Callable[[GradFn], GradFn] = functools.partial(
+        gradient_accumulation.in_minibatches, **training.minibatches(config)
+    )
+    if mesh.size == 1:
+        loss_fn = training.functions(config)[1]
+        return loss_fn, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), loss_fn
+    if _piped(mesh):
         given = _pipeline(config, mesh, strategy, held)
         loss_fn = pipeline.loss_of_head(given[0], _tensor(mesh, strategy)[1])
-        return loss_fn, lambda loss_fn: pipeline.gradient(loss_fn, *given, kept)
+        return (
+            loss_fn,
+            _of_one_key(lambda loss_fn: pipeline.gradient(loss_fn, *given, kept)),
+            pipeline.loss(loss_fn, *given),
+        )
     if strategy.by == "hand":
         loss_fn = _local_loss(config, mesh, strategy, held)
-        return loss_fn, functools.partial(_gradient_by_hand, config, mesh, strategy, held, kept)
-    return _constrained_loss(config, mesh, strategy), functools.partial(
-        _gradient_by_compiler, sharding.place(kept, mesh)
-    )
+        by_hand = functools.partial(
+            data_parallel.gradient,
+            mesh=mesh,
+            held=held,
+            kept=kept,
+            stage=strategy.zero,
+            cut=cut,
+        )
+        return loss_fn, _of_one_key(by_hand), data_parallel.loss(loss_fn, mesh, held)
+    loss_fn, placed = _constrained_loss(config, mesh, strategy), sharding.place(kept, mesh)
+    return loss_fn, lambda loss_fn: cut(_gradient_by_compiler(placed, loss_fn)), loss_fn
+
+
+def _of_one_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
+    """Draws dropout from the key that a step has always given to these gradients: stored runs
+    go on with their masks.
+    """
+
+    def of_loss(loss_fn: LossFn) -> GradFn:
+        grad_fn = gradient_fn(loss_fn)
+        return lambda params, batch, rng: grad_fn(params, batch, jax.random.split(rng, 1)[0])
+
+    return of_loss
 
 
 def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> LossFn:
@@ -276,26 +314,6 @@ def _pipeline(
         mesh,
         held,
         schedules.make(strategy.schedule, stages, strategy.microbatches, chunks),
-    )
-
-
-def _gradient_by_hand(
-    config: ConfigDict,
-    mesh: Mesh,
-    strategy: Strategy,
-    held: PyTree,
-    kept: PyTree,
-    loss_fn: LossFn,
-) -> GradFn:
-    return data_parallel.gradient(
-        loss_fn,
-        mesh,
-        held,
-        kept,
-        stage=strategy.zero,
-        num_minibatches=config.training.num_minibatches,
-        method=config.training.accumulation,
-        accumulator_dtype=config.training.accumulator_dtype,
     )
 
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from course_lib.measure import hlo, origin
+from course_lib.measure import hlo, origin, virtual
 from course_lib.measure.memory import check_lowered
 from course_lib.measure.units import MIB
 
@@ -144,8 +144,8 @@ def write_session(
             " name"
         )
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(
-            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        compiled = virtual.compile(
+            lowered, {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         )
         protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
         if not protos:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from course_lib.one_device.gradient_accumulation import LossFn
@@ -29,14 +30,25 @@ BALANCE = "balance"
 
 
 def as_function(model: Any, balance: bool = False) -> ApplyFn:
-    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) ->
-    logits`.
+    """Returns a Flax model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
 
     Args:
-      model: a module whose call takes `train`, and draws its dropout from `rngs["dropout"]`.
+      model: a Linen module whose call takes `train`, and draws its dropout from
+        `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`;
+        it may hold streams of random numbers, and nothing else that changes.
       balance: whether the function returns `(logits, balance)`, the second for each sequence,
-        the mean over layers.
+        the mean over layers. Linen only.
+
+    Raises:
+      ValueError: if an NNX module holds other state, as statistics of batches, or is to return
+        its balance.
     """
+    if isinstance(model, nnx.Module):
+        if balance:
+            raise ValueError(
+                "balance=True must come with a Linen model, which leaves it in a collection"
+            )
+        return _nnx_as_function(model)
 
     def apply_fn(params, inputs, rng=None):
         mode = dict(train=False) if rng is None else dict(train=True, rngs={"dropout": rng})
@@ -48,6 +60,42 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         return logits, jnp.concatenate(of_layers).mean(axis=0)
 
     return apply_fn
+
+
+def _nnx_as_function(model: nnx.Module) -> ApplyFn:
+    parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    graph, _, streams, rest = parts
+    if others := jax.tree_util.tree_leaves_with_path(rest):
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in others]
+        raise ValueError(
+            f"model={type(model).__name__} must hold parameters and random streams only, not"
+            f" {', '.join(names)}: a function of its parameters cannot hand back other state,"
+            " as running statistics; take nnx.LayerNorm in place of nnx.BatchNorm, and train"
+            " without caches"
+        )
+
+    def apply_fn(params, inputs, rng=None):
+        if rng is None:
+            whole = nnx.merge(graph, params, streams)
+            whole.eval()
+        else:
+            whole = nnx.merge(graph, params, _seeded(streams, rng))
+            whole.train()
+        return whole(inputs)
+
+    return apply_fn
+
+
+def _seeded(streams: Any, rng: Key[Array, ""]) -> Any:
+    """Gives each stream of random numbers a key of its own; a stack of streams gets one for
+    each.
+    """
+    leaves, tree = jax.tree.flatten(streams)
+    for index, leaf in enumerate(leaves):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            key = jax.random.fold_in(rng, index)
+            leaves[index] = jax.random.split(key, leaf.shape) if leaf.shape else key
+    return jax.tree.unflatten(tree, leaves)
 
 
 def cross_entropy(

@@ -14,6 +14,7 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 (grads, metrics)`.
 """
 
+import functools
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -127,27 +128,53 @@ def accumulate(
     return grads, metrics
 
 
-def _checked(found, params):
-    """Returns what a gradient function returned; refuses a loss in place of gradients. A device
-    may hold a part of each.
+def in_minibatches(
+    grad_fn: GradFn,
+    *,
+    num_minibatches: int = 1,
+    method: str = "scan",
+    accumulator_dtype: Any = jnp.float32,
+) -> GradFn:
+    """Returns a gradient function that cuts its batch into minibatches: see `accumulate`.
+
+    Args:
+      grad_fn: of one minibatch.
+      num_minibatches: M, a divisor of the batch.
+      method: one of `METHODS`.
+      accumulator_dtype: one of `ACCUMULATOR_DTYPES`.
+
+    Raises:
+      ValueError: if an option does not exist.
     """
-    if (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and isinstance(found[1], dict)
-        and "loss" in found[1]
-    ):
-        leaves, structure = jax.tree.flatten(found[0])
-        if structure == jax.tree.structure(params):
-            if [leaf.ndim for leaf in leaves] == [
-                jnp.ndim(leaf) for leaf in jax.tree.leaves(params)
-            ]:
-                return found
+    check_options(num_minibatches, method, accumulator_dtype)
+    return functools.partial(
+        accumulate,
+        grad_fn,
+        num_minibatches=num_minibatches,
+        method=method,
+        accumulator_dtype=accumulator_dtype,
+    )
+
+
+def _checked(found, params):
+    """Returns what a gradient function returned; refuses a loss in place of gradients.
+
+    Names and ranks are compared, not shapes: a device may return a part of each gradient.
+    """
+    match found:
+        case (grads, {"loss": _}) if _ranks(grads) == _ranks(params):
+            return found
     raise ValueError(
         "grad_fn must return (gradients like params, metrics with 'loss'), not"
         f" {jax.tree.map(jnp.shape, found)}: gradient_accumulation.gradient(loss_fn) makes one"
         " of a loss function"
     )
+
+
+def _ranks(tree):
+    """Returns the number of dimensions of each leaf by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.ndim(leaf) for path, leaf in leaves}
 
 
 def _scan(add, total, params, minibatches, rngs):
@@ -191,14 +218,15 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     sizes = {
-        jax.tree_util.keystr(path): getattr(leaf, "shape", ())[:1] for path, leaf in leaves
+        jax.tree_util.keystr(path): tuple(getattr(leaf, "shape", ()))[:1]
+        for path, leaf in leaves
     }
     if len(set(sizes.values())) != 1 or () in sizes.values():
         raise ValueError(
             "batch must hold arrays with one first axis, the examples, but their sizes there"
             f" are {sizes}"
         )
-    (size,) = next(iter(sizes.values()))
+    size = leaves[0][1].shape[0]
     if size % num_minibatches:
         divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
         below = [divisor for divisor in divisors if divisor < num_minibatches][-1:]

@@ -1,4 +1,4 @@
-"""What differs between two configurations, field by field."""
+"""What differs between two configurations, field by field, and what an older one lacks."""
 
 import json
 from collections.abc import Mapping
@@ -26,6 +26,25 @@ def differences(
         for field in old | new
         if old.get(field) != new.get(field)
     ]
+
+
+def with_defaults(
+    saved: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns a saved configuration with the default of each field that only the given one has.
+
+    Args:
+      saved: nested dicts; perhaps older than some fields.
+      given: nested dicts.
+      defaults: of the fields that there are. A field that has none is left alone.
+    """
+    found = dict(saved)
+    for name, value in given.items():
+        if name in defaults and isinstance(value, Mapping):
+            found[name] = with_defaults(saved.get(name, {}), value, defaults[name])
+        elif name in defaults and name not in saved:
+            found[name] = defaults[name]
+    return found
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

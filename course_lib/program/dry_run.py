@@ -19,10 +19,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from course_lib import measure, training
+from course_lib import measure
 from course_lib.configs import check_attention
 from course_lib.many_devices import estimate as estimates
-from course_lib.many_devices import strategies
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.program import loop, observe, settings
@@ -150,13 +149,9 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
             raise
         refused, config = str(error), _changed(config, suggested)
         run, place = loop.build(config, devices)
-    arguments: Any = run.abstract()
-    arguments = (
-        arguments if isinstance(run, strategies.Run) else virtual.abstract(arguments, place)
-    )
     step: Any = run.train_step
     try:
-        compiled = step.lower(*arguments).compile()
+        compiled = virtual.compile(step.lower(*run.abstract()))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"target={target!r}: its compiler refuses the step: {str(error).splitlines()[0]}"
@@ -169,7 +164,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         dict(arguments=memory.arguments, temporaries=memory.temporaries, peak=memory.peak),
         accelerator.memory_bytes,
         sum(observe.step_flops(config).model.values()),
-        _sent(compiled, run),
+        _sent(compiled, place.mesh),
         _estimate(config, accelerator, count),
         refused,
         suggested,
@@ -243,12 +238,10 @@ def _suggest(
     )
 
 
-def _sent(compiled: Any, run: training.Run) -> dict[str, int]:
+def _sent(compiled: Any, mesh: Any) -> dict[str, int]:
     """Returns bytes by kind and axes, those that are most first."""
-    if not isinstance(run, strategies.Run):
-        return {}
     sent: dict[str, int] = {}
-    for row in measure.ledger(compiled, run.mesh).rows():
+    for row in measure.ledger(compiled, mesh).rows():
         what = f"{row['kind']} along {row['axes']}"
         sent[what] = sent.get(what, 0) + row["sent_bytes"]
     return sent

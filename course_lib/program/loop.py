@@ -32,12 +32,11 @@ from ml_collections import ConfigDict
 
 from course_lib import files, optimizers, training
 from course_lib.configs import check_attention
-from course_lib.many_devices import meshes, sharding, strategies
-from course_lib.measure import hardware, virtual
+from course_lib.many_devices import meshes, strategies
+from course_lib.measure import hardware
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, settings
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
-from course_lib.program.differences import differences
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
@@ -70,11 +69,12 @@ class Refused(ValueError):
 
 def build(
     config: ConfigDict, devices: Sequence[jax.Device] | None = None
-) -> tuple[training.Run, jax.sharding.Sharding]:
-    """Returns the run, and where a batch lies: on one device, or on a mesh of them.
+) -> tuple[training.Run, NamedSharding]:
+    """Returns the run, and where a batch lies: cut along "data" of a mesh, of one device or of
+    many.
 
     Args:
-      config: as `settings.whole` returns it.
+      config: as `settings.whole` returns it, and `settings.check` has passed it.
       devices: to run on; all that JAX has if None.
 
     Raises:
@@ -82,24 +82,14 @@ def build(
     """
     devices = jax.devices() if devices is None else devices
     check_attention(config, hardware.recognize(devices[0]))
-    axes, model = settings.axes(config, len(devices)), settings.part_of_model(config)
-    run: training.Run = training.build(model)
-    place: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(devices[0])
-    if len(devices) > 1:
-        grid = meshes.make(axes, devices)
-        run, place = (
-            strategies.build(model, grid, settings.strategy(config)),
-            NamedSharding(grid, P("data")),
-        )
-    if config.run.non_finite == "skip":
-        places = None
-        if isinstance(run, strategies.Run):
-            places = sharding.place(run.specs, run.mesh), NamedSharding(run.mesh, P())
-        step = training.skipping(
-            run.train_step, donate=config.training.donate, out_shardings=places
-        )
-        run = dataclasses.replace(run, train_step=step)
-    return run, place
+    grid = meshes.make(settings.axes(config, len(devices)), devices)
+    run = strategies.of_checked(
+        settings.part_of_model(config),
+        grid,
+        settings.strategy(config),
+        skip_not_finite=config.run.non_finite == "skip",
+    )
+    return run, NamedSharding(grid, P("data"))
 
 
 def train(
@@ -143,7 +133,7 @@ def train(
             )
         if not saved and (why := settings.why_not_begun(folder)):
             raise Refused(why)
-        saved = checkpoints.restore(_where(run, place)) if saved else None
+        saved = checkpoints.restore(run.abstract()[0]) if saved else None
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
         book = stack.enter_context(journal.Journal(folder, after, total, writes=first))
@@ -151,8 +141,10 @@ def train(
             settings.write(config, folder)
         how = settings.computed(config, place.device_set)
         now = f"goes on after step {after} of {total}" if saved else f"begins, {total} steps"
-        book.say(f"{folder}: {now}{settings.without_effect(config, len(place.device_set))}")
-        if saved and (otherwise := differences(saved.data_state["computed"], how)):
+        book.say(f"{folder}: {now}")
+        if saved and (
+            otherwise := settings.rounded_otherwise(saved.data_state["computed"], how)
+        ):
             book.say(
                 "from here on numbers are rounded otherwise than before:"
                 f" {'; '.join(otherwise)}"
@@ -201,12 +193,6 @@ def _prepared(config, folder, devices, stack):
     if wrong:
         raise Refused(str(wrong)) from wrong
     return found
-
-
-def _where(run, place):
-    """Returns the shapes of the state, and where its arrays lie."""
-    state = run.abstract()[0]
-    return state if isinstance(run, strategies.Run) else virtual.abstract(state, place)
 
 
 def _batches(config, tokens, place):
@@ -262,9 +248,6 @@ class _Loop:
                 min(place.addressable_devices, key=lambda device: device.id)
             ):
                 self.state = run.init(jax.random.key(config.seed))
-            # For arrays that JAX may still move it would compile the step once more.
-            if not isinstance(run, strategies.Run):
-                self.state = jax.device_put(self.state, place)
         self.speed = observe.Speed(
             config, book, self.step, len(place.device_set), self.state.params
         )

@@ -153,10 +153,7 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     Args:
       config: as `settings.whole` returns it.
     """
-    written_out = settings.part_of_model(config)
-    written_out.model.attention = "reference"
-    run = training.build(written_out)
-    return measure.flops(run.train_step, *run.abstract())
+    return training.step_flops(settings.part_of_model(config))
 
 
 def _memory(device: Any) -> int | None:
@@ -290,10 +287,8 @@ def sample(
 
     Arguments as of `validate`.
     """
-    everywhere = place
-    if isinstance(place, jax.sharding.NamedSharding):
-        everywhere = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-    # Token 0 is END, after which a document begins.
+    everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
+    # Token 0 is END, after which a document begins
     prompt = jax.device_put(np.zeros((1, 1), np.int32), everywhere)
     rng = jax.random.fold_in(jax.random.key(config.seed), step)
     length = config.run.sample_tokens

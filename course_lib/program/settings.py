@@ -28,7 +28,7 @@ from course_lib.many_devices.options import BY, Strategy
 from course_lib.many_devices.pipeline_parallel.schedules import SCHEDULES
 from course_lib.measure import hardware
 from course_lib.program import journal, processes
-from course_lib.program.differences import differences
+from course_lib.program.differences import differences, with_defaults
 
 NON_FINITE = ("stop", "skip")
 ALL = 0  # of a mesh axis: all devices that the other axes leave
@@ -53,44 +53,32 @@ def defaults() -> ConfigDict:
 
 
 def whole(config: Any) -> ConfigDict:
-    """Returns a copy of a configuration, in which parts that only the program reads have their
-    defaults if they are missing.
+    """Returns a copy of a configuration in which every field that is missing has its default.
+
+    A field's default is its value in `_template`: in the published 155m for what the model
+    trains with, in `defaults` for the rest. So a file that is older than a field can be read.
 
     Args:
       config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and
         1.0 may be 1.
 
     Raises:
-      ValueError: if it is no such dict, or one of its parts is none.
+      ValueError: if it is no such dict, or a field does not exist or is of another type.
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
+    found = _template()
     if not isinstance(given, Mapping):
-        raise ValueError(f"config={given!r} must have parts, as {sorted(_template())}")
-    return ConfigDict(_like(_template(), defaults().to_dict() | dict(given), "")).lock()
+        raise ValueError(f"config={given!r} must have parts, as {sorted(found)}")
+    configs.check_fields(given, found, "", may_lack=True)
+    found.update(given)
+    return found.lock()
 
 
-def _template() -> dict[str, Any]:
-    """Returns a configuration whose fields have the types that they must have."""
-    return configs.published_155m().to_dict() | defaults().to_dict()
-
-
-def _like(example: Any, value: Any, name: str) -> Any:
-    """Returns a value in the types of an example, where they say the same."""
-    if isinstance(example, Mapping) and not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r} must have fields, as {sorted(example)}")
-    if isinstance(value, Mapping):
-        if example is not None and not isinstance(example, Mapping):
-            raise ValueError(
-                f"{name}={value!r} must be of type {type(example).__name__}, as in {example!r}"
-            )
-        example = example or {}
-        return {
-            inner: _like(example.get(inner), found, f"{name}.{inner}".strip("."))
-            for inner, found in value.items()
-        }
-    if isinstance(example, float) and type(value) is int:
-        return float(value)
-    return tuple(value) if isinstance(value, list) else value
+def _template() -> ConfigDict:
+    """Returns a configuration whose fields have their types and their defaults."""
+    template = configs.published_155m()
+    template.update(defaults())
+    return template
 
 
 def part_of_model(config: ConfigDict) -> ConfigDict:
@@ -107,10 +95,9 @@ def check(config: ConfigDict) -> None:
     Raises:
       ValueError: naming the field, its value, and the fix.
     """
-    for name, template in defaults().items():
-        if name not in config:
-            raise ValueError(f"{name} must be given: start from settings.whole(config)")
-        configs.check_fields(config[name], template, f"{name}.")
+    if missing := [name for name in defaults() if name not in config]:
+        raise ValueError(f"{missing[0]} must be given: start from settings.whole(config)")
+    configs.check_fields(config, _template(), "")
     for part, fields in config.items():
         for field, value in fields.items() if isinstance(fields, ConfigDict) else ():
             if isinstance(value, float) and not math.isfinite(value):
@@ -190,22 +177,6 @@ def strategy(config: ConfigDict) -> Strategy:
     return Strategy(**config.strategy.to_dict())
 
 
-def without_effect(config: ConfigDict, count: int) -> str:
-    """Returns, for the end of a line, which fields of `strategy` do nothing on a number of
-    devices; "" if there are none.
-
-    On one device none does anything. That is no error: a run that began on many may go on
-    there.
-    """
-    usual = defaults().strategy
-    found = [
-        f"strategy.{name}={value}"
-        for name, value in config.strategy.items()
-        if value != usual[name]
-    ]
-    return f"; without effect on one device: {', '.join(found)}" if count == 1 and found else ""
-
-
 def fixed(config: ConfigDict) -> dict[str, Any]:
     """Returns what must stay as it is when a run is resumed: all that its numbers follow from.
 
@@ -260,9 +231,10 @@ def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
         "processes": jax.process_count(),
     }
     found |= {"cores": hardware.cores()} if kinds == "cpu" else {}
-    found["mesh"] = axes(config, len(devices)) if len(devices) > 1 else {"data": 1}
-    # One device has no strategy.
-    found["strategy"] = (config if len(devices) > 1 else defaults()).strategy.to_dict()
+    found["mesh"] = axes(config, len(devices))
+    # one device sends nothing, whatever the strategy
+    how = config if len(devices) > 1 else defaults()
+    found["strategy"] = how.strategy.to_dict()
     found |= {
         part: {name: config[part][name] for name in names} for part, names in _ROUNDING.items()
     }
@@ -270,15 +242,30 @@ def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
 
 
 def changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each field that differs although it must not, of two configurations as
-    `fixed` returns them.
+    """Returns a line for each field that differs although it must not.
 
-    A run that stops at what is not finite has left out nothing until then. So it may go on as
-    one that does; not the other way.
+    A field that the saved configuration lacks has its default there: the run is older than
+    the field. A run that stops at what is not finite has left out no update until then. So it
+    may go on as one that leaves them out; not the other way.
+
+    Args:
+      saved: as `fixed` returned it, perhaps to an older version of this course.
+      given: as `fixed` returns it.
     """
+    saved = with_defaults(saved, given, _template().to_dict())
     if saved["run"]["non_finite"] == "stop":
         saved = {**saved, "run": {**saved["run"], "non_finite": given["run"]["non_finite"]}}
     return differences(saved, given)
+
+
+def rounded_otherwise(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each thing that rounds numbers otherwise, of two as `computed`
+    returns.
+
+    A field that the saved one lacks has its default there, as for `changed`.
+    """
+    fields = {name: part for name, part in given.items() if name != "mesh"}  # sizes found
+    return differences(with_defaults(saved, fields, _template().to_dict()), given)
 
 
 def unlike(told: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """What must be true of a measured time: what runs, how often, in which order."""
 
-import pathlib
 import types
 
 import jax
@@ -99,31 +98,23 @@ COUNTS = jax.local_devices()[0].memory_stats() is not None
 
 @pytest.mark.skipif(COUNTS, reason="this device counts the memory in use")
 def test_where_devices_do_not_count_there_is_no_peak_and_nothing_runs(tmp_path):
-    assert peak_in_own_process("test_measure_timing:touch", path=str(tmp_path / "ran")) is None
+    assert peak_in_own_process("own_process:touch", path=str(tmp_path / "ran")) is None
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(not COUNTS, reason="a CPU does not count the memory in use")
 def test_the_peak_of_another_process_is_that_of_its_arrays_alone():
     here = jnp.ones((64, 2**20))
-    peak = peak_in_own_process("test_measure_timing:hold", megabytes=32)
+    peak = peak_in_own_process("own_process:hold", megabytes=32)
     assert 32 * 2**20 <= peak < here.nbytes
 
 
 def test_what_goes_wrong_in_the_other_process_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.Device, "memory_stats", lambda self: {}, raising=False)
     with pytest.raises(RuntimeError, match="No such file or directory"):
-        peak_in_own_process("test_measure_timing:touch", path=str(tmp_path / "nowhere" / "ran"))
+        peak_in_own_process("own_process:touch", path=str(tmp_path / "nowhere" / "ran"))
 
 
 def test_a_function_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="'module:function'"):
-        peak_in_own_process("test_measure_timing:nothing")
-
-
-def touch(path):
-    pathlib.Path(path).touch()
-
-
-def hold(megabytes):
-    return jnp.ones((megabytes, 2**18))  # float32
+        peak_in_own_process("own_process:nothing")

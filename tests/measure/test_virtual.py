@@ -13,6 +13,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from course_lib import configs, measure, training
+from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware, virtual
 
 needs_virtual = pytest.mark.skipif(
@@ -82,6 +84,79 @@ def test_memory_of_a_program_is_that_of_the_gpu():
     memory = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().memory_analysis()
     assert memory.argument_size_in_bytes == 1024 * 256 * 4
     assert memory.output_size_in_bytes == 4
+
+
+def scanned_step():
+    run = training.build(
+        tiny(
+            **{
+                "model.scan_layers": True,
+                "model.dtype": "bfloat16",
+                "training.num_minibatches": 2,
+            }
+        )
+    )
+    return run.train_step.lower(*virtual.abstract(run.abstract(), virtual.devices("a5000")[0]))
+
+
+def unrolled_step():
+    run = training.build(tiny(**{"model.dropout_rate": 0.1}))
+    return run.train_step.lower(*virtual.abstract(run.abstract(), virtual.devices("h100")[0]))
+
+
+def step_of_four():
+    grid = meshes.make({"data": 2, "tensor": 2}, virtual.devices("h100", 4))
+    run = strategies.build(
+        tiny(**{"model.scan_layers": True}), grid, strategies.Strategy(zero=1, sequence=True)
+    )
+    return run.train_step.lower(*run.abstract())
+
+
+def tiny(**changes):
+    whole = configs.get("cpu")
+    whole.model.update(num_layers=2, hidden_size=64, head_dim=32, num_heads=2, max_seq_len=64)
+    whole.data.update(batch_size=8, seq_len=64)
+    whole.update_from_flattened_dict(changes)
+    return whole
+
+
+@needs_virtual
+@pytest.mark.parametrize("step", [scanned_step, unrolled_step, step_of_four])
+def test_machine_code_that_is_not_optimized_changes_nothing_that_is_read_of_a_program(
+    step,
+):
+    lowered = step()
+    plain, quick = lowered.compile(), virtual.compile(lowered)
+    assert measure.memory(plain) == measure.memory(quick)
+    assert measure.traffic(plain).bytes == measure.traffic(quick).bytes
+    assert measure.ledger(plain).rows() == measure.ledger(quick).rows()
+
+
+@needs_virtual
+def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkeypatch):
+    given, compile = [], jax.stages.Lowered.compile
+
+    def spy(self, compiler_options=None):
+        given.append(compiler_options)
+        return compile(self, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
+    [device] = virtual.devices("a5000")
+    x, fn = jnp.ones(8), jax.jit(lambda x: x + 1)
+    there = jax.sharding.SingleDeviceSharding(device)
+    virtual.compile(fn.lower(x))
+    virtual.compile(fn.lower(x), {"xla_dump_disable_metadata": True})
+    virtual.compile(fn.lower(virtual.abstract(x, device)))
+    virtual.compile(jax.jit(lambda: jnp.ones(8), out_shardings=there).lower())
+    virtual.compile(fn.lower(virtual.abstract(x, device)), {"xla_gpu_autotune_level": 1})
+    quickly = virtual.NEVER_RUN
+    assert given == [
+        None,
+        {"xla_dump_disable_metadata": True},
+        quickly,
+        quickly,
+        quickly | {"xla_gpu_autotune_level": 1},
+    ]
 
 
 @needs_virtual

@@ -37,7 +37,7 @@ def test_the_step_that_is_compiled_is_the_one_that_the_program_builds(monkeypatc
     found = dry_run.dry_run(whole, "h100", 1)
     [device] = virtual.devices("h100")
     run, _ = loop.build(whole, [device])
-    lowered = run.train_step.lower(*virtual.abstract(run.abstract(), device))
+    lowered = run.train_step.lower(*run.abstract())
     assert found.memory["peak"] == memory(compiled[0]).peak > found.memory["arguments"]
     assert found.capacity == int(0.9 * hardware.get("h100").memory_bytes)
     # backward, twice

@@ -142,9 +142,11 @@ def test_numbers_of_a_file_that_have_no_fraction_are_of_the_type_of_their_field(
         ({"strategy": "zero"}, "strategy='zero' must have fields"),
         ({"seed": None}, "seed=None must be of type int"),
         ({"seed": {"a": 1}}, "seed=.* must be of type int"),
-        ({"data": {}}, r"data\.batch_size must be given"),
         ({"model": {"num_layers": {}}}, r"model\.num_layers={} must be of type int"),
-        ({"optimizer": {"learning_rate": True}}, r"optimizer\.\w+ must be given"),
+        (
+            {"optimizer": {"learning_rate": True}},
+            r"optimizer\.learning_rate=True must be of type float",
+        ),
         ({"more": 1}, "more=1 is no field"),
     ],
 )
@@ -156,18 +158,28 @@ def test_a_file_whose_parts_are_none_is_refused(tree, message):
             settings.whole(nothing)
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, [1], [[1]], None, "x", True, 3])
+VALUES = ({"a": 1}, [1], [[1]], None, "x", True, 3)
+TYPES = {
+    "model.num_layers": int,
+    "model.remat": list,
+    "model.dropout_rate": (float, int),
+    "run.corpus": str,
+}
+
+
 @pytest.mark.parametrize(
-    "field",
-    ["model.num_layers", "model.remat", "model.dropout_rate", "run.corpus", "strategy.zero"],
+    ("field", "value"),
+    [
+        (field, value)
+        for field, right in TYPES.items()
+        for value in VALUES
+        if isinstance(value, bool) or value in ([1], [[1]]) or not isinstance(value, right)
+    ],
 )
 def test_a_value_of_another_type_in_a_file_is_refused_by_name(field, value):
     part, name = field.split(".")
     tree = small().to_dict()
-    example = tree[part][name]
     tree[part] = tree[part] | {name: value}
-    if type(example) is type(value) and not isinstance(value, bool):
-        return
     with pytest.raises(ValueError, match=name):
         settings.check(settings.whole(tree))
 
@@ -176,6 +188,56 @@ def test_a_loss_scale_that_looks_for_its_value_is_not_stopped():
     scale = mixed_precision.DynamicLossScale()
     halvings = math.log(scale.largest / scale.smallest, scale.factor)
     assert halvings < small().run.skips_in_a_row <= halvings + 1
+
+
+def test_a_field_or_a_part_that_a_file_lacks_has_its_default():
+    tree = small(**{"model.num_layers": 7}).to_dict()
+    del tree["model"]["qk_norm"], tree["optimizer"], tree["run"]["keep"], tree["strategy"]
+    found = settings.whole(tree)
+    assert found.model.num_layers == 7 and found.model.qk_norm is False
+    assert found.optimizer.to_dict() == configs.published_155m().optimizer.to_dict()
+    assert (found.run, found.strategy) == (small().run, small().strategy)
+    settings.check(found)
+
+
+def test_a_preset_that_sets_a_new_field_does_not_change_what_the_field_was_before(monkeypatch):
+    old, template, preset = small(), configs.published_155m, configs.cpu
+    saved = settings.fixed(old)
+
+    def with_field():
+        with_it = template()
+        with_it.model.new_field = 1
+        return with_it
+
+    def that_sets_it():
+        with_it = preset()
+        with_it.model.new_field = 2
+        return with_it
+
+    monkeypatch.setattr(configs, "published_155m", with_field)
+    monkeypatch.setitem(configs.PRESETS, "cpu", that_sets_it)
+    assert settings.changed(saved, settings.fixed(settings.whole(old))) == []
+    assert settings.changed(saved, settings.fixed(small())) == [
+        "model.new_field: 1 saved, 2 given"
+    ]
+
+
+def test_a_field_that_is_gone_is_named():
+    saved = settings.fixed(small())
+    saved["model"]["gone"] = 3
+    assert settings.changed(saved, settings.fixed(small())) == [
+        "model.gone: 3 saved, not given"
+    ]
+
+
+def test_numbers_are_rounded_as_before_where_a_new_field_has_its_default():
+    found = settings.computed(small(), jax.devices("cpu")[:1])
+    older = {**found, "strategy": {"by": "hand"}, "model": {"remat": []}}
+    assert settings.rounded_otherwise(older, found) == []
+    older["model"] = {"remat": [], "attention": "xla"}
+    assert settings.rounded_otherwise(older, found) == [
+        "model.attention: 'xla' saved, 'reference' given"
+    ]
 
 
 def test_a_file_with_a_field_that_there_is_not_is_refused():
@@ -277,15 +339,6 @@ def test_a_run_begins_anew_only_if_its_first_checkpoint_was_not_whole_yet(tmp_pa
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "report.md").touch()
     assert "has no checkpoints any more" in settings.why_not_begun(tmp_path)
-
-
-def test_what_a_strategy_does_not_do_on_one_device_is_said():
-    whole = small(**{"strategy.zero": 1, "strategy.sequence": True})
-    assert (
-        settings.without_effect(whole, 1)
-        == "; without effect on one device: strategy.sequence=True, strategy.zero=1"
-    )
-    assert settings.without_effect(whole, 4) == settings.without_effect(small(), 1) == ""
 
 
 def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):

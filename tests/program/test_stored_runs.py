@@ -1,0 +1,197 @@
+"""Runs that an older version of this course began: they are restored, and go on as they would
+have.
+"""
+
+import contextlib
+import hashlib
+import json
+import pathlib
+import shutil
+
+import jax
+import pytest
+from small_run import corpus
+
+from course_lib import configs
+from course_lib.program import checksums, loop, settings
+from course_lib.program.checkpoints import Checkpoints
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+DEVICES = {"one_device": 1, "eight_devices": 8}
+NEW = {
+    "model": "a_new_field",
+    "training": "another",
+    "run": "of_the_program",
+    "new_part": "its_field",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def name(request):
+    return request.param
+
+
+def devices(name):
+    return jax.devices("cpu")[: DEVICES[name]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """The new fields reach nothing that is compiled, so a run is built once."""
+    build, built = loop.build, {}
+
+    def build_once(config, devices):
+        if len(devices) not in built:
+            built[len(devices)] = build(config, devices)
+        return built[len(devices)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "build", build_once)
+        yield
+
+
+def copied(name, folder, of_config=lambda tree: tree, of_checkpoint=lambda tree: tree):
+    """Copies a stored run, with changes to its `config.json` and to its checkpoint's
+    configuration.
+    """
+    shutil.copytree(DATA / name, folder)
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    about = json.loads((checkpoint / "about.json").read_text())
+    about["config"] = of_checkpoint(about["config"])
+    (checkpoint / "about.json").write_text(json.dumps(about, indent=1))
+    checksums.write(checkpoint)
+    whole = of_config(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(whole, indent=1))
+    return folder
+
+
+def digest(state):
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        leaf = (
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
+        found.update(jax.tree_util.keystr(path).encode())
+        found.update(jax.device_get(leaf).tobytes())
+    return found.hexdigest()
+
+
+def restored(folder, whole, name):
+    run, _ = loop.build(whole, devices(name))
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as found:
+        return found.restore(run.abstract()[0])
+
+
+def continued(folder, text, name):
+    """Trains a run on to step 20 as its `config.json` says, and returns what became of it."""
+    whole = settings.whole(json.loads((folder / "config.json").read_text()))
+    whole.run.corpus, whole.training.steps = text, 20
+    assert loop.train(whole, folder, devices(name)) == loop.Ended(loop.DONE, 20)
+    return (folder / "metrics.jsonl").read_bytes(), digest(restored(folder, whole, name).state)
+
+
+@pytest.fixture(scope="module")
+def as_stored(text, name, tmp_path_factory):
+    return continued(copied(name, tmp_path_factory.mktemp("stored") / name), text, name)
+
+
+def test_a_stored_run_is_restored_bit_for_bit(name):
+    whole = settings.whole(json.loads((DATA / name / "config.json").read_text()))
+    found = digest(restored(DATA / name, whole, name).state)
+    assert found == json.loads((DATA / "digests.json").read_text())[name]
+
+
+def test_fields_that_the_files_lack_have_their_defaults(text, name, tmp_path, as_stored):
+    defaults, lacking = settings.whole({}).to_dict(), []
+
+    def without(tree):
+        """Leaves out the fields that have their default."""
+        kept = {}
+        for part, fields in tree.items():
+            usual = json.loads(json.dumps(defaults.get(part)))
+            if isinstance(fields, dict) and isinstance(usual, dict):
+                kept[part] = {
+                    field: value for field, value in fields.items() if usual.get(field) != value
+                }
+                lacking.extend(fields.keys() - kept[part].keys())
+            else:
+                kept[part] = fields
+        return kept
+
+    folder = copied(name, tmp_path / name, without, without)
+    assert lacking.count("qk_norm") == 2  # in both files, among many others
+    assert continued(folder, text, name) == as_stored
+
+
+@pytest.mark.parametrize(
+    "written_out", [False, True], ids=["older than the fields", "with the fields"]
+)
+def test_new_fields_change_nothing_for_an_older_run(
+    text, name, tmp_path, monkeypatch, as_stored, written_out
+):
+    template, parts = configs.published_155m, settings.defaults
+
+    def with_new(tree):
+        for part in NEW.keys() & tree.keys():
+            tree[part][NEW[part]] = 0.5
+        return tree
+
+    def with_new_part():
+        found = template()
+        found.new_part = {}
+        return with_new(found)
+
+    monkeypatch.setattr(configs, "published_155m", with_new_part)
+    monkeypatch.setattr(settings, "defaults", lambda: with_new(parts()))
+
+    def in_config(tree):
+        return with_new(tree | {"new_part": {}})
+
+    def in_checkpoint(tree):
+        run = dict(tree["run"])
+        return in_config(tree) | {"run": run}  # of which a checkpoint holds some fields only
+
+    changes = (in_config, in_checkpoint) if written_out else ()
+    folder = copied(name, tmp_path / name, *changes)
+    assert continued(folder, text, name) == as_stored
+    written = json.loads((folder / "config.json").read_text())
+    assert all(written[part][field] == 0.5 for part, field in NEW.items())
+
+
+def test_an_older_run_does_not_go_on_with_another_value_of_a_new_field(
+    text, name, tmp_path, monkeypatch
+):
+    template = configs.published_155m
+
+    def with_new():
+        found = template()
+        found.model.a_new_field = 0.5
+        return found
+
+    monkeypatch.setattr(configs, "published_155m", with_new)
+    folder = copied(
+        name,
+        tmp_path / name,
+        lambda tree: tree | {"model": tree["model"] | {"a_new_field": 0.25}},
+    )
+    with pytest.raises(loop.Refused, match=r"model\.a_new_field: 0\.5 saved, 0\.25 given"):
+        continued(folder, text, name)
+
+
+def test_a_field_of_a_stored_run_that_is_gone_is_named(text, name, tmp_path):
+    def with_old(tree):
+        return tree | {"model": tree["model"] | {"gone": 1}}
+
+    folder = copied(name, tmp_path / "checkpoint", of_checkpoint=with_old)
+    with pytest.raises(loop.Refused, match=r"model\.gone: 1 saved, not given"):
+        continued(folder, text, name)
+    folder = copied(name, tmp_path / "config", with_old)
+    with pytest.raises(ValueError, match=r"model\.gone=1 is no field"):
+        continued(folder, text, name)
