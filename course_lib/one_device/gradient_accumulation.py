@@ -137,12 +137,9 @@ def _checked(found, params):
         and isinstance(found[1], dict)
         and "loss" in found[1]
     ):
-        leaves, structure = jax.tree.flatten(found[0])
-        if structure == jax.tree.structure(params):
-            if [leaf.ndim for leaf in leaves] == [
-                jnp.ndim(leaf) for leaf in jax.tree.leaves(params)
-            ]:
-                return found
+        dimensions = [jax.tree_util.tree_map(jnp.ndim, tree) for tree in (found[0], params)]
+        if dimensions[0] == dimensions[1]:
+            return found
     raise ValueError(
         "grad_fn must return (gradients like params, metrics with 'loss'), not"
         f" {jax.tree.map(jnp.shape, found)}: gradient_accumulation.gradient(loss_fn) makes one"
@@ -190,7 +187,7 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
       ValueError: if M does not divide B, or the leaves differ in their first axis.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {
+    sizes: dict[str, tuple[int, ...]] = {
         jax.tree_util.keystr(path): getattr(leaf, "shape", ())[:1] for path, leaf in leaves
     }
     if len(set(sizes.values())) != 1 or () in sizes.values():
