@@ -1,26 +1,38 @@
 # `make lab` and `make test` are all that a learner needs; `make help` lists the rest.
-# Needs make and Python >= 3.11. Another Python: make PYTHON=python3.12 lab
+# Needs make and Python >= 3.11, best 3.13. Another Python than the one that is found: make PYTHON=/path/to/python3 lab
 
-PYTHON ?= python3
+# $(call python,3.13 3.12): the first of these versions that runs and can make environments, on the PATH or among pyenv's.
+python = $(shell for version in $(1); do \
+	for python in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python python3; do \
+	"$$python" -c "import ensurepip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$$version')" 2>/dev/null \
+	&& echo "$$python" && exit; done; done)
+
+# The reference is the newest JAX on Python 3.13; Python 3.11 gets no JAX after 0.10.
+GIVEN_PYTHON := $(PYTHON)
+ifndef PYTHON
+PYTHON := $(or $(call python,3.13 3.12 3.14 3.11),python3)
+endif
+PYTHON311 ?= $(call python,3.11)
+PYTHON313 ?= $(call python,3.13)
+NEWEST_PYTHON ?= $(call python,3.13 3.12 3.14)
 LABFLAGS ?=
 NB ?=
 
 PY = .venv/bin/python
 # A process for each core; tests of one file, and cells of one notebook, stay together.
 TEST = -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
-PINS = pyproject.toml requirements/py311.txt requirements/py312.txt requirements/oldest.txt
+# What an environment is made from. It is made anew when that changes, or the Python that makes it.
+PINS = pyproject.toml requirements/reference.txt requirements/py311.txt requirements/colab.txt
+IDENTITY = -c 'import sys; print(sys.version.split()[0], sys.base_prefix)'
+anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>/dev/null)" ] || echo another-python)
 # JupyterLab refuses to run as root, which is who one is in a container.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
-# The first Python >= 3.12 that runs, for the newest JAX; the last ones are pyenv's.
-NEWEST_PYTHON ?= $(shell for p in python3.13 python3.12 python3.14 $(PYTHON) \
-	$(lastword $(sort $(wildcard $(HOME)/.pyenv/versions/3.1[2-9].*/bin/python))); do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
-
 .NOTPARALLEL:
-.PHONY: help lab test lint unit nbval notebooks test-oldest test-oldest-unit test-latest gpu case-study soak badges environment pins clean
+.PHONY: help lab test lint unit nbval notebooks test-py311 test-colab test-colab-unit test-latest gpu case-study soak badges environment pins \
+	clean another-python
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
 
 lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a browser: prints the URL)
 	$(PY) -m jupyterlab --notebook-dir=notebooks --LabApp.news_url=None \
@@ -28,34 +40,45 @@ lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a
 
 test: lint unit nbval ## lint, types, unit tests, and every notebook against its stored outputs
 
-lint: .venv/.installed
+lint: .venv/.installed ## lint, types, the workflow of GitHub
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-unit: .venv/.installed
+unit: .venv/.installed ## the unit tests alone
 	$(PY) $(TEST) --durations=10
 
-nbval: .venv/.installed
-	$(PY) $(TEST) --durations=10 --nbval notebooks
+nbval: .venv/.installed ## the notebooks alone against their stored outputs; one of them: make nbval NB=01
+	$(PY) $(TEST) --durations=10 --nbval $(if $(NB),notebooks/$(NB)*.ipynb,notebooks)
 
 notebooks: .venv/.installed ## re-run the notebooks and store their outputs; one of them: make notebooks NB=01
 	$(PY) tools/execute_notebooks.py $(NB)
 
-test-oldest: test-oldest-unit ## unit tests and notebooks at the lower bounds of pyproject.toml
-	COURSE_COMPARE=facts .venv-oldest/bin/python $(TEST) --nbval notebooks
+test-py311: .venv-py311/.installed ## types, unit tests and notebooks on Python 3.11
+	.venv-py311/bin/python -m mypy
+	.venv-py311/bin/python $(TEST)
+	.venv-py311/bin/python $(TEST) --nbval notebooks
 
-test-oldest-unit: .venv-oldest/.installed ## the unit tests of it alone
-	.venv-oldest/bin/python $(TEST)
+test-colab: test-colab-unit ## unit tests and notebooks with the versions that Colab ships (needs Python 3.13)
+	.venv-colab/bin/python $(TEST) --nbval notebooks
+
+test-colab-unit: .venv-colab/.installed ## the unit tests of it alone
+	.venv-colab/bin/python $(TEST)
+
+# Colab's debugger would write a warning for each process that starts a kernel.
+test-colab test-colab-unit: export PYDEVD_DISABLE_FILE_VALIDATION = 1
 
 test-latest: ## unit tests and notebooks with the newest packages there are (needs Python >= 3.12)
-	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The newest JAX needs Python >= 3.12, and none was found."; \
-		echo "Name one: make test-latest NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
+	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The newest JAX needs Python 3.12 or newer (best 3.13), and none was found."; \
+		echo "Name one: make $@ NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
 	$(NEWEST_PYTHON) tools/make_venv.py .venv-latest newest
 	COURSE_SLOW=1 .venv-latest/bin/python $(TEST)
 	COURSE_COMPARE=facts .venv-latest/bin/python $(TEST) --nbval notebooks
 
 # Not all of the GPU's memory for whoever comes first: tests start processes of their own.
 gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
+gpu: PYTHON = $(or $(GIVEN_PYTHON),python3)
 gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, notebooks, measurements into docs/results/
 	$(PYTHON) tools/check_gpu.py
@@ -81,11 +104,21 @@ environment: .venv/.installed ## write environment.yml from pyproject.toml and r
 	$(PY) tools/sync_environment.py
 
 clean: ## remove the environments and what tools left behind
-	rm -rf .venv .venv-oldest .venv-latest .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-py311 .venv-colab .venv-latest .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/.installed: $(PINS)
+.SECONDEXPANSION:
+.venv/.installed: $(PINS) $$(call anew,.venv,$$(PYTHON))
+	@command -v $(PYTHON) >/dev/null || { echo "The course needs Python 3.11 or newer (best 3.13), and none was found."; \
+		echo "Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) tools/make_venv.py .venv
 
-.venv-oldest/.installed: $(PINS)
-	$(PYTHON) tools/make_venv.py .venv-oldest oldest
+.venv-py311/.installed: $(PINS) $$(call anew,.venv-py311,$$(PYTHON311))
+	@[ -n "$(PYTHON311)" ] || { echo "This needs Python 3.11, and none was found (with its modules venv and ensurepip)."; \
+		echo "Name one: make $(MAKECMDGOALS) PYTHON311=/path/to/python3.11"; exit 1; }
+	$(PYTHON311) tools/make_venv.py .venv-py311 py311
+
+.venv-colab/.installed: $(PINS) $$(call anew,.venv-colab,$$(PYTHON313))
+	@[ -n "$(PYTHON313)" ] || { echo "This needs Python 3.13, which Colab has, and none was found (with venv and ensurepip)."; \
+		echo "Name one: make $(MAKECMDGOALS) PYTHON313=/path/to/python3.13"; exit 1; }
+	$(PYTHON313) tools/make_venv.py .venv-colab colab

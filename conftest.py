@@ -1,19 +1,45 @@
 """How `pytest --nbval notebooks` runs and compares.
 
-On a CPU with the pinned versions every stored output is compared, but for cells tagged
-nbval-ignore-output. Elsewhere only the facts, cells tagged nbval-check-output: on a GPU
-(COURSE_BACKEND=gpu), and with other versions (COURSE_COMPARE=facts).
+On a CPU with the versions of requirements/reference.txt every stored output is compared, but
+for cells tagged nbval-ignore-output. Elsewhere only the facts, cells tagged nbval-check-output:
+with other versions, on a GPU (COURSE_BACKEND=gpu), and where one asks for it
+(COURSE_COMPARE=facts). The last lines of a run say which it was.
 """
 
 import os
+from importlib import metadata
 from pathlib import Path
 
+REFERENCE = Path(__file__).parent / "requirements" / "reference.txt"
+# with other versions of these, cells print other digits
+PRINTING = ("jax", "jaxlib", "flax", "optax", "numpy")
 NBVALS_OWN_TIMEOUT = 2000  # seconds; also what a kernel that died would wait
+
+
+def why_only_facts(installed=metadata.version):
+    """Returns why only facts are compared here, or None if everything is."""
+    if os.environ.get("COURSE_BACKEND", "cpu") == "gpu":
+        return "on a GPU"
+    if os.environ.get("COURSE_COMPARE") == "facts":
+        return "COURSE_COMPARE=facts"
+    lines = (
+        line.partition(" ;")[0].partition("==") for line in REFERENCE.read_text().splitlines()
+    )
+    reference = {name: version for name, _, version in lines}
+    others = [
+        f"{name} {installed(name)}" for name in PRINTING if installed(name) != reference[name]
+    ]
+    return f"{', '.join(others)} instead of the reference's" if others else None
+
+
+def compares(config):
+    """Whether pytest was asked for notebooks."""
+    return getattr(config.option, "nbval", False) or getattr(config.option, "nbval_lax", False)
 
 
 def pytest_configure(config):
     option = config.option
-    if not (getattr(option, "nbval", False) or getattr(option, "nbval_lax", False)):
+    if not compares(config):
         return
     # the kernel of this Python, whatever kernels are installed elsewhere
     option.nbval_current_env = True
@@ -23,10 +49,12 @@ def pytest_configure(config):
     if option.nbval_cell_timeout == NBVALS_OWN_TIMEOUT:
         option.nbval_cell_timeout = 1800.0
     option.nbval_kernel_startup_timeout = max(option.nbval_kernel_startup_timeout, 300.0)
-    on_gpu = os.environ.get("COURSE_BACKEND", "cpu") == "gpu"
-    if on_gpu or os.environ.get("COURSE_COMPARE") == "facts":
+    if why_only_facts():
         option.nbval_lax = True  # wins over --nbval
-    if not on_gpu and Path("/proc/driver/nvidia/version").exists():
+    if (
+        os.environ.get("COURSE_BACKEND", "cpu") != "gpu"
+        and Path("/proc/driver/nvidia/version").exists()
+    ):
         os.environ["JAX_PLATFORMS"] = "cpu"  # there is a GPU, but it was not asked for
     if getattr(option, "numprocesses", None) and option.dist in ("no", "load"):
         option.dist = "loadscope"  # a notebook is one kernel, so one worker
@@ -37,3 +65,14 @@ def pytest_collection_modifyitems(items):
         # a cell: seconds that nbval waits for each of its messages, by default five
         if hasattr(item, "output_timeout"):
             item.output_timeout = 60
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if compares(config):
+        reason = why_only_facts()
+        which = (
+            f"facts alone, {reason}"
+            if reason
+            else "all that is not a measurement, at the reference"
+        )
+        terminalreporter.write_line(f"compared with the stored outputs: {which}")

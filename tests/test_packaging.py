@@ -2,8 +2,12 @@
 pyproject.toml.
 """
 
+import functools
+import os
 import re
+import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -11,21 +15,24 @@ from pathlib import Path
 
 import check_gpu
 import draw_case_study
+import make_venv
 import nbformat
 import PIL.Image
 import pin_versions
 import pytest
 import stamp
 import sync_environment
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 SETS = {
     name: sync_environment.pins(ROOT / "requirements" / f"{name}.txt")
-    for name in ("py311", "py312", "oldest")
+    for name in ("reference", "py311", "colab")
 }
 ADDRESSES = re.compile(r"https?://\S+|--(?:extra-)?index-url|--find-links|@ |file:")
 
@@ -34,7 +41,7 @@ ADDRESSES = re.compile(r"https?://\S+|--(?:extra-)?index-url|--find-links|@ |fil
 def test_the_exact_versions_lie_in_the_ranges(name):
     wanted = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"]
     for requirement in map(
-        Requirement, wanted + (EXTRAS["virtual"] if name != "oldest" else [])
+        Requirement, wanted + (EXTRAS["virtual"] if name != "colab" else [])
     ):
         (exact,) = SETS[name][canonicalize_name(requirement.name)].specifier
         assert exact.operator == "==" and exact.version in requirement.specifier, str(
@@ -42,13 +49,28 @@ def test_the_exact_versions_lie_in_the_ranges(name):
         )
 
 
-def test_the_oldest_set_is_the_lower_bounds():
+def test_the_lower_bounds_are_what_colab_ships():
+    """Pip leaves Colab's packages alone, and `make test-colab` tests each bound."""
     for bound in map(Requirement, pin_versions.lower_bounds(PROJECT["dependencies"])):
-        (exact,) = SETS["oldest"][canonicalize_name(bound.name)].specifier
-        assert exact.version in bound.specifier  # ==0.22 holds 0.22.0
+        (exact,) = SETS["colab"][canonicalize_name(bound.name)].specifier
+        assert exact.version in bound.specifier, bound  # ==3.10 holds 3.10.0
 
 
-@pytest.mark.parametrize("name", ["py311", "py312"])
+def test_colabs_set_is_colabs_own_but_for_what_the_set_up_cell_raises_there():
+    shipped = sync_environment.pins(ROOT / "requirements" / "colab-published.txt")
+    both = set(shipped) & set(SETS["colab"])
+    assert {"jax", "flax", "numpy", "ipython", "ipykernel", "protobuf"} < both
+    assert {
+        name for name in both if shipped[name] != SETS["colab"][name]
+    } == pin_versions.RAISED_ON_COLAB
+
+
+def test_python_311_alone_lags_behind_the_reference():
+    (reference,), (older,) = SETS["reference"]["jax"].specifier, SETS["py311"]["jax"].specifier
+    assert Version(reference.version) > Version(older.version) >= Version("0.10.2")
+
+
+@pytest.mark.parametrize("name", ["reference", "py311"])
 def test_the_cuda_plugin_is_of_jaxs_version_and_only_where_it_runs(name):
     pins = SETS[name]
     assert (
@@ -197,3 +219,98 @@ def test_the_readmes_picture_shows_the_recorded_rows():
         assert picture.text["Description"] == draw_case_study.digest(), (
             "run tools/draw_case_study.py"
         )
+
+
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+TARGETS = set(
+    re.search(r"^\.PHONY: ((?:.|\\\n)*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+)
+
+
+def commands(event):
+    """Returns what the jobs of the workflow run on an event, with the values of their matrix
+    filled in.
+    """
+    lines = []
+    for job in WORKFLOW["jobs"].values():
+        condition = (
+            job.get("if", "true").replace("github.event_name", repr(event)).replace("||", "or")
+        )
+        if not eval(condition, {"true": True}):
+            continue
+        numbers = job.get("strategy", {}).get("matrix", {}).get("number", [""])
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        lines += [
+            run.replace("${{ matrix.number }}", number) for run in runs for number in numbers
+        ]
+    return lines
+
+
+ONE_OF_EACH = {
+    command.split()[1]: command for command in commands("pull_request") + commands("schedule")
+}.values()
+
+
+@pytest.mark.parametrize("command", ONE_OF_EACH)
+def test_what_the_workflow_runs_is_a_target_of_make_as_it_stands(command):
+    make, target, *variables = command.split()
+    assert make == "make" and target in TARGETS and "$" not in command
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS", "GNUMAKE"))
+    }
+    done = subprocess.run(
+        ["make", "--dry-run", target, *variables],
+        cwd=ROOT,
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "python" in done.stdout, done.stderr
+    assert not variables or variables[0].removeprefix("NB=") + "*.ipynb" in done.stdout
+
+
+def test_the_workflow_runs_all_on_pull_requests_and_the_newest_packages_at_night():
+    notebooks = {
+        f"make nbval NB={path.name[:2]}" for path in (ROOT / "notebooks").glob("*.ipynb")
+    }
+    rest = {"make lint", "make unit", "make test-py311", "make test-colab"}
+    assert sorted(commands("pull_request")) == sorted(rest | notebooks)
+    assert commands("schedule") == ["make test-latest"]
+
+
+@pytest.fixture
+def why_only_facts(monkeypatch):
+    """That of the project's own conftest.py, not of the one in tests/."""
+    monkeypatch.delenv("COURSE_COMPARE", raising=False)
+    monkeypatch.delenv("COURSE_BACKEND", raising=False)
+    return runpy.run_path(str(ROOT / "conftest.py"))["why_only_facts"]
+
+
+def exact_version(name, package):
+    (exact,) = SETS[name][package].specifier
+    return exact.version
+
+
+def test_every_output_is_compared_at_the_reference_and_only_facts_elsewhere(
+    why_only_facts, monkeypatch
+):
+    at = {name: functools.partial(exact_version, name) for name in SETS}
+    assert why_only_facts(at["reference"]) is None
+    for name in ("py311", "colab"):
+        assert f"jax {at[name]('jax')}" in why_only_facts(at[name])
+    monkeypatch.setenv("COURSE_COMPARE", "facts")
+    assert why_only_facts(at["reference"]) == "COURSE_COMPARE=facts"
+    monkeypatch.setenv("COURSE_BACKEND", "gpu")
+    assert why_only_facts(at["reference"]) == "on a GPU"
+
+
+@pytest.mark.parametrize("wanted", ["reference", "py311", "colab", "newest"])
+def test_an_environment_of_a_python_that_its_versions_are_not_for_is_refused(
+    wanted, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 2))
+    with pytest.raises(SystemExit, match=r"is Python 3\.10, and 3\.1[123].* is needed"):
+        make_venv.main(str(tmp_path / "venv"), wanted)
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_NEEDED = {"ruff", "mypy", "packaging"}
+NOT_NEEDED = {"check-jsonschema", "ruff", "mypy", "packaging"}
 
 
 def missing() -> list[str]:

@@ -1,9 +1,10 @@
 """Makes a virtual environment that holds this project and exact versions of what it needs.
 
-usage: python make_venv.py FOLDER [pinned | oldest | newest]
+usage: python make_venv.py FOLDER [pinned | py311 | colab | newest]
 
-  pinned  requirements/py311.txt, or py312.txt where this Python is newer
-  oldest  requirements/oldest.txt
+  pinned  requirements/reference.txt, or py311.txt where this is Python 3.11
+  py311   requirements/py311.txt, on Python 3.11 alone
+  colab   requirements/colab.txt, on Python 3.13 alone
   newest  whatever is newest today within the ranges of pyproject.toml
 
 Needs no package, and runs on an old Python too, to say so.
@@ -21,18 +22,32 @@ QUIET = (
     'os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")\n'
 )
 
+# The Pythons for which requirements/*.txt were resolved.
+PYTHONS = {
+    "reference": ("3.12", "3.13", "3.14"),
+    "py311": ("3.11",),
+    "colab": ("3.13",),
+    "newest": ("3.12", "3.13", "3.14"),
+}
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+def needed(wanted):
+    """Returns the Pythons that an environment can be of, as words."""
+    return " or ".join(PYTHONS[wanted])
+
+
 def main(folder, wanted="pinned"):
-    """Makes the environment afresh, installs into it, and stamps it with the file `.installed`
-    when all went well.
+    """Makes the environment afresh, installs into it, and writes into its file `.installed`
+    which Python it is of.
     """
-    if sys.version_info < (3, 11):  # noqa: UP036
-        version = ".".join(map(str, sys.version_info[:2]))
+    version = ".".join(map(str, sys.version_info[:2]))
+    if wanted == "pinned":
+        wanted = "py311" if version == "3.11" else "reference"
+    if version not in PYTHONS[wanted]:
         sys.exit(
-            f"{sys.executable} is Python {version}, and 3.11 is needed. Name another: make"
-            " PYTHON=python3.12 ..."
+            f"{sys.executable} is Python {version}, and {needed(wanted)} is needed. Name one:"
+            " make PYTHON=python3.13 ..."
         )
     try:
         import ensurepip  # noqa: F401  (Debian and Ubuntu leave it out of their python3)
@@ -43,8 +58,6 @@ def main(folder, wanted="pinned"):
             " install python3-venv"
         )
 
-    if wanted == "pinned":
-        wanted = "py311" if sys.version_info < (3, 12) else "py312"
     if wanted == "newest":
         installs = [["--upgrade", "--editable", ROOT + "[notebooks,test,virtual]"]]
     else:
@@ -72,7 +85,8 @@ def main(folder, wanted="pinned"):
                 " again."
             )
     keep_quiet(os.path.join(folder, "lib", f"python3.{sys.version_info[1]}", "site-packages"))
-    open(os.path.join(folder, ".installed"), "w").close()
+    with open(os.path.join(folder, ".installed"), "w") as installed:
+        print(sys.version.split()[0], sys.base_prefix, file=installed)
 
 
 def keep_quiet(site_packages):

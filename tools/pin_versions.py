@@ -2,12 +2,13 @@
 
 usage: python tools/pin_versions.py         (needs uv on the PATH: pip install uv)
 
-  py311.txt   newest versions for Python 3.11: the reference, notebooks hold what these print
-  py312.txt   newest versions for Python 3.12 to 3.14 (array-record, which Grain needs, has no
-              wheel for a later one)
-  oldest.txt  the lower bounds of pyproject.toml, on Python 3.11
+  reference.txt  newest versions for Python 3.12 to 3.14: notebooks hold what these print
+                 (array-record, which Grain needs, has no wheel for a later Python)
+  py311.txt      newest versions for Python 3.11, which has no newer JAX than 0.10.2
+  colab.txt      what Colab ships (colab-published.txt), on Python 3.13; what it lacks comes at
+                 the lower bounds of pyproject.toml
 
-`.venv` is made from these, whatever machine the learner has: Linux on x86-64 or arm64, or macOS
+Environments are made from these on all machines of learners: Linux on x86-64 or arm64, or macOS
 on arm64. They name no index.
 """
 
@@ -17,11 +18,13 @@ import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "# Written by tools/pin_versions.py from pyproject.toml: {what}. Do not edit.\n"
-# matplotlib 3.10.0 calls what pyparsing 3.3 deprecates, and the tests take warnings for errors.
-OLDEST_ALSO = ["pyparsing<3.3"]
+# xprof, which the set-up cell brings to Colab, needs newer ones than Colab ships, so pip
+# replaces these there.
+RAISED_ON_COLAB = {"absl-py", "urllib3"}
 PLATFORMS = (
     {"sys_platform": "linux", "platform_machine": "x86_64"},
     {"sys_platform": "linux", "platform_machine": "aarch64"},
@@ -34,16 +37,24 @@ def marker(platform: dict[str, str]) -> str:
     return " and ".join(f"{name} == '{value}'" for name, value in platform.items())
 
 
-def resolve(requirements: list[str], python: str, python_marker: str) -> str:
+def resolve(requirements: list[str], first: str, end: str, constraints: list[str]) -> str:
     """Returns exact versions of everything that the requirements need, as the lines of a
     requirements file.
+
+    Args:
+      requirements: what is installed.
+      first: the oldest Python that the lines are for, such as "3.12".
+      end: the first Python after it that they are not for.
+      constraints: the versions to take of packages that happen to be needed.
     """
-    environments = [f"{marker(platform)} and {python_marker}" for platform in PLATFORMS]
+    python = f"python_full_version >= '{first}' and python_full_version < '{end}'"
+    environments = [f"{marker(platform)} and {python}" for platform in PLATFORMS]
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "pyproject.toml"
         wanted.write_text(
-            f'[project]\nname = "wanted"\nversion = "0"\nrequires-python = ">={python}"\n'
+            f'[project]\nname = "wanted"\nversion = "0"\nrequires-python = ">={first}"\n'
             f"dependencies = {requirements!r}\n[tool.uv]\nenvironments = {environments!r}\n"
+            f"constraint-dependencies = {constraints!r}\n"
         )
         command = [
             "uv",
@@ -52,7 +63,7 @@ def resolve(requirements: list[str], python: str, python_marker: str) -> str:
             str(wanted),
             "--universal",
             "--python-version",
-            python,
+            first,
             "--quiet",
         ]
         command += [
@@ -64,7 +75,7 @@ def resolve(requirements: list[str], python: str, python_marker: str) -> str:
         lines = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder
         ).stdout.splitlines()
-    return "".join(pin(Requirement(line), f"{python}.0") for line in lines)
+    return "".join(pin(Requirement(line), f"{first}.0") for line in lines)
 
 
 def pin(requirement: Requirement, python: str) -> str:
@@ -95,36 +106,41 @@ def lower_bounds(requirements: list[str]) -> list[str]:
     return bounds
 
 
+def published_by_colab() -> list[str]:
+    """Returns the line `name==version` of each package that Colab ships and keeps when the
+    course is installed there.
+    """
+    lines = (ROOT / "requirements" / "colab-published.txt").read_text().splitlines()
+    names = {
+        line.partition("==")[0]: line for line in lines if line and not line.startswith("#")
+    }
+    return [
+        line for name, line in names.items() if canonicalize_name(name) not in RAISED_ON_COLAB
+    ]
+
+
 def main() -> None:
     """Writes the three files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = project["dependencies"] + extras["notebooks"] + extras["test"]
     newest = needed + extras["virtual"]
+    colab = needed + lower_bounds(project["dependencies"])
     sets = {
-        "py311.txt": (
-            "newest versions for Python 3.11",
-            newest,
-            "3.11",
-            "python_full_version < '3.12'",
-        ),
-        "py312.txt": (
-            "newest versions for Python 3.12 to 3.14",
-            newest,
-            "3.12",
-            "python_full_version >= '3.12' and python_full_version < '3.15'",
-        ),
-        "oldest.txt": (
-            "its lower bounds, on Python 3.11",
-            needed + lower_bounds(project["dependencies"]) + OLDEST_ALSO,
-            "3.11",
-            "python_full_version < '3.12'",
+        "reference": ("newest versions for Python 3.12 to 3.14", newest, "3.12", "3.15", []),
+        "py311": ("newest versions for Python 3.11", newest, "3.11", "3.12", []),
+        "colab": (
+            "what Colab ships, on Python 3.13",
+            colab,
+            "3.13",
+            "3.14",
+            published_by_colab(),
         ),
     }
-    for name, (what, requirements, python, python_marker) in sets.items():
-        pins = resolve(requirements, python, python_marker)
-        (ROOT / "requirements" / name).write_text(HEADER.format(what=what) + pins)
-        print(f"requirements/{name}")
+    for name, (what, requirements, first, end, constraints) in sets.items():
+        pins = resolve(requirements, first, end, constraints)
+        (ROOT / "requirements" / f"{name}.txt").write_text(HEADER.format(what=what) + pins)
+        print(f"requirements/{name}.txt")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Writes environment.yml, for conda users, from pyproject.toml and the exact versions of
-requirements/py311.txt.
+requirements/reference.txt.
 
 usage: python tools/sync_environment.py [--check]
 
@@ -17,13 +17,13 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
-# Written by tools/sync_environment.py from pyproject.toml and requirements/py311.txt.\
+# Written by tools/sync_environment.py from pyproject.toml and requirements/reference.txt.\
  Do not edit.
 # From the project's folder: conda env create -f environment.yml
 name: course-lib
 channels: [conda-forge, nodefaults]
 dependencies:
-  - python=3.11
+  - python=3.13
   - pip
   - pip:
 """
@@ -52,7 +52,7 @@ def direct() -> list[Requirement]:
 
 def environment() -> str:
     """Returns the text of environment.yml."""
-    exact = pins(ROOT / "requirements" / "py311.txt")
+    exact = pins(ROOT / "requirements" / "reference.txt")
     lines = []
     for wanted in direct():
         pin = exact[canonicalize_name(wanted.name)]

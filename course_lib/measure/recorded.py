@@ -10,7 +10,9 @@ package, written earlier by a machine that could:
 `COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
 that).
 
-Where each row takes a while, `partly_live` computes a few and reads the others.
+Where each row takes a while, `partly_live` computes a few and reads the others. A row that
+newer versions cannot compute any more stays in the table as it is, with its own date and
+versions: `kept`.
 """
 
 import concurrent.futures
@@ -75,7 +77,8 @@ def live_or_recorded(
     rows = _as_json(name, compute())
     if _recording():
         _write(name, accelerator, rows)
-    return Table(rows, True, _computed_here(rows, accelerator))
+    older = _older(rows)
+    return Table(rows, not older, _computed_here(rows, accelerator) + older)
 
 
 def partly_live(
@@ -128,6 +131,42 @@ def partly_live(
     return Table(list(by_case.values()), False, note)
 
 
+def kept(name: str, case: str) -> dict[str, Any]:
+    """Returns the recorded row of a case that cannot be computed with the versions of this
+    machine.
+
+    Args:
+      name: of the table.
+      case: what stands in the row under "case".
+
+    Returns:
+      The row, with the date and the versions that it was recorded with under "recorded" and
+        "versions".
+
+    Raises:
+      FileNotFoundError: if the table was not recorded.
+      ValueError: if the table has no such row.
+    """
+    record = _load(name, f"the row {case!r} cannot be computed with these versions")
+    rows = [row for row in record["rows"] if row.get("case") == case]
+    if not rows:
+        raise ValueError(
+            f"case={case!r} must be in the table {name!r}: record it with versions that can"
+            " compute it"
+        )
+    return {"recorded": record["recorded"], "versions": record["versions"]} | rows[0]
+
+
+def _older(rows: list[dict[str, Any]]) -> str:
+    """Spells out which rows are of another day and of other versions than the rest."""
+    days: dict[str, list[str]] = {}
+    for row in rows:
+        if "versions" in row:
+            when = f"recorded on {row['recorded']} with {_spell(row['versions'])}"
+            days.setdefault(when, []).append(repr(row["case"]))
+    return "".join(f" ({', '.join(cases)} {when})" for when, cases in days.items())
+
+
 def _recording() -> bool:
     return os.environ.get("COURSE_RECORD") == "1"
 
@@ -147,15 +186,19 @@ def _as_json(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ) from error
 
 
-def _read(name: str, accelerator: str, reason: str) -> Table:
+def _load(name: str, reason: str) -> dict[str, Any]:
     try:
-        record = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"the table {name!r} cannot be computed here ({reason}), and no record of it comes"
             " with course_lib; run this with COURSE_RECORD=1 on a machine that has virtual"
             " devices"
         ) from error
+
+
+def _read(name: str, accelerator: str, reason: str) -> Table:
+    record = _load(name, reason)
     if record["accelerator"] != accelerator:
         raise ValueError(
             f"accelerator={accelerator!r} must be {record['accelerator']!r}, as in the table"
@@ -163,7 +206,7 @@ def _read(name: str, accelerator: str, reason: str) -> Table:
         )
     note = (
         f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)}"
-        f" with {_spell(record['versions'])}, because here {reason}"
+        f" with {_spell(record['versions'])}{_older(record['rows'])}, because here {reason}"
     )
     return Table(record["rows"], False, note)
 

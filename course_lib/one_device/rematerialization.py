@@ -194,7 +194,8 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
     found = []
     # Each value once; literals take no memory.
     for var in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
-        shape, dtype = var.aval.shape, var.aval.dtype
+        aval: Any = var.aval
+        shape, dtype = aval.shape, aval.dtype
         size = (
             np.dtype(dtype).itemsize
             if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

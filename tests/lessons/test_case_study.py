@@ -10,7 +10,7 @@ import pytest
 
 from course_lib import measure
 from course_lib.lessons import case_study
-from course_lib.measure import virtual
+from course_lib.measure import recorded, virtual
 
 PUBLISHED = [case for case in case_study.CASES if case.published_gib]
 # a compiler of another year, without the GPU's context and its libraries' workspace
@@ -107,6 +107,44 @@ def test_a_live_case_that_does_not_exist_is_refused():
 
 def test_without_live_cases_the_table_is_the_record():
     assert case_study.table("h100").rows == case_study.recorded_rows("h100")
+
+
+def test_recording_keeps_the_rows_of_cases_that_this_jax_cannot_compile_and_says_so(
+    monkeypatch, tmp_path, capsys
+):
+    rows = [
+        {k: v for k, v in row.items() if k not in ("recorded", "versions")}
+        for row in case_study.recorded_rows("h100")
+    ]
+    old = {"recorded": "1999-12-31", "versions": {"jax": "0.10.2"}}
+    file = tmp_path / "case_study_h100.json"
+    file.write_text(json.dumps(old | {"accelerator": "h100", "rows": rows}))
+    monkeypatch.setattr(recorded, "FOLDER", tmp_path)
+    monkeypatch.setenv("COURSE_RECORD", "")  # main sets it, and the test takes it back
+    by_case = {row["case"]: row for row in rows}
+    monkeypatch.setattr(case_study, "ACCELERATORS", ("h100",))
+    monkeypatch.setattr(virtual, "why_unavailable", lambda name: None)
+    monkeypatch.setattr(virtual, "devices", lambda name: [mock.Mock()])
+    monkeypatch.setattr(
+        case_study.attention,
+        "why_unavailable",
+        lambda name, gpu: "gone" if name == "pallas" else None,
+    )
+    monkeypatch.setattr(
+        case_study, "compile_case", lambda case, device: by_case[case.name] | {"peak_bytes": 1}
+    )
+
+    case_study.main()
+
+    written = json.loads(file.read_text())
+    assert written["versions"]["jax"] == jax.__version__
+    assert written["rows"] == [
+        old | row if "flash" in row["case"] else row | {"peak_bytes": 1} for row in rows
+    ]
+    assert (
+        "'flash', 'flash, unrolled', 'flash, remat Block' recorded on 1999-12-31 with jax"
+        " 0.10.2" in capsys.readouterr().out
+    )
 
 
 TINY = {

@@ -165,6 +165,50 @@ def test_a_live_case_that_the_table_does_not_have_is_refused(table):
         recorded.partly_live("table", never, live=["lost"], cases=["kept"])
 
 
+def recorded_at(file, jax_version):
+    """Pretends that a table was recorded in another year, with another JAX."""
+    record = json.loads(file.read_text())
+    file.write_text(
+        json.dumps(record | {"recorded": "1999-12-31", "versions": {"jax": jax_version}})
+    )
+
+
+def test_a_row_that_cannot_be_computed_any_more_stays_with_the_day_and_the_versions_of_its_own(
+    table, here, monkeypatch
+):
+    here(None)
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    recorded_at(table, "0.10.2")
+
+    def compute():
+        return [compute_row("kept"), recorded.kept("table", "donated")]
+
+    def compute_row(case):
+        return {"case": case, "peak": 1}
+
+    older = {"recorded": "1999-12-31", "versions": {"jax": "0.10.2"}} | ROWS[0]
+    said = "('donated' recorded on 1999-12-31 with jax 0.10.2)"
+    for _ in range(2):  # recorded once more, it is not dated anew
+        live = recorded.live_or_recorded("table", compute)
+        assert (
+            live.rows == json.loads(table.read_text())["rows"] == [compute_row("kept"), older]
+        )
+        assert not live.live and live.note.endswith(f"with jax {jax.__version__} {said}")
+        assert json.loads(table.read_text())["versions"]["jax"] == jax.__version__
+    here("JAX is too old")
+    assert (
+        f" {said}, because here JAX is too old"
+        in recorded.live_or_recorded("table", never).note
+    )
+
+
+def test_a_row_that_was_never_recorded_cannot_be_kept(table):
+    with pytest.raises(ValueError, match="case='lost' must be in the table 'table'"):
+        recorded.kept("table", "lost")
+    with pytest.raises(FileNotFoundError, match="'unknown' .*'lost' cannot be computed"):
+        recorded.kept("unknown", "lost")
+
+
 @pytest.mark.parametrize("name", ["", "../secret", "A table", "a-b"])
 def test_a_name_that_is_no_plain_file_name_is_refused(folder, name):
     with pytest.raises(ValueError, match="name="):
