@@ -111,7 +111,8 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     state, kept = layout(config, mesh, strategy)
     # What is changed later does not reach into the gradient function.
     config = FrozenConfigDict(config)
-    loss_fn, gradient_fn, _ = _ways(config, mesh, strategy, state.params, kept)
+    of_one = training.functions(config)[1]
+    loss_fn, gradient_fn, _ = _ways(config, mesh, strategy, of_one, state.params, kept)
     return gradient_fn(loss_fn)
 
 
@@ -152,10 +153,10 @@ def of_checked(
     """
     check(config, mesh, strategy)
     config = FrozenConfigDict(config)
-    apply_fn, _, init = training.functions(config)
+    apply_fn, of_one, init = training.functions(config)
     specs, kept = layout_of(_shapes(init), config, mesh, strategy)
     placed = sharding.place(specs, mesh)
-    loss_fn, gradient_fn, evaluated = _ways(config, mesh, strategy, specs.params, kept)
+    loss_fn, gradient_fn, evaluated = _ways(config, mesh, strategy, of_one, specs.params, kept)
     train_step = training.make_train_step(
         loss_fn,
         optimizers.from_config(config.optimizer),
@@ -199,7 +200,12 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
 
 
 def _ways(
-    config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree, kept: PyTree
+    config: ConfigDict,
+    mesh: Mesh,
+    strategy: Strategy,
+    of_one: LossFn,
+    held: PyTree,
+    kept: PyTree,
 ) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
     """Returns the loss that is differentiated, what makes the gradient function of it, and the
     loss of whole arrays.
@@ -212,8 +218,7 @@ def _ways(
         gradient_accumulation.in_minibatches, **training.minibatches(config)
     )
     if mesh.size == 1:
-        loss_fn = training.functions(config)[1]
-        return loss_fn, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), loss_fn
+        return of_one, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), of_one
     if _piped(mesh):
         given = _pipeline(config, mesh, strategy, held)
         loss_fn = pipeline.loss_of_head(given[0], _tensor(mesh, strategy)[1])

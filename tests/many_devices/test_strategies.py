@@ -10,7 +10,7 @@ import pytest
 from ml_collections import FrozenConfigDict
 
 from course_lib import measure, training
-from course_lib.many_devices import options, strategies
+from course_lib.many_devices import meshes, options, strategies
 from course_lib.many_devices.strategies import Strategy
 
 STAGES = (0, 1, 2, 3)
@@ -327,6 +327,38 @@ def test_what_is_no_mesh_or_no_strategy_is_refused(grid, chosen, message):
     with pytest.raises(ValueError, match=message):
         # without the tests' checks of types
         inspect.unwrap(options.check)(one_device.small(), grid, chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Strategy(),
+        Strategy(zero=3),
+        Strategy(sequence=True),
+        Strategy(by="compiler"),
+        Strategy(microbatches=4, chunks=2),
+    ],
+    ids=str,
+)
+def test_on_a_mesh_of_one_device_any_strategy_takes_the_steps_of_one_device_bit_for_bit(chosen):
+    whole = one_device.small(
+        **{"model.dropout_rate": 0.5, "training.num_minibatches": 2, "optimizer.name": "adam"}
+    )
+    batch, states = one_device.batch(whole), []
+    device = jax.devices("cpu")[3]
+    for run in (
+        training.build(whole),
+        strategies.build(whole, meshes.make({"data": 1}, [device]), chosen),
+    ):
+        state = run.init(jax.random.key(0))
+        for _ in range(2):
+            state, _ = run.train_step(state, batch)
+        states.append(state)
+    assert {found.devices() == {device} for found in jax.tree.leaves(states[1])} == {True}
+    for found, expected in zip(
+        *(jax.tree.leaves((state.params, state.opt_state)) for state in states), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_an_axis_that_no_strategy_uses_is_refused():

@@ -54,6 +54,21 @@ def ledger(name):
     return measure.ledger(run.train_step.lower(*run.abstract()).compile(), grid)
 
 
+@pytest.mark.parametrize("chosen", [Strategy(), Strategy(zero=3)], ids=["plain", "ZeRO-3"])
+def test_a_mesh_of_one_device_has_the_program_of_one_device_and_sends_nothing(chosen):
+    whole, [device] = large(), virtual.devices("h100")
+    whole.training.num_minibatches = 2
+    one, run = (
+        training.build(whole),
+        strategies.build(whole, meshes.make({"data": 1}, [device]), chosen),
+    )
+    expected = virtual.compile(one.train_step.lower(*virtual.abstract(one.abstract(), device)))
+    found = virtual.compile(run.train_step.lower(*run.abstract()))
+    assert measure.memory(found) == measure.memory(expected)
+    assert measure.traffic(found).bytes == measure.traffic(expected).bytes
+    assert not measure.ledger(found, run.mesh).entries
+
+
 def moved(found, kind, dtype, inside=None):
     """Returns the payload in bytes; inside of the layers, which run as a loop, or outside; or
     both.

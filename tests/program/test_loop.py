@@ -26,7 +26,7 @@ import pytest
 import small_run
 from small_run import configuration, corpus
 
-from course_lib import files, training
+from course_lib import configs, files, training
 from course_lib.measure import hardware
 from course_lib.program import checkpoints, journal, loop, preemption, processes
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
@@ -280,6 +280,35 @@ def test_what_is_done_is_not_done_again(text, unbroken, capsys, steps):
     assert (unbroken / "report.md").exists() and json.loads(
         (unbroken / "config.json").read_text()
     )["seed"] == 42
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_before_the_first_step_a_run_is_checked_once_and_built_once(
+    text, tmp_path, monkeypatch, count
+):
+    class Begins(Exception):
+        pass
+
+    def begins(*_):
+        raise Begins
+
+    whole, called = configuration(text, data__batch_size=8), []
+    for owner, name in (
+        (configs, "check"),
+        (training, "check"),
+        (training, "functions"),
+        (training, "make_train_step"),
+    ):
+        right = getattr(owner, name)
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda *a, right=right, name=name, **o: (called.append(name), right(*a, **o))[1],
+        )
+    monkeypatch.setattr(loop, "_Loop", begins)
+    with pytest.raises(Begins):
+        loop.train(whole, tmp_path, jax.devices("cpu")[:count])
+    assert called == ["check", "functions", "make_train_step"]
 
 
 def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
