@@ -1,4 +1,4 @@
-"""What each of several processes runs in test_cluster.py: `python cluster_worker.py JOB
+"""What each of several processes runs in test_processes.py: `python cluster_worker.py JOB
 [coordinator process processes]`.
 
 Jobs: "train" prints losses, "prepare" comes to no step. The others step without end, until one

@@ -26,7 +26,12 @@ from ports import free_port
 from course_lib.program import journal, processes
 
 ROOT = Path(__file__).parents[2]
-WORKER = [sys.executable, "-u", *small_run.STRICT, str(ROOT / "tests" / "cluster_worker.py")]
+WORKER = [
+    sys.executable,
+    "-u",
+    *small_run.STRICT,
+    str(ROOT / "tests" / "helpers" / "cluster_worker.py"),
+]
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
 # seconds for all to end after one did: the workers' heartbeat is 10, JAX's own 100, and the
 # machine may be busy
@@ -60,7 +65,7 @@ def launch(programs_kept, tmp_path):
         env = {
             name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
         }
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
         with (tmp_path / name).open("w") as file:
             env |= {"PYTHONPATH": paths, **programs_kept, **environ}
             process = subprocess.Popen(
