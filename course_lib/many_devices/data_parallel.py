@@ -46,7 +46,7 @@ def gradient(
     kept: PyTree,
     *,
     stage: int = 0,
-    cut: Callable[[GradFn], GradFn] = lambda grad_fn: grad_fn,
+    cut: Callable[[GradFn], GradFn] = gradient_accumulation.in_minibatches,
 ) -> GradFn:
     """Returns a gradient function on arrays that are spread over the mesh's "data" axis.
 
@@ -60,9 +60,8 @@ def gradient(
       held: specs of the parameters.
       kept: specs of the gradients that come out: cut over "data" from stage 1 on.
       stage: of ZeRO, 0 to 3.
-      cut: makes, of the gradient function of a minibatch, that of a device's share, as
-        `gradient_accumulation.in_minibatches` does. Stages 0 and 1 communicate once for all
-        minibatches.
+      cut: makes, of the gradient function of a minibatch, that of a device's share; by default
+        there is one minibatch. Stages 0 and 1 communicate once for all minibatches.
 
     Raises:
       ValueError: if there is no such stage.

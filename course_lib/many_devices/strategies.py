@@ -161,7 +161,9 @@ def of_checked(
         loss_fn,
         optimizers.from_config(config.optimizer),
         donate=config.training.donate,
-        gradient_fn=gradient_fn,
+        gradient_fn=(
+            _of_one_key(gradient_fn) if mesh.size > 1 and strategy.by == "hand" else gradient_fn
+        ),
         skip_not_finite=skip_not_finite,
         out_shardings=(placed, NamedSharding(mesh, P())),
     )
@@ -176,6 +178,18 @@ def of_checked(
         mesh,
         specs,
     )
+
+
+def _of_one_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
+    """Hands on the key that a step has always given to gradients by hand: stored runs go on
+    with their dropout masks.
+    """
+
+    def of_loss(loss_fn: LossFn) -> GradFn:
+        grad_fn = gradient_fn(loss_fn)
+        return lambda params, batch, rng: grad_fn(params, batch, jax.random.split(rng, 1)[0])
+
+    return of_loss
 
 
 def _piped(mesh: meshes.Shape) -> bool:
@@ -224,7 +238,7 @@ def _ways(
         loss_fn = pipeline.loss_of_head(given[0], _tensor(mesh, strategy)[1])
         return (
             loss_fn,
-            _of_one_key(lambda loss_fn: pipeline.gradient(loss_fn, *given, kept)),
+            lambda loss_fn: pipeline.gradient(loss_fn, *given, kept),
             pipeline.loss(loss_fn, *given),
         )
     if strategy.by == "hand":
@@ -237,21 +251,9 @@ def _ways(
             stage=strategy.zero,
             cut=cut,
         )
-        return loss_fn, _of_one_key(by_hand), data_parallel.loss(loss_fn, mesh, held)
+        return loss_fn, by_hand, data_parallel.loss(loss_fn, mesh, held)
     loss_fn, placed = _constrained_loss(config, mesh, strategy), sharding.place(kept, mesh)
     return loss_fn, lambda loss_fn: cut(_gradient_by_compiler(placed, loss_fn)), loss_fn
-
-
-def _of_one_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
-    """Draws dropout from the key that a step has always given to these gradients: stored runs
-    go on with their masks.
-    """
-
-    def of_loss(loss_fn: LossFn) -> GradFn:
-        grad_fn = gradient_fn(loss_fn)
-        return lambda params, batch, rng: grad_fn(params, batch, jax.random.split(rng, 1)[0])
-
-    return of_loss
 
 
 def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> LossFn:
