@@ -361,6 +361,21 @@ def test_on_a_mesh_of_one_device_any_strategy_takes_the_steps_of_one_device_bit_
         np.testing.assert_array_equal(found, expected)
 
 
+def test_a_step_by_hand_draws_its_dropout_as_it_always_has():
+    """A stored run goes on with the masks that it would have had: its key, as one of one
+    minibatch, then the device's.
+    """
+    whole, grid = one_device.small(**{"model.dropout_rate": 0.5}), one_device.grid(data=2)
+    run, batch = strategies.build(whole, grid), one_device.batch(whole)
+    state = run.init(jax.random.key(0))
+    step_rng = jax.random.split(state.rng)[1]
+    expected = one_device.jit(strategies.gradient(whole, grid))(
+        state.params, batch, jax.random.split(step_rng, 1)[0]
+    )[1]
+    _, metrics = run.train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"][0], expected["loss"][0], rtol=1e-5)
+
+
 def test_an_axis_that_no_strategy_uses_is_refused():
     grid = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "rows"))
     with pytest.raises(
