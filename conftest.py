@@ -10,6 +10,8 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 REFERENCE = Path(__file__).parent / "requirements" / "reference.txt"
 # with other versions of these, cells print other digits
 PRINTING = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -67,6 +69,7 @@ def pytest_collection_modifyitems(items):
             item.output_timeout = 60
 
 
+@pytest.hookimpl(trylast=True)  # after the durations
 def pytest_terminal_summary(terminalreporter, config):
     if compares(config):
         reason = why_only_facts()

@@ -19,6 +19,9 @@ from course_lib.program import settings
 # A program that is killed while it keeps a compiled one leaves a part of it: the next one says
 # so, and compiles it itself.
 STRICT = ["-W", "error", "-W", "ignore:Error reading persistent compilation cache entry"]
+# Colab's matplotlib calls what its pyparsing deprecates.
+for _module in ("matplotlib._fontconfig_pattern", "matplotlib._mathtext", "pyparsing.util"):
+    STRICT += ["-W", f"ignore::DeprecationWarning:{_module}"]
 
 
 def corpus(folder):

@@ -10,7 +10,9 @@ from types import SimpleNamespace as Object
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.text import Annotation, Text
+from traitlets.config import Config
 
 from course_lib.measure.units import GIB
 from course_lib.one_device import mixed_precision
@@ -455,7 +457,9 @@ def test_units_are_chosen_for_the_reader():
 
 
 def test_in_a_notebook_use_style_makes_figures_display_as_png():
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    # no database of the reader's own, which IPython 7 would leave open
+    quiet = {"HistoryManager": {"enabled": False}}
+    shell = InteractiveShell.instance(config=Config(quiet))
     try:
         figures.use_style()
         data, _ = shell.display_formatter.format(PICTURES["lines"]())
