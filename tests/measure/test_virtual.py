@@ -112,6 +112,14 @@ def step_of_four():
     return run.train_step.lower(*run.abstract())
 
 
+def step_of_experts():
+    """`xla_gpu_autotune_level=0`, which would be quicker still, does not compile this one."""
+    changes = {"model.num_experts": 8, "model.experts_per_token": 2, "model.dtype": "bfloat16"}
+    grid = meshes.make({"data": 1, "expert": 8}, virtual.devices("h100", 8))
+    run = strategies.build(tiny(**{"model.scan_layers": True}, **changes), grid)
+    return run.train_step.lower(*run.abstract())
+
+
 def tiny(**changes):
     whole = configs.get("cpu")
     whole.model.update(num_layers=2, hidden_size=64, head_dim=32, num_heads=2, max_seq_len=64)
@@ -121,7 +129,7 @@ def tiny(**changes):
 
 
 @needs_virtual
-@pytest.mark.parametrize("step", [scanned_step, unrolled_step, step_of_four])
+@pytest.mark.parametrize("step", [scanned_step, unrolled_step, step_of_four, step_of_experts])
 def test_machine_code_that_is_not_optimized_changes_nothing_that_is_read_of_a_program(
     step,
 ):
