@@ -298,7 +298,7 @@ def check_fields(
             if may_lack:
                 continue
             raise ValueError(
-                f"{path}{field} must be given: start from a preset, configs.get({'155m'!r})"
+                f"{path}{field} must be given: start from a preset, configs.get('155m')"
             )
         value = config[field]
         if isinstance(example, ConfigDict):

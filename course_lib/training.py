@@ -139,6 +139,11 @@ def make_train_step(
         num_minibatches=num_minibatches, method=method, accumulator_dtype=accumulator_dtype
     )
     gradient_accumulation.check_options(**parts)
+    if gradient_fn and (num_minibatches != 1 or method != "scan"):
+        raise ValueError(
+            f"num_minibatches={num_minibatches}, method={method!r} must not come with"
+            " gradient_fn, which cuts the batch itself: they would do nothing"
+        )
     if not callable(loss_fn):
         raise ValueError(
             f"loss_fn={loss_fn!r} must be a function, as next_token_loss(apply_fn) returns one"
@@ -275,8 +280,7 @@ class Run:
       train_step: `train_step(state, batch) -> (state, metrics)`.
       init: `init(rng) -> state`, parameters, optimizer and loss scale before the first step.
       mesh: of the devices that it runs on.
-      specs: who holds what, a `TrainState` of PartitionSpecs; or one PartitionSpec for all of
-        it.
+      specs: who holds what, a `TrainState` of PartitionSpecs; None where no device is named.
     """
 
     config: ConfigDict
@@ -285,7 +289,7 @@ class Run:
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     init: Callable[[Key[Array, ""]], TrainState]
     mesh: Mesh | AbstractMesh = ONE_DEVICE
-    specs: Any = P()
+    specs: Any = None
 
     def abstract(self) -> tuple[TrainState, Batch]:
         """Returns the shapes of the state and of a batch, to lower the step with; nothing is
@@ -293,18 +297,16 @@ class Run:
 
         They are placed on the mesh, if it names devices.
         """
-        state, batch = (
-            jax.eval_shape(self.init, jax.random.key(0)),
-            _abstract_batch(self.config),
-        )
+        state = jax.eval_shape(self.init, jax.random.key(0))
+        batch = _abstract_batch(self.config)
         if self.mesh is ONE_DEVICE:
             return state, batch
         place = functools.partial(NamedSharding, self.mesh)
-        specs = jax.tree.map(
-            lambda spec, _: spec, self.specs, state, is_leaf=lambda leaf: isinstance(leaf, P)
-        )
         placed = jax.tree.map(
-            lambda leaf, spec: virtual.abstract(leaf, place(spec)), state, specs
+            lambda spec, part: virtual.abstract(part, place(spec)),
+            self.specs,
+            state,
+            is_leaf=lambda leaf: isinstance(leaf, P),
         )
         return placed, virtual.abstract(batch, place(P("data")))
 

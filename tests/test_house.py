@@ -85,13 +85,21 @@ def test_a_file_imports_what_its_part_may_import(path):
 
 
 def test_the_tree_of_the_design_is_the_tree_of_the_library():
-    tree = DESIGN[DESIGN.index("    course_lib/\n") :].split("\n\n")[0]
-    shown = set(re.findall(r"\b(\w+)\.py\b", tree))
-    # shown as a folder
-    packages = {PACKAGE / "measure" / "hardware", PACKAGE / "show" / "figures"}
-    files = {path.stem for path in FILES if path.parent not in packages} - {"__init__"}
-    assert shown == files
-    assert all(f"{path.name}/" in tree for path in packages | {path.parent for path in FILES})
+    tree = (
+        DESIGN[DESIGN.index("    course_lib/\n") :].split("\n\n")[0].split("    notebooks/")[0]
+    )
+    shown, folder = set(), "course_lib"
+    for line in tree.splitlines():
+        if found := re.match(r" +(\w+)/", line):
+            folder = found[1]
+        elif re.match(r" {6}\w", line):
+            folder = "course_lib"
+        shown |= {(folder, stem) for stem in re.findall(r"\b(\w+)\.py\b", line)}
+    packages = {"hardware", "figures"}  # shown as folders, with all that is in them
+    files = {(path.parent.name, path.stem) for path in FILES if path.stem != "__init__"}
+    assert shown == {(folder, stem) for folder, stem in files if folder not in packages}
+    folders = {path.parent.name for path in FILES}
+    assert folders <= set(re.findall(r"(\w+)/", tree))
 
 
 def test_the_design_is_read_in_one_sitting():

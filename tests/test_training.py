@@ -473,3 +473,15 @@ def test_a_configuration_whose_batch_does_not_divide_is_refused():
         ValueError, match="num_minibatches=3 must divide the batch of 4 examples"
     ):
         training.build(example_config(num_minibatches=3))
+
+
+def test_options_that_a_given_gradient_function_would_ignore_are_refused():
+    with pytest.raises(
+        ValueError, match=r"num_minibatches=7, .* must not come with gradient_fn"
+    ):
+        training.make_train_step(
+            lambda params, batch, rng: (0.0, {}),
+            optax.sgd(0.1),
+            num_minibatches=7,
+            gradient_fn=lambda loss_fn: loss_fn,
+        )

@@ -242,7 +242,7 @@ def gather_around(
 def gather_layers(
     specs: PyTree, dtype: Any, again: bool, scanned: bool
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Returns what `transformer.Hooks.layer` takes: a wrapper after which a layer gathers its
+    """Returns what `hooks.Hooks.layer` takes: a wrapper after which a layer gathers its
     parameters when it runs.
 
     Args:
@@ -270,10 +270,8 @@ def gather_layers(
 
 
 def _save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A checkpoint policy: keeps neither what an all-gather returns, nor that under the name
-    that it then gets.
-
-    Nor what `hooks.columns` and `rows` make of it, kernels that are reshaped or joined.
+    """A checkpoint policy: saves everything except gathered kernels, and except what
+    `hooks.columns` and `hooks.rows` reshape or join of them.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
     return (

@@ -3,6 +3,8 @@ anything is compiled.
 """
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -66,8 +68,7 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={strategy!r} must be a Strategy, as Strategy(zero=1)")
-    if strategy.by not in BY:
-        raise ValueError(f"by={strategy.by!r} must be one of {BY}")
+    _check_exists("by", strategy.by, BY)
     if config.model.attention == "pallas" and mesh.size > 1:
         raise ValueError(
             "attention='pallas' must be 'reference' or 'xla' on several devices: the kernel"
@@ -81,6 +82,11 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
             f"mesh={dict(mesh.shape)} must have axes of {meshes.AXES} only: {unknown} would do"
             " nothing"
         )
+    _check_exists("overlap", strategy.overlap, async_tensor_parallel.OVERLAPS)
+    _check_exists("schedule", strategy.schedule, schedules.SCHEDULES)
+    for field in ("microbatches", "chunks"):
+        if getattr(strategy, field) < 1:
+            raise ValueError(f"{field}={getattr(strategy, field)} must be at least 1")
     if mesh.size == 1:
         return
     if strategy.sequence and "tensor" not in mesh.shape:
@@ -108,6 +114,11 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
         _check_context(config, mesh, strategy)
     if "expert" in mesh.shape or config.model.num_experts:
         _check_experts(config, mesh, strategy)
+
+
+def _check_exists(field: str, value: Any, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{field}={value!r} must be one of {tuple(known)}")
 
 
 def _check_context(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:

@@ -180,8 +180,8 @@ def of_checked(
 
 
 def _of_one_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
-    """Hands on the key that a step has always given to gradients by hand: stored runs go on
-    with their dropout masks.
+    """Splits the step's key once more, as older versions did: stored runs keep their dropout
+    masks. `gradient` does not, so its masks are others than the step's.
     """
 
     def of_loss(loss_fn: LossFn) -> GradFn:
@@ -199,11 +199,11 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
     """Returns both functions for layers in the order of a pipeline's stages."""
     size = mesh.shape["pipe"], strategy.chunks
 
-    # optimizers start from the same numbers in all layers
     def init_in_stages(rng: Any) -> training.TrainState:
         new = init(rng)
-        # before they move: no device has them all
+        # Cut before they move: no device has them all.
         cut = jax.lax.with_sharding_constraint(new.params, placed.params)
+        # Only parameters move: optimizers start from the same numbers in all layers.
         return dataclasses.replace(new, params=pipeline.to_stages(cut, *size))
 
     def apply_to_stages(params: PyTree, *args: Any) -> Array:

@@ -63,8 +63,7 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
 
     Returns:
       The counts by dtype, named as in `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A
-        product of unequal dtypes
-      counts as the wider one.
+        product of unequal dtypes counts as the wider one.
 
     Raises:
       ValueError: if something cannot be counted: a loop that stops on a condition on data, a

@@ -70,13 +70,14 @@ def _nnx_as_function(model: nnx.Module) -> ApplyFn:
         raise ValueError(
             f"model={type(model).__name__} must hold parameters and random streams only, not"
             f" {', '.join(names)}: a function of its parameters cannot hand back other state,"
-            " as running statistics; take nnx.LayerNorm in place of nnx.BatchNorm, and train"
-            " without caches"
+            " as running statistics; take nnx.LayerNorm in place of nnx.BatchNorm, make"
+            " constants nnx.Params or Python numbers, and train without caches"
         )
 
     def apply_fn(params, inputs, rng=None):
         if rng is None:
-            whole = nnx.merge(graph, params, streams)
+            # A copy: merge would count the numbers that are drawn in the caller's model.
+            whole = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, streams))
             whole.eval()
         else:
             whole = nnx.merge(graph, params, _seeded(streams, rng))

@@ -232,7 +232,7 @@ def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
     }
     found |= {"cores": hardware.cores()} if kinds == "cpu" else {}
     found["mesh"] = axes(config, len(devices))
-    # one device sends nothing, whatever the strategy
+    # One device sends nothing, whatever the strategy.
     how = config if len(devices) > 1 else defaults()
     found["strategy"] = how.strategy.to_dict()
     found |= {
@@ -252,10 +252,24 @@ def changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
       saved: as `fixed` returned it, perhaps to an older version of this course.
       given: as `fixed` returns it.
     """
-    saved = with_defaults(saved, given, _template().to_dict())
+    template = _template().to_dict()
+    saved = _still_fixed(with_defaults(saved, given, template), given, template)
     if saved["run"]["non_finite"] == "stop":
         saved = {**saved, "run": {**saved["run"], "non_finite": given["run"]["non_finite"]}}
     return differences(saved, given)
+
+
+def _still_fixed(
+    saved: Mapping[str, Any], given: Mapping[str, Any], template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what was saved, without fields that were fixed then and are free now."""
+    return {
+        name: _still_fixed(value, given[name], template[name])
+        if isinstance(value, Mapping) and name in given and name in template
+        else value
+        for name, value in saved.items()
+        if name in given or name not in template
+    }
 
 
 def rounded_otherwise(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -376,6 +376,20 @@ def test_a_step_by_hand_draws_its_dropout_as_it_always_has():
     np.testing.assert_allclose(metrics["loss"][0], expected["loss"][0], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Strategy(schedule="nonsense"), r"schedule='nonsense' must be one of"),
+        (Strategy(overlap="nonsense"), r"overlap='nonsense' must be one of"),
+        (Strategy(chunks=0), r"chunks=0 must be at least 1"),
+        (Strategy(microbatches=-3), r"microbatches=-3 must be at least 1"),
+    ],
+)
+def test_what_does_not_exist_is_refused_on_one_device_too(chosen, message):
+    with pytest.raises(ValueError, match=message):
+        options.check(one_device.small(), one_device.grid(data=1), chosen)
+
+
 def test_an_axis_that_no_strategy_uses_is_refused():
     grid = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "rows"))
     with pytest.raises(

@@ -150,6 +150,21 @@ def test_dropout_of_an_nnx_model_follows_the_key_alone_and_each_layer_draws_its_
     )
 
 
+def test_an_nnx_model_that_draws_in_evaluation_draws_the_same_each_time():
+    class Draws(nnx.Module):
+        def __init__(self):
+            self.rngs, self.scale = nnx.Rngs(0), nnx.Param(jnp.ones(()))
+
+        def __call__(self, inputs):
+            return self.scale * (inputs + jax.random.normal(self.rngs(), inputs.shape))
+
+    model, inputs = Draws(), jnp.ones(8)
+    apply_fn, params = losses.as_function(model), nnx.state(model, nnx.Param)
+    first = apply_fn(params, inputs)
+    np.testing.assert_array_equal(first, apply_fn(params, inputs))
+    np.testing.assert_allclose(first, jax.jit(apply_fn)(params, inputs), rtol=1e-6)
+
+
 def test_an_nnx_model_with_other_state_is_refused_by_its_name():
     class Normalized(nnx.Module):
         def __init__(self):

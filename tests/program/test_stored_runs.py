@@ -20,8 +20,11 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 DEVICES = {"one_device": 1, "eight_devices": 8}
 NEW = {
     "model": "a_new_field",
+    "optimizer": "of_the_optimizer",
+    "data": "of_the_data",
     "training": "another",
     "run": "of_the_program",
+    "mesh": "an_axis_option",
     "new_part": "its_field",
 }
 
@@ -42,13 +45,15 @@ def devices(name):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
-    """The new fields reach nothing that is compiled, so a run is built once."""
+    """A configuration is built once, one with new fields anew."""
     build, built = loop.build, {}
 
     def build_once(config, devices):
-        if len(devices) not in built:
-            built[len(devices)] = build(config, devices)
-        return built[len(devices)]
+        sizes = {part: len(fields) for part, fields in config.items() if part != "seed"}
+        key = len(devices), *sizes.items()
+        if key not in built:
+            built[key] = build(config, devices)
+        return built[key]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "build", build_once)
@@ -106,6 +111,26 @@ def test_a_stored_run_is_restored_bit_for_bit(name):
     whole = settings.whole(json.loads((DATA / name / "config.json").read_text()))
     found = digest(restored(DATA / name, whole, name).state)
     assert found == json.loads((DATA / "digests.json").read_text())[name]
+
+
+def test_a_stored_run_goes_on_as_the_version_that_stored_it_went_on(name, as_stored):
+    """Dropout is 0.1: with other masks than that version drew, the losses differ at once."""
+    lines = [json.loads(line) for line in as_stored[0].splitlines()]
+    before = json.loads((DATA / "continued.json").read_text())[name]
+    assert [line.keys() for line in lines] == [line.keys() for line in before]
+    for line, other in zip(lines, before, strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
+
+
+def test_no_default_is_another_than_when_the_runs_were_stored():
+    """A stored run that lacks a field has its default: a default is never changed."""
+    before = json.loads((DATA / "defaults.json").read_text())
+    now = json.loads(json.dumps(settings.whole({}).to_dict()))
+    for part, fields in before.items():
+        if isinstance(fields, dict):
+            assert fields == {field: now[part].get(field) for field in fields}, part
+        else:
+            assert fields == now[part]
 
 
 def test_fields_that_the_files_lack_have_their_defaults(text, name, tmp_path, as_stored):
@@ -195,3 +220,9 @@ def test_a_field_of_a_stored_run_that_is_gone_is_named(text, name, tmp_path):
     folder = copied(name, tmp_path / "config", with_old)
     with pytest.raises(ValueError, match=r"model\.gone=1 is no field"):
         continued(folder, text, name)
+
+
+def test_a_field_that_was_fixed_and_is_free_now_does_not_stop_an_older_run():
+    given = settings.fixed(settings.whole({}))
+    saved = given | {"model": given["model"] | {"attention": "blocks"}}
+    assert "attention" not in given["model"] and settings.changed(saved, given) == []
