@@ -24,7 +24,6 @@ NEW = {
     "data": "of_the_data",
     "training": "another",
     "run": "of_the_program",
-    "mesh": "an_axis_option",
     "new_part": "its_field",
 }
 
