@@ -41,7 +41,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
 
 from course_lib.measure import hardware
 
@@ -201,10 +201,14 @@ def compile(
 
 def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:
     """Returns whether a program is placed on virtual GPUs; False if JAX does not say so."""
-    placed = getattr(lowered._lowering, "compile_args", {})  # JAX has no public name for it
+    # JAX has no public name for it.
+    placed = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
     shardings = (*placed.get("in_shardings", ()), *placed.get("out_shardings", ()))
     devices: Iterator[Any] = (
-        next(iter(place.device_set)) for place in shardings if isinstance(place, Sharding)
+        next(iter(place.device_set))
+        for place in shardings
+        if isinstance(place, Sharding)
+        and not isinstance(getattr(place, "mesh", None), AbstractMesh)  # which names no device
     )
     return any(
         device.platform == "gpu" and device.client.runtime_type == "compile_only_runtime"

@@ -194,8 +194,6 @@ class StaticLossScale:
     value: Any = 2.0**15
 
     def __post_init__(self):
-        if isinstance(self.value, str):
-            raise ValueError(f"value={self.value!r} must be a number, as 2.0**15")
         if (
             isinstance(self.value, float | int | np.generic)
             and not 0 < float(self.value) < math.inf

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,16 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
         quickly,
         quickly | {"xla_gpu_autotune_level": 1},
     ]
+
+
+def test_a_program_on_a_mesh_that_names_no_device_is_compiled_as_ever():
+    nowhere = jax.sharding.AbstractMesh((1,), ("data",))
+    place = jax.sharding.NamedSharding(nowhere, jax.sharding.PartitionSpec())
+    lowered = types.SimpleNamespace(
+        _lowering=types.SimpleNamespace(compile_args={"in_shardings": (place,)}),
+        compile=lambda compiler_options: compiler_options,
+    )
+    assert inspect.unwrap(virtual.compile)(lowered) is None
 
 
 @needs_virtual
