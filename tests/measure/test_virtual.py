@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -168,14 +167,12 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
     ]
 
 
-def test_a_program_on_a_mesh_that_names_no_device_is_compiled_as_ever():
+def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu():
     nowhere = jax.sharding.AbstractMesh((1,), ("data",))
-    place = jax.sharding.NamedSharding(nowhere, jax.sharding.PartitionSpec())
-    lowered = types.SimpleNamespace(
-        _lowering=types.SimpleNamespace(compile_args={"in_shardings": (place,)}),
-        compile=lambda compiler_options: compiler_options,
-    )
-    assert inspect.unwrap(virtual.compile)(lowered) is None
+    place = NamedSharding(nowhere, PartitionSpec())
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+    lowered = jax.jit(jnp.tan).trace(x).lower(lowering_platforms=("cpu",))
+    assert not virtual._is_for_virtual_gpus(lowered)
 
 
 @needs_virtual
