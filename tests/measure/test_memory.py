@@ -144,10 +144,13 @@ def test_reading_a_heap_leaves_the_screen_alone(capfd):
 
 
 def test_a_program_that_was_not_compiled_here_has_no_record():
+    compiled = jax.jit(lambda x: x).lower(1.0).compile()
+
     @dataclasses.dataclass
     class FromCache(jax.stages.Lowered):
         def __init__(self): ...
-        def compile(self, compiler_options): ...
+        def compile(self, compiler_options):
+            return compiled
 
     with pytest.raises(RuntimeError, match="persistent compilation cache"):
         heap(FromCache())
