@@ -1,5 +1,6 @@
 """What must be true of the corpus, the tokenizer and the batches."""
 
+import concurrent.futures
 import errno
 import gzip
 import hashlib
@@ -13,6 +14,7 @@ import tracemalloc
 
 import build_corpus
 import numpy as np
+import own_process
 import pytest
 
 from course_lib.text import data
@@ -166,25 +168,14 @@ def test_tokens_follow_a_folder_that_changes(folder):
     assert len(data.tokens("train", folder)) > len(before)
 
 
-def _sum_of_tokens(folder, barrier, results):
-    os.environ["COURSE_CACHE"] = folder
-    barrier.wait()
-    results.put(int(data.tokens("train").sum()))
-
-
-def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path):
+def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    workers = [
-        context.Process(target=_sum_of_tokens, args=(str(tmp_path), barrier, results))
-        for _ in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    sums = [results.get(timeout=600) for _ in workers]
-    for worker in workers:
-        worker.join()
-    assert sums == [int(data.tokens("train").sum())] * 2
+    with concurrent.futures.ProcessPoolExecutor(
+        2, context, initializer=own_process.meet_at, initargs=(context.Barrier(2),)
+    ) as workers:
+        sums = [workers.submit(own_process.sum_of_tokens) for _ in range(2)]
+        assert [found.result() for found in sums] == [int(data.tokens("train").sum())] * 2
     # no half-written file is left
     assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
 
