@@ -1,5 +1,5 @@
-"""The formulas of `estimate`: what one device holds, sends and computes in a step that is
-written by hand.
+"""The formulas of `estimate`: what one device holds and sends in a step that is written by
+hand.
 
 Beside each other they read (R: an activation [b L D] of all sequences of a device, in the
 model's dtype; n: devices of the axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather
@@ -14,7 +14,6 @@ or a reduce-scatter half of that):
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,13 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict, FrozenConfigDict
+from ml_collections import ConfigDict
 
-from course_lib import measure, training
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.sharding import dim_of
-from course_lib.measure.hardware import Accelerator
-from course_lib.one_device import gradient_accumulation
+from course_lib.models import routing
 
 PyTree = Any
 Sizes = Mapping[str, int]
@@ -107,9 +104,11 @@ def sent_inside_layers(
     parts: int,
     piped: bool,
 ) -> float:
-    """Returns the bytes that a device sends along "tensor"; of a pipeline, as if each stage had
+    """Returns the bytes that a device sends along "tensor"; in a pipeline, as if each stage had
     embedding and head.
     """
+    if n["tensor"] == 1:
+        return 0.0
     model, tokens = config.model, config.data.batch_size // n["data"] * config.data.seq_len
     pairs = 1 if model.parallel_block else 2
     # Computed again is all but what the backward pass does not need, the last sum of what is
@@ -135,6 +134,49 @@ def sent_inside_layers(
                 parts * leaf.bytes * (n["data"] if dim_of(leaf.held, "data") is not None else 1)
             )
     return 2 * (n["tensor"] - 1) / n["tensor"] * total
+
+
+def sent_between_stages(params: Sequence[Leaf], slots: int, residual: int, n: int) -> float:
+    """Returns the bytes that a device sends along "pipe": an activation to the next stage and a
+    gradient to the one before in each slot of the schedule, and the gradients of embedding and
+    head, which all stages hold.
+    """
+    outside = sum(leaf.bytes for leaf in params if "['block" not in leaf.path)
+    return 2 * slots * residual + 2 * (n - 1) / n * outside if n > 1 else 0.0
+
+
+def sent_around_a_ring(config: ConfigDict, params: Sequence[Leaf], n: Sizes) -> float:
+    """Returns the bytes that a device sends along "context".
+
+    Keys and values of a layer take n - 1 steps of the ring, forward and backward; their
+    gradients, in float32, take n. Gradients of parameters are summed for each minibatch.
+    """
+    model, size = config.model, n["context"]
+    tokens = config.data.batch_size // n["data"] * config.data.seq_len // size
+    keys = 2 * tokens * (model.num_kv_heads or model.num_heads) * model.head_dim // n["tensor"]
+    ring = keys * (2 * (size - 1) * jnp.dtype(model.dtype).itemsize + 4 * size)
+    summed = config.training.num_minibatches * 2 * (size - 1) / size
+    sent = model.num_layers * ring + summed * sum(leaf.bytes for leaf in params)
+    return sent if size > 1 else 0.0
+
+
+def sent_to_experts(config: ConfigDict, params: Sequence[Leaf], n: Sizes) -> float:
+    """Returns the bytes that a device sends along "expert".
+
+    Each layer has two all-to-alls forward and two backward, of the slots that experts have for
+    the device's tokens. Gradients of all but the experts are summed for each minibatch.
+    """
+    model, size, length = config.model, n["expert"], config.data.seq_len
+    if size == 1:
+        return 0.0
+    room = routing.capacity(
+        length, model.num_experts, model.experts_per_token, model.capacity_factor
+    )
+    sequences = config.data.batch_size // n["data"] // size
+    slots = sequences * model.num_experts * room * model.hidden_size
+    exchanged = 4 * model.num_layers * slots * jnp.dtype(model.dtype).itemsize
+    shared = sum(leaf.bytes for leaf in params if dim_of(leaf.held, "expert") is None)
+    return (size - 1) / size * (exchanged + 2 * config.training.num_minibatches * shared)
 
 
 def gradients(chosen: Strategy, params: Sequence[Leaf], n: int, summed: bool) -> int:
@@ -184,7 +226,7 @@ def copies(
     return int(total)
 
 
-def activations(config: Any, layers: int, tokens: int, residual: int, shards: int) -> int:
+def activations(config: Any, layers: int, tokens: int, residual: int, n: Sizes) -> int:
     """Returns about what a device keeps inside of its layers, and works on at once.
 
     Args:
@@ -192,9 +234,9 @@ def activations(config: Any, layers: int, tokens: int, residual: int, shards: in
       layers: that the device computes at once.
       tokens: that it computes at once.
       residual: bytes of their activation between layers, as the device holds it.
-      shards: devices along "tensor".
+      n: devices of each axis.
     """
-    model = config.model
+    model, shards = config.model, n["tensor"]
     size, width, heads = (
         jnp.dtype(model.dtype).itemsize,
         model.hidden_size,
@@ -202,9 +244,21 @@ def activations(config: Any, layers: int, tokens: int, residual: int, shards: in
     )
     of_attention = 2 * heads + 2 * (model.num_kv_heads or model.num_heads) * model.head_dim
     hidden = KEPT_BY_MLP[model.mlp_activation] * model.mlp_expansion * width
-    scores = (
-        0 if model.attention in ("cudnn", "pallas") else model.num_heads * config.data.seq_len
-    )
+    # Kernels and rings keep no scores.
+    fused = model.attention in ("cudnn", "pallas") or n["context"] > 1
+    scores = 0 if fused else model.num_heads * config.data.seq_len
+    if model.num_experts:
+        room = routing.capacity(
+            config.data.seq_len,
+            model.num_experts,
+            model.experts_per_token,
+            model.capacity_factor,
+        )
+        places = model.num_experts * room
+        # Each slot has an input and an output; each token is sent to and fetched from places
+        # by two masks, in float32 and in the model's dtype.
+        hidden = hidden * places / config.data.seq_len
+        hidden += 2 * width * places / config.data.seq_len + 2 * places * (4 + size) / size
     # A norm keeps three arrays in float32, and its output, whole; attention its softmax, and a
     # narrow copy to multiply with.
     norm = 3 * 4 * residual // size + tokens * width * size
@@ -223,46 +277,3 @@ def activations(config: Any, layers: int, tokens: int, residual: int, shards: in
     # All of one layer, and gradients inside of one of its modules.
     at_work = layer + max(inside.values())
     return int(layers * kept + max(at_work, logits))
-
-
-def products(
-    config: FrozenConfigDict, sequences: float, accelerator: Accelerator, n: Sizes, piped: bool
-) -> tuple[float, float]:
-    """Returns seconds of products at the peak rate: a device's share of the model's, and all
-    that the busiest device does.
-
-    Args:
-      config: a whole configuration, of one sequence.
-      sequences: how many a device along "data" has in a step.
-      accelerator: what each device is.
-      n: devices of each axis.
-      piped: whether there is a pipeline.
-    """
-    of_model, again, of_head = (
-        measure.mfu(measure.Flops({config.model.dtype: count}, {}), 1.0, accelerator) or 0.0
-        for count in flops(config)
-    )
-    layers = of_model - of_head + again
-    if piped:  # a stage runs once more, from its stashed input; the head is on one of them
-        layers, of_head = layers + (of_model - of_head) / 3, of_head * 4 / 3
-    sequences /= n["tensor"]
-    return sequences * of_model / n["pipe"], sequences * (layers / n["pipe"] + of_head)
-
-
-@functools.cache
-def flops(config: FrozenConfigDict) -> tuple[int, int, int]:
-    """Returns the FLOPs of one sequence's gradient that the model needs, that are recomputed,
-    and the output layer's.
-
-    All in the model's dtype, as kernels of attention compute them; "reference" has its scores
-    in float32.
-    """
-    one = ConfigDict(config.to_dict())
-    one.model.attention = "reference"
-    run = training.build(one)
-    state, batch = run.abstract()
-    found = measure.flops(
-        gradient_accumulation.gradient(run.loss_fn), state.params, batch, state.rng
-    )
-    head = 3 * 2 * one.data.seq_len * one.model.hidden_size * one.model.num_outputs
-    return sum(found.model.values()), sum(found.recomputed.values()), head

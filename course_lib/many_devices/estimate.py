@@ -1,20 +1,13 @@
-"""What a strategy would need, by formula: bytes held, bytes sent and seconds of a step, before
+"""What a strategy would need, by formula: bytes held, bytes sent and seconds per step, before
 anything is compiled.
 
-    axes, h100 = {"data": 64, "pipe": 12, "tensor": 8}, hardware.get("h100")
-    found = estimate(config, axes, Strategy(zero=1, ...), h100)
-    print(found.memory, found.step, found.mfu)
-    best = choose(config, h100, 64)[0]
+    h100s = Cluster(hardware.get("h100"), 64)
+    found = estimate(config, {"data": 8, "tensor": 8}, Strategy(zero=1, sequence=True), h100s)
+    print(found.memory, found.step, found.mfu, found.time.exposed)
+    best = choose(config, h100s)[0]
 
-No device is needed: who holds what is read from the specs of the strategy, products are counted
-by `measure.flops`, and what is sent follows from both, by the formulas of `costs` (Narayanan et
-al., 2021, https://arxiv.org/abs/2104.04473, section 3; Korthikanti et al., 2022,
-https://arxiv.org/abs/2205.05198; https://jax-ml.github.io/scaling-book/training).
-
-Times are at peak rates, and neither a product nor a link reaches its peak. What takes time
-beside products and links is not there at all: the softmax of attention, norms, the optimizer,
-latencies. The bubble is that of the schedule's table, where nobody waits for a neighbour
-without need; in the program of `pipeline` they do: `slots.lockstep` says how long.
+No device is needed. Who holds what is read from the specs of the strategy. The formulas of
+`costs` give what is held and sent, those of `step_model` the time of a step.
 """
 
 import dataclasses
@@ -28,18 +21,19 @@ from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import training
-from course_lib.many_devices import costs, meshes, options, strategies
+from course_lib.many_devices import costs, meshes, options, step_model, strategies
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
-from course_lib.measure import virtual
-from course_lib.measure.hardware import Accelerator
-
-AXES = ("data", "pipe", "tensor")
+from course_lib.many_devices.pipeline_parallel.schedules import Schedule
+from course_lib.many_devices.plans import Plan, Shape
+from course_lib.many_devices.step_model import Breakdown
+from course_lib.models import routing
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one device holds, sends and waits for in a step.
+    """What one device holds and sends, and how long a step takes.
 
     Attributes:
       axes: the mesh, sizes by name, outer to inner.
@@ -49,12 +43,8 @@ class Estimate:
       bytes: "parameters", "optimizer" and "batch", which are the arguments of the step,
         exactly; "gradients", "copies" (of parameters, as they are computed with) and
         "activations", about.
-      sent: along each axis, in bytes.
-      seconds: "products" at the peak rate, with what is computed again, on the device that has
-        most; "bubble", in which it waits; "data", "pipe" and "tensor", what is sent along an
-        axis by its link.
-      model_seconds: a device's share of the products that the model needs, at the peak rate:
-        what MFU counts.
+      sent: bytes that a device sends along each axis.
+      time: seconds of the step by what they are spent on.
       fits: whether all of `bytes` is less than the accelerator's memory.
     """
 
@@ -63,8 +53,7 @@ class Estimate:
     parts: int
     bytes: Mapping[str, int]
     sent: Mapping[str, int]
-    seconds: Mapping[str, float]
-    model_seconds: float
+    time: Breakdown
     fits: bool
 
     @property
@@ -79,57 +68,96 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Seconds of a step if nothing overlaps."""
-        return sum(self.seconds.values())
-
-    @property
-    def floor(self) -> float:
-        """Seconds of a step if all that is sent is hidden behind products, or the products
-        behind it.
-        """
-        products, tensor = self.seconds["products"], self.seconds["tensor"]
-        # How long a pipeline waits for each second of its slots.
-        waiting = self.seconds["bubble"] / (products + tensor)
-        return max(
-            max(products, tensor) * (1 + waiting), self.seconds["data"], self.seconds["pipe"]
-        )
+        """Seconds of a step."""
+        return self.time.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of `step`."""
-        return self.model_seconds / self.step
+        """Model FLOPs utilization."""
+        return self.time.mfu
+
+
+def shape_of(config: ConfigDict) -> Shape:
+    """Returns the sizes of a configuration's model."""
+    model, length = config.model, config.data.seq_len
+    slots = 1.0
+    if model.num_experts:
+        room = routing.capacity(
+            length, model.num_experts, model.experts_per_token, model.capacity_factor
+        )
+        slots = model.num_experts * room / length
+    return Shape(
+        model.num_layers,
+        model.hidden_size,
+        model.num_heads,
+        model.head_dim,
+        model.mlp_expansion * model.hidden_size,
+        model.num_outputs,
+        length,
+        kv_heads=model.num_kv_heads,
+        experts=model.num_experts,
+        slots=slots,
+        parallel=model.parallel_block,
+    )
+
+
+def plan_of(config: ConfigDict, axes: Mapping[str, int], chosen: Strategy) -> Plan:
+    """Returns how this course's program trains a model with a strategy.
+
+    Args:
+      config: a whole configuration; the batch is that of all devices.
+      axes: sizes of the mesh's axes, outer to inner.
+      chosen: how they are used.
+    """
+    model, sharded = config.model, chosen.zero == 3
+    width = jnp.dtype(model.dtype).itemsize
+    parts = chosen.microbatches * config.training.num_minibatches
+    remat = set(model.remat)
+    recompute = "full" if "Block" in remat or {"MLP", "Attn"} <= remat else "none"
+    if recompute == "none" and remat:
+        recompute = "mlp" if "MLP" in remat else "attention"
+    schedule = None
+    if "pipe" in axes:
+        schedule = _schedule(chosen, axes["pipe"])
+    return Plan(
+        {"fsdp" if sharded and axis == "data" else axis: n for axis, n in axes.items()},
+        batch=config.data.batch_size,
+        microbatch=config.data.batch_size // parts // axes["data"] // axes.get("expert", 1),
+        chunks=chosen.chunks,
+        zero=0 if sharded else chosen.zero,
+        recompute=recompute,
+        fused_attention=model.attention in ("cudnn", "pallas"),
+        sequence_parallel=chosen.sequence,
+        tensor_overlap=chosen.overlap != "none",
+        gradient_bytes=width if sharded else 4,
+        parameter_bytes=width if sharded else 4,
+        dtype=model.dtype,
+        schedule=schedule,
+        dense_dispatch=True,
+    )
 
 
 def estimate(
-    config: ConfigDict, axes: Mapping[str, int], chosen: Strategy, accelerator: Accelerator
+    config: ConfigDict, axes: Mapping[str, int], chosen: Strategy, cluster: Cluster
 ) -> Estimate:
     """Estimates a training step on a mesh, written by hand.
 
     Args:
       config: a whole configuration; the batch is that of all devices.
-      axes: sizes of the mesh's axes, outer to inner: "data", and perhaps "pipe" and "tensor".
+      axes: sizes of the mesh's axes, outer to inner: "data", and perhaps others of
+        `meshes.AXES`.
       chosen: how they are used.
-      accelerator: what each device is.
+      cluster: what the devices are, and what links them.
 
     Raises:
-      ValueError: if the strategy is refused (`options.check`), has no formula here (experts,
-        contexts, zero-bubble), or is left to the compiler, which decides by itself; if the
+      ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
+        which decides by itself; if the axes do not multiply to the cluster's devices, the
         accelerator has no unit for a product's dtype, or there is no figure for a link.
     """
     if few := {axis: size for axis, size in axes.items() if size < 1}:
         raise ValueError(f"axes={few} must be at least 1 device each")
-    if (unknown := set(axes) - set(AXES)) or config.model.num_experts:
-        raise ValueError(
-            f"axes={dict(axes)}, num_experts={config.model.num_experts} must be of {AXES} and"
-            f" 0: there is no formula here for {' and '.join(sorted(unknown)) or 'experts'};"
-            " compile the step, and read memory and ledger"
-        )
-    if chosen.schedule == "zero_bubble":
-        raise ValueError(
-            "schedule='zero_bubble' must be another for an estimate: its W computes again what"
-            " its B found, and there is no formula here for that; compile the step, and read"
-            " memory and ledger"
-        )
+    if unknown := set(axes) - set(meshes.AXES):
+        raise ValueError(f"axes={dict(axes)} must be of {meshes.AXES}, not {sorted(unknown)}")
     grid, piped = AbstractMesh(tuple(axes.values()), tuple(axes)), "pipe" in axes
     training.check(config)
     options.check(config, grid, chosen)
@@ -138,18 +166,18 @@ def estimate(
             f"by={chosen.by!r} must be 'hand' for an estimate: a compiler sends what it likes;"
             " read the ledger"
         )
-    n = {axis: axes.get(axis, 1) for axis in AXES}
+    n = {axis: axes.get(axis, 1) for axis in meshes.AXES}
     parts = chosen.microbatches if piped else config.training.num_minibatches
-    frozen = _of_one(config)
-    state = _state(frozen)
+    state = _state(_of_one(config))
     held, kept = strategies.layout_of(state, config, grid, chosen)
     params = costs.leaves(state.params, held.params, kept, n)
-    time, waiting, idle = _pipeline(chosen, n["pipe"]) if piped else (0, 0, 0.0)
     # What a device computes at once.
     layers = config.model.num_layers // n["pipe"] // chosen.chunks
-    tokens = config.data.batch_size // n["data"] // parts * config.data.seq_len
+    sequences = config.data.batch_size // n["data"] // n["expert"]
+    tokens = sequences // parts * config.data.seq_len // n["context"]
     residual = tokens * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     residual //= n["tensor"] if chosen.sequence else 1
+    slots_of_time, waiting = _pipeline(chosen, n["pipe"]) if piped else (0, 0)
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, held))
     held_bytes = {
         "parameters": sum(leaf.bytes for leaf in params),
@@ -158,51 +186,31 @@ def estimate(
         "gradients": costs.gradients(chosen, params, n["data"], summed=parts > 1 or piped),
         "copies": costs.copies(config, chosen, params, layers, n),
         "activations": (
-            waiting * residual
-            + costs.activations(config, layers, tokens, residual, n["tensor"])
+            waiting * residual + costs.activations(config, layers, tokens, residual, n)
         ),
     }
-    outside = sum(leaf.bytes for leaf in params if "['block" not in leaf.path)
     sent = {
         "data": costs.sent_for_gradients(config, chosen, params, n["data"]),
-        "pipe": (
-            2 * time * residual + 2 * (n["pipe"] - 1) / n["pipe"] * outside
-            if n["pipe"] > 1
-            else 0.0
-        ),
+        "pipe": costs.sent_between_stages(params, slots_of_time, residual, n["pipe"]),
+        "expert": costs.sent_to_experts(config, params, n),
+        "context": costs.sent_around_a_ring(config, params, n),
         "tensor": costs.sent_inside_layers(config, chosen, params, n, parts, piped),
     }
-    bandwidth = {link.axis: link.bandwidth for link in meshes.links(axes, accelerator)}
-    for axis in sent:
-        if sent[axis] and bandwidth[axis] is None:
-            raise ValueError(
-                f"accelerator={accelerator.name!r} must have a figure for its network: axis"
-                f" {axis!r} crosses it"
-            )
-    of_model, products = costs.products(
-        frozen, config.data.batch_size / n["data"], accelerator, n, piped
-    )
-    seconds = {"products": products} | {
-        axis: sent[axis] / bandwidth[axis] if sent[axis] else 0.0 for axis in AXES
-    }
-    seconds["bubble"] = idle / (1 - idle) * (products + seconds["tensor"])
-    fits = sum(held_bytes.values()) <= accelerator.memory_bytes
     return Estimate(
         dict(axes),
         chosen,
         parts,
         held_bytes,
-        {a: int(b) for a, b in sent.items()},
-        seconds,
-        of_model,
-        fits,
+        {axis: int(size) for axis, size in sent.items()},
+        step_model.breakdown(shape_of(config), plan_of(config, axes, chosen), cluster),
+        sum(held_bytes.values()) <= cluster.accelerator.memory_bytes,
     )
 
 
-def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Estimate]:
-    """Estimates the strategies for a number of devices: those that fit, by the time of a step.
+def choose(config: ConfigDict, cluster: Cluster) -> list[Estimate]:
+    """Estimates the strategies for a cluster: those that fit, by the time of a step.
 
-    Goes through all grids data x pipe x tensor that divide the model, with "tensor" inside of a
+    Goes through all grids data x pipe x tensor that divide the model, with "tensor" inside a
     host. Without a pipeline ZeRO 0, 1 and 3, with that number of minibatches that is fastest
     among those that fit; with one only 1F1B, one chunk a device, with ZeRO 1 and as many
     microbatches as there can be, at most eight a stage. Where "data" does not divide the
@@ -211,24 +219,20 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
 
     Args:
       config: a whole configuration; its own number of minibatches does not count.
-      accelerator: what each device is.
-      count: how many there are.
+      cluster: what the devices are, and what links them.
 
     Returns:
       Estimates, the fastest first; none if nothing fits.
 
     Raises:
-      ValueError: if there is no device, or the model cannot work on any number of them; as
-        `estimate`, if the accelerator has no figure for a link.
+      ValueError: if the model cannot work on any number of devices; as `estimate`, if the
+        accelerator has no figure for a link.
     """
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1 device")
+    count = cluster.count
     found, whole = [], ConfigDict(config.to_dict())
     whole.training.num_minibatches = 1
     training.check(whole)  # so that what is refused below only does not divide
-    hosted = _divisors(
-        math.gcd(count, virtual.GPUS_PER_HOST) if count > virtual.GPUS_PER_HOST else count
-    )
+    hosted = _divisors(math.gcd(count, cluster.per_switch))
     for tensor, pipe in ((t, p) for t in hosted for p in _divisors(count // t)):
         axes = {"data": count // tensor // pipe, "pipe": pipe, "tensor": tensor}
         axes = {axis: size for axis, size in axes.items() if axis == "data" or size > 1}
@@ -242,7 +246,7 @@ def choose(config: ConfigDict, accelerator: Accelerator, count: int) -> list[Est
                 strategies.layout_of(_state(_of_one(given)), given, grid, chosen)
             except ValueError:  # the model does not divide, or, with ZeRO, a parameter
                 continue
-            found.append(estimate(given, axes, chosen, accelerator))
+            found.append(estimate(given, axes, chosen, cluster))
     fitting = sorted((each for each in found if each.fits), key=lambda each: each.step)
     best: dict[Any, Estimate] = {}
     for each in fitting:
@@ -285,13 +289,12 @@ def _state(config: FrozenConfigDict) -> training.TrainState:
 
 
 @functools.cache
-def _pipeline(chosen: Strategy, stages: int) -> tuple[int, int, float]:
-    """Returns slots of time, how many activations wait on a device, and the share of time in
-    which it idles.
-    """
-    planned = schedules.make(chosen.schedule, stages, chosen.microbatches, chosen.chunks)
-    return (
-        len(planned.table[0]),
-        sum(slots.program(planned).sizes.values()),
-        schedules.bubble(planned),
-    )
+def _schedule(chosen: Strategy, stages: int) -> Schedule:
+    return schedules.make(chosen.schedule, stages, chosen.microbatches, chosen.chunks)
+
+
+@functools.cache
+def _pipeline(chosen: Strategy, stages: int) -> tuple[int, int]:
+    """Returns slots of time, and how many activations wait on a device."""
+    planned = _schedule(chosen, stages)
+    return len(planned.table[0]), sum(slots.program(planned).sizes.values())

@@ -69,7 +69,7 @@ def roofline(
       ValueError: if the accelerator has no unit for the dtype of a product.
     """
     compute = sum(
-        count / _peak(accelerator, dtype, float32_precision)
+        count / peak(accelerator, dtype, float32_precision)
         for dtype, count in flops.total.items()
     )
     memory = traffic.bytes / accelerator.memory_bandwidth
@@ -106,23 +106,33 @@ def mfu(
     if accelerator is None:
         return None
     at_peak = sum(
-        count / _peak(accelerator, dtype, float32_precision)
+        count / peak(accelerator, dtype, float32_precision)
         for dtype, count in flops.model.items()
     )
     return at_peak / seconds
 
 
-def _peak(accelerator: Accelerator, dtype: str, float32_precision: str | None) -> float:
+def peak(accelerator: Accelerator, dtype: str, float32_precision: str | None = None) -> float:
+    """Returns the peak rate of products of a dtype, as XLA computes them, in FLOP/s.
+
+    Args:
+      accelerator: a row of `hardware`.
+      dtype: of the operands.
+      float32_precision: as of `roofline`.
+
+    Raises:
+      ValueError: if the accelerator has no unit for the dtype.
+    """
     hardware.check(accelerator)
     if dtype == "float32":
         units = ("tensorfloat32", "float32", "bfloat16")  # a TPU multiplies float32 as bfloat16
         default = next(unit for unit in units if unit in accelerator.peak_flops)
         dtype = float32_precision or default
-    peak = accelerator.peak(dtype)
-    if peak is None:
+    rate = accelerator.peak(dtype)
+    if rate is None:
         raise ValueError(
             f"dtype={dtype!r} must be one of {', '.join(accelerator.peak_flops)}:"
             f" {accelerator.title} has no unit for products of it, and what it does instead has"
             " no peak; choose another dtype or accelerator"
         )
-    return peak
+    return rate

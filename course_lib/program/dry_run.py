@@ -5,9 +5,8 @@
 
 The step is the one that `course_lib.program.loop` would run on as many of these devices, built
 by the same function. Memory and communication are read from the compiled program, products are
-counted, and the time is the estimate of `many_devices.estimate`, at peak rates. Where the
-configuration leaves mesh and strategy as they are, advice follows: what is estimated to be the
-fastest.
+counted, and the time is estimated by `many_devices.estimate`. If the configuration leaves mesh
+and strategy as they are, advice follows: what is estimated to be fastest.
 """
 
 import dataclasses
@@ -22,6 +21,7 @@ from ml_collections import ConfigDict
 from course_lib import measure
 from course_lib.configs import check_attention
 from course_lib.many_devices import estimate as estimates
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.program import loop, observe, settings
@@ -104,16 +104,11 @@ class DryRun:
 def _time(found: estimates.Estimate | str) -> str:
     if isinstance(found, str):
         return f"no estimate: {found}"
-    slow, fast, products = found.step, found.floor, found.model_seconds
-    seconds, mfu = (
-        _range(f"{fast:.3g}", f"{slow:.3g}"),
-        _range(f"{products / slow:.0%}", f"{products / fast:.0%}"),
+    exposed = found.time.exposed / found.step
+    return (
+        f"about {found.step:.3g} s, MFU {found.mfu:.0%}; {exposed:.0%} of it is exposed"
+        " communication"
     )
-    return f"{seconds} s at peak rates, as all overlaps or nothing; MFU {mfu}"
-
-
-def _range(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
 
 
 def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
@@ -191,7 +186,8 @@ def _estimate(
 ) -> estimates.Estimate | str:
     axes, chosen = settings.axes(config, count), settings.strategy(config)
     try:
-        return estimates.estimate(settings.part_of_model(config), axes, chosen, accelerator)
+        whole, cluster = settings.part_of_model(config), Cluster(accelerator, count)
+        return estimates.estimate(whole, axes, chosen, cluster)
     except ValueError as error:  # the program runs all the same
         return str(error)
 
@@ -203,7 +199,7 @@ def _suggest(
     and a line about it.
     """
     try:
-        found = estimates.choose(settings.part_of_model(config), accelerator, count)
+        found = estimates.choose(settings.part_of_model(config), Cluster(accelerator, count))
     except ValueError:  # there is no formula, which is said as the time of the step
         return {}, ""
     if not found:
@@ -228,12 +224,11 @@ def _suggest(
         f"--set {name}={v if isinstance(v, str) else json.dumps(v)}"
         for name, v in fields.items()
     )
-    seconds = _range(f"{best.floor:.3g}", f"{best.step:.3g}")
     return (
         fields,
         (
             f"estimated to be the fastest that fits, with about {measure.gib(best.memory)}, in"
-            f" {seconds} s a step:\n{'':21}{flags}"
+            f" {best.step:.3g} s per step:\n{'':21}{flags}"
         ),
     )
 

@@ -1,0 +1,149 @@
+"""Sizes of a Transformer (`Shape`), and how devices divide its training (`Plan`)."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from course_lib.many_devices.pipeline_parallel.schedules import Schedule
+
+RECOMPUTE = {
+    "none": "nothing",
+    "minimal": "what is elementwise",
+    "selective": "scores and softmax",
+    "attention": "the attention of each layer",
+    "mlp": "the MLP of each layer",
+    "mlp-in": "the MLP, scores and softmax",
+    "all-but-qkv": "the layer, but for queries, keys and values",
+    "op": "every second product of a layer, and what is elementwise",
+    "half": "every second layer",
+    "full": "the layer",
+}
+"""What the backward pass computes again."""
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a Transformer.
+
+    Attributes:
+      layers, width, heads, head_dim, vocab, seq_len: N, D, H, K, V and L.
+      kv_heads: heads of keys and values; 0: as many as `heads`.
+      mlp: F, the hidden width of the MLP, or of one expert.
+      matrices: of the MLP: 2, or 3 with a gate (SwiGLU).
+      experts: number of experts of a layer; 0: one MLP that computes every token.
+      slots: tokens that the experts compute, per token: k, times the capacity factor.
+      tied: whether the output layer is the embedding.
+      parallel: whether attention and MLP stand side by side, which halves tensor traffic.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    seq_len: int
+    kv_heads: int = 0
+    matrices: int = 2
+    experts: int = 0
+    slots: float = 1.0
+    tied: bool = False
+    parallel: bool = False
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer's attention."""
+        return 2 * self.width * self.head_dim * (self.heads + (self.kv_heads or self.heads))
+
+    @property
+    def expert(self) -> int:
+        """Parameters of a layer's MLP, or of one of its experts."""
+        return self.matrices * self.width * self.mlp
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return self.attention + self.expert * max(self.experts, 1)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, without vectors."""
+        return self.layers * self.layer + (1 if self.tied else 2) * self.vocab * self.width
+
+    @property
+    def flops(self) -> float:
+        """FLOPs per token, forward and backward, of the products that the model needs.
+
+        Attention counts in full. A causal kernel skips half of it, at about half of the rate.
+        """
+        layer = 2 * (self.attention + self.slots * self.expert)
+        scores = 4 * self.seq_len * self.heads * self.head_dim
+        return 3 * (self.layers * (layer + scores) + 2 * self.vocab * self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a model is trained.
+
+    Attributes:
+      axes: the mesh, sizes by name, outer to inner. "data" has copies of the parameters; "fsdp"
+        divides them (ZeRO-3); "pipe", "expert", "context" and "tensor" as in the course.
+      batch: sequences per step, on all devices together.
+      microbatch: sequences that a replica computes at once.
+      chunks: parts of the model per pipeline stage (interleaving).
+      zero: stage along "data": 1 divides the optimizer's state, 2 the gradients too.
+      recompute: what the backward pass computes again: a name of `RECOMPUTE`.
+      fused_attention: whether scores stay on the chip (FlashAttention).
+      eager: whether elementwise operations are kernels of their own, neither written by hand
+        nor fused by a compiler.
+      sequence_parallel: whether norms and residuals are divided along "tensor".
+      tensor_overlap: whether most of the tensor traffic is hidden behind products.
+      data_overlap: whether gradients and parameters travel while layers compute.
+      gradient_bytes, parameter_bytes: per element, when they travel along "data".
+      dtype: of the products.
+      schedule: of this course's pipeline, in which neighbours wait for each other and a stage
+        is computed again from its input. None: Megatron-LM's, whose bubble is (p-1)/v stages.
+      dense_dispatch: whether tokens find their experts by products, as in this course.
+    """
+
+    axes: Mapping[str, int]
+    batch: int
+    microbatch: int = 1
+    chunks: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    fused_attention: bool = True
+    eager: bool = False
+    sequence_parallel: bool = False
+    tensor_overlap: bool = False
+    data_overlap: bool = True
+    gradient_bytes: int = 2
+    parameter_bytes: int = 2
+    dtype: str = "bfloat16"
+    schedule: Schedule | None = None
+    dense_dispatch: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.axes) - set(AXES):
+            raise ValueError(f"axes={dict(self.axes)} must be of {AXES}, not {sorted(unknown)}")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
+        if self.batch % (self.replicas * self.microbatch):
+            raise ValueError(
+                f"batch={self.batch} must be a multiple of {self.replicas * self.microbatch}:"
+                f" {self.replicas} replicas, each with microbatches of {self.microbatch}"
+            )
+
+    def size(self, axis: str) -> int:
+        """Returns the number of devices along an axis, 1 if there is no such axis."""
+        return self.axes.get(axis, 1)
+
+    @property
+    def replicas(self) -> int:
+        """Groups of devices that compute different sequences."""
+        return self.size("data") * self.size("fsdp") * self.size("expert")
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a replica per step."""
+        return self.batch // self.replicas // self.microbatch

@@ -1,0 +1,387 @@
+"""How long a training step of a Transformer takes on a cluster, by formula.
+
+    step = breakdown(shape, plan, Cluster(hardware.get("h100"), 64))
+    print(step.total, step.mfu, step.exposed)
+
+A step is the sum of these parts (`Breakdown`):
+
+    products    matrix multiplications, at `cluster_model.PRODUCTS_SHARE` of the peak rate
+    memory      reads and writes of device memory, at `MEMORY_SHARE` of its bandwidth
+    optimizer   the same for parameters, gradients and optimizer state
+    tensor, context, expert, data, pipe
+                exposed communication along an axis: nothing is computed meanwhile
+    bubble      waiting for the first and last microbatch, and for the slowest stage
+
+The formulas agree with published step times: docs/backtest.md says how well, and
+`lessons.backtest` computes it. Only `PRODUCTS_SHARE` was fitted to them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from course_lib.many_devices.cluster_model import (
+    Cluster,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    shift,
+)
+from course_lib.many_devices.pipeline_parallel import slots
+from course_lib.many_devices.plans import AXES, Plan, Shape
+from course_lib.measure.roofline import peak
+
+MEMORY_SHARE = 0.85
+"""Share of the rated memory bandwidth that kernels reach. Assumed, not fitted."""
+EAGER = 2
+"""How many times as many bytes elementwise operations move if each of them is a kernel of its
+own (PyTorch without torch.compile). Assumed, not fitted."""
+TAKEN = 0.25
+"""Hidden communication is not free: its kernels take multiprocessors and memory bandwidth from
+the products beside them. This share of it is paid all the same. Assumed, not fitted."""
+HIDDEN = 0.7
+"""Share of the tensor traffic that is hidden if a recipe overlaps it. Assumed, not fitted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Seconds of a step by what they are spent on; `total` is their sum.
+
+    Attributes:
+      parts: "products", "memory", "bubble" and "optimizer", and exposed communication by axis:
+        "tensor", "context", "expert", "data" and "pipe".
+      hidden: communication that is hidden behind products, by axis.
+      model_seconds: the products that the model needs, at the peak rate, on one device's share.
+    """
+
+    parts: Mapping[str, float]
+    hidden: Mapping[str, float]
+    model_seconds: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of exposed communication."""
+        return sum(self.parts[axis] for axis in ("tensor", "context", "expert", "data", "pipe"))
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization."""
+        return self.model_seconds / self.total
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one device spends on a part of the model, for one microbatch in one direction.
+
+    Attributes:
+      flops: of products.
+      bytes: through device memory.
+      exposed: seconds of communication by axis in which nothing is computed.
+      hidden: seconds of communication by axis that products hide.
+    """
+
+    flops: float
+    bytes: float
+    exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        exposed, hidden = (
+            {axis: a.get(axis, 0.0) + b.get(axis, 0.0) for axis in {**a, **b}}
+            for a, b in ((self.exposed, other.exposed), (self.hidden, other.hidden))
+        )
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, exposed, hidden)
+
+    def __mul__(self, times: float) -> "Cost":
+        exposed, hidden = (
+            {axis: times * t for axis, t in side.items()}
+            for side in (self.exposed, self.hidden)
+        )
+        return Cost(times * self.flops, times * self.bytes, exposed, hidden)
+
+
+def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
+    """Returns the time of a training step.
+
+    Args:
+      shape: of the model.
+      plan: how it is trained.
+      cluster: on what. Its `count` must be the product of `plan.axes`.
+
+    Raises:
+      ValueError: if the axes do not fit the cluster, there is no figure for a link, or the
+        accelerator has no unit for `plan.dtype`.
+    """
+    p, microbatches = plan.size("pipe"), plan.microbatches
+    forward, backward = layer_costs(shape, plan, cluster)
+    head = head_cost(shape, plan, cluster)
+    of_stage = [cost * (shape.layers / p) for cost in (forward, backward)]
+    mean = of_stage[0] + of_stage[1] + head * (1 / p)  # of the stages; the last has the head
+    busy = _busy(of_stage[0], plan, cluster), _busy(of_stage[1], plan, cluster)
+    of_head = _busy(head, plan, cluster)
+    pipe, bubble = pipeline(plan, cluster, _activation(shape, plan), *busy, of_head)
+    data, hidden = along_data(shape, plan, cluster, *busy)
+    products, memory = _rates(plan, cluster)
+    whole = mean * microbatches
+    parts = {
+        "products": whole.flops / products,
+        "memory": whole.bytes / memory,
+        "optimizer": optimizer_bytes(shape, plan) / memory,
+        "bubble": bubble,
+        "pipe": pipe,
+        "data": data + whole.exposed.get("fsdp", 0.0),
+        **{axis: whole.exposed.get(axis, 0.0) for axis in ("tensor", "context", "expert")},
+    }
+    hidden = hidden + whole.hidden.get("fsdp", 0.0)
+    model = plan.batch * shape.seq_len * shape.flops / cluster.count
+    return Breakdown(
+        parts,
+        {"data": hidden} | {a: whole.hidden.get(a, 0.0) for a in ("tensor", "context")},
+        model / peak(cluster.accelerator, plan.dtype),
+    )
+
+
+def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]:
+    """Returns the cost of a layer, forward and backward, with what is computed again."""
+    t, c, item = plan.size("tensor"), plan.size("context"), jnp.dtype(plan.dtype).itemsize
+    tokens = plan.microbatch * shape.seq_len / c
+    D, L, k, m = shape.width, shape.seq_len, shape.slots, shape.matrices
+    queries = shape.heads * shape.head_dim
+    keys = (shape.kv_heads or shape.heads) * shape.head_dim
+
+    # FLOPs: a product of T tokens with P parameters takes 2 T P.
+    scores = 4 * tokens * L * queries / t
+    attention = 2 * tokens * shape.attention / t + scores
+    mlp = 2 * tokens * k * shape.expert / t
+    mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
+
+    # Bytes: operands and results of products; norms, residuals and activations; scores.
+    weights = item * (
+        shape.attention + shape.expert * max(shape.experts, 1) / plan.size("expert")
+    )
+    operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
+    unfused = EAGER if plan.eager else 1
+    norms = unfused * 22 * D / (t if plan.sequence_parallel else 1)
+    activations = unfused * ((6 if m == 3 else 4) * k * shape.mlp + 12 * queries) / t
+    core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
+    moved = tokens * (item * operands + norms + activations) + core + weights / t
+
+    # Computed again: a module but for its last product, whose result the backward pass does not
+    # need. Elementwise operations are about a quarter of what a layer moves.
+    all_of_mlp, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
+    again = {
+        "none": (0.0, 0.0),
+        "minimal": (0.0, moved / 4),
+        "selective": (scores, core),
+        "attention": (attention - out, core + moved / 4),
+        "mlp": (all_of_mlp, moved / 4),
+        "mlp-in": (all_of_mlp + scores, core + moved / 4),
+        "all-but-qkv": (all_of_mlp + scores + out, moved / 2),
+        "op": ((attention + mlp - scores) / 2, moved / 2),
+        "half": ((attention + mlp) / 2, moved / 2),
+        "full": (attention + mlp, moved),
+    }[plan.recompute]
+    if plan.schedule is not None:  # a stage is computed again from its input
+        again = again[0] + attention + mlp, again[1] + moved
+    forward = Cost(attention + mlp, moved)
+    # Gradients of weights are added up in float32.
+    backward = Cost(2 * (attention + mlp) + again[0], 2 * moved + 4 * weights / t + again[1])
+
+    # Communication. Each pair of products along "tensor" ends in an all-reduce, forward and
+    # backward; or in a reduce-scatter, and the next begins with an all-gather.
+    group = {axis: cluster.group(plan.axes, axis) for axis in AXES}
+    tensor = (1 if shape.parallel else 2) * all_reduce(
+        group["tensor"], _activation(shape, plan)
+    )
+    twice = 1 + (plan.recompute == "full") + (plan.schedule is not None)
+    hidden = HIDDEN if plan.tensor_overlap else 0.0
+    forward += Cost(0, 0, {"tensor": (1 - hidden) * tensor}, {"tensor": hidden * tensor})
+    backward += (
+        Cost(0, 0, {"tensor": (1 - hidden) * tensor}, {"tensor": hidden * tensor}) * twice
+    )
+    if shape.experts:
+        # Tokens travel to their experts and back.
+        expert = 2 * all_to_all(group["expert"], item * tokens * k * D)
+        forward += Cost(0, 0, {"expert": expert})
+        backward += Cost(0, 0, {"expert": expert}) * twice
+    if c > 1:
+        # Keys and values go around a ring while scores are computed; backward, their gradients
+        # go with them.
+        ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys / t)
+        beside = scores / _rates(plan, cluster)[0]
+        for times in (1, 2):
+            shown = max(0.0, times * (ring - beside))
+            cost = Cost(0, 0, {"context": shown}, {"context": times * ring - shown})
+            forward, backward = (
+                (forward + cost, backward) if times == 1 else (forward, backward + cost)
+            )
+    if plan.size("fsdp") > 1:
+        # Parameters are gathered for the next layer while this one is computed.
+        gather = all_gather(group["fsdp"], plan.parameter_bytes * shape.layer / t)
+        scatter = reduce_scatter(group["fsdp"], plan.gradient_bytes * shape.layer / t)
+        forward = _beside(forward, gather, plan, cluster)
+        backward = _beside(backward, gather + scatter, plan, cluster)
+    return forward, backward
+
+
+def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
+    """Returns a cost with traffic along "fsdp" beside it."""
+    shown, hidden = _exposed(traffic, _busy(cost, plan, cluster) if plan.data_overlap else 0.0)
+    return cost + Cost(0, 0, {"fsdp": shown}, {"fsdp": hidden})
+
+
+def _exposed(traffic: float, room: float) -> tuple[float, float]:
+    """Returns how many seconds of traffic are exposed and hidden beside so much computation."""
+    hidden = min(traffic, room)
+    return traffic - (1 - TAKEN) * hidden, (1 - TAKEN) * hidden
+
+
+def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
+    """Returns the cost of the output layer and the loss, forward and backward."""
+    t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
+    tokens = plan.microbatch * shape.seq_len / plan.size("context")
+    logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
+    sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), _activation(shape, plan))
+    # The logits once in the model's dtype, five times in float32.
+    cost = Cost(6 * logits * shape.width, 22 * logits + 3 * item * weights, {"tensor": sent})
+    if plan.size("fsdp") > 1:
+        group = cluster.group(plan.axes, "fsdp")
+        gather = all_gather(group, plan.parameter_bytes * weights)
+        scatter = reduce_scatter(group, plan.gradient_bytes * weights)
+        cost = _beside(cost, 2 * gather + scatter, plan, cluster)
+    return cost
+
+
+def pipeline(
+    plan: Plan,
+    cluster: Cluster,
+    activation: float,
+    forward: float,
+    backward: float,
+    head: float,
+) -> tuple[float, float]:
+    """Returns the seconds that stages send to each other, and the bubble: all other waiting.
+
+    Args:
+      plan: how the model is trained.
+      cluster: on what.
+      activation: bytes of a microbatch's residual stream.
+      forward: seconds of a stage for one microbatch.
+      backward: the same of its backward pass.
+      head: seconds of the output layer, which only the last stage has.
+    """
+    p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
+    if p == 1:
+        return 0.0, 0.0
+    link = cluster.group(plan.axes, "pipe")
+    mean = forward + backward + head / p
+    if plan.schedule is None:
+        # Narayanan et al., 2021, section 2.2. A stage sends 1/t of what all its devices have.
+        one = 2 * v * shift(link, activation / t)
+        return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
+    one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
+    busy = {"F": (forward + head / 3) / v, "BW": (backward + 2 / 3 * head) / v}
+    # A backward in two pieces computes the stage again in each (see `layer_costs`).
+    grads = (backward - forward + 2 / 3 * head) / 2
+    busy |= {"B": (forward + grads) / v, "W": (forward + grads) / v}
+    return len(plan.schedule.table[0]) * one, slots.lockstep(plan.schedule, busy) - m * mean
+
+
+def along_data(
+    shape: Shape, plan: Plan, cluster: Cluster, forward: float, backward: float
+) -> tuple[float, float]:
+    """Returns the seconds in which gradients and copies of parameters travel, exposed and
+    hidden.
+
+    Gradients travel behind the last microbatch's backward pass, new parameters behind the first
+    one's forward pass. The last piece of gradients has nothing left to hide behind.
+
+    Args:
+      shape: of the model.
+      plan: how it is trained.
+      cluster: on what.
+      forward: seconds of a stage for one microbatch.
+      backward: the same of its backward pass.
+    """
+    p, v = plan.size("pipe"), plan.chunks
+    # Without a pipeline, stage 2 of ZeRO sums the gradients of each microbatch.
+    times = plan.microbatches if plan.zero == 2 and p == 1 else 1
+    # A stage in one piece is done with all of its gradients at once.
+    pieces, share = (v, 1 - 1 / v) if p > 1 else (8, 1.0)
+    room = [share * t if plan.data_overlap else 0.0 for t in (forward, backward)]
+    shown = hidden = 0.0
+    for parameters, axes in held(shape, plan):
+        group = cluster.group(plan.axes, axes)
+        gradients = plan.gradient_bytes * parameters
+        if plan.zero:
+            new = plan.parameter_bytes * parameters
+            traffic = [(all_gather(group, new), 1), (reduce_scatter(group, gradients), times)]
+        else:
+            traffic = [(0.0, 1), (all_reduce(group, gradients), 1)]
+        for (sent, count), behind in zip(traffic, room, strict=True):
+            a, b = _exposed(sent, min(behind, sent * (1 - 1 / pieces)))
+            shown, hidden = shown + count * a, hidden + count * b
+    if plan.size("fsdp") > 1:
+        # The embedding comes first, and its gradient last: nothing is left beside them.
+        group, size = cluster.group(plan.axes, "fsdp"), shape.vocab * shape.width
+        first = all_gather(group, plan.parameter_bytes * size / plan.size("tensor"))
+        last = reduce_scatter(group, plan.gradient_bytes * size / plan.size("tensor"))
+        shown += plan.microbatches * (first + last)
+    return shown, hidden
+
+
+def held(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:
+    """Returns how many parameters one device holds, before ZeRO divides them: those of
+    attention, and of experts if there are any; each with the axes along which devices have the
+    same ones.
+    """
+    t, p = plan.size("tensor"), plan.size("pipe")
+    outside = shape.vocab * shape.width * (1 if p > 1 or shape.tied else 2)
+    experts = shape.layers / p * shape.expert * max(shape.experts, 1)
+    rest = shape.layers / p * shape.attention + outside
+    if not shape.experts:
+        experts, rest = 0.0, rest + experts
+    parts = [
+        (rest / t / plan.size("fsdp"), ("data", "context", "expert")),
+        (experts / t / plan.size("fsdp") / plan.size("expert"), ("data", "context")),
+    ]
+    return [part for part in parts if part[0]]
+
+
+def optimizer_bytes(shape: Shape, plan: Plan) -> float:
+    """Returns the bytes that Adam moves on one device: parameters and two moments in float32
+    are read and written; gradients are read, and a copy in the model's dtype is written.
+    """
+    total = 0.0
+    for parameters, axes in held(shape, plan):
+        copies = math.prod(plan.size(axis) for axis in axes) if plan.zero else 1
+        total += parameters * (24 / copies + 8)
+    return total
+
+
+def _activation(shape: Shape, plan: Plan) -> float:
+    """Returns the bytes of a microbatch's residual stream [b, L, D] on a device."""
+    tokens = plan.microbatch * shape.seq_len / plan.size("context")
+    return jnp.dtype(plan.dtype).itemsize * tokens * shape.width
+
+
+def _rates(plan: Plan, cluster: Cluster) -> tuple[float, float]:
+    """Returns FLOP/s of products and bytes/s of memory."""
+    return (
+        cluster.products_share * peak(cluster.accelerator, plan.dtype),
+        MEMORY_SHARE * cluster.accelerator.memory_bandwidth,
+    )
+
+
+def _busy(cost: Cost, plan: Plan, cluster: Cluster) -> float:
+    """Returns the seconds of a cost, with the communication that is exposed."""
+    products, memory = _rates(plan, cluster)
+    return cost.flops / products + cost.bytes / memory + sum(cost.exposed.values())
