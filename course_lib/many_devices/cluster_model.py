@@ -52,7 +52,7 @@ def network_share(hosts: int) -> float:
     Measured on H100 hosts with eight ports of 50 GB/s: 360 GB/s on 4 hosts, 345, 320, 300, 280,
     and 260 on 128 (https://github.com/NVIDIA/nccl/issues/1229).
     """
-    return min(0.9, max(0.4, 0.9 - 0.045 * math.log2(hosts / 4)))
+    return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Group:
     ring: int = 0
 
 
-def all_gather(group: Group, size: float) -> float:
+def all_gather(group: Group, size: int | float) -> float:
     """Returns the seconds of an all-gather. A reduce-scatter takes as long.
 
     Args:
@@ -97,7 +97,7 @@ def all_gather(group: Group, size: float) -> float:
 reduce_scatter = all_gather
 
 
-def all_reduce(group: Group, size: float) -> float:
+def all_reduce(group: Group, size: int | float) -> float:
     """Returns the seconds of an all-reduce: a reduce-scatter, then an all-gather.
 
     Args:
@@ -108,7 +108,7 @@ def all_reduce(group: Group, size: float) -> float:
     return seconds / SWITCH_SPEEDUP if group.adds_in_switch else seconds
 
 
-def all_to_all(group: Group, size: float) -> float:
+def all_to_all(group: Group, size: int | float) -> float:
     """Returns the seconds of an all-to-all.
 
     On a ring of n devices a message takes n/4 hops on average, and keeps as many links busy.
@@ -125,7 +125,7 @@ def all_to_all(group: Group, size: float) -> float:
     return max(inside, outside) + group.latency
 
 
-def shift(group: Group, size: float) -> float:
+def shift(group: Group, size: int | float) -> float:
     """Returns the seconds in which each rank sends an array to the next one: a step of a ring,
     or the link between two pipeline stages.
 

@@ -77,7 +77,7 @@ def sent_for_gradients(
             again = (
                 _needed_again(leaf, config)
                 if "Block" in config.model.remat
-                else kernel and chosen.gather_again
+                else (kernel or "['router']" in leaf.path) and chosen.gather_again
             )
             gathers = 1 + ("['block" in leaf.path and again)
             total += times * (gathers + 1) * leaf.bytes * n * (narrow if kernel else 1)

@@ -88,8 +88,8 @@ class Cost:
       hidden: seconds of communication by axis that products hide.
     """
 
-    flops: float
-    bytes: float
+    flops: int | float = 0.0
+    bytes: int | float = 0.0
     exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     hidden: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class Cost:
         )
         return Cost(self.flops + other.flops, self.bytes + other.bytes, exposed, hidden)
 
-    def __mul__(self, times: float) -> "Cost":
+    def __mul__(self, times: int | float) -> "Cost":
         exposed, hidden = (
             {axis: times * t for axis, t in side.items()}
             for side in (self.exposed, self.hidden)
@@ -203,15 +203,18 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
     )
     twice = 1 + (plan.recompute == "full") + (plan.schedule is not None)
     hidden = HIDDEN if plan.tensor_overlap else 0.0
-    forward += Cost(0, 0, {"tensor": (1 - hidden) * tensor}, {"tensor": hidden * tensor})
+    forward += Cost(
+        exposed={"tensor": (1 - hidden) * tensor}, hidden={"tensor": hidden * tensor}
+    )
     backward += (
-        Cost(0, 0, {"tensor": (1 - hidden) * tensor}, {"tensor": hidden * tensor}) * twice
+        Cost(exposed={"tensor": (1 - hidden) * tensor}, hidden={"tensor": hidden * tensor})
+        * twice
     )
     if shape.experts:
         # Tokens travel to their experts and back.
         expert = 2 * all_to_all(group["expert"], item * tokens * k * D)
-        forward += Cost(0, 0, {"expert": expert})
-        backward += Cost(0, 0, {"expert": expert}) * twice
+        forward += Cost(exposed={"expert": expert})
+        backward += Cost(exposed={"expert": expert}) * twice
     if c > 1:
         # Keys and values go around a ring while scores are computed; backward, their gradients
         # go with them.
@@ -219,7 +222,7 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
         beside = scores / _rates(plan, cluster)[0]
         for times in (1, 2):
             shown = max(0.0, times * (ring - beside))
-            cost = Cost(0, 0, {"context": shown}, {"context": times * ring - shown})
+            cost = Cost(exposed={"context": shown}, hidden={"context": times * ring - shown})
             forward, backward = (
                 (forward + cost, backward) if times == 1 else (forward, backward + cost)
             )
@@ -235,7 +238,7 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
 def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
     """Returns a cost with traffic along "fsdp" beside it."""
     shown, hidden = _exposed(traffic, _busy(cost, plan, cluster) if plan.data_overlap else 0.0)
-    return cost + Cost(0, 0, {"fsdp": shown}, {"fsdp": hidden})
+    return cost + Cost(exposed={"fsdp": shown}, hidden={"fsdp": hidden})
 
 
 def _exposed(traffic: float, room: float) -> tuple[float, float]:
@@ -288,11 +291,14 @@ def pipeline(
         one = 2 * v * shift(link, activation / t)
         return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
-    busy = {"F": (forward + head / 3) / v, "BW": (backward + 2 / 3 * head) / v}
-    # A backward in two pieces computes the stage again in each (see `layer_costs`).
-    grads = (backward - forward + 2 / 3 * head) / 2
-    busy |= {"B": (forward + grads) / v, "W": (forward + grads) / v}
-    return len(plan.schedule.table[0]) * one, slots.lockstep(plan.schedule, busy) - m * mean
+    # A backward in two pieces, B and W, computes the stage again in each.
+    half = (backward - forward) / 2
+    busy = {"F": forward / v, "BW": backward / v}
+    busy |= {"B": (forward + half) / v, "W": (forward + half) / v}
+    share = {"F": 1, "BW": 2, "B": 1.5, "W": 1.5}  # of the head, in thirds
+    last = {kind: time + share[kind] * head / 3 for kind, time in busy.items()}
+    waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
+    return len(plan.schedule.table[0]) * one, waiting
 
 
 def along_data(

@@ -155,7 +155,11 @@ def forward(schedule: Schedule) -> Schedule:
     )
 
 
-def lockstep(schedule: Schedule, durations: Mapping[str, float]) -> float:
+def lockstep(
+    schedule: Schedule,
+    durations: Mapping[str, float],
+    of_last: Mapping[str, float] | None = None,
+) -> float:
     """Returns when the last device is through a step, of the program that `pipeline` runs:
     neighbours wait for each other.
 
@@ -168,12 +172,22 @@ def lockstep(schedule: Schedule, durations: Mapping[str, float]) -> float:
       schedule: a legal one.
       durations: of an op by its kind, "F" and "BW", or "F", "B" and "W"; what is sent takes no
         time.
+      of_last: the same for the last stage of the model, which has the output layer. None: the
+        same as of the others.
     """
+    last = schedule.stages * schedule.chunks - 1
+
+    def duration(device: int, op: schedules.Op | None) -> float:
+        if op is None:
+            return 0.0
+        is_last = of_last is not None and schedule.stage(device, op.chunk) == last
+        return (of_last if is_last else durations).get(op.kind, 0.0)
+
     through = [0.0] * schedule.stages
     for column in zip(*schedule.table, strict=True):
         ends = [
-            begin + (durations.get(op.kind, 0.0) if op else 0.0)
-            for begin, op in zip(through, column, strict=True)
+            begin + duration(device, op)
+            for device, (begin, op) in enumerate(zip(through, column, strict=True))
         ]
         through = [
             max(ends[d - 1], end, ends[(d + 1) % len(ends)]) for d, end in enumerate(ends)

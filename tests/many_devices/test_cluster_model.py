@@ -1,0 +1,187 @@
+"""What must be true of the time of collectives on a cluster."""
+
+import dataclasses
+import math
+
+import pytest
+
+from course_lib.many_devices import cluster_model
+from course_lib.many_devices.cluster_model import Cluster, Group
+from course_lib.measure import hardware
+
+H100, A100, V5E = (hardware.get(name) for name in ("h100", "a100-80", "v5e"))
+NVLINK, PORT = 450e9, 50e9  # bytes/s of an H100 in one direction
+GB = 1e9
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
+
+
+def ideal(count=64, **kwargs):
+    return Cluster(H100, count, ideal=True, **kwargs)
+
+
+def test_a_group_of_whole_hosts_uses_all_of_their_ports_and_one_per_host_uses_one():
+    whole = ideal().group({"data": 64}, "data")
+    thin = ideal().group({"data": 8, "tensor": 8}, "data")
+    assert (whole.ranks, whole.per_switch, thin.ranks, thin.per_switch) == (64, 8, 8, 1)
+    # 7 of 8 hosts' shares arrive from outside, through eight ports or one
+    assert cluster_model.all_gather(whole, GB) == pytest.approx(GB * 56 / 64 / (8 * PORT))
+    assert cluster_model.all_gather(thin, GB) == pytest.approx(GB * 7 / 8 / PORT)
+
+
+def test_inside_a_host_an_all_gather_brings_the_others_parts_over_nvlink():
+    group = ideal(8).group({"data": 8}, "data")
+    assert cluster_model.all_gather(group, GB) == pytest.approx(GB * 7 / 8 / NVLINK)
+    assert cluster_model.all_reduce(group, GB) == pytest.approx(2 * GB * 7 / 8 / NVLINK)
+
+
+def test_the_slower_level_decides():
+    # with ports as fast as NVLink, what is left is the share inside of each host
+    fast = ideal(64, port_bandwidth=NVLINK).group({"data": 64}, "data")
+    assert cluster_model.all_gather(fast, GB) == pytest.approx(GB * 7 / 8 / NVLINK)
+
+
+def test_a_switch_that_adds_up_makes_an_all_reduce_faster_and_nothing_else():
+    plain = Cluster(H100, 8).group({"data": 8}, "data")
+    adding = Cluster(H100, 8, adds_in_switch=True).group({"data": 8}, "data")
+    ratio = cluster_model.all_reduce(plain, GB) / cluster_model.all_reduce(adding, GB)
+    assert ratio == pytest.approx(1.3)
+    assert cluster_model.all_gather(plain, GB) == cluster_model.all_gather(adding, GB)
+
+
+def test_an_all_to_all_crosses_the_network_through_each_gpu_s_own_port():
+    group = ideal(16).group({"expert": 16}, "expert")
+    # half of the 16 ranks are on the other host
+    assert cluster_model.all_to_all(group, GB) == pytest.approx(GB * 8 / 16 / PORT)
+    inside = ideal(8).group({"expert": 8}, "expert")
+    assert cluster_model.all_to_all(inside, GB) == pytest.approx(GB * 7 / 8 / NVLINK)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link():
+    axes = {"pipe": 2, "data": 8}
+    across, inside = (ideal(16).group(axes, axis) for axis in ("pipe", "data"))
+    assert cluster_model.shift(across, GB) == pytest.approx(GB / PORT)
+    assert cluster_model.shift(inside, GB) == pytest.approx(GB / NVLINK)
+
+
+def test_a_rack_of_eighteen_hosts_behind_one_switch_needs_no_network():
+    b200 = hardware.get("b200")
+    rack = Cluster(b200, 72, gpus_per_host=4, hosts_per_switch=18, ideal=True)
+    group = rack.group({"data": 72}, "data")
+    seconds = cluster_model.all_gather(group, GB)
+    assert seconds == pytest.approx(GB * 71 / 72 / b200.link_bandwidth)
+
+
+def test_fewer_ports_are_shared():
+    # four ports of 100 Gb/s for eight A100s
+    few = Cluster(A100, 16, ports_per_host=4, port_bandwidth=12.5e9, ideal=True)
+    group = few.group({"data": 16}, "data")
+    assert group.outside == 6.25e9
+    assert cluster_model.all_gather(group, GB) == pytest.approx(GB / 2 / 50e9)
+
+
+def test_ranks_that_lie_unevenly_have_the_ports_of_the_fewest():
+    group = ideal(12).group({"data": 12}, "data")
+    assert group.per_switch == 4  # eight on the first host, four on the second
+
+
+def test_nccl_gets_what_was_measured_on_the_network():
+    for hosts, measured in ((4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)):
+        assert 400 * cluster_model.network_share(hosts) == pytest.approx(measured, rel=0.015)
+    shares = [cluster_model.network_share(2**n) for n in range(12)]
+    assert shares == sorted(shares, reverse=True) and shares[0] == 0.9
+
+
+def test_real_links_take_longer_than_ideal_ones_and_an_empty_message_its_latency():
+    for axes, over in (({"data": 64}, "data"), ({"data": 8, "tensor": 8}, "tensor")):
+        real, best = Cluster(H100, 64).group(axes, over), ideal().group(axes, over)
+        for name in COLLECTIVES:
+            collective = getattr(cluster_model, name)
+            assert collective(real, GB) > collective(best, GB) > 0
+            assert collective(real, 0) > 0 == collective(best, 0)
+
+
+def test_one_device_sends_nothing():
+    alone = Cluster(H100, 8).group({"data": 8}, "tensor")
+    assert alone.ranks == 1
+    assert all(getattr(cluster_model, name)(alone, GB) == 0 for name in COLLECTIVES)
+
+
+def test_axes_together_are_one_group():
+    axes = {"data": 4, "context": 2, "tensor": 8}
+    both = ideal().group(axes, ("data", "context"))
+    assert (both.ranks, both.per_switch) == (8, 1)
+    assert ideal().group(axes, ("context", "tensor")).ranks == 16
+
+
+def test_whole_dimensions_of_a_torus_are_rings_in_both_directions():
+    slice_ = Cluster(V5E, 256, ideal=True)  # 16 x 16
+    link = V5E.link_bandwidth
+    ring = slice_.group({"data": 16, "tensor": 16}, "tensor")
+    torus = slice_.group({"data": 256}, "data")
+    part = slice_.group({"data": 64, "tensor": 4}, "tensor")
+    assert [group.inside for group in (ring, torus, part)] == [2 * link, 4 * link, link]
+    seconds = cluster_model.all_gather(ring, GB)
+    assert seconds == pytest.approx(GB * 15 / 16 / (2 * link))
+
+
+def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_the_same_array():
+    # The scaling book: each of n shards travels n/4 hops, both directions at once.
+    ring = Cluster(V5E, 256, ideal=True).group({"data": 16, "tensor": 16}, "tensor")
+    whole = cluster_model.all_gather(ring, GB) * 16 / 15
+    assert cluster_model.all_to_all(ring, GB / 16) == pytest.approx(whole / 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "axes", "message"),
+    [
+        (dict(count=64), {"data": 8, "tensor": 4}, "must multiply to the 64 accelerators"),
+        (dict(count=4, gpus_per_host=8), {}, "gpus_per_host=8 must be at most count=4"),
+        (dict(count=0), {}, "'count': 0.* must be above 0"),
+        (dict(count=8, port_bandwidth=-1.0), {}, "port_bandwidth.* must be above 0"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(given, axes, message):
+    with pytest.raises(ValueError, match=message):
+        Cluster(H100, **given).group(axes, "data")
+
+
+def test_a_network_without_a_figure_is_refused_where_it_is_crossed():
+    l4s = Cluster(hardware.get("l4"), 16)
+    assert l4s.group({"data": 2, "tensor": 8}, "tensor").ranks == 8
+    with pytest.raises(ValueError, match="accelerator='l4' must have a figure for its network"):
+        l4s.group({"data": 2, "tensor": 8}, "data")
+    given = Cluster(hardware.get("l4"), 16, port_bandwidth=GB)
+    assert given.group({"data": 2, "tensor": 8}, "data").outside == 0.9 * GB
+
+
+def test_a_torus_has_no_hosts_and_must_hold_the_mesh():
+    with pytest.raises(ValueError, match="must be None for TPU v5e"):
+        Cluster(V5E, 8, gpus_per_host=4)
+    with pytest.raises(ValueError, match="count=12 must be one of"):
+        Cluster(V5E, 12).group({"data": 12}, "data")
+    odd = dataclasses.replace(V5E, target=dataclasses.replace(V5E.target, layouts={12: "4x4"}))
+    with pytest.raises(ValueError, match=r"must lie on the torus 4x4.* that 3 divides"):
+        Cluster(odd, 12).group({"data": 3, "tensor": 4}, "data")
+
+
+def test_break_even_of_data_parallelism_is_the_scaling_book_s():
+    """Tokens per GPU from which the backward pass hides the gradients' all-reduce."""
+    peak = H100.peak("bfloat16")
+    rack = Cluster(H100, 64, hosts_per_switch=8, ideal=True)
+    for cluster, book in ((rack, 2200), (ideal(1024), 2475)):
+        n = cluster.count
+        group = cluster.group({"data": n}, "data")
+        parameters = 1e9
+        sent = cluster_model.all_reduce(group, 2 * parameters)  # bfloat16
+        assert sent * peak / (4 * parameters) == pytest.approx(book, rel=0.1)
+
+
+def test_a_group_says_what_it_is():
+    group = Cluster(H100, 64).group({"data": 8, "tensor": 8}, "data")
+    assert group == Group(
+        8,
+        1,
+        0.8 * NVLINK,
+        cluster_model.network_share(8) * PORT,
+        cluster_model.NETWORK_LATENCY * math.log2(8),
+    )
