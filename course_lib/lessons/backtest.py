@@ -10,12 +10,14 @@ where each figure stands, and the layout that it was measured with. Here each is
 
 Every second publication, in alphabetical order, is for fitting; the others judge. No row was
 chosen by its error. Rows that the formulas were not made for (experts, eight-bit products,
-offload, TPUs) are kept apart by their `kind`.
+offload, TPUs) are kept apart by their `kind`. All rows with their predictions, and how well
+they agree: docs/backtest.md.
 """
 
 import dataclasses
 import functools
 import importlib.resources
+import itertools
 import math
 import statistics
 import tomllib
@@ -75,7 +77,8 @@ class Row:
       unit: "seconds" per step, "TFLOP/s" per GPU, "MFU", or "tokens/s" per GPU.
       flops: for the two in the middle, how the source counts FLOPs: a name of `FLOPS`.
       inferred: what the source does not say and was taken from the software's defaults.
-      reason: what makes the row unlike the others.
+      reason: what makes the row unlike the others, or may explain its error; that of its
+        publication if it has none of its own.
     """
 
     source: str
@@ -140,7 +143,7 @@ attention in full, or its causal half.
 
 
 def _scores(shape: Shape) -> float:
-    return 12 * shape.layers * shape.heads * shape.head_dim * shape.seq_len
+    return 12.0 * shape.layers * shape.heads * shape.head_dim * shape.seq_len
 
 
 @functools.cache
@@ -157,7 +160,7 @@ def load() -> tuple[Row, ...]:
             publication = tomllib.loads(file.read_text(encoding="utf-8"))
             for number, given in enumerate(publication["rows"], 1):
                 try:
-                    row = _row(file.name.removesuffix(".toml"), publication["models"], given)
+                    row = _row(file.name.removesuffix(".toml"), publication, given)
                 except (KeyError, TypeError, ValueError) as error:
                     raise ValueError(f"{file.name}, row {number}: {error!r}") from error
                 rows.append(row)
@@ -176,11 +179,11 @@ def sources() -> dict[str, dict[str, str]]:
     return found
 
 
-def _row(source: str, models: Mapping[str, Any], given: Mapping[str, Any]) -> Row:
-    row = {**DEFAULTS, **given}
-    sizes = dict(models[row["model"]])
+def _row(source: str, publication: Mapping[str, Any], given: Mapping[str, Any]) -> Row:
+    row = {**DEFAULTS, "reason": publication.get("reason", ""), **given}
+    sizes = dict(publication["models"][row["model"]])
     sizes["matrices"] = 3 if sizes.pop("gated", False) else 2
-    sizes["slots"] = sizes.pop("experts_per_token", 1)
+    sizes["slots"] = float(sizes.pop("experts_per_token", 1))
     shape = Shape(seq_len=row["seq_len"], **sizes)
     divided = max(row["fsdp"], 1)
     others = row["tensor"] * row["pipe"] * row["context"] * row["expert"]
@@ -219,7 +222,7 @@ def _row(source: str, models: Mapping[str, Any], given: Mapping[str, Any]) -> Ro
         shape,
         plan,
         cluster,
-        row["published"],
+        float(row["published"]),
         row["unit"],
         row["flops"],
         tuple(row["inferred"]),
@@ -322,3 +325,45 @@ def summary(predictions: Sequence[Prediction]) -> Summary:
         sum(error <= 0.1 for error in errors) / len(errors),
         float(np.corrcoef(rankdata(published), rankdata(predicted))[0, 1]),
     )
+
+
+def relative_errors(predictions: Sequence[Prediction]) -> list[float]:
+    """Returns errors relative to the level of the publication: predicted over published
+    seconds, over the median of that for the same publication and accelerator, less 1.
+
+    One constant cannot fit several software stacks. This error is about layouts alone: more
+    GPUs, other parallelism, longer sequences.
+
+    Args:
+      predictions: of any rows. A publication with fewer than three rows on an accelerator has
+        no level, and is left out.
+    """
+    by_level: dict[tuple[str, str], list[float]] = {}
+    for each in predictions:
+        level = each.row.source, each.row.cluster.accelerator.name
+        by_level.setdefault(level, []).append(math.log1p(each.error))
+    return [
+        math.expm1(error - statistics.median(errors))
+        for errors in by_level.values()
+        if len(errors) >= 3
+        for error in errors
+    ]
+
+
+def orders(predictions: Sequence[Prediction]) -> list[bool]:
+    """Returns for each pair of comparable rows whether the faster one is predicted right.
+
+    Comparable rows have the same publication, accelerator, model and sequence length, and their
+    published MFUs differ by more than 5%.
+    """
+    right = []
+    for one, other in itertools.combinations(predictions, 2):
+        if _compared(one.row) == _compared(other.row):
+            published = one.row.mfu / other.row.mfu
+            if max(published, 1 / published) > 1.05:
+                right.append((published > 1) == (one.step.mfu > other.step.mfu))
+    return right
+
+
+def _compared(row: Row) -> tuple[str, str, str, int]:
+    return row.source, row.cluster.accelerator.name, row.model, row.shape.seq_len
