@@ -22,8 +22,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from course_lib.measure import virtual
-from course_lib.measure.hardware import Accelerator
 
 PyTree = Any
 
@@ -89,8 +87,8 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
 
     Args:
       axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the
-        innermost axis are neighbouring devices, which have the fastest link: `links` says
-        which.
+        innermost axis are neighbouring devices, which share a host:
+        `cluster_model.Cluster.group` says what links them.
       devices: real, simulated or virtual ones. If None, those of `meshes.devices()`.
 
     Raises:
@@ -255,54 +253,4 @@ def holdings(array: jax.Array | jax.ShapeDtypeStruct) -> list[Holding]:
         )
         count = math.prod(stop - start for start, stop in ranges)
         rows.append(Holding(device.id, ranges, count * array.dtype.itemsize))
-    return rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """What a message between neighbours on a mesh axis travels over.
-
-    Attributes:
-      axis: its name.
-      size: number of devices along it.
-      apart: how far neighbours on it are from each other, in device numbers; 0 if there are
-        none.
-      link: the slowest one between any two neighbours.
-      bandwidth: of that link, bytes/s in one direction; None if `hardware` has no figure.
-    """
-
-    axis: str
-    size: int
-    apart: int
-    link: str
-    bandwidth: float | None
-
-
-def links(mesh: Mesh | Mapping[str, int], accelerator: Accelerator) -> list[Link]:
-    """Returns for each axis whether it stays inside a host, or crosses the network between
-    hosts.
-
-    GPUs count as `virtual.GPUS_PER_HOST` to a host, in order of their numbers. TPUs are linked
-    across hosts.
-
-    Args:
-      mesh: of any devices; simulated ones stand for the accelerator's. Sizes of axes alone,
-        outer to inner, are taken for a mesh of the first so many devices.
-      accelerator: what its devices are, or stand for.
-    """
-    if isinstance(mesh, Mesh):
-        numbers, names = np.vectorize(lambda device: device.id)(mesh.devices), mesh.axis_names
-    else:
-        numbers, names = (
-            np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())),
-            tuple(mesh),
-        )
-    hosts = numbers // virtual.GPUS_PER_HOST
-    rows = []
-    for dim, axis in enumerate(names):
-        crosses = accelerator.platform == "gpu" and np.any(np.diff(hosts, axis=dim))
-        link = "network, to another host" if crosses else accelerator.link
-        bandwidth = accelerator.network_bandwidth if crosses else accelerator.link_bandwidth
-        apart = int(np.abs(np.diff(numbers, axis=dim)).max(initial=0))
-        rows.append(Link(axis, numbers.shape[dim], apart, link, bandwidth))
     return rows

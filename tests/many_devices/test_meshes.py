@@ -271,48 +271,6 @@ def test_what_is_not_divided_is_held_by_every_device():
     )
 
 
-# Which link
-
-
-def test_an_axis_inside_a_host_has_nvlink_and_one_across_hosts_the_network():
-    h100 = hardware.get("h100")
-    one_host = meshes.links(meshes.make({"data": 2, "tensor": 4}), h100)
-    nvlink = "NVLink 4, to the GPUs of the host"
-    assert one_host == [
-        meshes.Link("data", 2, 4, nvlink, 450e9),
-        meshes.Link("tensor", 4, 1, nvlink, 450e9),
-    ]
-
-
-@needs_virtual
-def test_the_outer_axis_of_many_hosts_crosses_them():
-    h100 = hardware.get("h100")
-    devices = virtual.devices("h100", 32)
-    network = "network, to another host"
-    pipe, tensor = meshes.links(meshes.make({"pipe": 4, "tensor": 8}, devices), h100)
-    assert pipe == meshes.Link("pipe", 4, 8, network, 50e9) and tensor.bandwidth == 450e9
-    # sizes stand for the first devices
-    assert meshes.links({"pipe": 4, "tensor": 8}, h100) == [pipe, tensor]
-    [whole] = meshes.links(meshes.make({"data": 32}, devices), h100)
-    # most neighbours share a host, and the slowest link counts
-    assert whole == meshes.Link("data", 32, 1, network, 50e9)
-    outside, inside = meshes.links(meshes.make({"tensor": 8, "data": 4}, devices), h100)
-    assert (outside.bandwidth, inside.bandwidth) == (50e9, 450e9)
-    assert meshes.links(meshes.make({"data": 32, "tensor": 1}, devices), h100)[
-        1
-    ] == meshes.Link("tensor", 1, 0, "NVLink 4, to the GPUs of the host", 450e9)
-
-
-@needs_virtual
-def test_where_no_network_is_known_its_bandwidth_is_none_and_tpus_have_links_across_hosts():
-    grid = meshes.make({"data": 2, "tensor": 8}, virtual.devices("a5000", 16))
-    assert [link.bandwidth for link in meshes.links(grid, hardware.get("a5000"))] == [
-        None,
-        32e9,
-    ]
-    assert [link.bandwidth for link in meshes.links(grid, hardware.get("v5e"))] == [50e9, 50e9]
-
-
 def test_an_array_that_lies_nowhere_has_no_holdings():
     with pytest.raises(
         ValueError, match="must have a sharding: without one no device holds it"
