@@ -147,6 +147,7 @@ TESTED_WITH = {
     "measure/heap.py": "measure/test_memory.py",
     "measure/origin.py": "measure/test_traffic.py",
     "many_devices/costs.py": "many_devices/test_estimate.py",
+    "many_devices/plans.py": "many_devices/test_step_model.py",
     "many_devices/options.py": "many_devices/test_strategies.py",
     "many_devices/sharding.py": "many_devices/test_strategies.py",
     PIPELINE + "stage.py": PIPELINE + "test_pipeline.py",

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib.many_devices import meshes
-from course_lib.measure import hardware, virtual
+from course_lib.measure import virtual
 
 needs_virtual = pytest.mark.skipif(
     virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())

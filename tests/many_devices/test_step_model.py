@@ -1,0 +1,261 @@
+"""What must be true of the predicted time of a training step."""
+
+import dataclasses
+import math
+
+import pytest
+
+from course_lib.many_devices import cluster_model, step_model
+from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.pipeline_parallel import schedules
+from course_lib.many_devices.plans import RECOMPUTE, Plan, Shape
+from course_lib.measure import hardware
+
+H100 = hardware.get("h100")
+# 6.7 billion parameters
+MIDDLE = Shape(
+    layers=32, width=4096, heads=32, head_dim=128, mlp=16_384, vocab=128_000, seq_len=4096
+)
+PARTS = ("products", "memory", "optimizer", "bubble", "pipe", "data")
+PARTS += ("tensor", "context", "expert")
+
+
+def step(axes, shape=MIDDLE, cluster=None, **plan):
+    """Returns the time on as many H100s as the axes have."""
+    plan = Plan(axes, **{"batch": 512, **plan})
+    return step_model.breakdown(shape, plan, cluster or h100s(axes))
+
+
+def h100s(axes, **kwargs):
+    return Cluster(H100, math.prod(axes.values()), **kwargs)
+
+
+# By hand: the formulas for dense models without a pipeline, written down a second time.
+
+
+def by_hand(zero, tensor, microbatch, full, flash):
+    """Returns the seconds of a step of MIDDLE on 64 H100s: ZeRO 1 along "data", or ZeRO 3."""
+    D, F, H, V, L, N = 4096, 16_384, 4096, 128_000, 4096, 32  # H: heads x head_dim
+    replicas, t = 64 // tensor, tensor
+    tokens, steps = microbatch * L, 512 // replicas // microbatch
+    rate, memory = 0.75 * 989e12, 0.85 * 3.35e12
+    weights = (4 * D * H + 2 * D * F) / t
+    flops = 2 * tokens * weights + 4 * tokens * L * H / t
+    core = tokens / t * (8 * H if flash else 13 * L * 32)
+    moved = tokens * (2 * (2 * D + 4 * H / t + 2 * (D + F / t)) + 22 * D / t)
+    moved += tokens * (4 * F + 12 * H) / t + core + 2 * weights
+    forward = flops / rate + moved / memory
+    backward = 2 * flops / rate + (2 * moved + 8 * weights) / memory
+    nvlink, act = 360e9, 2 * tokens * D
+    pair = 2 * (act * (t - 1) / t / nvlink + 20e-6) if t > 1 else 0.0
+    forward, backward = forward + 2 * pair, backward + 2 * pair
+    if full:
+        backward += flops / rate + moved / memory + 2 * pair
+
+    # 64 / t ranks, 8 / t of them in each of eight hosts
+    r = 8 // t
+    port = (0.9 - 0.05) * 50e9  # eight hosts: one doubling above four
+
+    def gather(size):
+        inside = size * (r - 1) / r / nvlink
+        outside = size * 7 / 8 / (r * port)
+        return max(inside, outside) + 20e-6 * (r > 1) + 3 * 40e-6
+
+    logits, head_weights = tokens * V / t, V * D / t
+    head = 6 * logits * D / rate + (22 * logits + 6 * head_weights) / memory
+    head += 4 * pair / 2
+    parameters = N * weights + 2 * V * D / t
+
+    def beside(compute, traffic):
+        return max(compute, traffic) + 0.25 * min(compute, traffic)
+
+    if zero == 3:
+        one = gather(2 * weights)
+        forward, backward = beside(forward, one), beside(backward, 2 * one)
+        head = beside(head, 3 * gather(2 * head_weights))
+        data = steps * 2 * gather(2 * head_weights)
+        optimizer = parameters / replicas * 32
+    else:
+        sent = gather(2 * parameters)
+        data = 0.0
+        for room in (N * forward, N * backward):
+            hidden = min(sent * 7 / 8, room)
+            data += sent - 0.75 * hidden
+        optimizer = parameters * (24 / replicas + 8)
+    return steps * (N * (forward + backward) + head) + data + optimizer / memory
+
+
+LAYOUTS = [
+    (zero, tensor, microbatch, full, flash)
+    for zero in (1, 3)
+    for tensor in (1, 2, 4, 8)
+    for microbatch, full, flash in ((8, True, True), (2, False, True), (8, True, False))
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_time_is_that_of_the_formulas_by_hand(layout):
+    zero, tensor, microbatch, full, flash = layout
+    data = {"data" if zero == 1 else "fsdp": 64 // tensor}
+    found = step(
+        data | {"tensor": tensor},
+        microbatch=microbatch,
+        zero=1 if zero == 1 else 0,
+        recompute="full" if full else "none",
+        fused_attention=flash,
+        sequence_parallel=True,
+    )
+    assert found.total == pytest.approx(by_hand(*layout), rel=1e-9)
+
+
+# Laws
+
+
+def test_a_step_is_the_sum_of_its_parts_and_none_is_negative():
+    for axes, plan in (
+        ({"data": 2, "fsdp": 4, "tensor": 4}, {}),
+        ({"pipe": 4, "data": 4, "tensor": 2}, dict(chunks=2, zero=1)),
+        ({"data": 4, "context": 4}, dict(zero=2)),
+    ):
+        found = step(axes, **plan)
+        assert set(found.parts) == set(PARTS)
+        assert min(found.parts.values()) >= 0 and min(found.hidden.values()) >= 0
+        assert found.total == pytest.approx(sum(found.parts.values()))
+        assert found.mfu == pytest.approx(found.model_seconds / found.total) and found.mfu < 1
+
+
+def test_model_flops_are_six_per_parameter_and_token_and_attention_s():
+    outside = 2 * 128_000 * 4096
+    layers = MIDDLE.parameters - outside
+    scores = 12 * 32 * 4096 * 4096  # 12 N D L
+    assert MIDDLE.flops == 6 * (layers + outside / 2) + scores
+    assert dataclasses.replace(MIDDLE, tied=True).parameters == layers + outside / 2
+
+
+def test_recomputing_a_layer_costs_one_more_forward_and_others_less():
+    times = {name: step({"data": 8}, recompute=name).total for name in RECOMPUTE}
+    assert times["full"] == max(times.values()) and times["none"] == min(times.values())
+    products = {
+        name: step({"data": 8}, recompute=name).parts["products"] for name in ("none", "full")
+    }
+    head = 6 * MIDDLE.vocab * MIDDLE.width / MIDDLE.flops
+    extra = products["full"] / products["none"] - 1
+    assert extra == pytest.approx((1 - head) / 3)
+
+
+def test_the_bubble_of_interleaved_1f1b_is_that_of_narayanan_et_al():
+    """(p - 1) / (v m) of the work, for stages of one length."""
+    even = dataclasses.replace(MIDDLE, vocab=1)
+    for chunks in (1, 2, 4):
+        found = step({"pipe": 8}, even, batch=64, chunks=chunks)
+        work = found.total - found.parts["bubble"] - found.parts["data"]
+        work -= found.parts["optimizer"]
+        assert found.parts["bubble"] == pytest.approx(7 / chunks / 64 * work, rel=1e-3)
+
+
+def test_this_course_s_pipeline_waits_longer_than_megatron_s():
+    for name in ("gpipe", "1f1b", "zero_bubble"):
+        planned = schedules.make(name, 4, 16)
+        ours = step({"pipe": 4}, batch=16, schedule=planned)
+        theirs = step({"pipe": 4}, batch=16)
+        assert ours.parts["bubble"] > theirs.parts["bubble"]
+        assert ours.parts["products"] > 1.3 * theirs.parts["products"]  # stages run again
+
+
+def test_fsdp_is_hidden_with_many_tokens_and_exposed_with_few():
+    """Below the break-even the traffic is exposed but for what the compute covers."""
+    axes, ideal = {"fsdp": 64}, dict(ideal=True, products_share=1.0)
+    shares = []
+    for tokens in (256, 1024, 4096, 16_384):
+        shape = dataclasses.replace(MIDDLE, seq_len=tokens)
+        found = step(axes, shape, h100s(axes, **ideal), batch=64)
+        shares.append(found.parts["data"] / found.total)
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.5 > 0.15 > shares[-1]
+
+
+def test_data_parallelism_across_hosts_costs_little_more_than_inside_one():
+    """The claim of one bandwidth per axis was nine times as much."""
+    one = step({"data": 8}, batch=64, microbatch=8, zero=1)
+    many = step({"data": 64}, batch=512, microbatch=8, zero=1)
+    assert many.total == pytest.approx(one.total, rel=0.05)
+    assert many.parts["data"] < 0.05 * many.total
+
+
+def test_an_overlapping_recipe_hides_its_share_of_tensor_traffic():
+    axes = {"data": 8, "tensor": 8}
+    plain, hiding = (step(axes, tensor_overlap=overlap) for overlap in (False, True))
+    head = 64 * 4 * cluster_model.all_gather(h100s(axes).group(axes, "tensor"), 2 * 4096 * 4096)
+    layers = plain.parts["tensor"] - head
+    assert hiding.parts["tensor"] - head == pytest.approx((1 - step_model.HIDDEN) * layers)
+    assert hiding.hidden["tensor"] == pytest.approx(step_model.HIDDEN * layers)
+
+
+def test_a_parallel_block_halves_what_layers_send_along_tensor():
+    axes = {"tensor": 8}
+    both = step(axes, batch=8), step(axes, dataclasses.replace(MIDDLE, parallel=True), batch=8)
+    cluster = h100s(axes)
+    head = 8 * 4 * cluster_model.all_gather(cluster.group(axes, "tensor"), 2 * 4096 * 4096)
+    assert both[1].parts["tensor"] - head == pytest.approx((both[0].parts["tensor"] - head) / 2)
+
+
+def test_a_ring_is_hidden_behind_long_sequences_and_exposed_by_short_ones():
+    axes = {"context": 8}
+    short, long = (
+        step(axes, dataclasses.replace(MIDDLE, seq_len=length), batch=8)
+        for length in (1024, 131_072)
+    )
+    assert short.parts["context"] > 0 == long.parts["context"] < long.hidden["context"]
+
+
+def test_experts_cost_their_all_to_alls_which_the_network_makes_slow():
+    # 8 experts of which a token sees 2
+    shape = dataclasses.replace(MIDDLE, experts=8, slots=2.0)
+    inside = step({"data": 8, "expert": 8}, shape, zero=1)
+    outside = step({"expert": 8, "data": 8}, shape, zero=1)
+    assert outside.parts["expert"] > 3 * inside.parts["expert"] > 0
+    group = h100s({"data": 8, "expert": 8}).group({"data": 8, "expert": 8}, "expert")
+    one = cluster_model.all_to_all(group, 2 * 4096 * 2 * 4096)  # bytes per microbatch
+    assert inside.parts["expert"] == pytest.approx(8 * 32 * 4 * one)
+    # what a token needs, not what the experts hold
+    dense = dataclasses.replace(MIDDLE, mlp=2 * MIDDLE.mlp)
+    assert shape.flops == dense.flops and shape.parameters > dense.parameters
+
+
+def test_sharding_the_optimizer_saves_its_time():
+    plain, sharded = (step({"data": 8}, batch=64, zero=zero) for zero in (0, 1))
+    assert sharded.parts["optimizer"] < 0.4 * plain.parts["optimizer"]
+
+
+def test_switches_that_add_up_help_plain_data_parallelism():
+    axes = {"data": 64}
+    found = [
+        step(axes, cluster=h100s(axes, adds_in_switch=adds), batch=64, data_overlap=False)
+        for adds in (False, True)
+    ]
+    assert found[0].parts["data"] / found[1].parts["data"] == pytest.approx(1.3)
+
+
+def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it():
+    narrow, wide = (step({"data": 8}, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert wide.parts["products"] == pytest.approx(2 * narrow.parts["products"])
+    with pytest.raises(ValueError, match="dtype='bfloat16' must be one of"):
+        step({"data": 1}, cluster=Cluster(hardware.get("t4"), 1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (dict(axes={"model": 8}, batch=8), r"axes=.* must be of .*, not \['model'\]"),
+        (dict(axes={"data": 8}, batch=8, recompute="all"), "recompute='all' must be one of"),
+        (dict(axes={"data": 8}, batch=12), "batch=12 must be a multiple of 8"),
+        (dict(axes={"data": 4}, batch=8, microbatch=4), "batch=8 must be a multiple of 16"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**plan)
+
+
+def test_axes_that_do_not_fit_the_cluster_are_refused():
+    with pytest.raises(ValueError, match="must multiply to the 16 accelerators"):
+        step({"data": 8}, cluster=Cluster(H100, 16))
