@@ -292,11 +292,11 @@ def pipeline(
         one = 2 * v * shift(link, activation / t)
         return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
-    # A backward in two pieces, B and W, computes the stage again in each.
-    half = (backward - forward) / 2
-    busy = {"F": forward / v, "BW": backward / v}
-    busy |= {"B": (forward + half) / v, "W": (forward + half) / v}
-    share = {"F": 1, "BW": 2, "B": 1.5, "W": 1.5}  # of the head, in thirds
+    # A backward in two pieces computes the stage again in each, and W all of B's gradients too
+    # (see `stage`).
+    half = (forward + backward) / 2
+    busy = {"F": forward / v, "BW": backward / v, "B": half / v, "W": backward / v}
+    share = {"F": 1, "BW": 2, "B": 1, "W": 2}  # of the head, in thirds
     last = {kind: time + share[kind] * head / 3 for kind, time in busy.items()}
     waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
     return len(plan.schedule.table[0]) * one, waiting
