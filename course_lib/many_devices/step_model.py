@@ -213,7 +213,8 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
     )
     if shape.experts:
         # Tokens travel to their experts and back.
-        expert = 2 * all_to_all(group["expert"], item * tokens * k * D)
+        own = tokens / (t if plan.sequence_parallel else 1)
+        expert = 2 * all_to_all(group["expert"], item * own * k * D)
         forward += Cost(exposed={"expert": expert})
         backward += Cost(exposed={"expert": expert}) * twice
     if c > 1:
