@@ -16,10 +16,12 @@ All are called inside `jax.shard_map`, and unroll into one step a hop. Links car
 directions at once: with `bidirectional=True` half of what travels goes the other way round, and
 the ring needs half of the steps.
 
-`cost` says what each needs. Sources: Thakur, Rabenseifner and Gropp, 2005,
-https://doi.org/10.1177/1094342005051521 (the algorithms, and the model of latency plus bytes
-over bandwidth); for the convention of bytes, NCCL's
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+`cost` says what each needs on one ring whose links all have one bandwidth. Which bandwidth a
+group of GPUs has, in one host or on several, `cluster_model` says.
+
+Sources: Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521 (the
+algorithms, and the model of latency plus bytes over bandwidth); for the convention of bytes,
+NCCL's https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import dataclasses
@@ -211,16 +213,20 @@ def cost(
         all_to_all_direct  n - 1      S (n - 1) / n     -
 
     A gradient of S bytes, all-reduced, is thus sent about twice, whatever the number of
-    devices.
+    devices. Only a switch that adds needs less: each device sends S (SHARP, NVLS).
+
+    The seconds are ideal: all links have the same bandwidth, and reach it at once. A rated
+    bandwidth gives a lower bound. `cluster_model.all_reduce` and its like know hosts, their
+    ports, and how much of the rated bandwidth NCCL reaches.
 
     Args:
       kind: one of `KINDS`.
       bytes: S, of the whole array at one device: what it has before a reduce-scatter,
         all-reduce, all-to-all or ppermute, what it has after an all-gather.
       size: n, the devices of the axis.
-      bandwidth: of a link in one direction, bytes/s. With `bidirectional`, what each of the two
-        directions gets: all of it where each neighbour has a link of its own (TPUs), half where
-        all goes through one switch (NVLink on H100s).
+      bandwidth: of the ring's slowest link in one direction, bytes/s. With `bidirectional`,
+        what each of the two directions gets: all of it where each neighbour has a link of its
+        own (TPUs), half where all goes through one switch (NVLink on H100s).
       latency: from the start of a message to the arrival of its first byte, seconds.
       bidirectional: whether both directions carry half.
 

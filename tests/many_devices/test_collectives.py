@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from course_lib.many_devices import collectives, meshes
+from course_lib.many_devices import cluster_model, collectives, meshes
+from course_lib.many_devices.cluster_model import Cluster
+from course_lib.measure import hardware
 
 AXIS = "data"
 SIZES = (1, 2, 3, 5, 8)
@@ -234,3 +236,26 @@ def test_a_cost_that_makes_no_sense_is_refused(arguments, message):
         collectives.cost(
             **{"kind": "all_gather", "bytes": 8, "size": 4, "bandwidth": 1e9} | arguments
         )
+
+
+def test_one_ring_through_whole_hosts_has_the_bandwidth_of_one_port_and_nccl_that_of_eight():
+    """What `cost` leaves out: a cluster's group has as many ports per host as GPUs there."""
+    h100 = hardware.get("h100")
+    size, ideal = 2.0**30, Cluster(h100, 64, ideal=True)
+    whole_hosts = cluster_model.all_reduce(ideal.group({"data": 64}, "data"), size)
+    one_port = collectives.cost("all_reduce", 2**30, 64, h100.network_bandwidth).seconds
+    # 7/8 of the array crosses the network, 63/64 of it goes around the ring
+    assert one_port / whole_hosts == pytest.approx(8 * (63 / 64) / (7 / 8))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_inside_a_host_and_with_one_gpu_per_host_the_ring_and_the_cluster_agree(kind):
+    h100 = hardware.get("h100")
+    cluster, axes = Cluster(h100, 64, ideal=True), {"data": 8, "tensor": 8}
+    for axis, bandwidth in (
+        ("tensor", h100.link_bandwidth),
+        ("data", h100.network_bandwidth),
+    ):
+        group = cluster.group(axes, axis)
+        ring = collectives.cost(kind, 2**30, 8, bandwidth).seconds
+        assert getattr(cluster_model, kind)(group, 2.0**30) == pytest.approx(ring)

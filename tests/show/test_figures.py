@@ -17,7 +17,7 @@ from traitlets.config import Config
 from course_lib.measure.units import GIB
 from course_lib.one_device import mixed_precision
 from course_lib.show import figures
-from course_lib.show.figures import devices, style
+from course_lib.show.figures import clusters, devices, style
 
 ROWS = [
     {
@@ -118,6 +118,16 @@ SPANS = {
 }
 SECONDS = {"network": [(2, 2e-2), (8, 4e-2), (64, 5e-2)], "NVLink": [(2, 2e-3), (8, 4e-3)]}
 
+GROUPS = {
+    "one ring": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "whole hosts": [
+        [4 * host + (first + i) % 4 for host in range(2) for i in range(4)]
+        for first in range(4)
+    ],
+    "one per host": [[1, 5]],
+    "inside a host": [[4, 5, 6, 7]],
+}
+
 PICTURES = {
     "formats": lambda: figures.formats(FORMATS),
     "gradient_histogram": lambda: figures.gradient_histogram(
@@ -126,6 +136,7 @@ PICTURES = {
     "heap_timeline": lambda: figures.heap_timeline(
         {"a": [0, 2 * GIB, GIB], "b": [0, GIB]}, capacity=3 * GIB
     ),
+    "hosts": lambda: figures.hosts(GROUPS, gpus_per_host=4, title="two hosts of four"),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
     "trace": lambda: figures.trace(
         [(step, 4e-4 * 0.99**step) for step in range(300)],
@@ -405,6 +416,23 @@ def test_time_against_devices_is_logarithmic_and_says_where_a_host_ends():
     assert [t.get_text() for t in axes.get_xticklabels()] == ["2", "8\none host", "64"]
 
 
+def test_ports_that_a_group_uses_are_filled():
+    white = (1.0, 1.0, 1.0, 1.0)
+    filled = []
+    for axes in PICTURES["hosts"]().axes:
+        small = [patch for patch in axes.patches if abs(patch.get_width() - 0.6) < 1e-9]
+        small.sort(key=lambda patch: patch.get_x())
+        filled.append([number for number, p in enumerate(small) if p.get_facecolor() != white])
+    assert filled == [[0, 3, 4, 7], list(range(8)), [1, 5], []]
+
+
+def test_rings_that_leave_each_host_at_another_gpu_use_every_port_in_both_directions():
+    used = {name: clusters.ports(rings, 4) for name, rings in GROUPS.items()}
+    assert used["whole hosts"] == {gpu: {"out", "in"} for gpu in range(8)}
+    assert used["one ring"] == {3: {"out"}, 4: {"in"}, 7: {"out"}, 0: {"in"}}
+    assert used["inside a host"] == {}
+
+
 def test_what_runs_while_a_device_sends_stands_below_it():
     waits, ring = PICTURES["overlap"]().axes
     for axes, spans in ((waits, [(0, 20), (20, 40)]), (ring, [(0, 10), (0, 20), (20, 20)])):
@@ -474,6 +502,8 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.formats([]),
         lambda: figures.gradient_histogram({"g": [0.0, np.nan]}, FLOAT16),
         lambda: figures.heap_timeline({"a": []}),
+        lambda: figures.hosts({}),
+        lambda: figures.hosts({"nobody": [[]]}),
         lambda: figures.lines({}, "x", "y"),
         lambda: figures.memory_bars([]),
         lambda: figures.residuals([]),

@@ -10,6 +10,7 @@ from course_lib.show.figures.bars import (
     roofline,
     top_ops,
 )
+from course_lib.show.figures.clusters import hosts
 from course_lib.show.figures.curves import lines, loss_curve, trace, tradeoff
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.show.figures.numbers import formats, gradient_histogram
@@ -22,6 +23,7 @@ __all__ = [
     "formats",
     "gradient_histogram",
     "heap_timeline",
+    "hosts",
     "largest_arrays",
     "lines",
     "loss_curve",
