@@ -447,6 +447,12 @@ def test_what_runs_while_a_device_sends_stands_below_it():
     assert waits.patches[0].get_hatch() != waits.patches[1].get_hatch()
 
 
+def test_time_is_in_milliseconds_where_titles_say_milliseconds():
+    slow = figures.overlap({"slow": {"sends": [(0.0, 2e-3), (3e-3, 1e-3)]}}).axes[0]
+    assert (slow.get_title("left"), slow.get_xlabel()) == ("slow: 4.0 ms", "time (ms)")
+    assert [(box.get_x(), box.get_width()) for box in slow.patches] == [(0, 2), (3, 1)]
+
+
 def test_a_schedule_has_a_cell_for_all_that_is_done_as_long_as_it_takes():
     one_go, split, chunks = PICTURES["schedule"]().axes
     placed = [

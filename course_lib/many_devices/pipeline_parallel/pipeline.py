@@ -14,7 +14,8 @@ on all of them, though only the first and the last use them; their gradients are
 not: neighbours wait for each other, so that a slot of the table lasts as long as the longest op
 in it. A step of GPipe takes as long as its table says; one of 1F1B, whose backwards lie on a
 diagonal, 1.6 times as long with 4 stages and 16 microbatches (`slots.lockstep`): it is chosen
-for its memory. Zero-bubble takes longest: its B and its W each compute the stage again. Parameters of layers never move.
+for its memory. Zero-bubble takes longest: its B and its W each compute the stage again.
+Parameters of layers never move.
 
     sent by a device, along "pipe"    2 * slots * activation bytes of a microbatch, and
                                       2 (S-1)/S of the gradient bytes of embedding and head

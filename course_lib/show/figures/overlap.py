@@ -39,26 +39,30 @@ def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> 
             dict.fromkeys(row for rows in programs.values() for row in rows)
         )
     }
-    longest = 0.0
-    for axes, (name, rows) in zip(panels, programs.items(), strict=True):
-        end = _draw(axes, rows, looks)
-        longest = max(longest, end)
+    ends = [
+        max(sum(span) for spans in rows.values() for span in spans)
+        for rows in programs.values()
+    ]
+    scale, unit = (1e3, "ms") if max(ends) >= 1e-3 else (1e6, "µs")
+    for axes, (name, rows), end in zip(panels, programs.items(), ends, strict=True):
+        _draw(axes, rows, looks, scale)
         axes.set_title(f"{name}: {style.duration(end)}", fontsize=10)
-    panels[-1].set_xlim(0, 1e6 * longest * 1.01)
-    panels[-1].set_xlabel("time (µs)")
+    panels[-1].set_xlim(0, scale * max(ends) * 1.01)
+    panels[-1].set_xlabel(f"time ({unit})")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
-def _draw(axes: Any, rows: Mapping[str, Spans], looks: Mapping[str, dict[str, Any]]) -> float:
-    """Draws the rows of one program; returns when it ends, in seconds."""
+def _draw(
+    axes: Any, rows: Mapping[str, Spans], looks: Mapping[str, dict[str, Any]], scale: float
+) -> None:
+    """Draws the rows of one program, with so many units of the axis to a second."""
     for y, (row, spans) in enumerate(rows.items()):
         for start, duration in spans:
             axes.add_patch(
-                Rectangle((1e6 * start, y - 0.42), 1e6 * duration, 0.84, **looks[row])
+                Rectangle((scale * start, y - 0.42), scale * duration, 0.84, **looks[row])
             )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
-    return max(start + duration for spans in rows.values() for start, duration in spans)
