@@ -32,7 +32,7 @@ from course_lib.many_devices.cluster_model import (
     shift,
 )
 from course_lib.many_devices.pipeline_parallel import slots
-from course_lib.many_devices.plans import AXES, Plan, Shape
+from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure.roofline import peak
 
 MEMORY_SHARE = 0.85
@@ -151,9 +151,29 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
 
 
 def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]:
-    """Returns the cost of a layer, forward and backward, with what is computed again."""
-    t, c, item = plan.size("tensor"), plan.size("context"), jnp.dtype(plan.dtype).itemsize
-    tokens = plan.microbatch * shape.seq_len / c
+    """Returns the cost of a layer, forward and backward: its work, and what it sends."""
+    forward, backward = (
+        work + sent
+        for work, sent in zip(
+            layer_work(shape, plan), layer_traffic(shape, plan, cluster), strict=True
+        )
+    )
+    if plan.size("fsdp") > 1:
+        # Parameters are gathered for the next layer while this one is computed.
+        group, size = cluster.group(plan.axes, "fsdp"), _weights(shape, plan)
+        gather = all_gather(group, plan.parameter_bytes * size)
+        scatter = reduce_scatter(group, plan.gradient_bytes * size)
+        forward = _beside(forward, gather, plan, cluster)
+        backward = _beside(backward, gather + scatter, plan, cluster)
+    return forward, backward
+
+
+def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
+    """Returns the products and memory traffic of a layer, forward and backward. Backward
+    includes what is computed again.
+    """
+    t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
+    tokens = plan.microbatch * shape.seq_len / plan.size("context")
     D, L, k, m = shape.width, shape.seq_len, shape.slots, shape.matrices
     queries = shape.heads * shape.head_dim
     keys = (shape.kv_heads or shape.heads) * shape.head_dim
@@ -165,76 +185,77 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
     mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
 
     # Bytes: operands and results of products; norms, residuals and activations; scores.
-    weights = item * (
-        shape.attention + shape.expert * max(shape.experts, 1) / plan.size("expert")
-    )
+    weights = _weights(shape, plan)
     operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
     unfused = EAGER if plan.eager else 1
     norms = unfused * 22 * D / (t if plan.sequence_parallel else 1)
     activations = unfused * ((6 if m == 3 else 4) * k * shape.mlp + 12 * queries) / t
     core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
-    moved = tokens * (item * operands + norms + activations) + core + weights / t
+    moved = tokens * (item * operands + norms + activations) + core + item * weights
 
     # Computed again: a module but for its last product, whose result the backward pass does not
     # need. Elementwise operations are about a quarter of what a layer moves.
     all_of_mlp, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
     again = {
-        "none": (0.0, 0.0),
-        "minimal": (0.0, moved / 4),
-        "selective": (scores, core),
-        "attention": (attention - out, core + moved / 4),
-        "mlp": (all_of_mlp, moved / 4),
-        "mlp-in": (all_of_mlp + scores, core + moved / 4),
-        "all-but-qkv": (all_of_mlp + scores + out, moved / 2),
-        "op": ((attention + mlp - scores) / 2, moved / 2),
-        "half": ((attention + mlp) / 2, moved / 2),
-        "full": (attention + mlp, moved),
+        "none": Cost(),
+        "minimal": Cost(0, moved / 4),
+        "selective": Cost(scores, core),
+        "attention": Cost(attention - out, core + moved / 4),
+        "mlp": Cost(all_of_mlp, moved / 4),
+        "mlp-in": Cost(all_of_mlp + scores, core + moved / 4),
+        "all-but-qkv": Cost(all_of_mlp + scores + out, moved / 2),
+        "op": Cost((attention + mlp - scores) / 2, moved / 2),
+        "half": Cost((attention + mlp) / 2, moved / 2),
+        "full": Cost(attention + mlp, moved),
     }[plan.recompute]
-    if plan.schedule is not None:  # a stage is computed again from its input
-        again = again[0] + attention + mlp, again[1] + moved
     forward = Cost(attention + mlp, moved)
-    # Gradients of weights are added up in float32.
-    backward = Cost(2 * (attention + mlp) + again[0], 2 * moved + 4 * weights / t + again[1])
+    if plan.schedule is not None:  # a stage is computed again from its input
+        again += forward
+    # Gradients of weights are added up in float32: read and written.
+    return forward, forward * 2 + Cost(0, 8 * weights) + again
 
-    # Communication. Each pair of products along "tensor" ends in an all-reduce, forward and
-    # backward; or in a reduce-scatter, and the next begins with an all-gather.
-    group = {axis: cluster.group(plan.axes, axis) for axis in AXES}
-    tensor = (1 if shape.parallel else 2) * all_reduce(
-        group["tensor"], _activation(shape, plan)
-    )
-    twice = 1 + (plan.recompute == "full") + (plan.schedule is not None)
-    hidden = HIDDEN if plan.tensor_overlap else 0.0
-    forward += Cost(
-        exposed={"tensor": (1 - hidden) * tensor}, hidden={"tensor": hidden * tensor}
-    )
-    backward += (
-        Cost(exposed={"tensor": (1 - hidden) * tensor}, hidden={"tensor": hidden * tensor})
-        * twice
-    )
+
+def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]:
+    """Returns what a layer sends along "tensor", "expert" and "context", forward and backward.
+    Backward repeats what is computed again.
+    """
+    t, c, item = plan.size("tensor"), plan.size("context"), jnp.dtype(plan.dtype).itemsize
+    tokens = plan.microbatch * shape.seq_len / c
+    group = {axis: cluster.group(plan.axes, axis) for axis in ("tensor", "expert", "context")}
+
+    # Each pair of products along "tensor" ends in an all-reduce; or in a reduce-scatter, and
+    # the next pair begins with an all-gather.
+    pairs = 1 if shape.parallel else 2
+    tensor = pairs * all_reduce(group["tensor"], _activation(shape, plan))
+    hidden = HIDDEN * tensor if plan.tensor_overlap else 0.0
+    sent = Cost(exposed={"tensor": tensor - hidden}, hidden={"tensor": hidden})
     if shape.experts:
         # Tokens travel to their experts and back.
         own = tokens / (t if plan.sequence_parallel else 1)
-        expert = 2 * all_to_all(group["expert"], item * own * k * D)
-        forward += Cost(exposed={"expert": expert})
-        backward += Cost(exposed={"expert": expert}) * twice
+        to_experts = all_to_all(group["expert"], item * own * shape.slots * shape.width)
+        sent += Cost(exposed={"expert": 2 * to_experts})
+    forward, backward = (
+        sent,
+        sent * (1 + (plan.recompute == "full") + (plan.schedule is not None)),
+    )
     if c > 1:
-        # Keys and values go around a ring while scores are computed; backward, their gradients
+        # Keys and values go around a ring while scores are computed. Backward, their gradients
         # go with them.
-        ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys / t)
-        beside = scores / _rates(plan, cluster)[0]
-        for times in (1, 2):
-            shown = max(0.0, times * (ring - beside))
-            cost = Cost(exposed={"context": shown}, hidden={"context": times * ring - shown})
-            forward, backward = (
-                (forward + cost, backward) if times == 1 else (forward, backward + cost)
-            )
-    if plan.size("fsdp") > 1:
-        # Parameters are gathered for the next layer while this one is computed.
-        gather = all_gather(group["fsdp"], plan.parameter_bytes * shape.layer / t)
-        scatter = reduce_scatter(group["fsdp"], plan.gradient_bytes * shape.layer / t)
-        forward = _beside(forward, gather, plan, cluster)
-        backward = _beside(backward, gather + scatter, plan, cluster)
+        keys = (shape.kv_heads or shape.heads) * shape.head_dim / t
+        ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys)
+        scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
+        room = scores / _rates(plan, cluster)[0]
+        ring_cost = Cost(
+            exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)}
+        )
+        forward, backward = forward + ring_cost, backward + ring_cost * 2
     return forward, backward
+
+
+def _weights(shape: Shape, plan: Plan) -> float:
+    """Returns the parameters of a layer with which a device computes."""
+    experts = shape.expert * max(shape.experts, 1) / plan.size("expert")
+    return (shape.attention + experts) / plan.size("tensor")
 
 
 def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
