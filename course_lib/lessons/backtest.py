@@ -261,7 +261,8 @@ def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Predicti
     for row in rows:
         cluster = dataclasses.replace(row.cluster, products_share=share)
         target = cluster.accelerator.target
-        if isinstance(target, TpuTarget) and cluster.count not in target.layouts:
+        several = row.plan.size("data") > 1  # slices, if these are TPUs
+        if isinstance(target, TpuTarget) and (several or cluster.count not in target.layouts):
             continue
         found.append(Prediction(row, step_model.breakdown(row.shape, row.plan, cluster)))
     return found

@@ -18,8 +18,8 @@ at the same time, and the slower level decides:
     all-reduce                    twice that
     all-to-all                    max(b (r-1)/n / NVLink, b (n-r)/n / port) + latency
 
-B is the whole array, b what one rank sends and keeps. Links do not reach their rated bandwidth:
-`NVLINK_SHARE` and `network_share` say how much NCCL gets.
+B is the whole array, b what one rank has before the exchange. Links do not reach their rated
+bandwidth: `NVLINK_SHARE` and `network_share` say how much NCCL gets.
 """
 
 import dataclasses
@@ -28,10 +28,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from course_lib.measure import virtual
+from course_lib.measure import hardware, virtual
 from course_lib.measure.hardware import Accelerator
 
-PRODUCTS_SHARE = 0.75
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+PRODUCTS_SHARE = 0.76
 """Share of the peak rate that matrix products reach. The one constant that was
 fitted to published step times: see `lessons.backtest.fit`."""
 NVLINK_SHARE = 0.8
@@ -41,7 +42,8 @@ SWITCH_SPEEDUP = 1.3
 """How much faster an all-reduce is where switches add up (SHARP). It would be 2 without losses;
 about 1.3 is seen in practice (https://jax-ml.github.io/scaling-book/gpus)."""
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
-"""Seconds until the first byte has arrived: inside a host, and per doubling of hosts."""
+"""Start-up seconds of a collective: inside a host, and for each doubling of hosts. Assumed, not
+fitted."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
 
@@ -67,7 +69,9 @@ class Group:
         ranks share a switch.
       latency: seconds until the first byte has arrived.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: 0 behind a switch; on a torus the sum of the lengths of the rings through a chip.
+      ring: 0 behind a switch. On a torus: how many devices long a ring through all of a chip's
+        links would be that takes as long for an all-to-all.
+      link: bytes/s from one device to the next; 0 behind a switch, where it is `inside`.
     """
 
     ranks: int
@@ -76,7 +80,8 @@ class Group:
     outside: float
     latency: float = 0.0
     adds_in_switch: bool = False
-    ring: int = 0
+    ring: float = 0.0
+    link: float = 0.0
 
 
 def all_gather(group: Group, size: int | float) -> float:
@@ -135,6 +140,8 @@ def shift(group: Group, size: int | float) -> float:
     """
     if group.ranks == 1:
         return 0.0
+    if group.link:  # on a torus, one link, and one hop
+        return size / group.link + (TORUS_LATENCY if group.latency else 0.0)
     slowest = group.outside if group.ranks > group.per_switch else group.inside
     return size / slowest + group.latency / 2
 
@@ -146,7 +153,7 @@ class Cluster:
     Attributes:
       accelerator: a row of `hardware`.
       count: number of accelerators.
-      gpus_per_host: that share a host and its ports. None: eight, or all if there are fewer.
+      gpus_per_host: GPUs of one host. None: eight, or all if there are fewer.
       hosts_per_switch: hosts that share one NVLink switch; 1 in NVIDIA's servers of eight GPUs,
         18 in a GB200 NVL72 rack with its hosts of four.
       ports_per_host: None: one per GPU.
@@ -158,7 +165,7 @@ class Cluster:
       products_share: share of the peak rate that matrix products reach.
 
     Raises:
-      ValueError: if a number is below 1, a host has more GPUs than there are, or TPUs are given
+      ValueError: if a number cannot be, a host has more GPUs than there are, or TPUs are given
         hosts and ports, which their torus does not have.
     """
 
@@ -173,26 +180,32 @@ class Cluster:
     products_share: float = PRODUCTS_SHARE
 
     def __post_init__(self) -> None:
-        small = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("accelerator", "adds_in_switch", "ideal")
-            and value is not None
-            and not value > 0
-        }
-        if small:
-            raise ValueError(f"{small} must be above 0")
+        hardware.check(self.accelerator)
+        for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.port_bandwidth is not None and not 0 < self.port_bandwidth < math.inf:
+            raise ValueError(f"port_bandwidth={self.port_bandwidth} must be above 0 bytes/s")
+        if not 0 < self.products_share <= 1:
+            raise ValueError(
+                f"products_share={self.products_share} must be above 0 and at most 1, the peak"
+            )
         if self.gpus_per_host is not None and self.gpus_per_host > self.count:
             raise ValueError(
                 f"gpus_per_host={self.gpus_per_host} must be at most count={self.count}: a host"
                 " cannot have more GPUs than the cluster"
             )
         if self.accelerator.platform == "tpu" and (
-            self.gpus_per_host or self.ports_per_host or self.port_bandwidth
+            self.gpus_per_host
+            or self.ports_per_host
+            or self.port_bandwidth
+            or self.hosts_per_switch > 1
+            or self.adds_in_switch
         ):
             raise ValueError(
-                f"gpus_per_host, ports_per_host and port_bandwidth must be None for"
-                f" {self.accelerator.title}: its links form a torus across all hosts"
+                f"{self.accelerator.title} must have no hosts, ports or switches: its links"
+                " form a torus"
             )
 
     @property
@@ -232,6 +245,8 @@ class Cluster:
                 f" cluster, not to {math.prod(axes.values())}"
             )
         over = (over,) if isinstance(over, str) else tuple(over)
+        if unknown := set(over) - set(AXES) - set(axes):
+            raise ValueError(f"over={over} must name axes of {AXES}, not {sorted(unknown)}")
         if self.accelerator.platform == "tpu":
             return self._on_torus(axes, over)
         numbers = np.arange(self.count).reshape(tuple(axes.values()))
@@ -267,29 +282,49 @@ class Cluster:
 
         The mesh's axes take dimensions of the torus from inner to outer. An axis of two whole
         dimensions has two rings through each chip, so twice the bandwidth. Data goes around a
-        ring in both directions; an axis that is a part of a dimension is a line, and gets half.
+        ring in both directions. A part of a dimension is a line, which has half of a ring's
+        bandwidth; the outer part shares its links with as many groups as the inner part has
+        devices.
         """
-        left = [int(side) for side in self._torus().split("x")]
-        shortest = 16 if len(left) == 2 else 4  # the shortest dimension whose ends are linked
-        ranks, ring, links = 1, 0, 0
+        sides = [int(side) for side in self._torus().split("x")]
+        # Ends are linked along 16 chips in 2D, and in 3D if all sides are multiples of 4.
+        closed = [
+            side % 16 == 0 if len(sides) == 2 else not any(side % 4 for side in sides)
+            for side in sides
+        ]
+        left, inner = list(sides), [1] * len(sides)
+        ranks, hops = 1, 0
+        rings: list[tuple[int, float]] = []  # devices and links of a chip, in each dimension
         for axis, size in reversed(list(axes.items())):
-            rest = size
-            while rest > 1 and left and (part := math.gcd(rest, left[-1])) > 1:
-                if axis in over:
-                    links += 2 if part == left[-1] and part % shortest == 0 else 1
-                    ring += part
-                rest, left[-1] = rest // part, left[-1] // part
-                if left[-1] == 1:
-                    left.pop()
+            rest, dim = size, len(sides) - 1
+            while rest > 1 and dim >= 0:
+                part = math.gcd(rest, left[dim])
+                if part > 1 and axis in over:
+                    links = 2.0 if part == sides[dim] and closed[dim] else 1.0
+                    rings.append((part, links / inner[dim]))
+                    hops += part
+                rest, left[dim], inner[dim] = rest // part, left[dim] // part, inner[dim] * part
+                if left[dim] > 1:
+                    break
+                dim -= 1
             if rest > 1:
                 raise ValueError(
                     f"axes={dict(axes)} must lie on the torus {self._torus()}: the axes"
                     f" inside of {axis!r} leave no dimension that {size} divides"
                 )
             ranks *= size if axis in over else 1
-        latency = 0.0 if self.ideal else TORUS_LATENCY * ring / 2
-        bandwidth = max(links, 1) * self.accelerator.link_bandwidth
-        return Group(ranks, ranks, bandwidth, 0.0, latency, ring=ring)
+        total = sum(share for _, share in rings) or 1.0
+        slowest = max((part / share for part, share in rings), default=0.0)
+        link = self.accelerator.link_bandwidth
+        return Group(
+            ranks,
+            ranks,
+            total * link,
+            0.0,
+            0.0 if self.ideal else TORUS_LATENCY * hops / 2,
+            ring=slowest * total,
+            link=min([1.0, *(share for _, share in rings)]) * link,
+        )
 
     def _torus(self) -> str:
         layouts = self.accelerator.target.layouts  # type: ignore[union-attr]

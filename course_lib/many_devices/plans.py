@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
+from course_lib.many_devices.cluster_model import AXES
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 
 RECOMPUTE = {
@@ -12,13 +14,12 @@ RECOMPUTE = {
     "attention": "the attention of each layer",
     "mlp": "the MLP of each layer",
     "mlp-in": "the MLP, scores and softmax",
-    "all-but-qkv": "the layer, but for queries, keys and values",
+    "all-but-qkv": "the layer except its query, key and value products",
     "op": "every second product of a layer, and what is elementwise",
     "half": "every second layer",
     "full": "the layer",
 }
 """What the backward pass computes again."""
-AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,18 @@ class Shape:
     slots: float = 1.0
     tied: bool = False
     parallel: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "width", "heads", "head_dim", "mlp", "vocab", "seq_len")
+        _check_counts({name: getattr(self, name) for name in sizes})
+        if not 0 <= self.kv_heads <= self.heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must be 0 to heads={self.heads}")
+        if self.matrices not in (2, 3):
+            raise ValueError(f"matrices={self.matrices} must be 2, or 3 with a gate")
+        if self.experts < 0 or not self.slots > 0:
+            raise ValueError(
+                f"experts={self.experts} must be at least 0, and slots={self.slots} above 0"
+            )
 
     @property
     def attention(self) -> int:
@@ -126,13 +139,29 @@ class Plan:
     def __post_init__(self) -> None:
         if unknown := set(self.axes) - set(AXES):
             raise ValueError(f"axes={dict(self.axes)} must be of {AXES}, not {sorted(unknown)}")
+        counts = {name: getattr(self, name) for name in ("batch", "microbatch", "chunks")}
+        _check_counts({**self.axes, **counts})
+        if self.zero not in (0, 1, 2):
+            raise ValueError(f"zero={self.zero} must be 0, 1 or 2: stage 3 is the axis 'fsdp'")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
+        for name in ("gradient_bytes", "parameter_bytes"):
+            if getattr(self, name) not in (1, 2, 4):
+                raise ValueError(f"{name}={getattr(self, name)} must be 1, 2 or 4")
         if self.batch % (self.replicas * self.microbatch):
             raise ValueError(
                 f"batch={self.batch} must be a multiple of {self.replicas * self.microbatch}:"
                 f" {self.replicas} replicas, each with microbatches of {self.microbatch}"
             )
+
+        planned = self.schedule
+        if planned is not None:
+            theirs = planned.stages, planned.microbatches, planned.chunks
+            ours = self.size("pipe"), self.microbatches, self.chunks
+            if theirs != ours:
+                raise ValueError(
+                    f"schedule must be for {ours} stages, microbatches and chunks, not {theirs}"
+                )
 
     def size(self, axis: str) -> int:
         """Returns the number of devices along an axis, 1 if there is no such axis."""
@@ -147,3 +176,9 @@ class Plan:
     def microbatches(self) -> int:
         """Microbatches of a replica per step."""
         return self.batch // self.replicas // self.microbatch
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")

@@ -43,6 +43,8 @@ own (PyTorch without torch.compile). Assumed, not fitted."""
 TAKEN = 0.25
 """Hidden communication is not free: its kernels take multiprocessors and memory bandwidth from
 the products beside them. This share of it is paid all the same. Assumed, not fitted."""
+BUCKETS = 8
+"""Into how many buckets the gradients of a device are divided. Assumed, not fitted."""
 HIDDEN = 0.7
 """Share of the tensor traffic that is hidden if a recipe overlaps it. Assumed, not fitted."""
 
@@ -54,7 +56,8 @@ class Breakdown:
     Attributes:
       parts: "products", "memory", "bubble" and "optimizer", and exposed communication by axis:
         "tensor", "context", "expert", "data" and "pipe".
-      hidden: communication that is hidden behind products, by axis.
+      hidden: communication that is hidden behind products, by axis; "data" holds that of "fsdp"
+        too.
       model_seconds: the products that the model needs, at the peak rate, on one device's share.
     """
 
@@ -118,10 +121,16 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
       cluster: on what. Its `count` must be the product of `plan.axes`.
 
     Raises:
-      ValueError: if the axes do not fit the cluster, there is no figure for a link, or the
-        accelerator has no unit for `plan.dtype`.
+      ValueError: if the axes do not fit the cluster or the model, there is no figure for a
+        link, or the accelerator has no unit for `plan.dtype`.
     """
     p, microbatches = plan.size("pipe"), plan.microbatches
+    # In some pipelines embedding and output layer count as a layer each.
+    if p * plan.chunks > shape.layers + 2 or plan.size("tensor") > shape.heads:
+        raise ValueError(
+            f"axes={dict(plan.axes)}, chunks={plan.chunks} must divide {shape.layers} layers"
+            f" and {shape.heads} heads: a device would have none"
+        )
     forward, backward = layer_costs(shape, plan, cluster)
     head = head_cost(shape, plan, cluster)
     of_stage = [cost * (shape.layers / p) for cost in (forward, backward)]
@@ -209,8 +218,12 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         "full": Cost(attention + mlp, moved),
     }[plan.recompute]
     forward = Cost(attention + mlp, moved)
+    if plan.fused_attention:  # its backward pass computes the scores again: 5 products, not 4
+        again += Cost(scores / 2)
     if plan.schedule is not None:  # a stage is computed again from its input
-        again += forward
+        # In two pieces, both compute it again, and W all of B's gradients too (see `stage`).
+        pieces = plan.schedule.name == "zero_bubble"
+        again = again * (2 if pieces else 1) + forward * (3 if pieces else 1)
     # Gradients of weights are added up in float32: read and written.
     return forward, forward * 2 + Cost(0, 8 * weights) + again
 
@@ -314,12 +327,12 @@ def pipeline(
         one = 2 * v * shift(link, activation / t)
         return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
-    # A backward in two pieces computes the stage again in each, and W all of B's gradients too
-    # (see `stage`).
-    half = (forward + backward) / 2
-    busy = {"F": forward / v, "BW": backward / v, "B": half / v, "W": backward / v}
-    share = {"F": 1, "BW": 2, "B": 1, "W": 2}  # of the head, in thirds
-    last = {kind: time + share[kind] * head / 3 for kind, time in busy.items()}
+    busy = {"F": forward, "BW": backward}
+    busy |= {"B": (backward - forward) / 2, "W": (backward + forward) / 2}
+    # The loss is computed in F, and again in each piece of a backward.
+    share = {"F": 1, "BW": 3, "B": 2, "W": 3}  # of the head, in thirds
+    last = {kind: (time + share[kind] * head / 3) / v for kind, time in busy.items()}
+    busy = {kind: time / v for kind, time in busy.items()}
     waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
     return len(plan.schedule.table[0]) * one, waiting
 
@@ -330,8 +343,8 @@ def along_data(
     """Returns the seconds in which gradients and copies of parameters travel, exposed and
     hidden.
 
-    Gradients travel behind the last microbatch's backward pass, new parameters behind the first
-    one's forward pass. The last piece of gradients has nothing left to hide behind.
+    Gradients travel in buckets behind the last microbatch's backward pass, new parameters
+    behind the first one's forward pass. One bucket has nothing left to hide behind.
 
     Args:
       shape: of the model.
@@ -340,12 +353,9 @@ def along_data(
       forward: seconds of a stage for one microbatch.
       backward: the same of its backward pass.
     """
-    p, v = plan.size("pipe"), plan.chunks
     # Without a pipeline, stage 2 of ZeRO sums the gradients of each microbatch.
-    times = plan.microbatches if plan.zero == 2 and p == 1 else 1
-    # A stage in one piece is done with all of its gradients at once.
-    pieces, share = (v, 1 - 1 / v) if p > 1 else (8, 1.0)
-    room = [share * t if plan.data_overlap else 0.0 for t in (forward, backward)]
+    times = plan.microbatches if plan.zero == 2 and plan.size("pipe") == 1 else 1
+    room = [t if plan.data_overlap else 0.0 for t in (forward, backward)]
     shown = hidden = 0.0
     for parameters, axes in held(shape, plan):
         group = cluster.group(plan.axes, axes)
@@ -356,7 +366,7 @@ def along_data(
         else:
             traffic = [(0.0, 1), (all_reduce(group, gradients), 1)]
         for (sent, count), behind in zip(traffic, room, strict=True):
-            a, b = _exposed(sent, min(behind, sent * (1 - 1 / pieces)))
+            a, b = _exposed(sent, min(behind, sent * (1 - 1 / BUCKETS)))
             shown, hidden = shown + count * a, hidden + count * b
     if plan.size("fsdp") > 1:
         # The embedding comes first, and its gradient last: nothing is left beside them.
@@ -386,8 +396,9 @@ def held(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:
 
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:
-    """Returns the bytes that Adam moves on one device: parameters and two moments in float32
-    are read and written; gradients are read, and a copy in the model's dtype is written.
+    """Returns the bytes that Adam moves on one device, per parameter: 24 for parameters and two
+    moments, read and written in float32, which ZeRO divides; 8 for gradients in float32, which
+    are read and set to zero.
     """
     total = 0.0
     for parameters, axes in held(shape, plan):

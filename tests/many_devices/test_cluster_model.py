@@ -136,8 +136,14 @@ def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_the_same_ar
     [
         (dict(count=64), {"data": 8, "tensor": 4}, "must multiply to the 64 accelerators"),
         (dict(count=4, gpus_per_host=8), {}, "gpus_per_host=8 must be at most count=4"),
-        (dict(count=0), {}, "'count': 0.* must be above 0"),
-        (dict(count=8, port_bandwidth=-1.0), {}, "port_bandwidth.* must be above 0"),
+        (dict(count=0), {}, "count=0 must be a whole number of at least 1"),
+        (dict(count=8, port_bandwidth=-1.0), {}, "port_bandwidth=-1.0 must be above 0"),
+        (dict(count=8, port_bandwidth=math.inf), {}, "port_bandwidth=inf must be above 0"),
+        (
+            dict(count=8, products_share=2.0),
+            {},
+            "products_share=2.0 must be above 0 and at most",
+        ),
     ],
 )
 def test_a_topology_that_cannot_be_is_refused(given, axes, message):
@@ -155,7 +161,7 @@ def test_a_network_without_a_figure_is_refused_where_it_is_crossed():
 
 
 def test_a_torus_has_no_hosts_and_must_hold_the_mesh():
-    with pytest.raises(ValueError, match="must be None for TPU v5e"):
+    with pytest.raises(ValueError, match="TPU v5e must have no hosts"):
         Cluster(V5E, 8, gpus_per_host=4)
     with pytest.raises(ValueError, match="count=12 must be one of"):
         Cluster(V5E, 12).group({"data": 12}, "data")

@@ -38,7 +38,7 @@ def by_hand(zero, tensor, microbatch, full, flash):
     D, F, H, V, L, N = 4096, 16_384, 4096, 128_000, 4096, 32  # H: heads x head_dim
     replicas, t = 64 // tensor, tensor
     tokens, steps = microbatch * L, 512 // replicas // microbatch
-    rate, memory = 0.75 * 989e12, 0.85 * 3.35e12
+    rate, memory = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
     weights = (4 * D * H + 2 * D * F) / t
     flops = 2 * tokens * weights + 4 * tokens * L * H / t
     core = tokens / t * (8 * H if flash else 13 * L * 32)
@@ -51,6 +51,8 @@ def by_hand(zero, tensor, microbatch, full, flash):
     forward, backward = forward + 2 * pair, backward + 2 * pair
     if full:
         backward += flops / rate + moved / memory + 2 * pair
+    if flash:  # five products in the backward pass of attention, not four
+        backward += 2 * tokens * L * H / t / rate
 
     # 64 / t ranks, 8 / t of them in each of eight hosts
     r = 8 // t
@@ -136,7 +138,8 @@ def test_recomputing_a_layer_costs_one_more_forward_and_others_less():
     times = {name: step({"data": 8}, recompute=name).total for name in RECOMPUTE}
     assert times["full"] == max(times.values()) and times["none"] == min(times.values())
     products = {
-        name: step({"data": 8}, recompute=name).parts["products"] for name in ("none", "full")
+        name: step({"data": 8}, recompute=name, fused_attention=False).parts["products"]
+        for name in ("none", "full")
     }
     head = 6 * MIDDLE.vocab * MIDDLE.width / MIDDLE.flops
     extra = products["full"] / products["none"] - 1
@@ -249,11 +252,44 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
         (dict(axes={"data": 8}, batch=8, recompute="all"), "recompute='all' must be one of"),
         (dict(axes={"data": 8}, batch=12), "batch=12 must be a multiple of 8"),
         (dict(axes={"data": 4}, batch=8, microbatch=4), "batch=8 must be a multiple of 16"),
+        (dict(axes={"data": 0}, batch=8), "data=0 must be a whole number of at least 1"),
+        (dict(axes={"data": 8}, batch=8, microbatch=0), "microbatch=0 must be a whole number"),
+        (dict(axes={"data": 8}, batch=8, zero=3), "zero=3 .* stage 3 is the axis 'fsdp'"),
+        (dict(axes={"data": 8}, batch=8, gradient_bytes=0), "gradient_bytes=0 must be 1, 2 or"),
+        (
+            dict(axes={"pipe": 4}, batch=8, schedule=schedules.make("1f1b", 4, 4)),
+            r"schedule must be for \(4, 8, 1\) stages, .* not \(4, 4, 1\)",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(plan, message):
     with pytest.raises(ValueError, match=message):
         Plan(**plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(width=-4096), "width=-4096 must be a whole number of at least 1"),
+        (dict(layers=0), "layers=0 must be a whole number"),
+        (dict(kv_heads=64), "kv_heads=64 must be 0 to heads=32"),
+        (dict(matrices=5), "matrices=5 must be 2, or 3"),
+        (dict(slots=-1.0), "slots=-1.0 above 0"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MIDDLE, **sizes)
+
+
+def test_more_stages_than_layers_and_more_parts_than_heads_are_refused():
+    for axes, plan in (
+        ({"pipe": 64}, {}),
+        ({"pipe": 4}, dict(chunks=16)),
+        ({"tensor": 64}, {}),
+    ):
+        with pytest.raises(ValueError, match="a device would have none"):
+            step(axes, **plan)
 
 
 def test_axes_that_do_not_fit_the_cluster_are_refused():
