@@ -351,6 +351,20 @@ def relative_errors(predictions: Sequence[Prediction]) -> list[float]:
     ]
 
 
+def errors_after_one_step(predictions: Sequence[Prediction]) -> list[float]:
+    """Returns errors relative to one other step of the same model: what remains if one layout
+    is measured, and the predictions of the others are scaled by it.
+
+    One value for each ordered pair of rows with the same publication, accelerator, model and
+    sequence length.
+    """
+    return [
+        (1 + one.error) / (1 + other.error) - 1
+        for one, other in itertools.permutations(predictions, 2)
+        if _compared(one.row) == _compared(other.row)
+    ]
+
+
 def orders(predictions: Sequence[Prediction]) -> list[bool]:
     """Returns for each pair of comparable rows whether the faster one is predicted right.
 

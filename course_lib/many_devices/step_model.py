@@ -12,8 +12,8 @@ A step is the sum of these parts (`Breakdown`):
                 exposed communication along an axis: nothing is computed meanwhile
     bubble      waiting for the first and last microbatch, and for the slowest stage
 
-Of 418 published steps, 57% take within 10% of the predicted time. Software stacks differ more
-than layouts: relative to the level of each publication, 71% do. `lessons.backtest` computes
+Of 418 published steps, 61% take within 10% of the predicted time. Software stacks differ more
+than layouts: relative to the level of each publication, 73% do. `lessons.backtest` computes
 these figures, and docs/backtest.md has every row. Only `PRODUCTS_SHARE` was fitted to them.
 """
 

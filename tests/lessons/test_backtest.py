@@ -276,6 +276,11 @@ def test_a_relative_error_is_over_the_median_of_publication_and_accelerator():
     assert backtest.relative_errors(found) == pytest.approx(expected)
 
 
+def test_one_measured_step_takes_the_level_of_its_model_out():
+    found = [prediction(error) for error in (0.0, 0.25)] + [prediction(0.5, source="b")]
+    assert backtest.errors_after_one_step(found) == pytest.approx([1 / 1.25 - 1, 0.25])
+
+
 def test_a_pair_is_in_order_if_the_faster_row_is_predicted_to_be_the_faster():
     right = [prediction(0.0, mfu=0.4), prediction(0.0, mfu=0.5)]
     assert backtest.orders(right) == [True]
