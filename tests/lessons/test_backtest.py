@@ -11,6 +11,7 @@ from benchmarks import backtest as program
 from course_lib.lessons import backtest
 from course_lib.many_devices import step_model
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE
+from course_lib.many_devices.plans import Shape
 from course_lib.measure import hardware
 
 ROOT = Path(__file__).parent.parent.parent
@@ -235,6 +236,27 @@ def test_tokens_per_second_are_per_gpu():
     assert found.seconds == pytest.approx(16 * 8192 / (5762 * 8))
 
 
+def test_each_count_of_flops_is_the_sum_of_its_products():
+    # Two layers of width 64 with 6 heads of 16, keys and values of 2 heads, a gated MLP of 160,
+    # a vocabulary of 100, and sequences of 256.
+    shape = Shape(2, 64, 6, 16, 160, 100, 256, kv_heads=2, matrices=3)
+    query, key, value, out = 64 * 96, 64 * 32, 64 * 32, 96 * 64
+    layers = 2 * (query + key + value + out + 3 * 64 * 160)
+    # A token meets 256 others: 96 multiplications and additions for its scores with each, as
+    # many for its mean of values, and twice that backward.
+    scores = 2 * 256 * (96 + 96) * 2 * 3
+    expected = {
+        "6N": 6 * (layers + 2 * 6400),
+        "6N+12lhs": 6 * (layers + 2 * 6400) + scores,
+        "6N+6lhs": 6 * (layers + 2 * 6400) + scores / 2,
+        "6M+12lhs": 6 * (layers + 6400) + scores,  # the embedding is no product
+    }
+    assert {name: backtest.FLOPS[name](shape) for name in expected} == expected
+    tied = dataclasses.replace(shape, tied=True)
+    assert backtest.FLOPS["6N"](tied) == 6 * (layers + 6400)
+    assert backtest.FLOPS["6M+12lhs"](tied) == expected["6M+12lhs"]
+
+
 # The statistics.
 
 
@@ -261,6 +283,17 @@ def test_halves_are_every_second_publication_and_share_none():
     assert {each.source for each in seen} == set(names[::2])
     assert {each.source for each in unseen} == set(names[1::2])
     assert len(seen) + len(unseen) == len(DENSE)
+
+
+@pytest.mark.parametrize(
+    "share, found", [(0.4, 0.5), (0.5, 0.5), (0.63, 0.63), (0.99, 0.99), (1.0, 0.99)]
+)
+def test_a_fit_finds_the_share_that_steps_were_made_with_from_a_half_to_the_peak(share, found):
+    made = [
+        dataclasses.replace(each.row, published=each.step.total, unit="seconds")
+        for each in backtest.predict(DENSE[:3], share)
+    ]
+    assert backtest.fit(made) == found
 
 
 def test_a_publication_that_is_off_by_one_factor_has_no_relative_error():

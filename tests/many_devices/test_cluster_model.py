@@ -9,7 +9,9 @@ from course_lib.many_devices import cluster_model
 from course_lib.many_devices.cluster_model import Cluster, Group
 from course_lib.measure import hardware
 
-H100, A100, V5E = (hardware.get(name) for name in ("h100", "a100-80", "v5e"))
+H100, A100, B200, V5E, V5P = (
+    hardware.get(name) for name in ("h100", "a100-80", "b200", "v5e", "v5p")
+)
 NVLINK, PORT = 450e9, 50e9  # bytes/s of an H100 in one direction
 GB = 1e9
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
@@ -63,12 +65,31 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
     assert cluster_model.shift(inside, GB) == pytest.approx(GB / NVLINK)
 
 
+def test_a_step_of_a_ring_starts_in_half_of_the_time_of_a_collective():
+    axes = {"pipe": 2, "data": 8}
+    across, inside = (Cluster(H100, 16).group(axes, axis) for axis in ("pipe", "data"))
+    # one GPU of each of two hosts: 40 us for one doubling; inside of a host 20 us
+    assert cluster_model.shift(across, 0) == pytest.approx(20e-6)
+    assert cluster_model.shift(inside, 0) == pytest.approx(10e-6)
+    assert cluster_model.shift(across, GB) == pytest.approx(GB / (0.9 * PORT) + 20e-6)
+
+
 def test_a_rack_of_eighteen_hosts_behind_one_switch_needs_no_network():
-    b200 = hardware.get("b200")
-    rack = Cluster(b200, 72, gpus_per_host=4, hosts_per_switch=18, ideal=True)
+    rack = Cluster(B200, 72, gpus_per_host=4, hosts_per_switch=18, ideal=True)
     group = rack.group({"data": 72}, "data")
     seconds = cluster_model.all_gather(group, GB)
-    assert seconds == pytest.approx(GB * 71 / 72 / b200.link_bandwidth)
+    assert seconds == pytest.approx(GB * 71 / 72 / B200.link_bandwidth)
+
+
+def test_what_the_network_loses_grows_with_hosts_not_with_racks():
+    two = Cluster(B200, 144, gpus_per_host=4, hosts_per_switch=18)
+    group = two.group({"data": 144}, "data")
+    # 36 hosts: log2(36/4) = 3.17 doublings above four, and more than five above one
+    assert group.outside == pytest.approx((0.9 - 0.05 * 3.169925) * 50e9)
+    assert group.latency == pytest.approx(20e-6 + 6 * 40e-6)
+    # within a rack nothing of that counts: 18 hosts, one switch
+    inside = two.group({"data": 2, "tensor": 72}, "tensor")
+    assert (inside.per_switch, inside.latency) == (72, 20e-6)
 
 
 def test_fewer_ports_are_shared():
@@ -122,6 +143,77 @@ def test_whole_dimensions_of_a_torus_are_rings_in_both_directions():
     assert [group.inside for group in (ring, torus, part)] == [2 * link, 4 * link, link]
     seconds = cluster_model.all_gather(ring, GB)
     assert seconds == pytest.approx(GB * 15 / 16 / (2 * link))
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "axes", "links"),
+    [
+        (V5E, {"data": 4, "tensor": 4}, 1),  # 4 x 4: a side of 4 is open
+        (V5E, {"tensor": 16}, 2),
+        (V5E, {"data": 8, "tensor": 16}, 2),  # 8 x 16: the side of 16 is closed, 8 is open
+        (V5E, {"tensor": 128}, 3),
+        (V5P, {"data": 16, "tensor": 4}, 2),  # 4 x 4 x 4: all closed
+        (V5P, {"tensor": 64}, 6),
+        (V5P, {"data": 4, "tensor": 4}, 1),  # 2 x 2 x 4: all open
+        (V5P, {"tensor": 16}, 3),
+    ],
+)
+def test_only_a_side_whose_ends_are_linked_is_a_ring(accelerator, axes, links):
+    count = math.prod(axes.values())
+    group = Cluster(accelerator, count, ideal=True).group(axes, "tensor")
+    n, link = axes["tensor"], accelerator.link_bandwidth
+    seconds = cluster_model.all_gather(group, GB)
+    assert seconds == pytest.approx(GB * (n - 1) / n / (links * link))
+
+
+def test_the_outer_part_of_a_divided_side_shares_its_links():
+    # Chips 0, 4, 8 and 12 of a side of 16; so do 1, 5, 9 and 13, and two groups more, over the
+    # same links.
+    axes = {"data": 16, "context": 4, "tensor": 4}
+    slice_, link = Cluster(V5E, 256, ideal=True), V5E.link_bandwidth
+    outer, inner = (slice_.group(axes, axis) for axis in ("context", "tensor"))
+    for group, share in ((outer, link / 4), (inner, link)):
+        assert cluster_model.all_gather(group, GB) == pytest.approx(GB * 3 / 4 / share)
+        assert cluster_model.shift(group, GB) == pytest.approx(GB / share)
+
+
+def test_a_step_of_a_ring_on_a_torus_takes_one_link_and_one_hop():
+    axes = {"data": 16, "tensor": 16}
+    for axis in ("tensor", ("data", "tensor")):
+        best, real = (
+            Cluster(V5E, 256, ideal=ideal).group(axes, axis) for ideal in (True, False)
+        )
+        assert cluster_model.shift(best, GB) == pytest.approx(GB / V5E.link_bandwidth)
+        assert cluster_model.shift(real, GB) == pytest.approx(GB / V5E.link_bandwidth + 1e-6)
+
+
+def test_an_empty_message_takes_a_microsecond_for_each_hop_to_the_far_side_of_a_torus():
+    slice_ = Cluster(V5E, 256)
+    ring = slice_.group({"data": 16, "tensor": 16}, "tensor")
+    assert cluster_model.all_gather(ring, 0) == pytest.approx(8e-6)
+    assert cluster_model.all_to_all(ring, 0) == pytest.approx(8e-6)
+    whole = slice_.group({"data": 256}, "data")
+    assert cluster_model.all_gather(whole, 0) == pytest.approx(16e-6)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "count", "across"),
+    [
+        (V5E, 8, 2),  # 2 x 4, cut into 2 x 2 and 2 x 2
+        (V5E, 32, 4),  # 4 x 8, into 4 x 4 and 4 x 4
+        (V5E, 128, 16),  # 8 x 16: a closed side of 16 is cut twice
+        (V5E, 256, 32),
+        (V5P, 16, 4),  # 2 x 2 x 4
+        (V5P, 128, 32),  # 4 x 4 x 8, closed
+    ],
+)
+def test_an_all_to_all_is_as_slow_as_the_cut_through_the_longest_side(
+    accelerator, count, across
+):
+    # Half of the chips send half of what they have to the other half, over the links of the cut
+    group = Cluster(accelerator, count, ideal=True).group({"expert": count}, "expert")
+    seconds = count / 2 * GB / 2 / (across * accelerator.link_bandwidth)
+    assert cluster_model.all_to_all(group, GB) == pytest.approx(seconds)
 
 
 def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_the_same_array():

@@ -1,0 +1,208 @@
+"""What must be true of a layer's predicted work and traffic, and of what a device holds."""
+
+import dataclasses
+import math
+
+import pytest
+
+from course_lib.many_devices import cluster_model, step_model
+from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.plans import Plan, Shape
+from course_lib.measure import hardware
+
+# A model with experts, a gate and grouped queries.
+MIXED = Shape(
+    layers=8,
+    width=1024,
+    heads=16,
+    head_dim=96,
+    kv_heads=4,
+    mlp=2560,
+    matrices=3,
+    experts=6,
+    slots=2.0,
+    vocab=32_000,
+    seq_len=2048,
+)
+ATTENTION = 1024 * (1536 + 384 + 384 + 1536)  # query, key, value and output
+EXPERT = 3 * 1024 * 2560
+
+
+def step(axes, shape, **plan):
+    """Returns the time on as many H100s as the axes have."""
+    cluster = Cluster(hardware.get("h100"), math.prod(axes.values()))
+    return step_model.breakdown(shape, Plan(axes, **plan), cluster)
+
+
+# Work, by hand, product by product.
+
+
+def mixed(context=2, tensor=2, **plan):
+    """Returns the work of a layer of MIXED, four sequences at once, three experts a device."""
+    axes = {"expert": 2, "context": context, "tensor": tensor}
+    plan = Plan(axes, **{"batch": 8, "microbatch": 4, "sequence_parallel": True, **plan})
+    return step_model.layer_work(MIXED, plan)
+
+
+def mixed_by_hand(fused):
+    """Returns FLOPs by product and bytes by kind, forward, on one of 2 x 2 devices."""
+    tokens, t = 4 * 2048 / 2, 2
+    flops = {
+        "qkv": 2 * tokens * 1024 * (1536 + 384 + 384) / t,
+        "scores": 2 * tokens * 2048 * 1536 / t,
+        "mean": 2 * tokens * 2048 * 1536 / t,
+        "out": 2 * tokens * 1536 * 1024 / t,
+    }
+    flops |= {name: 2 * 2 * tokens * 1024 * 2560 / t for name in ("gate", "in", "down")}
+    read = 1024 + 1536 / t + 2 * (1024 + 1024 + 2560 / t)  # two experts per token
+    written = (1536 + 384 + 384) / t + 1024 + 2 * (2560 / t + 2560 / t + 1024)
+    moved = {
+        "operands": 2 * tokens * (read + written),
+        "norms": tokens * 22 * 1024 / t,
+        "activations": tokens * (2 * 6 * 2560 + 12 * 1536) / t,
+        "core": tokens * (8 * 1536 if fused else 13 * 2048 * 16) / t,
+        "weights": 2 * (ATTENTION + 3 * EXPERT) / t,
+    }
+    return flops, moved
+
+
+AGAIN = {  # products that are computed again, and the share of all bytes
+    "none": ("", 0),
+    "minimal": ("", 1 / 4),
+    "selective": ("scores mean", 0),
+    "attention": ("qkv scores mean", 1 / 4),
+    "mlp": ("gate in", 1 / 4),
+    "mlp-in": ("gate in scores mean", 1 / 4),
+    "all-but-qkv": ("gate in scores mean out", 1 / 2),
+    "full": ("qkv scores mean out gate in down", 1),
+}
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_work_of_a_layer_is_that_of_its_products_by_hand(recompute, fused):
+    flops, moved = mixed_by_hand(fused)
+    forward, backward = mixed(recompute=recompute, fused_attention=fused)
+    assert forward.flops == pytest.approx(sum(flops.values()))
+    assert forward.bytes == pytest.approx(sum(moved.values()))
+    again, share = AGAIN[recompute]
+    of_again = sum(flops[name] for name in again.split())
+    if fused:  # the scores once more, whatever else is computed again
+        of_again += flops["scores"]
+    assert backward.flops == pytest.approx(2 * sum(flops.values()) + of_again)
+    more = share * sum(moved.values())
+    if recompute in ("selective", "attention", "mlp-in"):
+        more += moved["core"]
+    # gradients of weights in float32, read and written: four times their two bytes
+    twice = 2 * sum(moved.values()) + 4 * moved["weights"]
+    assert backward.bytes == pytest.approx(twice + more)
+
+
+def test_every_second_layer_and_every_second_product_are_half_of_the_work():
+    flops, moved = mixed_by_hand(fused=False)
+    linear = sum(flops.values()) - flops["scores"] - flops["mean"]
+    for recompute, half in (("half", sum(flops.values()) / 2), ("op", linear / 2)):
+        none, found = (
+            mixed(recompute=name, fused_attention=False)[1] for name in ("none", recompute)
+        )
+        assert found.flops - none.flops == pytest.approx(half)
+        assert found.bytes - none.bytes == pytest.approx(sum(moved.values()) / 2)
+
+
+def test_what_is_elementwise_moves_twice_as_much_in_kernels_of_its_own():
+    _, moved = mixed_by_hand(fused=True)
+    eager, compiled = (mixed(eager=eager)[0] for eager in (True, False))
+    extra = moved["norms"] + moved["activations"]
+    assert eager.bytes - compiled.bytes == pytest.approx(extra)
+    assert eager.flops == compiled.flops
+
+
+def test_dense_dispatch_multiplies_all_tokens_with_a_slot_for_each_of_two_experts():
+    # [2 L, L] x [L, D] to the slots and [L, 2 L] x [2 L, D] back, for two of four sequences'
+    # tokens: the context is divided, the sequence's slots are not
+    extra = 2 * (4 / 2) * (4096 * 2048 * 1024) * 2
+    dense, sparse = (mixed(tensor=1, dense_dispatch=dispatch)[0] for dispatch in (True, False))
+    assert dense.flops - sparse.flops == pytest.approx(extra)
+
+
+def test_grouped_queries_have_fewer_parameters_and_flops():
+    assert (MIXED.attention, MIXED.expert) == (ATTENTION, EXPERT)
+    assert MIXED.parameters == 8 * (ATTENTION + 6 * EXPERT) + 2 * 32_000 * 1024
+    products = 8 * (ATTENTION + 2 * EXPERT) + 32_000 * 1024
+    assert MIXED.flops == 6 * products + 8 * 12 * 2048 * 1536
+
+
+def test_a_device_holds_its_part_of_layers_experts_and_embedding():
+    axes = {"pipe": 2, "data": 2, "fsdp": 2, "expert": 3, "tensor": 2}
+    dense = dataclasses.replace(MIXED, experts=0)
+    tied = dataclasses.replace(dense, tied=True)
+    table, layer = 32_000 * 1024, ATTENTION + EXPERT
+    everywhere = ("data", "context", "expert")
+    for shape, mesh, held in (
+        (dense, {}, 8 * layer + 2 * table),
+        (tied, {}, 8 * layer + table),
+        (dense, {"pipe": 4}, 2 * layer + table),  # the first stage's or the last's
+        (tied, {"pipe": 4}, 2 * layer + table),
+        (dense, {"data": 2, "fsdp": 2, "tensor": 4}, (8 * layer + 2 * table) / 8),
+    ):
+        assert step_model.held(shape, Plan(mesh, batch=24)) == [(held, everywhere)]
+    attention, experts = step_model.held(MIXED, Plan(axes, batch=24))
+    assert attention == ((4 * ATTENTION + table) / 4, everywhere)
+    assert experts == (4 * 2 * EXPERT / 4, ("data", "context"))
+    # ZeRO divides the state of attention by six, of experts, which are in two places, by two
+    moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=1))
+    by_hand = (4 * ATTENTION + table) / 4 * (24 / 6 + 8) + 2 * EXPERT * (24 / 2 + 8)
+    assert moved == pytest.approx(by_hand)
+
+
+# Traffic, by hand, inside of a host: 360 GB/s, 20 us.
+
+
+def test_experts_exchange_the_tokens_that_a_device_has():
+    axes = {"expert": 4, "tensor": 2}
+    for parallel, own in ((True, 1024), (False, 2048)):
+        found = step(axes, MIXED, batch=8, sequence_parallel=parallel)
+        # two microbatches, eight layers, there and back, forward and backward
+        one = 2 * own * 2 * 1024 * 3 / 4 / 360e9 + 20e-6  # bfloat16, two experts
+        assert found.parts["expert"] == pytest.approx(2 * 8 * 4 * one)
+
+
+def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backward():
+    axes = {"context": 4, "tensor": 2}
+    shape = dataclasses.replace(MIXED, seq_len=512, experts=0)
+    found = step(axes, shape, batch=8)
+    ring = 3 * (2 * 128 * (384 + 384) / 2 / 360e9 + 10e-6)
+    room = 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
+    assert found.parts["context"] == pytest.approx(8 * 8 * 3 * (ring - room))
+    assert found.hidden["context"] == pytest.approx(8 * 8 * 3 * room)
+
+
+def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():
+    shape = dataclasses.replace(MIXED, experts=0)
+    layers, table = 8 * (ATTENTION + EXPERT), 32_000 * 1024
+
+    def gather(parameters, n):
+        return 2 * parameters * (n - 1) / n / 360e9 + 20e-6
+
+    plan = dict(batch=24, data_overlap=False)
+    for axes, zero, seconds in (
+        ({"data": 8}, 1, 2 * gather(layers + 2 * table, 8)),
+        ({"data": 8}, 2, (1 + 3) * gather(layers + 2 * table, 8)),  # three microbatches
+        ({"pipe": 2, "data": 4}, 2, 2 * gather(layers / 2 + table, 4)),
+    ):
+        assert step(axes, shape, zero=zero, **plan).parts["data"] == pytest.approx(seconds)
+
+
+def test_fsdp_gathers_the_experts_of_its_device_alone():
+    found = step({"fsdp": 4, "expert": 2}, MIXED, batch=16, data_overlap=False)
+    table = 32_000 * 1024
+
+    def gather(parameters, n=4):
+        return 2 * parameters * (n - 1) / n / 360e9 + 20e-6
+
+    # two microbatches; gathered forward and backward, gradients summed
+    seconds = 2 * 8 * 3 * gather(ATTENTION + 3 * EXPERT)
+    seconds += 2 * 3 * gather(table) + 2 * 2 * gather(table)  # output layer and embedding
+    # what is no expert's is there twice along "expert"
+    seconds += 2 * gather((8 * ATTENTION + 2 * table) / 4, 2)
+    assert found.parts["data"] == pytest.approx(seconds)

@@ -1,0 +1,149 @@
+"""What must be true of the predicted time of a training step with a pipeline."""
+
+import dataclasses
+
+import pytest
+
+from course_lib.many_devices import cluster_model, step_model
+from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.pipeline_parallel import schedules
+from course_lib.many_devices.plans import Plan, Shape
+from course_lib.measure import hardware
+
+H100 = hardware.get("h100")
+RATE, MEMORY = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
+# The output layer takes as long as six layers, so that the last stage is much slower.
+N, D, L, V = 16, 4096, 4096, 128_000
+UNEVEN = Shape(N, D, heads=32, head_dim=128, mlp=4 * D, vocab=V, seq_len=L)
+# Of the mesh {"pipe": p, "data": 2, "tensor": t} on hosts of eight GPUs: bytes/s from a GPU to
+# the next stage's and seconds until a collective has begun; the same for the two along "data".
+LINKS = {  # (p, t)
+    (2, 8): ((45e9, 40e-6), (45e9, 40e-6)),  # a host for each of the four
+    (4, 8): ((45e9, 80e-6), (45e9, 40e-6)),
+    (2, 2): ((360e9, 20e-6), (360e9, 20e-6)),  # all on one host
+    (4, 2): ((45e9, 60e-6), (360e9, 20e-6)),  # two stages on each of two hosts
+}
+
+
+def step(p, t, m, shape=UNEVEN, accelerator=H100, data=2, **plan):
+    axes = {"pipe": p, "data": data, "tensor": t}
+    plan = Plan(axes, batch=data * m, zero=1, **plan)
+    return step_model.breakdown(shape, plan, Cluster(accelerator, p * data * t))
+
+
+# By hand: the formulas for pipelines, written down a second time. Widths are multiples of D.
+
+
+def parts_by_hand(t, sequence_parallel):
+    """Returns seconds of UNEVEN for a microbatch of one sequence: a layer forward; what its
+    backward pass has that is not twice that; its traffic; the output layer; that of [L, D].
+    """
+    weights = 12 * D * D / t
+    flops = 24 * L * D * D / t + 4 * L * L * D / t
+    moved = L * D * (8 + 60 / t + 22 / (t if sequence_parallel else 1)) + 2 * weights
+    layer = flops / RATE + moved / MEMORY
+    more = 2 * L * L * D / t / RATE + 8 * weights / MEMORY
+    gather = 2 * L * D * (t - 1) / t / 360e9 + 20e-6
+    head = 6 * L * D * V / t / RATE + (22 * L * V + 6 * D * V) / t / MEMORY + 4 * gather
+    return layer, more, 4 * gather, head  # two all-reduces are four gathers
+
+
+def along_data_by_hand(p, t, forward, backward):
+    """Returns seconds along "data" and of the optimizer."""
+    parameters = (N // p * 12 * D * D + V * D) / t
+    bandwidth, latency = LINKS[p, t][1]
+    sent = 2 * parameters / 2 / bandwidth + latency
+    hidden = [min(7 / 8 * sent, room) for room in (forward, backward)]
+    return 2 * sent - 0.75 * sum(hidden) + parameters * (24 / 2 + 8) / MEMORY
+
+
+@pytest.mark.parametrize("p, t", LINKS, ids=str)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_megatron_s_pipeline_takes_the_time_of_the_formulas_by_hand(
+    p, t, chunks, sequence_parallel
+):
+    m = 8
+    layer, more, traffic, head = parts_by_hand(t, sequence_parallel)
+    forward, backward = (N / p * x for x in (layer + traffic, 2 * layer + more + traffic))
+    bandwidth, latency = LINKS[p, t][0]
+    # of the residual stream a device sends its own part, there and back, for each chunk
+    one = 2 * chunks * (2 * L * D / t / bandwidth + latency / 2)
+    # All wait for the last stage, which has the output layer; a pipeline is filled and emptied
+    # at the pace of a mean stage.
+    seconds = m * (forward + backward + head + one)
+    seconds += (p - 1) / chunks * (forward + backward + head / p + one)
+    seconds += along_data_by_hand(p, t, forward, backward)
+    found = step(p, t, m, chunks=chunks, sequence_parallel=sequence_parallel)
+    assert found.total == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("t", [2, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_hand(
+    name, t, sequence_parallel
+):
+    m = 4
+    layer, more, traffic, head = parts_by_hand(t, sequence_parallel)
+    # A stage runs again before its backward pass, and sends along "tensor" what it sent.
+    forward = N / 2 * (layer + traffic)
+    backward = N / 2 * (3 * layer + more + 2 * traffic)
+    # The output layer runs in the forward pass, and once more with its two gradients.
+    last_forward, last_backward = forward + head / 3, backward + head
+    if name == "1f1b":  # two stages that wait for each other are never busy together
+        seconds = forward + m * (last_forward + last_backward + backward)
+    else:  # all but one of the first stage's are beside one of the last, which take longer
+        seconds = forward + m * (last_forward + last_backward) + backward
+    (bandwidth, latency), _ = LINKS[2, t]
+    # 3 (m + p - 1) columns; after each, activations go on and gradients go back
+    part = t if sequence_parallel else 1
+    seconds += 3 * (m + 1) * 2 * (2 * L * D / part / bandwidth + latency / 2)
+    seconds += along_data_by_hand(2, t, forward, backward)
+    planned = schedules.make(name, 2, m)
+    found = step(2, t, m, schedule=planned, sequence_parallel=sequence_parallel)
+    assert found.total == pytest.approx(seconds, rel=1e-9)
+
+
+def test_a_backward_in_two_pieces_computes_the_stage_twice_more_and_the_loss_too():
+    # Products alone: memory is so fast that it takes no time. In forward passes of the layers: F
+    # 1; B 1 again and 1; W 1 again, 1 that B had found, and 1. So it is in thirds of the head.
+    fast = dataclasses.replace(H100, memory_bandwidth=1e24)
+    F = N / 2 * (24 * L * D * D + 4 * L * L * D) / RATE
+    scores = N / 2 * 2 * L * L * D / RATE  # FlashAttention's fifth product, in each piece
+    head = 2 * L * D * V / RATE
+    B, W = 2 * F + scores, 3 * F + scores
+    # Two stages and microbatches, column by column: the first stage beside the last.
+    table = [
+        (F, 0),
+        (F, F + head),
+        (0, B + 2 * head),
+        (B, F + head),
+        (W, B + 2 * head),
+        (B, W + 3 * head),
+        (W, W + 3 * head),
+    ]
+    planned = schedules.make("zero_bubble", 2, 2)
+    found = step(2, 1, 2, accelerator=fast, data=1, schedule=planned)
+    waited = sum(found.parts[part] for part in ("products", "bubble"))
+    assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-6)
+
+
+def test_a_stage_in_chunks_goes_through_the_table_in_steps_of_a_chunk():
+    # without an output layer, of which a chunk has all or nothing
+    even, fast = (
+        dataclasses.replace(UNEVEN, vocab=1),
+        dataclasses.replace(H100, memory_bandwidth=1e24),
+    )
+    F = N / 4 * (24 * L * D * D + 4 * L * L * D) / RATE
+    BW = 3 * F + N / 4 * 2 * L * L * D / RATE
+    # Two stages of two chunks, two microbatches: the first stage beside the last. A backward
+    # stands in two columns, and is computed in the second.
+    table = [(F, 0), (F, F), (F, F), (F, F), (0, 0), (0, BW), (0, F), (BW, 0), (0, BW)]
+    table += [(0, 0), (BW, BW), (0, 0), (BW, BW), (0, 0), (BW, 0)]
+    planned = schedules.make("depth_first", 2, 2, 2)
+    found = step(2, 1, 2, even, fast, data=1, chunks=2, schedule=planned)
+    waited = sum(found.parts[part] for part in ("products", "bubble"))
+    assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-4)
+    # 15 columns inside of a host
+    assert found.parts["pipe"] == pytest.approx(15 * 2 * (2 * L * D / 360e9 + 10e-6))
