@@ -247,10 +247,10 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         own = tokens / (t if plan.sequence_parallel else 1)
         to_experts = all_to_all(group["expert"], item * own * shape.slots * shape.width)
         sent += Cost(exposed={"expert": 2 * to_experts})
-    forward, backward = (
-        sent,
-        sent * (1 + (plan.recompute == "full") + (plan.schedule is not None)),
-    )
+    repeats = {"full": 2.0, "half": 1.5}.get(plan.recompute, 1.0)
+    if plan.schedule is not None:
+        repeats = (repeats + 1) * (2 if plan.schedule.name == "zero_bubble" else 1)
+    forward, backward = sent, sent * repeats
     if c > 1:
         # Keys and values go around a ring while scores are computed. Backward, their gradients
         # go with them.
@@ -331,8 +331,8 @@ def pipeline(
     busy |= {"B": (backward - forward) / 2, "W": (backward + forward) / 2}
     # The loss is computed in F, and again in each piece of a backward.
     share = {"F": 1, "BW": 3, "B": 2, "W": 3}  # of the head, in thirds
-    last = {kind: (time + share[kind] * head / 3) / v for kind, time in busy.items()}
     busy = {kind: time / v for kind, time in busy.items()}
+    last = {kind: time + share[kind] * head / 3 for kind, time in busy.items()}
     waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
     return len(plan.schedule.table[0]) * one, waiting
 

@@ -146,6 +146,14 @@ def test_recomputing_a_layer_costs_one_more_forward_and_others_less():
     assert extra == pytest.approx((1 - head) / 3)
 
 
+def test_recomputing_every_second_layer_repeats_half_of_the_tensor_traffic():
+    none, half, full = (
+        step({"tensor": 8}, batch=8, recompute=name).parts["tensor"]
+        for name in ("none", "half", "full")
+    )
+    assert half == pytest.approx((none + full) / 2) and full > none
+
+
 def test_the_bubble_of_interleaved_1f1b_is_that_of_narayanan_et_al():
     """(p - 1) / (v m) of the work, for stages of one length."""
     even = dataclasses.replace(MIDDLE, vocab=1)

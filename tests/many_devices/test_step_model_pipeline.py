@@ -106,8 +106,8 @@ def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_
 
 
 def test_a_backward_in_two_pieces_computes_the_stage_twice_more_and_the_loss_too():
-    # Products alone: memory is so fast that it takes no time. In forward passes of the layers: F
-    # 1; B 1 again and 1; W 1 again, 1 that B had found, and 1. So it is in thirds of the head.
+    # Products alone: memory is so fast that it takes no time. In forward passes of the layers,
+    # F takes 1; B 1 again and 1; W 1 again, 1 that B had found, and 1. Thirds of the head, too.
     fast = dataclasses.replace(H100, memory_bandwidth=1e24)
     F = N / 2 * (24 * L * D * D + 4 * L * L * D) / RATE
     scores = N / 2 * 2 * L * L * D / RATE  # FlashAttention's fifth product, in each piece
