@@ -260,7 +260,7 @@ def stated() -> str:
     inferred = sum(bool(layout & set(row.inferred)) for row in rows)
     whole = sum(not row.inferred for row in rows)
     return (
-        f"Of {len(rows)} dense rows, {whole} have nothing inferred. In {inferred} a part of the"
+        f"{whole} of {len(rows)} dense rows have nothing inferred. In {inferred}, part of the"
         " layout is inferred: microbatch, tensor, pipe, chunks, recomputation, batch, length or"
         " sharding."
     )
@@ -359,8 +359,8 @@ def reasons() -> str:
     dense = [each for each in found if each.row.kind == "dense" and _is_off(each)]
     unexplained = sum(each.row.reason.startswith("not explained") for each in dense)
     text = (
-        f"Of the dense rows, {len(dense)} are more than 10% off, and {unexplained} of these are"
-        " not explained."
+        f"{len(dense)} dense rows are more than 10% off, and {unexplained} of these are not"
+        " explained."
     )
     return f"{text}\n\n{_table(('', 'reason', 'rows that are off', 'errors'), lines)}"
 

@@ -67,7 +67,7 @@ class Row:
     Attributes:
       source: name of the publication's file.
       where: the table and row in it.
-      status: "checked" at its source, or "from notes".
+      status: "checked" at its source, or "from notes": read where others quote it.
       kind: one of `KINDS`.
       model: its name.
       shape: its sizes.

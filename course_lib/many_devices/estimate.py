@@ -1,4 +1,4 @@
-"""What a strategy would need, by formula: bytes held, bytes sent and seconds per step, before
+"""Estimates of a strategy by formula: bytes held, bytes sent and seconds per step, before
 anything is compiled.
 
     h100s = Cluster(hardware.get("h100"), 64)
@@ -6,7 +6,7 @@ anything is compiled.
     print(found.memory, found.step, found.mfu, found.time.exposed)
     best = choose(config, h100s)[0]
 
-No device is needed. Who holds what is read from the specs of the strategy. The formulas of
+No device is needed. The strategy's specs say what each device holds. The formulas of
 `costs` give what is held and sent, those of `step_model` the time of a step.
 
 The time assumes that gradients and parameters travel along "data" while layers compute, as they
@@ -37,7 +37,7 @@ from course_lib.models import routing
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one device holds and sends, and how long a step takes.
+    """Bytes that one device holds and sends, and the time of a step.
 
     Attributes:
       axes: the mesh, sizes by name, outer to inner.
@@ -49,7 +49,7 @@ class Estimate:
         "activations", about.
       sent: bytes that a device sends along each axis.
       time: seconds of the step by what they are spent on.
-      fits: whether all of `bytes` is less than the accelerator's memory.
+      fits: whether all of `bytes` is at most the accelerator's memory.
     """
 
     axes: Mapping[str, int]

@@ -19,7 +19,7 @@ RECOMPUTE = {
     "half": "every second layer",
     "full": "the layer",
 }
-"""What the backward pass computes again."""
+"""Names of what the backward pass computes again."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What must be true of published step times, their predictions, and the page about both."""
+"""Laws of the published step times, of their predictions, and of the page about both."""
 
 import collections
 import dataclasses
@@ -91,7 +91,7 @@ def test_figures_as_they_stand_in_the_publications():
     assert row("jax_toolbox").published == 0.721
 
 
-# What a wrong file says.
+# Errors in a wrong file.
 
 FILE = """
 title = "A title"
@@ -407,5 +407,5 @@ def test_docstrings_cite_the_figures_that_are_computed():
     of, relative = backtest.summary(found), backtest.relative_errors(found)
     near = sum(abs(error) <= 0.1 for error in relative) / len(relative)
     text = " ".join(step_model.__doc__.split())
-    assert f"Of {of.rows} published steps, {of.within_tenth:.0%} take within 10%" in text
-    assert f"relative to the level of each publication, {near:.0%} do" in text
+    assert f"for {of.within_tenth:.0%} of {of.rows} published steps" in text
+    assert f"relative to the level of each publication, {near:.0%} are" in text

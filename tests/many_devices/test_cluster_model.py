@@ -1,4 +1,4 @@
-"""What must be true of the time of collectives on a cluster."""
+"""Laws of the time of collectives on a cluster."""
 
 import dataclasses
 import math

@@ -239,7 +239,7 @@ def test_a_cost_that_makes_no_sense_is_refused(arguments, message):
 
 
 def test_one_ring_through_whole_hosts_has_the_bandwidth_of_one_port_and_nccl_that_of_eight():
-    """What `cost` leaves out: a cluster's group has as many ports per host as GPUs there."""
+    """`cost` counts one port; a group has as many ports per host as GPUs there."""
     h100 = hardware.get("h100")
     size, ideal = 2.0**30, Cluster(h100, 64, ideal=True)
     whole_hosts = cluster_model.all_reduce(ideal.group({"data": 64}, "data"), size)

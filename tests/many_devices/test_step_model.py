@@ -1,4 +1,4 @@
-"""What must be true of the predicted time of a training step."""
+"""Laws of the predicted time of a training step."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What must be true of a layer's predicted work and traffic, and of what a device holds."""
+"""Laws of a layer's predicted work and traffic, and of the parameters that a device holds."""
 
 import dataclasses
 import math

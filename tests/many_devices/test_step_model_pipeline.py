@@ -1,4 +1,4 @@
-"""What must be true of the predicted time of a training step with a pipeline."""
+"""Laws of the predicted time of a training step with a pipeline."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ RATE, MEMORY = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
 # The output layer takes as long as six layers, so that the last stage is much slower.
 N, D, L, V = 16, 4096, 4096, 128_000
 UNEVEN = Shape(N, D, heads=32, head_dim=128, mlp=4 * D, vocab=V, seq_len=L)
-# Of the mesh {"pipe": p, "data": 2, "tensor": t} on hosts of eight GPUs: bytes/s from a GPU to
+# The mesh is {"pipe": p, "data": 2, "tensor": t} on hosts of eight GPUs: bytes/s from a GPU to
 # the next stage's and seconds until a collective has begun; the same for the two along "data".
 LINKS = {  # (p, t)
     (2, 8): ((45e9, 40e-6), (45e9, 40e-6)),  # a host for each of the four
