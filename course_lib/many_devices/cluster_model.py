@@ -4,7 +4,7 @@ TPUs on a torus.
     h100s = Cluster(hardware.get("h100"), 64)            # eight hosts of eight GPUs
     axes = {"data": 8, "tensor": 8}                      # outer to inner, as for meshes.make
     group = h100s.group(axes, "tensor")                  # eight GPUs of one host
-    seconds = all_reduce(group, 2**30)                   # 1 GiB on each of them
+    seconds = all_reduce(group, 1e9)                     # 1 GB on each of them
 
 The bandwidth of a group follows from where its devices are, not from the axis alone. Every GPU
 of a host has its own port to the network. Eight GPUs of a host that send together use eight
