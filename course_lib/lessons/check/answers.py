@@ -119,7 +119,7 @@ def same_shapes(yours: Any, expected: Any, what: str) -> None:
         require(dtype == right.dtype, f"{name} is {dtype}; {right.dtype} is expected.")
 
 
-def close(yours: Any, expected: Any, tolerance: float = 1e-4) -> bool:
+def close(yours: Any, expected: Any, tolerance: int | float = 1e-4) -> bool:
     """Whether each leaf differs from the expected one by at most this share of its norm."""
 
     def leaf(a, b):

@@ -20,7 +20,7 @@ def count_parameters(your_count):
         yours = call(your_count, N, D, V, L, hint=hint)
         model = configs.get("155m").model
         model.update(num_layers=N, hidden_size=D, num_heads=4, head_dim=D // 4)
-        model.update(vocab_size=V, max_seq_len=L)
+        model.update(vocab_size=V, num_outputs=V, max_seq_len=L)
         tokens = jax.ShapeDtypeStruct((1, L), jnp.int32)
         right = num_params(abstract_params(Transformer(model), tokens))
         missing = right - yours
