@@ -165,9 +165,19 @@ def test_it_closes_with_summary_exercises_references(name):
     headings = re.findall(r"^## (.*)$", markdown, re.M)
     assert headings[-3:] == CLOSING
     exercises = markdown[markdown.index("## Exercises") : markdown.index("## References")]
-    assert exercises.count("<details>") == exercises.count("</details>") == 3
-    assert len(re.findall(r"<summary>.*?</summary>", exercises)) == 3
-    assert markdown.count("<details>") == 3, "only solutions are folded"
+    solutions = exercises.count("<details>")
+    assert solutions == exercises.count("</details>") >= 3
+    assert len(re.findall(r"<summary>.*?</summary>", exercises)) == solutions
+    assert markdown.count("<details>") == solutions, "only solutions are folded"
+
+
+@pytest.mark.parametrize("name", NAMES[:6])
+def test_each_exercise_of_part_one_has_a_cell_to_write_in_and_a_check_that_answers(name):
+    cells = [cell for cell in code_cells(name) if re.search(r"^check\.", cell.source, re.M)]
+    solutions = "\n".join(cell.source for cell in read(name).cells).count("<details>")
+    assert len(cells) == solutions
+    for cell in cells:
+        assert "".join(output.text for output in cell.outputs).startswith("✗ ")
 
 
 @each

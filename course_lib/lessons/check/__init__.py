@@ -1,0 +1,68 @@
+"""Checks of the notebooks' exercises: each runs the learner's answer and says what is wrong.
+
+    from course_lib.lessons import check
+
+    check.accumulation(your_accumulate)
+
+A check prints one line and never raises.
+"""
+
+from course_lib.lessons.check.buffer_donation import (
+    aliased_bytes,
+    all_of_the_state,
+    best_state,
+)
+from course_lib.lessons.check.gradient_accumulation import (
+    accumulation,
+    forgotten_division,
+    multi_steps_share,
+    smallest_number_of_minibatches,
+)
+from course_lib.lessons.check.mixed_precision import (
+    half_the_activations,
+    loss_scale_range,
+    scaled_step,
+    stochastic_round,
+)
+from course_lib.lessons.check.profiling import (
+    mfu,
+    named_part,
+    stack_less,
+    stacked,
+)
+from course_lib.lessons.check.rematerialization import (
+    depth,
+    keep_one_value,
+    square_root,
+)
+from course_lib.lessons.check.transformer import (
+    count_parameters,
+    looks_ahead,
+    scan_over_layers,
+    scores_outgrow_mlp,
+)
+
+__all__ = [
+    "accumulation",
+    "aliased_bytes",
+    "all_of_the_state",
+    "best_state",
+    "count_parameters",
+    "depth",
+    "forgotten_division",
+    "half_the_activations",
+    "keep_one_value",
+    "looks_ahead",
+    "loss_scale_range",
+    "mfu",
+    "multi_steps_share",
+    "named_part",
+    "scaled_step",
+    "scan_over_layers",
+    "scores_outgrow_mlp",
+    "smallest_number_of_minibatches",
+    "square_root",
+    "stack_less",
+    "stacked",
+    "stochastic_round",
+]

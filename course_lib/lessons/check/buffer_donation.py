@@ -1,0 +1,142 @@
+"""Checks of notebook 04's exercises."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    same_shapes,
+)
+from course_lib.one_device import buffer_donation
+
+
+@exercise
+def aliased_bytes(momentum, plain):
+    """Checks the bytes per parameter that a donated step aliases, with `optax.sgd` with and
+    without momentum.
+    """
+    predicted(
+        momentum,
+        plain,
+        hint="Which arrays are part of the state, and how long do gradients live?",
+    )
+
+    def measured(optimizer, P=1000):
+        def step(state, x):
+            params, opt_state = state
+            grads = jax.grad(lambda params: jnp.sum((params * x) ** 2))(params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params = jnp.ones(P)
+        state = params, optimizer.init(params)
+        compiled = jax.jit(step, donate_argnums=0).lower(state, jnp.ones(P)).compile()
+        return buffer_donation.report(compiled).aliased_bytes / P
+
+    for name, guess, optimizer, reason in (
+        ("With momentum", momentum, optax.sgd(0.1, momentum=0.9), "parameter and momentum"),
+        ("Without momentum", plain, optax.sgd(0.1), "the parameter alone"),
+    ):
+        right = measured(optimizer)
+        require(
+            guess != right + 4,
+            f"{name}: {guess} counts one float32 too many. Gradients are no part of the"
+            f" state; they live within the step.",
+        )
+        require(
+            guess == right, f"{name}: {guess}; the compiled step aliases {right:.0f}: {reason}."
+        )
+    return "the state is aliased, and nothing else."
+
+
+@exercise
+def best_state(your_loop):
+    """Checks `your_loop(step, w, num_steps) -> (best loss, its parameters)`, where `step(w) ->
+    (w, loss)` donates w.
+
+    The loss that a step returns is that of the parameters before it.
+    """
+    step = jax.jit(
+        lambda w: (w - 1.6 * (w - 1.0) - 0.3, jnp.sum((w - 1.0) ** 2)), donate_argnums=0
+    )
+    start = 3.0
+    path, losses = [start], []
+    for _ in range(6):
+        w, loss = step(jnp.array([path[-1]]))
+        path.append(float(w[0]))
+        losses.append(float(loss))
+    best = min(range(6), key=losses.__getitem__)
+
+    loss, w = call(
+        your_loop,
+        step,
+        jnp.array([start]),
+        6,
+        hint="Copy the parameters before the step that gives them away.",
+    )
+    require(
+        not (isinstance(w, jax.Array) and w.is_deleted()),
+        "The parameters that you return are deleted: a second name is no copy.",
+    )
+    require(
+        abs(float(loss) / losses[best] - 1) < 1e-4,
+        f"The lowest of the six losses is {losses[best]:.4f}; you returned {float(loss):.4f}.",
+    )
+    value = float(jnp.ravel(jnp.asarray(w))[0])
+    require(
+        abs(value - path[best + 1]) > 1e-5,
+        "These are the parameters after the best step. The loss is that of the parameters"
+        " before it.",
+    )
+    require(
+        abs(value - path[best]) < 1e-5,
+        f"The parameters with the lowest loss are {path[best]:.4f}; you returned {value:.4f}.",
+    )
+    return "copied before the step, and still there."
+
+
+@exercise
+def all_of_the_state(your_step):
+    """Checks `your_step(state, history) -> (state, history)`: the same numbers, and all of the
+    state aliased.
+
+    `state` is `{"mean": bfloat16 [8], "weight": float32 [4]}`, `history` float32 [16].
+    """
+    state = {"mean": jnp.full(8, 0.5, jnp.bfloat16), "weight": jnp.ones(4)}
+    history = jnp.zeros(16)
+    hint = "Compute in float32, and return `mean` in the dtype in which it came."
+    new, grown = call(your_step, state, history, hint=hint)
+    require(
+        jax.tree.structure(new) == jax.tree.structure(state),
+        "Return the new state with the keys of the old one.",
+    )
+    require(
+        new["mean"].dtype == jnp.bfloat16,
+        f"`mean` came as bfloat16 and leaves as {new['mean'].dtype}: no output fits its"
+        f" buffer.",
+    )
+    same_shapes(new, state, "the state")
+    right = {"mean": jnp.full(8, 0.55), "weight": jnp.full(4, -3.0)}
+    require(
+        close(jax.tree.map(lambda a: a.astype(jnp.float32), new), right, 1e-2),
+        "The numbers changed: the mean should be 0.9 mean + 0.1, the weight fall by the sum"
+        " of the old mean.",
+    )
+    require(
+        close(grown, jnp.concatenate([history, jnp.full(8, 0.5)])),
+        "The history should end in the old mean.",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = jax.jit(your_step, donate_argnums=0).lower(state, history).compile()
+    report = buffer_donation.report(compiled)
+    lost = [row.path for row in report.arguments if row.donated and row.aliased_to is None]
+    require(not lost, f"No output takes over {', '.join(lost)}.")
+    return f"{report.aliased_bytes} of {report.donated_bytes} bytes are aliased."

@@ -1,0 +1,194 @@
+"""Checks of notebook 01's exercises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    same_shapes,
+)
+from course_lib.one_device import mixed_precision, rematerialization
+
+
+@exercise
+def loss_scale_range(lowest, highest):
+    """Checks the powers of two between which float16 holds gradient entries from 1e-9 to 2, if
+    subnormals are enough.
+    """
+    predicted(lowest, highest, hint="Which power lifts 1e-9 to the smallest subnormal number?")
+    half = mixed_precision.describe("float16")
+    require(
+        lowest <= highest,
+        f"2^{lowest} is above 2^{highest}. With full precision (normal numbers) there is"
+        f" indeed no scale: here the"
+        " smallest subnormal is enough.",
+    )
+    require(
+        2.0 * 2.0**highest <= half.largest,
+        f"2 x 2^{highest} = {2 * 2.0**highest:,.0f} is infinite in float16, which ends at"
+        f" {half.largest:,.0f}.",
+    )
+    require(
+        2.0 * 2.0 ** (highest + 1) > half.largest,
+        f"2^{highest} fits, and 2^{highest + 1} would, too.",
+    )
+    require(
+        1e-9 * 2.0**lowest >= half.smallest_subnormal,
+        f"1e-9 x 2^{lowest} = {1e-9 * 2.0**lowest:.1e} is below the smallest subnormal,"
+        f" {half.smallest_subnormal:.1e}.",
+    )
+    require(
+        1e-9 * 2.0 ** (lowest - 1) < half.smallest_subnormal,
+        f"2^{lowest} is enough, and 2^{lowest - 1} would be, too.",
+    )
+    return f"from 2^{lowest} to 2^{highest}, a window of a factor of {2 ** (highest - lowest)}."
+
+
+@exercise
+def scaled_step(your_step):
+    """Checks `your_step(loss, params, scale, learning_rate) -> params`: SGD in float16 with a
+    loss scale.
+
+    `loss(params)` computes in float16; an update that is not finite is skipped.
+    """
+    params = {"w": jnp.array([0.5, -0.25], jnp.float32)}
+
+    def loss(params):  # the loss is 2^-25 w^2, and its gradient is zero in float16
+        half = params["w"].astype(jnp.float16)
+        product = (half * jnp.float16(2**-12)) * (half * jnp.float16(2**-13))
+        return jnp.sum(product).astype(jnp.float32)
+
+    hint = "Differentiate `scale * loss(params)`, then divide the gradient by the scale."
+    rate = 2.0**20
+    yours = call(your_step, loss, params, 2.0**14, rate, hint=hint)
+    same_shapes(yours, params, "the new parameters")
+    right = {"w": params["w"] - rate * 2 * params["w"] * 2.0**-25}
+    unscaled = {"w": params["w"] - rate * 2 * params["w"] * 2.0**-25 * 2.0**14}
+    require(
+        not close(yours, unscaled, 1e-3),
+        "The step is 16,384 times too long: divide the gradient by the scale before the"
+        " update.",
+    )
+    require(
+        not close(yours, params, 1e-6),
+        "Nothing moved: the gradient became zero in float16. Multiply the loss by the scale"
+        " before differentiating.",
+    )
+    require(close(yours, right, 1e-3), f"Expected {right['w']}, and you returned {yours['w']}.")
+
+    yours = call(your_step, loss, params, 2.0**40, rate, hint=hint)
+    require(
+        np.isfinite(np.asarray(yours["w"])).all(),
+        "With a scale of 2^40 the gradient is infinite, and so are your parameters now: skip"
+        " this update.",
+    )
+    require(
+        close(yours, params, 1e-6),
+        "With a scale of 2^40 the parameters should stay as they were.",
+    )
+    return "scaled, unscaled, and skipped where it overflows."
+
+
+@exercise
+def stochastic_round(your_round):
+    """Checks `your_round(key, x) -> bfloat16`: float32 rounded up or down at random, right in
+    the mean.
+    """
+    x = jnp.concatenate([jnp.full(4096, 1 + 2.0**-9), jnp.full(4096, -3.003)]).astype(
+        jnp.float32
+    )
+    hint = "Add 16 random bits below the ones that stay, then cut the last 16 off."
+    yours = call(your_round, jax.random.key(0), x, hint=hint)
+    require(
+        jnp.shape(yours) == x.shape,
+        f"The result has shape {jnp.shape(yours)}, x has {x.shape}.",
+    )
+    require(yours.dtype == jnp.bfloat16, f"The result is {yours.dtype}, not bfloat16.")
+    rounded = np.asarray(yours.astype(jnp.float32))
+    for i, name in ((0, "1.00195"), (4096, "-3.003")):
+        part = rounded[i : i + 4096]
+        value = float(x[i])
+        gap = 2.0**-7 if i == 0 else 2.0**-6
+        require(
+            np.abs(part - value).max() < gap,
+            f"{name} became {part[np.abs(part - value).argmax()]}, further away than the"
+            f" next number.",
+        )
+        require(
+            len(np.unique(part)) == 2,
+            f"All 4,096 copies of {name} became {part[0]}. Each number needs random bits of"
+            f" its own.",
+        )
+        mean = part.mean()
+        require(
+            abs(mean - value) < 0.05 * gap,
+            f"The mean of 4,096 copies of {name} is {mean:.5f}. Up must be as likely as the"
+            f" value lies near it.",
+        )
+    exact = call(your_round, jax.random.key(1), jnp.array([1.0, -0.5]), hint=hint)
+    require(
+        close(exact.astype(jnp.float32), jnp.array([1.0, -0.5]), 0),
+        f"1 and -0.5 are bfloat16 numbers and should stay; you returned {exact}.",
+    )
+    return "up or down at random, and right in the mean."
+
+
+@exercise
+def half_the_activations(your_loss):
+    """Checks `your_loss(params, x, y)`: activations in bfloat16, loss and gradients in float32.
+
+    `params` is `{"in": [64 256], "out": [256 64]}` in float32, x and y are [512 64].
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "in": jax.random.normal(keys[0], (64, 256)) / 8,
+        "out": jax.random.normal(keys[1], (256, 64)) / 16,
+    }
+    x, y = jax.random.normal(keys[2], (512, 64)), jax.random.normal(keys[3], (512, 64))
+
+    def float32_loss(params, x, y):
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
+
+    yours = call(
+        your_loss,
+        params,
+        x,
+        y,
+        hint="Cast the parameters and x inside the function, and only there.",
+    )
+    require(
+        jnp.shape(yours) == (), f"A loss is one number; yours has shape {jnp.shape(yours)}."
+    )
+    require(
+        yours.dtype == jnp.float32,
+        f"The loss is {yours.dtype}: cast to float32 before the mean, or its sum loses bits.",
+    )
+    expected = float32_loss(params, x, y)
+    require(
+        abs(yours / expected - 1) < 0.02,
+        f"The loss is {yours:.4f}; in float32 it is {expected:.4f}.",
+    )
+    grads, right = jax.grad(your_loss)(params, x, y), jax.grad(float32_loss)(params, x, y)
+    same_shapes(grads, params, "the gradient")
+    require(close(grads, right, 0.05), "The gradients are more than 5% away from float32's.")
+
+    def hidden_bytes(loss):
+        saved = rematerialization.residuals(loss, params, x, y)
+        return sum(array.bytes for array in saved if array.shape == (512, 256))
+
+    before, after = hidden_bytes(float32_loss), hidden_bytes(your_loss)
+    require(
+        after < before,
+        f"The hidden activations still take {after:,} bytes. bfloat16 times float32 gives"
+        f" float32: cast both factors.",
+    )
+    require(
+        after <= before / 2,
+        f"The hidden activations take {after:,} bytes; {before // 2:,} are enough.",
+    )
+    return f"{after:,} bytes of hidden activations instead of {before:,}."

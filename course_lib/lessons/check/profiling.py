@@ -1,0 +1,142 @@
+"""Checks of notebook 06's exercises."""
+
+import jax
+import jax.numpy as jnp
+
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.one_device import profiling, rematerialization
+
+N, B, D = 8, 256, 512
+_W, _X = (
+    jax.ShapeDtypeStruct((N, D, D), jnp.float32),
+    jax.ShapeDtypeStruct((B, D), jnp.float32),
+)
+
+
+def _loss(w, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2)
+
+
+def _stacked_mib(loss):
+    """The arrays that a loss saves for each layer and the gradients of w, in MiB."""
+    saved = [
+        array.bytes
+        for array in rematerialization.residuals(loss, _W, _X)
+        if array.shape[:1] == (N,) and not array.why.startswith("argument")
+    ]
+    return (sum(saved) + 4 * N * D * D) / 2**20
+
+
+@exercise
+def stacked(mib):
+    """Checks how many MiB the differentiated scan stacks: saved arrays and gradients."""
+    predicted(mib, hint="Per layer: the input, the derivative of the tanh, the gradient of w.")
+    right = _stacked_mib(_loss)
+    gradients, one = 4 * N * D * D / 2**20, 4 * N * B * D / 2**20
+    require(
+        mib != right - gradients,
+        f"{mib}: the gradients of w are stacked, too: {gradients:.0f} MiB.",
+    )
+    require(
+        mib != gradients,
+        f"{mib} are the gradients alone; the forward pass saves arrays per layer.",
+    )
+    require(
+        mib != right - one,
+        f"{mib}: one array of {one:.0f} MiB is missing. The backward pass of a layer needs"
+        f" its input and the"
+        " derivative of its tanh.",
+    )
+    require(abs(mib - right) < 0.5, f"{mib} MiB; counted, it is {right:.0f}.")
+    return f"{right:.0f} MiB, {gradients:.0f} of them gradients."
+
+
+@exercise
+def stack_less(your_loss):
+    """Checks `your_loss(w, x)`: the same loss and gradient as the scan's, with one stacked
+    array of activations.
+    """
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (3, 16, 16)) / 4, jax.random.normal(keys[1], (8, 16))
+    yours = call(your_loss, w, x, hint="`jax.checkpoint` around the body of the scan.")
+    require(close(yours, _loss(w, x)), f"The loss is {yours}; the scan's is {_loss(w, x)}.")
+    require(
+        close(jax.grad(your_loss)(w, x), jax.grad(_loss)(w, x)),
+        "The gradient is not that of the scan. Is something stopped on its way back?",
+    )
+    before, after = _stacked_mib(_loss), _stacked_mib(your_loss)
+    require(after < before, f"It still stacks {after:.0f} MiB.")
+    least = (4 * N * B * D + 4 * N * D * D) / 2**20
+    require(
+        after >= least,
+        f"Only {after:.0f} MiB are stacked by the forward pass, but the whole scan is"
+        f" recomputed as one piece, and"
+        " stacks as much as before then. Put `jax.checkpoint` around one layer.",
+    )
+    require(after == least, f"{after:.0f} MiB are stacked; {least:.0f} are possible.")
+    return f"{after:.0f} MiB are stacked instead of {before:.0f}."
+
+
+@exercise
+def named_part(your_step):
+    """Checks `your_step(w, x)`: an SGD step whose penalty carries the scope "penalty", forward
+    and backward.
+    """
+    w, x = jnp.full((32, 32), 0.01), jnp.ones((32, 32))
+    call(
+        your_step,
+        w,
+        x,
+        hint='Put `with jax.named_scope("penalty"):` around the penalty inside of the loss.',
+    )
+    scopes = set(profiling.op_scopes(jax.jit(your_step).lower(w, x).compile()).values())
+    named = [scope for scope in scopes if "penalty" in scope]
+    require(named, f'No operation carries the name "penalty"; there are {len(scopes)} scopes.')
+    require(
+        len(named) < len(scopes),
+        "Every operation carries the name. Name the penalty alone.",
+    )
+    require(
+        any("jvp(penalty)" in scope for scope in named),
+        "The name stands outside of the function that is differentiated, so it says nothing"
+        " about forward and backward."
+        " Put it inside of the loss.",
+    )
+    require(
+        any("transpose(jvp(penalty))" in scope for scope in named),
+        "No operation of the backward pass carries the name. Does the gradient flow through"
+        " the penalty?",
+    )
+    return f"{len(named)} of {len(scopes)} scopes carry the name, forward and backward."
+
+
+@exercise
+def mfu(your_mfu):
+    """Checks `your_mfu(forward_flops, seconds, peak)`: the share of the peak rate that went
+    into the model.
+    """
+    yours = call(
+        your_mfu,
+        3e12,
+        0.5,
+        27.8e12,
+        hint="The backward pass has twice the FLOPs of the forward pass.",
+    )
+    right = 3 * 3e12 / (0.5 * 27.8e12)
+    for factor, reason in (
+        (1 / 3, "only the forward pass is counted; the backward pass has twice as many FLOPs"),
+        (2 / 3, "the backward pass has twice the FLOPs of the forward pass, not as many"),
+        (
+            4 / 3,
+            "recomputation is counted: MFU counts the model's FLOPs once, HFU what the chip"
+            " did",
+        ),
+        (100, "a share lies between 0 and 1; this is a percentage"),
+    ):
+        require(abs(yours / right / factor - 1) > 1e-3, f"{yours:.3f}: {reason}.")
+    require(
+        abs(yours / right - 1) < 1e-3,
+        f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: you say {yours:.3f}, it"
+        f" is {right:.3f}.",
+    )
+    return f"{right:.1%}."

@@ -1,0 +1,185 @@
+"""Checks of notebook 02's exercises."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from course_lib import configs, measure
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.models import layers
+from course_lib.one_device import rematerialization
+
+
+def count(primitive: str, jaxpr) -> int:
+    """Counts the operations of this name in a program, inner programs included."""
+    inner = [
+        value
+        for equation in jaxpr.eqns
+        for value in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+        )
+    ]
+    return sum(equation.primitive.name == primitive for equation in jaxpr.eqns) + sum(
+        count(primitive, getattr(value, "jaxpr", value))
+        for value in inner
+        if hasattr(getattr(value, "jaxpr", value), "eqns")
+    )
+
+
+@exercise
+def keep_one_value(your_gelu):
+    """Checks `your_gelu(x)`: GELU that saves x and the tanh, and computes the tanh once."""
+
+    def gelu(x):
+        return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    x = jnp.linspace(-3, 3, 64)
+    hint = (
+        "A policy is a function of an operation: `policy(primitive, *shapes, **params) ->"
+        " bool`."
+    )
+    yours = call(your_gelu, x, hint=hint)
+    require(close(yours, gelu(x)), "The values are not those of GELU.")
+    require(
+        close(jax.grad(lambda x: your_gelu(x).sum())(x), jax.grad(lambda x: gelu(x).sum())(x)),
+        "The derivative is not that of GELU.",
+    )
+    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    saved = rematerialization.residuals(your_gelu, shape)
+    num_bytes = sum(array.bytes for array in saved if array.shape == shape.shape)
+    tanhs = count("tanh", jax.make_jaxpr(jax.grad(lambda x: your_gelu(x).sum()))(x).jaxpr)
+    mib = num_bytes / 2**20
+    require(
+        num_bytes >= 2 * 4 * 2**20,
+        f"Only {mib:.0f} MiB are saved, and the tanh is computed {tanhs} times: is the"
+        f" policy passed to `jax.checkpoint`,"
+        " with the same name?",
+    )
+    require(
+        num_bytes == 2 * 4 * 2**20,
+        f"{mib:.0f} MiB are saved; two arrays of 4 MiB are enough. Is the function inside"
+        f" `jax.checkpoint`?",
+    )
+    require(
+        tanhs == 1,
+        f"The tanh is computed {tanhs} times. Its derivative uses its own result;"
+        f" `checkpoint_name` makes a second value"
+        " of it, and only that one is kept. A policy can decide by operation instead of by"
+        " name.",
+    )
+    return "8 MiB, and the tanh is computed once."
+
+
+@exercise
+def square_root(your_layers):
+    """Checks `your_layers(layer, w, x)`: 64 layers of `layer(w, x) -> x`, rematerialized in
+    groups and one by one.
+
+    `w` is [64 16 16], `x` [32 16]. The backward pass may hold 16 inputs of layers at most.
+    """
+
+    def layer(w, x):
+        return jnp.sin(x @ w)
+
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (64, 16, 16)) / 4, jax.random.normal(keys[1], (32, 16))
+
+    def plain(w, x):
+        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
+
+    def yours(w, x):
+        return your_layers(layer, w, x)
+
+    hint = (
+        "Scan over groups; the body of that scan is a `jax.checkpoint`ed scan over the"
+        " layers of a group."
+    )
+    result = call(yours, w, x, hint=hint)
+    require(
+        close(result, plain(w, x)), "The result is not that of 64 layers, one after another."
+    )
+    shapes = jax.eval_shape(lambda: (w, x))
+    inputs = [
+        array.shape
+        for array in rematerialization.residuals(yours, *shapes)
+        if array.shape[-2:] == x.shape
+    ]
+    groups = max((math.prod(shape[:-2]) for shape in inputs if len(shape) > 2), default=1)
+
+    def flops(fn):
+        gradient = jax.grad(lambda w, x: fn(w, x).sum(), argnums=(0, 1))
+        return sum(measure.flops(gradient, *shapes).total.values())
+
+    forward = flops(plain) / 3
+    passes = round(flops(yours) / forward) - 2
+    require(
+        not (groups == 1 and passes > 1),
+        "All 64 layers are one group: while it is recomputed, 64 inputs are held. Cut it"
+        " into more.",
+    )
+    require(passes > 1, "Nothing is recomputed: where is `jax.checkpoint`?")
+    require(
+        not (groups >= 64),
+        f"{groups} inputs are saved: each layer is a group of its own. Scan over groups of"
+        f" layers.",
+    )
+    require(
+        passes == 3,
+        f"{passes} forward passes: groups are recomputed, and inside of a group every layer"
+        f" saves all it needs."
+        " Rematerialize the layers, too.",
+    )
+    held = groups + 64 // groups
+    require(
+        held == 16,
+        f"{groups} groups of {64 // groups} layers hold {held} inputs at the most. Which"
+        f" number of groups holds 16?",
+    )
+    return "16 inputs in place of 64, for a third forward pass."
+
+
+@exercise
+def depth(without, with_remat):
+    """Checks how many layers of width 1024 fit into 22 GiB with 16 x 512 tokens: a prediction,
+    within a tenth.
+    """
+    predicted(
+        without, with_remat, hint="22 GiB / (bytes of state + bytes saved), for one layer."
+    )
+
+    def saved(modules):
+        model = configs.get("155m").model
+        model.update(dropout_rate=0.0, remat=modules)
+        block = rematerialization.wrap(layers.Block, "Block", modules, scanned=True)(
+            model, train=True
+        )
+        x = jax.ShapeDtypeStruct((16, 512, 1024), jnp.bfloat16)
+        params = jax.eval_shape(block.init, jax.random.key(0), x)
+        arrays = rematerialization.residuals(block.apply, params, x)
+        return sum(array.bytes for array in arrays if "argument [0]" not in array.why)
+
+    state, budget = 16 * 12 * 1024**2, 22 * 2**30
+    for name, guess, num_bytes in (
+        ("without rematerialization", without, saved(())),
+        ("with rematerialized blocks", with_remat, saved(("Block",))),
+    ):
+        right = budget // (state + num_bytes)
+        require(
+            abs(guess / (budget // num_bytes) - 1) > 0.02,
+            f"{guess} layers {name}: the state is missing, 16 bytes for each of 12 x 1024^2"
+            f" parameters of a layer.",
+        )
+        require(
+            name.startswith("without") is False or abs(guess / (budget // state) - 1) > 0.02,
+            f"{guess} layers {name}: the saved arrays are missing, {num_bytes / 2**20:,.0f}"
+            f" MiB per layer.",
+        )
+        require(
+            abs(guess / right - 1) <= 0.1,
+            f"{guess} layers {name}; measured, it is {right}: {state / 2**20:,.0f} MiB of"
+            f" state and"
+            f" {num_bytes / 2**20:,.0f} MiB saved per layer.",
+        )
+    return "activations limit the first number, parameters and optimizer state the second."

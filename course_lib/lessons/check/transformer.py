@@ -1,0 +1,163 @@
+"""Checks of notebook 05's exercises."""
+
+import jax
+import jax.numpy as jnp
+
+from course_lib import configs
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.models.transformer import Transformer, abstract_params, num_params
+
+
+@exercise
+def count_parameters(your_count):
+    """Checks `your_count(N, D, V, L)`: parameters of N layers of width D, V tokens, L learned
+    positions.
+
+    The MLP is four times as wide, the output is a matrix of its own with a bias.
+    """
+    hint = "One layer first: 4 D^2 for attention, 8 D^2 for the MLP, then biases and norms."
+    for N, D, V, L in ((24, 512, 2048, 512), (6, 1024, 2048, 512), (2, 128, 1000, 64)):
+        yours = call(your_count, N, D, V, L, hint=hint)
+        model = configs.get("155m").model
+        model.update(num_layers=N, hidden_size=D, num_heads=4, head_dim=D // 4)
+        model.update(vocab_size=V, num_outputs=V, max_seq_len=L)
+        tokens = jax.ShapeDtypeStruct((1, L), jnp.int32)
+        right = num_params(abstract_params(Transformer(model), tokens))
+        missing = right - yours
+        case = f"{N} layers of width {D}"
+        for amount, reason in (
+            (V * D, "embedding and output are two matrices of V x D"),
+            (L * D, "each of the L positions has D parameters, too"),
+            (
+                N * 13 * D,
+                "a layer has 13 D beside its matrices: 4 D for two norms, 9 D of biases",
+            ),
+            (N * 9 * D, "each dense layer has biases: 9 D per layer"),
+            (N * 4 * D, "each layer has two norms of 2 D"),
+            (2 * D, "there is one more norm after the last layer, 2 D"),
+            (V, "the output has a bias of V numbers"),
+            (2 * D + V, "the last norm has 2 D, the output's bias V"),
+        ):
+            require(missing != amount, f"{case}: {missing:,} too few: {reason}.")
+        require(
+            missing == 0,
+            f"{case}: you count {yours:,}, the model has {right:,}; {abs(missing):,}"
+            f" too {'few' if missing > 0 else 'many'}.",
+        )
+    return (
+        "24 layers of width 512 and 6 of 1024 differ by 3%: the wide one has larger embeddings."
+    )
+
+
+@exercise
+def scores_outgrow_mlp(length):
+    """Checks from which length on the float32 scores of a layer are as large as its bfloat16
+    MLP activations.
+    """
+    predicted(length, hint="Set 4 B H L^2 equal to 2 B L F, with H = 8 and F = 4096.")
+    require(
+        length != 512,
+        "512: the scores are float32, 4 bytes each; the MLP's activations have 2.",
+    )
+    require(length != 1024, "1024: the bytes per number are the wrong way round.")
+    require(
+        length != 2048,
+        "2048: there is one matrix of scores for each of the 8 heads.",
+    )
+    H, F = 8, 4096
+    scores, mlp = 4 * H * length**2, 2 * length * F
+    require(
+        scores == mlp,
+        f"At {length} tokens the scores take {scores / 2**20:,.1f} MiB per sequence, the"
+        f" MLP's activations"
+        f" {mlp / 2**20:,.1f}.",
+    )
+    return "at 512 tokens, as in the case study, the scores are twice as large."
+
+
+@exercise
+def looks_ahead(your_test):
+    """Checks `your_test(forward, x) -> bool`: whether any output of `forward(x [L D]) -> [L
+    D]` depends on a later input.
+    """
+    x = jax.random.normal(jax.random.key(0), (6, 4))
+
+    def causal(x):
+        return jnp.tanh(jnp.cumsum(x, axis=0))
+
+    def mixes_all(x):
+        return x + x.mean(0)
+
+    def only_the_last(x):
+        return causal(x).at[-2].add(0.1 * x[-1])
+
+    def cancels(x):
+        later = jnp.concatenate([x[1:, :1], jnp.zeros((1, 1))])
+        return causal(x) + later * jnp.array([1.0, -1.0, 0.0, 0.0])
+
+    hint = (
+        "Differentiate a function of the output at position t, and look at the gradient"
+        " after t."
+    )
+    for name, forward, right in (
+        ("a causal function", causal, False),
+        ("a function that mixes all positions", mixes_all, True),
+        ("a function that leaks at the last position only", only_the_last, True),
+        ("a leak that cancels in the sum over the features", cancels, True),
+    ):
+        yours = call(your_test, forward, x, hint=hint)
+        require(
+            bool(yours) == right,
+            f"{name[0].upper() + name[1:]}: your test says {bool(yours)}."
+            + (
+                " Look at each output alone, or square before you add."
+                if forward is cancels
+                else ""
+            )
+            + (" Look at every position t." if forward is only_the_last else ""),
+        )
+    return "every position and every feature is looked at."
+
+
+@exercise
+def scan_over_layers(your_forward):
+    """Checks `your_forward(layer, w, x)`: N layers `layer(w[i], x) -> x` in a program whose
+    length does not grow with N.
+    """
+
+    def layer(w, x):
+        return x + jnp.tanh(x @ w)
+
+    def length(N):
+        shapes = (
+            jax.ShapeDtypeStruct((N, 8, 8), jnp.float32),
+            jax.ShapeDtypeStruct((4, 8), jnp.float32),
+        )
+        lowered = jax.jit(lambda w, x: your_forward(layer, w, x)).lower(*shapes)
+        return len(lowered.as_text().splitlines())
+
+    w, x = jax.random.normal(jax.random.key(0), (5, 8, 8)), jnp.ones((4, 8))
+    expected = x
+    for i in range(5):
+        expected = layer(w[i], expected)
+    yours = call(
+        your_forward, layer, w, x, hint="The body of `jax.lax.scan` takes x and one layer's w."
+    )
+    require(
+        jnp.shape(yours) == x.shape,
+        f"Return the last x, of shape {x.shape}; yours has shape {jnp.shape(yours)}.",
+    )
+    require(
+        not close(yours, layer(w[0], x)),
+        "Only one layer was applied. What does the scan carry on?",
+    )
+    require(
+        close(yours, expected), "Not the result of the layers one after another, first to last."
+    )
+    short, long = length(4), length(16)
+    require(
+        long <= short,
+        f"4 layers are {short} lines of program, 16 are {long}: the compiler reads every"
+        f" layer.",
+    )
+    return f"{short} lines of program for 4 layers and for 16."

@@ -1,0 +1,404 @@
+"""What must be true of the checks of exercises.
+
+Solutions are checked in `tests/test_solutions.py`, where they stand in the notebooks.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from course_lib.lessons import check
+from course_lib.lessons.check import answers, profiling
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_notebook():
+    """Learners' code may promote dtypes and ranks, which the course's own tests forbid."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def unfinished(*arguments):
+    """Returns nothing, as a stub does."""
+
+
+def fails(*arguments):
+    raise KeyError("nope")
+
+
+FUNCTIONS = [
+    check.scaled_step,
+    check.stochastic_round,
+    check.half_the_activations,
+    check.keep_one_value,
+    check.square_root,
+    check.accumulation,
+    check.smallest_number_of_minibatches,
+    check.multi_steps_share,
+    check.best_state,
+    check.all_of_the_state,
+    check.count_parameters,
+    check.looks_ahead,
+    check.scan_over_layers,
+    check.stack_less,
+    check.named_part,
+    check.mfu,
+]
+PREDICTIONS = {
+    check.loss_scale_range: 2,
+    check.depth: 2,
+    check.forgotten_division: 2,
+    check.aliased_bytes: 2,
+    check.scores_outgrow_mlp: 1,
+    check.stacked: 1,
+}
+
+
+def name(value):
+    return getattr(value, "__name__", str(value))
+
+
+def answer(capsys, the_check, *arguments):
+    capsys.readouterr()
+    assert the_check(*arguments) is None
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1, printed
+    return printed
+
+
+@pytest.mark.parametrize("the_check", FUNCTIONS, ids=name)
+def test_a_stub_gets_a_hint_and_an_error_is_repeated(the_check, capsys):
+    assert answer(capsys, the_check, unfinished).startswith("✗ Nothing returned yet. ")
+    assert "KeyError: 'nope'" in answer(capsys, the_check, fails)
+    assert answer(capsys, the_check, 3).startswith("✗ ")
+
+
+@pytest.mark.parametrize("the_check", PREDICTIONS, ids=name)
+def test_a_prediction_that_is_not_made_gets_a_hint(the_check, capsys):
+    number = PREDICTIONS[the_check]
+    assert answer(capsys, the_check, *[...] * number).startswith("✗ No prediction yet. ")
+    assert "not 'four'" in answer(capsys, the_check, *["four"] * number)
+
+
+def test_every_check_is_tried_here():
+    assert {name(one) for one in [*FUNCTIONS, *PREDICTIONS]} == set(check.__all__)
+
+
+def test_a_check_that_cannot_read_an_answer_says_so_and_does_not_raise(capsys):
+    broken = answers.exercise(lambda yours: yours.missing)
+    assert "could not read" in answer(capsys, broken, 1)
+
+
+# Plausible wrong answers, and a word that only the right explanation has.
+
+
+def step(*, scaled=True, unscaled=True, skips=True):
+    def train_step(loss, params, scale, learning_rate):
+        factor = scale if scaled else 1
+        grads = jax.grad(lambda params: factor * loss(params))(params)
+        grads = jax.tree.map(lambda g: g / scale if unscaled else g, grads)
+        finite = jnp.isfinite(grads["w"]).all() | (not skips)
+        return jax.tree.map(
+            lambda p, g: jnp.where(finite, p - learning_rate * g, p), params, grads
+        )
+
+    return train_step
+
+
+def rounded_with(bits, shared=False, least=0, dtype=jnp.bfloat16):
+    def stochastic_round(key, x):
+        noise = jax.random.bits(key, () if shared else x.shape, jnp.uint32) >> (32 - bits)
+        noise = noise | jnp.uint32(least)
+        sum_ = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+        cut = sum_ & jnp.uint32(0xFFFF0000)
+        return jax.lax.bitcast_convert_type(cut, jnp.float32).astype(dtype)
+
+    return stochastic_round
+
+
+def half(inputs=True, parameters=True, outputs=jnp.float32):
+    def loss(params, x, y):
+        if parameters:
+            params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+        hidden = jnp.tanh((x.astype(jnp.bfloat16) if inputs else x) @ params["in"])
+        return jnp.mean(((hidden @ params["out"]).astype(outputs) - y.astype(outputs)) ** 2)
+
+    return loss
+
+
+def gelu(x):
+    from jax.ad_checkpoint import checkpoint_name
+
+    t = jnp.tanh(np.sqrt(2 / np.pi).astype(np.float32) * (x + 0.044715 * x**3))
+    return 0.5 * x * (1 + checkpoint_name(t, "t"))
+
+
+NAMES = jax.checkpoint_policies.save_only_these_names
+
+
+def grouped(k, *, layers=True, groups=True):
+    def forward(layer, w, x):
+        def one(x, w):
+            return layer(w, x), None
+
+        def group(x, w):
+            return jax.lax.scan(jax.checkpoint(one) if layers else one, x, w)
+
+        body = jax.checkpoint(group) if groups else group
+        return jax.lax.scan(body, x, w.reshape(64 // k, k, 16, 16))[0]
+
+    return forward
+
+
+def loss_sum(params, x, y, weight):
+    return jnp.sum(weight * ((jnp.tanh(x @ params["in"]) @ params["out"])[:, 0] - y) ** 2)
+
+
+def accumulated(part, total):
+    def accumulate(params, batch, M):
+        grads = [
+            jax.tree.map(lambda g, w=w: part(g, w.sum()), jax.grad(loss_sum)(params, x, y, w))
+            for x, y, w in zip(*(a.reshape(M, -1, *a.shape[1:]) for a in batch), strict=True)
+        ]
+        return jax.tree.map(lambda *g: total(g, batch[2].sum()), *grads)
+
+    return accumulate
+
+
+def smallest(fits, candidates=None):
+    def answer(budget, arguments, parameters, activations, batch_size):
+        allowed = candidates or [M for M in range(1, batch_size + 1) if batch_size % M == 0]
+        return next(
+            (M for M in allowed if fits(M, arguments, parameters, activations) <= budget), None
+        )
+
+    return answer
+
+
+def peak(M, arguments, parameters, activations):
+    return arguments + 4 * parameters + activations / M
+
+
+def best(copy, after=False):
+    def keep_best(step, w, num_steps):
+        lowest, kept = jnp.inf, None
+        for _ in range(num_steps):
+            before = copy(w)
+            w, loss = step(w)
+            if loss < lowest:
+                lowest, kept = loss, copy(w) if after else before
+        return lowest, kept
+
+    return keep_best
+
+
+def state_step(mean_dtype=jnp.bfloat16, rate=0.9, weight=lambda w: w):
+    def cast(state, history):
+        mean = state["mean"].astype(jnp.float32)
+        new = {
+            "mean": (rate * mean + 1 - rate).astype(mean_dtype),
+            "weight": weight(state["weight"] - mean.sum()),
+        }
+        return new, jnp.concatenate([history, mean])
+
+    return cast
+
+
+def parameters(N, D, V, L):
+    return N * (12 * D**2 + 13 * D) + 2 * V * D + L * D + 2 * D + V
+
+
+def gradient_test(reduce, positions=lambda L: range(L)):
+    def looks_ahead(forward, x):
+        grads = {
+            t: jax.grad(lambda x, t=t: reduce(forward(x)[t]))(x) for t in positions(len(x))
+        }
+        return any(bool((jnp.abs(g[t + 1 :]) > 1e-5).any()) for t, g in grads.items())
+
+    return looks_ahead
+
+
+def one_by_one(layer, w, x):
+    for matrix in w:
+        x = layer(matrix, x)
+    return x
+
+
+def scanned(w, x, layer=lambda x, w: (jnp.tanh(x @ w), None)):
+    return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+def penalized(inside, outside=False, stop=False):
+    def sgd(w, x):
+        def loss(w):
+            def penalty(w):
+                return jnp.mean(jnp.exp(jnp.sin(w @ w)))
+
+            value = jax.lax.stop_gradient(w) if stop else w
+            if not inside:
+                return jnp.mean(jnp.tanh(x @ w)) + penalty(value)
+            with jax.named_scope("penalty"):
+                value = penalty(value)
+            return jnp.mean(jnp.tanh(x @ w)) + value
+
+        if outside:
+            with jax.named_scope("penalty"):
+                return w - 0.1 * jax.grad(loss)(w)
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    return sgd
+
+
+STACKED_MIB = profiling._stacked_mib(profiling._loss)  # JAX up to 0.10 saves one array more
+
+WRONG = [
+    (check.loss_scale_range, (14, 6), "above"),
+    (check.loss_scale_range, (6, 15), "infinite"),
+    (check.loss_scale_range, (6, 13), "2^14 would"),
+    (check.loss_scale_range, (5, 14), "smallest subnormal"),
+    (check.loss_scale_range, (7, 14), "2^6 would"),
+    (check.scaled_step, (step(unscaled=False),), "too long"),
+    (check.scaled_step, (step(scaled=False, unscaled=False),), "became zero"),
+    (check.scaled_step, (step(skips=False),), "skip"),
+    (check.scaled_step, (lambda loss, params, scale, rate: params["w"],), "structure"),
+    (check.stochastic_round, (lambda key, x: x.astype(jnp.bfloat16),), "of its own"),
+    (check.stochastic_round, (rounded_with(16, shared=True),), "of its own"),
+    (check.stochastic_round, (rounded_with(16, least=0x8000),), "mean"),
+    (check.stochastic_round, (rounded_with(17),), "next number"),
+    (check.stochastic_round, (rounded_with(16, dtype=jnp.float32),), "not bfloat16"),
+    (check.half_the_activations, (half(inputs=False),), "both factors"),
+    (check.half_the_activations, (half(parameters=False),), "both factors"),
+    (check.half_the_activations, (half(outputs=jnp.bfloat16),), "float32 before the mean"),
+    (check.half_the_activations, (lambda p, x, y: half()(p, x, y) * 2,), "in float32 it is"),
+    (check.keep_one_value, (gelu,), "inside `jax.checkpoint`"),
+    (check.keep_one_value, (jax.checkpoint(gelu),), "the policy"),
+    (check.keep_one_value, (jax.checkpoint(gelu, policy=NAMES("t")),), "second value"),
+    (check.keep_one_value, (jax.checkpoint(jnp.tanh),), "not those of GELU"),
+    (check.square_root, (grouped(4),), "hold 20"),
+    (check.square_root, (grouped(64),), "one group"),
+    (check.square_root, (grouped(1),), "group of its own"),
+    (check.square_root, (grouped(8, layers=False),), "Rematerialize the layers"),
+    (check.square_root, (grouped(8, layers=False, groups=False),), "Nothing is recomputed"),
+    (check.square_root, (lambda layer, w, x: layer(w[0], x),), "one after another"),
+    (check.depth, (117, 105), "saved arrays are missing"),
+    (check.depth, (22, 105), "state is missing"),
+    (check.depth, (18, 50), "measured"),
+    (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g)),), "too large"),
+    (
+        check.accumulation,
+        (accumulated(lambda g, w: g / jnp.maximum(w, 1), lambda g, w: sum(g) / len(g)),),
+        "mean of means",
+    ),
+    (
+        check.accumulation,
+        (accumulated(lambda g, w: g / jnp.maximum(w, 1), lambda g, w: sum(g)),),
+        "sum of means",
+    ),
+    (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: g[-1] / w),), "one part"),
+    (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 4),), "norm"),
+    (check.accumulation, (lambda params, batch, M: {"in": params["in"]},), "structure"),
+    (check.forgotten_division, (4, 4), "Adam"),
+    (check.forgotten_division, (1, 1), "SGD"),
+    (check.forgotten_division, (0.25, 4), "common factor"),
+    (check.smallest_number_of_minibatches, (smallest(peak, range(1, 65)),), "divide"),
+    (
+        check.smallest_number_of_minibatches,
+        (smallest(lambda M, a, p, b: a + b / M),),
+        "accumulator",
+    ),
+    (
+        check.smallest_number_of_minibatches,
+        (smallest(peak, [2**i for i in range(12)]),),
+        "powers of two",
+    ),
+    (
+        check.smallest_number_of_minibatches,
+        (lambda *sizes: smallest(peak)(*sizes) or 128,),
+        "Return None",
+    ),
+    (check.multi_steps_share, (lambda counts, m: counts[m] / sum(counts),), "multiply by M"),
+    (check.multi_steps_share, (lambda counts, m: 1,), "equal"),
+    (
+        check.multi_steps_share,
+        (lambda counts, m: sum(counts) / len(counts) / counts[m],),
+        "Upside down",
+    ),
+    (check.multi_steps_share, (lambda counts, m: counts[m],), "whole batch"),
+    (check.aliased_bytes, (12, 8), "Gradients"),
+    (check.aliased_bytes, (8, 8), "Without momentum"),
+    (check.aliased_bytes, (4, 4), "parameter and momentum"),
+    (check.best_state, (best(lambda w: w),), "deleted"),
+    (check.best_state, (best(jnp.copy, after=True),), "after the best step"),
+    (check.best_state, (lambda step, w, n: (step(w)[1], jnp.ones(1)),), "lowest"),
+    (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
+    (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),
+    (
+        check.all_of_the_state,
+        (state_step(weight=lambda w: w.astype(jnp.bfloat16)),),
+        "float32 is expected",
+    ),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - V * D,), "two"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - 13 * N * D,), "13 D"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - 9 * N * D,), "9 D"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - L * D,), "positions"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) + 1,), "too many"),
+    (check.scores_outgrow_mlp, (512,), "float32"),
+    (check.scores_outgrow_mlp, (2048,), "heads"),
+    (check.scores_outgrow_mlp, (300,), "MiB"),
+    (check.looks_ahead, (gradient_test(jnp.sum),), "cancels"),
+    (
+        check.looks_ahead,
+        (gradient_test(lambda y: jnp.sum(y**2), lambda L: range(3)),),
+        "every position",
+    ),
+    (check.looks_ahead, (lambda forward, x: True,), "causal function"),
+    (check.looks_ahead, (lambda forward, x: False,), "mixes all"),
+    (check.scan_over_layers, (one_by_one,), "reads every layer"),
+    (check.scan_over_layers, (lambda layer, w, x: layer(w[0], x),), "Only one layer"),
+    (check.scan_over_layers, (lambda layer, w, x: one_by_one(layer, w[::-1], x),), "first to"),
+    (check.scan_over_layers, (lambda layer, w, x: jax.vmap(layer, (0, None))(w, x),), "shape"),
+    (check.stacked, (8,), "gradients"),
+    (check.stacked, (100,), "counted"),
+    (check.stacked, (STACKED_MIB - 4,), "missing"),
+    (check.stack_less, (scanned,), "still stacks"),
+    (check.stack_less, (jax.checkpoint(scanned),), "around one layer"),
+    (check.stack_less, (lambda w, x: 2 * scanned(w, x),), "the scan's is"),
+    (check.stack_less, (lambda w, x: scanned(jax.lax.stop_gradient(w), x),), "gradient"),
+    (check.named_part, (penalized(False),), "No operation"),
+    (check.named_part, (penalized(False, outside=True),), "outside"),
+    (check.named_part, (penalized(True, stop=True),), "backward"),
+    (check.mfu, (lambda flops, seconds, peak: flops / seconds / peak,), "only the forward"),
+    (check.mfu, (lambda flops, seconds, peak: 2 * flops / seconds / peak,), "twice"),
+    (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
+    (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
+    (check.mfu, (lambda flops, seconds, peak: seconds,), "you say"),
+]
+
+
+@pytest.mark.parametrize(
+    ("the_check", "wrong", "explanation"),
+    WRONG,
+    ids=[f"{name(the_check)}-{word}" for the_check, _, word in WRONG],
+)
+def test_a_wrong_answer_is_told_what_is_wrong(the_check, wrong, explanation, capsys):
+    printed = answer(capsys, the_check, *wrong)
+    assert printed.startswith("✗ ") and explanation in printed, printed
+    assert "could not read" not in printed
+
+
+def test_each_check_knows_three_mistakes():
+    for the_check in [*FUNCTIONS, *PREDICTIONS]:
+        words = {word for one, _, word in WRONG if one is the_check}
+        assert len(words) >= 3, name(the_check)
+
+
+def test_adam_hides_a_factor_which_sgd_shows():
+    """The exercise rests on it."""
+    gradient = jnp.array([0.5, -2.0])
+    for optimizer, factor in ((optax.adam(1e-3), 1), (optax.sgd(1e-3), 4)):
+        state = optimizer.init(gradient)
+        right, wrong = (optimizer.update(g, state)[0] for g in (gradient, 4 * gradient))
+        np.testing.assert_allclose(wrong, factor * right, rtol=1e-4)
