@@ -15,7 +15,7 @@ what is evaluated: the same loss function, with `rng=None`.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -213,7 +213,7 @@ def add_metrics(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(jnp.add, first, second)
 
 
-def mean_metrics(metrics: Metrics) -> dict[str, float]:
+def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Divides each sum by its count, once, at the end; NaN where nothing was counted."""
     metrics = jax.device_get(metrics)
     return {
@@ -255,10 +255,7 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
                 for old, new in zip(total.get(name, [0.0, 0.0]), pair, strict=True)
             ]
         late = following
-    return {
-        name: of_all / count if count else float("nan")
-        for name, (of_all, count) in total.items()
-    }
+    return mean_metrics(total)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -181,8 +181,7 @@ def label_share(metrics: PyTree, total: PyTree) -> Array:
     """Returns the weight of a device's mean in the mean over all: its count of labels by that
     of all devices.
     """
-    count, whole = metrics["loss"][1], total["loss"][1]
-    return count / jnp.where(whole != 0, whole, 1)
+    return metrics["loss"][1] / gradient_accumulation.nonzero(total["loss"][1])
 
 
 def sum_over_devices(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from course_lib.one_device.gradient_accumulation import LossFn
+from course_lib.one_device.gradient_accumulation import LossFn, nonzero
 
 ApplyFn = Callable[..., Any]
 Score = Callable[..., tuple[Array, Array]]
@@ -136,8 +136,7 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
             "loss": ((loss * weights).sum(), count),
             "accuracy": ((correct * weights).sum(), count),
         }
-        # Without any weight the loss is 0, as is its gradient.
-        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics
+        return metrics["loss"][0] / nonzero(count), metrics
 
     return loss_fn
 
@@ -186,7 +185,7 @@ def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy
         total, count = metrics["loss"]
         uneven = (balance[:, None] * batch.weights.astype(jnp.float32)).sum()
         total = total + weight * uneven
-        return total / jnp.where(count != 0, count, 1), metrics | {
+        return total / nonzero(count), metrics | {
             "loss": (total, count),
             "balance": (uneven, count),
         }

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from course_lib.models import attention, layers, routing
+from course_lib.models import attention, layers
 from course_lib.models.hooks import Hooks, with_products
 from course_lib.one_device import rematerialization
 from course_lib.text import data
@@ -193,36 +193,3 @@ def abstract_params(model: nn.Module, *inputs: jax.ShapeDtypeStruct) -> PyTree:
     return jax.eval_shape(
         lambda *inputs: model.init(jax.random.key(0), *inputs, train=False)["params"], *inputs
     )
-
-
-def matmul_flops(config: ConfigDict, batch_size: int, seq_len: int) -> int:
-    """Counts the FLOPs of the matrix products in one forward pass, by hand.
-
-    Two for each multiply and add. Attention is counted in full, as it is computed when it is
-    written out; causality makes half of it superfluous.
-
-    Args:
-      config: the `model` part of a configuration.
-      batch_size: B sequences.
-      seq_len: L tokens each.
-    """
-    width, heads = config.hidden_size, config.num_heads * config.head_dim
-    mlp = seq_len * 2 * width * config.mlp_expansion * width
-    if config.num_experts:
-        # All room at the experts is computed; finding it, bringing tokens there and back are
-        # products too.
-        room = routing.capacity(
-            seq_len, config.num_experts, config.experts_per_token, config.capacity_factor
-        )
-        places = config.num_experts * room
-        mlp = mlp // seq_len * places + seq_len * (
-            width * config.num_experts + (config.experts_per_token + 2 * width) * places
-        )
-    keys_and_values = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim
-    projections = seq_len * width * (2 * heads + keys_and_values)
-    scores_and_mean = 2 * heads * seq_len**2
-    a_sequence = (
-        config.num_layers * (mlp + projections + scores_and_mean)
-        + seq_len * width * config.num_outputs
-    )
-    return 2 * batch_size * a_sequence

@@ -52,6 +52,13 @@ def gradient(loss_fn: LossFn) -> GradFn:
     return grad_fn
 
 
+def nonzero(count: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns a count to divide by, 1 in place of 0: a mean over nothing is 0 then, with
+    gradient 0.
+    """
+    return jnp.where(count != 0, count, 1)
+
+
 def accumulate(
     grad_fn: GradFn,
     params: PyTree,
@@ -118,10 +125,9 @@ def accumulate(
     run = scan_minibatches if method == "scan" else loop_minibatches
     total, metrics = run(add, zeros, params, minibatches, rngs)
 
-    count = metrics["loss"][1]
-    divisor = jnp.where(count != 0, count, 1)
+    count = nonzero(metrics["loss"][1])
     grads = jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / divisor).astype(leaf.dtype),
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype),
         total,
         shapes[0],
     )
