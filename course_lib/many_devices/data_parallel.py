@@ -270,7 +270,7 @@ def gather_layers(
 
 def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     """A checkpoint policy: saves everything except gathered kernels, and except what
-    `hooks.columns` and `hooks.rows` reshape or join of them.
+    `products.columns` and `products.rows` reshape or join of them.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
     return (

@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from course_lib.models import routing
-from course_lib.models.hooks import Hooks, Shape, columns, initialize, initialize_all, rows
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import Shape, columns, initialize, initialize_all, rows
 from course_lib.one_device import rematerialization
 
 NAMES = {"block_in": "Block", "mlp_hidden": "MLP", "qkv": "Attn", "attn_out": "Attn"}

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from course_lib.models import attention, layers
-from course_lib.models.hooks import Hooks, with_products
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
 from course_lib.text import data
 
