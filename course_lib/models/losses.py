@@ -141,14 +141,10 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
     return loss_fn
 
 
-def next_token_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss function of a language model, in nats a token: inputs, labels and their
-    weights are [B, L].
-
-    It is the classifier's: each position of each sequence is an example, and the vocabulary
-    holds the classes.
-    """
-    return classification_loss(apply_fn, score)
+next_token_loss = classification_loss
+"""The loss of a language model, in nats per token: inputs, labels and weights are [B, L]. Each
+position is an example, and the vocabulary holds the classes.
+"""
 
 
 def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:

@@ -99,10 +99,6 @@ class Policy:
     compute_dtype: Any
     output_dtype: Any
 
-    def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Returns the tree with its floating arrays in `param_dtype`."""
-        return _cast(tree, self.param_dtype)
-
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Returns the tree with its floating arrays in `compute_dtype`."""
         return _cast(tree, self.compute_dtype)

@@ -1,10 +1,9 @@
-"""Profiling: where the time of a step goes, read in Python.
+"""Profiling: record where the time of a step goes, and read it in Python.
 
-`trace` records a few steps with JAX's profiler, `read` opens the record without a browser. What
-it writes is also what TensorBoard's profile plugin opens
-(https://docs.jax.dev/en/latest/profiling.html), and `write_virtual` writes the same for a step
-compiled for an accelerator that is not there: nothing ran, so there is no time in it, but all
-of its memory.
+`trace` records a few steps with JAX's profiler, and `read` opens the record without a browser.
+TensorBoard's profile plugin opens the same record
+(https://docs.jax.dev/en/latest/profiling.html). `measure.write_session` writes a record,
+without times, of a step compiled for an accelerator that is not there.
 """
 
 import contextlib
@@ -23,8 +22,9 @@ import jax
 from jax.profiler import ProfileData
 
 from course_lib.measure import hlo
-from course_lib.measure.heap import RECORD, write_session
+from course_lib.measure.heap import RECORD
 
+STEP = "train"  # the name of a step in a record
 _CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
 
 
@@ -143,7 +143,6 @@ def trace(
     batch: Any,
     *,
     steps: int = 3,
-    name: str = "train",
 ) -> Any:
     """Records a few training steps with JAX's profiler.
 
@@ -158,7 +157,6 @@ def trace(
       state: the first state; if the step donates it, it is gone afterwards.
       batch: the batch for every step.
       steps: how many steps to record.
-      name: what the steps are called in the record.
 
     Returns:
       The state after `steps + 1` steps.
@@ -175,7 +173,7 @@ def trace(
         jax.profiler.start_trace(str(logdir), profiler_options=options)
     try:
         for i in range(steps):
-            with jax.profiler.StepTraceAnnotation(name, step_num=i):
+            with jax.profiler.StepTraceAnnotation(STEP, step_num=i):
                 state, _ = jax.block_until_ready(step(state, batch))
     finally:
         with _quiet():
@@ -183,24 +181,23 @@ def trace(
     return state
 
 
-def read(logdir: str | Path, *, name: str = "train") -> Trace:
+def read(logdir: str | Path) -> Trace:
     """Reads the newest record under a folder: of the first device that computed, if there are
     several.
 
     Args:
       logdir: the folder that `trace` wrote to.
-      name: what the steps were called.
 
     Raises:
       FileNotFoundError: if there is no record under `logdir`.
-      ValueError: if the record holds no step of that name, or no operation.
+      ValueError: if the record holds no step, or no operation.
     """
     files = [
         file
         for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb")
         if file.name != RECORD
     ]
-    if not files:  # in those of `write_virtual` nothing ran
+    if not files:  # nothing ran in those of `measure.write_session`
         raise FileNotFoundError(
             f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run"
             " profiling.trace"
@@ -216,7 +213,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
         # JAX 0.7.2 on Python 3.13 warns: "event_stats has no __module__".
         warnings.simplefilter("ignore", DeprecationWarning)
         annotations = (
-            e for plane in hosts for line in plane.lines for e in line.events if e.name == name
+            e for plane in hosts for line in plane.lines for e in line.events if e.name == STEP
         )
         spans = sorted(
             (e.start_ns * 1e-9, e.end_ns * 1e-9)
@@ -225,7 +222,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
         )
         if not spans:
             raise ValueError(
-                f"name={name!r} must be what the steps in {str(newest)!r} were called: none is"
+                f"logdir={str(logdir)!r} must hold steps named {STEP!r}: {newest.name} has none"
             )
         # Devices first: where there is one, the host only launches operations.
         for plane in devices + hosts:
@@ -259,32 +256,6 @@ def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
         one for computation in module.computations.values() for one in computation.instructions
     )
     return {(module.name, one.name): one.scope for one in instructions if one.scope}
-
-
-def write_virtual(
-    lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual"
-) -> Path:
-    """Writes what TensorBoard's profile plugin opens, for a step that never ran.
-
-    The plugin's memory viewer shows the step's heap as the compiler planned it: what
-    `measure.heap` reads.
-
-    Args:
-      lowered: a step lowered with `virtual.abstract` arguments (or any other); it is compiled
-        once more here.
-      logdir: the folder that TensorBoard is pointed to; the record goes to
-        `plugins/profile/<run>/` in it.
-      run: the record's name in TensorBoard. An older record that was written so under that name
-        is replaced.
-
-    Returns:
-      The folder of the record.
-
-    Raises:
-      ValueError: if there is something else of that name, as the trace of steps that ran.
-    """
-    write_session(lowered, logdir, run)
-    return Path(logdir) / "plugins" / "profile" / run
 
 
 def _ops(plane: Any) -> Iterator[Event]:
