@@ -40,8 +40,7 @@ class Flops:
 
     @property
     def model(self) -> dict[str, int]:
-        """The FLOPs that the model needs: total - recomputed. Utilization (MFU) counts these.
-        """
+        """The FLOPs that the model needs, total - recomputed: MFU counts these."""
         return {
             dtype: count - self.recomputed.get(dtype, 0) for dtype, count in self.total.items()
         }

@@ -85,8 +85,7 @@ def _scope(i: hlo.Instruction) -> str:
 
 
 def _names(i: hlo.Instruction) -> list[str]:
-    """Returns the names of an array: those of its copies and of the instruction that made it.
-    """
+    """Returns the names of an array's copies and of the instruction that made it."""
     names = [i.name]
     while i.opcode in (*_RENAMES, "copy"):
         index = re.search(r"\bindex=(\d+)", i.attributes)
