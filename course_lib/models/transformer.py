@@ -3,9 +3,8 @@
 The model of the tutorial series that this course builds on
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html),
 so that its published measurements can be compared: learned positions, N blocks of an MLP and an
-attention, each normalized first and added to its input, and an output layer. `layers` lists
-what later models do otherwise, as options. Parameters and logits are float32, `dtype` is what
-the rest is computed in.
+attention, each normalized first and added to its input, and an output layer. `layers` lists the
+options of later models. Parameters and logits are float32, everything else has `dtype`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from course_lib.text import data
 PyTree = Any
 
 PARTS = ("embed", "layers", "head")
-"""What the model consists of: tokens to activations, N blocks, and activations to logits."""
+"""The parts of the model: tokens to activations, N blocks, and activations to logits."""
 
 
 class Transformer(nn.Module):
@@ -38,7 +37,7 @@ class Transformer(nn.Module):
 
     Attributes:
       config: the `model` part of a configuration (`course_lib.configs`).
-      hooks: what of it one of many devices does.
+      hooks: how one device's share of the model differs from the whole model.
     """
 
     config: ConfigDict
@@ -55,18 +54,16 @@ class Transformer(nn.Module):
         """Returns float32 logits of the token at each position, given those before it.
 
         Args:
-          x: the tokens before each position, B sequences of L; activations if `parts` does not
-            begin with "embed", those of a device's part of the sequences where the hooks divide
-            them.
+          x: the tokens before each position, B sequences of L. Activations if `parts` does not
+            begin with "embed", of a device's part of the sequences if the hooks divide them.
           train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
           parts: those of `PARTS` to run, in that order; without "head" it returns activations.
 
         Raises:
-          ValueError: if L exceeds `max_seq_len`, or the configuration or `parts` ask for what
-            does not exist; if tokens are not integers [B, L], or one is outside the vocabulary.
-            Inside of `jax.jit` their values are not known yet: there such a token has an
-            embedding of NaN, so check what comes from elsewhere than `data` with
-            `data.check_tokens`.
+          ValueError: if L exceeds `max_seq_len`, an option or part does not exist, tokens are
+            not integers [B, L], or one is outside the vocabulary. Inside `jax.jit`, where
+            values are not known, such a token gets an embedding of NaN: check tokens that do
+            not come from `data` with `data.check_tokens`.
         """
         check_parts(parts)
         if "embed" in parts:
@@ -126,7 +123,7 @@ def _check_tokens(tokens, vocab_size):
 
 
 def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses a model that cannot be.
+    """Refuses an impossible model.
 
     Args:
       config: the `model` part of a configuration.
