@@ -15,7 +15,7 @@ what is evaluated: the same loss function, with `rng=None`.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -186,7 +186,7 @@ def make_train_step(
                 mixed_precision.all_finite((new.params, new.opt_state, metrics["loss"]))
             )
         if finite:
-            new, metrics = _skip_if_not_finite(
+            new, metrics = skip_nonfinite_update(
                 functools.reduce(jnp.logical_and, finite), state, new, metrics
             )
         return new, metrics
@@ -194,8 +194,9 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0 if donate else (), out_shardings=out_shardings)
 
 
-def _skip_if_not_finite(finite, old, new, metrics):
-    # What is not finite would stay in a sum.
+def skip_nonfinite_update(finite, old, new, metrics):
+    """Keeps old parameters and optimizer state unless `finite`, and counts skipped steps."""
+    # A sum that once took in a NaN stays NaN.
     metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
     skipped = 1 - finite.astype(jnp.float32)
     params, opt_state = jax.tree.map(
@@ -212,7 +213,7 @@ def add_metrics(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(jnp.add, first, second)
 
 
-def mean_metrics(metrics: Metrics) -> dict[str, float]:
+def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Divides each sum by its count, once, at the end; NaN where nothing was counted."""
     metrics = jax.device_get(metrics)
     return {
@@ -254,10 +255,7 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
                 for old, new in zip(total.get(name, [0.0, 0.0]), pair, strict=True)
             ]
         late = following
-    return {
-        name: of_all / count if count else float("nan")
-        for name, (of_all, count) in total.items()
-    }
+    return mean_metrics(total)
 
 
 @functools.partial(jax.jit, static_argnums=0)

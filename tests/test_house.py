@@ -142,6 +142,7 @@ def test_everything_public_says_what_it_is(path):
 # A package, or a module that serves one other module, is tested as one with it.
 PIPELINE = "many_devices/pipeline_parallel/"
 TESTED_WITH = {
+    "measure/units.py": "measure/test_memory.py",
     "measure/hardware/": "measure/test_hardware.py",
     "show/figures/": "show/test_figures.py",
     "measure/heap.py": "measure/test_memory.py",

@@ -1,13 +1,11 @@
-"""Faults that many-device code has had, caged: each can be let out for a while, to see what it
-does and who notices.
+"""Faults that many-device code has had. Each can be released for a while, to see its effect.
 
     with bug_zoo.release("mean_of_means"):
-        run = strategies.build(config, grid)    # what is built and traced here has the fault
+        run = strategies.build(config, grid)    # everything built and traced here has the fault
 
-A loss that falls does not rule one out: Adam, for one, hides a wrong scale of the gradient
-altogether. What finds them is a comparison of gradients with one device's, and a ledger of what
-was sent. `tests/lessons/test_faults.py` proves that every fault here is found so. Nothing but
-`release` reaches them, and outside of it the library is as it is written.
+A falling loss rules no fault out: Adam, for example, hides a wrong scale of the gradient.
+Comparing gradients with one device's finds faults, and so does a ledger of the bytes sent;
+`tests/lessons/test_faults.py` proves it for each. Only `release` activates them.
 """
 
 import contextlib
@@ -20,10 +18,10 @@ from course_lib.lessons.faults import Fault
 
 @contextlib.contextmanager
 def release(name: str) -> Iterator[Fault]:
-    """Lets a fault out for as long as the context lasts.
+    """Releases a fault for as long as the context lasts.
 
-    Only what is built and traced inside has it: a function that `jax.jit` traced before stays
-    right, one that it traced inside stays wrong.
+    Only functions traced inside the context have it: those that `jax.jit` traced before stay
+    right, and those traced inside stay wrong.
 
     Args:
       name: one of `FAULTS`.

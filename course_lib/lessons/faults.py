@@ -1,12 +1,11 @@
-"""The faults of the bug zoo: each makes, from something right, something that has been got
-wrong in code like this.
+"""Faults that code like this has had: each function makes a faulty function from the right one.
 
 Nothing here takes effect by itself: see `bug_zoo.release`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -35,23 +34,40 @@ class Fault:
     """One fault.
 
     Attributes:
-      what: what is done wrong, as the one who finds it would write it into the log.
       owner: the module or class that has the attribute.
-      attribute: what is replaced.
-      make: from the right one, makes the wrong one.
+      attribute: the name of the function that is replaced.
+      make: makes the faulty function from the right one; its docstring says what is wrong.
     """
 
-    what: str
     owner: Any
     attribute: str
     make: Callable[[Any], Any]
 
 
-def _mean_of_means(right: Any) -> Any:
+FAULTS: dict[str, Fault] = {}
+"""The faults by name."""
+
+
+def _fault(owner: Any, attribute: str) -> Callable[[Any], Any]:
+    """Enters a function into `FAULTS` that makes a faulty function from the right one."""
+
+    def enter(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        FAULTS[make.__name__] = Fault(owner, attribute, make)
+        return make
+
+    return enter
+
+
+@_fault(data_parallel, "label_share")
+def mean_of_means(right: Any) -> Any:
+    """Averages the means of the devices, whatever their numbers of labels."""
     return lambda metrics, total: jnp.asarray(1 / jax.lax.axis_size("data"))
 
 
-def _summed_twice(right: Any) -> Any:
+@_fault(data_parallel, "sum_over_devices")
+def summed_twice(right: Any) -> Any:
+    """Sums a gradient over devices twice."""
+
     def wrong(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
         return jax.tree.map(
             lambda x: jax.lax.psum(vary(x, "data"), "data"), right(grads, held, kept)
@@ -60,14 +76,20 @@ def _summed_twice(right: Any) -> Any:
     return wrong
 
 
-def _mean_for_sum(right: Any) -> Any:
+@_fault(data_parallel, "sum_over_devices")
+def mean_for_sum(right: Any) -> Any:
+    """Averages gradients over devices instead of adding them."""
+
     def wrong(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x / jax.lax.axis_size("data"), right(grads, held, kept))
 
     return wrong
 
 
-def _wrong_slice(right: Any) -> Any:
+@_fault(data_parallel, "sum_over_devices")
+def wrong_slice(right: Any) -> Any:
+    """Keeps the neighbour's slice of the gradient."""
+
     def wrong(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
         found = right(grads, held, kept)
         cut = jax.tree.map(lambda spec: data_parallel.dim_of(spec, "data") is not None, kept)
@@ -78,11 +100,16 @@ def _wrong_slice(right: Any) -> Any:
     return wrong
 
 
-def _shared_key(right: Any) -> Any:
+@_fault(data_parallel, "_own_key")
+def shared_key(right: Any) -> Any:
+    """Drops the same units on all devices, with a key that was not folded in."""
     return lambda rng: rng
 
 
-def _gathered_twice(right: Any) -> Any:
+@_fault(data_parallel, "gather")
+def gathered_twice(right: Any) -> Any:
+    """Gathers parameters a second time, for nothing."""
+
     def wrong(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
         first = right(params, specs, dtype)
         params, first = jax.lax.optimization_barrier((params, first))
@@ -91,7 +118,10 @@ def _gathered_twice(right: Any) -> Any:
     return wrong
 
 
-def _one_layer_late(right: Any) -> Any:
+@_fault(data_parallel, "gather_around")
+def one_layer_late(right: Any) -> Any:
+    """Uses the parameters gathered for the layer before."""
+
     def wrong(
         apply_fn: Callable[..., Array], specs: PyTree, dtype: Any
     ) -> Callable[..., Array]:
@@ -104,7 +134,10 @@ def _one_layer_late(right: Any) -> Any:
     return wrong
 
 
-def _clip_by_norm_of_a_slice(right: Any) -> Any:
+@_fault(optax, "clip_by_global_norm")
+def norm_of_a_slice(right: Any) -> Any:
+    """Clips gradients by the norm of one slice of two."""
+
     def wrong(max_norm: float) -> optax.GradientTransformation:
         def update(grads: PyTree, state: Any, params: Any = None) -> tuple[PyTree, Any]:
             own = jax.tree.map(lambda x: x[..., : max(1, x.shape[-1] // 2)], grads)
@@ -117,7 +150,10 @@ def _clip_by_norm_of_a_slice(right: Any) -> Any:
     return wrong
 
 
-def _on_every_shard(right: Any) -> Any:
+@_fault(tensor_parallel, "cross_entropy")
+def loss_on_every_shard(right: Any) -> Any:
+    """Counts the loss once per device that shares the tokens."""
+
     def wrong(logits: Array, labels: Array) -> tuple[Array, Array]:
         loss, correct = right(logits, labels)
         return jax.lax.psum(vary(loss, "tensor"), "tensor"), correct
@@ -125,11 +161,16 @@ def _on_every_shard(right: Any) -> Any:
     return wrong
 
 
-def _neighbours_logits(right: Any) -> Any:
+@_fault(tensor_parallel, "cross_entropy")
+def neighbours_logits(right: Any) -> Any:
+    """Looks labels up in the neighbour's logits."""
     return lambda logits, labels: right(collectives.shift(logits, "tensor"), labels)
 
 
-def _bias_on_every_shard(right: Any) -> Any:
+@_fault(tensor_parallel, "hooks")
+def bias_on_every_shard(right: Any) -> Any:
+    """Adds a bias on every device, before the sum over devices."""
+
     def wrong(grid: Any, *, sequence: bool = False) -> Any:
         def times(tree: PyTree) -> PyTree:
             def of_leaf(path: Any, leaf: Array) -> Array:
@@ -150,7 +191,10 @@ def _bias_on_every_shard(right: Any) -> Any:
     return wrong
 
 
-def _same_positions(right: Any) -> Any:
+@_fault(tensor_parallel, "hooks")
+def same_positions(right: Any) -> Any:
+    """Counts the positions of each part of the sequence from 0."""
+
     def wrong(grid: Any, *, sequence: bool = False) -> Any:
         return dataclasses.replace(
             right(grid, sequence=sequence),
@@ -162,7 +206,7 @@ def _same_positions(right: Any) -> Any:
 
 @jax.custom_vjp
 def _through_one_device(x: Array) -> Array:
-    """Returns x, whose gradient is that through the first device alone."""
+    """Returns x, with the gradient through the first device alone."""
     return vary(x, "tensor")
 
 
@@ -174,11 +218,16 @@ def _backward(_: None, gradient: Array) -> tuple[Array]:
 _through_one_device.defvjp(lambda x: (_through_one_device(x), None), _backward)
 
 
-def _gradient_of_one_shard(right: Any) -> Any:
+@_fault(tensor_parallel, "column")
+def gradient_of_one_shard(right: Any) -> Any:
+    """Takes the gradient of a shared input through one device, not the sum."""
     return lambda x, *args, **options: right(_through_one_device(x), *args, **options)
 
 
-def _norm_of_own_heads(right: Any) -> Any:
+@_fault(layers, "norm_of_heads")
+def norm_of_own_heads(right: Any) -> Any:
+    """Normalizes queries and keys over all heads of a device."""
+
     def wrong(x: Array, name: str) -> Array:
         norm = nn.LayerNorm(
             dtype=x.dtype, use_bias=False, reduction_axes=(-2, -1), feature_axes=-1, name=name
@@ -188,7 +237,10 @@ def _norm_of_own_heads(right: Any) -> Any:
     return wrong
 
 
-def _scale_of_one_shard(right: Any) -> Any:
+@_fault(tensor_parallel, "hooks")
+def scale_of_one_shard(right: Any) -> Any:
+    """Takes the gradient of the query and key norms' scale from one device's heads."""
+
     def wrong(grid: Any, *, sequence: bool = False) -> Any:
         def of_one(path: Any, leaf: Array) -> Array:
             is_scale = path[-2].key in ("query_norm", "key_norm")
@@ -204,21 +256,30 @@ def _scale_of_one_shard(right: Any) -> Any:
     return wrong
 
 
-def _order_of_arrival(right: Any) -> Any:
+@_fault(collectives, "join")
+def order_of_arrival(right: Any) -> Any:
+    """Joins the parts that came around a ring in their order of arrival."""
     return lambda parts, first, axis, dim: jnp.concatenate(parts, dim)
 
 
-def _other_part(right: Any) -> Any:
+@_fault(context_parallel, "block_pairs")
+def other_part(right: Any) -> Any:
+    """Shows early queries later keys, and hides keys from late queries."""
     return lambda step, causal: [(1 - k, 1 - q, masked) for q, k, masked in right(step, causal)]
 
 
-def _balance_on_every_shard(right: Any) -> Any:
+@_fault(losses, "balanced_loss")
+def balance_on_every_shard(right: Any) -> Any:
+    """Counts the balance of experts once per device that has experts."""
     return lambda apply_fn, weight, score: (
         lambda *args: right(apply_fn, weight * jax.lax.axis_size("expert"), score)(*args)
     )
 
 
-def _next_microbatch(right: Any) -> Any:
+@_fault(stage.Device, "backward")
+def next_microbatch(right: Any) -> Any:
+    """Computes the backward pass of a microbatch with the next one's labels."""
+
     def wrong(
         self: stage.Device, wrt: str, state: Any, waiting: Any, op: PyTree
     ) -> stage.Result:
@@ -228,7 +289,10 @@ def _next_microbatch(right: Any) -> Any:
     return wrong
 
 
-def _small_stash(right: Any) -> Any:
+@_fault(slots, "program")
+def small_stash(right: Any) -> Any:
+    """Overwrites activations, with one slot too few in the stash."""
+
     def wrong(schedule: Any) -> slots.Program:
         found = right(schedule)
         size = max(1, found.sizes["stash"] - 1)
@@ -240,7 +304,10 @@ def _small_stash(right: Any) -> Any:
     return wrong
 
 
-def _reads_what_it_gave_away(right: Any) -> Any:
+@_fault(training, "make_train_step")
+def reads_what_it_gave_away(right: Any) -> Any:
+    """Reads the donated state again, for a log."""
+
     @functools.wraps(right)
     def wrong(*args: Any, **options: Any) -> Any:
         step = right(*args, **options)
@@ -255,134 +322,3 @@ def _reads_what_it_gave_away(right: Any) -> Any:
         return reading
 
     return wrong
-
-
-FAULTS: Mapping[str, Fault] = {
-    "mean_of_means": Fault(
-        "the mean over devices of their means, whatever their numbers of labels",
-        data_parallel,
-        "_share",
-        _mean_of_means,
-    ),
-    "summed_twice": Fault(
-        "a gradient that is summed over devices, and once more",
-        data_parallel,
-        "sum_over_devices",
-        _summed_twice,
-    ),
-    "mean_for_sum": Fault(
-        "the mean over devices of gradients that had to be added",
-        data_parallel,
-        "sum_over_devices",
-        _mean_for_sum,
-    ),
-    "wrong_slice": Fault(
-        "each device keeps its neighbour's slice of the gradient",
-        data_parallel,
-        "sum_over_devices",
-        _wrong_slice,
-    ),
-    "shared_key": Fault(
-        "all devices drop the same units, since the key was not folded in",
-        data_parallel,
-        "_own_key",
-        _shared_key,
-    ),
-    "gathered_twice": Fault(
-        "parameters are gathered a second time, for nothing",
-        data_parallel,
-        "gather",
-        _gathered_twice,
-    ),
-    "one_layer_late": Fault(
-        "a layer uses the parameters gathered for the one before",
-        data_parallel,
-        "gather_around",
-        _one_layer_late,
-    ),
-    "norm_of_a_slice": Fault(
-        "gradients are clipped by the norm of the slice that one of two devices has",
-        optax,
-        "clip_by_global_norm",
-        _clip_by_norm_of_a_slice,
-    ),
-    "loss_on_every_shard": Fault(
-        "the loss is counted once a device that shares the tokens",
-        tensor_parallel,
-        "cross_entropy",
-        _on_every_shard,
-    ),
-    "neighbours_logits": Fault(
-        "labels are looked up in the neighbour's logits",
-        tensor_parallel,
-        "cross_entropy",
-        _neighbours_logits,
-    ),
-    "bias_on_every_shard": Fault(
-        "a bias is added on every device, before the sum over them",
-        tensor_parallel,
-        "hooks",
-        _bias_on_every_shard,
-    ),
-    "same_positions": Fault(
-        "each part of the sequence counts its positions from the start",
-        tensor_parallel,
-        "hooks",
-        _same_positions,
-    ),
-    "gradient_of_one_shard": Fault(
-        "the gradient of a shared input is that through one device, not the sum",
-        tensor_parallel,
-        "column",
-        _gradient_of_one_shard,
-    ),
-    "norm_of_own_heads": Fault(
-        "queries and keys are normalized over all heads that a device has",
-        layers,
-        "norm_of_heads",
-        _norm_of_own_heads,
-    ),
-    "scale_of_one_shard": Fault(
-        "the scale of the query and key norms gets the gradient of one device's heads",
-        tensor_parallel,
-        "hooks",
-        _scale_of_one_shard,
-    ),
-    "order_of_arrival": Fault(
-        "parts that came around a ring are joined as they came, not as they belong",
-        collectives,
-        "join",
-        _order_of_arrival,
-    ),
-    "other_part": Fault(
-        "early queries see later keys, and late queries miss them",
-        context_parallel,
-        "_pairs",
-        _other_part,
-    ),
-    "balance_on_every_shard": Fault(
-        "the balance of experts is counted once a device that has some",
-        losses,
-        "balanced_loss",
-        _balance_on_every_shard,
-    ),
-    "next_microbatch": Fault(
-        "the backward pass of a microbatch meets the labels of the next",
-        stage.Device,
-        "backward",
-        _next_microbatch,
-    ),
-    "small_stash": Fault(
-        "the stash has one slot too few, and activations are overwritten",
-        slots,
-        "program",
-        _small_stash,
-    ),
-    "reads_what_it_gave_away": Fault(
-        "the donated state is read again, for a log",
-        training,
-        "make_train_step",
-        _reads_what_it_gave_away,
-    ),
-}
-"""The faults by name."""

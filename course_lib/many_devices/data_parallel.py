@@ -83,7 +83,7 @@ def gradient(
         if stage >= 2:  # summed over devices already, in each minibatch
             return grads, metrics
         total = jax.lax.psum(metrics, AXIS)
-        share = _share(metrics, total)
+        share = label_share(metrics, total)
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
         return sum_over_devices(grads, held, kept), total
 
@@ -138,7 +138,7 @@ def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, P
     metrics.
     """
     total = _sum_of_metrics(metrics, axis)
-    share = _share(metrics, total)
+    share = label_share(metrics, total)
     return jax.lax.psum(loss * share, axis), total
 
 
@@ -161,7 +161,7 @@ def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
     def share_of_mean(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         loss, metrics = loss_fn(params, batch, rng)
         total = _sum_of_metrics(metrics, AXIS)
-        return loss * _share(metrics, total), total
+        return loss * label_share(metrics, total), total
 
     def grad_fn(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
         grads, metrics = jax.grad(share_of_mean, has_aux=True)(params, batch, rng)
@@ -177,12 +177,11 @@ def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
     return jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
 
 
-def _share(metrics: PyTree, total: PyTree) -> Array:
+def label_share(metrics: PyTree, total: PyTree) -> Array:
     """Returns the weight of a device's mean in the mean over all: its count of labels by that
     of all devices.
     """
-    count, whole = metrics["loss"][1], total["loss"][1]
-    return count / jnp.where(whole != 0, whole, 1)
+    return metrics["loss"][1] / gradient_accumulation.nonzero(total["loss"][1])
 
 
 def sum_over_devices(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
@@ -264,14 +263,14 @@ def gather_layers(
         )
         if not again:
             return gathering
-        return nn.remat(gathering, prevent_cse=not scanned, policy=_save_all_but_gathered)
+        return nn.remat(gathering, prevent_cse=not scanned, policy=save_all_but_gathered)
 
     return wrap
 
 
-def _save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
+def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     """A checkpoint policy: saves everything except gathered kernels, and except what
-    `hooks.columns` and `hooks.rows` reshape or join of them.
+    `products.columns` and `products.rows` reshape or join of them.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
     return (

@@ -1,16 +1,16 @@
-"""What a step costs: memory, FLOPs, bytes moved, time. One way for the whole course.
+"""The cost of a step: memory, FLOPs, bytes moved, time.
 
-Read from the compiled program, for a device that need not be there:
+These read the compiled program; the device need not be there:
 
     compiled = step.lower(state, batch).compile()
-    memory(compiled)        what it needs at its peak, and of what that consists
-    heap(lowered)           which arrays are alive at the peak, and the memory over the program
-    traffic(compiled)       bytes that it moves through device memory
-    ledger(compiled, mesh)  bytes that the devices which run it together send each other
+    memory(compiled)        its peak memory, and the parts of it
+    heap(lowered)           the arrays alive at the peak, and the memory over the program
+    traffic(compiled)       the bytes that it moves through device memory
+    ledger(compiled, mesh)  the bytes that the devices send each other
     roofline(...)           the least time that FLOPs and bytes allow
 
-Counted before anything is compiled: `flops(step, state, batch)`. Measured where it runs:
-`step_time`, `compare`, `mfu`, `peak_in_own_process`.
+`flops(step, state, batch)` counts before anything is compiled. `step_time`, `compare`, `mfu`
+and `peak_in_own_process` measure a step that runs.
 """
 
 from course_lib.measure import hlo as hlo

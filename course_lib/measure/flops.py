@@ -1,11 +1,9 @@
-"""Floating-point operations of a function's matrix products, counted without running or
-compiling it.
+"""Counts the FLOPs of a function's matrix products, without running or compiling it.
 
-Nearly all arithmetic of a Transformer is in its matrix products, and a product's cost is known
-from its shapes: an (M, K) matrix times a (K, N) matrix takes M N K multiplications and as many
-additions, 2 M N K operations. JAX can list the operations of a function before anything is
-compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html), and the list is the same on
-every backend.
+Nearly all arithmetic of a Transformer is in its matrix products, and the shapes of a product
+tell its cost: an (M, K) matrix times a (K, N) matrix takes M N K multiplications and as many
+additions, 2 M N K operations. JAX lists the operations of a function before anything is
+compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html), the same on every backend.
 """
 
 import collections
@@ -16,7 +14,7 @@ from typing import Any
 
 import jax
 
-# Calls of which the jaxpr does not show the inside. To pass over them would count too little.
+# Calls whose insides the jaxpr does not show. Passing over them would count too little.
 _OPAQUE = (
     "dot_product_attention",
     "ffi_call",
@@ -33,8 +31,8 @@ class Flops:
     """FLOPs of matrix products, by the dtype of their operands.
 
     Attributes:
-      total: of everything that is executed.
-      recomputed: the part of it that rematerialization adds.
+      total: FLOPs executed.
+      recomputed: the part that rematerialization adds.
     """
 
     total: Mapping[str, int]
@@ -42,9 +40,7 @@ class Flops:
 
     @property
     def model(self) -> dict[str, int]:
-        """What the model needs, however it is executed: total - recomputed. Utilization (MFU)
-        counts these.
-        """
+        """The FLOPs that the model needs, total - recomputed: MFU counts these."""
         return {
             dtype: count - self.recomputed.get(dtype, 0) for dtype, count in self.total.items()
         }
@@ -53,9 +49,9 @@ class Flops:
 def flops(fn: Callable[..., Any], *args: Any) -> Flops:
     """Counts the FLOPs of the matrix products and convolutions of one call of a function.
 
-    The body of a scan counts as often as it runs; of a conditional, the most expensive branch
-    counts. Elementwise operations and reductions do not count. A Pallas kernel counts as the
-    `cost_estimate` that it was given.
+    The body of a scan counts as often as it runs, and a conditional as its most expensive
+    branch. Elementwise operations and reductions do not count. A Pallas kernel counts as its
+    `cost_estimate`.
 
     Args:
       fn: a function of arrays, jitted or not: a loss, its gradient, a whole train step.
@@ -66,9 +62,8 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
         product of unequal dtypes counts as the wider one.
 
     Raises:
-      ValueError: if something cannot be counted: a loop that stops on a condition on data, a
-        kernel without a cost estimate, a call of a library's attention, a computation spread
-        over devices by hand (`shard_map`).
+      ValueError: for a loop that stops on a condition on data, a kernel without a cost
+        estimate, a call of a library's attention, or a `shard_map`.
     """
     total: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
@@ -82,7 +77,7 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
     """Lists (dtype, FLOPs, whether recomputed) of a jaxpr's products."""
     found = []
     for eqn in jaxpr.eqns:
-        # What jax.checkpoint computes a second time, JAX puts into a scope of this name.
+        # JAX puts the recomputation of jax.checkpoint into a scope of this name.
         eqn_again = again or "rematted_computation" in str(eqn.source_info.name_stack)
         name, params = eqn.primitive.name, eqn.params
         if name in ("dot_general", "conv_general_dilated"):
@@ -109,9 +104,8 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
                 )
         elif name.startswith(_OPAQUE + _NOT_COUNTED):
             raise ValueError(
-                f"primitive={name!r} must not occur where FLOPs are counted: its products"
-                " cannot be seen; count the same function with the reference implementation,"
-                " on one device"
+                f"primitive={name!r} must not occur where FLOPs are counted, which cannot see"
+                " its products; count the reference implementation on one device"
             )
         else:
             repeats = times * params["length"] if name == "scan" else times
@@ -140,7 +134,7 @@ def _flops_of_product(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left[axis] for axis in contracted)
     out_channels = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    # In the gradient of a strided convolution, one of so many inputs is no zero.
+    # In the gradient of a strided convolution, one in `zeros` inputs is not zero.
     zeros = math.prod(eqn.params["lhs_dilation"])
     return 2 * out * math.prod(right) // out_channels // zeros
 
@@ -150,7 +144,7 @@ def _flops_of_kernel(eqn: Any) -> int:
     if estimate is None:
         raise ValueError(
             f"pallas_call at {str(eqn.source_info.name_stack)!r} must have a cost_estimate:"
-            " what a kernel computes cannot be seen from outside; pass one to pallas_call, or"
+            " the FLOPs of a kernel cannot be seen from outside; pass one to pallas_call, or"
             " count the reference implementation"
         )
     return estimate.flops

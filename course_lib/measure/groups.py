@@ -1,9 +1,8 @@
-"""Which devices take part in a collective, and along which axes of the mesh they lie.
+"""Reads the groups of devices in which a collective runs, and their axes of the mesh.
 
-In a compiled program a device is a number: its place in `meshes.devices.flat`. A collective
-runs in groups of devices that know nothing of each other. XLA spells them in several ways, and
-changes its mind from version to version (https://openxla.org/xla/operation_semantics#allreduce,
-`replica_groups`):
+In a compiled program a device is a number: its place in `mesh.devices.flat`. XLA writes groups
+in several ways, which differ from version to version
+(https://openxla.org/xla/operation_semantics#allreduce, `replica_groups`):
 
     replica_groups={{0,1,2,3},{4,5,6,7}}       each group listed
     replica_groups={}                          one group of all devices
@@ -35,9 +34,7 @@ _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 def pairs(attributes: str) -> Groups:
-    """Returns the (source, target) pairs of a permutation; none if the collective is of another
-    kind.
-    """
+    """Returns the (source, target) pairs of a permutation; none for other collectives."""
     found = _PAIRS.search(attributes)
     return _lists(found[1]) if found else ()
 
@@ -50,11 +47,10 @@ def groups(attributes: str, devices: int) -> Groups:
       devices: how many run the program.
 
     Returns:
-      One tuple of device numbers a group. In a permutation, a group are those connected by
-        sending.
+      One tuple of device numbers per group. The groups of a permutation are its chains.
 
     Raises:
-      ValueError: if they are spelled in a way that is not known here.
+      ValueError: if XLA writes them in a way that is not known here.
     """
     if "source_target_pairs=" in attributes:
         return _chains(pairs(attributes))
@@ -71,8 +67,7 @@ def groups(attributes: str, devices: int) -> Groups:
 
 
 def axes_of_groups(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest axes of a mesh along which groups lie; none, `()`, if they fit no
-    axes.
+    """Returns the fewest axes of a mesh along which groups lie, `()` if they fit none.
 
     Args:
       found: the groups.
@@ -162,9 +157,7 @@ def _chains(permutation: Groups) -> Groups:
 
 @functools.lru_cache
 def _lists(text: str) -> Groups:
-    """Reads `{0,1},{2,3}`. A step spells few groups, over and over, and each names every
-    device.
-    """
+    """Reads `{0,1},{2,3}`. A step repeats few groups, and each lists every device: cached."""
     return tuple(_ints(inside) for inside in _LIST.findall(text))
 
 

@@ -1,10 +1,8 @@
-"""Which arrays a compiled step holds, from its first instruction to its last, and at the moment
-when they are most.
+"""Reads the memory of a compiled step over its instructions, and the arrays alive at the peak.
 
-While it compiles, XLA plays the program through and gives every array a place in memory. The
-record of that play goes into a dump; TensorBoard's profile plugin shows it as its memory viewer
-(https://openxla.org/xprof/memory_viewer), and the converter behind that viewer, the package
-`xprof`, reads it here.
+While it compiles, XLA simulates the program and gives every array a place in memory. It writes
+this plan into a dump. TensorBoard's memory viewer (https://openxla.org/xprof/memory_viewer)
+shows the plan, and `xprof`, the converter behind the viewer, reads it here.
 """
 
 import dataclasses
@@ -25,6 +23,10 @@ from course_lib.measure.units import MIB
 
 RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 
+_NOT_COMPILED = (
+    "XLA wrote no plan of the program's memory: it loaded the program from JAX's persistent"
+    ' compilation cache; call jax.config.update("jax_enable_compilation_cache", False) before'
+)
 _KINDS = {
     "Parameter": "argument",
     "Output": "output",
@@ -43,8 +45,8 @@ class LiveArray:
       dtype: its dtype as NumPy names it, empty for "small".
       scope: where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`,
         or an argument's name; empty where XLA does not say.
-      kind: "argument" (which a donated argument remains when the output takes its place),
-        "output", "temporary", "constant", or "small": all arrays under 16 KiB together.
+      kind: "argument" (also after an output has overwritten it), "output", "temporary",
+        "constant", or "small": all arrays under 16 KiB together.
     """
 
     bytes: int
@@ -60,11 +62,11 @@ class Heap:
 
     Attributes:
       peak: the most bytes that are in use at one moment.
-      timeline: bytes in use at each point of the program, in its order (not in time). A loop's
-        body occurs once; a program without temporaries has one point.
-      peak_at: the point of the peak, an index into `timeline`.
-      arrays: what is alive there, the largest first. Together they make the peak.
-      compiled: the program, so that it need not be compiled again to be measured in other ways.
+      timeline: bytes in use at each instruction, in the order of the program (not in time). A
+        loop's body occurs once; a program without temporaries has one point.
+      peak_at: the index of the peak in `timeline`.
+      arrays: the arrays alive at the peak, largest first. They add up to the peak.
+      compiled: the program, for other measurements.
     """
 
     peak: int
@@ -75,13 +77,13 @@ class Heap:
 
 
 def heap(lowered: jax.stages.Lowered) -> Heap:
-    """Compiles a step and reads which arrays it holds when it needs the most memory.
+    """Compiles a step and reads the arrays that are alive at its peak of memory.
 
-    Works for any backend, real or virtual, and on a CPU, where all that `memory` can say of the
-    peak is an upper bound.
+    Works for any backend, real or virtual. On a CPU it is exact where `memory` has an upper
+    bound.
 
     Args:
-      lowered: `jax.jit(f).lower(...)`, not yet compiled: a compiled program no longer knows.
+      lowered: `jax.jit(f).lower(...)`, not yet compiled: a compiled program has lost the plan.
 
     Raises:
       ValueError: if it is compiled already.
@@ -92,13 +94,9 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
-    # XLA dumps a program that it loads, too, but without the plan of its memory.
+    # XLA also dumps a program that it loads, but without the plan of its memory.
     if "peakHeapMib" not in record:
-        raise RuntimeError(
-            "XLA wrote no record of the program's memory: it came out of JAX's persistent"
-            " compilation cache, and nothing was compiled; call"
-            ' jax.config.update("jax_enable_compilation_cache", False) before'
-        )
+        raise RuntimeError(_NOT_COMPILED)
     module = hlo.parse(compiled.as_text())
     scopes = {
         i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions
@@ -119,20 +117,18 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
 def write_session(
     lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], name: str
 ) -> jax.stages.Compiled:
-    """Compiles a step and writes what TensorBoard's memory viewer and graph viewer open,
-    without running anything.
+    """Compiles a step and writes a record for TensorBoard's memory viewer and graph viewer.
 
     A profiler's record holds the programs that ran, with the plan of their memory, and the
-    times of their operations. This one holds the program only.
+    times of their operations. This one holds the program only: nothing runs.
 
     Args:
       lowered: `jax.jit(f).lower(...)`, for a real or a virtual device.
-      logdir: TensorBoard's `--logdir`. The session goes into `logdir/plugins/profile/name/`.
-      name: what the session is called in TensorBoard. An older one that was written so under
-        that name is replaced.
+      logdir: TensorBoard's `--logdir`. The record goes into `logdir/plugins/profile/name/`.
+      name: of the record in TensorBoard. It replaces an older one that this function wrote.
 
     Raises:
-      ValueError: if there is something else of that name, as the trace of steps that ran, or if
+      ValueError: if the name belongs to something else, such as a trace of steps that ran, or
         the step is compiled already.
       RuntimeError: if XLA wrote no dump.
     """
@@ -149,15 +145,11 @@ def write_session(
         )
         protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
         if not protos:
-            raise RuntimeError(
-                "XLA wrote no dump of the program: it came out of JAX's persistent compilation"
-                " cache, and nothing was compiled; call"
-                ' jax.config.update("jax_enable_compilation_cache", False) before'
-            )
-        # The smaller ones are what a GPU times to choose kernels.
+            raise RuntimeError(_NOT_COMPILED)
+        # The smaller ones are programs that a GPU times to choose kernels.
         largest = max(protos, key=lambda path: path.stat().st_size)
         record = _as_record(largest.read_bytes())
-    # Whoever looked at an older record has unpacked its program there.
+    # Viewing an older record has unpacked its program there.
     shutil.rmtree(session, ignore_errors=True)
     session.mkdir(parents=True)
     (session / RECORD).write_bytes(record)
@@ -165,9 +157,7 @@ def write_session(
 
 
 def _as_record(program: bytes) -> bytes:
-    """Returns a profiler's record (an `XSpace`) with a program (an `HloProto`) and without
-    times.
-    """
+    """Returns a profiler's record (`XSpace`) of a program (`HloProto`), without times."""
     escaped = program.decode("latin-1").encode("unicode_escape").decode().replace('"', '\\"')
     with warnings.catch_warnings():
         # JAX 0.7.2 on Python 3.13 warns of its own code.

@@ -1,8 +1,8 @@
-"""Reading a compiled program: what XLA will execute, in which order, how often.
+"""Reads a compiled program: its instructions, their order, and how often each runs.
 
-`compiled.as_text()` prints the optimized program in XLA's own language, HLO: computations made
-of instructions, in the order in which they will run. A fusion, a loop or a conditional calls
-other computations (https://openxla.org/xla/operation_semantics).
+`compiled.as_text()` prints the optimized program in XLA's language, HLO: computations made of
+instructions, in order of execution. A fusion, a loop or a conditional calls other computations
+(https://openxla.org/xla/operation_semantics).
 
     module = hlo.parse(compiled.as_text())
     for instruction, executions in hlo.scheduled(module):
@@ -32,9 +32,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array of the program: its type as HLO spells it (`bf16`), its dimensions, the memory
-    that it lives in.
-    """
+    """An array of the program: its HLO type (`bf16`), its dimensions, and its memory space."""
 
     type: str
     dims: tuple[int, ...]
@@ -61,9 +59,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes, with types narrower than a byte packed. A token, which only orders
-        instructions, has none.
-        """
+        """Bytes, with types narrower than a byte packed; a token has none."""
         kind, bits, _ = self._parts()
         return -(-self.elements * int(bits or 8 * (kind == "pred")) // 8)
 
@@ -81,8 +77,8 @@ class Instruction:
 
     Attributes:
       name: unique in its computation.
-      opcode: what it does: "fusion", "while", "dot", "all-gather-start", ...
-      shapes: the arrays of its result, more than one if that is a tuple.
+      opcode: "fusion", "while", "dot", "all-gather-start", ...
+      shapes: the arrays of its result, several if it is a tuple.
       operands: the instructions whose results it reads.
       calls: the computations that it calls, by role: "calls" of a fusion, "condition" and
         "body" of a while, ...
@@ -119,15 +115,13 @@ class Instruction:
 
     @property
     def scope(self) -> str:
-        """Where in the source it comes from, as `jit(step)/jvp(Transformer)/mlp/dot_general`;
-        empty if XLA lost it.
-        """
+        """Its scope in the source, as `jit(step)/jvp(Transformer)/mlp/dot_general`, or ""."""
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def target(self) -> str:
-        """The library function that a custom call stands for (`__cublas$gemm`), else empty."""
+        """The library function of a custom call (`__cublas$gemm`), else empty."""
         found = _TARGET.search(self.attributes)
         return found[1] if found else ""
 
@@ -157,9 +151,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, the one that is run, and how many devices
-    run it together.
-    """
+    """A compiled program: its computations by name, its entry, and its number of devices."""
 
     name: str
     entry: Computation
@@ -210,7 +202,7 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def trip_count(loop: Instruction) -> int:
-    """Returns how often a `while` runs its body, which XLA finds out from the loop's bounds.
+    """Returns how often a `while` runs its body, as XLA derived it from the loop's bounds.
 
     Raises:
       ValueError: if the number is known only when the program runs.
@@ -229,15 +221,15 @@ def scheduled(
     weight: Callable[[Instruction], int] | None = None,
     taken: Mapping[int, Sequence[int]] | None = None,
 ) -> list[tuple[Instruction, int]]:
-    """Lists what the program executes: the entry, loops and calls walked through, fusions not
-    opened.
+    """Lists the instructions that a program executes, inside loops and calls too, but not
+    inside fusions.
 
     Args:
       module: a parsed program.
-      weight: what an instruction costs. Then only the most expensive branch of a conditional is
-        listed, else all are.
-      taken: for conditionals with that many branches, how often the program takes each: then
-        all of them are listed.
+      weight: the cost of an instruction. Then a conditional counts as its most expensive
+        branch.
+      taken: number of branches of a conditional -> how often the program takes each. Without
+        both, all branches are listed.
 
     Returns:
       (instruction, number of executions), in program order.

@@ -1,20 +1,18 @@
-"""The ledger: what the devices that run a step together send each other.
+"""The ledger: lists the communication of a compiled step.
 
-A step that is spread over devices computes what one device would, and communicates. In the
-compiled program every communication is an instruction, a collective
-(https://openxla.org/xla/operation_semantics): it names the arrays that it moves and the groups
-of devices in which it runs. For a GPU or TPU it has two places in the schedule, one where it
-starts and one where its result must be there, and what stands between runs at the same time.
+In a program for several devices, every communication is an instruction, a collective
+(https://openxla.org/xla/operation_semantics), with the arrays that it moves and the groups of
+devices in which it runs. For a GPU or TPU it has a start and an end in the schedule, and the
+instructions between them overlap with it.
 
     compiled = step.lower(state, batch).compile()
     found = ledger(compiled, mesh)
     notebook.table(found.rows())
     assert found.bytes("all-reduce", "data") == gradient_bytes
 
-The ledger tells what was compiled, and compilers merge collectives and split them: compare
-bytes, not the number of operations. Two habits of XLA:CPU: it communicates bfloat16 as float32,
-and where the compiler itself spreads a program it uses an all-reduce in place of a
-reduce-scatter. (A reduce-scatter written by hand, `jax.lax.psum_scatter`, stays.)
+Compilers merge and split collectives: compare bytes, not numbers of operations. XLA:CPU
+communicates bfloat16 as float32, and where the compiler partitions a program, it uses an
+all-reduce in place of a reduce-scatter. (`jax.lax.psum_scatter`, written by hand, stays.)
 """
 
 import collections
@@ -30,40 +28,37 @@ from course_lib.measure import groups, hlo, origin
 from course_lib.measure.memory import check_compiled
 from course_lib.measure.traffic import FREE, kind_of
 
-# The kinds of collectives, and how often each device sends all of the payload but one n-th.
+# The kinds of collectives, and how often each device sends (n-1)/n of the payload.
 KINDS = {
     "all-reduce": 2,  # a reduce-scatter, then an all-gather
     "all-gather": 1,
     "reduce-scatter": 1,
     "all-to-all": 1,
-    "ragged-all-to-all": 1,  # the space for rows counts; how many are sent shows when it runs
+    "ragged-all-to-all": 1,  # counts the space for rows; how many are sent depends on the data
     "collective-broadcast": 1,
-    "collective-permute": 1,  # sends all; the n-th that stays is of devices that only receive
+    "collective-permute": 1,  # each sender sends all of it
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The arrays of one dtype that one instruction of the scheduled program communicates.
+    """The arrays of one dtype that one instruction communicates.
 
     Attributes:
       kind: one of KINDS.
       axes: the axes of the mesh along which it runs; `()` if its groups fit none, None if no
         mesh was given.
       dtype: of the arrays as they are sent.
-      payload_bytes: bytes of the larger side of it on one device, in one execution: the result
-        of an all-gather, the operand of all others. For a reduce-scatter that is the array
-        before it is cut, for a permutation what one device sends.
-      sent_bytes: bytes that a device sends in one execution, at least (Patarasuk and Yuan,
-        2009, https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group: 2 (n-1)/n
-        of the payload for an all-reduce, (n-1)/n for the others. For a permutation, the payload
-        times the share of devices that send. In whole bytes, rounded up.
-      executions: how often it runs in one step; in a loop, once an iteration.
-      asynchronous: whether anything runs between its start and its end, if only another
-        collective.
-      overlapped: what is computed between its start and its end: the kinds of those
-        instructions, one of `traffic.KINDS` each, as in `("matmul", "elementwise")`. Empty if
-        the devices wait for it.
+      payload_bytes: bytes of its larger side on one device in one execution: the result of an
+        all-gather, the operand of all others (for a reduce-scatter the array before it is cut).
+      sent_bytes: the least bytes that a device sends in one execution, rounded up (Patarasuk
+        and Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group:
+        2 (n-1)/n of the payload for an all-reduce, (n-1)/n for the others. For a permutation,
+        the payload times the share of devices that send.
+      executions: how often it runs per step; in a loop, once per iteration.
+      asynchronous: whether anything, even another collective, runs between its start and end.
+      overlapped: the kinds (`traffic.KINDS`) of the instructions that compute between its start
+        and end, as in `("matmul", "elementwise")`. Empty if the devices wait for it.
       group_size: devices in a group. In a permutation, those along one chain of sources and
         targets.
       scope: where in the source it comes from; empty where XLA does not say.
@@ -110,11 +105,10 @@ class Ledger:
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each kind, axes and dtype, for `notebook.table`: what is sent most
-        comes first.
+        """Returns a row for each kind, axes and dtype, for `notebook.table`, most bytes first.
 
-        Payload and sent bytes are of all executions; `overlapped` counts executions during
-        which a device computes.
+        Bytes are those of all executions; `overlapped` counts executions during which a device
+        computes.
         """
         together: dict[Any, list[Collective]] = collections.defaultdict(list)
         for entry in self.entries:
@@ -158,17 +152,16 @@ def ledger(
     *,
     taken: Mapping[int, Sequence[int]] | None = None,
 ) -> Ledger:
-    """Lists what the devices that run a compiled program send each other.
+    """Lists the communication of a compiled program.
 
-    Of a conditional, the branch that communicates most counts. A collective along an axis of
-    one device is left out: nobody sends.
+    A conditional counts as the branch that communicates most. A collective along an axis of one
+    device sends nothing and is left out.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
-      mesh: the mesh of the program's arrays. Without it, the entries do not say along which
-        axes they run.
-      taken: for conditionals with that many branches, how often a step takes each of them. The
-        program does not say; a pipeline's schedule does: `slots.taken`.
+      mesh: the mesh of the program's arrays. Without it, the entries have no axes.
+      taken: number of branches of a conditional -> how often a step takes each. The program
+        does not tell; a pipeline's schedule does: `slots.taken`.
 
     Raises:
       ValueError: if it is not compiled, the mesh is not of the program's devices, or the
@@ -288,8 +281,8 @@ def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
 
 
 def _meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruction]:
-    """Lists what works between the start of a collective and its end, in the order of
-    execution; scalars are no work.
+    """Lists the instructions that work between the start and the end of a collective, in order
+    of execution; operations on scalars are not work.
     """
     start = order[position]
     if not start.opcode.endswith("-start"):  # blocking, or wrapped in an `async-start`

@@ -9,26 +9,22 @@ from course_lib.measure.units import GIB, MIB
 
 
 def gib(bytes: int | float) -> str:
-    """Returns bytes as they are shown on screen: `"14.23 GiB"`, and below a hundredth of that
-    `"3.52 MiB"`.
-    """
+    """Returns bytes as text: `"14.23 GiB"`, or `"3.52 MiB"` below a hundredth of a GiB."""
     return f"{bytes / GIB:.2f} GiB" if abs(bytes) >= GIB / 100 else f"{bytes / MIB:.2f} MiB"
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one device needs to run a program, in bytes.
+    """The memory that one device needs to run a program, in bytes.
 
     Attributes:
       arguments: inputs: parameters, optimizer state, batch.
       outputs: results.
-      aliased: the part of the outputs that is written over donated arguments, so that it costs
-        nothing more.
-      temporaries: the block in which everything lives that is neither: activations, gradients,
-        workspace.
-      host: what of all this lies in the host's memory instead (arrays that were offloaded).
-      peak: the most that is needed at one moment. Arrays that were offloaded to the host may be
-        counted too; `heap` has the device's alone.
+      aliased: the part of the outputs that overwrites donated arguments, at no extra cost.
+      temporaries: the block for everything else: activations, gradients, workspace.
+      host: the part of all this that lies in the host's memory (offloaded arrays).
+      peak: the most in use at one moment. It may include offloaded arrays; `heap` counts the
+        device's alone.
     """
 
     arguments: int
@@ -49,14 +45,13 @@ class Memory:
 def memory(compiled: jax.stages.Compiled) -> Memory:
     """Reads how much memory a compiled program needs on one device.
 
-    The peak is the compiler's: on a GPU or TPU, real or virtual, the largest sum of arrays that
-    are alive together. XLA's CPU compiler reports no such number (its `peak_memory_in_bytes`
-    leaves the temporaries out), so there the peak is arguments + outputs - aliased +
-    temporaries: an upper bound, since the block of temporaries can have gaps (`heap` knows
-    better).
+    The compiler of a GPU or TPU, real or virtual, reports the peak: the largest sum of arrays
+    that are alive together. XLA's CPU compiler does not (its `peak_memory_in_bytes` leaves the
+    temporaries out). On a CPU the peak is therefore arguments + outputs - aliased +
+    temporaries, an upper bound, since the block of temporaries can have gaps; `heap` is exact.
 
-    None of this is measured, and a device needs more: its context, the workspace of its
-    libraries, gaps between arrays (`peak_in_own_process` measures).
+    None of this is measured. A device needs more, for its context, the workspace of its
+    libraries, and gaps between arrays: `peak_in_own_process` measures that.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`.
@@ -88,7 +83,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def check_compiled(compiled: Any) -> None:
-    """Refuses what is not compiled yet.
+    """Refuses anything that is not a compiled program.
 
     Raises:
       ValueError: saying how to compile it.
@@ -101,7 +96,7 @@ def check_compiled(compiled: Any) -> None:
 
 
 def check_lowered(lowered: Any) -> None:
-    """Refuses what is compiled already, or not lowered yet.
+    """Refuses anything that is not a lowered program.
 
     Raises:
       ValueError: saying how to lower it.

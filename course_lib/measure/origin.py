@@ -1,8 +1,7 @@
-"""Where an array of a compiled program comes from, in the words of the source.
+"""Finds the scope in the source that an array of a compiled program comes from.
 
-JAX hands XLA a scope with every operation (`jit(step)/jvp(Transformer)/mlp/dot_general`), and
-XLA keeps most of them. Where it does not, or where the scope says nothing, the instructions
-around tell more.
+JAX gives XLA a scope with every operation (`jit(step)/jvp(Transformer)/mlp/dot_general`), and
+XLA keeps most of them. Where it does not, the neighbouring instructions tell.
 """
 
 import re
@@ -14,7 +13,7 @@ _RENAMES = ("bitcast", "get-tuple-element")
 
 
 def body(instruction: hlo.Instruction) -> list[hlo.Instruction]:
-    """Returns the instruction itself, or if it is a fusion all that were fused into it."""
+    """Returns the instructions fused into a fusion, or any other instruction itself."""
     if instruction.opcode not in FUSIONS:
         return [instruction]
     return [
@@ -26,9 +25,7 @@ def body(instruction: hlo.Instruction) -> list[hlo.Instruction]:
 
 
 def behind(instruction: hlo.Instruction) -> hlo.Instruction:
-    """Returns the instruction that made an array, behind those that only give it another name
-    or layout.
-    """
+    """Returns the instruction that made an array, skipping renames and changes of layout."""
     while instruction.opcode in _RENAMES or instruction.opcode.endswith("-done"):
         instruction = instruction.operands[0]
     return instruction
@@ -37,8 +34,8 @@ def behind(instruction: hlo.Instruction) -> hlo.Instruction:
 def origin(instruction: hlo.Instruction) -> str:
     """Returns the scope that an instruction comes from, empty if XLA kept none.
 
-    An update of one slice of a larger array, which is how a scan keeps what an iteration made,
-    comes from where the slice does: else all of them would be called `dynamic_update_slice`.
+    A scan stores the results of an iteration by updating a slice of a larger array. The update
+    gets the scope of the slice: otherwise all would be called `dynamic_update_slice`.
     """
     own = _scope(instruction)
     updates = [i.operands[1] for i in body(instruction) if i.opcode == "dynamic-update-slice"]
@@ -55,20 +52,19 @@ def origin(instruction: hlo.Instruction) -> str:
 def stacked(module: hlo.Module) -> dict[str, str]:
     """Returns the scopes of the arrays that loops fill slice by slice.
 
-    Such an array exists before its loop, as zeros of which the scope says `broadcast_in_dim`.
-    Its slices say more.
+    Such an array exists before its loop as zeros, with the scope `broadcast_in_dim`. Its slices
+    have a better one.
 
     Returns:
-      Instruction name, with `{k}` behind it for the k-th array of a tuple, to the scope of the
-        slices.
+      The scope of the slices by instruction name, followed by `{k}` for the k-th array of a
+        tuple.
     """
     scopes: dict[str, str] = {}
     for computation in module.computations.values():
         for loop in computation.instructions:
             if loop.opcode != "while":
                 continue
-            # What the loop begins with, and what an iteration hands to the next, both in the
-            # order of the loop's tuple.
+            # The initial values, and the results of an iteration, in the order of the tuple.
             first, last = loop.operands[0], loop.calls["body"][0].root
             if first.opcode != "tuple" or last.opcode != "tuple":
                 continue
@@ -81,7 +77,7 @@ def stacked(module: hlo.Module) -> dict[str, str]:
 
 
 def _scope(i: hlo.Instruction) -> str:
-    """The scope of an instruction; where XLA kept none, of the last operation fused into it, or
+    """Returns an instruction's scope, else that of the last operation fused into it, else that
     of its operand.
     """
     fused = (inner.scope for inner in reversed(body(i)) if inner.scope)
@@ -89,9 +85,7 @@ def _scope(i: hlo.Instruction) -> str:
 
 
 def _names(i: hlo.Instruction) -> list[str]:
-    """The names under which an array may be listed: those of its copies, and of the instruction
-    that made it.
-    """
+    """Returns the names of an array's copies and of the instruction that made it."""
     names = [i.name]
     while i.opcode in (*_RENAMES, "copy"):
         index = re.search(r"\bindex=(\d+)", i.attributes)

@@ -1,8 +1,8 @@
-"""Tables for machines that cannot compute them.
+"""Recorded tables, for machines that cannot compute them.
 
-A notebook asks for a table by name and hands over the function that computes it. Where virtual
-devices are to be had, the function runs; elsewhere the same rows come from a file of this
-package, written earlier by a machine that could:
+A notebook asks for a table by name and passes the function that computes it. Where virtual
+devices are available, the function runs; elsewhere the rows come from a file of this package,
+which another machine wrote:
 
     table = recorded.live_or_recorded("donation_a5000", measure_both_steps)
     print(table.note)
@@ -10,9 +10,8 @@ package, written earlier by a machine that could:
 `COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
 that).
 
-Where each row takes a while, `partly_live` computes a few and reads the others. A row that
-newer versions cannot compute any more stays in the table as it is, with its own date and
-versions: `kept`.
+Where rows take long to compute, `partly_live` computes a few and reads the others. `kept`
+returns a row that newer versions cannot compute any more, with its own date and versions.
 """
 
 import concurrent.futures
@@ -37,10 +36,10 @@ class Table:
     """Rows of a table, and where they come from.
 
     Attributes:
-      rows: one dict a row, of JSON's types: the same whether computed or read.
+      rows: one dict per row, of JSON's types, computed or read.
       live: whether all of them were computed just now.
-      note: a sentence that says so, for the reader; a recorded table also says when, with which
-        versions, and why.
+      note: a sentence for the reader: computed here, or when, with which versions and why they
+        were recorded.
     """
 
     rows: list[dict[str, Any]]
@@ -56,8 +55,8 @@ def live_or_recorded(
     Args:
       name: of the table and of its file, `recorded_tables/<name>.json`: lower-case letters,
         digits and underscores.
-      compute: returns the rows. The same versions must give the same rows, so no times and no
-        dates in them.
+      compute: returns the rows, without times and dates: the same versions must give the same
+        rows.
       accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several,
         if the rows name theirs under "accelerator".
 
@@ -89,18 +88,18 @@ def partly_live(
     cases: Sequence[str] = (),
     accelerator: str = "a5000",
 ) -> Table:
-    """Computes some rows of a recorded table anew, and reads the others; all of them where
-    nothing can be computed.
+    """Computes some rows of a recorded table and reads the others; reads all where virtual
+    devices are not available.
 
-    Two rows are computed at a time, in threads: XLA's compiler lets Python go on, and uses
-    little more than one core.
+    Two threads compute one row each: XLA's compiler releases Python's lock and uses little more
+    than one core.
 
     Args:
       name: of the table and of its file.
-      compute: returns the row of a case, which stands in it under "case".
-      live: the cases that are computed.
-      cases: all of them, in the table's order: these are computed and written under
-        `COURSE_RECORD=1`. Without it nothing is written: then the table is recorded elsewhere.
+      compute: returns the row of a case, with the case under "case".
+      live: the cases to compute.
+      cases: all cases in the table's order, to compute and write under `COURSE_RECORD=1`; ()
+        for a table that is recorded elsewhere.
       accelerator: the name in `hardware` whose virtual devices `compute` needs.
 
     Raises:
@@ -132,16 +131,14 @@ def partly_live(
 
 
 def kept(name: str, case: str) -> dict[str, Any]:
-    """Returns the recorded row of a case that cannot be computed with the versions of this
-    machine.
+    """Returns the recorded row of a case that the installed versions cannot compute.
 
     Args:
       name: of the table.
-      case: what stands in the row under "case".
+      case: the row's "case".
 
     Returns:
-      The row, with the date and the versions that it was recorded with under "recorded" and
-        "versions".
+      The row, with its date under "recorded" and its versions under "versions".
 
     Raises:
       FileNotFoundError: if the table was not recorded.
@@ -158,7 +155,7 @@ def kept(name: str, case: str) -> dict[str, Any]:
 
 
 def _older(rows: list[dict[str, Any]]) -> str:
-    """Spells out which rows are of another day and of other versions than the rest."""
+    """Describes the rows that have a day and versions of their own."""
     days: dict[str, list[str]] = {}
     for row in rows:
         if "versions" in row:
@@ -212,9 +209,7 @@ def _read(name: str, accelerator: str, reason: str) -> Table:
 
 
 def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
-    """Writes the record, unless these very rows are recorded already: the date is that of the
-    last change.
-    """
+    """Writes the record, unless it has the same rows: its date is that of the last change."""
     file = FOLDER / f"{name}.json"
     if file.exists() and json.loads(file.read_text(encoding="utf-8"))["rows"] == rows:
         return
@@ -228,7 +223,7 @@ def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
-    """Spells out the accelerators that the rows name, or else the one that all are for."""
+    """Lists the titles of the accelerators that the rows name, or of the table's one."""
     named = dict.fromkeys(
         row["accelerator"] for row in rows if row.get("accelerator") in hardware.names()
     )

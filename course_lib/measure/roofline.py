@@ -1,14 +1,13 @@
-"""How fast a step could be at best: the roofline model, and how near a measured step comes to
-it.
+"""The roofline model: the least time that a step can take, and how near a measured step comes.
 
-A step has to do its FLOPs and to move its bytes. A chip that does both at its peak rates, and
-at the same time, needs the longer of the two times. No program gets there: this is a floor
-under the step time, never a forecast.
+A step has FLOPs to do and bytes to move. A chip that does both at its peak rates, and at the
+same time, needs the longer of the two times. No program gets there: this is a floor under the
+step time, never a forecast (Williams, Waterman and Patterson, 2009,
+https://doi.org/10.1145/1498765.1498785).
 
-The floor of the memory holds where arrays are larger than the chip's L2 cache (6 MiB on an
-A5000, 50 MiB on an H100). An array that fits may still be there when the next instruction reads
-it; it is counted as if it were moved all the same. (Williams, Waterman and Patterson, 2009,
-https://doi.org/10.1145/1498765.1498785)
+The memory floor holds for arrays larger than the chip's L2 cache (6 MiB on an A5000, 50 MiB on
+an H100). A smaller one may still be in the cache when the next instruction reads it; it counts
+all the same.
 """
 
 import dataclasses
@@ -48,43 +47,24 @@ class Roofline:
         )
 
 
-def roofline(
-    flops: Flops,
-    traffic: Traffic,
-    accelerator: Accelerator,
-    *,
-    float32_precision: str | None = None,
-) -> Roofline:
-    """Returns the floor under a step's time on one accelerator.
+def roofline(flops: Flops, traffic: Traffic, accelerator: Accelerator) -> Roofline:
+    """Returns the least time that a step can take on one accelerator.
 
     Args:
-      flops: what the step computes; `total` counts, since what is recomputed takes time too.
-      traffic: what the step compiled for this accelerator moves.
+      flops: of the step; `total` counts, since recomputing takes time too.
+      traffic: of the step compiled for this accelerator.
       accelerator: a row of `hardware`.
-      float32_precision: how float32 products are computed, a name of `accelerator.peak_flops`.
-        By default "tensorfloat32" where the accelerator has it, as XLA does without
-        `precision="highest"`, else "float32", and "bfloat16" on a TPU, which has nothing else.
 
     Raises:
       ValueError: if the accelerator has no unit for the dtype of a product.
     """
-    compute = sum(
-        count / peak(accelerator, dtype, float32_precision)
-        for dtype, count in flops.total.items()
-    )
+    compute = sum(count / peak(accelerator, dtype) for dtype, count in flops.total.items())
     memory = traffic.bytes / accelerator.memory_bandwidth
     return Roofline(compute, memory, max(compute, memory))
 
 
-def mfu(
-    flops: Flops,
-    seconds: float,
-    accelerator: Accelerator | None,
-    *,
-    float32_precision: str | None = None,
-) -> float | None:
-    """Returns the model FLOPs utilization: the part of the peak rate that went into what the
-    model needs.
+def mfu(flops: Flops, seconds: float, accelerator: Accelerator | None) -> float | None:
+    """Returns the model FLOPs utilization (MFU): the model's FLOPs as a share of the peak rate.
 
     Recomputed FLOPs do not count (Chowdhery et al., 2022, appendix B,
     https://arxiv.org/abs/2204.02311).
@@ -92,8 +72,7 @@ def mfu(
     Args:
       flops: of the step.
       seconds: measured step time.
-      accelerator: what it ran on, None if unknown.
-      float32_precision: as of `roofline`.
+      accelerator: the one that it ran on, None if unknown.
 
     Returns:
       A fraction of 1, or None on an unknown accelerator.
@@ -105,34 +84,32 @@ def mfu(
         raise ValueError(f"seconds={seconds} must be above 0: the measured time of a step")
     if accelerator is None:
         return None
-    at_peak = sum(
-        count / peak(accelerator, dtype, float32_precision)
-        for dtype, count in flops.model.items()
-    )
+    at_peak = sum(count / peak(accelerator, dtype) for dtype, count in flops.model.items())
     return at_peak / seconds
 
 
-def peak(accelerator: Accelerator, dtype: str, float32_precision: str | None = None) -> float:
-    """Returns the peak rate of products of a dtype, as XLA computes them, in FLOP/s.
+def peak(accelerator: Accelerator, dtype: str) -> float:
+    """Returns the peak rate of products of a dtype in FLOP/s.
+
+    XLA computes float32 products as TensorFloat-32 on GPUs that have it, unless
+    `precision="highest"` asks for more, and as bfloat16 on TPUs, which have nothing else.
 
     Args:
       accelerator: a row of `hardware`.
       dtype: of the operands.
-      float32_precision: as of `roofline`.
 
     Raises:
       ValueError: if the accelerator has no unit for the dtype.
     """
     hardware.check(accelerator)
     if dtype == "float32":
-        units = ("tensorfloat32", "float32", "bfloat16")  # a TPU multiplies float32 as bfloat16
-        default = next(unit for unit in units if unit in accelerator.peak_flops)
-        dtype = float32_precision or default
+        units = ("tensorfloat32", "float32", "bfloat16")
+        dtype = next(unit for unit in units if unit in accelerator.peak_flops)
     rate = accelerator.peak(dtype)
     if rate is None:
         raise ValueError(
             f"dtype={dtype!r} must be one of {', '.join(accelerator.peak_flops)}:"
-            f" {accelerator.title} has no unit for products of it, and what it does instead has"
-            " no peak; choose another dtype or accelerator"
+            f" {accelerator.title} has no unit for its products; choose another dtype or"
+            " accelerator"
         )
     return rate

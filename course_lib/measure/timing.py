@@ -1,8 +1,8 @@
-"""Time of a step, measured where it runs.
+"""Measures the time of a step.
 
-Three things make a naive measurement wrong. JAX returns before the device is done, so one waits
-for the result. The first call compiles, so that is timed apart. And machines are noisy, so one
-takes the median of several, and to compare two functions runs them by turns.
+A naive measurement goes wrong in three ways. JAX returns before the device is done: wait for
+the result. The first call compiles: time compilation apart. Machines are noisy: take the median
+of several calls, and alternate between functions to compare them.
 """
 
 import dataclasses
@@ -35,9 +35,7 @@ class Time:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime(Time):
-    """Seconds of one training step, and of making it ready: tracing and compiling, None for a
-    function without jit.
-    """
+    """Seconds of one training step, and of tracing and compiling it (None without jit)."""
 
     compile_seconds: float | None
 
@@ -52,8 +50,8 @@ def step_time(
 ) -> StepTime:
     """Times training steps, each from its call until its results are there.
 
-    Every step gets the state that the one before it returned, as in training. A step that
-    donates its state takes the one given here too: afterwards it is gone.
+    Every step gets the state that the step before returned, as in training. A step that donates
+    its state also overwrites `state`.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`, jitted or not. A jitted one is compiled
@@ -87,14 +85,12 @@ def step_time(
 def compare(
     functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10, warmup: int = 1
 ) -> dict[str, Time]:
-    """Times functions by turns, so that what slows the machine down for a while slows all of
-    them.
+    """Times functions by turns, so that a slow moment of the machine slows all of them.
 
     Args:
       functions: name to a function without arguments that returns arrays (`lambda: step(x)`).
-      repeats: how often each is called and timed.
-      warmup: how often before that; at least 1, or the first call compiles within the
-        measurement.
+      repeats: timed calls of each.
+      warmup: calls before that; at least 1, or the measurement would include compilation.
 
     Raises:
       ValueError: if there is nothing to time, or compilation would be timed.
@@ -114,29 +110,24 @@ def compare(
 
 
 def time(function: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 1) -> Time:
-    """Times a function of arrays, each call until its results are there; the first `warmup`
-    calls are left out.
-    """
+    """Times calls of a function of arrays, without the first `warmup` ones."""
     return compare({"it": lambda: function(*args)}, repeats=repeats, warmup=warmup)["it"]
 
 
 def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
-    """Runs a function in a Python process of its own and returns the most device memory that
-    was in use, in bytes.
+    """Runs a function in a new Python process and returns its peak device memory in bytes.
 
-    A device counts its peak over the whole life of a process, so each measurement needs a
-    process. It is told to reserve no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`).
-    Start this process in the same way, or set that in `os.environ` before JAX first looks for
-    devices, as `notebook.setup` does: else it holds three quarters of the device, and the other
-    one has to do with the rest.
+    A device counts its peak over the life of a process, so each measurement needs its own. The
+    new process reserves no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Set that for
+    this process, too, before JAX first looks for devices, as `notebook.setup` does: otherwise
+    this process takes three quarters of the device, and the new one gets the rest.
 
     Args:
-      target: `"module:function"`. The module is looked for where this process finds its
-        modules.
-      **kwargs: what the function is called with; numbers, strings, lists and dicts of them.
+      target: `"module:function"`, in a module that this process can import.
+      **kwargs: arguments of the function: numbers, strings, lists and dicts of them.
 
     Returns:
-      None where devices do not count, as on a CPU. Then nothing is run.
+      None where devices do not count their memory, as on a CPU. Then nothing is run.
 
     Raises:
       ValueError: if there is no such function.

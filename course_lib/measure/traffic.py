@@ -1,13 +1,13 @@
-"""The bytes that a compiled program moves through device memory.
+"""Counts the bytes that a compiled program moves through device memory.
 
-Between two instructions of a compiled program every array lies in device memory: each
-instruction reads its operands there and writes its results there. A fusion does many operations
-while it passes over its operands once, and that is what it is for. So the bytes of operands and
-results, times the number of executions, say what a step must move.
+Between two instructions every array lies in device memory: each instruction reads its operands
+and writes its results there. A fusion saves traffic by doing many operations in one pass over
+its operands. The traffic of a step is therefore the bytes of operands and results, times the
+number of executions.
 
-What the count does not see: an array that is still in the L2 cache when the next instruction
-reads it (real traffic is then lower), and a kernel that reads an operand more than once, as a
-large matrix product does (then it is higher).
+The count does not see caches and kernels. Real traffic is lower where an array is still in the
+L2 cache, and higher where a kernel reads an operand more than once, as large matrix products
+do.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ _COPIES = _RENAMES.union(
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What one instruction of the scheduled program moves."""
+    """The traffic of one instruction."""
 
     op: str  # the instruction's name
     kind: str  # one of KINDS
@@ -79,14 +79,14 @@ class Traffic:
 def traffic(compiled: jax.stages.Compiled) -> Traffic:
     """Counts the bytes that a compiled program moves through the memory of one device.
 
-    Operands and results of every instruction of the scheduled program, times its executions.
-    Three things are counted as what they are, not as the size of the array that they touch: an
-    update in place moves the slice, a fusion that slices an operand reads the slice, a gather
-    reads the rows. Of a conditional, the most expensive branch counts.
+    Adds the operands and results of every instruction, times its executions. Three operations
+    count as the part of an array that they touch: an update in place moves the slice, a fusion
+    that slices an operand reads the slice, and a gather reads the rows. A conditional counts as
+    its most expensive branch.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, for a real or a virtual device. On a CPU it
-        counts too, but caches make less of it there.
+      compiled: `jax.jit(f).lower(...).compile()`, for a real or a virtual device. On a CPU,
+        caches save much of this traffic.
 
     Raises:
       ValueError: if it is not compiled, or has a loop of which the compiler does not know the
@@ -98,7 +98,7 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
 
 
 def moves(module: hlo.Module) -> tuple[Move, ...]:
-    """Lists what each instruction of a scheduled program moves; the rest is as in `traffic`."""
+    """Lists the traffic of each instruction of a parsed program, as `traffic` counts it."""
     executed = hlo.scheduled(module, weight=_bytes)
     return tuple(
         Move(i.name, kind_of(i), _bytes(i) * n, n, origin.origin(i))
@@ -108,7 +108,7 @@ def moves(module: hlo.Module) -> tuple[Move, ...]:
 
 
 def _bytes(instruction: hlo.Instruction) -> int:
-    """Bytes that one execution reads and writes."""
+    """Returns the bytes that one execution reads and writes."""
     if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
         return 0
     if instruction.opcode in origin.FUSIONS:
@@ -126,11 +126,10 @@ def _bytes(instruction: hlo.Instruction) -> int:
 def _fused_bytes(
     instructions: tuple[hlo.Instruction, ...], operands: tuple[hlo.Instruction, ...] = ()
 ) -> int:
-    """Bytes that a fused computation reads of its parameters and writes to its results.
+    """Returns the bytes that a fused computation reads and writes.
 
     Walks from the results back to the parameters and notes how many elements of each array are
-    needed on the way. An operand of the fusion that comes as two parameters is one array, and
-    is read once.
+    needed. An operand that is passed as two parameters is one array, read once.
     """
     root = next(i for i in instructions if i.is_root)
     results = [origin.behind(i) for i in (root.operands if root.opcode == "tuple" else (root,))]
@@ -165,12 +164,11 @@ def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
     if in_place:
         part = i.operands[-1 if i.opcode == "scatter" else 1]
         return part.bytes if _on_device(*i.shapes) else 0
-    # cuBLAS and cuDNN append scratch memory to their results.
-    if i.target.startswith(_LIBRARIES):
+    # cuBLAS and cuDNN append scratch memory to their results; the shapes of a copy-start are
+    # the result, the operand, and a semaphore.
+    if i.target.startswith(_LIBRARIES) or i.opcode == "copy-start":
         return _on_device(i.shapes[0])
-    if i.opcode == "copy-start":  # result, operand, and what synchronizes them
-        return _on_device(i.shapes[0])
-    # The shapes are operands, results, and what synchronizes them.
+    # The shapes are operands, results, and semaphores.
     if i.opcode.endswith("-start") and len(i.shapes) > len(i.operands):
         return _on_device(*i.shapes[len(i.operands) : 2 * len(i.operands)])
     return _on_device(*i.shapes)
@@ -181,8 +179,8 @@ def _on_device(*shapes: hlo.Shape) -> int:
 
 
 def _updates_parameter(i: hlo.Instruction) -> bool:
-    """Whether it writes a part of an array that it was given: XLA then leaves the rest where it
-    is.
+    """Returns whether an instruction writes a part of a parameter: XLA leaves the rest in
+    place.
     """
     return (
         i.opcode in ("dynamic-update-slice", "scatter")

@@ -1,31 +1,27 @@
-"""Devices of an accelerator that is not there: programs are compiled for them and read, never
-run.
+"""Devices of an accelerator that is not there, to compile programs for and read them.
 
-A compiler does not need the chip that it compiles for. JAX can describe a machine and hand out
+A compiler does not need the chip that it compiles for. JAX can describe a machine and return
 its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). A function
-lowered for arguments placed on them compiles as ever, and the result tells how much memory the
-real machine would need and what it would execute:
+lowered for arguments on these devices compiles as usual, and the compiled program tells how
+much memory the real machine would need, and what it would execute:
 
     device = virtual.devices("a5000")[0]
     x = virtual.abstract(jnp.ones((4096, 4096)), device)
     print(virtual.compile(jax.jit(lambda x: jnp.tanh(x @ x)).lower(x)).memory_analysis())
 
 A plain `.compile()` gives the same memory and traffic, and takes longer: see `compile`.
+`jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
+its matrix products are not autotuned, for lack of a device to time them on.
 
-`jax.devices()` and the rest of the session stay as they are. Two things differ from compiling
-on the machine itself: the program cannot be called, and its matrix products are not autotuned,
-as there is nothing to time them on.
-
-JAX must be told a few things before it first looks for devices, so import this module before
-the first computation. The import sets these environment variables, unless they are set already:
+Import this module before the first computation: it sets these environment variables, which JAX
+reads when it first looks for devices, unless they are set already:
 
 - `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would
-  otherwise look for cuDNN, which compiling does not need, and give up with a traceback.
-- `TF_CPP_MIN_LOG_LEVEL=3`, also in place of 1, which JAX sets itself and so cannot be told from
-  a choice: XLA would otherwise log to the screen when a program does not fit, which here is
-  often the lesson. Errors still arrive as exceptions.
+  otherwise fail for lack of cuDNN, which compiling does not need.
+- `TF_CPP_MIN_LOG_LEVEL=3`, also in place of 1, JAX's own default: XLA would otherwise log when
+  a program does not fit, which is often the lesson here. Errors still arrive as exceptions.
 - `TPU_SKIP_MDS_QUERY`, `TPU_WORKER_HOSTNAMES`, `TPU_ACCELERATOR_TYPE` where libtpu is installed
-  and there is no TPU: it would otherwise look for the TPU machine that it is on, and complain.
+  and there is no TPU: it would otherwise look for its TPU machine, and complain.
 """
 
 import functools
@@ -49,15 +45,15 @@ PyTree = Any
 
 GPUS_PER_HOST = 8
 NEVER_RUN = {"xla_backend_optimization_level": 0}
-"""Compiler options of programs that never run on a GPU: their machine code is not optimized.
+"""Compiler options of programs that never run: do not optimize their machine code.
 
-`xla_gpu_autotune_level=0` would save more, but JAX 0.12 then refuses some programs, such as the
-one of experts ("No supported config found").
+`xla_gpu_autotune_level=0` would save more time, but JAX 0.12 then refuses some programs, such
+as that of notebook 13's experts ("No supported config found").
 """
 
 
 class Unavailable(RuntimeError):
-    """Virtual devices are not to be had here. The message says why, and what to do."""
+    """Virtual devices are not available here. The message says why, and what to do."""
 
 
 def _keep_quiet() -> None:
@@ -69,8 +65,7 @@ def _keep_quiet() -> None:
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # JAX's persistent compilation cache, where it is on, stores virtual programs, cannot load
-    # them, and compiles anew.
+    # JAX's persistent compilation cache stores virtual programs, but cannot load them.
     warnings.filterwarnings(
         "ignore",
         "Error reading persistent compilation cache entry .* constructed with a Client",
@@ -96,11 +91,10 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
 
     Args:
       name: an accelerator of `hardware.names()`.
-      count: GPUs come up to 8 in one host, then in whole hosts of 8. TPUs come in the sizes in
-        which they are sold.
+      count: up to 8 GPUs in one host, or whole hosts of 8; for TPUs, a size that is sold.
 
     Raises:
-      ValueError: if there is no such accelerator, or it does not come in that number.
+      ValueError: if there is no such accelerator or number.
       Unavailable: if this machine cannot compile for it.
     """
     accelerator = hardware.get(name)
@@ -109,21 +103,17 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
         extra = "virtual" if accelerator.platform == "gpu" else "tpu"
         raise Unavailable(
             f"no virtual devices of name={name!r} here: {reason}. On Linux on x86_64 with JAX"
-            " 0.9 or newer, "
-            f'`pip install "course-lib[{extra}]"` brings them; elsewhere,'
-            " `recorded.live_or_recorded` shows what "
-            "another machine computed"
+            f' 0.9 or newer, `pip install "course-lib[{extra}]"` brings them; elsewhere,'
+            " `recorded.live_or_recorded` shows the results of another machine"
         )
     return list(_describe(name, count))
 
 
 @functools.cache
 def why_unavailable(name: str = "a5000") -> str | None:
-    """Returns None if `devices(name)` works here, else the reason, as a clause without a full
-    stop.
+    """Returns None if `devices(name)` works here, else the reason.
 
-    The first call for a name compiles a tiny program (a fraction of a second): only that proves
-    that all is there.
+    The first call for a name compiles a tiny program (a fraction of a second) to find out.
 
     Raises:
       ValueError: if there is no such accelerator.
@@ -134,7 +124,7 @@ def why_unavailable(name: str = "a5000") -> str | None:
     try:
         x = abstract(jax.ShapeDtypeStruct((), jnp.float32), _describe(name, 1)[0])
         jax.jit(jnp.tan).lower(x).compile()
-    except Exception as error:  # whatever stops the compiler is the answer
+    except Exception as error:  # any error of the compiler is a reason
         message = str(error).strip().splitlines() or [type(error).__name__]
         if "PTX" in str(error) or "ptxas" in str(error):
             return (
@@ -148,8 +138,7 @@ def why_unavailable(name: str = "a5000") -> str | None:
 
 
 def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
-    """Returns the tree with each leaf replaced by its shape and dtype, placed on a device or by
-    a sharding.
+    """Replaces each leaf by its shape and dtype, placed on a device or by a sharding.
 
     Args:
       tree: pytree of arrays, typed random keys, `jax.ShapeDtypeStruct`s, NumPy arrays and
@@ -184,16 +173,14 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
 def compile(
     lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles a program for real or virtual devices; for virtual GPUs, faster than
-    `.compile()`.
+    """Compiles a program as `.compile()` does, but faster for virtual GPUs.
 
-    What is read from a virtual program (memory, traffic, collectives) is decided before its
-    machine code is made. As that never runs, `NEVER_RUN` leaves out what would make it faster.
-    A program for real devices, or for virtual TPUs, is compiled as `.compile()` does.
+    Memory, traffic and collectives are decided before XLA makes machine code. A virtual program
+    never runs, so `NEVER_RUN` skips the optimization of that code.
 
     Args:
-      lowered: `jax.jit(f).lower(...)`.
-      options: more compiler options, which have precedence.
+      lowered: `jax.jit(f).lower(...)`, for real or virtual devices.
+      options: more compiler options, which take precedence.
     """
     quickly: Mapping[str, Any] = NEVER_RUN if _is_for_virtual_gpus(lowered) else {}
     return lowered.compile(compiler_options={**quickly, **(options or {})} or None)
@@ -287,10 +274,8 @@ def _describe(name: str, count: int) -> tuple[jax.Device, ...]:
 
 
 def _load_cuda_plugin() -> None:
-    """Loads the plugin once more, without its look for cuDNN, which failed when JAX looked for
-    devices.
-    """
-    jax.devices()  # what JAX runs on is settled before the plugin comes back
+    """Loads the plugin again, without the check for cuDNN that failed at JAX's start."""
+    jax.devices()  # JAX chooses its own devices first
     before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     try:

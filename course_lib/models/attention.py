@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, one function with several implementations behind it.
+"""Scaled dot-product attention, with several implementations.
 
 Every position takes a weighted mean of values, with weights that are a softmax of products of
 queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). Written out, as in
@@ -21,14 +21,13 @@ from course_lib.one_device import mixed_precision
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
     "blocks": (
-        "as reference, a block of queries at a time, without the keys that none of them sees;"
-        " runs everywhere"
+        "as reference, a block of queries at a time, without later keys; runs everywhere"
     ),
     "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
     "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
     "pallas": "flash attention as a Triton kernel, written in JAX's Pallas",
 }
-"""What computes the attention, by name."""
+"""The implementations of attention, by name."""
 
 # Queries of "blocks"; half of the scores are left out in the end, less half a block a query.
 BLOCK = 64
@@ -41,15 +40,15 @@ _PALLAS_UNTIL = (0, 11, 0)
 def why_unavailable(
     implementation: str, accelerator: Accelerator | None, dtype: Any = jnp.float32
 ) -> str | None:
-    """Says why an implementation cannot be had with this JAX on that accelerator.
+    """Returns why an implementation does not work with this JAX on an accelerator.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
-      accelerator: what the step is compiled for; None for a CPU, or one that is not known.
+      accelerator: the target of the compiler; None for a CPU or an unknown one.
       dtype: of queries, keys and values.
 
     Returns:
-      The reason and what to do, or None if it can be had.
+      The reason and what to do, or None if it works.
 
     Raises:
       ValueError: if `implementation` is unknown.
@@ -84,7 +83,7 @@ def why_unavailable(
 
 
 def _why_not_installed(implementation: str) -> str | None:
-    """Says what this installation lacks for `implementation`, whatever the accelerator."""
+    """Returns the reason why this installation lacks an implementation, or None."""
     if implementation == "cudnn":
         wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
         if not wheel and not ctypes.util.find_library("cudnn"):
@@ -94,8 +93,8 @@ def _why_not_installed(implementation: str) -> str | None:
             )
     if implementation == "pallas" and jax.__version_info__ > _PALLAS_UNTIL:
         return (
-            f"pallas attention is on its way out of JAX, {jax.__version__} has it no longer or"
-            " warns: use 'cudnn' or 'xla'"
+            f"pallas attention is deprecated: JAX {jax.__version__} warns, or has removed it;"
+            " use 'cudnn' or 'xla'"
         )
     return None
 
@@ -109,8 +108,7 @@ def check(
     masked: bool = False,
     grouped: bool = False,
 ) -> None:
-    """Refuses what an implementation cannot do, on whatever accelerator. What is installed
-    plays no part.
+    """Refuses options that an implementation does not have, on any accelerator.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
@@ -173,9 +171,9 @@ def attend(
         row read.
       value: the same shape and dtype as the key.
       causal: whether a position sees only itself and the positions before it.
-      mask: true where a query (third axis) may see a key (fourth axis), beside `causal`. A
-        query that may see none reads all of them alike: keep such positions, of padding, out of
-        the loss and out of what others may see.
+      mask: true where a query (third axis) may see a key (fourth axis), in addition to
+        `causal`. A query that sees no key averages all values: keep such padding out of the
+        loss, and out of the sight of other positions.
       implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
         softmax in float32.
       softmax_dtype: dtype of the scores and of the softmax in "reference" and "blocks".
@@ -213,7 +211,7 @@ def attend(
     if implementation in ("reference", "blocks"):
         if grouped:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
-        written_out = _blocks if implementation == "blocks" and causal else _reference
+        written_out = _blocks if implementation == "blocks" and causal else reference
         return written_out(
             query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype
         )
@@ -232,9 +230,7 @@ def attend(
 
 
 def _check_arrays(query, key, value, mask):
-    """Refuses arrays of which attention would make wrong numbers, or a sum of something else by
-    broadcasting.
-    """
+    """Refuses arrays with which attention would silently compute wrong numbers."""
     arrays = dict(query=query, key=key, value=value)
     for name, array in arrays.items():
         if array.ndim != 4:
@@ -250,8 +246,8 @@ def _check_arrays(query, key, value, mask):
     if len({array.dtype for array in arrays.values()}) > 1:
         dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
         raise ValueError(
-            f"query, key and value must be of one dtype, not {dtypes}: cast them to the one to"
-            " compute in"
+            f"query, key and value must be of one dtype, not {dtypes}: cast them to the compute"
+            " dtype"
         )
     batch, length, heads, width = query.shape
     if key.shape != value.shape or (*key.shape[:2], key.shape[3]) != (batch, length, width):
@@ -271,8 +267,8 @@ def _check_arrays(query, key, value, mask):
             )
 
 
-def _reference(query, key, value, *, causal, mask, softmax_dtype):
-    """Attention written out."""
+def reference(query, key, value, *, causal, mask, softmax_dtype):
+    """Computes attention step by step, with all weights [B H L L] in memory."""
     dtype, length, width = query.dtype, query.shape[1], query.shape[-1]
     # Scores are sums of K products, and the softmax takes their exponentials: both in
     # softmax_dtype.
@@ -289,9 +285,7 @@ def _reference(query, key, value, *, causal, mask, softmax_dtype):
 
 
 def _blocks(query, key, value, *, causal, mask, softmax_dtype):
-    """Attention written out for some queries at a time, with the keys up to the last of them:
-    the later ones have weight 0.
-    """
+    """Computes attention for a block of queries at a time, without the keys after them."""
     length = query.shape[1]
     past = jnp.tril(jnp.ones((length, length), bool))[None, None]
     mask = past if mask is None else mask & past
@@ -299,5 +293,5 @@ def _blocks(query, key, value, *, causal, mask, softmax_dtype):
     for start in range(0, length, BLOCK):
         own, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
         of_block = dict(causal=False, mask=mask[:, :, own, seen], softmax_dtype=softmax_dtype)
-        parts.append(_reference(query[:, own], key[:, seen], value[:, seen], **of_block))
+        parts.append(reference(query[:, own], key[:, seen], value[:, seen], **of_block))
     return jnp.concatenate(parts, axis=1)

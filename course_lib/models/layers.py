@@ -1,8 +1,7 @@
-"""The layers of the Transformer: an MLP, an attention, and the blocks that they make, with the
-options of later models.
+"""The layers of the Transformer: MLP, attention and blocks, with options of later models.
 
-By default they are those of the tutorial series that this course builds on. Each option is off
-by default, and changes parameters and products as its source says:
+The defaults are those of the tutorial series that this course builds on. Each option is off by
+default, and changes parameters and products as in its source:
 
     qk_norm         queries and keys of each head are normalized before they meet
                     (Dehghani et al., 2023, https://arxiv.org/abs/2302.05442, section 2.1)
@@ -12,7 +11,7 @@ by default, and changes parameters and products as its source says:
     num_kv_heads    several query heads read the same keys and values
                     (Ainslie et al., 2023, https://arxiv.org/abs/2305.13245)
     mlp_activation  "squared_relu" (So et al., 2021, https://arxiv.org/abs/2109.08668)
-    positions       "rotary": queries and keys are turned by their position
+    positions       "rotary": queries and keys are rotated by their position
                     (Su et al., 2021, https://arxiv.org/abs/2104.09864)
     use_bias        without it, neither products nor norms add one
                     (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
@@ -29,11 +28,12 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from course_lib.models import routing
-from course_lib.models.hooks import Hooks, Shape, columns, initialize, initialize_all, rows
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import Shape, columns, initialize, initialize_all, rows
 from course_lib.one_device import rematerialization
 
 NAMES = {"block_in": "Block", "mlp_hidden": "MLP", "qkv": "Attn", "attn_out": "Attn"}
-"""Values that a policy can keep or offload by name, and the module that makes each.
+"""The values that a remat policy can keep or offload by name, and the module of each.
 
 Their shapes: [B L D], [B L F] before the activation, [B L H 3K] (with grouped queries [B L H K]
 and [B L G 2K]), [B L H K].
@@ -43,12 +43,10 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": nn.gelu,
     "squared_relu": lambda x: jnp.square(nn.relu(x)),
 }
-"""What stands between the two products of an MLP, by name."""
+"""The activation functions between the two products of an MLP, by name."""
 
 POSITIONS = ("learned", "rotary")
-"""How the model knows positions: from a table that is added to the embedding, or from angles
-between queries and keys.
-"""
+"""Position embeddings: a learned table, or rotations of queries and keys."""
 
 
 class MLPBlock(nn.Module):
@@ -73,9 +71,7 @@ class MLPBlock(nn.Module):
 
 
 class ExpertsBlock(nn.Module):
-    """LayerNorm, a router, the experts that it chooses, each an MLP of its own, their weighted
-    sum, Dropout.
-    """
+    """LayerNorm, a router, its chosen experts (MLPs), their weighted sum, Dropout."""
 
     config: ConfigDict
     train: bool
@@ -83,9 +79,7 @@ class ExpertsBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Transforms each position by the experts that have room for it; where none has,
-        returns 0.
-        """
+        """Transforms each position by its experts; 0 where all of them are full."""
         config, hooks, (_, length, width) = self.config, self.hooks, x.shape
         common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
         x = nn.LayerNorm(**common, name="pre_norm")(x)
@@ -122,7 +116,7 @@ class AttentionBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Lets each position read from those that it may see."""
+        """Lets each position read from the positions that it may see."""
         config, hooks, width = self.config, self.hooks, x.shape[-1]
         common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
         x = nn.LayerNorm(**common, name="pre_norm")(x)
@@ -165,11 +159,10 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """An MLP and an attention of the same input, normalized once; their sum is added to it,
-    after one Dropout.
+    """An MLP and an attention that read the same normalized input; their sum is added to it.
 
-    Devices that share the work need one exchange before both, and one after, where `Block`
-    needs two of each.
+    With tensor parallelism it needs one exchange before both and one after, where `Block` needs
+    two of each.
     """
 
     config: ConfigDict
@@ -265,9 +258,7 @@ def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Arr
 
 
 def _projections(config: ConfigDict, shards: int) -> dict[str, Shape]:
-    """Returns the shapes, inputs and outputs, of the layers that make queries, keys and values
-    on one device.
-    """
+    """Returns the shapes of one device's layers for queries, keys and values."""
     width, heads, size = config.hidden_size, config.num_heads // shards, config.head_dim
     if config.num_kv_heads in (0, config.num_heads):
         return {"qkv": ((width,), (heads, 3 * size))}
@@ -290,7 +281,7 @@ def rematerialized(module: type[nn.Module], name: str, config: ConfigDict) -> ty
 
 
 def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses layers that cannot be.
+    """Refuses impossible layers.
 
     Args:
       config: the `model` part of a configuration.

@@ -1,4 +1,4 @@
-"""Losses: what a model is trained to make small, and what is reported about it.
+"""Loss functions and their metrics.
 
     loss_fn(params, batch, rng) -> (loss, metrics)
 
@@ -19,14 +19,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from course_lib.one_device.gradient_accumulation import LossFn
+from course_lib.one_device.gradient_accumulation import LossFn, nonzero
 
 ApplyFn = Callable[..., Any]
 Score = Callable[..., tuple[Array, Array]]
 
 BALANCE = "balance"
-"""The Flax collection in which layers with experts leave how unevenly each sequence chose them.
-"""
+"""The Flax collection of the experts' load-balancing losses, one per sequence and layer."""
 
 
 def as_function(model: Any, balance: bool = False) -> ApplyFn:
@@ -36,8 +35,8 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
       model: a Linen module whose call takes `train`, and draws its dropout from
         `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`;
         it may hold streams of random numbers, and nothing else that changes.
-      balance: whether the function returns `(logits, balance)`, the second for each sequence,
-        the mean over layers. Linen only.
+      balance: whether the function returns `(logits, balance)`, with the load-balancing loss of
+        each sequence, the mean over layers. Linen only.
 
     Raises:
       ValueError: if an NNX module holds other state, as statistics of batches, or is to return
@@ -69,8 +68,8 @@ def _nnx_as_function(model: nnx.Module) -> ApplyFn:
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in others]
         raise ValueError(
             f"model={type(model).__name__} must hold parameters and random streams only, not"
-            f" {', '.join(names)}: a function of its parameters cannot hand back other state,"
-            " as running statistics; take nnx.LayerNorm in place of nnx.BatchNorm, make"
+            f" {', '.join(names)}: a function of its parameters cannot return other state, such"
+            " as running statistics; use nnx.LayerNorm in place of nnx.BatchNorm, make"
             " constants nnx.Params or Python numbers, and train without caches"
         )
 
@@ -88,9 +87,7 @@ def _nnx_as_function(model: nnx.Module) -> ApplyFn:
 
 
 def _seeded(streams: Any, rng: Key[Array, ""]) -> Any:
-    """Gives each stream of random numbers a key of its own; a stack of streams gets one for
-    each.
-    """
+    """Gives each stream of random numbers its own key, also within a stack of streams."""
     leaves, tree = jax.tree.flatten(streams)
     for index, leaf in enumerate(leaves):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -136,24 +133,19 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
             "loss": ((loss * weights).sum(), count),
             "accuracy": ((correct * weights).sum(), count),
         }
-        # Without any weight the loss is 0, as is its gradient.
-        return metrics["loss"][0] / jnp.where(count != 0, count, 1), metrics
+        return metrics["loss"][0] / nonzero(count), metrics
 
     return loss_fn
 
 
-def next_token_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss function of a language model, in nats a token: inputs, labels and their
-    weights are [B, L].
-
-    It is the classifier's: each position of each sequence is an example, and the vocabulary
-    holds the classes.
-    """
-    return classification_loss(apply_fn, score)
+next_token_loss = classification_loss
+"""The loss of a language model, in nats per token: inputs, labels and weights are [B, L]. Each
+position is an example, and the vocabulary holds the classes.
+"""
 
 
 def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss of the Transformer: with experts its balance counts as well.
+    """Returns the loss of the Transformer, with the load-balancing loss if it has experts.
 
     Args:
       config: the `model` part of a configuration.
@@ -168,11 +160,11 @@ def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
 
 
 def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
-    """Returns the loss of a language model with experts: to each label's loss comes the balance
-    of its sequence.
+    """Returns the loss of a language model with experts.
 
-    So it is a weighted mean over labels as well, and adds over sequences, minibatches and
-    devices. `metrics["balance"]` tells the balance alone.
+    It adds the load-balancing loss of a sequence to the loss of each label, so that the result
+    is a weighted mean over labels, too, and adds over sequences, minibatches and devices.
+    `metrics["balance"]` reports the load-balancing loss alone.
 
     Args:
       apply_fn: gives `(logits, balance)`, as `as_function(model, balance=True)` does.
@@ -186,7 +178,7 @@ def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy
         total, count = metrics["loss"]
         uneven = (balance[:, None] * batch.weights.astype(jnp.float32)).sum()
         total = total + weight * uneven
-        return total / jnp.where(count != 0, count, 1), metrics | {
+        return total / nonzero(count), metrics | {
             "loss": (total, count),
             "balance": (uneven, count),
         }

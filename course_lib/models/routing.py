@@ -1,16 +1,16 @@
-"""Routing: which of several MLPs, the experts, computes which token.
+"""Routing: sends each token to a few of many MLPs, the experts (mixture of experts).
 
 A router gives each token a probability for each of E experts, and the token goes to the k most
 probable (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; Lepikhin et al., 2020,
 https://arxiv.org/abs/2006.16668; Fedus et al., 2021, https://arxiv.org/abs/2101.03961).
 Parameters grow with E, FLOPs with k.
 
-Shapes must be known beforehand, so an expert has room for C tokens of each sequence. Tokens
-find room in their order, so that none depends on a later one; a token that finds none is not
-computed by that expert, and if by no other, only the residual carries it on. Whether it finds
-room depends on its own sequence alone, and not on how sequences are spread over devices.
-Dispatch is written as products with [B L E C] numbers, mostly zeros, as in the papers: simple,
-and costly for long sequences, as E C grows with L.
+Shapes are fixed, so an expert has slots for C tokens of each sequence. Tokens take slots in
+their order, so that none depends on a later one. A full expert skips a token (*token
+dropping*); if all of its experts do, only the residual carries the token on. This depends on
+its own sequence alone, not on how sequences are divided among devices. Dispatch multiplies by
+arrays of [B L E C] numbers, mostly zeros, as in the papers: simple, but costly for long
+sequences, as E C grows with L.
 """
 
 import math
@@ -27,9 +27,8 @@ class Routing(NamedTuple):
     Attributes:
       dispatch: 1 where a token has that place of that expert, else 0.
       combine: the same, times the router's probability.
-      balance: how uneven the choices are: 1 if all experts are chosen as often, E if all tokens
-        choose one that the router is sure of. Its gradient makes experts less probable that are
-        chosen often.
+      balance: the load-balancing loss: 1 if all experts are chosen equally often, E if all
+        tokens choose one with certainty. Its gradient makes popular experts less probable.
     """
 
     dispatch: Float[Array, "B L E C"]
@@ -38,32 +37,30 @@ class Routing(NamedTuple):
 
 
 def capacity(length: int, num_experts: int, per_token: int, factor: float) -> int:
-    """Returns C, for how many tokens of a sequence an expert has room: `factor` times its even
-    share, rounded up.
-
-    Never more than the sequence has.
+    """Returns C, the slots of an expert per sequence: `factor` times its even share, rounded
+    up, at most L.
 
     Args:
       length: L tokens.
       num_experts: E.
       per_token: k.
-      factor: 1 has room for all tokens only if all experts are chosen as often.
+      factor: with 1, no token is dropped only if all experts are chosen equally often.
     """
     # 1e-9, as 10 * 1.1 is a little more than 11.
     return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))
 
 
 def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routing:
-    """Sends each token to the experts that are most probable, as far as they have room.
+    """Sends each token to its most probable experts that have a free slot.
 
     Args:
       logits: the router's, in float32: in bfloat16 the choice would depend on rounding (Fedus
         et al., section 2.4).
-      per_token: k, to how many experts a token goes.
-      capacity: C, for how many tokens of a sequence an expert has room.
+      per_token: k, the experts of a token.
+      capacity: C, the slots of an expert per sequence.
 
     Raises:
-      ValueError: if a token cannot go to so many experts, or no expert has room.
+      ValueError: if `per_token` exceeds the number of experts, or there are no slots.
     """
     batch, length, experts = logits.shape
     if not 1 <= per_token <= experts:
@@ -90,7 +87,7 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
 def check(
     num_experts: int, per_token: int, factor: float, balance_weight: float, length: int
 ) -> None:
-    """Refuses experts that cannot be, or cannot be reached.
+    """Refuses impossible numbers of experts, tokens and slots.
 
     Args:
       num_experts: E; 0 for a model without.

@@ -1,6 +1,4 @@
-"""Sampling text from a language model: one token after the other, each drawn from what the
-model expects next.
-"""
+"""Samples text from a language model, one token after the other."""
 
 import functools
 from typing import Any
@@ -24,8 +22,8 @@ def generate(
 ) -> Int[Array, "B L+{length}"]:
     """Continues B prompts of L tokens by `length` tokens.
 
-    The model must be causal. It sees the last `max_seq_len` tokens, and computes all of them
-    anew for each new one; nothing is cached in between.
+    The model must be causal. For each new token it computes the last `max_seq_len` tokens
+    again, without a cache.
 
     Args:
       apply_fn: `apply_fn(params, tokens, rng=None) -> logits [B, L, V]`, as from
@@ -35,7 +33,7 @@ def generate(
       length: how many tokens to add.
       rng: typed random key.
       max_seq_len: length of the longest sequence that the model takes.
-      temperature: what logits are divided by before a token is drawn: below 1 the likely become
+      temperature: divides the logits before a token is drawn; below 1, likely tokens become
         likelier.
 
     Returns:

@@ -3,9 +3,8 @@
 The model of the tutorial series that this course builds on
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html),
 so that its published measurements can be compared: learned positions, N blocks of an MLP and an
-attention, each normalized first and added to its input, and an output layer. `layers` lists
-what later models do otherwise, as options. Parameters and logits are float32, `dtype` is what
-the rest is computed in.
+attention, each normalized first and added to its input, and an output layer. `layers` lists the
+options of later models. Parameters and logits are float32, everything else has `dtype`.
 """
 
 from collections.abc import Sequence
@@ -18,15 +17,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from course_lib.models import attention, layers, routing
-from course_lib.models.hooks import Hooks, with_products
+from course_lib.models import attention, layers
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
 from course_lib.text import data
 
 PyTree = Any
 
 PARTS = ("embed", "layers", "head")
-"""What the model consists of: tokens to activations, N blocks, and activations to logits."""
+"""The parts of the model: tokens to activations, N blocks, and activations to logits."""
 
 
 class Transformer(nn.Module):
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
 
     Attributes:
       config: the `model` part of a configuration (`course_lib.configs`).
-      hooks: what of it one of many devices does.
+      hooks: how one device's share of the model differs from the whole model.
     """
 
     config: ConfigDict
@@ -54,18 +54,16 @@ class Transformer(nn.Module):
         """Returns float32 logits of the token at each position, given those before it.
 
         Args:
-          x: the tokens before each position, B sequences of L; activations if `parts` does not
-            begin with "embed", those of a device's part of the sequences where the hooks divide
-            them.
+          x: the tokens before each position, B sequences of L. Activations if `parts` does not
+            begin with "embed", of a device's part of the sequences if the hooks divide them.
           train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
           parts: those of `PARTS` to run, in that order; without "head" it returns activations.
 
         Raises:
-          ValueError: if L exceeds `max_seq_len`, or the configuration or `parts` ask for what
-            does not exist; if tokens are not integers [B, L], or one is outside the vocabulary.
-            Inside of `jax.jit` their values are not known yet: there such a token has an
-            embedding of NaN, so check what comes from elsewhere than `data` with
-            `data.check_tokens`.
+          ValueError: if L exceeds `max_seq_len`, an option or part does not exist, tokens are
+            not integers [B, L], or one is outside the vocabulary. Inside `jax.jit`, where
+            values are not known, such a token gets an embedding of NaN: check tokens that do
+            not come from `data` with `data.check_tokens`.
         """
         check_parts(parts)
         if "embed" in parts:
@@ -125,7 +123,7 @@ def _check_tokens(tokens, vocab_size):
 
 
 def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses a model that cannot be.
+    """Refuses an impossible model.
 
     Args:
       config: the `model` part of a configuration.
@@ -193,36 +191,3 @@ def abstract_params(model: nn.Module, *inputs: jax.ShapeDtypeStruct) -> PyTree:
     return jax.eval_shape(
         lambda *inputs: model.init(jax.random.key(0), *inputs, train=False)["params"], *inputs
     )
-
-
-def matmul_flops(config: ConfigDict, batch_size: int, seq_len: int) -> int:
-    """Counts the FLOPs of the matrix products in one forward pass, by hand.
-
-    Two for each multiply and add. Attention is counted in full, as it is computed when it is
-    written out; causality makes half of it superfluous.
-
-    Args:
-      config: the `model` part of a configuration.
-      batch_size: B sequences.
-      seq_len: L tokens each.
-    """
-    width, heads = config.hidden_size, config.num_heads * config.head_dim
-    mlp = seq_len * 2 * width * config.mlp_expansion * width
-    if config.num_experts:
-        # All room at the experts is computed; finding it, bringing tokens there and back are
-        # products too.
-        room = routing.capacity(
-            seq_len, config.num_experts, config.experts_per_token, config.capacity_factor
-        )
-        places = config.num_experts * room
-        mlp = mlp // seq_len * places + seq_len * (
-            width * config.num_experts + (config.experts_per_token + 2 * width) * places
-        )
-    keys_and_values = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim
-    projections = seq_len * width * (2 * heads + keys_and_values)
-    scores_and_mean = 2 * heads * seq_len**2
-    a_sequence = (
-        config.num_layers * (mlp + projections + scores_and_mean)
-        + seq_len * width * config.num_outputs
-    )
-    return 2 * batch_size * a_sequence

@@ -1,16 +1,15 @@
-"""Buffer donation: what a compiled step may overwrite, and what it does overwrite.
+"""Buffer donation: reports which of its arguments a compiled step overwrites.
 
 A step that returns a new state beside the old one needs memory for both. `jax.jit(step,
-donate_argnums=0)` gives the buffers of the first argument away: an output of the same shape and
-dtype takes a donated buffer over (it is *aliased* to it), and the old array can no longer be
-read (https://docs.jax.dev/en/latest/buffer_donation.html). That is all in JAX 0.7. JAX 0.10 and
-0.12 then leave what remains to XLA: an output of as many elements may take over a donated
-buffer of as many bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for
-int32, not for bfloat16).
+donate_argnums=0)` donates the buffers of the first argument: an output of the same shape and
+dtype reuses a donated buffer (it is *aliased* to it), and the old array can no longer be read
+(https://docs.jax.dev/en/latest/buffer_donation.html). JAX 0.7 does no more. JAX 0.10 and 0.12
+leave the remaining buffers to XLA: an output may reuse a donated buffer of as many elements and
+bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for int32, not bfloat16).
 
-A donated buffer that no output can take over is no error. JAX says so once, when the step is
-lowered, with the warning "Some donated buffers were not usable", but not of one that it left to
-XLA. `report` reads all of it from the compiled step, without a warning.
+A donated buffer that no output can reuse is not an error. JAX warns once, when the step is
+lowered ("Some donated buffers were not usable"), but not about buffers that it leaves to XLA.
+`report` reads all of this from the compiled step.
 """
 
 import re
@@ -28,15 +27,13 @@ class DonatedArgument:
     """One array among the arguments of a compiled function.
 
     Attributes:
-      path: where it stands, as in `args[0].params['w']`, or under `kwargs` if it was passed by
-        name.
+      path: as `args[0].params['w']`, or under `kwargs` if it was passed by name.
       shape: of the array.
       dtype: name of its dtype.
       bytes: its size.
-      donated: whether the caller gave it away.
-      aliased_to: path of the output that takes its buffer over, as in `out[0].params['w']`, or
-        None.
-      why_not: if it is not aliased, why; else None.
+      donated: whether the caller donated it.
+      aliased_to: path of the output that reuses its buffer, as `out[0].params['w']`, or None.
+      why_not: the reason why it is not aliased, or None.
     """
 
     path: str
@@ -50,15 +47,14 @@ class DonatedArgument:
 
 @dataclass(frozen=True)
 class Donation:
-    """What became of the arguments of a compiled function. Sizes in bytes.
+    """The donated and aliased arguments of a compiled function. Sizes in bytes.
 
     Attributes:
       arguments: every array among the arguments, in order.
-      argument_bytes: of the arguments that the program takes: those that it does not use are
-        dropped.
+      argument_bytes: of the arguments that the program takes; JAX drops unused ones.
       output_bytes: of all outputs.
-      donated_bytes: of the arguments that were given away.
-      aliased_bytes: of those that an output takes over. Arguments and outputs together occupy
+      donated_bytes: of the donated arguments.
+      aliased_bytes: of the arguments whose buffers outputs reuse. Arguments and outputs occupy
         `argument_bytes + output_bytes - aliased_bytes`.
     """
 
@@ -70,10 +66,9 @@ class Donation:
 
 
 def report(compiled: jax.stages.Compiled) -> Donation:
-    """Reads from a compiled function which arguments were donated, and which outputs took them
-    over.
+    """Reads which arguments of a compiled function were donated, and which outputs reuse them.
 
-    Works for whatever it was compiled for: nothing is run.
+    Nothing runs, so it works for any device, real or virtual.
 
     Args:
       compiled: the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`.
@@ -102,7 +97,7 @@ def report(compiled: jax.stages.Compiled) -> Donation:
         elif _kind(leaf) not in kinds:
             why_not = "no output has this shape and dtype"
         elif _kind(leaf) not in free:
-            why_not = "every output of this shape and dtype has taken over another argument"
+            why_not = "every output of this shape and dtype reuses another argument"
         else:
             why_not = "the compiler gave the matching output a buffer of its own"
         rows.append(
@@ -133,8 +128,7 @@ def _aliases(text: str) -> dict[int | None, int]:
     """Returns output number by parameter number, from `input_output_alias={ {0}: (3, {},
     may-alias), ... }`.
 
-    The braces before the colon hold the output's place among the results; they are empty where
-    there is only one.
+    The braces before the colon hold the output's number; they are empty for a single output.
     """
     header = text.split("\n", 1)[0]
     found = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
@@ -144,9 +138,9 @@ def _aliases(text: str) -> dict[int | None, int]:
 def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:
     """Returns the compiled program's parameter number by argument number.
 
-    jax.jit drops arguments that the function does not use (unless `keep_unused=True`), and
-    numbers the others anew. Which it kept stands in a field of the executable that is not
-    public, but the same in all versions of JAX that this course runs on.
+    jax.jit drops unused arguments (unless `keep_unused=True`) and renumbers the others. The
+    executable lists the kept ones in a private field, the same in all supported versions of
+    JAX.
     """
     kept = sorted(compiled._executable._kept_var_idx)  # type: ignore[attr-defined]
     return {argument: parameter for parameter, argument in enumerate(kept)}

@@ -1,5 +1,4 @@
-"""Gradient accumulation: the gradient of a large batch, from minibatches that fit into memory
-one at a time.
+"""Gradient accumulation: computes the gradient of a large batch one minibatch at a time.
 
 The loss of a batch is a weighted mean over its labels. With C_m the summed weights of minibatch
 m and g_m the gradient of that minibatch's own mean, the gradient of the batch is
@@ -29,20 +28,15 @@ LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 GradFn = Callable[..., tuple[PyTree, Metrics]]
 
 METHODS = ("scan", "loop")
-"""How the minibatches follow each other: one compiled body that runs M times, or M copies of it
-in the program.
-"""
+"""One compiled body that runs M times, or M copies of it in the program."""
 
 ACCUMULATOR_DTYPES = ("float32", "bfloat16")
-"""What gradients may be summed in. Not float16: gradients times weights soon exceed its largest
-number, 65504.
+"""Dtypes to sum gradients in. Weighted gradients soon exceed float16's largest number, 65504.
 """
 
 
 def gradient(loss_fn: LossFn) -> GradFn:
-    """Returns the gradient function of a loss function: `grad_fn(params, batch, rng) -> (grads,
-    metrics)`.
-    """
+    """Returns a loss's gradient function, `grad_fn(params, batch, rng) -> (grads, metrics)`."""
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
     def grad_fn(params, batch, rng):
@@ -50,6 +44,13 @@ def gradient(loss_fn: LossFn) -> GradFn:
         return grads, metrics
 
     return grad_fn
+
+
+def nonzero(count: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns a count to divide by, 1 in place of 0: a mean over nothing is 0 then, with
+    gradient 0.
+    """
+    return jnp.where(count != 0, count, 1)
 
 
 def accumulate(
@@ -64,13 +65,12 @@ def accumulate(
 ) -> tuple[PyTree, Metrics]:
     """Computes the gradient of a batch, one minibatch after the other.
 
-    Minibatch m is the m-th of M equal slices of the batch, and gets `jax.random.split(rng,
-    M)[m]`, also where M = 1. One minibatch is `grad_fn` itself, at no further cost. With more,
-    one tree of gradients in `accumulator_dtype` is added to memory, beside the gradients of the
-    minibatch at work. A minibatch whose weights are all 0 adds nothing, whatever its gradient;
-    if all do, the gradient is 0. With one minibatch that is up to the loss: one that divides by
-    the weights as they are is 0 / 0, with a gradient of NaN; those of `training` are 0, with
-    gradient 0.
+    Minibatch m is the m-th of M equal slices of the batch, with the key
+    `jax.random.split(rng, M)[m]`, also where M = 1. One minibatch costs no more than `grad_fn`.
+    More add one tree of gradients in `accumulator_dtype` to the memory of one minibatch. A
+    minibatch whose weights are all 0 adds nothing, whatever its gradient; if all are, the
+    gradient is 0. With M = 1 that depends on the loss: dividing by weights of 0 gives NaN; the
+    losses of `models.losses` are 0, with gradient 0.
 
     Args:
       grad_fn: gradient of a weighted mean, with `metrics["loss"] == (sum, count)`.
@@ -115,13 +115,12 @@ def accumulate(
         jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
         jax.tree.map(jnp.zeros_like, shapes[1]),
     )
-    run = _scan if method == "scan" else _loop
+    run = scan_minibatches if method == "scan" else loop_minibatches
     total, metrics = run(add, zeros, params, minibatches, rngs)
 
-    count = metrics["loss"][1]
-    divisor = jnp.where(count != 0, count, 1)
+    count = nonzero(metrics["loss"][1])
     grads = jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / divisor).astype(leaf.dtype),
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype),
         total,
         shapes[0],
     )
@@ -157,9 +156,9 @@ def in_minibatches(
 
 
 def _checked(found, params):
-    """Returns what a gradient function returned; refuses a loss in place of gradients.
+    """Passes on the result of a gradient function; refuses a loss in place of gradients.
 
-    Names and ranks are compared, not shapes: a device may return a part of each gradient.
+    Compares names and ranks, not shapes: a device may return a part of each gradient.
     """
     match found:
         case (grads, {"loss": _}) if _ranks(grads) == _ranks(params):
@@ -177,22 +176,24 @@ def _ranks(tree):
     return {jax.tree_util.keystr(path): jnp.ndim(leaf) for path, leaf in leaves}
 
 
-def _scan(add, total, params, minibatches, rngs):
+def scan_minibatches(add, total, params, minibatches, rngs):
+    """Adds up the minibatches in a `jax.lax.scan`: one compiled body that runs M times."""
+
     def body(total, xs):
         return add(total, params, *xs), None
 
     return jax.lax.scan(body, total, (minibatches, rngs))[0]
 
 
-def _loop(add, total, params, minibatches, rngs):
+def loop_minibatches(add, total, params, minibatches, rngs):
+    """Adds up the minibatches in a Python loop: M copies of the body in the program."""
     for index in range(len(rngs)):
-        # Nothing in the mathematics makes a minibatch wait for the one before: a compiler may
-        # compute all of them first and add later, with the activations and gradients of all M
-        # alive. A branch has to wait for what it reads. This one reads the total so far and is
-        # always taken, which the compiler cannot know. It costs half a tree of gradients or
-        # more beyond "scan", as XLA:GPU copies what a branch hands on.
-        # jax.lax.optimization_barrier costs nothing and holds nothing: XLA removes it before it
-        # orders the program, and all M are alive again.
+        # No minibatch depends on the one before: a compiler may compute all of them first and
+        # add later, with the activations and gradients of all M alive. A branch has to wait for
+        # its inputs. This one reads the total so far and is always taken, which the compiler
+        # cannot know. It costs half a tree of gradients or more beyond "scan", as XLA:GPU
+        # copies the outputs of a branch. jax.lax.optimization_barrier would cost nothing, but
+        # XLA removes it before it orders the program.
         def minibatch(total, index=index):
             return add(total, params, _take(minibatches, index), rngs[index])
 

@@ -1,4 +1,4 @@
-"""Gradient noise scale: up to which batch size a larger batch saves steps.
+"""The gradient noise scale: the batch size up to which a larger batch saves steps.
 
 A gradient of B examples is the gradient of all of them plus noise, whose variance falls with B:
 
@@ -23,11 +23,11 @@ from course_lib.one_device.gradient_accumulation import GradFn, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """What two square norms say.
+    """Signal and noise of gradients.
 
     Attributes:
-      signal: estimate of |G|^2; below 0 where there was too little to average.
-      noise: estimate of tr(Sigma), of one example.
+      signal: estimate of |G|^2; below 0 where too few batches were averaged.
+      noise: estimate of tr(Sigma), for one example.
     """
 
     signal: float
@@ -35,25 +35,25 @@ class Noise:
 
     @property
     def scale(self) -> float:
-        """The noise scale, in examples; infinite where no gradient is seen in the noise."""
+        """The noise scale in examples; infinite where noise hides the gradient."""
         return self.noise / self.signal if self.signal > 0 else float("inf")
 
     def square_norm(self, batch_size: int) -> float:
-        """Returns the square norm that a gradient of that many examples has on average."""
+        """Returns the mean square norm of a gradient of `batch_size` examples."""
         return self.signal + self.noise / batch_size
 
 
 def from_norms(small: float, large: float, batch_size: int, larger: int) -> Noise:
-    """Returns what the mean square norms of gradients at two batch sizes say.
+    """Solves for signal and noise, from mean square norms of gradients at two batch sizes.
 
     Args:
       small: mean of |g|^2 over batches of `batch_size` examples.
-      large: mean of |g|^2 over batches of `larger`.
-      batch_size: the smaller one.
-      larger: the larger one.
+      large: mean of |g|^2 over batches of `larger` examples.
+      batch_size: the smaller size.
+      larger: the larger size.
 
     Raises:
-      ValueError: if the one is not the smaller one.
+      ValueError: if `batch_size` is not smaller than `larger`.
     """
     if not 0 < batch_size < larger:
         raise ValueError(
@@ -65,17 +65,17 @@ def from_norms(small: float, large: float, batch_size: int, larger: int) -> Nois
 
 
 def measure(grad_fn: GradFn, params: PyTree, batches: Sequence[Any]) -> Noise:
-    """Measures it at one point of a training, where nothing is changed.
+    """Measures signal and noise at fixed parameters.
 
     The mean of the batches' gradients is the gradient of one large batch. An example is a row
-    of a batch, for a language model a sequence.
+    of a batch; for a language model, a sequence.
 
     Args:
       grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called without dropout. The
         same object compiles once.
       params: pytree of parameters.
-      batches: at least two pytrees of arrays [B, ...], all of the same B and with the same sum
-        of weights. The estimate errs by less the more there are: 32 are few.
+      batches: at least two pytrees of arrays [B, ...], all with the same B and sum of weights.
+        More batches give a better estimate; 32 are few.
 
     Raises:
       ValueError: if there are fewer than two, or they are not of one size.

@@ -1,4 +1,4 @@
-"""Numbers of fewer bits: the formats, which of them is used where, and loss scaling.
+"""Mixed precision: floating-point formats, policies, and loss scaling.
 
 Mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) keeps a float32
 master copy of the parameters and computes in 16 bits. bfloat16 has float32's range, and needs
@@ -26,7 +26,7 @@ FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What a floating-point format can hold.
+    """The range and precision of a floating-point format.
 
     Attributes:
       name: its name in JAX.
@@ -55,7 +55,7 @@ def describe(dtype: Any, argument: str = "dtype") -> Format:
 
     Args:
       dtype: one of `FORMATS` or another floating dtype, by name or as a dtype.
-      argument: what an error calls it.
+      argument: the argument's name in errors.
 
     Raises:
       ValueError: if there is no such floating dtype.
@@ -85,23 +85,17 @@ def describe(dtype: Any, argument: str = "dtype") -> Format:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which dtype is used where. A cast touches floating arrays only: token ids and random keys
-    pass unchanged.
+    """Dtypes of parameters, computation and output. Casts change floating arrays only.
 
     Attributes:
-      param_dtype: of the parameters at rest, and so of their gradients and of the optimizer
-        state.
+      param_dtype: of the parameters at rest, their gradients, and the optimizer state.
       compute_dtype: of parameters and activations inside the model.
-      output_dtype: of the loss and of everything that is summed or averaged after the model.
+      output_dtype: of the loss, and of all sums and means after the model.
     """
 
     param_dtype: Any
     compute_dtype: Any
     output_dtype: Any
-
-    def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Returns the tree with its floating arrays in `param_dtype`."""
-        return _cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Returns the tree with its floating arrays in `compute_dtype`."""
@@ -114,9 +108,8 @@ class Policy:
     def wrap(self, loss_fn: Callable) -> Callable:
         """Returns the loss function, computed under this policy.
 
-        Parameters and `batch.inputs` enter in `compute_dtype`; the weights of the labels, which
-        are summed, stay as they are. The cast is part of what is differentiated, so gradients
-        leave in `param_dtype`.
+        Parameters and `batch.inputs` are cast to `compute_dtype`; the weights of the labels,
+        which are summed, are not. The cast is differentiated, so gradients have `param_dtype`.
 
         Args:
           loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with
@@ -146,8 +139,7 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """Returns the policy of that name: parameters and outputs float32, computed in the dtype
-    that it is named after.
+    """Returns the policy named after its compute dtype; parameters and outputs are float32.
 
     Raises:
       ValueError: if `name` is not in `POLICIES`.
@@ -208,9 +200,7 @@ class StaticLossScale:
         return loss * jnp.asarray(self.value, loss.dtype)
 
     def unscale(self, grads: PyTree) -> PyTree:
-        """Returns the gradients divided by the scale, in float32: what float16 cannot hold
-        would be lost here again.
-        """
+        """Returns the gradients divided by the scale, in float32: float16 would underflow."""
         return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.float32(self.value), grads)
 
     def update(self, finite: Bool[Array, ""]) -> "StaticLossScale":
@@ -220,8 +210,7 @@ class StaticLossScale:
 
 @struct.dataclass
 class DynamicLossScale(StaticLossScale):
-    """A loss scale as large as it can be: it backs off when gradients overflow, and grows again
-    after a while.
+    """A loss scale that backs off when gradients overflow, and grows again after a while.
 
     Defaults as in
     https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html
@@ -229,8 +218,8 @@ class DynamicLossScale(StaticLossScale):
     Attributes:
       value: float32, what the loss is multiplied by now.
       good_steps: int32, steps with finite gradients since the scale last changed.
-      growth_interval: after so many of them the scale grows.
-      factor: what it is multiplied by to grow, and divided by to back off.
+      growth_interval: the number of good steps after which the scale grows.
+      factor: multiplies the scale to grow it, divides it to back off.
       smallest: lower bound of `value`.
       largest: upper bound of `value`.
     """
@@ -289,14 +278,14 @@ LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": Dynami
 
 
 def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
-    """Refuses to compute in float16 without a loss scale.
+    """Refuses to compute in float16 without a loss scale: small gradients would become 0.
 
     Args:
       policy: dtypes to compute in, if any.
       loss_scale: of the train state.
 
     Raises:
-      ValueError: if small gradients would become 0 without a word.
+      ValueError: if the policy computes in float16 and the loss is not scaled.
     """
     if (
         policy

@@ -1,10 +1,9 @@
-"""Profiling: where the time of a step goes, read in Python.
+"""Profiling: record where the time of a step goes, and read it in Python.
 
-`trace` records a few steps with JAX's profiler, `read` opens the record without a browser. What
-it writes is also what TensorBoard's profile plugin opens
-(https://docs.jax.dev/en/latest/profiling.html), and `write_virtual` writes the same for a step
-compiled for an accelerator that is not there: nothing ran, so there is no time in it, but all
-of its memory.
+`trace` records a few steps with JAX's profiler, and `read` opens the record without a browser.
+TensorBoard's profile plugin opens the same record
+(https://docs.jax.dev/en/latest/profiling.html). `measure.write_session` writes a record,
+without times, of a step compiled for an accelerator that is not there.
 """
 
 import contextlib
@@ -23,8 +22,9 @@ import jax
 from jax.profiler import ProfileData
 
 from course_lib.measure import hlo
-from course_lib.measure.heap import RECORD, write_session
+from course_lib.measure.heap import RECORD
 
+STEP = "train"  # the name of a step in a record
 _CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
 
 
@@ -42,7 +42,7 @@ class Event:
 
     @property
     def container(self) -> bool:
-        """Whether it only holds others: a loop takes time while its body waits."""
+        """Whether it only contains other operations, as a loop does."""
         return _CONTAINER.match(self.op) is not None
 
 
@@ -60,7 +60,7 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class Busy:
-    """How one step divides into compute and waiting, in seconds."""
+    """Busy and idle time of one step, in seconds."""
 
     seconds: float  # the whole step
     busy: float  # at least one operation was running
@@ -68,7 +68,7 @@ class Busy:
 
     @property
     def idle(self) -> float:
-        """Seconds when none was."""
+        """Seconds in which no operation was running."""
         return self.seconds - self.busy
 
 
@@ -86,9 +86,7 @@ class Trace:
         return tuple(end - start for start, end in self.spans)
 
     def during(self, step: int) -> list[Event]:
-        """Returns the operations of one step, counted from 0, with times counted from the
-        step's start.
-        """
+        """Returns the operations of one step (0 is the first), timed from the step's start."""
         start, end = self.spans[step]
         events = (event for event in self.events if start <= event.start < end)
         return [dataclasses.replace(event, start=event.start - start) for event in events]
@@ -96,13 +94,12 @@ class Trace:
     def top_ops(
         self, k: int = 10, scopes: Mapping[tuple[str, str], str] | None = None
     ) -> list[OpTime]:
-        """Returns the `k` operations with most self time, the largest first, those of different
-        programs apart.
+        """Returns the `k` operations with most self time, largest first, by program.
 
         Args:
-          k: how many.
-          scopes: (program, instruction) -> where in the source it comes from (`op_scopes`); of
-            several programs, joined by `|`.
+          k: number of operations.
+          scopes: (program, instruction) -> scope (`op_scopes`); join those of several programs
+            with `|`.
         """
         own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
         for step in range(len(self.spans)):
@@ -126,12 +123,13 @@ class Trace:
     def busy(self) -> list[Busy]:
         """Returns compute against idle time for each step.
 
-        A step is busy while at least one operation runs, on whatever thread or stream: the
-        union of their times. Operations that only contain others (`while`, `conditional`,
-        `call`) do not count. On a CPU several threads share one operation, and the profile says
-        when it ran, not how many of them worked on it.
+        A step is busy while at least one operation runs, on any thread or stream. Operations
+        that only contain others (`while`, `conditional`, `call`) do not count. On a CPU several
+        threads share one operation, and the profile does not say how many worked.
         """
-        return [_busy(self.during(step), seconds) for step, seconds in enumerate(self.steps)]
+        return [
+            busy_time(self.during(step), seconds) for step, seconds in enumerate(self.steps)
+        ]
 
 
 def trace(
@@ -141,22 +139,20 @@ def trace(
     batch: Any,
     *,
     steps: int = 3,
-    name: str = "train",
 ) -> Any:
     """Records a few training steps with JAX's profiler.
 
-    One step runs before the recording, so that it holds no compilation. Each recorded step is
-    waited for before the next is dispatched, so that what runs in it lies in it. A training
-    loop that does not wait hides the dispatch of a step behind the previous one.
+    One step runs before the recording, which then contains no compilation. `trace` waits for
+    each step before it dispatches the next, so that operations lie within their step. A
+    training loop that does not wait hides the dispatch of a step behind the previous one.
 
     Args:
       logdir: a folder; the record goes to `plugins/profile/<time>/` in it, where TensorBoard
         looks.
       step: a compiled `step(state, batch) -> (state, metrics)`.
-      state: the first state; if the step donates it, it is gone afterwards.
+      state: the first state, which a donating step overwrites.
       batch: the batch for every step.
       steps: how many steps to record.
-      name: what the steps are called in the record.
 
     Returns:
       The state after `steps + 1` steps.
@@ -173,7 +169,7 @@ def trace(
         jax.profiler.start_trace(str(logdir), profiler_options=options)
     try:
         for i in range(steps):
-            with jax.profiler.StepTraceAnnotation(name, step_num=i):
+            with jax.profiler.StepTraceAnnotation(STEP, step_num=i):
                 state, _ = jax.block_until_ready(step(state, batch))
     finally:
         with _quiet():
@@ -181,24 +177,22 @@ def trace(
     return state
 
 
-def read(logdir: str | Path, *, name: str = "train") -> Trace:
-    """Reads the newest record under a folder: of the first device that computed, if there are
-    several.
+def read(logdir: str | Path) -> Trace:
+    """Reads the newest record under a folder, for the first device that computed.
 
     Args:
       logdir: the folder that `trace` wrote to.
-      name: what the steps were called.
 
     Raises:
       FileNotFoundError: if there is no record under `logdir`.
-      ValueError: if the record holds no step of that name, or no operation.
+      ValueError: if the record holds no step, or no operation.
     """
     files = [
         file
         for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb")
         if file.name != RECORD
     ]
-    if not files:  # in those of `write_virtual` nothing ran
+    if not files:  # nothing ran in those of `measure.write_session`
         raise FileNotFoundError(
             f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run"
             " profiling.trace"
@@ -214,7 +208,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
         # JAX 0.7.2 on Python 3.13 warns: "event_stats has no __module__".
         warnings.simplefilter("ignore", DeprecationWarning)
         annotations = (
-            e for plane in hosts for line in plane.lines for e in line.events if e.name == name
+            e for plane in hosts for line in plane.lines for e in line.events if e.name == STEP
         )
         spans = sorted(
             (e.start_ns * 1e-9, e.end_ns * 1e-9)
@@ -223,7 +217,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
         )
         if not spans:
             raise ValueError(
-                f"name={name!r} must be what the steps in {str(newest)!r} were called: none is"
+                f"logdir={str(logdir)!r} must hold steps named {STEP!r}: {newest.name} has none"
             )
         # Devices first: where there is one, the host only launches operations.
         for plane in devices + hosts:
@@ -242,7 +236,7 @@ def read(logdir: str | Path, *, name: str = "train") -> Trace:
 
 
 def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
-    """Returns where in the source each instruction of a compiled program comes from.
+    """Returns the scope in the source of each instruction of a compiled program.
 
     Args:
       compiled: `jax.jit(step).lower(...).compile()`.
@@ -250,7 +244,7 @@ def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
     Returns:
       (program, instruction) -> scope, as `{("jit_step", "fusion.12"):
       "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`. A fusion has the scope of its last
-      operation. Instructions that the compiler added on its own are missing.
+      operation. Instructions added by the compiler are missing.
     """
     module = hlo.parse(compiled.as_text())
     instructions = (
@@ -259,36 +253,10 @@ def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
     return {(module.name, one.name): one.scope for one in instructions if one.scope}
 
 
-def write_virtual(
-    lowered: jax.stages.Lowered, logdir: str | Path, *, run: str = "virtual"
-) -> Path:
-    """Writes what TensorBoard's profile plugin opens, for a step that never ran.
-
-    The plugin's memory viewer shows the step's heap as the compiler planned it: what
-    `measure.heap` reads.
-
-    Args:
-      lowered: a step lowered with `virtual.abstract` arguments (or any other); it is compiled
-        once more here.
-      logdir: the folder that TensorBoard is pointed to; the record goes to
-        `plugins/profile/<run>/` in it.
-      run: the record's name in TensorBoard. An older record that was written so under that name
-        is replaced.
-
-    Returns:
-      The folder of the record.
-
-    Raises:
-      ValueError: if there is something else of that name, as the trace of steps that ran.
-    """
-    write_session(lowered, logdir, run)
-    return Path(logdir) / "plugins" / "profile" / run
-
-
 def _ops(plane: Any) -> Iterator[Event]:
     """Yields the operations of a plane of a record, line by line."""
     count: dict[str, int] = defaultdict(int)
-    # The lines of a GPU that count: its others repeat them.
+    # The other lines of a GPU repeat those of its streams.
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
     for line in streams or plane.lines:
         spans = []
@@ -312,9 +280,7 @@ def _ops(plane: Any) -> Iterator[Event]:
 def _with_self_time(
     spans: list[tuple[float, float, tuple[str, str, int]]], line: str
 ) -> Iterator[Event]:
-    """Yields the events of one line from (start, duration, what ran), properly nested, as calls
-    on one thread are.
-    """
+    """Yields the events of one line from (start, duration, what ran); they nest as calls do."""
     # [start, duration, (operation, program, its id), seconds inside it], innermost last.
     open_spans: list[list[Any]] = []
     for start, duration, what in [
@@ -329,7 +295,7 @@ def _with_self_time(
         open_spans.append([start, duration, what, 0.0])
 
 
-def _busy(events: Iterable[Event], seconds: float) -> Busy:
+def busy_time(events: Iterable[Event], seconds: float) -> Busy:
     """Divides a step of `seconds` by the union of its events, timed from its start."""
     busy, reached, gaps = 0.0, 0.0, []
     for event in sorted(events, key=lambda event: event.start):
@@ -346,9 +312,7 @@ def _busy(events: Iterable[Event], seconds: float) -> Busy:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Sends what C++ libraries write to stderr nowhere: the profiler logs its start on some
-    versions.
-    """
+    """Discards stderr of C++ libraries: some versions of the profiler log their start."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:

@@ -1,10 +1,9 @@
-"""Rematerialization: throw activations away in the forward pass, compute them again in the
-backward pass.
+"""Rematerialization: discards activations and computes them again in the backward pass.
 
-Reverse-mode differentiation keeps what the forward pass made until the backward pass has used
-it. Rematerialization (also called gradient checkpointing; Chen et al., 2016,
-https://arxiv.org/abs/1604.06174) keeps only the inputs of chosen modules, and of their insides
-what a *policy* allows: memory is paid for with a second forward pass of these modules.
+Reverse-mode differentiation keeps activations until the backward pass has used them.
+Rematerialization (gradient checkpointing; Chen et al., 2016, https://arxiv.org/abs/1604.06174)
+keeps only the inputs of chosen modules, and the values inside that a *policy* saves. It saves
+memory and costs a second forward pass of these modules.
 See also https://docs.jax.dev/en/latest/gradient-checkpointing.html.
 """
 
@@ -17,14 +16,12 @@ import jax
 import numpy as np
 
 MODULES = ("MLP", "Attn", "Block")
-"""The parts of a Transformer that can be rematerialized: each MLP, each attention, or a whole
-block of both.
+"""The parts of a Transformer that can be rematerialized: MLPs, attentions, or blocks of both.
 """
 
 POLICIES = {
     "nothing": (
-        "keep nothing inside the module, recompute all of it: the least memory (JAX's own"
-        " default)"
+        "keep nothing inside the module, recompute all of it: the least memory (JAX's default)"
     ),
     "everything": "keep everything: as if there were no rematerialization",
     "dots": "keep the results of all matrix products, recompute the cheap rest",
@@ -32,15 +29,10 @@ POLICIES = {
         "keep the results of products without batch dimensions: dense layers, not attention"
         " scores"
     ),
-    "names": (
-        "keep only the values that the model named with checkpoint_name and that are asked for"
-    ),
-    "offload": (
-        "move those named values to the host's memory, and bring them back for the backward"
-        " pass"
-    ),
+    "names": ("keep only those values named by checkpoint_name that `names` lists"),
+    "offload": ("move those values to the host's memory, and back for the backward pass"),
 }
-"""What may be kept inside a rematerialized module, by name, with what it means."""
+"""The policies: which values inside a rematerialized module are kept."""
 
 
 def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
@@ -48,11 +40,10 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 
     Args:
       name: one of `POLICIES`.
-      names: for "names" and "offload", which named values are kept or offloaded.
+      names: for "names" and "offload": the named values to keep or offload.
 
     Raises:
-      ValueError: if `name` is unknown, or if `names` is missing where it is needed or given
-        where it would be ignored.
+      ValueError: if `name` is unknown, or `names` is missing or would be ignored.
     """
     policies = jax.checkpoint_policies
     takes_names = name in ("names", "offload")
@@ -88,11 +79,11 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 def check(
     remat: Sequence[str], policy_name: str = "nothing", names: Sequence[str] = ()
 ) -> None:
-    """Refuses a choice that does not exist, or that would change nothing.
+    """Refuses options that do not exist, or that would change nothing.
 
     Raises:
-      ValueError: if `remat` is not a tuple of names from `MODULES`, if `names` is no tuple, if
-        the policy is none (see `policy`), or if there is one for no module.
+      ValueError: if `remat` is not a tuple of `MODULES`, `names` is not a tuple, the policy
+        does not exist (see `policy`), or there is a policy but no module.
     """
     for field, value in (("remat", remat), ("remat_names", names)):
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -124,21 +115,20 @@ def wrap(
 ) -> type[nn.Module]:
     """Returns `module`, rematerialized if `name` is among `remat`.
 
-    `prevent_cse`: the forward pass and its repetition in the backward pass are the same
-    computation. A compiler that sees both merges them (common subexpression elimination), which
-    undoes the rematerialization. JAX's barriers against that are needed where layers are
-    unrolled. Inside a scan the two stand in two different loops that cannot be merged, and the
-    barriers would only stand in the way of fusion.
+    `prevent_cse`: a compiler that sees the forward pass and its repetition merges them (common
+    subexpression elimination), which undoes the rematerialization. Unrolled layers need JAX's
+    barriers against that. Inside a scan the two are in different loops and cannot be merged,
+    and barriers would only prevent fusion.
 
-    What is static (`train`) must be an attribute of the module: arguments of a rematerialized
+    Static options (`train`) must be attributes of the module: arguments of a rematerialized
     call are traced.
 
     Args:
       module: a Linen module class.
-      name: what the module is called in `MODULES`.
+      name: the module's name in `MODULES`.
       remat: the names to rematerialize.
-      policy_name: one of `POLICIES`, what to keep inside.
-      names: the named values that "names" and "offload" speak of.
+      policy_name: one of `POLICIES`.
+      names: as for `policy`.
       scanned: whether the module runs inside a scan over layers.
 
     Raises:
@@ -173,17 +163,16 @@ class Residual:
 def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
     """Lists what `fn` saves for its backward pass, largest first.
 
-    `jax.vjp` returns a function that holds the residuals; tracing it shows them all, with the
-    operation that made each. Nothing is computed. What a compiler makes of it may be less: it
-    can recompute what is cheap, and share memory.
+    `jax.vjp` returns a function that holds the residuals; tracing it shows them and the
+    operations that made them, without computing. A compiler may save less: it can recompute
+    cheap values, and share memory.
 
     Args:
       fn: a function to differentiate with respect to all of `args`.
       *args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
 
     Returns:
-      The residuals. Arguments that the backward pass reads (weights, inputs) are among them,
-        `why` says so.
+      The residuals, including arguments that the backward pass reads (`why` says so).
     """
     closed = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args)[1])(*args)
     jaxpr = closed.jaxpr
@@ -213,9 +202,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
 
 
 def _origin(jaxpr: Any, var: Any) -> str:
-    """Says which operation of the jaxpr made `var`, looking into jitted, scanned and
-    rematerialized functions.
-    """
+    """Names the operation that made `var`, also inside jitted, scanned and remat functions."""
     for eqn in jaxpr.eqns:
         if var not in eqn.outvars:
             continue

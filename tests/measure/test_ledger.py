@@ -90,7 +90,7 @@ H100 = pytest.param("h100", marks=NEEDS_VIRTUAL)
 
 
 @pytest.mark.parametrize("place", ["here", H100])
-@pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor")], ids="+".join)
+@pytest.mark.parametrize("axes", [("data",), ("data", "tensor")], ids="+".join)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_is_found_with_its_axes_and_its_bytes(name, axes, place):
     fn, kind, payload, sent = COLLECTIVES[name]

@@ -1,117 +1,42 @@
-"""What must be true of products that several layers share."""
+"""What must be true of the places where a strategy changes the model."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import one_device
 import pytest
 
-from course_lib.models import hooks
+from course_lib.models import attention, hooks
 from course_lib.models.hooks import Hooks
-
-X = jax.random.normal(jax.random.key(0), (2, 3, 4))
-MATRICES = (((2,), (0,)), ((), ()))
-SHAPES = {"first": ((4,), (6,)), "second": ((4,), (2, 5))}
+from course_lib.models.transformer import Transformer
 
 
-def counted(shards):
-    """Returns hooks that count the products they are asked for."""
-    calls = []
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_the_model_asks_each_hook_and_hooks_that_do_nothing_change_nothing(positions):
+    model = one_device.small(**{"model.positions": positions}).model
+    called = set()
 
-    def product(*args, **options):
-        calls.append(args)
-        return jax.lax.dot_general(*args, **options)
+    def recorded(name, function):
+        def call(*args, **options):
+            called.add(name)
+            return function(*args, **options)
 
-    return Hooks(shards=shards, column=product, row=product), calls
+        return call
 
+    nothing = Hooks()
+    functions = dict(
+        column=jax.lax.dot_general,
+        row=jax.lax.dot_general,
+        lookup=hooks._lookup,
+        attend=attention.attend,
+    ) | {name: getattr(nothing, name) for name in ("named", "layer")}
+    place = "positions" if positions == "learned" else "attend_positions"
+    functions[place] = getattr(nothing, place)
+    same = Hooks(**{name: recorded(name, function) for name, function in functions.items()})
 
-@pytest.mark.parametrize(("shards", "products"), [(1, 2), (2, 1)])
-def test_products_of_one_input_are_one_product_where_devices_share_the_work(shards, products):
-    weights = hooks.initialize_all(jax.random.key(1), SHAPES, use_bias=True)
-    weights = jax.tree.map(lambda leaf: leaf + 1, weights)
-    given, calls = counted(shards)
-    first, second = hooks.columns(given, X, list(weights.values()))
-    assert len(calls) == products
-    w = jax.device_get(weights)
-    np.testing.assert_allclose(
-        first, X @ w["first"]["kernel"] + w["first"]["bias"][None, None], rtol=1e-5, atol=1e-6
-    )
-    expected = np.einsum("bld,dhk->blhk", X, w["second"]["kernel"]) + w["second"]["bias"]
-    np.testing.assert_allclose(second, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("shards", "products"), [(1, 2), (2, 1)])
-def test_a_sum_of_products_is_one_product_where_devices_share_the_work_and_has_each_bias_once(
-    shards, products
-):
-    shapes = {"first": ((4,), (6,)), "second": ((2, 2), (6,))}
-    weights = jax.tree.map(
-        lambda leaf: leaf + 1, hooks.initialize_all(jax.random.key(1), shapes, use_bias=True)
-    )
-    given, calls = counted(shards)
-    found = hooks.rows(given, [X, X.reshape(2, 3, 2, 2)], list(weights.values()))
-    assert len(calls) == products
-    w = jax.device_get(weights)
-    kernel = w["first"]["kernel"] + w["second"]["kernel"].reshape(4, 6)
-    np.testing.assert_allclose(found, X @ kernel + 2, rtol=1e-5, atol=1e-6)
-
-
-def test_weights_start_as_those_of_a_dense_layer():
-    weights = hooks.initialize(jax.random.key(0), ((64, 4), (8, 16)), use_bias=True)
-    assert weights["kernel"].shape == (64, 4, 8, 16) and weights["bias"].shape == (8, 16)
-    # of 32,768 draws: 0.4% is one deviation
-    assert np.std(weights["kernel"]) == pytest.approx(256**-0.5, rel=0.02)
-    assert not weights["bias"].any() and "bias" not in hooks.initialize(
-        jax.random.key(0), ((4,), (2,)), use_bias=False
-    )
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 3), (4, 2, 3), (2, 3, 4)], ids=str)
-def test_flat_products_are_the_same_products_with_the_same_gradients(shape):
-    summed = 2 if shape == (2, 3, 4) else 1
-    x = jax.random.normal(jax.random.key(2), (2, 3, *shape[:summed]))
-    kernel = jax.random.normal(jax.random.key(3), shape)
-    dimensions = (tuple(range(2, 2 + summed)), tuple(range(summed))), ((), ())
-
-    def both(product):
-        return jax.value_and_grad(
-            lambda x, kernel: jax.numpy.sin(product(x, kernel, dimensions)).sum(), (0, 1)
-        )(x, kernel)
-
-    with jax.default_matmul_precision("highest"):
-        assert (
-            hooks.flat(x, kernel, dimensions).shape
-            == jax.lax.dot_general(x, kernel, dimensions).shape
-        )
-        flat, reference = both(hooks.flat), both(jax.lax.dot_general)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6),
-        flat,
-        reference,
-    )
-
-
-def test_flat_products_do_not_replace_those_of_a_strategy():
-    own, _ = counted(1)
-    assert (
-        hooks.with_products(own, True) is own and hooks.with_products(Hooks(), False) == Hooks()
-    )
-    assert (
-        hooks.with_products(Hooks(), True).column is hooks.flat
-        and hooks.with_products(Hooks(), True).row is hooks.flat
-    )
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA:CPU multiplies")
-def test_the_gradient_of_a_flat_product_transposes_no_gradients_in_memory():
-    x, kernel, g = (
-        jax.numpy.ones((2, 12, 8)),
-        jax.numpy.ones((8, 32)),
-        jax.numpy.ones((2, 12, 32)),
-    )
-    gradient = jax.jit(
-        lambda x, g, product: jax.vjp(lambda k: product(x, k, MATRICES), kernel)[1](g)[0],
-        static_argnums=2,
-    )
-    products = hooks.flat, jax.lax.dot_general
-    text = {product: gradient.lower(x, g, product).compile().as_text() for product in products}
-    transposed = "f32[32,24]"  # outputs, B * L
-    assert transposed in text[jax.lax.dot_general] and transposed not in text[hooks.flat]
+    tokens = jnp.arange(12).reshape(2, 6)
+    params = Transformer(model).init(jax.random.key(0), tokens, train=False)
+    expected = Transformer(model).apply(params, tokens, train=False)
+    found = Transformer(model, same).apply(params, tokens, train=False)
+    assert called == set(functions)
+    np.testing.assert_array_equal(found, expected)

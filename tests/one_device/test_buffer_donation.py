@@ -58,7 +58,7 @@ def check_step(found, state):
     assert len(in_state) == len(jax.tree.leaves(state)) == 5
     for row in in_state:
         assert row.donated and row.why_not is None
-        # each leaf takes over its own old buffer
+        # each leaf reuses its own old buffer
         assert row.aliased_to == row.path.replace("args[0]", "out[0]")
     assert found.donated_bytes == found.aliased_bytes == sum(row.bytes for row in in_state)
 
@@ -105,7 +105,7 @@ def test_each_failure_has_its_reason():
     assert {row.path: row.why_not for row in found.arguments} == {
         "args[0]": "no output has this shape and dtype",
         "args[1]": None,
-        "args[2]": "every output of this shape and dtype has taken over another argument",
+        "args[2]": "every output of this shape and dtype reuses another argument",
         "args[3]": "the program does not use it, and does not take it",
         "args[4]": None,  # found in spite of the dropped argument before it
     }

@@ -142,11 +142,10 @@ def test_a_loop_has_no_self_time_of_its_body(trace):
     assert max(map(min, shares.values())) < 0.5
 
 
-def test_the_steps_of_another_name_are_not_there(logdir, trace):
-    with pytest.raises(
-        ValueError, match="name='evaluate' must be what the steps in .* were called"
-    ):
-        profiling.read(logdir, name="evaluate")
+def test_a_record_without_steps_is_refused(logdir, trace, monkeypatch):
+    monkeypatch.setattr(profiling, "STEP", "evaluate")
+    with pytest.raises(ValueError, match="must hold steps named 'evaluate'"):
+        profiling.read(logdir)
 
 
 def test_a_folder_without_a_record_says_how_to_make_one(tmp_path):
@@ -238,9 +237,9 @@ def test_tensorboards_memory_viewer_shows_the_peak_of_a_step_that_ran_nowhere(tm
         pytest.skip(virtual.why_unavailable())
     [device] = virtual.devices("a5000")
     lowered = step.lower(*virtual.abstract((WEIGHTS, BATCH), device))
-    folder = profiling.write_virtual(lowered, tmp_path, run="a5000")
+    measure.write_session(lowered, tmp_path, "a5000")
     assert capfd.readouterr() == ("", "")
-    assert folder == tmp_path / "plugins" / "profile" / "a5000"
+    folder = tmp_path / "plugins" / "profile" / "a5000"
     with pytest.raises(FileNotFoundError):
         profiling.read(tmp_path)  # nothing ran: there is no time to read
 
@@ -269,7 +268,8 @@ def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
     from xprof.convert import raw_to_tool_data
 
     def shown(function):
-        folder = profiling.write_virtual(jax.jit(function).lower(BATCH), tmp_path)
+        measure.write_session(jax.jit(function).lower(BATCH), tmp_path, "virtual")
+        folder = tmp_path / "plugins" / "profile" / "virtual"
         [record] = folder.glob("*.xplane.pb")
         # unpacks the program, as opening it in TensorBoard does
         raw_to_tool_data.xspace_to_tool_names([str(record)])
@@ -287,5 +287,5 @@ def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
 def test_the_trace_of_steps_that_ran_is_not_written_over(logdir, trace):
     [folder] = (logdir / "plugins" / "profile").iterdir()
     with pytest.raises(ValueError, match="name='.*' must be new"):
-        profiling.write_virtual(step.lower(WEIGHTS, BATCH), logdir, run=folder.name)
+        measure.write_session(step.lower(WEIGHTS, BATCH), logdir, folder.name)
     assert len(profiling.read(logdir).steps) == 3

@@ -133,10 +133,8 @@ PICTURES = {
     "gradient_histogram": lambda: figures.gradient_histogram(
         {"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16
     ),
-    "heap_timeline": lambda: figures.heap_timeline(
-        {"a": [0, 2 * GIB, GIB], "b": [0, GIB]}, capacity=3 * GIB
-    ),
-    "hosts": lambda: figures.hosts(GROUPS, gpus_per_host=4, title="two hosts of four"),
+    "heap_timeline": lambda: figures.heap_timeline({"a": [0, 2 * GIB, GIB], "b": [0, GIB]}),
+    "hosts": lambda: figures.hosts(GROUPS, gpus_per_host=4),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
     "trace": lambda: figures.trace(
         [(step, 4e-4 * 0.99**step) for step in range(300)],
@@ -151,11 +149,11 @@ PICTURES = {
         [(0, 8.0), (9, 4.5)], [(0, 8.0), (9, 4.6)], {"bigram": 4.9, "unigram": 6.3}
     ),
     "memory_bars": lambda: figures.memory_bars(ROWS, capacity=24 * GIB),
-    "memory_breakdown": lambda: figures.memory_breakdown(ROWS, capacity=24 * GIB),
+    "memory_breakdown": lambda: figures.memory_breakdown(ROWS),
     "overlap": lambda: figures.overlap(SPANS, title="a product"),
     "residuals": lambda: figures.residuals(ARRAYS),
     "roofline": lambda: figures.roofline(ROWS),
-    "schedule": lambda: figures.schedule(TABLES, title="one microbatch"),
+    "schedule": lambda: figures.schedule(TABLES),
     "seconds_by_devices": lambda: figures.seconds_by_devices(SECONDS, host=8),
     "step_timeline": lambda: figures.step_timeline(EVENTS),
     "top_ops": lambda: figures.top_ops(OPS),
@@ -344,9 +342,7 @@ def test_a_heap_timeline_marks_each_peak():
         if line.get_marker() != ""
     ]
     assert peaks[:2] == [(1, 2), (1, 1)]
-    assert {"a: 2.0 GiB", "b: 1.0 GiB", "capacity: 3.0 GiB"} == {
-        t.get_text() for t in axes.texts
-    }
+    assert {"a: 2.0 GiB", "b: 1.0 GiB"} == {t.get_text() for t in axes.texts}
 
 
 def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operations():

@@ -136,7 +136,7 @@ def loss(
         state = _execute(loss_fn, apply_part, slots.forward(schedule), params, batch, rng)
         metrics = jax.lax.psum(state["metrics"], ("data", AXIS))
         total, count = metrics["loss"]
-        return total / jnp.where(count != 0, count, 1), metrics
+        return total / gradient_accumulation.nonzero(count), metrics
 
     return _spread(on_one_device, mesh, schedule, held, (P(), P()))
 

@@ -1,17 +1,15 @@
-"""Accelerators: what they hold, what they move, what they compute, and what a compiler must
-know to target them.
+"""Accelerators: their memory, bandwidths and peak rates, and how to compile for them.
 
-The figures of each row come from its `source`. Three things to know when reading such
-documents:
+The figures of each row come from its `source`. Three pitfalls of such documents:
 
 - Sparse or dense. NVIDIA quotes most tensor-core rates "with sparsity" (two of every four
-  weights are zero), which is twice the dense rate. This table holds dense rates: the ones that
-  a training step could reach.
-- GB or GiB. An H100's "80 GB" are about 80 GiB of chips, of which firmware and driver keep a
-  little. `memory_bytes` is what is left for a program: for GPUs what the CUDA driver reports,
-  for TPUs what its compiler calls available.
-- One direction or both. NVLink's "900 GB/s" count both directions. `link_bandwidth` is one
-  direction. `network_bandwidth`, too.
+  weights are zero), twice the dense rate. This table has dense rates, which a training step
+  could reach.
+- GB or GiB. An H100's "80 GB" are about 80 GiB of chips, minus a little for firmware and
+  driver. `memory_bytes` is the memory left for a program, as the CUDA driver reports it, or the
+  TPU's compiler.
+- One direction or both. NVLink's "900 GB/s" counts both directions. `link_bandwidth` and
+  `network_bandwidth` count one.
 """
 
 from course_lib.measure.hardware.accelerator import (

@@ -1,6 +1,4 @@
-"""What is said of an accelerator: the columns of the table, and the text by which XLA's
-compiler is told of one.
-"""
+"""The columns of the table, and the text that describes an accelerator to XLA's compiler."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,8 +14,7 @@ PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8")
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """What XLA's compiler asks about an NVIDIA GPU, in XLA's words: a *core* is a streaming
-    multiprocessor.
+    """An NVIDIA GPU as XLA's compiler sees it: a *core* is a streaming multiprocessor.
 
     Sources: the CUDA programming guide's technical specifications per compute capability
     (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities) and XLA's own

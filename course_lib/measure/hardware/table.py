@@ -1,21 +1,27 @@
-"""The rows: what each accelerator holds, moves and computes.
+"""The table of accelerators: memory, bandwidths and peak rates.
 
-Each figure comes from its row's `source`, but for `network_bandwidth`. That one belongs to the
+Each figure comes from its row's `source`, except `network_bandwidth`, which belongs to the
 machine around the GPU: in NVIDIA's servers of eight, every GPU has a network card of its own,
 of 200 Gb/s beside an A100
 (https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html), of 400 Gb/s
 beside an H100, H200 or B200
 (https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html).
-A T4, an L4 and an A5000 stand in all kinds of servers, and a TPU's links reach past its host:
-there it is None.
+It is None for a T4, an L4 and an A5000, found in all kinds of servers, and for TPUs, whose
+links reach past their host.
 """
 
+import math
 import os
 from typing import Any
 
 import jax
 
-from course_lib.measure.hardware.accelerator import Accelerator, GpuTarget, TpuTarget
+from course_lib.measure.hardware.accelerator import (
+    PRECISIONS,
+    Accelerator,
+    GpuTarget,
+    TpuTarget,
+)
 from course_lib.measure.units import GIB, MIB
 
 
@@ -33,7 +39,7 @@ def get(name: str) -> Accelerator:
 
 
 def check(accelerator: Any) -> None:
-    """Refuses a name where a row of the table is wanted.
+    """Refuses a name in place of a row of the table.
 
     Raises:
       ValueError: saying how to get the row.
@@ -51,11 +57,10 @@ def names() -> tuple[str, ...]:
 
 
 def recognize(device: jax.Device) -> Accelerator | None:
-    """Returns the row of a device, real or virtual; None if it is not exactly a product of the
-    table.
+    """Returns the row of a device, real or virtual; None if the table does not have it.
 
-    The whole `device_kind` must match. An H100 PCIe, an A5000 in a laptop or a slice of a
-    shared GPU (MIG) contain a name of the table in theirs, and are slower or smaller.
+    `device_kind` must match exactly: the names of an H100 PCIe, an A5000 in a laptop or a slice
+    of a shared GPU (MIG) contain a name of the table, but these are slower or smaller.
     """
     return next((row for row in _ROWS if device.device_kind in row.device_kinds), None)
 
@@ -64,9 +69,9 @@ def cores() -> int:
     """Returns how many cores of the host this process may use, as XLA counts them: it takes as
     many threads.
     """
-    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    if told and told.isdecimal():
-        return int(told)
+    threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    if threads and threads.isdecimal():
+        return int(threads)
     return (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -75,53 +80,22 @@ def cores() -> int:
 
 
 _A100 = GpuTarget((8, 0), 108, 64, 1.41, 40 * MIB, 167_936, 166_912, 2048)
-_L4_PEAK = {
-    "float32": 30.3e12,
-    "tensorfloat32": 60e12,
-    "float16": 121e12,
-    "bfloat16": 121e12,
-    "float8": 242.5e12,
-}
-_A100_PEAK = {
-    "float32": 19.5e12,
-    "tensorfloat32": 156e12,
-    "float16": 312e12,
-    "bfloat16": 312e12,
-}
-_HOPPER_PEAK = {
-    "float32": 67e12,
-    "tensorfloat32": 494.5e12,
-    "float16": 989e12,
-    "bfloat16": 989e12,
-    "float8": 1979e12,
-}
-_B200_PEAK = {
-    "float32": 75e12,
-    "tensorfloat32": 1.1e15,
-    "float16": 2.25e15,
-    "bfloat16": 2.25e15,
-    "float8": 4.5e15,
-}
-_LAYOUTS_2D = {
-    1: "1x1",
-    4: "2x2",
-    8: "2x4",
-    16: "4x4",
-    32: "4x8",
-    64: "8x8",
-    128: "8x16",
-    256: "16x16",
-}
-_LAYOUTS_3D = {
-    1: "1x1x1",
-    4: "2x2x1",
-    8: "2x2x2",
-    16: "2x2x4",
-    32: "2x4x4",
-    64: "4x4x4",
-    128: "4x4x8",
-    256: "4x8x8",
-}
+
+
+def _peaks(*rates: float) -> dict[str, float]:
+    """Names the peak rates of a GPU with tensor cores, in the order of `PRECISIONS`."""
+    return dict(zip(PRECISIONS, rates, strict=False))
+
+
+def _layouts(*shapes: str) -> dict[int, str]:
+    """Lists the shapes in which chips are sold by their number: {8: "2x4"}."""
+    return {math.prod(map(int, shape.split("x"))): shape for shape in shapes}
+
+
+_A100_PEAK = _peaks(19.5e12, 156e12, 312e12, 312e12)
+_HOPPER_PEAK = _peaks(67e12, 494.5e12, 989e12, 989e12, 1979e12)
+_2D = _layouts("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_3D = _layouts("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 
 _ROWS = (
     Accelerator(
@@ -145,7 +119,7 @@ _ROWS = (
         link_bandwidth=32e9,
         link="PCIe 4.0 x16, through the host",
         network_bandwidth=None,
-        peak_flops=_L4_PEAK,
+        peak_flops=_peaks(30.3e12, 60e12, 121e12, 121e12, 242.5e12),
         device_kinds=("NVIDIA L4",),
         target=GpuTarget((8, 9), 58, 128, 2.04, 48 * MIB, 102_400, 101_376, 1536),
         source="https://www.nvidia.com/en-us/data-center/l4/",
@@ -158,12 +132,7 @@ _ROWS = (
         link_bandwidth=32e9,
         link="PCIe 4.0 x16, through the host",
         network_bandwidth=None,
-        peak_flops={
-            "float32": 27.8e12,
-            "tensorfloat32": 55.5e12,
-            "float16": 111e12,
-            "bfloat16": 111e12,
-        },
+        peak_flops=_peaks(27.8e12, 55.5e12, 111e12, 111e12),
         device_kinds=("NVIDIA RTX A5000", "RTX A5000"),
         target=GpuTarget((8, 6), 64, 128, 1.7, 6 * MIB, 102_400, 101_376, 1536),
         source="https://www.nvidia.com/content/dam/en-zz/Solutions/gtcs21/rtx-a5000/nvidia-rtx-a5000-datasheet.pdf",
@@ -228,7 +197,7 @@ _ROWS = (
         link_bandwidth=900e9,
         link="NVLink 5, to the GPUs of the host",
         network_bandwidth=400e9 / 8,
-        peak_flops=_B200_PEAK,
+        peak_flops=_peaks(75e12, 1.1e15, 2.25e15, 2.25e15, 4.5e15),
         device_kinds=("NVIDIA B200",),
         target=GpuTarget((10, 0), 148, 128, 1.965, 132_644_864, 233_472, 232_448, 2048),
         source="https://www.nvidia.com/en-us/data-center/hgx/",
@@ -243,7 +212,7 @@ _ROWS = (
         network_bandwidth=None,
         peak_flops={"bfloat16": 197e12},
         device_kinds=("TPU v5 lite", "TPU v5e"),
-        target=TpuTarget("v5e", _LAYOUTS_2D),
+        target=TpuTarget("v5e", _2D),
         source="https://docs.cloud.google.com/tpu/docs/v5e",
     ),
     Accelerator(
@@ -256,7 +225,7 @@ _ROWS = (
         network_bandwidth=None,
         peak_flops={"bfloat16": 459e12},
         device_kinds=("TPU v5", "TPU v5p"),
-        target=TpuTarget("v5p", _LAYOUTS_3D),
+        target=TpuTarget("v5p", _3D),
         source="https://docs.cloud.google.com/tpu/docs/v5p",
     ),
     Accelerator(
@@ -269,7 +238,7 @@ _ROWS = (
         network_bandwidth=None,
         peak_flops={"bfloat16": 918e12},
         device_kinds=("TPU v6 lite", "TPU v6e"),
-        target=TpuTarget("v6e", _LAYOUTS_2D),
+        target=TpuTarget("v6e", _2D),
         source="https://docs.cloud.google.com/tpu/docs/v6e",
     ),
 )

@@ -13,19 +13,16 @@ BETWEEN_HOSTS = 1.2  # where the width of a GPU is 1
 SWITCH, GPU, PORT, NETWORK = 1.35, 0.0, -1.0, -2.0  # heights of what is drawn, at its middle
 
 
-def hosts(
-    groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_host: int = 8, title: str = ""
-) -> Figure:
+def hosts(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_host: int = 8) -> Figure:
     """Draws groups of GPUs: a panel per group, with its hosts beside each other.
 
     Each host has an NVLink switch above its GPUs, and a port below each GPU. Ports that the
     group uses are filled; the links of its first ring are thick.
 
     Args:
-      groups: what is said of a group -> its rings, each the numbers of GPUs in the order in
+      groups: the title of a group -> its rings, each the numbers of GPUs in the order in
         which they pass arrays on; the last one sends to the first.
       gpus_per_host: of each host.
-      title: what the picture shows.
 
     Raises:
       ValueError: if there is no group, or one without GPUs.
@@ -33,12 +30,11 @@ def hosts(
     empty = [name for name, rings in groups.items() if not any(map(len, rings))]
     if empty or not groups:
         raise ValueError(f"groups={empty} must have GPUs: there is nothing to draw")
-    figure = Figure(figsize=(8.2, 1.95 * len(groups) + 0.3 * bool(title)), layout="constrained")
+    figure = Figure(figsize=(8.2, 1.95 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 1, squeeze=False).ravel()
     for axes, (name, rings) in zip(panels, groups.items(), strict=True):
         _draw(axes, rings, gpus_per_host)
         axes.set_title(name, fontsize=10)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -105,8 +101,8 @@ def _draw(axes: Axes, rings: Sequence[Sequence[int]], gpus_per_host: int) -> Non
 
 
 def _steps(source: float, target: float, inside: bool) -> list[tuple[float, float, float]]:
-    """Returns what a message goes along, as (x, y at the start, y at the end): up to the switch
-    and down again, or through the ports and the network.
+    """Returns the path of a message as arrows (x, y at the start, y at the end): through the
+    switch, or through ports and network.
     """
     if inside:
         return [

@@ -1,4 +1,4 @@
-"""Curves: how something changes along an axis, or what is traded for what."""
+"""Line charts, loss curves and trade-offs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ def lines(
     ylim: tuple[style.Number, style.Number] | None = None,
     title: str = "",
 ) -> Figure:
-    """Draws one line a series, labelled at its end.
+    """Draws one line per series, labelled at its end.
 
     Args:
       series: label -> points (x, y).
-      xlabel: what x is, with its unit.
-      ylabel: what y is, with its unit.
+      xlabel: label of the x axis, with its unit.
+      ylabel: label of the y axis, with its unit.
       logx: draw x on a logarithmic axis, with a tick at each of its values.
       logy: draw y on a logarithmic axis; a linear one starts at 0.
-      ylim: draw y from the first to the second instead, and what is outside at the edge: for a
-        loss, whose 0 says nothing.
-      title: what the picture shows.
+      ylim: lowest and highest y, for a loss, whose 0 says nothing; points outside are drawn at
+        the edge.
+      title: of the picture.
 
     Raises:
       ValueError: if there is no series, or one without points.
@@ -73,13 +73,13 @@ def loss_curve(
     *,
     title: str = "",
 ) -> Figure:
-    """Draws the loss over steps, with dashed lines at what simpler models reach.
+    """Draws the loss over steps, with dotted lines at the losses of simpler models.
 
     Args:
-      train: points (step, loss in nats a token) on the training batches.
+      train: points (step, loss in nats per token) on the training batches.
       validation: the same on the validation split.
-      baselines: label -> loss in nats a token, such as a bigram model's.
-      title: what the picture shows.
+      baselines: label -> loss in nats per token, such as a bigram model's.
+      title: of the picture.
 
     Raises:
       ValueError: if a curve has no points.
@@ -95,20 +95,19 @@ def loss_curve(
         axes.axhline(value, color="black", linestyle=":", linewidth=1.2)
         ends.append((right, value))
         labels.append(f"{name} {value:.2f}")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     style.label_right(axes, ends, labels)
     return figure
 
 
 def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figure:
-    """Draws one thin line without markers, from 0 up: for something with a value at each of
-    many steps.
+    """Draws one thin line without markers, from 0 up: for a value at each of many steps.
 
     Args:
       points: (x, y).
-      xlabel: what x is, with its unit.
-      ylabel: what y is, with its unit.
-      title: what the picture shows.
+      xlabel: label of the x axis, with its unit.
+      ylabel: label of the y axis, with its unit.
+      title: of the picture.
 
     Raises:
       ValueError: if there are no points.
@@ -124,23 +123,18 @@ def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figur
 def tradeoff(
     rows: Sequence[Any],
     *,
-    label: str = "name",
-    x: str = "recomputed",
-    y: str = "memory",
     xlabel: str = "recomputed FLOPs (% of the model's)",
     ylabel: str = "memory (GiB)",
     title: str = "",
 ) -> Figure:
-    """Draws one point a row, with its name beside it: what is paid (x) for what is saved (y).
+    """Draws one point per row, with its name beside it: recomputation against memory.
 
     Args:
-      rows: one mapping or dataclass a point.
-      label: the key that holds a row's name.
-      x: the key that holds its price, in the unit that `xlabel` names.
-      y: the key that holds its memory, in bytes.
-      xlabel: what x is, with its unit.
-      ylabel: what y is; drawn in GiB.
-      title: what the picture shows.
+      rows: mappings or dataclasses with `name`, `recomputed` (in the unit of `xlabel`) and
+        `memory` (in bytes, drawn in GiB).
+      xlabel: label of the first axis, with its unit.
+      ylabel: label of the second.
+      title: of the picture.
 
     Raises:
       ValueError: if there are no rows.
@@ -149,7 +143,7 @@ def tradeoff(
         raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
     rows = style.as_dicts(rows)
     figure, axes = style.canvas(height=4)
-    points = [(float(row[x]), float(row[y]) / GIB) for row in rows]
+    points = [(float(row["recomputed"]), float(row["memory"]) / GIB) for row in rows]
     for i, point in enumerate(points):
         axes.plot(
             *point,
@@ -158,7 +152,7 @@ def tradeoff(
     axes.margins(x=0.08, y=0.12)
     axes.set_ylim(bottom=0)
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    style.label_points(axes, points, [str(row[label]) for row in rows])
+    style.label_points(axes, points, [str(row["name"]) for row in rows])
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Many devices: who holds what of an array, and how long they talk."""
+"""Arrays cut among devices, and the time of communication."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ Part = tuple[tuple[int, int], ...]  # (first index, one after the last) of each 
 
 
 def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> Figure:
-    """Draws arrays as they are cut: a panel an array, a rectangle a part, on it the numbers of
-    the devices that hold it.
+    """Draws arrays as they are cut: one panel per array, one rectangle per part, with the
+    numbers of the devices that hold it.
 
     Args:
-      arrays: what is said of an array -> its holdings (`meshes.holdings`): one mapping or
-        dataclass a device, with its number as `device`, and as `ranges` the first and the last
-        index + 1 in each of at most two dimensions.
-      title: what the picture shows.
+      arrays: the title of an array -> its holdings (`meshes.holdings`): one mapping or
+        dataclass per device, with its number as `device`, and as `ranges` the first index and
+        one after the last in each of at most two dimensions.
+      title: of the picture.
 
     Raises:
       ValueError: if there is no array, one is held by nobody, or has more than two dimensions.
@@ -50,20 +50,18 @@ def seconds_by_devices(
     *,
     host: int | None = None,
     title: str = "",
-    ylabel: str = "time",
 ) -> Figure:
     """Draws the time of communication against the number of devices, both on logarithmic axes.
 
     Args:
       series: label -> points (number of devices, seconds).
       host: how many devices a host holds: a line there says where the network begins.
-      title: what the picture shows.
-      ylabel: what takes this time; each tick has its unit.
+      title: of the picture.
 
     Raises:
       ValueError: if there is no series, or one without points.
     """
-    figure = curves.lines(series, "devices", ylabel, logx=True, logy=True, title=title)
+    figure = curves.lines(series, "devices", "time", logx=True, logy=True, title=title)
     [axes] = figure.axes
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -1,4 +1,4 @@
-"""Floating-point formats: how their bits are spent, and what falls outside their range."""
+"""Floating-point formats: their bits, their range, and the gradients outside of it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,12 @@ from numpy.typing import ArrayLike
 from course_lib.show.figures import style
 
 
-def formats(formats: Sequence[Any], *, title: str = "bits") -> Figure:
-    """Draws formats to scale: the bits of each, and the range of magnitudes they reach.
+def formats(formats: Sequence[Any]) -> Figure:
+    """Draws formats to scale: the bits of each, and its range of magnitudes.
 
     Args:
       formats: objects with `name`, `bits`, `exponent_bits`, `mantissa_bits`, `epsilon`,
         `largest`, `smallest_normal`, `smallest_subnormal` (`mixed_precision.describe`).
-      title: what the left half shows.
 
     Raises:
       ValueError: if there are no formats.
@@ -37,7 +36,7 @@ def formats(formats: Sequence[Any], *, title: str = "bits") -> Figure:
         xlim=(0, 1.25 * left.get_xlim()[1]),
         ylim=(len(formats) - 0.5, -0.5),
         xlabel="bits",
-        title=title,
+        title="bits",
     )
     low, high = right.get_xlim()
     margin = 0.2 * (high - low)
@@ -107,18 +106,18 @@ def _draw_range(axes: Axes, y: int, number_format: Any) -> None:
 def gradient_histogram(
     gradients: Mapping[str, ArrayLike], number_format: Any, *, title: str = ""
 ) -> Figure:
-    """Draws how large the entries of gradients are, over the range that a format can hold.
+    """Draws histograms of the entries of gradients, over the range of a format.
 
     Entries left of the range become zero in that format (underflow), entries right of it become
-    infinite. Entries that are zero, infinite or NaN to begin with have no place on the axis;
-    the label of their row counts them.
+    infinite. The title of each row counts the entries that have no place on the axis: zero,
+    infinite or NaN.
 
     Args:
       gradients: label -> entries of a gradient, any shape, in a precision that holds them all
         (float32).
       number_format: an object with `name`, `largest`, `smallest_normal`, `smallest_subnormal`
         (`mixed_precision.describe`).
-      title: what the picture shows.
+      title: of the picture.
 
     Raises:
       ValueError: if there are no gradients, or one has no entry that is finite and not zero.

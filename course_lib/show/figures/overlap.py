@@ -1,4 +1,4 @@
-"""Transfers and products of programs side by side: what runs while a device sends."""
+"""Transfers and products of programs, on one axis of time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ Spans = Sequence[Sequence[style.Number]]  # (start, duration) each, in seconds
 
 
 def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> Figure:
-    """Draws programs below each other on one axis of time, each with a row for every resource.
-    What is white is idle.
+    """Draws programs below each other on one axis of time, with one row per resource; white is
+    idle.
 
     Args:
-      programs: what is said of a program -> what a row is for -> when it is busy, as (start,
+      programs: the title of a program -> the resource of a row -> when it is busy, as (start,
         duration) in seconds.
-      title: what the picture shows.
+      title: of the picture.
 
     Raises:
       ValueError: if there is no program, or one in which nothing happens.
@@ -56,7 +56,7 @@ def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> 
 def _draw(
     axes: Any, rows: Mapping[str, Spans], looks: Mapping[str, dict[str, Any]], scale: float
 ) -> None:
-    """Draws the rows of one program, with so many units of the axis to a second."""
+    """Draws the rows of one program, with `scale` units of the axis per second."""
     for y, (row, spans) in enumerate(rows.items()):
         for start, duration in spans:
             axes.add_patch(

@@ -1,4 +1,4 @@
-"""Pipeline schedules: a row a device, a cell for all that it does."""
+"""Pipeline schedules: one row per device, one cell per operation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,23 +16,21 @@ KINDS = {
     "B": ("B: backward to the input", style.fill(3) | {"hatch": "...."}),
     "W": ("W: backward to the weights", style.fill(2) | {"hatch": "xxx"}),
 }
-"""What a cell may do: its name in the legend, and its look."""
+"""The name of each kind of cell in the legend, and its look."""
 
 LETTERS = 9  # points
 
 
-def schedule(tables: Mapping[str, Sequence[Sequence[Any]]], *, title: str = "") -> Figure:
-    """Draws schedules below each other, each a row a device, on one axis of time. What is white
-    there is idle.
+def schedule(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Figure:
+    """Draws schedules below each other on one axis of time, one row per device; white is idle.
 
-    On each cell stands the number of its microbatch, with a ' for each chunk before its own. A
-    slot of time in which a device runs one of its v chunks is drawn 1/v as long, so that equal
-    work has equal length in all panels. Numbers for which cells are too narrow are left out.
+    Each cell shows the number of its microbatch, with a ' for each chunk before its own. A slot
+    in which a device runs one of its v chunks is drawn 1/v as long, so that equal work has
+    equal length in all panels. Cells that are too narrow show no number.
 
     Args:
-      tables: what is said of a schedule -> its table (`schedules.Schedule.table`): for each
+      tables: the title of a schedule -> its table (`schedules.Schedule.table`): for each
         device a row of objects with `kind`, `microbatch` and `chunk`, or None where it idles.
-      title: what the picture shows.
 
     Raises:
       ValueError: if there is no schedule, or one in which nothing is done.
@@ -61,7 +59,6 @@ def schedule(tables: Mapping[str, Sequence[Sequence[Any]]], *, title: str = "") 
         Patch(label=label, **look) for kind, (label, look) in KINDS.items() if kind in drawn
     ]
     figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=LETTERS)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 

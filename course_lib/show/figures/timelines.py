@@ -1,4 +1,4 @@
-"""Timelines: memory over the order of a program, operations over the time of a step."""
+"""Memory over the instructions of a program, and operations over the time of a step."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +11,14 @@ from course_lib.show.figures import style
 
 
 def heap_timeline(
-    timelines: Mapping[str, Sequence[style.Number]],
-    *,
-    capacity: style.Number | None = None,
-    title: str = "",
+    timelines: Mapping[str, Sequence[style.Number]], *, title: str = ""
 ) -> Figure:
     """Draws the memory that is alive at each point of a program, with the peak marked.
 
     Args:
       timelines: label -> bytes alive, in the order of the program's instructions
         (`measure.heap(...).timeline`).
-      capacity: bytes of memory that the accelerator has, drawn as a line.
-      title: what the picture shows.
+      title: of the picture.
 
     Raises:
       ValueError: if there is no timeline, or one is empty.
@@ -44,10 +40,6 @@ def heap_timeline(
         axes.plot(heights.index(peak), peak, **mark)
         labels.append(f"{label}: {style.size(peak * GIB)}")
         peaks.append((heights.index(peak), peak))
-    if capacity is not None:
-        axes.axhline(capacity / GIB, color="black", linestyle="--", linewidth=1.2)
-        peaks.append((axes.get_xlim()[1], capacity / GIB))
-        labels.append(f"capacity: {style.size(capacity)}")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.set(
         xlabel="instruction, in the order of the program",
@@ -73,16 +65,15 @@ def step_timeline(
     """Draws the operations of one step over time, one row for each kind, those with most self
     time at the top.
 
-    The lowest row shows when any operation runs: what is white there is a gap. An operation
-    that only holds others, such as the `while` of a scan, is not drawn.
+    The lowest row shows when any operation runs: its white parts are gaps. An operation that
+    only contains others, such as the `while` of a scan, is not drawn.
 
     Args:
       events: objects with `op`, `start`, `duration`, `self_time` (seconds) and `container`
         (`profiling.Trace.during`).
-      row: what names an event's row; `lambda event: event.line` gives one row a thread or
-        stream.
+      row: names an event's row; `lambda event: event.line` gives one row per thread or stream.
       top: how many rows to draw; the other operations share one.
-      title: what the picture shows.
+      title: of the picture.
 
     Raises:
       ValueError: if there are no events.
@@ -119,7 +110,7 @@ def step_timeline(
             fontsize=9,
         )
     axes.set_yticks(range(len(rows)), [style.shorten(name, 40) for name in rows], fontsize=9)
-    axes.set_xlim(left=0)  # what comes before the first operation is a gap, too
+    axes.set_xlim(left=0)  # the time before the first operation is a gap, too
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set(xlabel="time since the step began (ms); at the right: self time", title=title)
     axes.grid(visible=False, axis="y")

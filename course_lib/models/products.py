@@ -1,0 +1,139 @@
+"""Matrix products that layers share, and the weights that they start with.
+
+Layers that read the same input (`columns`), or whose results are added (`rows`), exchange it
+with other devices once if their products are computed as one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from course_lib.models.hooks import Hooks
+
+Shape = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a layer
+_MATRICES = (((2,), (0,)), ((), ()))  # dimension numbers of [B L in] times [in out]
+
+
+def flat(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """As `jax.lax.dot_general` of x [B L inputs] with a kernel [inputs outputs], with B and L
+    as one: faster on a CPU.
+
+    The gradient of the kernel is a sum over B and L. Where these are two dimensions, XLA
+    transposes the gradients in memory and then multiplies two transposed matrices, for which
+    its CPU backend has no fast product. Where there are more inputs than outputs, the fast
+    product is that of the transposed gradient: inputs in two dimensions make XLA keep it.
+
+    Args:
+      x: [..., *inputs].
+      kernel: [*inputs, *outputs].
+      dimension_numbers: as a layer of Flax gives them: the last dimensions of x with the first
+        of the kernel, and no batch.
+      options: of `jax.lax.dot_general`, as `precision`.
+
+    Returns:
+      [..., *outputs].
+
+    Raises:
+      TypeError: if x and kernel do not have the same inputs.
+    """
+    # So many of the kernel's dimensions, the first ones, are inputs.
+    summed = len(dimension_numbers[0][1])
+    inputs, outputs = math.prod(kernel.shape[:summed]), kernel.shape[summed:]
+    cut = (2, inputs // 2) if inputs > math.prod(outputs) and inputs % 2 == 0 else (inputs,)
+    axes = tuple(range(len(cut)))
+    dimensions = (tuple(axis + 1 for axis in axes), axes), ((), ())
+    product = jax.lax.dot_general(
+        x.reshape(-1, *cut), kernel.reshape(*cut, -1), dimensions, **options
+    )
+    return product.reshape(*x.shape[: x.ndim - summed], *outputs)
+
+
+def with_products(hooks: Hooks, flat_products: bool) -> Hooks:
+    """Fills in the products that the strategy leaves to the model: `flat`, or JAX's own."""
+    if hooks.column is not None:
+        return hooks
+    product = flat if flat_products else jax.lax.dot_general
+    return dataclasses.replace(hooks, column=product, row=product)
+
+
+def columns(
+    hooks: Hooks, x: Float[Array, "B L D"], weights: Sequence[Mapping[str, Array]]
+) -> list[Array]:
+    """Returns the products of one input with several kernels [D ...], each with its bias.
+
+    Devices that share the work do it in one product, with all of their columns side by side:
+    its input is exchanged once.
+    """
+    product = hooks.column or jax.lax.dot_general
+    kernels = [layer["kernel"].astype(x.dtype) for layer in weights]
+    flat = [kernel.reshape(x.shape[-1], -1) for kernel in kernels]
+    if hooks.shards == 1:
+        products = [product(x, kernel, _MATRICES) for kernel in flat]
+    else:
+        ends = np.cumsum([kernel.shape[1] for kernel in flat])
+        products = jnp.split(
+            product(x, jnp.concatenate(flat, axis=1), _MATRICES), ends[:-1], axis=-1
+        )
+    shaped = [
+        y.reshape(*y.shape[:2], *kernel.shape[1:])
+        for y, kernel in zip(products, kernels, strict=True)
+    ]
+    return [_with_bias(y, layer) for y, layer in zip(shaped, weights, strict=True)]
+
+
+def rows(
+    hooks: Hooks, xs: Sequence[Array], weights: Sequence[Mapping[str, Array]]
+) -> Float[Array, "B L D"]:
+    """Returns the sum of several inputs' products with kernels [... D], and of their biases.
+
+    Devices that share the work do it in one product, with all of their rows below each other:
+    its sum is exchanged once.
+    """
+    flat = [x.reshape(*x.shape[:2], -1) for x in xs]
+    kernels = [
+        layer["kernel"].astype(x.dtype).reshape(x.shape[-1], -1)
+        for x, layer in zip(flat, weights, strict=True)
+    ]
+    if hooks.shards > 1:
+        flat, kernels = [jnp.concatenate(flat, axis=-1)], [jnp.concatenate(kernels, axis=0)]
+    product = hooks.row or jax.lax.dot_general
+    products = [product(x, kernel, _MATRICES) for x, kernel in zip(flat, kernels, strict=True)]
+    y = functools.reduce(jnp.add, products)
+    return functools.reduce(_with_bias, weights, y)
+
+
+def _with_bias(x: Array, weights: Mapping[str, Array]) -> Array:
+    if "bias" not in weights:
+        return x
+    bias = weights["bias"].astype(x.dtype)
+    return x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+
+
+def initialize(key: Array, shape: Shape, use_bias: bool) -> dict[str, Array]:
+    """Returns a layer's kernel [inputs outputs] and, with `use_bias`, its bias [outputs], as
+    `nn.DenseGeneral` starts with.
+    """
+    inputs, outputs = shape
+    kernel = nn.initializers.lecun_normal()(
+        key, (math.prod(inputs), math.prod(outputs))
+    ).reshape(inputs + outputs)
+    return {"kernel": kernel} | ({"bias": jnp.zeros(outputs)} if use_bias else {})
+
+
+def initialize_all(
+    key: Array, shapes: Mapping[str, Shape], use_bias: bool
+) -> dict[str, dict[str, Array]]:
+    """Returns the weights of several layers by name, as `initialize` does those of one."""
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: initialize(key, shape, use_bias)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
