@@ -222,10 +222,10 @@ def summary() -> str:
 
 ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
     "MEMORY_SHARE": (step_model, (0.75, 0.95)),
-    "EAGER": (step_model, (1, 3)),
-    "TAKEN": (step_model, (0.0, 0.5)),
-    "BUCKETS": (step_model, (2, 32)),
-    "HIDDEN": (step_model, (0.5, 0.9)),
+    "UNFUSED_FACTOR": (step_model, (1, 3)),
+    "OVERLAP_COST": (step_model, (0.0, 0.5)),
+    "GRADIENT_BUCKETS": (step_model, (2, 32)),
+    "TENSOR_OVERLAP": (step_model, (0.5, 0.9)),
     "NVLINK_SHARE": (cluster_model, (0.7, 0.9)),
     "NETWORK_LATENCY": (cluster_model, (0.0, 80e-6)),
 }
