@@ -1,17 +1,16 @@
-"""Predicted against published: how far the formulas of `step_model` can be trusted.
+"""Predicted against published step times: how far the formulas of `step_model` can be trusted.
 
-The folder `published_steps` holds step times that others measured, one file per publication:
-where each figure stands, and the layout that it was measured with. Here each is predicted.
+The folder `published_steps` holds step times that others measured: one file per publication,
+with the place of each figure and the layout that it was measured with. Here each is predicted.
 
     rows = load()
     seen, unseen = halves(rows)
     share = fit(seen)                 # the one constant
     print(summary(predict(unseen, share)))
 
-Every second publication, in alphabetical order, is for fitting; the others judge. No row was
-chosen by its error. Rows that the formulas were not made for (experts, eight-bit products,
-offload, TPUs) are kept apart by their `kind`. All rows with their predictions, and how well
-they agree: docs/backtest.md.
+Every second publication, in alphabetical order, is used for fitting; the others judge. No row
+was chosen by its error. The `kind` of a row keeps apart what the formulas were not made for:
+experts, eight-bit products, offload, TPUs. docs/backtest.md lists all rows with predictions.
 """
 
 import dataclasses
@@ -37,27 +36,18 @@ from course_lib.measure.hardware import TpuTarget
 FOLDER = importlib.resources.files("course_lib.lessons") / "published_steps"
 KINDS = ("dense", "moe", "fp8", "offload", "tpu")
 UNITS = ("seconds", "TFLOP/s", "MFU", "tokens/s")
-DEFAULTS: Mapping[str, Any] = dict(
-    tensor=1,
-    pipe=1,
-    context=1,
-    expert=1,
-    chunks=1,
-    fsdp=0,
-    zero=0,
-    recompute="none",
-    sequence_parallel=False,
-    fused_attention=False,
-    eager=False,
-    tensor_overlap=False,
-    data_overlap=True,
-    gradient_bytes=2,
-    network=None,
-    memory_bandwidth=None,
-    flops="",
-    inferred=(),
-    reason="",
+# Fields that a row may leave out.
+DEFAULTS: Mapping[str, Any] = (
+    dict.fromkeys(("tensor", "pipe", "context", "expert", "chunks"), 1)
+    | dict(fsdp=0, zero=0, recompute="none", sequence_parallel=False, fused_attention=False)
+    | dict(eager=False, tensor_overlap=False, data_overlap=True, gradient_bytes=2)
+    | dict(network=None, memory_bandwidth=None, flops="", inferred=(), reason="")
 )
+_PLAN = """batch microbatch chunks zero recompute fused_attention eager sequence_parallel
+    tensor_overlap data_overlap gradient_bytes""".split()
+_ROW = "where status kind model unit flops reason".split()
+_REQUIRED = {"where", "status", "kind", "model", "unit", "published", "accelerator", "gpus"}
+_REQUIRED |= {"batch", "seq_len", "microbatch"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +60,15 @@ class Row:
       status: "checked" at its source, or "from notes": read where others quote it.
       kind: one of `KINDS`.
       model: its name.
-      shape: its sizes.
+      shape: sizes of the model.
       plan: how it was trained.
-      cluster: on what.
+      cluster: the devices.
       published: the figure, in `unit`.
       unit: "seconds" per step, "TFLOP/s" per GPU, "MFU", or "tokens/s" per GPU.
-      flops: for the two in the middle, how the source counts FLOPs: a name of `FLOPS`.
-      inferred: what the source does not say and was taken from the software's defaults.
-      reason: what makes the row unlike the others, or may explain its error; that of its
-        publication if it has none of its own.
+      flops: how the source counts the FLOPs of "TFLOP/s" and "MFU": a name of `FLOPS`.
+      inferred: fields that the source does not state, taken from the software's defaults.
+      reason: how the row differs from the others, or what may explain its error. A row without
+        one has the reason of its publication.
     """
 
     source: str
@@ -117,7 +107,7 @@ class Row:
 
     @property
     def peak(self) -> float:
-        """The peak rate that MFU is counted of, in FLOP/s: that of bfloat16."""
+        """The peak rate to which MFU refers, in FLOP/s: that of bfloat16."""
         return self.cluster.accelerator.peak_flops["bfloat16"]
 
 
@@ -131,19 +121,27 @@ def _narayanan(shape: Shape, passes: int) -> float:
 FLOPS: Mapping[str, Callable[[Shape], float]] = {
     "narayanan": functools.partial(_narayanan, passes=4),
     "narayanan-model": functools.partial(_narayanan, passes=3),
-    "6N": lambda shape: 6 * shape.parameters,
     "6N+12lhs": lambda shape: 6 * shape.parameters + _scores(shape),
     "6N+6lhs": lambda shape: 6 * shape.parameters + _scores(shape) / 2,
     "6M+12lhs": lambda shape: shape.flops,
 }
 """FLOPs per token, as publications count them: Narayanan et al. (2021, section 5.1) with and
-without recomputation; 6 per parameter, or per parameter without the embedding; and these with
-attention in full, or its causal half.
+without recomputation; 6 per parameter (6M: without the embedding) plus attention in full
+(12lhs) or its causal half (6lhs).
 """
 
 
 def _scores(shape: Shape) -> float:
     return 12.0 * shape.layers * shape.heads * shape.head_dim * shape.seq_len
+
+
+def _publications() -> dict[str, dict[str, Any]]:
+    """Returns the publications by file name, in alphabetical order."""
+    files = (file for file in FOLDER.iterdir() if file.name.endswith(".toml"))
+    return {
+        file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(files, key=lambda file: file.name)
+    }
 
 
 @functools.cache
@@ -155,55 +153,39 @@ def load() -> tuple[Row, ...]:
         unknown.
     """
     rows = []
-    for file in sorted(FOLDER.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".toml"):
-            publication = tomllib.loads(file.read_text(encoding="utf-8"))
-            for number, given in enumerate(publication["rows"], 1):
-                try:
-                    row = _row(file.name.removesuffix(".toml"), publication, given)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ValueError(f"{file.name}, row {number}: {error!r}") from error
-                rows.append(row)
+    for source, publication in _publications().items():
+        for number, fields in enumerate(publication["rows"], 1):
+            try:
+                rows.append(_row(source, publication, fields))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{source}.toml, row {number}: {error!r}") from error
     return tuple(rows)
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """Returns title, address and note of each publication, by the name of its file."""
-    found = {}
-    for file in sorted(FOLDER.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".toml"):
-            text = tomllib.loads(file.read_text(encoding="utf-8"))
-            found[file.name.removesuffix(".toml")] = {
-                key: text.get(key, "") for key in ("title", "url", "note")
-            }
-    return found
+    """Returns title, url and note of each publication, by the name of its file."""
+    return {
+        name: {key: publication.get(key, "") for key in ("title", "url", "note")}
+        for name, publication in _publications().items()
+    }
 
 
-def _row(source: str, publication: Mapping[str, Any], given: Mapping[str, Any]) -> Row:
-    row = {**DEFAULTS, "reason": publication.get("reason", ""), **given}
+def _row(source: str, publication: Mapping[str, Any], fields: Mapping[str, Any]) -> Row:
+    row = {**DEFAULTS, "reason": publication.get("reason", ""), **fields}
     sizes = dict(publication["models"][row["model"]])
     sizes["matrices"] = 3 if sizes.pop("gated", False) else 2
     sizes["slots"] = float(sizes.pop("experts_per_token", 1))
-    shape = Shape(seq_len=row["seq_len"], **sizes)
-    divided = max(row["fsdp"], 1)
+    fsdp = max(row["fsdp"], 1)
     others = row["tensor"] * row["pipe"] * row["context"] * row["expert"]
-    if divided * others > row["gpus"]:  # parameters are divided along the context too
-        divided //= row["context"]
-    data = row["gpus"] // (others * divided)
-    axes = {
-        "pipe": row["pipe"],
-        "data": data,
-        "fsdp": divided,
-        "expert": row["expert"],
-        "context": row["context"],
-        "tensor": row["tensor"],
-    }
+    if fsdp * others > row["gpus"]:  # fsdp counts the devices along "context", too
+        fsdp //= row["context"]
+    axes = {"pipe": row["pipe"], "data": row["gpus"] // (others * fsdp), "fsdp": fsdp}
+    axes |= {axis: row[axis] for axis in ("expert", "context", "tensor")}
     dtype = "float8_e4m3fn" if row["kind"] == "fp8" else "bfloat16"
-    plan = Plan(axes, dtype=dtype, **{name: row[name] for name in _OF_PLAN})
+    plan = Plan(axes, dtype=dtype, **{name: row[name] for name in _PLAN})
     accelerator = hardware.get(row["accelerator"])
     if row["memory_bandwidth"]:
         accelerator = dataclasses.replace(accelerator, memory_bandwidth=row["memory_bandwidth"])
-    cluster = Cluster(accelerator, row["gpus"], port_bandwidth=row["network"])
     if math.prod(axes.values()) != row["gpus"]:
         raise ValueError(f"axes={axes} must multiply to gpus={row['gpus']}")
     for name, known in (("kind", KINDS), ("unit", UNITS)):
@@ -214,31 +196,19 @@ def _row(source: str, publication: Mapping[str, Any], given: Mapping[str, Any]) 
     if unknown := set(row) - set(DEFAULTS) - _REQUIRED:
         raise ValueError(f"{sorted(unknown)} must be fields of a row")
     return Row(
-        source,
-        row["where"],
-        row["status"],
-        row["kind"],
-        row["model"],
-        shape,
-        plan,
-        cluster,
-        float(row["published"]),
-        row["unit"],
-        row["flops"],
-        tuple(row["inferred"]),
-        row["reason"],
+        source=source,
+        shape=Shape(seq_len=row["seq_len"], **sizes),
+        plan=plan,
+        cluster=Cluster(accelerator, row["gpus"], port_bandwidth=row["network"]),
+        published=float(row["published"]),
+        inferred=tuple(row["inferred"]),
+        **{name: row[name] for name in _ROW},
     )
-
-
-_REQUIRED = {"where", "status", "kind", "model", "accelerator", "gpus", "batch", "seq_len"}
-_REQUIRED |= {"microbatch", "published", "unit"}
-_OF_PLAN = """batch microbatch chunks zero recompute fused_attention eager sequence_parallel
-    tensor_overlap data_overlap gradient_bytes""".split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A published row, and what the formulas say."""
+    """A published row and its predicted step."""
 
     row: Row
     step: Breakdown
@@ -250,33 +220,35 @@ class Prediction:
 
 
 def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Prediction]:
-    """Predicts the time of each row for whose devices there is a formula: not for several TPU
-    slices.
+    """Predicts the step of each row, except on several TPU slices or on a slice whose layout is
+    not in `hardware`.
 
     Args:
       rows: of `load`.
-      share: of the peak rate that products reach.
+      share: share of the peak rate that products reach.
     """
-    found = []
+    predictions = []
     for row in rows:
         cluster = dataclasses.replace(row.cluster, products_share=share)
         target = cluster.accelerator.target
-        several = row.plan.size("data") > 1  # slices, if these are TPUs
-        if isinstance(target, TpuTarget) and (several or cluster.count not in target.layouts):
+        slices = row.plan.size("data")  # of TPUs
+        if isinstance(target, TpuTarget) and (
+            slices > 1 or cluster.count not in target.layouts
+        ):
             continue
-        found.append(Prediction(row, step_model.breakdown(row.shape, row.plan, cluster)))
-    return found
+        step = step_model.breakdown(row.shape, row.plan, cluster)
+        predictions.append(Prediction(row, step))
+    return predictions
 
 
 def dense(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows that the formulas are judged by."""
+    """Returns the rows by which the formulas are judged."""
     return [row for row in rows if row.kind == "dense"]
 
 
 def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Divides rows by publication: first, third, ... in alphabetical order, and the others."""
-    names = sorted({row.source for row in rows})
-    seen = set(names[::2])
+    seen = set(sorted({row.source for row in rows})[::2])
     return (
         [row for row in rows if row.source in seen],
         [row for row in rows if row.source not in seen],
@@ -284,9 +256,7 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def fit(rows: Sequence[Row]) -> float:
-    """Returns the share of the peak rate for which the median absolute error is least, to a
-    hundredth.
-    """
+    """Returns the share of the peak rate with the least median error, to a hundredth."""
 
     def misfit(share: float) -> float:
         return statistics.median(abs(each.error) for each in predict(rows, share))
@@ -299,10 +269,10 @@ class Summary:
     """How well predictions agree with publications.
 
     Attributes:
-      rows, publications: how many there are.
-      median_error: of either sign, as a fraction.
-      within_tenth: share of rows whose error is at most 10%.
-      rank_correlation: Spearman's, of published and predicted MFU.
+      rows, publications: how many were compared.
+      median_error: median of the absolute errors, as a fraction.
+      within_tenth: share of rows with an error of at most 10%.
+      rank_correlation: Spearman's rank correlation of published and predicted MFU.
     """
 
     rows: int
@@ -313,7 +283,7 @@ class Summary:
 
 
 def summary(predictions: Sequence[Prediction]) -> Summary:
-    """Summarizes predictions."""
+    """Compares predictions with their publications."""
     errors = [abs(each.error) for each in predictions]
     published, predicted = (
         np.array(values)
@@ -329,15 +299,14 @@ def summary(predictions: Sequence[Prediction]) -> Summary:
 
 
 def relative_errors(predictions: Sequence[Prediction]) -> list[float]:
-    """Returns errors relative to the level of the publication: predicted over published
-    seconds, over the median of that for the same publication and accelerator, less 1.
+    """Returns errors relative to the level of each publication on each accelerator: predicted
+    over published seconds, divided by the median of these ratios, less 1.
 
     One constant cannot fit several software stacks. This error is about layouts alone: more
     GPUs, other parallelism, longer sequences.
 
     Args:
-      predictions: of any rows. A publication with fewer than three rows on an accelerator has
-        no level, and is left out.
+      predictions: of any rows. Levels of fewer than three rows are left out.
     """
     by_level: dict[tuple[str, str], list[float]] = {}
     for each in predictions:
@@ -352,8 +321,8 @@ def relative_errors(predictions: Sequence[Prediction]) -> list[float]:
 
 
 def errors_after_one_step(predictions: Sequence[Prediction]) -> list[float]:
-    """Returns errors relative to one other step of the same model: what remains if one layout
-    is measured, and the predictions of the others are scaled by it.
+    """Returns the errors that remain if one layout of a model is measured, and the predictions
+    of its other layouts are scaled by that measurement.
 
     One value for each ordered pair of rows with the same publication, accelerator, model and
     sequence length.
@@ -366,7 +335,7 @@ def errors_after_one_step(predictions: Sequence[Prediction]) -> list[float]:
 
 
 def orders(predictions: Sequence[Prediction]) -> list[bool]:
-    """Returns for each pair of comparable rows whether the faster one is predicted right.
+    """Returns for each pair of comparable rows whether the prediction has the same one faster.
 
     Comparable rows have the same publication, accelerator, model and sequence length, and their
     published MFUs differ by more than 5%.

@@ -1,22 +1,22 @@
-"""The two products of tensor parallelism, with communication that runs while they compute.
+"""The two products of tensor parallelism, overlapped with their communication.
 
 `tensor_parallel.gather_column` waits for the whole sequence before it multiplies, and
-`tensor_parallel.row_scatter` multiplies all of it before it sends any. Here the sequence
+`tensor_parallel.row_scatter` sends nothing before all products are done. Here the sequence
 travels around a ring of devices, part by part (Wang et al., 2023,
 https://doi.org/10.1145/3567955.3567959; Dehghani et al., 2023,
 https://arxiv.org/abs/2302.05442, section 2.2):
 
-    column    multiply the part that is here, while the next one arrives
-    row       multiply the part of the device that is farthest away first, and send its sum on
-              while the next is multiplied
+    column    multiply the part that is here, while the next part arrives
+    row       multiply the part of the farthest device first, and send its sum on while the next
+              part is multiplied
 
-As many bytes are sent as by the collective, in n - 1 steps of which each hides behind a
-product, if that takes as long. With `bidirectional`, half of the parts go around the other way,
-and the ring needs half of the steps. Their gradients are rings as well, which JAX derives.
+The ring sends as many bytes as the collective, in n - 1 steps. Each step hides behind a product
+that takes as long. With `bidirectional`, half of the parts go around the other way, and the
+ring needs half of the steps. The gradients are rings as well, which JAX derives.
 
-`jax.lax.optimization_barrier` ties a transfer to the product that it runs beside. Without it
-XLA may send first and multiply later, or merge the small products into one large one: either
-leaves transfers that nothing runs beside.
+`jax.lax.optimization_barrier` ties each transfer to the product beside it. Without it XLA may
+send first and multiply later, or merge the small products into one large product: then nothing
+hides the transfers.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from course_lib.many_devices.tensor_parallel import AXIS, LENGTH
 from course_lib.models.hooks import Hooks
 
 OVERLAPS = ("none", "one-way", "two-way")
-"""How the products can communicate: before or after they compute, or meanwhile, around a ring
-in one or both directions.
+"""How the products communicate: not while they compute ("none"), or around a ring meanwhile, in
+one or both directions.
 """
 
 TWO_TRANSFERS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-"""For `.compile(...)` or `jax.jit(compiler_options=...)`: XLA:GPU keeps one transfer in flight,
-two ways need two.
+"""For `.compile(...)` or `jax.jit(compiler_options=...)`: two directions need two transfers in
+flight, and XLA:GPU allows one by default.
 """
 
 
@@ -50,8 +50,8 @@ def gather_column(
     bidirectional: bool = False,
     **options: Any,
 ) -> Array:
-    """As `tensor_parallel.gather_column`: this device's columns of the product, for the whole
-    sequence.
+    """Computes `tensor_parallel.gather_column`: this device's columns of the product, for the
+    whole sequence.
 
     Args:
       x: this device's part of the sequence, [B, L / n, ...].
@@ -76,10 +76,10 @@ def gather_column(
             for by, steps in ((1, right), (-1, left))
             if step < steps
         }
-        arriving, found = jax.lax.optimization_barrier(
+        arriving, computed = jax.lax.optimization_barrier(
             (arriving, {by: multiply(part) for by, part in parts.items()})
         )
-        for by, product in found.items():
+        for by, product in computed.items():
             products[by].append(product)
         parts = arriving
     return collectives.join(products[1][::-1] + [own] + products[-1], -right, AXIS, LENGTH)
@@ -93,8 +93,8 @@ def row_scatter(
     bidirectional: bool = False,
     **options: Any,
 ) -> Array:
-    """As `tensor_parallel.row_scatter`: this device's part of the sequence, of the product
-    summed over devices.
+    """Computes `tensor_parallel.row_scatter`: the product summed over devices, for this
+    device's part of the sequence.
 
     Args:
       x: this device's inputs, of the whole sequence: [B, L, ...].
@@ -129,7 +129,7 @@ def row_scatter(
 
 
 def hooks(mesh: Mesh, *, bidirectional: bool = False) -> Hooks:
-    """Returns the hooks of sequence parallelism whose products communicate while they compute.
+    """Returns the hooks of sequence parallelism with overlapped products.
 
     Args:
       mesh: with an axis "tensor".
@@ -143,14 +143,14 @@ def hooks(mesh: Mesh, *, bidirectional: bool = False) -> Hooks:
 
 
 def check(overlap: str, possible: bool) -> None:
-    """Refuses a way to overlap that does not exist, or that there is nothing for.
+    """Refuses an unknown way to overlap, or one without anything to overlap.
 
     Args:
       overlap: one of `OVERLAPS`.
       possible: whether the sequence is divided over "tensor", by hand.
 
     Raises:
-      ValueError: naming what it may be.
+      ValueError: naming the possible values.
     """
     if overlap not in OVERLAPS:
         raise ValueError(f"overlap={overlap!r} must be one of {OVERLAPS}")

@@ -1,5 +1,5 @@
-"""How long collectives take on a cluster: GPUs behind an NVLink switch, hosts on a network,
-TPUs on a torus.
+"""Seconds of collectives on a cluster: GPUs behind an NVLink switch, hosts on a network, TPUs
+on a torus.
 
     h100s = Cluster(hardware.get("h100"), 64)            # eight hosts of eight GPUs
     axes = {"data": 8, "tensor": 8}                      # outer to inner, as for meshes.make
@@ -7,19 +7,21 @@ TPUs on a torus.
     seconds = all_reduce(group, 1e9)                     # 1 GB on each of them
 
 The bandwidth of a group follows from where its devices are, not from the axis alone. Every GPU
-of a host has its own port to the network. Eight GPUs of a host that send together use eight
-ports: a group that covers whole hosts leaves each host eight times as fast as a group with one
-GPU per host. (https://jax-ml.github.io/scaling-book/gpus)
+of a host has its own port to the network. A group that covers whole hosts of eight GPUs leaves
+each host through eight ports, a group with one GPU per host through one.
 
-A group has n ranks, r of them behind each switch. NCCL lays its rings so that both levels work
-at the same time, and the slower level decides:
+A group has n ranks, r of them behind each switch. Both levels work at the same time, and the
+slower one decides:
 
-    all-gather, reduce-scatter    max(B (r-1)/r / NVLink, B (n-r)/n / (r port)) + latency
+    all-gather, reduce-scatter    max(B (r-1)/r / NVLink, B (n-1)/n / (r port)) + latency
     all-reduce                    twice that
     all-to-all                    max(b (r-1)/n / NVLink, b (n-r)/n / port) + latency
 
-B is the whole array, b what one rank has before the exchange. Links do not reach their rated
-bandwidth: `NVLINK_SHARE` and `network_share` say how much NCCL gets.
+B is the whole array, b one rank's array before the exchange. NCCL's rings run through all n
+ranks (https://github.com/NVIDIA/nccl/issues/812). On an `ideal` cluster each level has rings of
+its own, which send only B (n-r)/n over the network, as the scaling book counts
+(https://jax-ml.github.io/scaling-book/gpus). Links do not reach their rated bandwidth:
+`NVLINK_SHARE` and `network_share` say how much NCCL gets.
 """
 
 import dataclasses
@@ -33,26 +35,28 @@ from course_lib.measure.hardware import Accelerator
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 PRODUCTS_SHARE = 0.76
-"""Share of the peak rate that matrix products reach. The one constant that was
-fitted to published step times: see `lessons.backtest.fit`."""
+"""Share of the peak rate that matrix products reach. The one constant that was fitted to
+published step times: see `lessons.backtest.fit`."""
 NVLINK_SHARE = 0.8
-"""Share of NVLink's rated bandwidth that NCCL reaches: about 360 of 450 GB/s on an H100, 235 of
-300 on an A100. Assumed for all GPUs, not fitted."""
+"""Share of NVLink's rated bandwidth that NCCL reaches: 360 to 370 of 450 GB/s on an H100
+(https://github.com/NVIDIA/nccl-tests/issues/212), 235 of 300 on an A100. Assumed for all GPUs,
+not fitted."""
 SWITCH_SPEEDUP = 1.3
-"""How much faster an all-reduce is where switches add up (SHARP). It would be 2 without losses;
-about 1.3 is seen in practice (https://jax-ml.github.io/scaling-book/gpus)."""
+"""How much faster an all-reduce is if switches add up (SHARP, NVLS). Without losses it would be
+2 (n-1)/n; about 1.3 is measured (https://jax-ml.github.io/scaling-book/gpus)."""
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
-"""Start-up seconds of a collective: inside a host, and for each doubling of hosts. Assumed, not
+"""Start-up seconds of a collective inside a host, and per doubling of hosts. Assumed, not
 fitted."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
 
 
 def network_share(hosts: int) -> float:
-    """Returns NCCL's share of the network's rated bandwidth, for a group on so many hosts.
+    """Returns NCCL's share of the network's rated bandwidth, for a group on that many hosts.
 
-    Measured on H100 hosts with eight ports of 50 GB/s: 360 GB/s on 4 hosts, 345, 320, 300, 280,
-    and 260 on 128 (https://github.com/NVIDIA/nccl/issues/1229).
+    Fitted to all-reduces on H100 hosts with eight ports of 50 GB/s: a bus bandwidth of 360 GB/s
+    on 4 hosts, 345, 320, 300, 280, and 260 on 128
+    (https://github.com/NVIDIA/nccl/issues/1229).
     """
     return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
 
@@ -63,15 +67,18 @@ class Group:
 
     Attributes:
       ranks: n, the number of devices.
-      per_switch: r, how many of them share a switch (or a torus).
+      per_switch: r, the number of ranks that share a switch (or a torus).
       inside: bytes/s that a rank receives from the others behind its switch.
       outside: bytes/s that a rank receives over its port from other hosts. Not used if all
         ranks share a switch.
       latency: seconds until the first byte has arrived.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: 0 behind a switch. On a torus: how many devices long a ring through all of a chip's
-        links would be that takes as long for an all-to-all.
-      link: bytes/s from one device to the next; 0 behind a switch, where it is `inside`.
+      ring: on a torus, the length of the ring, through all links of a chip, whose all-to-all
+        takes as long as this group's; 0 behind a switch.
+      link: on a torus, bytes/s from one device to the next; 0 behind a switch, where `inside`
+        is that.
+      ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else
+        each ring runs through all ranks.
     """
 
     ranks: int
@@ -82,6 +89,7 @@ class Group:
     adds_in_switch: bool = False
     ring: float = 0.0
     link: float = 0.0
+    ideal: bool = False
 
 
 def all_gather(group: Group, size: int | float) -> float:
@@ -89,13 +97,14 @@ def all_gather(group: Group, size: int | float) -> float:
 
     Args:
       group: the devices.
-      size: bytes of the whole array, of which each rank has a part at first.
+      size: bytes of the gathered array. Each rank starts with 1/n of it.
     """
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
     inside = size * (r - 1) / r / group.inside if r > 1 else 0.0
-    outside = size * (n - r) / n / (r * group.outside) if n > r else 0.0
+    crossing = (n - r if group.ideal else n - 1) / n
+    outside = size * crossing / (r * group.outside) if n > r else 0.0
     return max(inside, outside) + group.latency
 
 
@@ -107,7 +116,7 @@ def all_reduce(group: Group, size: int | float) -> float:
 
     Args:
       group: the devices.
-      size: bytes of the array, which each rank has.
+      size: bytes of the array that each rank has.
     """
     seconds = reduce_scatter(group, size) + all_gather(group, size)
     return seconds / SWITCH_SPEEDUP if group.adds_in_switch else seconds
@@ -116,11 +125,11 @@ def all_reduce(group: Group, size: int | float) -> float:
 def all_to_all(group: Group, size: int | float) -> float:
     """Returns the seconds of an all-to-all.
 
-    On a ring of n devices a message takes n/4 hops on average, and keeps as many links busy.
+    On a ring of n devices a message takes n/4 hops on average, and uses a link for each hop.
 
     Args:
       group: the devices.
-      size: bytes that one rank has; it sends 1/n of them to each rank.
+      size: bytes of one rank's array. It sends 1/n of them to each rank.
     """
     n, r = group.ranks, group.per_switch
     if n == 1:
@@ -131,8 +140,8 @@ def all_to_all(group: Group, size: int | float) -> float:
 
 
 def shift(group: Group, size: int | float) -> float:
-    """Returns the seconds in which each rank sends an array to the next one: a step of a ring,
-    or the link between two pipeline stages.
+    """Returns the seconds in which each rank sends an array to the next rank: one step of a
+    ring, or a transfer between two pipeline stages.
 
     Args:
       group: the devices, in the order of the ring.
@@ -140,7 +149,7 @@ def shift(group: Group, size: int | float) -> float:
     """
     if group.ranks == 1:
         return 0.0
-    if group.link:  # on a torus, one link, and one hop
+    if group.link:  # on a torus: one link, one hop
         return size / group.link + (TORUS_LATENCY if group.latency else 0.0)
     slowest = group.outside if group.ranks > group.per_switch else group.inside
     return size / slowest + group.latency / 2
@@ -148,7 +157,7 @@ def shift(group: Group, size: int | float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Accelerators, and what links them.
+    """Accelerators and the links between them.
 
     Attributes:
       accelerator: a row of `hardware`.
@@ -156,17 +165,17 @@ class Cluster:
       gpus_per_host: GPUs of one host. None: eight, or all if there are fewer.
       hosts_per_switch: hosts that share one NVLink switch; 1 in NVIDIA's servers of eight GPUs,
         18 in a GB200 NVL72 rack with its hosts of four.
-      ports_per_host: None: one per GPU.
+      ports_per_host: network ports of one host. None: one per GPU.
       port_bandwidth: bytes/s of one port in one direction. None: the table's
         `network_bandwidth`.
       adds_in_switch: whether NVLink and network switches add up (NVLS, SHARP).
-      ideal: links reach their rated bandwidth at once. For comparison with formulas that assume
-        the same.
+      ideal: whether links reach their rated bandwidth, without latency, and collectives send
+        the fewest bytes, as textbook formulas assume.
       products_share: share of the peak rate that matrix products reach.
 
     Raises:
-      ValueError: if a number cannot be, a host has more GPUs than there are, or TPUs are given
-        hosts and ports, which their torus does not have.
+      ValueError: if a number is out of range, a host has more GPUs than the cluster, or a
+        cluster of TPUs has hosts, ports or switches: TPUs are linked by a torus.
     """
 
     accelerator: Accelerator
@@ -210,30 +219,31 @@ class Cluster:
 
     @property
     def per_host(self) -> int:
-        """GPUs of a host."""
+        """GPUs per host."""
         return self.gpus_per_host or min(virtual.GPUS_PER_HOST, self.count)
 
     @property
     def per_switch(self) -> int:
-        """GPUs that NVLink connects with each other."""
+        """GPUs behind one NVLink switch."""
         return min(self.per_host * self.hosts_per_switch, self.count)
 
     @property
     def network(self) -> float | None:
-        """Bytes/s that one GPU can send to other hosts if all of its host's GPUs send; None if
-        the table has no figure.
+        """Bytes/s from one GPU to other hosts while all GPUs of its host send. None: no figure
+        in the table.
         """
         port = self.port_bandwidth or self.accelerator.network_bandwidth
         ports = self.ports_per_host or self.per_host
         return None if port is None else port * ports / self.per_host
 
     def group(self, axes: Mapping[str, int], over: str | Sequence[str]) -> Group:
-        """Returns the group that communicates along one mesh axis, or along several together.
+        """Returns the devices that communicate along one mesh axis, or along several axes
+        together.
 
         Args:
           axes: sizes of the mesh's axes, outer to inner. Neighbours on the innermost axis have
             neighbouring numbers.
-          over: the axis or axes. A name that `axes` lacks counts as an axis of size 1.
+          over: the axis or axes. An axis of `AXES` that is not in `axes` has size 1.
 
         Raises:
           ValueError: if the axes do not multiply to `count`, or the group crosses a network for
@@ -251,7 +261,8 @@ class Cluster:
             return self._on_torus(axes, over)
         numbers = np.arange(self.count).reshape(tuple(axes.values()))
         members = numbers[tuple(slice(None) if axis in over else 0 for axis in axes)].ravel()
-        # Groups may lie unevenly, as 12 GPUs on hosts of 8: fewest ranks, fewest ports.
+        # 12 GPUs on hosts of 8 lie unevenly. The host with the fewest ranks has the fewest
+        # ports, and decides.
         ranks_behind = np.unique(members // self.per_switch, return_counts=True)[1]
         hosts = len(np.unique(members // self.per_host))
         inside, outside = self.accelerator.link_bandwidth, self.network
@@ -264,30 +275,28 @@ class Cluster:
         latency = NVLINK_LATENCY * (int(ranks_behind.min()) > 1)
         if crosses:
             latency += NETWORK_LATENCY * math.ceil(math.log2(hosts))
-        if self.ideal:
-            shares, latency = (1.0, 1.0), 0.0
-        else:
-            shares = NVLINK_SHARE, network_share(hosts)
+        shares = (1.0, 1.0) if self.ideal else (NVLINK_SHARE, network_share(hosts))
         return Group(
             len(members),
             int(ranks_behind.min()),
             shares[0] * inside,
             shares[1] * (outside or 0.0),
-            latency,
+            0.0 if self.ideal else latency,
             self.adds_in_switch,
+            ideal=self.ideal,
         )
 
     def _on_torus(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
-        """Returns a group of TPUs: a ring, or several through each chip.
+        """Returns a group of TPUs: one ring through each chip, or several.
 
-        The mesh's axes take dimensions of the torus from inner to outer. An axis of two whole
-        dimensions has two rings through each chip, so twice the bandwidth. Data goes around a
-        ring in both directions. A part of a dimension is a line, which has half of a ring's
-        bandwidth; the outer part shares its links with as many groups as the inner part has
-        devices.
+        The mesh's axes take the dimensions of the torus from inner to outer. An axis over two
+        dimensions has two rings through each chip, which double its bandwidth. Data goes around
+        a ring in both directions. A part of a dimension is a line, with half of a ring's
+        bandwidth. If two axes divide a dimension, the groups of the outer axis share its links:
+        as many groups as the inner axis has devices there.
         """
         sides = [int(side) for side in self._torus().split("x")]
-        # Ends are linked along 16 chips in 2D, and in 3D if all sides are multiples of 4.
+        # Ends are linked along sides of 16 in 2D, and in 3D if all sides are multiples of 4.
         closed = [
             side % 16 == 0 if len(sides) == 2 else not any(side % 4 for side in sides)
             for side in sides

@@ -1,8 +1,7 @@
-"""Collectives, each built from the one way in which two devices talk: `shift`, which passes an
-array along a ring.
+"""Collectives, each built from `shift`, which passes an array along a ring.
 
-The devices of a mesh axis form a ring: each can send to the next, the last to the first. On it,
-every function here gives what JAX's own gives, and so does its gradient, which JAX derives: a
+The devices of a mesh axis form a ring: each can send to the next, the last to the first. Every
+function here returns the same values as JAX's own, and the same gradient, which JAX derives: a
 shift transposes to a shift the other way, so the ring that gathers transposes to the ring that
 sums and scatters.
 
@@ -12,16 +11,16 @@ sums and scatters.
     all_reduce(x, "data", d)     psum(x, "data")
     all_to_all(x, "data", d, e)  all_to_all(x, "data", split_axis=d, concat_axis=e, tiled=True)
 
-All are called inside `jax.shard_map`, and unroll into one step a hop. Links carry both
-directions at once: with `bidirectional=True` half of what travels goes the other way round, and
-the ring needs half of the steps.
+Call them inside `jax.shard_map`. They unroll into one step per hop. Links carry both directions
+at once: with `bidirectional=True` half of the bytes go the other way round, in half as many
+steps.
 
-`cost` says what each needs on one ring whose links all have one bandwidth. Which bandwidth a
-group of GPUs has, in one host or on several, `cluster_model` says.
+`cost` gives steps, bytes and seconds on one ring whose links have one bandwidth.
+`cluster_model` gives the bandwidth of a group of GPUs, in one host or on several.
 
 Sources: Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521 (the
-algorithms, and the model of latency plus bytes over bandwidth); for the convention of bytes,
-NCCL's https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+algorithms, and the model of latency plus bytes over bandwidth). Bytes are counted as in NCCL's
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import dataclasses
@@ -44,8 +43,8 @@ KINDS = (
 
 
 def shift(x: Shaped[Array, "..."], axis: str, by: int = 1) -> Shaped[Array, "..."]:
-    """Sends each device's array to the device `by` further along the ring. Returns what
-    arrives: that of `by` before.
+    """Sends each device's array `by` devices further along the ring, and returns the array that
+    arrives.
     """
     n = jax.lax.axis_size(axis)
     return jax.lax.ppermute(x, axis, [(source, (source + by) % n) for source in range(n)])
@@ -56,8 +55,8 @@ def all_gather(
 ) -> Shaped[Array, "..."]:
     """Returns the arrays of all devices, joined along a dimension in the order of devices.
 
-    Each device passes on what it last got: after k steps it holds the array of the k-th device
-    before it.
+    Each device passes on the array that arrived last: after k steps it has the array of the
+    k-th device before it.
     """
     right, left = hops(axis, bidirectional)
     # the array of the k-th device before this one, and of the k-th after it
@@ -74,8 +73,7 @@ def reduce_scatter(
 ) -> Shaped[Array, "..."]:
     """Returns this device's part, along a dimension, of the sum of all devices' arrays.
 
-    The sum for a device starts at the one farthest from it, and on its way each device adds its
-    own part.
+    The sum for a device starts at the farthest device. Each device on the way adds its part.
 
     Raises:
       ValueError: if the number of devices does not divide the dimension.
@@ -95,16 +93,14 @@ def reduce_scatter(
 def all_reduce(
     x: Shaped[Array, "..."], axis: str, dim: int = 0, bidirectional: bool = False
 ) -> Shaped[Array, "..."]:
-    """Returns the sum of all devices' arrays: summed in parts, one a device, which are then
-    gathered.
+    """Returns the sum of all devices' arrays: a reduce-scatter, then an all-gather.
 
     The result is the same on all devices, but JAX cannot know that and counts it as varying
-    over the axis. To JAX the result of `jax.lax.psum` is shared; `meshes.vary(jax.lax.psum(x,
-    axis), axis)` equals this function in every respect.
+    over the axis, unlike the result of `jax.lax.psum`. `meshes.vary(jax.lax.psum(x, axis),
+    axis)` equals this function in every respect.
 
     Raises:
-      ValueError: if the number of devices does not divide the dimension along which the array
-        is cut.
+      ValueError: if the number of devices does not divide the dimension.
     """
     return all_gather(reduce_scatter(x, axis, dim, bidirectional), axis, dim, bidirectional)
 
@@ -116,10 +112,10 @@ def all_to_all(
     concat_dim: int,
     bidirectional: bool = False,
 ) -> Shaped[Array, "..."]:
-    """Sends the k-th part of the array, along one dimension, to the k-th device. Returns what
-    arrives, joined along another.
+    """Sends the k-th part of the array, along one dimension, to the k-th device, and returns
+    the parts that arrive, joined along another dimension.
 
-    Each device hands the next all that is not for itself: the cargo shrinks by one part a step.
+    Each device passes on all parts that are not for itself: one part fewer per step.
 
     Raises:
       ValueError: if the number of devices does not divide the dimension that is split.
@@ -141,8 +137,8 @@ def all_to_all(
 def all_to_all_direct(
     x: Shaped[Array, "..."], axis: str, split_dim: int, concat_dim: int
 ) -> Shaped[Array, "..."]:
-    """Does what `all_to_all` does where any two devices are linked, as by a switch: each part
-    goes to its device at once.
+    """Like `all_to_all`, for devices that are all linked with each other, as by a switch: each
+    part goes to its device at once.
 
     Raises:
       ValueError: if the number of devices does not divide the dimension that is split.
@@ -153,15 +149,15 @@ def all_to_all_direct(
 
 
 def hops(axis: str, bidirectional: bool) -> tuple[int, int]:
-    """Returns how many steps an array takes to the right, and to the left, to meet all devices
-    of the ring.
+    """Returns the steps to the right and to the left in which an array reaches all devices of
+    the ring.
     """
     n = jax.lax.axis_size(axis)
     return (n // 2, (n - 1) // 2) if bidirectional else (n - 1, 0)
 
 
 def split(x: Array, axis: str, dim: int) -> list[Array]:
-    """Returns one part of an array for each device: its k-th is for the k-th device after this
+    """Cuts an array into one part per device. The k-th part is for the k-th device after this
     one.
     """
     n = jax.lax.axis_size(axis)
@@ -170,8 +166,8 @@ def split(x: Array, axis: str, dim: int) -> list[Array]:
 
 
 def join(parts: list[Array], first: int, axis: str, dim: int) -> Array:
-    """Joins parts that begin with that of the device `first` after this one, so that they begin
-    with device 0's.
+    """Joins parts in the order of devices, given in an order that begins with the device
+    `first` after this one.
     """
     offset = (jax.lax.axis_index(axis) + first) * parts[0].shape[dim]
     return jnp.roll(jnp.concatenate(parts, dim), offset, dim)
@@ -179,12 +175,12 @@ def join(parts: list[Array], first: int, axis: str, dim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a collective needs on a ring.
+    """The cost of a collective on a ring.
 
     Attributes:
-      steps: messages that follow each other; those in opposite directions travel at once.
-      sent_bytes: that each device sends, both directions together.
-      seconds: `steps` times the latency, and the bytes in the busier direction over the
+      steps: messages that follow each other; messages in opposite directions travel at once.
+      sent_bytes: bytes that each device sends, both directions together.
+      seconds: `steps` times the latency, plus the bytes in the busier direction over the
         bandwidth.
     """
 
@@ -201,7 +197,7 @@ def cost(
     latency: float = 0.0,
     bidirectional: bool = False,
 ) -> Cost:
-    """Returns what the functions of this file need, with S bytes and n devices:
+    """Returns the cost of a function of this file, with S bytes and n devices:
 
                            one direction                both: steps, bytes in the busier one
         kind               steps      bytes sent        steps       bytes sent
@@ -212,23 +208,23 @@ def cost(
         all_to_all         n - 1      S (n - 1) / 2     n // 2      S h (h + 1) / 2n, h = n // 2
         all_to_all_direct  n - 1      S (n - 1) / n     -
 
-    A gradient of S bytes, all-reduced, is thus sent about twice, whatever the number of
-    devices. Only a switch that adds needs less: each device sends S (SHARP, NVLS).
+    An all-reduce of a gradient of S bytes thus sends about 2 S per device, whatever the number
+    of devices. Only a switch that adds needs less: each device sends S (SHARP, NVLS).
 
     The seconds are ideal: all links have the same bandwidth, and reach it at once. A rated
-    bandwidth gives a lower bound. `cluster_model.all_reduce` and its like know hosts, their
-    ports, and how much of the rated bandwidth NCCL reaches.
+    bandwidth gives a lower bound. The functions of `cluster_model` count hosts, their ports,
+    and NCCL's share of the rated bandwidth.
 
     Args:
       kind: one of `KINDS`.
-      bytes: S, of the whole array at one device: what it has before a reduce-scatter,
-        all-reduce, all-to-all or ppermute, what it has after an all-gather.
+      bytes: S, of one device's array before a reduce-scatter, all-reduce, all-to-all or
+        ppermute, or after an all-gather.
       size: n, the devices of the axis.
-      bandwidth: of the ring's slowest link in one direction, bytes/s. With `bidirectional`,
-        what each of the two directions gets: all of it where each neighbour has a link of its
-        own (TPUs), half where all goes through one switch (NVLink on H100s).
-      latency: from the start of a message to the arrival of its first byte, seconds.
-      bidirectional: whether both directions carry half.
+      bandwidth: of the ring's slowest link in one direction, bytes/s. With `bidirectional`, the
+        bandwidth of each direction: all of it if each neighbour has its own link (TPUs), half
+        if one switch links all devices (NVLink on H100s).
+      latency: seconds from the start of a message to the arrival of its first byte.
+      bidirectional: whether each direction carries half.
 
     Raises:
       ValueError: if the kind is unknown or has no two-directional form, or a number is out of

@@ -1,18 +1,17 @@
 """Context parallelism: each device has a part of every sequence, and keys and values travel
 around a ring.
 
-All of a Transformer but attention treats each position by itself. In *ring attention* (Liu et
-al., 2023, https://arxiv.org/abs/2310.01889) each device has the queries, keys and values of its
-own positions; keys and values go around a ring of n devices, and a device adds up what its
-queries take of those that pass by: never more than one part of the sequence is here, and no
-scores are kept. The backward pass sends keys and values around again, and their gradients with
-them.
+Only attention mixes positions. In *ring attention* (Liu et al., 2023,
+https://arxiv.org/abs/2310.01889) each device has the queries, keys and values of its own
+positions. Keys and values go around a ring of n devices, and each device attends to the part
+that passes by: it never stores more than one part of the sequence, and no scores. The backward
+pass sends keys and values around again, together with their gradients.
 
-Causally, early positions see few keys and late ones many. So the sequence is cut into 2n parts,
-and device i has parts i and 2n - 1 - i, an early and a late one (Llama 3,
-https://arxiv.org/abs/2407.21783, section 3.3.2; another balanced order is that of Brandon et
-al., 2023, https://arxiv.org/abs/2311.09431). Of the four pairs of parts that meet in a step,
-all devices need two, and compute no others:
+With a causal mask, early positions see few keys and late ones many. For load balancing
+(*zigzag*), the sequence is cut into 2n parts, and device i has parts i and 2n - 1 - i, an early
+and a late one (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2; *striped attention* of
+Brandon et al., 2023, https://arxiv.org/abs/2311.09431, balances in another order). Four pairs
+of parts meet in each step. Every device needs two of them, and computes no others:
 
     keys of an earlier device    early queries see its early part, late queries too
     keys of a later device       late queries see its early part, and its late part
@@ -34,14 +33,13 @@ from course_lib.models.hooks import Hooks
 PyTree = Any
 
 AXIS = "context"
-LENGTH = 1  # the dimension of tokens [B, L] and activations [B, L, ...] that is cut
-EARLY, LATE = 0, 1  # the two parts that a device has
+LENGTH = 1  # the dimension of tokens [B, L] and activations [B, L, ...] to cut
+EARLY, LATE = 0, 1  # the two parts of a device
 
 
 def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
-    """Returns the positions that each device has.
-
-    Logits that leave a `jax.shard_map` cut along the length stand in this order.
+    """Returns the positions of each device. Logits that leave a `jax.shard_map` cut along the
+    length have this order.
 
     Args:
       length: L.
@@ -56,11 +54,9 @@ def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
 
 
 def own(x: Shaped[Array, "..."], dim: int = LENGTH) -> Shaped[Array, "..."]:
-    """Returns this device's positions of an array that has all of them along a dimension."""
-    positions = jnp.asarray(order(x.shape[dim], jax.lax.axis_size(AXIS)))[
-        jax.lax.axis_index(AXIS)
-    ]
-    return jnp.take(vary(x, AXIS), positions, axis=dim)
+    """Takes this device's positions from an array that has all positions along a dimension."""
+    by_device = jnp.asarray(order(x.shape[dim], jax.lax.axis_size(AXIS)))
+    return jnp.take(vary(x, AXIS), by_device[jax.lax.axis_index(AXIS)], axis=dim)
 
 
 def attend(
@@ -72,14 +68,13 @@ def attend(
     implementation: str = "reference",
     softmax_dtype: Any = jnp.float32,
 ) -> Float[Array, "B L_n H K"]:
-    """As `attention.attend`, of queries, keys and values of this device's positions.
+    """Computes `attention.attend` from the queries, keys and values of this device's positions.
 
     Scores and softmax are float32, and so are the gradients of keys and values that travel.
 
     Args:
       query: B sequences, L / n positions of each, H heads of width K.
-      key: with as many heads, or G that divide them: the queries of H / G heads in a row see
-        the same.
+      key: G heads, where G divides H: each serves H / G consecutive heads of queries.
       value: as `key`.
       causal: whether a position sees only itself and those before it.
       implementation: must be "reference".
@@ -101,8 +96,8 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ring(query: Array, both: Array, causal: bool) -> Array:
-    """Attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], for parts of c
-    positions.
+    """Computes attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], in parts
+    of c positions.
     """
     return ring_forward(query, both, causal)[0]
 
@@ -119,8 +114,8 @@ def ring_forward(query: Array, both: Array, causal: bool) -> tuple[Array, Any]:
             key, value = (_part(x, k) for x in both)
             new = online_softmax(of_queries, _part(query, q), key, value, masked)
             state = {name: _put(state[name], q, new[name]) for name in state}
-        # The next transfer waits for these products: else all transfers could come first, and
-        # stand in memory.
+        # The next transfer waits for these products. Else all transfers could come first, and
+        # all parts would be in memory at once.
         both, state = jax.lax.optimization_barrier((arriving, state))
     out = (state["out"] / _beside(state["total"])).astype(query.dtype)
     return out, (query, own, out, state["top"] + jnp.log(state["total"]))
@@ -129,11 +124,12 @@ def ring_forward(query: Array, both: Array, causal: bool) -> tuple[Array, Any]:
 def online_softmax(
     state: PyTree, query: Array, key: Array, value: Array, masked: bool
 ) -> PyTree:
-    """Adds what queries [B c G H/G K] take of keys and values [B c G K] to what they have so
-    far.
+    """Adds the attention of queries [B c G H/G K] to keys and values [B c G K] to the state, an
+    online softmax.
 
-    The largest score is taken from all of them, so that no exponential overflows. With a larger
-    one, what is there shrinks (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+    The largest score so far is subtracted from all scores, so that no exponential overflows.
+    When a larger one arrives, the sums are scaled down (Milakov and Gimelshein, 2018,
+    https://arxiv.org/abs/1805.02867).
     """
     scores = _scores(query, key, masked)
     top = jnp.maximum(state["top"], scores.max(axis=-1))
@@ -144,8 +140,8 @@ def online_softmax(
 
 
 def ring_backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
-    """Sends keys and values around again, and with them the sum of their gradients, until these
-    are home.
+    """Sends keys and values around again, with the sum of their gradients, which ends on its
+    own device.
     """
     query, both, out, log_total = kept
     n, width = jax.lax.axis_size(AXIS), query.shape[-1]
@@ -187,8 +183,8 @@ _ring.defvjp(ring_forward, ring_backward)
 
 
 def block_pairs(step: int, causal: bool) -> list[tuple[Any, Any, bool]]:
-    """Lists which part of the queries meets which part of keys that came `step` devices far,
-    and whether one hides half.
+    """Lists the pairs of parts (queries, keys) to compute with keys from `step` devices before,
+    and whether the causal mask hides half of a pair.
     """
     if not causal:
         return [(q, k, False) for q in (EARLY, LATE) for k in (EARLY, LATE)]
@@ -200,9 +196,7 @@ def block_pairs(step: int, causal: bool) -> list[tuple[Any, Any, bool]]:
 
 
 def _scores(query: Array, key: Array, masked: bool) -> Array:
-    """Returns products of queries and keys [B G H/G c c] in float32; of one part, a query sees
-    no later key.
-    """
+    """Returns scores [B G H/G c c] in float32. If `masked`, a query sees no later key."""
     scores = _product("bqgrk,bsgk->bgrqs", query, key) * query.shape[-1] ** -0.5
     if not masked:
         return scores
@@ -223,25 +217,19 @@ def _put(x: Array, index: Any, part: Array) -> Array:
 
 
 def _beside(x: Array) -> Array:
-    """Turns a number for each query, [... G H/G c] as scores have them, into [... c G H/G 1],
-    as values have them.
+    """Moves one number per query from the axes of scores, [... G H/G c], to the axes of values,
+    [... c G H/G 1].
     """
     return jnp.moveaxis(x, -1, -3)[..., None]
 
 
 def positions(length: int) -> Int[Array, "L_n"]:
-    """Returns the positions that this device has of a sequence of which each device has
-    `length`.
-    """
+    """Returns this device's positions in a sequence of n x `length`."""
     return own(jnp.arange(length * jax.lax.axis_size(AXIS)), dim=0)
 
 
 def hooks(others: Hooks) -> Hooks:
-    """Returns the hooks that make the Transformer one device's part of a context-parallel one.
-
-    Args:
-      others: what else the device does differently.
-    """
+    """Adds context parallelism to the hooks of other strategies."""
     return dataclasses.replace(
         others, attend=attend, positions=positions, attend_positions=positions
     )
@@ -255,10 +243,10 @@ def check(model: Any, seq_len: int, mesh: meshes.Shape, by_hand: bool) -> None:
       model: the `model` part of a configuration.
       seq_len: L.
       mesh: with an axis "context".
-      by_hand: whether attention is that of this file; else it is the compiler's.
+      by_hand: whether attention is the ring of this file; else the compiler divides it.
 
     Raises:
-      ValueError: naming the field, its value and what would do.
+      ValueError: naming the field, its value and the possible ones.
     """
     n = meshes.axis_size(mesh, AXIS)
     if by_hand:
@@ -266,8 +254,8 @@ def check(model: Any, seq_len: int, mesh: meshes.Shape, by_hand: bool) -> None:
     elif model.attention not in ("reference", "xla"):
         raise ValueError(
             f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis"
-            f" {AXIS!r} and by='compiler': the compiler cannot look into a kernel, and would"
-            " gather all of the queries"
+            f" {AXIS!r} and by='compiler': the compiler cannot divide a kernel, and would"
+            " gather all queries"
         )
     check_parts(seq_len, n, 2 * n if by_hand else n)
 
@@ -276,14 +264,12 @@ def check_parts(length: int, size: int, parts: int) -> None:
     """Refuses a length that devices cannot cut into equal parts.
 
     Raises:
-      ValueError: naming the nearest that they can.
+      ValueError: naming the nearest possible lengths.
     """
-    if rest := length % parts:
-        below = length - rest
+    if length % parts:
         raise ValueError(
             f"seq_len={length} must be a multiple of {parts}, the parts into which the {size}"
-            f" devices of axis {AXIS!r} cut it; take"
-            f" {f'{below} or ' * (below > 0)}{below + parts}"
+            f" devices of axis {AXIS!r} cut it; take {meshes.nearest(length, parts)}"
         )
 
 
@@ -291,6 +277,6 @@ def _check_implementation(implementation: str, softmax_dtype: Any) -> None:
     if implementation != "reference" or jnp.dtype(softmax_dtype) != jnp.float32:
         raise ValueError(
             f"attention={implementation!r}, softmax_dtype={jnp.dtype(softmax_dtype).name!r}"
-            f" must be 'reference' and 'float32' with a mesh axis {AXIS!r}: the ring is an"
-            " attention of its own, whose softmax is float32"
+            f" must be 'reference' and 'float32' with a mesh axis {AXIS!r}: ring attention"
+            " replaces the kernel, with a float32 softmax"
         )

@@ -1,23 +1,23 @@
 """Data parallelism: every device computes the gradient of its share of the batch. Written by
 hand.
 
-All that differs between plain data parallelism and the three stages of ZeRO (Rajbhandari et
-al., 2020, https://arxiv.org/abs/1910.02054) is what a device keeps, and so what it has to send.
-P parameters, n devices:
+Plain data parallelism and the three stages of ZeRO (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054) differ only in the state that a device keeps, and therefore in
+what it sends. P parameters, n devices:
 
-    stage  parameters  gradients  optimizer  what a device sends in a step, in parameters
+    stage  parameters  gradients  optimizer  sent per step per device, in parameters
     0      all         all        all        all-reduce of gradients: 2 (n - 1) / n P
     1      all         all        1/n        reduce-scatter of gradients, all-gather of new
                                              parameters: the same
-    2      all         1/n        1/n        the same; with accumulation, a reduce-scatter each
-                                             minibatch, whose own gradients are whole until
-                                             then: only their sum is 1/n
+    2      all         1/n        1/n        the same; with accumulation, a reduce-scatter per
+                                             minibatch (a minibatch has all gradients, their
+                                             sum 1/n)
     3      1/n         1/n        1/n        all-gather twice (forward, backward) and
                                              reduce-scatter: 3 (n - 1) / n P
 
-Stage 3 is also called FSDP. Which dimension of a parameter is cut says `sharding.ZERO`: the
-model's width. The few vectors that have no width (biases of the hidden MLP, of queries, keys
-and values, and of the output) stay whole.
+Stage 3 is also called FSDP. Parameters are cut along the model's width (`sharding.ZERO`). The
+few vectors without that dimension (biases of the hidden MLP, of queries, keys and values, and
+of the output) stay whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,26 +45,26 @@ AXIS = "data"
 def gradient(
     loss_fn: LossFn,
     mesh: Mesh,
-    held: PyTree,
-    kept: PyTree,
+    param_specs: PyTree,
+    grad_specs: PyTree,
     *,
     stage: int = 0,
     cut: Callable[[GradFn], GradFn] = gradient_accumulation.in_minibatches,
 ) -> GradFn:
     """Returns a gradient function on arrays that are spread over the mesh's "data" axis.
 
-    Each device draws its dropout from a key of its own, the given one with its index folded in.
+    Each device draws dropout from its own key: `rng` with the device's index folded in.
 
     Args:
-      loss_fn: what one device computes, of parameters as it holds them and its share of the
-        batch. As all losses of `losses`, it must be 0 with gradient 0 where all weights are 0:
-        a device may have no labels, and 0 / 0 of one would be NaN on all of them.
+      loss_fn: one device's loss, of its parts of the parameters and its share of the batch. If
+        all weights are 0 it must be 0 with gradient 0, as in `losses`: a device may have no
+        labels, and one NaN from 0 / 0 would reach all devices.
       mesh: with an axis "data".
-      held: specs of the parameters.
-      kept: specs of the gradients that come out: cut over "data" from stage 1 on.
+      param_specs: specs of the parameters.
+      grad_specs: specs of the returned gradients: cut over "data" from stage 1 on.
       stage: of ZeRO, 0 to 3.
-      cut: makes, of the gradient function of a minibatch, that of a device's share; by default
-        there is one minibatch. Stages 0 and 1 communicate once for all minibatches.
+      cut: turns the gradient function of a minibatch into that of a device's share; by default
+        the share is one minibatch. Stages 0 and 1 communicate once for all minibatches.
 
     Raises:
       ValueError: if there is no such stage.
@@ -73,7 +73,7 @@ def gradient(
     of_share = cut(
         gradient_accumulation.gradient(loss_fn)
         if stage < 2
-        else _summed_gradient(loss_fn, held, kept)
+        else _summed_gradient(loss_fn, param_specs, grad_specs)
     )
 
     def on_one_device(
@@ -85,21 +85,24 @@ def gradient(
         total = jax.lax.psum(metrics, AXIS)
         share = label_share(metrics, total)
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
-        return sum_over_devices(grads, held, kept), total
+        return sum_over_devices(grads, param_specs, grad_specs), total
 
     return jax.shard_map(
-        on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(kept, P())
+        on_one_device,
+        mesh=mesh,
+        in_specs=(param_specs, P(AXIS), P()),
+        out_specs=(grad_specs, P()),
     )
 
 
-def loss(loss_fn: LossFn, mesh: Mesh, held: PyTree) -> LossFn:
+def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
     """Returns the loss function on arrays that are spread over the mesh: the weighted mean over
     all devices.
 
     Args:
-      loss_fn: what one device computes.
+      loss_fn: one device's loss.
       mesh: with an axis "data".
-      held: specs of the parameters.
+      param_specs: specs of the parameters.
     """
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
@@ -107,21 +110,21 @@ def loss(loss_fn: LossFn, mesh: Mesh, held: PyTree) -> LossFn:
         return mean_over_devices(*loss_fn(params, batch, rng), AXIS)
 
     return jax.shard_map(
-        on_one_device, mesh=mesh, in_specs=(held, P(AXIS), P()), out_specs=(P(), P())
+        on_one_device, mesh=mesh, in_specs=(param_specs, P(AXIS), P()), out_specs=(P(), P())
     )
 
 
 def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn:
     """Returns the loss of tokens that the devices along another axis divide among themselves.
 
-    Each takes its own from those of all. The parameters are marked as each device's own before
-    they are used, so that JAX sums their gradients over devices once, when the backward pass is
-    through. Each device draws dropout from a key of its own.
+    The parameters are marked as each device's own before they are used, so that JAX sums their
+    gradients over devices once, at the end of the backward pass. Each device draws dropout from
+    its own key.
 
     Args:
-      loss_fn: what a device computes, of its own tokens.
+      loss_fn: a device's loss, of its own tokens.
       axis: of the mesh.
-      own: a device's part of an array of tokens.
+      own: takes a device's part of an array of tokens.
     """
 
     def of_all(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
@@ -145,18 +148,16 @@ def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, P
 def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
     """Returns metrics summed over devices; only the loss is differentiated.
 
-    They are sent as one array. A count that is sent by itself could be sent early, on some
-    devices before and on others after a transfer of the model's, and simulated devices, which
-    have few threads, would wait for each other forever.
+    They are sent as one array. A count alone could be sent early, on some devices before and on
+    others after a transfer of the model's. Simulated devices have few threads and would wait
+    for each other forever.
     """
     numbers, tree = jax.tree.flatten(jax.lax.stop_gradient(metrics))
     return jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(numbers), axis)))
 
 
-def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
-    """Returns a gradient function whose result is summed over devices: this device's part of
-    the sum.
-    """
+def _summed_gradient(loss_fn: LossFn, param_specs: PyTree, grad_specs: PyTree) -> GradFn:
+    """Returns a gradient function that sums over devices, and returns this device's part."""
 
     def share_of_mean(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         loss, metrics = loss_fn(params, batch, rng)
@@ -165,15 +166,13 @@ def _summed_gradient(loss_fn: LossFn, held: PyTree, kept: PyTree) -> GradFn:
 
     def grad_fn(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
         grads, metrics = jax.grad(share_of_mean, has_aux=True)(params, batch, rng)
-        return sum_over_devices(grads, held, kept), metrics
+        return sum_over_devices(grads, param_specs, grad_specs), metrics
 
     return grad_fn
 
 
 def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
-    """Returns a key that no other device along "data" has: each drops different units of
-    different sequences.
-    """
+    """Returns a key that differs along "data", so that each device drops different units."""
     return jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
 
 
@@ -184,33 +183,33 @@ def label_share(metrics: PyTree, total: PyTree) -> Array:
     return metrics["loss"][1] / gradient_accumulation.nonzero(total["loss"][1])
 
 
-def sum_over_devices(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
-    """Sums gradients over the devices: all of the sum, or this device's slice of it, as the
-    specs say.
+def sum_over_devices(grads: PyTree, param_specs: PyTree, grad_specs: PyTree) -> PyTree:
+    """Sums gradients over the devices. Returns all of the sum, or this device's slice of it, as
+    the specs say.
 
-    Parameters that are held in slices were gathered inside the loss, and the transpose of a
-    gather is a reduce-scatter: their gradients come summed and sliced.
+    Gradients of sliced parameters are summed and sliced already: the loss gathers these
+    parameters, and the transpose of a gather is a reduce-scatter.
     """
 
-    def of_leaf(grad: Array, held: P, kept: P) -> Array:
-        if dim_of(held, AXIS) is not None:
+    def of_leaf(grad: Array, param_spec: P, grad_spec: P) -> Array:
+        if dim_of(param_spec, AXIS) is not None:
             return grad
-        dim = dim_of(kept, AXIS)
+        dim = dim_of(grad_spec, AXIS)
         if dim is None:
             return jax.lax.psum(grad, AXIS)
         return jax.lax.psum_scatter(grad, AXIS, scatter_dimension=dim, tiled=True)
 
-    return jax.tree.map(of_leaf, grads, held, kept)
+    return jax.tree.map(of_leaf, grads, param_specs, grad_specs)
 
 
 def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
-    """Returns whole parameters from the slices that the devices along "data" hold.
+    """Gathers parameters from the slices of the devices along "data".
 
     Args:
       params: slices.
-      specs: of the parameters, saying along which dimension they are cut.
-      dtype: that layers compute in. Kernels are sent in it, and so are their gradients; the
-        rest stays float32.
+      specs: of the parameters.
+      dtype: in which layers compute. Kernels and their gradients are sent in it; the rest stays
+        float32.
     """
 
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
@@ -226,14 +225,14 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
 def gather_around(
     apply_fn: Callable[..., Any], specs: PyTree, dtype: Any
 ) -> Callable[..., Any]:
-    """Returns a model that gathers what stands outside of its layers: embeddings, last norm,
+    """Returns a model that gathers the parameters outside of its layers: embeddings, last norm,
     output layer.
     """
 
     def gathering(params: PyTree, inputs: Array, rng: Any) -> Any:
         outside = {name: params[name] for name in params if not name.startswith("block")}
-        whole = gather(outside, {name: specs[name] for name in outside}, dtype)
-        return apply_fn(params | whole, inputs, rng)
+        gathered = gather(outside, {name: specs[name] for name in outside}, dtype)
+        return apply_fn(params | gathered, inputs, rng)
 
     return gathering
 
@@ -241,17 +240,16 @@ def gather_around(
 def gather_layers(
     specs: PyTree, dtype: Any, again: bool, scanned: bool
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Returns what `hooks.Hooks.layer` takes: a wrapper after which a layer gathers its
-    parameters when it runs.
+    """Returns a wrapper for `hooks.Hooks.layer`: a wrapped layer gathers its parameters when it
+    runs.
 
     Args:
       specs: of all parameters.
       dtype: as for `gather`.
-      again: whether to drop the gathered parameters after the forward pass and gather those
-        that the backward pass needs, the kernels, again. Else they stay until then, those of
-        all layers.
-      scanned: whether the layers are scanned; then their specs have the layers in front, which
-        a layer does not see.
+      again: whether to drop the gathered parameters after the forward pass, and gather the
+        kernels again in the backward pass. Else those of all layers stay until then.
+      scanned: whether the layers are scanned. Their specs then begin with the dimension of
+        layers, which a layer does not see.
     """
     of_layer = (
         jax.tree.map(lambda spec: P(*spec[1:]), specs["block"]) if scanned else specs["block_0"]
@@ -289,21 +287,20 @@ def check_stage(stage: int) -> None:
 
 
 def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
-    """Refuses a way to gather parameters that would undo a rematerialization, or where layers
-    gather none.
+    """Refuses a `gather_again` that would undo rematerialization, or do nothing.
 
     Args:
-      stage: of ZeRO by hand; 0 if it is left to the compiler.
+      stage: of ZeRO by hand; 0 if the compiler divides.
       again: as for `gather_layers`.
-      remat: the parts of the model that are rematerialized.
+      remat: the rematerialized parts of the model.
 
     Raises:
-      ValueError: naming what would do.
+      ValueError: naming values that are possible.
     """
     if not again and stage != 3:
         raise ValueError(
             "gather_again=False must come with zero=3 and by='hand': at other stages layers"
-            " gather nothing, and a compiler gathers when it likes, so that it would do nothing"
+            " gather nothing, and the compiler decides by itself when to gather"
         )
     if again and stage == 3 and {"MLP", "Attn"} & set(remat):
         raise ValueError(

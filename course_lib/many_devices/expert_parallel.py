@@ -1,19 +1,19 @@
 """Expert parallelism: each device has some of the experts of every layer, and tokens travel to
-the experts they chose.
+the experts that the router chose.
 
-The devices along the axis "expert" share the sequences of their place along "data", as more of
-that axis would, and so they hold all of the model but the experts. Of these each holds E / n.
-Between the router and the experts stands an all-to-all (Lepikhin et al., 2020,
-https://arxiv.org/abs/2006.16668): each device has room for the tokens of its own sequences at
-all experts, [E B C D], and gets that of all devices' sequences at its own experts. A second one
-brings the results back:
+The devices along the axis "expert" divide the sequences of their place along "data", like a
+longer "data" axis. Each device has all parameters except experts, and E / n of the experts of
+each layer. An all-to-all stands between the router and the experts (Lepikhin et al., 2020,
+https://arxiv.org/abs/2006.16668): each device begins with the slots of its own sequences at all
+experts, [E B C D], and ends with the slots of all devices' sequences at its own experts. A
+second all-to-all brings the results back:
 
     there   [E, B, C, D] -> [E / n, n B, C, D]
     back    [E / n, n B, C, D] -> [E, B, C, D]
 
 Their transposes are all-to-alls as well, so a layer has two in each pass. The gradient of an
-expert comes from the tokens of all of these devices, and is on its own device already; that of
-all else is summed over them.
+expert needs no sum over devices: the expert sees the tokens of all of them. All other gradients
+are summed.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ Experts = Callable[[Array], Array]
 
 
 def own(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
-    """Returns this device's sequences, of all those that the devices along the axis share.
+    """Takes this device's sequences from those of all devices along the axis.
 
     Raises:
-      ValueError: if they cannot share them evenly.
+      ValueError: if the number of devices does not divide the number of sequences.
     """
     n = jax.lax.axis_size(AXIS)
     meshes.check_divides(x.shape, 0, AXIS, n, "batch")
@@ -44,7 +44,7 @@ def own(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
 
 
 def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
-    """Sends tokens to the devices that have their experts, runs these, and sends the results
+    """Sends tokens to the devices of their experts, runs the experts, and sends the results
     back.
 
     Args:
@@ -56,11 +56,7 @@ def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B
 
 
 def hooks(others: Hooks) -> Hooks:
-    """Returns the hooks that make the Transformer one device's part of an expert-parallel one.
-
-    Args:
-      others: what else the device does differently.
-    """
+    """Adds expert parallelism to the hooks of other strategies."""
     return dataclasses.replace(others, experts=exchange)
 
 
@@ -69,11 +65,11 @@ def check(model: Any, sequences: int, mesh: meshes.Shape) -> None:
 
     Args:
       model: the `model` part of a configuration.
-      sequences: how many a place along "data" has at a time.
+      sequences: of a place along "data" at a time.
       mesh: with an axis "expert".
 
     Raises:
-      ValueError: naming the field, its value and what would do.
+      ValueError: naming the field, its value and the possible ones.
     """
     n = meshes.axis_size(mesh, AXIS)
     if not model.num_experts:

@@ -1,14 +1,14 @@
-"""Meshes: devices in a grid whose axes have names, and who holds what on them.
+"""Meshes: devices in a grid with named axes, and the part of an array that each device holds.
 
-A strategy speaks of axes ("sum over data"), not of devices, so the same code runs on simulated,
-virtual and real ones:
+A strategy names axes ("sum over data"), not devices, so the same code runs on simulated,
+virtual and real devices:
 
     meshes.simulate(8)                              # before JAX starts: this CPU is 8 devices
     grid = meshes.make({"data": 2, "tensor": 4})    # 8 devices, 4 neighbours in each row
     grid = meshes.make({"data": 2, "tensor": 4}, virtual.devices("h100", 8))
 
-The axes are of the type `Auto`: outside `jax.shard_map` the compiler decides how to divide what
-a program computes (https://docs.jax.dev/en/latest/parallel.html). Inside it the program
+The axes have the type `Auto`: outside `jax.shard_map` the compiler decides how to divide a
+computation (https://docs.jax.dev/en/latest/parallel.html). Inside `jax.shard_map` the program
 decides, and JAX tracks over which axes a value varies from device to device
 (https://docs.jax.dev/en/latest/notebooks/shard_map.html).
 """
@@ -23,58 +23,55 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 PyTree = Any
 
-Shape = Mesh | AbstractMesh  # where only the sizes of axes count, no device is needed
+Shape = Mesh | AbstractMesh  # for code that needs only the sizes of axes, no devices
 AXES = ("data", "pipe", "expert", "context", "tensor")  # the names that the course uses
 
 
 def simulate(count: int = 8) -> None:
-    """Makes this process's CPU show as several devices. Must come before JAX starts, that is,
-    before it computes.
+    """Makes this process's CPU appear as several devices. Call it before JAX starts, that is,
+    before JAX computes.
 
     The devices share the CPU's cores and memory: they show what each device holds and sends,
     not how fast it is.
 
-    Args:
-      count: number of devices.
-
     Raises:
       ValueError: if `count` is below 1.
-      RuntimeError: if JAX runs already, with another number of CPU devices.
+      RuntimeError: if JAX has started with another number of CPU devices.
     """
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        found = len(jax.devices("cpu"))
-        if found != count:
+        running = len(jax.devices("cpu"))
+        if running != count:
             raise RuntimeError(
-                f"count={count} comes too late: JAX runs already, with {found} CPU"
-                f" device{'s' * (found > 1)}, and cannot change that. Restart the kernel and"
+                f"count={count} comes too late: JAX runs already, with {running} CPU"
+                f" device{'s' * (running > 1)}, and cannot change that. Restart the kernel and"
                 f" call meshes.simulate({count}) first, before anything computes or asks for"
                 " devices"
             ) from None
 
 
 def devices(count: int | None = None) -> list[jax.Device]:
-    """Returns GPUs or TPUs where there are enough of them, else simulated CPU devices.
+    """Returns GPUs or TPUs if there are enough of them, else simulated CPU devices.
 
     Args:
-      count: how many. If None, as many as `simulate` made of the CPU.
+      count: how many. None: as many as the simulated CPU devices.
 
     Raises:
-      ValueError: if there are too few of either.
+      ValueError: if there are too few of either kind.
     """
     cpus = jax.devices("cpu")
     count = len(cpus) if count is None else count
-    found = next((some for some in (jax.devices(), cpus) if len(some) >= count), None)
-    if count < 1 or found is None:
+    enough = next((some for some in (jax.devices(), cpus) if len(some) >= count), None)
+    if count < 1 or enough is None:
         raise ValueError(
             f"count={count} must be between 1 and the {max(len(jax.devices()), len(cpus))}"
             f" devices that there are: meshes.simulate({max(count, 1)}), called before JAX"
             " starts, makes as many of the CPU"
         )
-    return found[:count]
+    return enough[:count]
 
 
 _devices = devices  # `make` has an argument of that name
@@ -85,16 +82,16 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
 
     Args:
       axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the
-        innermost axis are neighbouring devices, which share a host:
-        `cluster_model.Cluster.group` says what links them.
-      devices: real, simulated or virtual ones. If None, those of `meshes.devices()`.
+        innermost axis are neighbouring devices, which share a host
+        (`cluster_model.Cluster.group` has their links).
+      devices: real, simulated or virtual devices. None: those of `meshes.devices()`.
 
     Raises:
       ValueError: if a name is unknown, a size is below 1, or the sizes do not multiply to the
         number of devices.
     """
     axes = dict(axes)
-    found = list(_devices() if devices is None else devices)
+    devices = list(_devices() if devices is None else devices)
     unknown = [name for name in axes if name not in AXES]
     if unknown or not axes:
         why = f"{', '.join(unknown)} is not one of them" if unknown else "it has none"
@@ -103,28 +100,20 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
         raise ValueError(
             f"axes={axes} must have sizes of at least 1: {', '.join(small)} holds no device"
         )
-    product = math.prod(axes.values())
-    if product != len(found):
+    product, count = math.prod(axes.values()), len(devices)
+    if product != count:
         others = {name: product // size for name, size in axes.items()}
-        fits = [
-            f"{name}={len(found) // other}"
-            for name, other in others.items()
-            if len(found) % other == 0
-        ]
+        fits = [f"{name}={count // n}" for name, n in others.items() if count % n == 0]
+        advice = f"{' or '.join(fits)} would do" if fits else f"each size must divide {count}"
         raise ValueError(
             f"axes={axes} must multiply to the number of devices: they make {product}, there"
-            f" are {len(found)}; "
-            + (
-                f"{' or '.join(fits)} would do"
-                if fits
-                else f"each size must divide {len(found)}"
-            )
+            f" are {count}; {advice}"
         )
     return jax.make_mesh(
         tuple(axes.values()),
         tuple(axes),
         axis_types=(AxisType.Auto,) * len(axes),
-        devices=found,
+        devices=devices,
     )
 
 
@@ -141,15 +130,21 @@ def axis_size(mesh: Shape, axis: str) -> int:
     return mesh.shape[axis]
 
 
+def nearest(size: int, count: int) -> str:
+    """Returns the multiples of a count around a size, as in "6 or 8", for an error message."""
+    below = size - size % count
+    return f"{below} or " * (below > 0) + f"{below + count}"
+
+
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:
     """Checks that a mesh axis cuts a dimension of an array into equal parts.
 
     Args:
       shape: of the array.
-      dim: the dimension that is cut.
+      dim: the dimension to cut.
       axis: the mesh axis.
       size: the number of devices along it.
-      name: what to call the array, as in "query kernel".
+      name: of the array in the message, as in "query kernel".
 
     Raises:
       ValueError: if the array has no such dimension, or `size` does not divide it.
@@ -158,11 +153,10 @@ def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: st
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"dim={dim} must be a dimension of {name}: its shape is {shape}")
     if rest := shape[dim] % size:
-        below, above = shape[dim] - rest, shape[dim] - rest + size
         raise ValueError(
             f"{name} of shape {shape} must have a dimension {dim} that the {size} devices of"
             f" axis {axis!r} divide: {shape[dim]} leaves {rest} over; take"
-            f" {f'{below} or ' * (below > 0)}{above}"
+            f" {nearest(shape[dim], size)}"
         )
 
 
@@ -176,12 +170,12 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
-    """Marks values that all devices along some axes share as each device's own, inside
+    """Marks values that devices share along some axes as each device's own, inside
     `jax.shard_map`.
 
-    Nothing moves: the values stay as they are. What changes is the gradient. A shared value
-    that every device uses has one gradient, the sum over devices, so this function's transpose
-    is `jax.lax.psum` (in Megatron-LM's words it is f, and `psum` is g:
+    The values stay as they are, and nothing is sent. Only the gradient changes: a shared value
+    that every device uses has one gradient, the sum over devices, so the transpose of this
+    function is `jax.lax.psum` (Megatron-LM calls this function f and `psum` g:
     https://arxiv.org/abs/1909.08053, section 3).
 
     Args:
@@ -214,12 +208,12 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """What one device holds of an array.
+    """The part of an array on one device.
 
     Attributes:
       device: its number, `jax.Device.id`.
-      ranges: for each dimension, the first index that it holds and the one after the last.
-      bytes: of that part.
+      ranges: for each dimension, the part's first index and the index after its last.
+      bytes: of the part.
     """
 
     device: int
@@ -228,15 +222,10 @@ class Holding:
 
 
 def holdings(array: jax.Array | jax.ShapeDtypeStruct) -> list[Holding]:
-    """Returns which device holds which part of an array, read from the array's sharding, in
-    order of devices.
-
-    Args:
-      array: on any devices; one that is only described (`jax.ShapeDtypeStruct`) must have a
-        sharding.
+    """Returns the part of an array on each device, read from its sharding, in order of devices.
 
     Raises:
-      ValueError: if it has none.
+      ValueError: if the array (a `jax.ShapeDtypeStruct`) has no sharding.
     """
     if array.sharding is None:
         raise ValueError(

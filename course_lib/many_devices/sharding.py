@@ -1,19 +1,18 @@
-"""Who holds what: one small table from the meaning of a dimension to the mesh axis that cuts
-it.
+"""Sharding rules: one table from the meaning of a dimension to the mesh axis that cuts it.
 
 Every dimension of every parameter has a logical name (`LOGICAL`): "embed" is the model's width
 D, "mlp" its hidden width F, "heads" its H heads, "vocab" its vocabulary V, "layers" its N
-layers. A strategy is a table of *rules* from these names to mesh axes, and rules of several
-strategies join into one:
+layers. A strategy is a table of *rules* from these names to mesh axes. The rules of several
+strategies join by union:
 
     DATA = {}                   every device holds all parameters
     ZERO = {"embed": "data"}    each holds a slice of the width
     TENSOR = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 
-    specs(params, ZERO | TENSOR, mesh)      one PartitionSpec a parameter
+    specs(params, ZERO | TENSOR, mesh)      one PartitionSpec per parameter
 
-The same specs serve both ways to write a strategy: as the `in_specs` of a `jax.shard_map`, by
-hand, and as `NamedSharding`s that `jax.jit` has to respect, by the compiler
+The same specs serve both ways to write a strategy: by hand, as the `in_specs` of a
+`jax.shard_map`, and by the compiler, as `NamedSharding`s that `jax.jit` has to respect
 (https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html).
 """
 
@@ -66,8 +65,8 @@ LOGICAL = {
     "output_layer/kernel": ("embed", "vocab"),
     "output_layer/bias": ("vocab",),
 }
-"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front; norms
-that MLP and attention of a parallel block share belong to the block."""
+"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front. In a
+parallel block, norms that MLP and attention share belong to the block."""
 
 ACTIVATIONS = {
     "block_in": ("batch", "length", "width"),
@@ -77,10 +76,8 @@ ACTIVATIONS = {
     "dispatched": ("choices", "batch", "room", "width"),
     "at_experts": ("experts", "sequences", "room", "width"),
 }
-"""The dimensions of the values that the model names (`layers.NAMES`), and of the tokens at
-their experts.
-
-Sequence parallelism cuts "length", context parallelism both "length" and "positions".
+"""The dimensions of the activations that the model names (`layers.NAMES`), and of the tokens at
+their experts. Sequence parallelism cuts "length", context parallelism "length" and "positions".
 """
 
 DATA: Rules = {}
@@ -91,13 +88,12 @@ EXPERTS: Rules = {"experts": "expert"}
 
 
 def activation_rules(mesh: Mesh, sequence: bool) -> Rules:
-    """Returns the rules of activations: the batch is cut over "data", and over "tensor" what
-    the layers cut.
+    """Returns the rules of activations: "data" cuts the batch, "tensor" cuts heads and hidden
+    width.
 
     Args:
       mesh: with an axis "data", and perhaps "expert", "context" and "tensor".
-      sequence: whether what stands between the layers' pairs of products is cut along the
-        sequence instead.
+      sequence: whether "tensor" also cuts norms and residuals along the sequence.
     """
     rules: dict[str, str | tuple[str, ...]] = {"batch": "data", "sequences": "data"}
     if "expert" in mesh.shape:
@@ -112,26 +108,24 @@ def activation_rules(mesh: Mesh, sequence: bool) -> Rules:
 
 
 def spec(logical: tuple[str, ...], rules: Rules) -> P:
-    """Returns the PartitionSpec of an array, from the names of its dimensions.
+    """Returns the PartitionSpec of an array from the names of its dimensions.
 
     Raises:
-      ValueError: if two dimensions would be cut by one mesh axis.
+      ValueError: if one mesh axis would cut two dimensions.
     """
     axes = [rules.get(name) for name in logical]
-    found = P(*axes)
     for axis in axes:
         if axis is not None and axes.count(axis) > 1:
             both = [name for name in logical if rules.get(name) == axis]
             raise ValueError(
                 f"rules={dict(rules)} must cut an array once by axis {axis!r}, not its"
-                f" dimensions {' and '.join(both)}: dimensions {logical} would be {found}"
+                f" dimensions {' and '.join(both)}: dimensions {logical} would be {P(*axes)}"
             )
-    return found
+    return P(*axes)
 
 
 def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
-    """Returns the PartitionSpec of each parameter of the Transformer: what one device holds of
-    it.
+    """Returns the PartitionSpec of each parameter of the Transformer.
 
     Args:
       params: the model's parameters, or their shapes.
@@ -145,39 +139,34 @@ def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
     """
 
     def of_leaf(path: Any, leaf: Any) -> P:
-        name, logical = _logical(path, leaf)
-        found = spec(logical, rules)
-        for dim, axis in enumerate(found):
+        keys = [key.key for key in path]
+        in_layer = keys[0].partition("_")[0] == "block"
+        logical = LOGICAL["/".join(keys[1:] if in_layer else keys)]
+        cut = spec(("layers",) * (leaf.ndim - len(logical)) + logical, rules)
+        for dim, axis in enumerate(cut):
             if axis is not None:
-                meshes.check_divides(leaf.shape, dim, axis, meshes.axis_size(mesh, axis), name)
-        return found
+                size = meshes.axis_size(mesh, axis)
+                meshes.check_divides(leaf.shape, dim, axis, size, "/".join(keys))
+        return cut
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
-def _logical(path: Any, leaf: Any) -> tuple[str, tuple[str, ...]]:
-    """Returns a parameter's name and the names of its dimensions."""
-    keys = [key.key for key in path]
-    layer = keys[0].partition("_")[0] == "block"
-    logical = LOGICAL["/".join(keys[1:] if layer else keys)]
-    return "/".join(keys), ("layers",) * (leaf.ndim - len(logical)) + logical
-
-
 def dim_of(spec: P, axis: str) -> int | None:
-    """Returns which dimension a mesh axis cuts, or None."""
+    """Returns the dimension that a mesh axis cuts, or None."""
     return tuple(spec).index(axis) if axis in tuple(spec) else None
 
 
 def state_specs(
     state: TrainState, optimizer: optax.GradientTransformation, params: PyTree, kept: PyTree
 ) -> TrainState:
-    """Returns the specs of a whole train state.
+    """Returns the specs of a train state.
 
     Args:
       state: the state, or its shapes.
-      optimizer: whose state it holds.
+      optimizer: the optimizer of the state.
       params: specs of the parameters.
-      kept: specs of what the optimizer keeps for each parameter, such as Adam's two moments.
+      kept: specs of the optimizer's values per parameter, such as Adam's two moments.
     """
     opt_state = optax.tree_map_params(
         optimizer,

@@ -1,4 +1,4 @@
-"""How long a training step of a Transformer takes on a cluster, by formula.
+"""Seconds of a Transformer's training step on a cluster, by formula.
 
     step = breakdown(shape, plan, Cluster(hardware.get("h100"), 64))
     print(step.total, step.mfu, step.exposed)
@@ -14,7 +14,7 @@ A step is the sum of these parts (`Breakdown`):
 
 The formulas are within 10% of the published time for 61% of 418 published steps. Software
 stacks differ more than layouts: relative to the level of each publication, 73% are.
-`lessons.backtest` computes these figures, and docs/backtest.md has every row. Only
+`lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
 `PRODUCTS_SHARE` was fitted to them.
 """
 
@@ -36,18 +36,19 @@ from course_lib.many_devices.pipeline_parallel import slots
 from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure.roofline import peak
 
+# Assumed, not fitted; docs/backtest.md shows the effect of other values.
 MEMORY_SHARE = 0.85
-"""Share of the rated memory bandwidth that kernels reach. Assumed, not fitted."""
-EAGER = 2
-"""How many times as many bytes elementwise operations move if each of them is a kernel of its
-own (PyTorch without torch.compile). Assumed, not fitted."""
-TAKEN = 0.25
-"""Hidden communication is not free: its kernels take multiprocessors and memory bandwidth from
-the products beside them. This share of it is paid all the same. Assumed, not fitted."""
-BUCKETS = 8
-"""Into how many buckets the gradients of a device are divided. Assumed, not fitted."""
-HIDDEN = 0.7
-"""Share of the tensor traffic that is hidden if a recipe overlaps it. Assumed, not fitted."""
+"""Share of the rated memory bandwidth that kernels reach."""
+UNFUSED_FACTOR = 2
+"""How many times as many bytes elementwise operations move without fusion, each as a kernel of
+its own (PyTorch without torch.compile)."""
+OVERLAP_COST = 0.25
+"""Share of the hidden communication of gradients and parameters that takes time all the same:
+its kernels take multiprocessors and memory bandwidth from the products beside them."""
+GRADIENT_BUCKETS = 8
+"""Number of buckets in which the gradients of a device travel."""
+TENSOR_OVERLAP = 0.7
+"""Share of the tensor traffic that `Plan.tensor_overlap` hides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +58,8 @@ class Breakdown:
     Attributes:
       parts: "products", "memory", "bubble" and "optimizer", and exposed communication by axis:
         "tensor", "context", "expert", "data" and "pipe".
-      hidden: communication that is hidden behind products, by axis; "data" holds that of "fsdp"
-        too.
-      model_seconds: the products that the model needs, at the peak rate, on one device's share.
+      hidden: communication that is hidden behind products, by axis; "data" includes "fsdp".
+      model_seconds: one device's share of the products that the model needs, at the peak rate.
     """
 
     parts: Mapping[str, float]
@@ -84,13 +84,13 @@ class Breakdown:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of a part of the model on one device, for one microbatch in one direction.
+    """The cost of one part of the model for one microbatch, on one device.
 
     Attributes:
       flops: of products.
-      bytes: through device memory.
-      exposed: seconds of communication by axis in which nothing is computed.
-      hidden: seconds of communication by axis that products hide.
+      bytes: read from and written to device memory.
+      exposed: seconds of communication by axis while nothing is computed.
+      hidden: seconds of communication by axis behind products.
     """
 
     flops: int | float = 0.0
@@ -117,9 +117,9 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     """Returns the time of a training step.
 
     Args:
-      shape: of the model.
+      shape: sizes of the model.
       plan: how it is trained.
-      cluster: on what. Its `count` must be the product of `plan.axes`.
+      cluster: the devices, as many as the product of `plan.axes`.
 
     Raises:
       ValueError: if the axes do not fit the cluster or the model, there is no figure for a
@@ -129,39 +129,40 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     # In some pipelines embedding and output layer count as a layer each.
     if p * plan.chunks > shape.layers + 2 or plan.size("tensor") > shape.heads:
         raise ValueError(
-            f"axes={dict(plan.axes)}, chunks={plan.chunks} must divide {shape.layers} layers"
-            f" and {shape.heads} heads: a device would have none"
+            f"axes={dict(plan.axes)}, chunks={plan.chunks} must not exceed the {shape.layers}"
+            f" layers and {shape.heads} heads: a device would have none"
         )
     forward, backward = layer_costs(shape, plan, cluster)
     head = head_cost(shape, plan, cluster)
-    of_stage = [cost * (shape.layers / p) for cost in (forward, backward)]
-    mean = of_stage[0] + of_stage[1] + head * (1 / p)  # of the stages; the last has the head
-    busy = _busy(of_stage[0], plan, cluster), _busy(of_stage[1], plan, cluster)
-    of_head = _busy(head, plan, cluster)
-    pipe, bubble = pipeline(plan, cluster, _activation(shape, plan), *busy, of_head)
-    data, hidden = along_data(shape, plan, cluster, *busy)
+    seconds = [_busy(cost * (shape.layers / p), plan, cluster) for cost in (forward, backward)]
+    # The mean over stages: the last one has the head.
+    microbatch = (forward + backward) * (shape.layers / p) + head * (1 / p)
+    pipe, bubble = pipeline(
+        plan, cluster, _activation(shape, plan), *seconds, _busy(head, plan, cluster)
+    )
+    data, hidden = along_data(shape, plan, cluster, *seconds)
     products, memory = _rates(plan, cluster)
-    whole = mean * microbatches
+    work = microbatch * microbatches
     parts = {
-        "products": whole.flops / products,
-        "memory": whole.bytes / memory,
+        "products": work.flops / products,
+        "memory": work.bytes / memory,
         "optimizer": optimizer_bytes(shape, plan) / memory,
         "bubble": bubble,
         "pipe": pipe,
-        "data": data + whole.exposed.get("fsdp", 0.0),
-        **{axis: whole.exposed.get(axis, 0.0) for axis in ("tensor", "context", "expert")},
+        "data": data + work.exposed.get("fsdp", 0.0),
+        **{axis: work.exposed.get(axis, 0.0) for axis in ("tensor", "context", "expert")},
     }
-    hidden = hidden + whole.hidden.get("fsdp", 0.0)
     model = plan.batch * shape.seq_len * shape.flops / cluster.count
     return Breakdown(
         parts,
-        {"data": hidden} | {a: whole.hidden.get(a, 0.0) for a in ("tensor", "context")},
+        {"data": hidden + work.hidden.get("fsdp", 0.0)}
+        | {axis: work.hidden.get(axis, 0.0) for axis in ("tensor", "context")},
         model / peak(cluster.accelerator, plan.dtype),
     )
 
 
 def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]:
-    """Returns the cost of a layer, forward and backward: its work, and what it sends."""
+    """Returns the cost of a layer, forward and backward: work and communication."""
     forward, backward = (
         work + sent
         for work, sent in zip(
@@ -169,7 +170,7 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
         )
     )
     if plan.size("fsdp") > 1:
-        # Parameters are gathered for the next layer while this one is computed.
+        # Prefetch: the next layer's parameters are gathered while this one is computed.
         group, size = cluster.group(plan.axes, "fsdp"), _weights(shape, plan)
         gather = all_gather(group, plan.parameter_bytes * size)
         scatter = reduce_scatter(group, plan.gradient_bytes * size)
@@ -179,8 +180,8 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
 
 
 def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
-    """Returns the products and memory traffic of a layer, forward and backward. Backward
-    includes what is computed again.
+    """Returns the products and memory traffic of a layer, forward and backward. The backward
+    pass includes recomputation.
     """
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
@@ -197,64 +198,64 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     # Bytes: operands and results of products; norms, residuals and activations; scores.
     weights = _weights(shape, plan)
     operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
-    unfused = EAGER if plan.eager else 1
+    unfused = UNFUSED_FACTOR if plan.eager else 1
     norms = unfused * 22 * D / (t if plan.sequence_parallel else 1)
     activations = unfused * ((6 if m == 3 else 4) * k * shape.mlp + 12 * queries) / t
     core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
     moved = tokens * (item * operands + norms + activations) + core + item * weights
 
-    # Computed again: a module but for its last product, whose result the backward pass does not
-    # need. Elementwise operations are about a quarter of what a layer moves.
-    all_of_mlp, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
+    # A recomputed module leaves out its last product, whose result the backward pass does not
+    # need. Elementwise operations are about a quarter of a layer's memory traffic.
+    mlp_again, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
     again = {
         "none": Cost(),
         "minimal": Cost(0, moved / 4),
         "selective": Cost(scores, core),
         "attention": Cost(attention - out, core + moved / 4),
-        "mlp": Cost(all_of_mlp, moved / 4),
-        "mlp-in": Cost(all_of_mlp + scores, core + moved / 4),
-        "all-but-qkv": Cost(all_of_mlp + scores + out, moved / 2),
+        "mlp": Cost(mlp_again, moved / 4),
+        "mlp-in": Cost(mlp_again + scores, core + moved / 4),
+        "all-but-qkv": Cost(mlp_again + scores + out, moved / 2),
         "op": Cost((attention + mlp - scores) / 2, moved / 2),
         "half": Cost((attention + mlp) / 2, moved / 2),
         "full": Cost(attention + mlp, moved),
     }[plan.recompute]
     forward = Cost(attention + mlp, moved)
-    if plan.fused_attention:  # its backward pass computes the scores again: 5 products, not 4
+    if plan.fused_attention:  # its backward pass recomputes the scores: 5 products, not 4
         again += Cost(scores / 2)
-    if plan.schedule is not None:  # a stage is computed again from its input
-        # In two pieces, both compute it again, and W all of B's gradients too (see `stage`).
+    if plan.schedule is not None:  # each stage is recomputed from its input
+        # Zero-bubble: B and W both recompute it, and W repeats B's gradients (see `stage`).
         pieces = plan.schedule.name == "zero_bubble"
         again = again * (2 if pieces else 1) + forward * (3 if pieces else 1)
-    # Gradients of weights are added up in float32: read and written.
+    # Gradients of weights are summed in float32: 4 bytes read, 4 written.
     return forward, forward * 2 + Cost(0, 8 * weights) + again
 
 
 def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]:
-    """Returns what a layer sends along "tensor", "expert" and "context", forward and backward.
-    Backward repeats what is computed again.
+    """Returns a layer's communication along "tensor", "expert" and "context", forward and
+    backward. The backward pass repeats the communication of recomputed layers.
     """
     t, c, item = plan.size("tensor"), plan.size("context"), jnp.dtype(plan.dtype).itemsize
     tokens = plan.microbatch * shape.seq_len / c
     group = {axis: cluster.group(plan.axes, axis) for axis in ("tensor", "expert", "context")}
 
-    # Each pair of products along "tensor" ends in an all-reduce; or in a reduce-scatter, and
-    # the next pair begins with an all-gather.
+    # Each pair of products along "tensor" ends in an all-reduce. With sequence parallelism it
+    # ends in a reduce-scatter, and the next pair begins with an all-gather: the same bytes.
     pairs = 1 if shape.parallel else 2
     tensor = pairs * all_reduce(group["tensor"], _activation(shape, plan))
-    hidden = HIDDEN * tensor if plan.tensor_overlap else 0.0
+    hidden = TENSOR_OVERLAP * tensor if plan.tensor_overlap else 0.0
     sent = Cost(exposed={"tensor": tensor - hidden}, hidden={"tensor": hidden})
     if shape.experts:
         # Tokens travel to their experts and back.
         own = tokens / (t if plan.sequence_parallel else 1)
         to_experts = all_to_all(group["expert"], item * own * shape.slots * shape.width)
         sent += Cost(exposed={"expert": 2 * to_experts})
-    repeats = {"full": 2.0, "half": 1.5}.get(plan.recompute, 1.0)
-    if plan.schedule is not None:
-        repeats = (repeats + 1) * (2 if plan.schedule.name == "zero_bubble" else 1)
-    forward, backward = sent, sent * repeats
+    again = {"full": 1.0, "half": 0.5}.get(plan.recompute, 0.0)  # forward passes repeated
+    again += plan.schedule is not None
+    pieces = 2 if plan.schedule is not None and plan.schedule.name == "zero_bubble" else 1
+    forward, backward = sent, sent * ((1 + again) * pieces)
     if c > 1:
-        # Keys and values go around a ring while scores are computed. Backward, their gradients
-        # go with them.
+        # Keys and values go around a ring while scores are computed. In the backward pass their
+        # gradients go with them.
         keys = (shape.kv_heads or shape.heads) * shape.head_dim / t
         ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys)
         scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
@@ -262,35 +263,38 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         ring_cost = Cost(
             exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)}
         )
-        forward, backward = forward + ring_cost, backward + ring_cost * 2
+        forward, backward = forward + ring_cost, backward + ring_cost * ((2 + again) * pieces)
     return forward, backward
 
 
 def _weights(shape: Shape, plan: Plan) -> float:
-    """Returns the parameters of a layer with which a device computes."""
+    """Returns the number of a layer's parameters that one device multiplies with."""
     experts = shape.expert * max(shape.experts, 1) / plan.size("expert")
     return (shape.attention + experts) / plan.size("tensor")
 
 
 def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
-    """Returns a cost with traffic along "fsdp" beside it."""
-    shown, hidden = _exposed(traffic, _busy(cost, plan, cluster) if plan.data_overlap else 0.0)
-    return cost + Cost(exposed={"fsdp": shown}, hidden={"fsdp": hidden})
+    """Adds traffic along "fsdp" to a cost that may hide it."""
+    exposed, hidden = _overlap(traffic, _busy(cost, plan, cluster) * plan.data_overlap)
+    return cost + Cost(exposed={"fsdp": exposed}, hidden={"fsdp": hidden})
 
 
-def _exposed(traffic: float, room: float) -> tuple[float, float]:
-    """Returns how many seconds of traffic are exposed and hidden beside so much computation."""
-    hidden = min(traffic, room)
-    return traffic - (1 - TAKEN) * hidden, (1 - TAKEN) * hidden
+def _overlap(traffic: float, computing: float) -> tuple[float, float]:
+    """Divides seconds of traffic beside seconds of computing into exposed and hidden ones."""
+    hidden = (1 - OVERLAP_COST) * min(traffic, computing)
+    return traffic - hidden, hidden
 
 
 def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
-    """Returns the cost of the output layer and the loss, forward and backward."""
+    """Returns the cost of the output layer and the loss, forward and backward, and of the
+    embedding's communication along "tensor".
+    """
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
+    # An all-reduce of the embedding forward, one of the output layer's gradient backward.
     sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), _activation(shape, plan))
-    # The logits once in the model's dtype, five times in float32.
+    # Memory moves the logits once in bfloat16 and five times in float32.
     cost = Cost(6 * logits * shape.width, 22 * logits + 3 * item * weights, {"tensor": sent})
     if plan.size("fsdp") > 1:
         group = cluster.group(plan.axes, "fsdp")
@@ -308,14 +312,14 @@ def pipeline(
     backward: float,
     head: float,
 ) -> tuple[float, float]:
-    """Returns the seconds that stages send to each other, and the bubble: all other waiting.
+    """Returns the seconds of transfers between stages, and of the bubble: all other waiting.
 
     Args:
       plan: how the model is trained.
-      cluster: on what.
+      cluster: the devices.
       activation: bytes of a microbatch's residual stream.
-      forward: seconds of a stage for one microbatch.
-      backward: the same of its backward pass.
+      forward: seconds of one stage's forward pass of one microbatch.
+      backward: seconds of its backward pass.
       head: seconds of the output layer, which only the last stage has.
     """
     p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
@@ -324,16 +328,16 @@ def pipeline(
     link = cluster.group(plan.axes, "pipe")
     mean = forward + backward + head / p
     if plan.schedule is None:
-        # Narayanan et al., 2021, section 2.2. A stage sends 1/t of what all its devices have.
+        # Narayanan et al., 2021, sections 2.2 and 4.1: each of t devices sends its 1/t.
         one = 2 * v * shift(link, activation / t)
         return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
     busy = {"F": forward, "BW": backward}
     busy |= {"B": (backward - forward) / 2, "W": (backward + forward) / 2}
-    # The loss is computed in F, and again in each piece of a backward.
-    share = {"F": 1, "BW": 3, "B": 2, "W": 3}  # of the head, in thirds
+    # F computes the loss, and each piece of a backward pass computes it again.
+    thirds_of_head = {"F": 1, "BW": 3, "B": 2, "W": 3}
     busy = {kind: time / v for kind, time in busy.items()}
-    last = {kind: time + share[kind] * head / 3 for kind, time in busy.items()}
+    last = {kind: time + thirds_of_head[kind] * head / 3 for kind, time in busy.items()}
     waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
     return len(plan.schedule.table[0]) * one, waiting
 
@@ -341,24 +345,22 @@ def pipeline(
 def along_data(
     shape: Shape, plan: Plan, cluster: Cluster, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Returns the seconds in which gradients and copies of parameters travel, exposed and
-    hidden.
+    """Returns the exposed and the hidden seconds in which gradients and new parameters travel.
 
     Gradients travel in buckets behind the last microbatch's backward pass, new parameters
-    behind the first one's forward pass. One bucket has nothing left to hide behind.
+    behind the first microbatch's forward pass. Nothing is left to hide the last bucket.
 
     Args:
-      shape: of the model.
+      shape: sizes of the model.
       plan: how it is trained.
-      cluster: on what.
-      forward: seconds of a stage for one microbatch.
-      backward: the same of its backward pass.
+      cluster: the devices.
+      forward: seconds of one stage's forward pass of one microbatch.
+      backward: seconds of its backward pass.
     """
-    # Without a pipeline, stage 2 of ZeRO sums the gradients of each microbatch.
+    # Without a pipeline, ZeRO-2 sums the gradients of each microbatch.
     times = plan.microbatches if plan.zero == 2 and plan.size("pipe") == 1 else 1
-    room = [t if plan.data_overlap else 0.0 for t in (forward, backward)]
-    shown = hidden = 0.0
-    for parameters, axes in held(shape, plan):
+    exposed = hidden = 0.0
+    for parameters, axes in device_parameters(shape, plan):
         group = cluster.group(plan.axes, axes)
         gradients = plan.gradient_bytes * parameters
         if plan.zero:
@@ -366,22 +368,22 @@ def along_data(
             traffic = [(all_gather(group, new), 1), (reduce_scatter(group, gradients), times)]
         else:
             traffic = [(0.0, 1), (all_reduce(group, gradients), 1)]
-        for (sent, count), behind in zip(traffic, room, strict=True):
-            a, b = _exposed(sent, min(behind, sent * (1 - 1 / BUCKETS)))
-            shown, hidden = shown + count * a, hidden + count * b
+        for (sent, count), computing in zip(traffic, (forward, backward), strict=True):
+            beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * plan.data_overlap
+            a, b = _overlap(sent, beside)
+            exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:
-        # The embedding comes first, and its gradient last: nothing is left beside them.
+        # The embedding comes first, and its gradient last: no computing hides them.
         group, size = cluster.group(plan.axes, "fsdp"), shape.vocab * shape.width
         first = all_gather(group, plan.parameter_bytes * size / plan.size("tensor"))
         last = reduce_scatter(group, plan.gradient_bytes * size / plan.size("tensor"))
-        shown += plan.microbatches * (first + last)
-    return shown, hidden
+        exposed += plan.microbatches * (first + last)
+    return exposed, hidden
 
 
-def held(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:
-    """Returns how many parameters one device holds, before ZeRO divides them: those of
-    attention, and of experts if there are any; each with the axes along which devices have the
-    same ones.
+def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:
+    """Returns the number of parameters on one device, before ZeRO divides them: of all but the
+    experts, then of the experts. Each number comes with the axes that replicate the parameters.
     """
     t, p = plan.size("tensor"), plan.size("pipe")
     outside = shape.vocab * shape.width * (1 if p > 1 or shape.tied else 2)
@@ -397,12 +399,11 @@ def held(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:
 
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:
-    """Returns the bytes that Adam moves on one device, per parameter: 24 for parameters and two
-    moments, read and written in float32, which ZeRO divides; 8 for gradients in float32, which
-    are read and set to zero.
+    """Returns the bytes that Adam moves on one device. Per parameter: 24 to read and write it
+    and two moments in float32, divided by ZeRO; 8 to read and zero its float32 gradient.
     """
     total = 0.0
-    for parameters, axes in held(shape, plan):
+    for parameters, axes in device_parameters(shape, plan):
         copies = math.prod(plan.size(axis) for axis in axes) if plan.zero else 1
         total += parameters * (24 / copies + 8)
     return total
@@ -423,6 +424,6 @@ def _rates(plan: Plan, cluster: Cluster) -> tuple[float, float]:
 
 
 def _busy(cost: Cost, plan: Plan, cluster: Cluster) -> float:
-    """Returns the seconds of a cost, with the communication that is exposed."""
+    """Returns the seconds of a cost, including exposed communication."""
     products, memory = _rates(plan, cluster)
     return cost.flops / products + cost.bytes / memory + sum(cost.exposed.values())

@@ -245,8 +245,8 @@ def _ways(
         by_hand = functools.partial(
             data_parallel.gradient,
             mesh=mesh,
-            held=held,
-            kept=kept,
+            param_specs=held,
+            grad_specs=kept,
             stage=strategy.zero,
             cut=cut,
         )

@@ -3,17 +3,17 @@ width and vocabulary.
 
 Two products in a row need one exchange (Shoeybi et al., 2019,
 https://arxiv.org/abs/1909.08053). Cut the first by its columns: each device computes its own
-outputs from the whole input, and nothing is sent. Cut the second by its rows: it takes these
-outputs as they lie, and gives a part of every sum; the sum over devices is an all-reduce. An
-MLP is such a pair, and so is attention, whose queries, keys and values are cut by heads.
+outputs from the whole input, and nothing is sent. Cut the second by its rows: each device
+multiplies its own inputs, and an all-reduce adds up the results. An MLP is such a pair, and so
+is attention, whose queries, keys and values are cut by heads.
 
-    column    x whole, y = x W[:, mine]                  backward: gradients of x are summed
-    row       x mine,  y = sum over devices x W[mine]    backward: nothing is sent
+    column    x is whole, y = x W[:, own]                backward: gradients of x are summed
+    row       x is cut, y = sum over devices x W[own]    backward: nothing is sent
 
 Between the pairs, norms and residuals are the same on all devices. With *sequence parallelism*
 (Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198) each device keeps a part of the
 sequence there instead: a column product first gathers the sequence, and a row product scatters
-its sum. As many bytes are sent, and what lies between is divided too.
+its sum. As many bytes are sent, and norms and residuals are divided too.
 """
 
 from collections.abc import Callable
@@ -29,39 +29,39 @@ from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
 
 AXIS = "tensor"
-LENGTH = 1  # the dimension of an activation [B, L, ...] that sequence parallelism cuts
+LENGTH = 1  # sequence parallelism cuts this dimension of an activation [B, L, ...]
 
 
 def column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """The product of a layer whose outputs are cut: the whole input, this device's columns."""
+    """Multiplies the whole input with this device's columns of a kernel."""
     return jax.lax.dot_general(vary(x, AXIS), kernel, dimension_numbers, **options)
 
 
 def row(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """The product of a layer whose inputs are cut, summed over devices. A bias comes after the
-    sum, once.
+    """Multiplies this device's inputs with its rows of a kernel, and sums over devices. The
+    layer adds its bias to the sum, once.
     """
     return jax.lax.psum(jax.lax.dot_general(x, kernel, dimension_numbers, **options), AXIS)
 
 
 def gather_column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """As `column`, for an input of which each device has a part of the sequence."""
+    """Does the same as `column` for an input that is cut along the sequence."""
     x = jax.lax.all_gather(x, AXIS, axis=LENGTH, tiled=True)
     return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
 
 
 def row_scatter(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """As `row`, leaving each device with its part of the sequence."""
+    """Does the same as `row`, and leaves each device with its part of the sequence."""
     partial = jax.lax.dot_general(x, kernel, dimension_numbers, **options)
     return jax.lax.psum_scatter(partial, AXIS, scatter_dimension=LENGTH, tiled=True)
 
 
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-    """Returns this device's part of the sum over devices that is the embedding: its own rows,
-    and zeros.
+    """Looks up this device's rows of the token table, and gives zeros for other tokens. The sum
+    over devices is the embedding.
 
-    A token that no device has a row for gives NaN, and a negative one counts from the end, as
-    on one device.
+    As on one device, a token outside of the vocabulary gives NaN, and a negative one counts
+    from the end.
 
     Args:
       table: this device's rows of the token table.
@@ -71,23 +71,18 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array
     index = vary(tokens, AXIS) - jax.lax.axis_index(AXIS) * table.shape[0]
     mine = (index >= 0) & (index < table.shape[0])
     rows = jnp.take(table, jnp.where(mine, index, 0), axis=0)
-    return jnp.where(
-        mine[..., None],
-        rows,
-        _zero_or_nan(tokens, table.shape[0])[..., None].astype(rows.dtype),
-    )
+    others = _zero_or_nan(tokens, table.shape[0])[..., None].astype(rows.dtype)
+    return jnp.where(mine[..., None], rows, others)
 
 
 def _from_the_end(tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
-    """Returns tokens of which negative ones count from the end of the vocabulary, as `jnp.take`
-    has it.
-    """
+    """Counts negative tokens from the end of the vocabulary, like `jnp.take`."""
     return jnp.where(tokens < 0, tokens + size * jax.lax.axis_size(AXIS), tokens)
 
 
 def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
-    """Returns 0 for tokens of the vocabulary, of which each device has `size`, and NaN for
-    others.
+    """Returns 0 for tokens of the vocabulary and NaN for others. Each device has `size` tokens
+    of it.
     """
     return jnp.where((tokens >= 0) & (tokens < size * jax.lax.axis_size(AXIS)), 0.0, jnp.nan)
 
@@ -95,15 +90,15 @@ def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
 def cross_entropy(
     logits: Float[Array, "... V"], labels: Int[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns cross entropy and correctness of each label, from logits of which each device has
-    a part.
+    """Returns cross entropy and correctness of each label, from logits that are divided along
+    the vocabulary.
 
-    As `training.cross_entropy` of all logits, which no device ever holds: four numbers a label
-    are exchanged. A label outside of the vocabulary gives NaN, and a negative one counts from
-    its end, as there.
+    The result is that of `training.cross_entropy` on all logits, but no device ever has them
+    all: devices exchange four numbers per label. A label outside of the vocabulary gives NaN,
+    and a negative one counts from its end, as there.
 
     Args:
-      logits: those of this device's part of the vocabulary.
+      logits: of this device's part of the vocabulary.
       labels: of the whole vocabulary.
     """
     size = logits.shape[-1]
@@ -116,7 +111,7 @@ def cross_entropy(
     mine = (index >= 0) & (index < size)
     own = jnp.take_along_axis(logits, jnp.where(mine, index, 0)[..., None], axis=-1)[..., 0]
     of_label = jax.lax.psum(jnp.where(mine, own - top, 0), AXIS)
-    # Of equal logits the first counts, as in an argmax over all.
+    # The first of equal logits counts, as in an argmax over all.
     best = jnp.where(
         own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max
     )
@@ -125,7 +120,7 @@ def cross_entropy(
 
 
 def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
-    """Returns the hooks that make the Transformer one device's part of a tensor-parallel one.
+    """Returns the hooks of one device's part of a tensor-parallel Transformer.
 
     Args:
       mesh: with an axis "tensor" of n devices.
@@ -158,18 +153,16 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
 
 
 def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model, or one in parts, whose devices along "tensor" draw dropout from keys of
-    their own.
+    """Returns a model, or one in parts, with a dropout key per device along "tensor".
 
-    Right where each has its own part of the sequence. Where all have the same values, they must
+    Use it if each device has its own part of the sequence. Devices with the same values must
     drop the same ones.
     """
 
     def folded(*args: Any) -> Any:
-        *given, rng = args
-        return apply_fn(
-            *given, None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
-        )
+        *others, rng = args
+        rng = None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
+        return apply_fn(*others, rng)
 
     return folded
 
@@ -184,7 +177,7 @@ def check(model: Any, seq_len: int, mesh: meshes.Shape, sequence: bool) -> None:
       sequence: whether the sequence is divided as well.
 
     Raises:
-      ValueError: naming the field, its value and the nearest that would do.
+      ValueError: naming the field, its value and the nearest possible ones.
     """
     n = meshes.axis_size(mesh, AXIS)
     cut = {

@@ -148,7 +148,7 @@ def test_a_row_without_a_reason_has_that_of_its_publication(write):
     [
         ("tensr = 2", r"\['tensr'\] must be fields of a row"),
         ("tensor = 3", "must multiply to gpus=8"),
-        ('flops = "6N"\nmemory = 1', r"\['memory'\] must be fields of a row"),
+        ('flops = "6N+12lhs"\nmemory = 1', r"\['memory'\] must be fields of a row"),
         ("fsdp = 3", "batch=8 must be a multiple of 6"),
     ],
 )
@@ -246,14 +246,13 @@ def test_each_count_of_flops_is_the_sum_of_its_products():
     # many for its mean of values, and twice that backward.
     scores = 2 * 256 * (96 + 96) * 2 * 3
     expected = {
-        "6N": 6 * (layers + 2 * 6400),
         "6N+12lhs": 6 * (layers + 2 * 6400) + scores,
         "6N+6lhs": 6 * (layers + 2 * 6400) + scores / 2,
         "6M+12lhs": 6 * (layers + 6400) + scores,  # the embedding is no product
     }
     assert {name: backtest.FLOPS[name](shape) for name in expected} == expected
     tied = dataclasses.replace(shape, tied=True)
-    assert backtest.FLOPS["6N"](tied) == 6 * (layers + 6400)
+    assert backtest.FLOPS["6N+12lhs"](tied) == expected["6M+12lhs"]
     assert backtest.FLOPS["6M+12lhs"](tied) == expected["6M+12lhs"]
 
 

@@ -60,7 +60,7 @@ def by_hand(zero, tensor, microbatch, full, flash):
 
     def gather(size):
         inside = size * (r - 1) / r / nvlink
-        outside = size * 7 / 8 / (r * port)
+        outside = size * (replicas - 1) / replicas / (r * port)  # rings through all ranks
         return max(inside, outside) + 20e-6 * (r > 1) + 3 * 40e-6
 
     logits, head_weights = tokens * V / t, V * D / t
@@ -197,8 +197,10 @@ def test_an_overlapping_recipe_hides_its_share_of_tensor_traffic():
     plain, hiding = (step(axes, tensor_overlap=overlap) for overlap in (False, True))
     head = 64 * 4 * cluster_model.all_gather(h100s(axes).group(axes, "tensor"), 2 * 4096 * 4096)
     layers = plain.parts["tensor"] - head
-    assert hiding.parts["tensor"] - head == pytest.approx((1 - step_model.HIDDEN) * layers)
-    assert hiding.hidden["tensor"] == pytest.approx(step_model.HIDDEN * layers)
+    assert hiding.parts["tensor"] - head == pytest.approx(
+        (1 - step_model.TENSOR_OVERLAP) * layers
+    )
+    assert hiding.hidden["tensor"] == pytest.approx(step_model.TENSOR_OVERLAP * layers)
 
 
 def test_a_parallel_block_halves_what_layers_send_along_tensor():

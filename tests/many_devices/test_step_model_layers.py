@@ -138,15 +138,17 @@ def test_a_device_holds_its_part_of_layers_experts_and_embedding():
     tied = dataclasses.replace(dense, tied=True)
     table, layer = 32_000 * 1024, ATTENTION + EXPERT
     everywhere = ("data", "context", "expert")
-    for shape, mesh, held in (
+    for shape, mesh, parameters in (
         (dense, {}, 8 * layer + 2 * table),
         (tied, {}, 8 * layer + table),
         (dense, {"pipe": 4}, 2 * layer + table),  # the first stage's or the last's
         (tied, {"pipe": 4}, 2 * layer + table),
         (dense, {"data": 2, "fsdp": 2, "tensor": 4}, (8 * layer + 2 * table) / 8),
     ):
-        assert step_model.held(shape, Plan(mesh, batch=24)) == [(held, everywhere)]
-    attention, experts = step_model.held(MIXED, Plan(axes, batch=24))
+        assert step_model.device_parameters(shape, Plan(mesh, batch=24)) == [
+            (parameters, everywhere)
+        ]
+    attention, experts = step_model.device_parameters(MIXED, Plan(axes, batch=24))
     assert attention == ((4 * ATTENTION + table) / 4, everywhere)
     assert experts == (4 * 2 * EXPERT / 4, ("data", "context"))
     # ZeRO divides the state of attention by six, of experts, which are in two places, by two

@@ -1,26 +1,25 @@
-"""Pipeline parallelism: each device holds some of the layers, and microbatches pass from device
-to device.
+"""Pipeline parallelism: each device has some of the layers, and microbatches pass through the
+devices.
 
-`gradient` executes a schedule's table, whichever it is, slot by slot (`jax.lax.scan`). In each
-slot a device does what its row says (`stage`), and then everyone passes an activation to the
-next device on the ring and a gradient to the previous one. So the order of the backward pass is
-the table's, not one that JAX would derive from a forward pass: JAX differentiates one stage at
-a time (`jax.vjp`), from its input, which is all that is kept (Huang et al., 2018,
-https://arxiv.org/abs/1811.06965).
+`gradient` executes the table of any schedule, slot by slot (`jax.lax.scan`). In each slot a
+device runs one op (`stage`), then passes an activation to the next device on the ring and a
+gradient to the previous one. The table sets the order of the backward pass; JAX does not derive
+it from a forward pass. JAX differentiates one stage at a time (`jax.vjp`), from its input, the
+only stored activation (Huang et al., 2018, https://arxiv.org/abs/1811.06965).
 
-One program runs on all devices, and that has a price. The parameters of embedding and head lie
-on all of them, though only the first and the last use them; their gradients are summed over
-"pipe" once a step. And what a slot sends is sent in all slots, whether there is something or
-not: neighbours wait for each other, so that a slot of the table lasts as long as the longest op
-in it. A step of GPipe takes as long as its table says; one of 1F1B, whose backwards lie on a
-diagonal, 1.6 times as long with 4 stages and 16 microbatches (`slots.lockstep`): it is chosen
-for its memory. Zero-bubble takes longest: its B and its W each compute the stage again.
-Parameters of layers never move.
+One program runs on all devices, and that has a price. All devices have the parameters of
+embedding and head, though only the first and the last use them; their gradients are summed over
+"pipe" once per step. Every slot sends, even if there is nothing to send. Neighbours wait for
+each other, so a slot lasts as long as the longest op in it. GPipe takes as long as its table
+says. 1F1B, whose backwards lie on a diagonal, takes 1.6 times as long with 4 stages and 16
+microbatches (`slots.lockstep`), and saves memory. Zero-bubble takes longest: B and W both
+recompute the stage. Parameters of layers never move.
 
-    sent by a device, along "pipe"    2 * slots * activation bytes of a microbatch, and
-                                      2 (S-1)/S of the gradient bytes of embedding and head
-    kept by a device                  as many activations as its buffers have slots
-                                      (`slots.program`)
+    sent per step per device, along "pipe"    2 * slots * activation bytes of a microbatch, and
+                                              2 (S-1)/S of the gradient bytes of embedding and
+                                              head
+    stored per device                         as many activations as its buffers have slots
+                                              (`slots.program`)
 """
 
 import functools
@@ -52,14 +51,13 @@ AXIS = "pipe"
 
 
 def parts(config: ConfigDict, stages: int, hooks: Hooks) -> ApplyPart:
-    """Returns the Transformer in parts, `apply_part(part, params, x, rng)`, whose "layers" are
-    those of one stage.
+    """Returns the Transformer in parts, `apply_part(part, params, x, rng)`. The part "layers"
+    has the layers of one stage.
 
     Args:
       config: the `model` part of a configuration.
-      stages: S v, into how many the layers are cut.
-      hooks: what of it one of several devices along "tensor" does; `Hooks()` without such an
-        axis.
+      stages: S v.
+      hooks: those of tensor parallelism, or `Hooks()`.
     """
     model = Transformer(
         FrozenConfigDict({**config.to_dict(), "num_layers": config.num_layers // stages}), hooks
@@ -77,8 +75,8 @@ def parts(config: ConfigDict, stages: int, hooks: Hooks) -> ApplyPart:
 def loss_of_head(
     apply_part: ApplyPart, score: Callable[..., Any] = training.cross_entropy
 ) -> LossFn:
-    """Returns the loss function of the last part: of the head's parameters, on a batch whose
-    inputs are activations.
+    """Returns the loss as a function of the head's parameters, on a batch whose inputs are
+    activations.
     """
     return training.next_token_loss(
         lambda params, x, rng: apply_part("head", params, x, None), score
@@ -89,47 +87,45 @@ def gradient(
     loss_fn: LossFn,
     apply_part: ApplyPart,
     mesh: Mesh,
-    held: PyTree,
+    param_specs: PyTree,
     schedule: Schedule,
-    kept: PyTree = None,
+    grad_specs: PyTree = None,
 ) -> GradFn:
     """Returns a gradient function that executes a schedule.
 
     Each device along "data" takes its share of the batch, and cuts it into M microbatches. Each
-    stage draws its dropout from a key of its own for each microbatch, and the same one when it
-    runs again: the given one with the device's index along "data", the microbatch and the stage
-    folded in.
+    stage draws dropout from its own key for each microbatch, and from the same key when it runs
+    again: `rng` with the device's index along "data", the microbatch and the stage folded in.
 
     Args:
-      loss_fn: the loss of the head, as `loss_of_head` gives it.
+      loss_fn: the loss of the head, from `loss_of_head`.
       apply_part: the model in parts.
       mesh: with the axes "data" and "pipe".
-      held: specs of the parameters, whose layers lie as `to_stages` places them.
-      schedule: any legal one of as many stages as "pipe" has devices.
-      kept: specs of the gradients that come out, cut over "data" with stage 1 of ZeRO; those of
-        the parameters if None.
+      param_specs: specs of the parameters, whose layers lie as `to_stages` places them.
+      schedule: any legal schedule with as many stages as "pipe" has devices.
+      grad_specs: specs of the returned gradients, cut over "data" with stage 1 of ZeRO. None:
+        those of the parameters.
 
     Raises:
-      ValueError: if the schedule is not legal, or of another number of stages; and, when
-        called, before it is compiled, if the batch cannot be cut into M microbatches for each
-        device along "data".
+      ValueError: if the schedule is not legal, or has another number of stages. The gradient
+        function raises it, before it compiles, if the batch cannot be cut into M microbatches
+        for each device along "data".
     """
-    kept = held if kept is None else kept
+    grad_specs = param_specs if grad_specs is None else grad_specs
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
-        state = _execute(loss_fn, apply_part, schedule, params, batch, rng)
-        return _sum(state["grads"], held, kept), jax.lax.psum(state["metrics"], ("data", AXIS))
+        return _sum(
+            _execute(loss_fn, apply_part, schedule, params, batch, rng), param_specs, grad_specs
+        )
 
-    return _spread(on_one_device, mesh, schedule, held, (kept, P()))
+    return _spread(on_one_device, mesh, schedule, param_specs, (grad_specs, P()))
 
 
 def loss(
-    loss_fn: LossFn, apply_part: ApplyPart, mesh: Mesh, held: PyTree, schedule: Schedule
+    loss_fn: LossFn, apply_part: ApplyPart, mesh: Mesh, param_specs: PyTree, schedule: Schedule
 ) -> LossFn:
-    """Returns the loss function of the whole model on arrays that are spread over the mesh: the
-    forwards of a schedule.
-
-    Arguments and errors as for `gradient`.
+    """Returns the loss function of the model on arrays that are spread over the mesh: it runs
+    the forwards of a schedule. Arguments and errors as for `gradient`.
     """
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
@@ -138,23 +134,22 @@ def loss(
         total, count = metrics["loss"]
         return total / gradient_accumulation.nonzero(count), metrics
 
-    return _spread(on_one_device, mesh, schedule, held, (P(), P()))
+    return _spread(on_one_device, mesh, schedule, param_specs, (P(), P()))
 
 
 def count(
-    loss_fn: LossFn, apply_part: ApplyPart, mesh: Mesh, held: PyTree, schedule: Schedule
+    loss_fn: LossFn, apply_part: ApplyPart, mesh: Mesh, param_specs: PyTree, schedule: Schedule
 ) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Returns a gradient function that also returns what each device does, counted while it
-    does it.
+    """Returns a gradient function that also counts each device's ops while they run.
 
-    Nothing of it is read from the table: each branch counts that it was taken, and its own use
-    of the stash. Arguments and errors as for `gradient`.
+    The counts do not come from the table: each branch counts its runs and its use of the stash.
+    Arguments and errors as for `gradient`.
 
     Returns:
-      `counted(params, batch, rng) -> (grads, metrics, counts)`. `counts["slots"]` has for each
-      kind that the schedule has, and "idle", the slots of time that went into it,
-      `counts["peak_live"]` the most slots of the stash that were in use at once: int32 [S]
-      each, by device along "pipe".
+      `counted(params, batch, rng) -> (grads, metrics, counts)`. `counts["slots"]` has the
+      number of slots of time of each kind in the schedule and of "idle",
+      `counts["peak_live"]` the most slots of the stash in use at once: int32 [S] each, by
+      device along "pipe".
     """
     kinds = slots.program(schedule).kinds
 
@@ -164,25 +159,21 @@ def count(
             "slots": dict(zip(kinds, state["taken"][:, None], strict=True)),
             "peak_live": state["peak"][None],
         }
-        return (
-            _sum(state["grads"], held, held),
-            jax.lax.psum(state["metrics"], ("data", AXIS)),
-            counts,
-        )
+        return *_sum(state, param_specs, param_specs), counts
 
-    return _spread(on_one_device, mesh, schedule, held, (held, P(), P(AXIS)))
+    return _spread(on_one_device, mesh, schedule, param_specs, (param_specs, P(), P(AXIS)))
 
 
 def _spread(
     on_one_device: Callable[..., PyTree],
     mesh: Mesh,
     schedule: Schedule,
-    held: PyTree,
+    param_specs: PyTree,
     out_specs: PyTree,
 ) -> Callable[..., PyTree]:
     check_schedule(schedule, mesh)
     spread = jax.shard_map(
-        on_one_device, mesh=mesh, in_specs=(held, P("data"), P()), out_specs=out_specs
+        on_one_device, mesh=mesh, in_specs=(param_specs, P("data"), P()), out_specs=out_specs
     )
     microbatches = meshes.axis_size(mesh, "data") * schedule.microbatches
 
@@ -201,8 +192,8 @@ def _execute(
     batch: PyTree,
     rng: Any,
 ) -> stage.State:
-    """Executes a schedule on one device. Returns its state after the last slot; nothing is
-    summed over devices yet.
+    """Executes a schedule on one device. Returns its state after the last slot, not yet summed
+    over devices.
     """
     program = slots.program(schedule)
     params, batch = vary(params, ("data", AXIS)), vary(batch, AXIS)
@@ -228,8 +219,8 @@ def _execute(
 
     def branch(number: int, run: Callable[..., stage.Result]) -> Callable[..., stage.Result]:
         def taken(state: stage.State, waiting: dict[str, Array], op: PyTree) -> stage.Result:
-            state, found = run(state | {"taken": state["taken"].at[number].add(1)}, waiting, op)
-            return state, {name: found.get(name, nothing) for name in waiting}
+            state, out = run(state | {"taken": state["taken"].at[number].add(1)}, waiting, op)
+            return state, {name: out.get(name, nothing) for name in waiting}
 
         return taken
 
@@ -239,20 +230,17 @@ def _execute(
         carry: tuple[stage.State, dict[str, Array]], op: PyTree
     ) -> tuple[tuple[stage.State, dict[str, Array]], None]:
         state, waiting = carry
-        state, found = jax.lax.switch(op["kind"], choices, state, waiting, op)
-        found |= {
-            "inbox": shift(found["inbox"], AXIS, 1),
-            "gradient": shift(found["gradient"], AXIS, -1),
+        state, out = jax.lax.switch(op["kind"], choices, state, waiting, op)
+        out |= {
+            "inbox": shift(out["inbox"], AXIS, 1),
+            "gradient": shift(out["gradient"], AXIS, -1),
         }
-        # Buffers are written here, in place: what passes through a branch is copied on the way,
-        # on a GPU.
-        return (
-            state,
-            {
-                name: stage.put(waiting[name], op[f"{name}_put"], found[name])
-                for name in waiting
-            },
-        ), None
+        # Buffers are written here, in place: a GPU copies each value that a branch returns.
+        waiting = {
+            name: stage.put(buffer, op[f"{name}_put"], out[name])
+            for name, buffer in waiting.items()
+        }
+        return (state, waiting), None
 
     state = device.state(program.sizes["stash"]) | {
         "taken": vary(jnp.zeros(len(choices), jnp.int32), AXIS)
@@ -269,24 +257,25 @@ def _execute(
     return state
 
 
-def _sum(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
-    """Returns the gradients of the whole batch: those of the layers as they lie, the others
-    summed over stages too.
+def _sum(state: stage.State, param_specs: PyTree, grad_specs: PyTree) -> tuple[PyTree, PyTree]:
+    """Sums gradients and metrics over devices. Only gradients of embedding and head need a sum
+    over stages.
     """
+    grads = state["grads"]
     layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), grads["layers"])
-    return data_parallel.sum_over_devices(
-        layers | jax.lax.psum(grads["embed"] | grads["head"], AXIS), held, kept
+    grads = layers | jax.lax.psum(grads["embed"] | grads["head"], AXIS)
+    return (
+        data_parallel.sum_over_devices(grads, param_specs, grad_specs),
+        jax.lax.psum(state["metrics"], ("data", AXIS)),
     )
 
 
 def to_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
-    """Returns parameters whose layers lie as the devices hold them: device by device, each its
-    v chunks in order.
-
-    With one chunk a device they lie so already.
+    """Orders the layers of parameters device by device, the v chunks of each device in order.
+    With one chunk per device the order stays.
 
     Args:
-      params: of the model, or a tree like them; scanned layers, [N, ...].
+      params: of the model, or a tree like them, with scanned layers [N, ...].
       stages: S devices.
       chunks: v.
     """
@@ -294,12 +283,12 @@ def to_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
 
 
 def from_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
-    """Undoes `to_stages`: returns the parameters with the layers in the model's order."""
+    """Undoes `to_stages`: puts the layers back into the model's order."""
     return _reorder(params, (stages, chunks))
 
 
 def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
-    """Returns parameters whose layers, read as a grid of these sizes, lie column by column."""
+    """Transposes the order of layers, read as a grid of these sizes."""
 
     def of_leaf(x: Any) -> Any:
         return x.reshape(*sizes, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
@@ -345,8 +334,7 @@ def check(config: ConfigDict, mesh: meshes.Shape, chunks: int = 1) -> None:
 
 
 def check_schedule(schedule: Schedule, mesh: Mesh) -> None:
-    """Refuses a schedule that is not legal, or not for as many stages as the mesh has devices
-    along "pipe".
+    """Refuses a schedule that is not legal, or whose stages are not the devices along "pipe".
 
     Raises:
       ValueError: naming the number of stages, or the cell of the table.

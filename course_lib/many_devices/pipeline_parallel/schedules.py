@@ -1,9 +1,9 @@
-"""Pipeline schedules: tables of which device does what in which slot of time.
+"""Pipeline schedules: tables of the work of each device in each slot of time.
 
-A pipeline cuts the model's layers into stages, one after the other on different devices, and
-the batch into M microbatches, so that the devices can work on different ones at once. In what
-order each device works decides how long it idles and how many activations it keeps. A schedule
-is nothing but that:
+A pipeline cuts the model's layers into stages on different devices, and the batch into M
+microbatches, so that the devices work on different microbatches at once. The order of a
+device's work decides how long it idles and how many activations it stores. A schedule is this
+order, as a table:
 
     table[device][time] -> Op, or None where the device idles
 
@@ -12,10 +12,10 @@ is nothing but that:
     W   backward, the gradient of the stage's weights
     BW  both in one go: two cells, "-" and then "BW", in which it takes effect
 
-Each of F, B and W is one slot, as Qi et al. count (2023, https://arxiv.org/abs/2401.10241), so
-that all schedules compare. What a slot gives arrives at the next or previous stage in time for
-the next slot. A device may hold several chunks of layers: chunk c of device d is stage c S + d
-of the model, so that activations run around the ring of devices v times.
+Each of F, B and W takes one slot, as Qi et al. count (2023, https://arxiv.org/abs/2401.10241),
+so that schedules are comparable. The result of a slot arrives at the next or previous stage in
+time for the next slot. A device may have several chunks of layers: chunk c of device d is stage
+c S + d of the model, so that activations run around the ring of devices v times.
 
                     idle share         live microbatches, device d      source
     gpipe           (S-1) / (M+S-1)    M                                Huang et al., 2018
@@ -24,9 +24,9 @@ of the model, so that activations run around the ring of devices v times.
     depth_first     (S-1) / (vM+S-1)   min(2(S-d-1) + (v-1)S + 1, vM)   Narayanan et al., 2021
     zero_bubble     (S-1) / (3M+S-1)   min(S, M)                        Qi et al., 2023 (ZB-H1)
 
-The last three bubbles are of M >= S microbatches; with fewer, `bubble` counts more. Live is
-what has run its F but not its W: one chunk's input of one microbatch, 1/v of the layers of a
-device without chunks. The table has the most that are live at once.
+The last three bubbles need M >= S microbatches; with fewer, `bubble` counts more. A microbatch
+is live in a chunk from its F to its W: its input of the chunk is stored, for 1/v of the layers
+of a device without chunks. The table has the most that are live at once.
 
 Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503,
 https://arxiv.org/abs/2211.05953, https://arxiv.org/abs/2104.04473,
@@ -40,14 +40,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from course_lib.many_devices import meshes
+
 KINDS = ("F", "B", "W", "BW", "-")
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What a device does in a slot: a kind of `KINDS`, for which microbatch, and with which of
-    the device's chunks.
-    """
+    """A device's work in one slot: a kind of `KINDS`, a microbatch, one of its chunks."""
 
     kind: str
     microbatch: int
@@ -56,9 +56,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who does what when: S devices, M microbatches, v chunks a device, and
-    `table[device][time]`.
-    """
+    """A table of the work of S devices on M microbatches, with v chunks per device."""
 
     name: str
     stages: int
@@ -67,20 +65,18 @@ class Schedule:
     table: tuple[tuple[Op | None, ...], ...]
 
     def stage(self, device: int, chunk: int) -> int:
-        """Returns which of the S v stages of the model a device's chunk is."""
+        """Returns the number of a device's chunk among the S v stages of the model."""
         return chunk * self.stages + device
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """Runs all forwards, then all backwards."""
     return dataclasses.replace(breadth_first(stages, microbatches, 1), name="gpipe")
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """All microbatches through one chunk before the next chunk; then backwards the same, from
-    the last chunk.
-
-    With one chunk it is GPipe.
+    """Runs all microbatches through one chunk before the next chunk; then the backwards in the
+    same way, from the last chunk. With one chunk it is GPipe.
     """
     _check_sizes(stages, microbatches, chunks)
     forward = [Op("F", m, c) for c in range(chunks) for m in range(microbatches)]
@@ -91,14 +87,16 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Forwards until the first backward can come, then a backward and a forward by turns."""
+    """Runs forwards until the first backward is possible, then a backward and a forward by
+    turns.
+    """
     _check_sizes(stages, microbatches, 1)
     orders = [order_1f1b(microbatches, stages - device, "BW") for device in range(stages)]
     return _in_order("1f1b", stages, microbatches, 1, orders)
 
 
 def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """S microbatches through all chunks before the next S: Megatron-LM's interleaved 1F1B.
+    """Runs S microbatches through all chunks before the next S: Megatron-LM's interleaved 1F1B.
 
     Raises:
       ValueError: if S does not divide M, or there is only one chunk.
@@ -109,11 +107,10 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
             "chunks=1 must be at least 2 for depth_first: with one chunk it would be 1f1b"
         )
     if rest := microbatches % stages:
-        below, above = microbatches - rest, microbatches - rest + stages
         raise ValueError(
             f"microbatches={microbatches} must be a multiple of the {stages} stages for"
             f" depth_first, which takes as many at a time: {rest} would be left over; take"
-            f" {f'{below} or ' * (below > 0)}{above}"
+            f" {meshes.nearest(microbatches, stages)}"
         )
     rounds = [(first, c) for first in range(0, microbatches, stages) for c in range(chunks)]
     forward = [Op("F", first + i, c) for first, c in rounds for i in range(stages)]
@@ -128,10 +125,10 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose backwards are split: B at once, so that the previous stage can go on, and W
-    where there is time.
+    """Runs 1F1B with backwards in two pieces: B at once, so that the previous stage can go on,
+    and W when the device would idle.
 
-    ZB-H1: no device has more live microbatches than 1F1B's first.
+    ZB-H1: no device has more live microbatches than the first device of 1F1B.
     """
     _check_sizes(stages, microbatches, 1)
     orders = [order_1f1b(microbatches, stages - device, "B") for device in range(stages)]
@@ -146,7 +143,7 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "zero_bubble": zero_bubble,
 }
 LOOPING = ("breadth_first", "depth_first")
-"""The schedules that have several chunks a device."""
+"""The schedules with several chunks per device."""
 
 
 @functools.cache
@@ -154,7 +151,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     """Returns a schedule by its name.
 
     Raises:
-      ValueError: if there is none of that name, or none with these numbers.
+      ValueError: if the name is unknown, or the schedule impossible with these numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} must be one of {', '.join(SCHEDULES)}")
@@ -199,22 +196,22 @@ def _in_order(
     orders: Sequence[Sequence[Op]],
     most_live: int | None = None,
 ) -> Schedule:
-    """Returns the table in which each device does what its order says next, as soon as what
-    that needs is there.
+    """Returns the table in which each device works in its order, each op as early as its inputs
+    allow.
 
     Args:
       name: of the schedule.
       stages: S.
       microbatches: M.
       chunks: v.
-      orders: for each device.
-      most_live: given if backwards are split: how many microbatches may be live on a device. A
-        device does the oldest W when nothing else can be done.
+      orders: the ops of each device.
+      most_live: with backwards in two pieces, the most microbatches that may be live on a
+        device. A device does its oldest W when it can do nothing else.
     """
     empty = Schedule(name, stages, microbatches, chunks, ())
     rows: list[list[Op | None]] = [[] for _ in range(stages)]
     todo = [collections.deque(order) for order in orders]
-    # The W of each B that is done.
+    # W of each finished B
     pending: list[collections.deque[Op]] = [collections.deque() for _ in range(stages)]
     live = [0] * stages
     done: dict[tuple[str, int, int], int] = {}
@@ -253,8 +250,8 @@ def _in_order(
 
 
 def _needs(kind: str, microbatch: int, stage: int, stages: int) -> list[tuple[str, int, int]]:
-    """Returns what must have taken effect in an earlier slot, as (F, B or W; microbatch; stage
-    of the model).
+    """Returns the ops that must end in an earlier slot, as (F, B or W; microbatch; stage of the
+    model).
     """
     if kind == "F":
         return [("F", microbatch, stage - 1)] if stage else []
@@ -270,7 +267,7 @@ def check(schedule: Schedule) -> None:
     microbatch once.
 
     Raises:
-      ValueError: naming the cell and why.
+      ValueError: naming the cell and the reason.
     """
     table, stages = schedule.table, schedule.stages * schedule.chunks
     _check_sizes(schedule.stages, schedule.microbatches, schedule.chunks)
@@ -334,7 +331,7 @@ def check(schedule: Schedule) -> None:
 
 
 def cells(schedule: Schedule) -> list[tuple[int, int, Op]]:
-    """Returns (device, time, op) of cells in which something is done, by device and time."""
+    """Returns (device, time, op) of all busy cells, by device and time."""
     return [
         (d, t, op)
         for d, row in enumerate(schedule.table)
@@ -344,14 +341,14 @@ def cells(schedule: Schedule) -> list[tuple[int, int, Op]]:
 
 
 def bubble(schedule: Schedule) -> float:
-    """Returns the share of cells in which a device idles."""
+    """Returns the share of idle cells."""
     count = sum(map(len, schedule.table))
     return (count - len(cells(schedule))) / count
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Returns for each device how many microbatches, of any chunk, are live at once at most:
-    from F until W, or BW.
+    """Returns for each device the most microbatches, of any chunk, that are live at once: from
+    F until W, or BW.
     """
     peaks = []
     for row in schedule.table:

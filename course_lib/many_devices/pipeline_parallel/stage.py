@@ -1,5 +1,5 @@
-"""What a device of a pipeline does in one slot of time: a few branches, from which `pipeline`
-lets the schedule choose.
+"""The work of a pipeline's device in one slot of time: one branch per kind of op, from which
+the schedule chooses (`pipeline`).
 
     F    runs the stage on its input, from the embedding or the inbox, and stashes that input;
          the last stage adds to the loss
@@ -7,8 +7,8 @@ lets the schedule choose.
     W    the same, to the gradient of its weights, which is added up on the device
     BW   both at once
 
-Nothing but inputs of stages is kept from F to W. What B finds, W computes once more: it could
-be kept, for more memory.
+Only inputs of stages are stored from F to W. W repeats the recomputation and the gradients of
+B: storing them would cost memory.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from course_lib.one_device.gradient_accumulation import LossFn
 
 PyTree = Any
 State = dict[str, Any]
-# The new state; what is for the own "stash", the next "inbox", the last "gradient".
+# The new state; values for the own "stash", the next "inbox", the previous "gradient".
 Result = tuple[State, dict[str, Array]]
 
 PARTS = {
@@ -32,16 +32,16 @@ PARTS = {
     "layers": ("block",),
     "head": ("post_norm", "output_layer"),
 }
-"""Which parameters each part of the model has (`transformer.PARTS`)."""
+"""The parameters of each part of the model (`transformer.PARTS`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What one device computes with, inside `jax.shard_map`: the same in all slots of a step.
+    """Model and data of one device, inside `jax.shard_map`: the same in all slots of a step.
 
-    Its methods take a state, the buffers of what waits (activations that arrived, "inbox",
-    inputs to recompute from, "stash", and gradients that arrived, "gradient"), and an op, a row
-    of `slots.Program`. They read the buffers, and `pipeline` writes them.
+    Its methods take a state, the buffers ("inbox": activations that arrived, "stash": inputs to
+    recompute from, "gradient": gradients that arrived), and an op, a column of `slots.Program`.
+    They read the buffers, and `pipeline` writes them.
 
     Attributes:
       apply_part: the model in parts, `apply_part(part, params, x, rng)`; its layers are those
@@ -50,7 +50,7 @@ class Device:
       params: by part. Layers have the device's chunks in front, [v, n, ...].
       batch: the device's share, in microbatches [M, b, ...].
       total: the summed weights of the labels of all devices.
-      rng: key for dropout, of this device's share; None without.
+      rng: key for dropout, of this device's share; None without dropout.
       last: the number of the last stage.
     """
 
@@ -63,21 +63,19 @@ class Device:
     last: int
 
     def activation(self) -> Array:
-        """Returns zeros like what passes from stage to stage: [b, L, D], or this device's part
-        of it along "tensor".
+        """Returns zeros like the activation between stages: [b, L, D], or this device's part of
+        it along "tensor".
         """
         return zeros_like(
             lambda: self.apply_part("embed", self.params["embed"], self.batch.inputs[0], None)
         )
 
     def state(self, stash: int) -> State:
-        """Returns the state before the first slot, where none of as many slots of the stash is
-        in use.
-        """
+        """Returns the state before the first slot, for a stash of that many slots."""
         empty = self.activation()
         return {
-            "live": vary(jnp.zeros(stash, bool), "pipe"),  # which slots of the stash are in use
-            "peak": vary(jnp.zeros((), jnp.int32), "pipe"),  # how many of them were so far
+            "live": vary(jnp.zeros(stash, bool), "pipe"),  # whether a slot of it is in use
+            "peak": vary(jnp.zeros((), jnp.int32), "pipe"),  # most slots in use so far
             "grads": zeros_like(lambda: self.params),
             "metrics": zeros_like(
                 lambda: self._loss(self.params["head"], take(self.batch, 0), empty)[1]
@@ -85,7 +83,7 @@ class Device:
         }
 
     def forward(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """F: returns the stage's input, for the stash, and its output."""
+        """Runs F: returns the stage's input, for the stash, and its output."""
         microbatch, layers, rng = self._of(op)
         x = jax.lax.cond(
             op["stage"] == 0,
@@ -106,42 +104,40 @@ class Device:
         }
 
     def backward(self, wrt: str, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """B, W or BW, as `wrt` says: returns the state with the gradients of weights added, and
-        that of the input.
+        """Runs B, W or BW, as `wrt` says: adds the gradients of weights to the state, and
+        returns the gradient of the input.
         """
         microbatch, layers, rng = self._of(op)
         x, grads = take(waiting["stash"], op["stash"]), dict(state["grads"])
-        given = ({"x": x} if "B" in wrt else {}) | ({"layers": layers} if "W" in wrt else {})
+        inputs = ({"x": x} if "B" in wrt else {}) | ({"layers": layers} if "W" in wrt else {})
         y, pull_back = jax.vjp(
-            lambda given: self.apply_part(
-                "layers", given.get("layers", layers), given.get("x", x), rng
+            lambda inputs: self.apply_part(
+                "layers", inputs.get("layers", layers), inputs.get("x", x), rng
             ),
-            given,
+            inputs,
         )
         gradient, grads["head"] = jax.lax.cond(
             op["stage"] == self.last,
             lambda: self._from_loss(wrt, grads["head"], microbatch, y),
             lambda: (take(waiting["gradient"], op["gradient"]), grads["head"]),
         )
-        (found,) = pull_back(gradient)
-        # The embedding's weights need only the gradient of its result, which is here now.
+        (of_inputs,) = pull_back(gradient)
+        # The embedding's weights need only the gradient of its output, which B has computed.
         if "B" in wrt:
             grads["embed"] = jax.lax.cond(
                 op["stage"] == 0,
-                lambda: self._from_embedding(grads["embed"], microbatch.inputs, found["x"]),
+                lambda: self._from_embedding(grads["embed"], microbatch.inputs, of_inputs["x"]),
                 lambda: grads["embed"],
             )
         if "W" in wrt:
             grads["layers"] = jax.tree.map(
-                lambda sum, x: sum.at[op["chunk"]].add(x), grads["layers"], found["layers"]
+                lambda sum, x: sum.at[op["chunk"]].add(x), grads["layers"], of_inputs["layers"]
             )
             state = state | {"live": state["live"].at[op["stash"]].set(False)}
-        return state | {"grads": grads}, {"gradient": found["x"]} if "B" in wrt else {}
+        return state | {"grads": grads}, {"gradient": of_inputs["x"]} if "B" in wrt else {}
 
     def idle(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """Does nothing: an idle slot, or the first of the two slots of a BW, which all happens
-        in the second.
-        """
+        """Does nothing: an idle slot, or the first slot of a BW, which runs in its second."""
         return state, {}
 
     def _of(self, op: PyTree) -> tuple[PyTree, PyTree, Any]:
@@ -159,26 +155,26 @@ class Device:
     def _from_loss(
         self, wrt: str, grads: PyTree, microbatch: PyTree, y: Array
     ) -> tuple[Array, PyTree]:
-        """Returns the gradient of the last stage's output, and the head's gradients with this
-        microbatch's added.
+        """Returns the gradient of the last stage's output, and the head's gradients plus those
+        of this microbatch.
 
-        What is differentiated is the microbatch's share of the mean over the whole batch, so
-        that gradients just add up.
+        It differentiates the microbatch's share of the mean over the whole batch, so that the
+        gradients of microbatches add up.
         """
 
-        def share_of_mean(given: PyTree) -> Array:
+        def share_of_mean(inputs: PyTree) -> Array:
             mean, metrics = self._loss(
-                given.get("head", self.params["head"]), microbatch, given["y"]
+                inputs.get("head", self.params["head"]), microbatch, inputs["y"]
             )
             return mean * metrics["loss"][1] / jnp.where(self.total != 0, self.total, 1)
 
-        found = jax.grad(share_of_mean)(
+        of_inputs = jax.grad(share_of_mean)(
             {"y": y} | ({"head": self.params["head"]} if "W" in wrt else {})
         )
-        return found["y"], add(grads, found["head"]) if "W" in wrt else grads
+        return of_inputs["y"], add(grads, of_inputs["head"]) if "W" in wrt else grads
 
     def _from_embedding(self, grads: PyTree, tokens: Array, gradient: Array) -> PyTree:
-        """Returns the embedding's gradients with this microbatch's added."""
+        """Adds this microbatch's gradients of the embedding."""
         _, pull_back = jax.vjp(
             lambda embed: self.apply_part("embed", embed, tokens, None), self.params["embed"]
         )
@@ -186,14 +182,12 @@ class Device:
 
 
 def take(tree: PyTree, index: Any) -> PyTree:
-    """Returns what stands at one index of the first axis."""
+    """Takes one index of the first axis of each leaf."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def put(buffer: Array, slot: Array, value: Array) -> Array:
-    """Returns the buffer with a value in one of its slots, or as it was if there is no such
-    slot.
-    """
+    """Puts a value into a slot of the buffer; a slot past the end changes nothing."""
     return buffer.at[slot].set(value, mode="drop")
 
 
@@ -203,8 +197,8 @@ def add(first: PyTree, second: PyTree) -> PyTree:
 
 
 def zeros_like(function: Callable[[], PyTree]) -> PyTree:
-    """Returns zeros like a function's result, varying over the same mesh axes. Nothing of it is
-    computed.
+    """Returns zeros like a function's result, varying over the same mesh axes, without
+    computing the result.
     """
     axes: list[list[str]] = []
 
