@@ -72,6 +72,18 @@ LONG = {
 }
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "slow: kills processes, needs Slurm or Open MPI, or takes over a minute"
+    )
+
+
+def pytest_runtest_setup(item):
+    """Skips slow tests unless COURSE_SLOW=1; skipped here, they are one line of the summary."""
+    if item.get_closest_marker("slow") and os.environ.get("COURSE_SLOW") != "1":
+        pytest.skip("slow: `make test-all`, or COURSE_SLOW=1, runs it")
+
+
 def pytest_collection_modifyitems(items):
     """Puts the long files first; `--no-loadscope-reorder` (Makefile) keeps them there."""
     items.sort(key=lambda item: item.path.stem not in LONG)
