@@ -248,7 +248,6 @@ def test_a_token_file_of_which_a_bit_was_flipped_is_made_again_and_it_is_said(fo
     assert loading.token_file("train", folder).filename == path and not capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_token_file_that_is_killed_half_way_is_never_seen(folder, cache):
     program = (
         "import sys\n"
