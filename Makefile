@@ -1,5 +1,5 @@
 # `make lab` and `make test` are all that a learner needs; `make help` lists the rest.
-# Needs make and Python >= 3.11, best 3.13. Another Python than the one that is found: make PYTHON=/path/to/python3 lab
+# Needs make and Python >= 3.11, best 3.13. To use another Python: make PYTHON=/path/to/python3 lab
 
 # $(call python,3.13 3.12): the first of these versions that runs and can make environments, on the PATH or among pyenv's.
 python = $(shell for version in $(1); do \
@@ -19,17 +19,17 @@ LABFLAGS ?=
 NB ?=
 
 PY = .venv/bin/python
-# A process for each core; tests of one file, and cells of one notebook, stay together.
+# One process per core; the tests of one file, or the cells of one notebook, run in one process.
 TEST = -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
-# What an environment is made from. It is made anew when that changes, or the Python that makes it.
+# An environment is built again when one of these files changes, or the Python that built it.
 PINS = pyproject.toml requirements/reference.txt requirements/py311.txt requirements/colab.txt
 IDENTITY = -c 'import sys; print(sys.version.split()[0], sys.base_prefix)'
 anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>/dev/null)" ] || echo another-python)
-# JupyterLab refuses to run as root, which is who one is in a container.
+# JupyterLab refuses to run as root, the user of most containers.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 .NOTPARALLEL:
-.PHONY: help lab test lint unit nbval notebooks test-py311 test-colab test-colab-unit test-latest gpu case-study soak badges environment pins \
-	clean another-python
+.PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-latest gpu \
+	case-study soak badges environment pins clean another-python
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
@@ -40,22 +40,28 @@ lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a
 
 test: lint unit nbval ## lint, types, unit tests, and every notebook against its stored outputs
 
+# A slow test kills processes, needs Slurm or Open MPI, or takes over a minute: tests/conftest.py.
+test-all unit-all: export COURSE_SLOW = 1
+test-all: test ## all of `make test`, with the slow tests
+
+unit-all: unit ## the unit tests alone, with the slow ones
+
 lint: .venv/.installed ## lint, types, the workflow of GitHub
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-unit: .venv/.installed ## the unit tests alone
+unit: .venv/.installed ## the unit tests alone, without the slow ones
 	$(PY) $(TEST) --durations=10
 
-nbval: .venv/.installed ## the notebooks alone against their stored outputs; one of them: make nbval NB=01
+nbval: .venv/.installed ## the notebooks alone; one of them: make nbval NB=01
 	$(PY) $(TEST) --durations=10 --nbval $(if $(NB),notebooks/$(NB)*.ipynb,notebooks)
 
-notebooks: .venv/.installed ## re-run the notebooks and store their outputs; one of them: make notebooks NB=01
+notebooks: .venv/.installed ## run the notebooks again and store their outputs; one of them: make notebooks NB=01
 	$(PY) tools/execute_notebooks.py $(NB)
 
-test-py311: .venv-py311/.installed ## types, unit tests and notebooks on Python 3.11
+test-py311: .venv-py311/.installed ## types, unit tests and notebooks on Python 3.11, with JAX 0.10.2
 	.venv-py311/bin/python -m mypy
 	.venv-py311/bin/python $(TEST)
 	.venv-py311/bin/python $(TEST) --nbval notebooks
@@ -63,7 +69,7 @@ test-py311: .venv-py311/.installed ## types, unit tests and notebooks on Python 
 test-colab: test-colab-unit ## unit tests and notebooks with the versions that Colab ships (needs Python 3.13)
 	.venv-colab/bin/python $(TEST) --nbval notebooks
 
-test-colab-unit: .venv-colab/.installed ## the unit tests of it alone
+test-colab-unit: .venv-colab/.installed ## the unit tests alone with the versions that Colab ships
 	.venv-colab/bin/python $(TEST)
 
 # Colab's debugger would write a warning for each process that starts a kernel.
@@ -76,7 +82,7 @@ test-latest: ## unit tests and notebooks with the newest packages there are (nee
 	COURSE_SLOW=1 .venv-latest/bin/python $(TEST)
 	COURSE_COMPARE=facts .venv-latest/bin/python $(TEST) --nbval notebooks
 
-# Not all of the GPU's memory for whoever comes first: tests start processes of their own.
+# Without this the first process takes most of the GPU's memory, and the tests start several.
 gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
 gpu: PYTHON = $(or $(GIVEN_PYTHON),python3)
 gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
@@ -86,8 +92,8 @@ gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, 
 	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q --nbval notebooks
 	$(PYTHON) -m benchmarks.gpu
 
-soak: .venv/.installed ## kill a small training run 100 times and see that nothing is lost (many minutes)
-	COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_loop.py -k killed_at_random_moments
+soak: .venv/.installed ## kill a small training run 100 times and check that nothing is lost (many minutes)
+	COURSE_SLOW=1 COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_loop.py -k killed_at_random_moments
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.lessons.case_study
@@ -96,7 +102,7 @@ case-study: .venv/.installed ## compile every published configuration and write 
 badges: .venv/.installed ## stamp the project's address into badges and set-up cells: make badges REPO=owner/name
 	$(PY) tools/stamp.py $(REPO)
 
-pins: .venv/.installed ## resolve requirements/ and environment.yml anew from pyproject.toml (needs uv)
+pins: .venv/.installed ## write new exact versions into requirements/ and environment.yml (needs uv)
 	$(PY) tools/pin_versions.py
 	$(PY) tools/sync_environment.py
 

@@ -1,9 +1,9 @@
-"""How `pytest --nbval notebooks` runs and compares.
+"""Configures how `pytest --nbval notebooks` runs and compares.
 
-On a CPU with the versions of requirements/reference.txt every stored output is compared, but
-for cells tagged nbval-ignore-output. Elsewhere only the facts, cells tagged nbval-check-output:
-with other versions, on a GPU (COURSE_BACKEND=gpu), and where one asks for it
-(COURSE_COMPARE=facts). The last lines of a run say which it was.
+On a CPU with the versions of requirements/reference.txt it compares every stored output except
+those of cells tagged nbval-ignore-output. With other versions, on a GPU (COURSE_BACKEND=gpu)
+and with COURSE_COMPARE=facts it compares only facts: cells tagged nbval-check-output. The last
+lines of a run say which.
 """
 
 import os
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 REFERENCE = Path(__file__).parent / "requirements" / "reference.txt"
-# with other versions of these, cells print other digits
+# other versions of these print other digits
 PRINTING = ("jax", "jaxlib", "flax", "optax", "numpy")
-NBVALS_OWN_TIMEOUT = 2000  # seconds; also what a kernel that died would wait
+NBVALS_OWN_TIMEOUT = 2000  # seconds; a dead kernel would also wait that long
 
 
 def why_only_facts(installed=metadata.version):
-    """Returns why only facts are compared here, or None if everything is."""
+    """Returns the reason to compare only facts here, or None to compare everything."""
     if os.environ.get("COURSE_BACKEND", "cpu") == "gpu":
         return "on a GPU"
     if os.environ.get("COURSE_COMPARE") == "facts":
@@ -35,7 +35,7 @@ def why_only_facts(installed=metadata.version):
 
 
 def compares(config):
-    """Whether pytest was asked for notebooks."""
+    """Returns whether this run compares notebooks."""
     return getattr(config.option, "nbval", False) or getattr(config.option, "nbval_lax", False)
 
 
@@ -43,7 +43,7 @@ def pytest_configure(config):
     option = config.option
     if not compares(config):
         return
-    # the kernel of this Python, whatever kernels are installed elsewhere
+    # the kernel of this Python, not one that is installed elsewhere
     option.nbval_current_env = True
     option.nbval_sanitize_with = option.nbval_sanitize_with or str(
         Path(__file__).parent / "nbval_sanitize.cfg"
@@ -57,7 +57,9 @@ def pytest_configure(config):
         os.environ.get("COURSE_BACKEND", "cpu") != "gpu"
         and Path("/proc/driver/nvidia/version").exists()
     ):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # there is a GPU, but it was not asked for
+        os.environ["JAX_PLATFORMS"] = (
+            "cpu"  # this machine has a GPU, but this run does not use it
+        )
     if getattr(option, "numprocesses", None) and option.dist in ("no", "load"):
         option.dist = "loadscope"  # a notebook is one kernel, so one worker
 

@@ -1,14 +1,14 @@
-"""How the unit tests run: types and shapes checked, promotions refused, warnings turned into
-errors (pyproject.toml).
+"""Configures the unit tests: types and shapes are checked, implicit promotion is refused, and
+warnings are errors (pyproject.toml).
 
 Only the tests are this strict. A learner's session has JAX's defaults.
 """
 
 import os
 
-# On a machine with a GPU the same tests run there with COURSE_BACKEND=gpu (`make gpu`);
-# everywhere else on the CPU. JAX reads its platforms when it first looks for devices, so they
-# are set before anything imports it. Virtual devices do not mind: they are asked for by name.
+# The tests run on the CPU, or with COURSE_BACKEND=gpu on a GPU (`make gpu`). JAX reads its
+# platforms when it first looks for devices, so set them before anything imports it. Virtual
+# devices do not depend on them.
 if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -21,15 +21,14 @@ jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 import jax
 import pytest
 
-# The tests of course_lib.many_devices run on eight devices. Where there are not as many GPUs,
-# the CPU shows as eight; all other tests use the first. Set here, as JAX reads it when it
-# starts.
+# The tests of course_lib.many_devices need eight devices: the CPU shows as eight, unless there
+# are eight GPUs. Other tests use the first. JAX reads this when it starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# bfloat16 + float32 is an error here, not a silent float32. But Flax's LayerNorm asks for
-# promote_types(float16, float32), and Optax's Adam raises a float to the power of an int32 step
-# count: both promote on purpose, and JAX has no way to allow it to them alone. So tests that
-# call them have JAX's default.
+# bfloat16 + float32 is an error here, not a silent float32. Flax's LayerNorm
+# (promote_types(float16, float32)) and Optax's Adam (a float to the power of an int32 step)
+# promote on purpose, and JAX cannot allow it for them alone. Tests that call them have JAX's
+# default.
 CALLS_FLAX_OR_OPTAX = {
     "test_gradient_accumulation",
     "test_faults",
@@ -55,11 +54,11 @@ CALLS_FLAX_OR_OPTAX = {
     "test_transformer",
     "test_virtual",
 }
-# What a learner types runs with a learner's defaults.
+# Code that a learner types runs with JAX's defaults.
 A_LEARNERS_CODE = {"test_solutions"}
 
-# These files take a minute or more each, and a file is one process's: begun last, they would be
-# waited for.
+# Files that take long. One process runs a whole file, so these start first: started last, they
+# would keep one process busy while the others idle.
 LONG = {
     "test_processes",
     "test_estimate",
@@ -72,6 +71,18 @@ LONG = {
 }
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "slow: kills processes, needs Slurm or Open MPI, or takes over a minute"
+    )
+
+
+def pytest_runtest_setup(item):
+    """Skips slow tests unless COURSE_SLOW=1; skipped here, they are one line of the summary."""
+    if item.get_closest_marker("slow") and os.environ.get("COURSE_SLOW") != "1":
+        pytest.skip("slow: `make test-all`, or COURSE_SLOW=1, runs it")
+
+
 def pytest_collection_modifyitems(items):
     """Puts the long files first; `--no-loadscope-reorder` (Makefile) keeps them there."""
     items.sort(key=lambda item: item.path.stem not in LONG)
@@ -79,9 +90,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion(request):
-    """Refuses implicit promotion in a whole test module: of dtypes, and of ranks, as in (B, 1)
-    + (B,) = (B, B).
-    """
+    """Refuses implicit promotion of dtypes, and of ranks, as in (B, 1) + (B,) = (B, B)."""
     name = request.module.__name__.rpartition(".")[2]
     dtypes = "standard" if name in CALLS_FLAX_OR_OPTAX | A_LEARNERS_CODE else "strict"
     ranks = "allow" if name in A_LEARNERS_CODE else "raise"
@@ -91,8 +100,8 @@ def promotion(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def code_that_is_compiled_quickly(request):
-    """Where the numbers of many programs are compared, and not their times or memory: machine
-    code is not optimized.
+    """Leaves out the optimization of machine code where tests compare the numbers of many
+    programs, and not their times or memory.
     """
     name = request.path.stem.removeprefix("test_")
     names = {
@@ -113,7 +122,7 @@ def code_that_is_compiled_quickly(request):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A cache folder of its own for the tests of a module, empty at first."""
+    """Gives the tests of a module a cache folder of their own, empty at first."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COURSE_CACHE", str(folder))
@@ -122,9 +131,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def programs_kept(tmp_path_factory):
-    """What processes that train have in their environment, so that each program is compiled
-    once for all of them.
-    """
+    """Returns environment variables with which processes compile each program once for all."""
     return {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

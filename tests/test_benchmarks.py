@@ -216,11 +216,6 @@ def test_what_words_say_of_the_step_is_what_was_measured():
         "attention xla",
         "scanned layers",
     )
-    more = [f"{rows[name]['processor (ms)'] / own['processor (ms)']:.2f}" for name in cases]
-    assert (
-        f"times as much, with products that are not flat {more[1]},"
-        f" with attention as the reference {more[2]}" in page
-    )
-    assert f"memory that is kept a step costs {more[0]} times" in page
-    assert 'as `"xla"` {}, with scanned layers {}.'.format(*more[3:]) in page
+    for name in cases:
+        assert f"{name} {rows[name]['processor (ms)'] / own['processor (ms)']:.2f}" in page
     assert f"on two cores {own[clock]:.2f} x eager" in readme

@@ -1,4 +1,4 @@
-"""The house is built as docs/design.md says."""
+"""The library is built as docs/design.md says."""
 
 import ast
 import re
@@ -18,8 +18,8 @@ PARTS = sorted(
     if path.suffix == ".py" or (path / "__init__.py").exists()
 )
 
-# The sentence of docs/design.md that says who may import whom, clause by clause, and what each
-# clause means.
+# The sentence of docs/design.md about imports, clause by clause, with the imports that each
+# clause allows.
 TOOLS = {"measure", "text", "show", "files"}
 MODELS = TOOLS | {"one_device", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
@@ -54,7 +54,7 @@ ALLOWED |= {"__init__": {"xla_flags"}, "xla_flags": set()}
 
 def imports(path: Path) -> set[str]:
     """Returns the parts of course_lib that a file imports, at its top or inside a function."""
-    found = set()
+    parts = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -63,8 +63,8 @@ def imports(path: Path) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("course_lib.")}
-    return found
+        parts |= {name.split(".")[1] for name in names if name.startswith("course_lib.")}
+    return parts
 
 
 def part_of(path: Path) -> str:
@@ -90,12 +90,12 @@ def test_the_tree_of_the_design_is_the_tree_of_the_library():
     )
     shown, folder = set(), "course_lib"
     for line in tree.splitlines():
-        if found := re.match(r" +(\w+)/", line):
-            folder = found[1]
+        if line_of_folder := re.match(r" +(\w+)/", line):
+            folder = line_of_folder[1]
         elif re.match(r" {6}\w", line):
             folder = "course_lib"
         shown |= {(folder, stem) for stem in re.findall(r"\b(\w+)\.py\b", line)}
-    packages = {"hardware", "figures"}  # shown as folders, with all that is in them
+    packages = {"hardware", "figures"}  # shown as folders, without their files
     files = {(path.parent.name, path.stem) for path in FILES if path.stem != "__init__"}
     assert shown == {(folder, stem) for folder, stem in files if folder not in packages}
     folders = {path.parent.name for path in FILES}
@@ -129,17 +129,17 @@ def test_everything_public_says_what_it_is(path):
         for node in scope.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
-    overrides = {"setup", "__call__"}  # what Flax calls: the class says what it does
+    overrides = {"setup", "__call__"}  # Flax calls these: the docstring is the class's
     silent = [
         node.name
         for node in public
         if not ast.get_docstring(node) and node.name not in overrides
     ]
-    assert ast.get_docstring(tree), "a file opens with what it is"
+    assert ast.get_docstring(tree), "a file opens with a docstring"
     assert not silent
 
 
-# A package, or a module that serves one other module, is tested as one with it.
+# A package has one file of tests, and so has a module together with one that serves it alone.
 PIPELINE = "many_devices/pipeline_parallel/"
 TESTED_WITH = {
     "measure/units.py": "measure/test_memory.py",

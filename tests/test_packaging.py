@@ -275,7 +275,7 @@ def test_the_workflow_runs_all_on_pull_requests_and_the_newest_packages_at_night
     notebooks = {
         f"make nbval NB={path.name[:2]}" for path in (ROOT / "notebooks").glob("*.ipynb")
     }
-    rest = {"make lint", "make unit", "make test-py311", "make test-colab"}
+    rest = {"make lint", "make unit-all", "make test-py311", "make test-colab"}
     assert sorted(commands("pull_request")) == sorted(rest | notebooks)
     assert commands("schedule") == ["make test-latest"]
 

@@ -1,6 +1,4 @@
-"""The folded solutions of the notebooks' exercises run, each in a fresh namespace, and their
-asserts hold.
-"""
+"""Runs the folded solutions of the exercises, each in a fresh namespace; their asserts hold."""
 
 import pathlib
 import re

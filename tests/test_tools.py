@@ -1,5 +1,5 @@
-"""What `make notebooks` stores: one whole run, and nothing when nothing has changed; and an
-environment that is quiet.
+"""`make notebooks` stores one complete run, and nothing if nothing changed. Environments print
+no warnings of JAX.
 """
 
 import os
@@ -26,7 +26,7 @@ def write(path, *sources, tags=()):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    # its set-up takes seconds
+    # the notebook's set-up cell would take seconds
     monkeypatch.setattr(execute_notebooks.stamp, "stamp_notebook", lambda nb, name, repo: None)
     return tmp_path / "toy.ipynb"
 
@@ -64,7 +64,7 @@ DEVICES = "import jax; print(jax.devices()[0].platform)"  # as a learner begins 
 
 
 def plain_script(code, **environment):
-    """Runs a script that imports only JAX, without what the tests have told it."""
+    """Runs a script that imports only JAX, without the tests' environment variables."""
     plain = {
         name: value
         for name, value in os.environ.items()
@@ -80,23 +80,23 @@ def plain_script(code, **environment):
 
 
 @pytest.mark.skipif(
-    not NO_GPU, reason="a machine with a GPU has what the plugin looks for, or should say so"
+    not NO_GPU, reason="with a GPU, the plugin looks for cuDNN and should warn without it"
 )
 def test_with_the_file_of_make_venv_a_plain_script_is_quiet_where_there_is_no_gpu(tmp_path):
     make_venv.keep_quiet(tmp_path)
     done = plain_script(f"import site; site.addsitedir({str(tmp_path)!r}); {DEVICES}")
     assert (done.stdout, done.stderr) == ("cpu\n", "")
-    told = "import os; print(os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'])"
-    script = f"import site; site.addsitedir({str(tmp_path)!r}); {told}"
+    show = "import os; print(os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'])"
+    script = f"import site; site.addsitedir({str(tmp_path)!r}); {show}"
     assert [
-        plain_script(script, **told).stdout
-        for told in ({}, {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "0"})
+        plain_script(script, **environment).stdout
+        for environment in ({}, {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "0"})
     ] == ["1\n", "0\n"]
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by tools/make_venv.py")
 @pytest.mark.skipif(
-    not NO_GPU, reason="a machine with a GPU has what the plugin looks for, or should say so"
+    not NO_GPU, reason="with a GPU, the plugin looks for cuDNN and should warn without it"
 )
 def test_in_the_environment_of_make_venv_a_plain_script_is_quiet():
     done = plain_script(DEVICES)

@@ -1,11 +1,10 @@
-"""Builds the corpus that ships with the package: an extract of one CPython release.
+"""Builds the corpus of the package: an extract of one CPython release.
 
     python tools/build_corpus.py --source PATH/lib/python3.13
 
-PATH is an installation of CPython 3.13.0 (any other release is refused: the corpus would
-differ). Building it again gives the same file, byte for byte where zlib is the same (zlib-ng
-packs otherwise), and the same text everywhere. The SHA-256 of the text is printed, and stands
-in `course_lib/text/data.py`.
+PATH is an installation of CPython 3.13.0; other releases are refused, since their texts differ.
+Building again gives the same text everywhere, and the same file with the same zlib (zlib-ng
+compresses differently). The SHA-256 of the text is printed; `course_lib/text/data.py` has it.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import runpy
 RELEASE = "3.13.0"
 CORPUS = pathlib.Path(__file__).parent.parent / "course_lib" / "text" / "corpus"
 
-# Modules that people read to learn: written by hand, of one style each, no tables, no tests.
+# Modules that people read to learn: written by hand, without tables and tests.
 MODULES = """
 abc base64 bisect calendar cmd code codeop colorsys configparser contextlib copy csv dataclasses
 filecmp fileinput fnmatch fractions functools getopt glob graphlib gzip hashlib heapq hmac
@@ -53,7 +52,7 @@ def build(source: pathlib.Path, destination: pathlib.Path = CORPUS) -> str:
     if not patchlevel.is_file() or f'"{RELEASE}"' not in patchlevel.read_text():
         raise ValueError(
             f"source={source} must be the lib/python3.13 of an installed CPython {RELEASE}:"
-            " another differs"
+            " other releases have other texts"
         )
     lines = [
         json.dumps(document, ensure_ascii=False, sort_keys=True) + "\n"
@@ -67,8 +66,8 @@ def build(source: pathlib.Path, destination: pathlib.Path = CORPUS) -> str:
 
 
 def pack(text: bytes) -> bytes:
-    """Compresses with a header that knows no time, no file name and no operating system
-    (`gzip.compress` may write one).
+    """Compresses without time, file name and operating system in the header (`gzip.compress`
+    may write the last).
     """
     packed = io.BytesIO()
     with gzip.GzipFile(

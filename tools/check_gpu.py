@@ -1,9 +1,8 @@
-"""Says whether this Python can run the course on a GPU as it is, and if not, what is missing.
+"""Checks that this Python can run the course on a GPU, or says what is missing.
 
 usage: python tools/check_gpu.py
 
-`make gpu` installs nothing: the machine's own JAX, made for its GPU, is what is to be tested,
-and there may be no internet.
+`make gpu` installs nothing: it tests the machine's own JAX, and there may be no internet.
 """
 
 import importlib.util
@@ -17,8 +16,8 @@ NOT_NEEDED = {"check-jsonschema", "ruff", "mypy", "packaging"}
 
 
 def missing() -> list[str]:
-    """Returns the requirements of the course that are not installed here, or too old."""
-    from packaging.requirements import Requirement  # not before it is known to be here
+    """Returns the course's requirements that are not installed here, or are too old."""
+    from packaging.requirements import Requirement  # `main` checks first that it is installed
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -28,24 +27,24 @@ def missing() -> list[str]:
         if requirement.name in NOT_NEEDED:
             continue
         try:
-            found = metadata.version(requirement.name)
+            installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             lacking.append(f"{requirement} (not installed)")
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            lacking.append(f"{requirement} (found: {found})")
+        if not requirement.specifier.contains(installed, prereleases=True):
+            lacking.append(f"{requirement} (installed: {installed})")
     return lacking
 
 
 def main() -> None:
-    """Prints what will be tested, or exits with what to do."""
+    """Prints JAX's version and its GPU, or exits with a message that says what to do."""
     if importlib.util.find_spec("jax") is None:
         sys.exit(
             f"{sys.executable} has no JAX. With internet: pip install -e"
             " '.[gpu,notebooks,test]'"
         )
     if importlib.util.find_spec("packaging") is None:
-        sys.exit(f"{sys.executable} cannot read what the course needs: pip install packaging")
+        sys.exit(f"{sys.executable} cannot read requirements: pip install packaging")
     if lacking := missing():
         sys.exit(
             "Missing here (pip install --no-deps leaves JAX alone):\n  " + "\n  ".join(lacking)

@@ -1,12 +1,11 @@
-"""Compiles the step of every preset and every row of the case study, and compares memory and
-traffic with the stored ones.
+"""Compiles the step of every preset and every row of the case study, and compares its memory
+and traffic with stored numbers.
 
 usage: python tools/compiled.py [--store]
 
-`tests/data/compiled.json` holds, for each JAX version, what the compiler gave before course_lib
-was divided into folders. A change that should leave the compiled step alone leaves these
-numbers alone, to the byte. `--store` writes the numbers of the installed JAX instead of
-comparing with them.
+`tests/data/compiled.json` has the numbers of an older version of the course, per JAX version. A
+change that should leave the compiled step alone leaves these numbers alone, to the byte.
+`--store` writes the numbers of the installed JAX instead of comparing with them.
 """
 
 import argparse
@@ -40,7 +39,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def numbers(lowered: Any) -> dict[str, int]:
-    """Returns what the compiler says of a lowered step, in bytes."""
+    """Compiles a lowered step, and returns its memory and traffic in bytes."""
     compiled = virtual.compile(lowered)
     memory = measure.memory(compiled)
     return {
@@ -69,7 +68,7 @@ def on_eight(changes: dict[str, Any]) -> dict[str, int]:
 
 
 def everything() -> dict[str, dict[str, int]]:
-    """Compiles all, and returns the numbers by name."""
+    """Compiles all steps, and returns their numbers by name."""
     found = {}
 
     def add(name, compute, *args):
@@ -88,7 +87,7 @@ def everything() -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Stores or compares."""
+    """Stores the numbers, or compares them with the stored ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

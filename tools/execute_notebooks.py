@@ -1,11 +1,11 @@
-"""Runs notebooks from top to bottom, each in a fresh kernel, and stores what they print.
+"""Runs notebooks from top to bottom, each in a fresh kernel, and stores their outputs.
 
 usage: python tools/execute_notebooks.py [--fresh] [01 02 ...]        no number: all of them
 
-A notebook is left as it is when nothing has changed but the outputs of cells tagged
-nbval-ignore-output (times, say, that differ in every run), so that running all of them twice
-leaves nothing to commit; `--fresh` stores those too. What is stored is always one whole run. A
-notebook that fails is not touched.
+If only outputs of cells tagged nbval-ignore-output changed (times, for example), the file
+stays as it is, so a second run leaves nothing to commit; `--fresh` stores those outputs too. A
+stored notebook always comes from one complete run. If a notebook fails, its file does not
+change.
 """
 
 import os
@@ -27,8 +27,8 @@ SECONDS_A_CELL = 600
 
 
 def run(path: Path, repo: str) -> nbformat.NotebookNode:
-    """Returns the notebook, stamped with the project's address, with the outputs of a fresh
-    run; writes nothing.
+    """Runs a notebook, stamped with the project's address, and returns it with its outputs;
+    writes nothing.
     """
     nb = nbformat.read(path, 4)
     stamp.stamp_notebook(nb, path.name, repo)
@@ -56,8 +56,8 @@ def run(path: Path, repo: str) -> nbformat.NotebookNode:
 
 
 def facts(nb: nbformat.NotebookNode) -> list:
-    """Returns what two runs on one machine have in common: all but the outputs of cells tagged
-    as measurements.
+    """Returns the parts that two runs on one machine have in common: everything except the
+    outputs of measurements.
     """
     cells = []
     for cell in nb.cells:
@@ -69,7 +69,7 @@ def facts(nb: nbformat.NotebookNode) -> list:
 
 
 def store(path: Path, *, fresh: bool = False) -> str:
-    """Runs a notebook and stores it if something has changed; returns what was done."""
+    """Runs a notebook and stores it if a fact changed; returns "stored" or "unchanged"."""
     before = path.read_text()
     nb = run(path, stamp.repository())
     if not fresh and facts(nbformat.reads(before, 4)) == facts(nb):
@@ -79,7 +79,7 @@ def store(path: Path, *, fresh: bool = False) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the notebooks that are named; returns the number of failures."""
+    """Runs the named notebooks; returns the number of failures."""
     fresh, names = "--fresh" in arguments, [a for a in arguments if a != "--fresh"]
     paths = sorted(path for name in names or [""] for path in FOLDER.glob(f"{name}*.ipynb"))
     if not paths:
@@ -88,8 +88,8 @@ def main(arguments: list[str]) -> int:
             f"NB={' '.join(names)!r} must be how a notebook's name begins: there are {there}"
         )
     if Path("/proc/driver/nvidia/version").exists():
-        os.environ["JAX_PLATFORMS"] = "cpu"  # what is stored is what a CPU prints
-    # what virtual devices say is recorded for machines that have none
+        os.environ["JAX_PLATFORMS"] = "cpu"  # stored outputs are a CPU's
+    # record the rows of virtual devices, for machines without them
     os.environ["COURSE_RECORD"] = "1"
     failures = 0
     for path in paths:
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
         try:
             done = store(path, fresh=fresh)
         except CellExecutionError as error:
-            failures, done = failures + 1, f"FAILED, left as it was\n{error}"
+            failures, done = failures + 1, f"FAILED, not stored\n{error}"
         print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {done}", flush=True)
     return failures
 

@@ -1,22 +1,22 @@
-"""Makes a virtual environment that holds this project and exact versions of what it needs.
+"""Makes a virtual environment with this project and exact versions of its dependencies.
 
 usage: python make_venv.py FOLDER [pinned | py311 | colab | newest]
 
   pinned  requirements/reference.txt, or py311.txt where this is Python 3.11
   py311   requirements/py311.txt, on Python 3.11 alone
   colab   requirements/colab.txt, on Python 3.13 alone
-  newest  whatever is newest today within the ranges of pyproject.toml
+  newest  the newest versions of today within the ranges of pyproject.toml
 
-Needs no package, and runs on an old Python too, to say so.
+Imports the standard library only, and runs on an old Python too, to refuse it with a message.
 """
 
 import os
 import subprocess
 import sys
 
-# JAX's CUDA plugin compiles for GPUs that are not there. It looks for cuDNN when JAX starts,
-# and prints a traceback without it. Python runs this line when it starts in the environment.
-# Where there is a GPU (dxg: seen from Windows' Linux) nothing changes.
+# JAX's CUDA plugin looks for cuDNN when JAX starts, and prints a traceback without it, though
+# compiling for GPUs that are not there needs none. Python runs this line at every start in the
+# environment. On a machine with a GPU (dxg: in Windows' Linux) it changes nothing.
 QUIET = (
     'import os; any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))) or '
     'os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")\n'
@@ -33,14 +33,12 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def needed(wanted):
-    """Returns the Pythons that an environment can be of, as words."""
+    """Returns the Python versions that an environment can have, as words."""
     return " or ".join(PYTHONS[wanted])
 
 
 def main(folder, wanted="pinned"):
-    """Makes the environment afresh, installs into it, and writes into its file `.installed`
-    which Python it is of.
-    """
+    """Makes the environment anew, installs into it, and writes its Python into `.installed`."""
     version = ".".join(map(str, sys.version_info[:2]))
     if wanted == "pinned":
         wanted = "py311" if version == "3.11" else "reference"
@@ -81,8 +79,7 @@ def main(folder, wanted="pinned"):
     for install in installs:
         if subprocess.call(pip + install):
             sys.exit(
-                "pip could not install what this project needs: its message is above. Then try"
-                " again."
+                "pip could not install the dependencies: its message is above. Then try again."
             )
     keep_quiet(os.path.join(folder, "lib", f"python3.{sys.version_info[1]}", "site-packages"))
     with open(os.path.join(folder, ".installed"), "w") as installed:
@@ -90,8 +87,8 @@ def main(folder, wanted="pinned"):
 
 
 def keep_quiet(site_packages):
-    """Writes the file that keeps JAX quiet about the cuDNN that is not installed, in scripts
-    that import JAX alone, too.
+    """Writes the file that keeps JAX quiet about the missing cuDNN, in scripts that import
+    only JAX too.
     """
     with open(os.path.join(site_packages, "course_quiet.pth"), "w") as file:
         file.write(QUIET)

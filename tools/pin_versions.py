@@ -2,14 +2,13 @@
 
 usage: python tools/pin_versions.py         (needs uv on the PATH: pip install uv)
 
-  reference.txt  newest versions for Python 3.12 to 3.14: notebooks hold what these print
+  reference.txt  newest versions for Python 3.12 to 3.14: the stored outputs come from these
                  (array-record, which Grain needs, has no wheel for a later Python)
   py311.txt      newest versions for Python 3.11, which has no newer JAX than 0.10.2
-  colab.txt      what Colab ships (colab-published.txt), on Python 3.13; what it lacks comes at
-                 the lower bounds of pyproject.toml
+  colab.txt      Colab's versions (colab-published.txt), on Python 3.13; packages that it lacks
+                 are at the lower bounds of pyproject.toml
 
-Environments are made from these on all machines of learners: Linux on x86-64 or arm64, or macOS
-on arm64. They name no index.
+The files are for Linux on x86-64 or arm64, and for macOS on arm64. They name no index.
 """
 
 import subprocess
@@ -22,8 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "# Written by tools/pin_versions.py from pyproject.toml: {what}. Do not edit.\n"
-# xprof, which the set-up cell brings to Colab, needs newer ones than Colab ships, so pip
-# replaces these there.
+# The set-up cell installs xprof in Colab, which needs newer versions of these than Colab's.
 RAISED_ON_COLAB = {"absl-py", "urllib3"}
 PLATFORMS = (
     {"sys_platform": "linux", "platform_machine": "x86_64"},

@@ -15,10 +15,9 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-# What Colab does not have of our dependencies. All of them are small, and none brings a JAX or
-# a CUDA along.
+# Dependencies that Colab lacks. All are small, and none installs another JAX or CUDA.
 COLAB_LACKS = "ml_collections jaxtyping tensorboard-plugin-profile"
-# And of those of the training program.
+# Dependencies of the training program, notebook 14, that Colab lacks.
 PROGRAM, PROGRAM_LACKS = "14", ' grain "orbax-checkpoint>=0.12"'
 ANOTHER_LINE = "\n    %pip install -q"
 BADGE = (
@@ -37,7 +36,7 @@ if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is N
 from course_lib.show import notebook
 {many}
 notebook.setup()"""
-# Part II, from notebook 7 on: before `setup` starts JAX.
+# Part II, from notebook 7 on; runs before `setup` starts JAX.
 FIRST_OF_PART_TWO = "07"
 MANY_DEVICES = """\
 from course_lib.many_devices import meshes

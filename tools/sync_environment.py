@@ -3,8 +3,8 @@ requirements/reference.txt.
 
 usage: python tools/sync_environment.py [--check]
 
-Conda brings Python and pip, and pip the rest, so that both ways lead to the same versions. The
-versions are spelt out since micromamba cannot follow a `-r requirements.txt`
+Conda installs Python and pip, and pip the rest, so conda users get the same versions. The file
+lists the versions, since micromamba cannot follow a `-r requirements.txt`
 (https://github.com/mamba-org/mamba/issues/1894).
 """
 
@@ -38,7 +38,7 @@ def pins(path: Path) -> dict[str, Requirement]:
 
 
 def direct() -> list[Requirement]:
-    """Returns what pyproject.toml asks for by name, once each: the dependencies and the extras
+    """Returns the requirements in pyproject.toml, once each: the dependencies, and the extras
     that `.venv` has.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,14 +65,14 @@ def environment() -> str:
 
 
 def main() -> int:
-    """Writes the file, or with --check says whether it is in step; returns the exit status."""
+    """Writes the file, or with --check compares it; returns the exit status."""
     path = ROOT / "environment.yml"
     if "--check" not in sys.argv:
         path.write_text(environment())
         return 0
     if path.exists() and path.read_text() == environment():
         return 0
-    print("environment.yml is out of step: run make environment")
+    print("environment.yml is out of date: run make environment")
     return 1
 
 

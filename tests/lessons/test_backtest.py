@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from pathlib import Path
 
+import jaxtyping
 import PIL.Image
 import pytest
 
@@ -31,6 +32,16 @@ def row(source, part="", **fields):
         and all(getattr(each, name) == value for name, value in fields.items())
     ]
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def types_are_not_checked():
+    """The figures come from a million small calls, and a check of types takes most of each.
+    test_step_model.py checks the types of these functions.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # The data.

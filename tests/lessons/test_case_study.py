@@ -1,7 +1,6 @@
 """What must be true of the published measurements and their compiled counterparts."""
 
 import json
-import os
 import pathlib
 from unittest import mock
 
@@ -206,9 +205,7 @@ def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
     assert isinstance(timed[0], jax.stages.Compiled)
 
 
-@pytest.mark.skipif(
-    os.environ.get("COURSE_SLOW") != "1", reason="compiles for minutes: COURSE_SLOW=1 runs it"
-)
+@pytest.mark.slow
 @pytest.mark.skipif(
     virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
 )

@@ -58,9 +58,7 @@ def values_and_gradients(attend, query, key, value, seen):
     return y, *transpose(seen)
 
 
-@pytest.mark.parametrize(
-    ("n", "causal"), [(1, True), (2, True), (3, True), (4, True), (2, False)]
-)
+@pytest.mark.parametrize(("n", "causal"), [(2, True), (3, True), (2, False)])
 def test_a_ring_gives_attention_and_its_gradients(n, causal):
     given = inputs()
     with jax.default_matmul_precision("highest"):
@@ -137,7 +135,7 @@ def test_positions_are_dealt_so_that_all_devices_see_as_many_keys(n):
     assert abs(in_order[-1] / in_order.mean() - (2 * n - 1) / n) < 0.02
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [2, 4])
 def test_half_of_the_scores_is_not_computed(n):
     """On every device: one program runs on all of them, without a branch, so that none can do
     less.

@@ -140,7 +140,7 @@ def test_heads_of_keys_and_values_that_cannot_be_divided_are_refused():
         strategies.build(whole, one_device.grid(data=1, tensor=4))
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("n", [2, 8])
 def test_cross_entropy_of_a_divided_vocabulary_is_that_of_the_whole(n):
     logits = 10 * jax.random.normal(jax.random.key(0), (4, 16))
     logits = logits.at[1, 3].set(50.0).at[1, 12].set(50.0)  # of two equal ones the first counts

@@ -400,6 +400,7 @@ SAVES_UNTIL_KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_the_one_before(
     tmp_path, capsys

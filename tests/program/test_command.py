@@ -428,6 +428,7 @@ def test_sigterm_before_the_first_step_is_not_answered_only_after_it(commands):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_two_processes_of_which_one_is_killed_and_then_one_is_told_to_end_lose_nothing(
     commands,

@@ -167,6 +167,7 @@ def end(process):
     return int(code)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed(
     text, programs_kept, tmp_path

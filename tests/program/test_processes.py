@@ -245,6 +245,7 @@ def is_one_program(run, alone, launched):
     assert (run / "checkpoints" / "00000006").is_dir()
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_the_program_under_mpirun_is_that_of_one_process(launch, text, alone, tmp_path):
     is_one_program(
@@ -252,6 +253,7 @@ def test_the_program_under_mpirun_is_that_of_one_process(launch, text, alone, tm
     )
 
 
+@pytest.mark.slow
 def test_the_program_under_slurm_too(launch, slurm, text, alone, tmp_path):
     launched = launch(
         ["srun", "-n", "2", *program(text, tmp_path / "run", 2)], SLURM_CONF=str(slurm), **QUICK
@@ -259,6 +261,7 @@ def test_the_program_under_slurm_too(launch, slurm, text, alone, tmp_path):
     is_one_program(tmp_path / "run", alone, launched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 1])
 def test_where_one_is_killed_the_other_stops_in_time_and_says_what_to_do(launch, gone):
     both = pair(launch, "step", WHO="2")
@@ -271,6 +274,7 @@ def test_where_one_is_killed_the_other_stops_in_time_and_says_what_to_do(launch,
     assert line.endswith("Start all of them again: training resumes from the last checkpoint")
 
 
+@pytest.mark.slow
 def test_where_one_is_alive_but_silent_too(launch):
     both = pair(launch, "stop", WHO="1")
     pids(*both)
@@ -306,6 +310,7 @@ def test_a_notice_to_one_before_its_first_step_ends_it_at_once_and_the_others_wi
     assert "another one is gone" in last_line(both[0])
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun_ends_where_one_is_killed(launch):
     both = launch([*MPIRUN, *WORKER, "step"], WHO="2")
@@ -313,12 +318,14 @@ def test_mpirun_ends_where_one_is_killed(launch):
     assert "process rank 1" in " ".join(both.output().split())
 
 
+@pytest.mark.slow
 def test_slurm_ends_where_one_is_killed(launch, slurm):
     both = launch(["srun", "-n", "2", *WORKER, "step"], WHO="2", SLURM_CONF=str(slurm))
     one_killed(both)
     assert re.search("process 0 of 2.*another one is gone", both.output())
 
 
+@pytest.mark.slow
 def test_slurm_takes_the_batch_script(launch, slurm, tmp_path):
     (tmp_path / "python").write_text(
         '#!/bin/bash\necho "task $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*"\n'
