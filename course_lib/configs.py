@@ -227,7 +227,7 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
             f"model.dtype={model.dtype!r} must be one of {units}: {accelerator.title} has no"
             " unit for it"
         )
-    check_attention(config, accelerator)
+    check_attention(model, accelerator)
     if model.num_outputs != model.vocab_size:
         raise ValueError(
             f"model.num_outputs={model.num_outputs} must be vocab_size={model.vocab_size}: with"
@@ -245,17 +245,16 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     _check_pairs(config)
 
 
-def check_attention(config: ConfigDict, accelerator: Accelerator | None) -> None:
+def check_attention(model: ConfigDict, accelerator: Accelerator | None) -> None:
     """Refuses an attention that does not compile for an accelerator, before a compiler does.
 
     Args:
-      config: a whole configuration.
-      accelerator: what it is to run on; None if that is not known.
+      model: the `model` part of a configuration.
+      accelerator: to run on; None if unknown.
 
     Raises:
       ValueError: naming the field, its value, and the fix.
     """
-    model = config.model
     if accelerator and (
         reason := attention.why_unavailable(model.attention, accelerator, model.dtype)
     ):

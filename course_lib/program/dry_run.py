@@ -133,7 +133,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         accelerator = dataclasses.replace(
             accelerator, memory_bytes=int(GPU_SHARE * accelerator.memory_bytes)
         )
-    check_attention(config, accelerator)
+    check_attention(config.model, accelerator)
     devices = virtual.devices(target, count)
     suggested, advice = _suggest(config, accelerator, count) if _untouched(config) else ({}, "")
     refused = ""

@@ -160,8 +160,8 @@ def test_what_is_not_refused_compiles_for_a_t4(attention, dtype):
 
 @needs_virtual
 def test_what_the_compiler_refuses_is_said_in_one_line(monkeypatch):
-    monkeypatch.setattr(dry_run, "check_attention", lambda config, accelerator: None)
-    monkeypatch.setattr(loop, "check_attention", lambda config, accelerator: None)
+    monkeypatch.setattr(dry_run, "check_attention", lambda model, accelerator: None)
+    monkeypatch.setattr(loop, "check_attention", lambda model, accelerator: None)
     whole = tiny(**{"model.dtype": "bfloat16", "model.attention": "xla"})
     with pytest.raises(
         ValueError, match=r"^target='t4': its compiler refuses the step: UNIMPLEMENTED: [^\n]+$"

@@ -239,7 +239,7 @@ def test_at_a_notice_only_the_checkpoint_is_written_and_what_else_was_due_is_don
     preempt(text, tmp_path, number, asked)
     assert final_state(text, tmp_path).step == number and not looked_at()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop._Loop, "_save", killed)
+        patched.setattr(loop.Loop, "save", killed)
         train(text, tmp_path)
     assert len(looked_at()) == 2
     assert train(text, tmp_path) == loop.Ended(loop.DONE, 40)
@@ -305,7 +305,7 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
             name,
             lambda *a, right=right, name=name, **o: (called.append(name), right(*a, **o))[1],
         )
-    monkeypatch.setattr(loop, "_Loop", begins)
+    monkeypatch.setattr(loop, "Loop", begins)
     with pytest.raises(Begins):
         loop.train(whole, tmp_path, jax.devices("cpu")[:count])
     assert called == ["check", "functions", "make_train_step"]
@@ -315,7 +315,7 @@ def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
     first = [line for line in journal.read(unbroken) if "loss" in line][0]
     whole = configuration(text)
     run, place = loop.build(whole, one())
-    batches = loop._batches(whole, loading.token_file("train", text), place)
+    batches = loop.read_batches(whole, loading.token_file("train", text), place)
     state, total = run.init(jax.random.key(whole.seed)), None
     for _ in range(7):
         state, metrics = run.train_step(state, next(batches))
@@ -596,7 +596,7 @@ def test_if_a_checkpoint_cannot_be_written_training_goes_on_but_not_past_the_las
 
 
 def test_of_several_processes_none_goes_on_after_a_checkpoint_that_failed(monkeypatch, capsys):
-    one = loop._Loop.__new__(loop._Loop)
+    one = loop.Loop.__new__(loop.Loop)
     one.book, one.checkpoints = (
         types.SimpleNamespace(say=print),
         types.SimpleNamespace(best=lambda: None),
@@ -604,7 +604,7 @@ def test_of_several_processes_none_goes_on_after_a_checkpoint_that_failed(monkey
 
     def fail(count):
         monkeypatch.setattr(jax, "process_count", lambda: count)
-        with one._saying_errors(unless=False):
+        with one.reporting_errors(unless=False):
             raise CheckpointError("step 3 could not be saved")
 
     fail(1)
