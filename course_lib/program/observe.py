@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from course_lib import measure, training
 from course_lib.measure import hardware
 from course_lib.models import sampling
-from course_lib.program import preemption, settings
+from course_lib.program import preemption
 from course_lib.program.journal import Journal
 from course_lib.text import data, loading, ngrams
 
@@ -153,7 +153,7 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     Args:
       config: as `settings.whole` returns it.
     """
-    return training.step_flops(settings.part_of_model(config))
+    return training.step_flops(config)
 
 
 def _memory(device: Any) -> int | None:

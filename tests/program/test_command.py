@@ -126,7 +126,7 @@ def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
     [
         (
             ["--set", "model.num_layer=6"],
-            "error: model.num_layer=6 is no field and would change nothing",
+            "error: model.num_layer='6' is no field and would change nothing",
         ),
         (["--set", "model.num_layers"], "error: --set model.num_layers must be FIELD=VALUE"),
         (["--set", "model.num_heads=3"], "error: "),

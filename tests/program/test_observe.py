@@ -145,7 +145,7 @@ def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(t
         params = run.init(jax.random.key(0)).params
         found[count, limit] = observe.validate(run, params, tokens, whole, place)
     np.testing.assert_allclose(found[4, 0]["loss"], found[1, 0]["loss"], rtol=1e-5)
-    single = training.build(settings.part_of_model(whole))
+    single = training.build(whole)
     first = data.validation_batches(
         tokens[: 2 * 4 * 16 + 1], batch_size=4, seq_len=16, vocab_size=2048
     )
