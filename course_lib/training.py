@@ -32,6 +32,7 @@ from course_lib import measure, optimizers
 from course_lib.configs import check
 from course_lib.measure import virtual
 from course_lib.models import losses
+from course_lib.models.hooks import Hooks
 from course_lib.models.losses import ApplyFn
 from course_lib.models.losses import as_function as as_function  # these belong to training
 from course_lib.models.losses import classification_loss as classification_loss
@@ -298,7 +299,7 @@ class Run:
         They are placed on the mesh, if it names devices.
         """
         state = jax.eval_shape(self.init, jax.random.key(0))
-        batch = _abstract_batch(self.config)
+        batch = _abstract_batch(**self.config.data)
         if self.mesh is ONE_DEVICE:
             return state, batch
         place = functools.partial(NamedSharding, self.mesh)
@@ -311,24 +312,18 @@ class Run:
         return placed, virtual.abstract(batch, place(P("data")))
 
 
-def _abstract_batch(config: ConfigDict) -> Batch:
-    shape = (config.data.batch_size, config.data.seq_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(inputs=tokens, labels=tokens, weights=jax.ShapeDtypeStruct(shape, jnp.float32))
+def _abstract_batch(batch_size: int, seq_len: int) -> Batch:
+    tokens = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
+    return Batch(tokens, tokens, jax.ShapeDtypeStruct(tokens.shape, jnp.float32))
 
 
 def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:
-    """Returns the Transformer of a configuration as `apply_fn`, its loss, and `init(rng) ->
-    state`.
+    """Returns a configuration's Transformer as `apply_fn`, its loss, and `init(rng) -> state`.
 
     Args:
-      config: a whole configuration, frozen and checked.
+      config: a frozen, checked configuration.
     """
-    model = Transformer(config.model)
-    loss_fn = losses.of_model(
-        config.model, as_function(model, balance=config.model.num_experts > 0)
-    )
-    optimizer = optimizers.from_config(config.optimizer)
+    model, optimizer = Transformer(config.model), optimizers.from_config(config.optimizer)
     scale = mixed_precision.loss_scale(config.training.loss_scale)
 
     def init(rng):
@@ -337,37 +332,42 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
         params = model.init(param_rng, tokens, train=False)["params"]
         return init_state(params, optimizer, state_rng, scale)
 
-    return as_function(model), loss_fn, init
+    return as_function(model), loss_of(config.model), init
+
+
+def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
+    """Returns the loss of the Transformer of a configuration's `model` part."""
+    module = Transformer(model, hooks or Hooks())
+    return losses.of_model(model, as_function(module, balance=model.num_experts > 0))
 
 
 def minibatches(config: ConfigDict) -> dict[str, Any]:
-    """Returns into what a configuration cuts a batch, as `gradient_accumulation.in_minibatches`
-    takes it.
+    """Returns how a configuration cuts a batch: arguments of
+    `gradient_accumulation.in_minibatches`.
     """
     options = config.training
-    parts = dict(num_minibatches=options.num_minibatches, method=options.accumulation)
-    return parts | dict(accumulator_dtype=options.accumulator_dtype)
+    return dict(
+        num_minibatches=options.num_minibatches,
+        method=options.accumulation,
+        accumulator_dtype=options.accumulator_dtype,
+    )
 
 
 def build(config: ConfigDict) -> Run:
-    """Builds a training run of the Transformer on one device. Nothing is computed yet.
+    """Builds a training run of the Transformer on the device where its arguments lie. Nothing
+    is computed yet.
 
-    The device is the one on which its arguments lie. `strategies.build` names one or more; on a
-    mesh of one device its run compiles to the same program.
+    `strategies.build` names one or more devices; on a mesh of one it compiles to the same
+    program.
 
     Args:
-      config: a whole configuration (`course_lib.configs`).
+      config: a configuration (`course_lib.configs`).
 
     Raises:
       ValueError: if it cannot work: the field, its value and the fix.
     """
     check(config)
-    return of_checked(config)
-
-
-def of_checked(config: ConfigDict) -> Run:
-    """Builds a training run as `build` does, from a configuration that is checked already."""
-    config = FrozenConfigDict(config)  # what is changed later does not reach into this run
+    config = FrozenConfigDict(config)  # later changes of the argument do not reach this run
     apply_fn, loss_fn, init = functions(config)
     optimizer, donate = optimizers.from_config(config.optimizer), config.training.donate
     train_step = make_train_step(loss_fn, optimizer, donate=donate, **minibatches(config))
@@ -375,15 +375,15 @@ def of_checked(config: ConfigDict) -> Run:
 
 
 def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the FLOPs of the matrix products in one step, attention written out.
+    """Counts the FLOPs of the matrix products in one step, with attention written out.
 
-    Also where attention is a kernel, whose insides cannot be counted, and which leaves out what
-    causality makes superfluous: so that like is compared with like.
+    Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
+    out, every kind of attention counts alike.
 
     Args:
-      config: a whole configuration, checked.
+      config: a configuration that can work.
     """
     written_out = ConfigDict(config)
     written_out.model.attention = "reference"
-    run = of_checked(written_out)
+    run = build(written_out)
     return measure.flops(run.train_step, *run.abstract())
