@@ -26,7 +26,7 @@ import jax
 from course_lib.program import processes
 
 PREEMPTED, INTERRUPTED = "preempted", "interrupted"
-EXIT = 75  # the exit code of a process that SIGTERM ends, whenever that is
+EXIT_CODE = 75  # the exit code of a process that SIGTERM ends, whenever that is
 
 
 class ToldToEnd(Exception):
@@ -38,7 +38,7 @@ def notices() -> Iterator[Callable[[], str]]:
     """Takes signals for as long as a `with` lasts; outside of the main thread, which no signals
     reach, those of others only.
 
-    Until the first step is done, SIGTERM ends this process at once, with the code `EXIT`, and
+    Until the first step is done, SIGTERM ends this process at once, with `EXIT_CODE`, and
     Ctrl-C (SIGINT) does what it does without this; of several processes the others see that one
     is gone. After that both are notices. Ctrl-C in one of several processes is passed on as
     SIGTERM, of which JAX tells all. A second Ctrl-C does what the first would have done without
@@ -141,4 +141,4 @@ def _wait_for_sigterm(pipe: int) -> None:
                 b"\nSIGTERM before the first step: ends at once, as there is nothing new to"
                 b" save\n",
             )
-            os._exit(EXIT)
+            os._exit(EXIT_CODE)

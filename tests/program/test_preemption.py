@@ -124,7 +124,7 @@ with preemption.notices() as told_to_end:
 
 @pytest.mark.parametrize(
     ("first", "rounds", "code"),
-    [("", 1_000_000_000, preemption.EXIT), ("told_to_end()", 10_000, 3)],
+    [("", 1_000_000_000, preemption.EXIT_CODE), ("told_to_end()", 10_000, 3)],
     ids=["before", "after"],
 )
 def test_before_the_first_step_sigterm_ends_a_process_even_while_it_compiles(
