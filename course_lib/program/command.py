@@ -18,12 +18,12 @@ from ml_collections import ConfigDict
 from course_lib import configs
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware
-from course_lib.program import dry_run, host_memory, loop, preemption, processes, settings
+from course_lib.program import dry_run, host_memory, loop, processes, settings
 from course_lib.program.checkpoints import CheckpointError
 from course_lib.text import loading
 
 FAILED, USAGE, DOES_NOT_FIT = 1, 2, 3
-EXIT_CODE_PREEMPTED, EXIT_CODE_NOT_FINITE, EXIT_CODE_INTERRUPTED = preemption.EXIT_CODE, 77, 130
+EXIT_CODE_PREEMPTED, EXIT_CODE_NOT_FINITE, EXIT_CODE_INTERRUPTED = 75, 77, 130
 
 EPILOG = f"""\
 examples:

@@ -138,8 +138,8 @@ def start(
     that has the host for itself takes all of its GPUs. `CUDA_VISIBLE_DEVICES`, where it names
     one GPU only, is not cut any further.
 
-    At the end the processes wait for each other. SIGTERM, the notice that a cluster is about to
-    end the job, no longer ends a process in here: JAX notes it for `preempted`.
+    At the end the processes wait for each other. SIGTERM no longer ends a process in here: JAX
+    notes it for `preemption.notices`.
 
     Args:
       coordinator: "host:port" of process 0, a free port there that all processes reach.
@@ -201,18 +201,6 @@ def start(
         with contextlib.suppress(BrokenPipeError):
             watcher.stdin.close()
         watcher.wait()
-
-
-def preempted(call: int) -> bool:
-    """Returns whether some process got a SIGTERM, in all processes at the same call: they can
-    write a checkpoint together.
-
-    Always False with one process, which handles SIGTERM itself.
-
-    Args:
-      call: the number of the call, from 1; all processes call it as often, as after each step.
-    """
-    return multihost_utils.reached_preemption_sync_point(call)
 
 
 def gather(text: str) -> list[str]:
@@ -305,7 +293,7 @@ def _ends_at_an_error(name: str, watcher: subprocess.Popen) -> Iterator[None]:
     """Ends this process at an error, without Python's exit, which would wait for the others."""
     try:
         yield
-    except SystemExit:  # decided by all processes alike, as after `preempted`
+    except SystemExit:  # decided by all processes alike, as after a notice to end
         jax.distributed.shutdown()
         raise
     except BaseException as error:

@@ -60,7 +60,7 @@ def endless(job, info, told_to_end):
             os.kill(os.getpid(), 19)  # SIGSTOP: alive, and silent
         if job == "preempt" and told_to_end():
             print(f"process {info.process} ends after step {step}", flush=True)
-            sys.exit(preemption.EXIT_CODE)
+            return
         time.sleep(0.02)
 
 

@@ -290,7 +290,7 @@ def test_an_error_in_one_process_ends_both(launch):
 def test_a_notice_to_one_and_all_that_it_started_ends_both_after_the_same_step(launch):
     both = pair(launch, "preempt", WHO="2")
     os.killpg(pids(*both)[1], signal.SIGTERM)
-    assert [each.wait(IN_TIME) for each in both] == [75, 75]
+    assert [each.wait(IN_TIME) for each in both] == [0, 0]
     steps = [re.findall(r"ends after step (\d+)", each.output()) for each in both]
     assert steps[0] == steps[1] and len(steps[0]) == 1
     assert not any("gone" in each.output() for each in both)
@@ -299,10 +299,9 @@ def test_a_notice_to_one_and_all_that_it_started_ends_both_after_the_same_step(l
 def test_a_notice_to_one_before_its_first_step_ends_it_at_once_and_the_others_with_it(launch):
     both = pair(launch, "prepare")
     os.kill(pids(*both)[1], signal.SIGTERM)
-    assert both[1].wait(IN_TIME) == 75
-    assert "SIGTERM before the first step: ends at once" in both[1].output()
+    assert both[1].wait(IN_TIME) == -signal.SIGTERM
     assert "process 1 of 2 was ended: from outside" in last_line(both[1])
-    assert both[0].wait(IN_TIME) not in (0, 75)
+    assert both[0].wait(IN_TIME) != 0
     assert "another one is gone" in last_line(both[0])
 
 
@@ -542,7 +541,6 @@ def test_one_process_alone_starts_nothing(environ):
     with processes.start() as info:
         assert info is None
     assert not jax.distributed.is_initialized()
-    assert not processes.preempted(1)
 
 
 def test_one_process_of_a_launcher_can_be_told_that_it_is_alone(environ):
