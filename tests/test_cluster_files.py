@@ -202,4 +202,3 @@ def test_the_page_says_how_long_it_takes_and_which_exit_code_it_is():
     page = (FOLDER / "README.md").read_text()
     assert f"heartbeat after {processes.HEARTBEAT} s at most" in page
     assert f"wait {processes.PATIENCE} s" in page
-    assert f"| {processes.OTHER_GONE}, or JAX's" in page

@@ -61,11 +61,10 @@ the same numbers again, bit for bit, of a run that was stopped:
 
 exit codes:
     0 done
-  {FAILED:3} an error, or no checkpoint can be read or written
+  {FAILED:3} an error, here or in another process, or no checkpoint can be read or written
   {USAGE:3} the arguments or the configuration cannot work
   {DOES_NOT_FIT:3} a dry run that does not fit
   {EXIT_CODE_PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
-  {processes.OTHER_GONE:3} another process is gone: start all again
   {EXIT_CODE_NOT_FINITE:3} loss, parameters or too many updates not finite
   {EXIT_CODE_INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
       before the first step SIGTERM and Ctrl-C end at once
