@@ -18,12 +18,12 @@ from ml_collections import ConfigDict
 from course_lib import configs
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware
-from course_lib.program import dry_run, host_memory, loop, preemption, processes, settings
+from course_lib.program import dry_run, host_memory, loop, processes, settings
 from course_lib.program.checkpoints import CheckpointError
 from course_lib.text import loading
 
 FAILED, USAGE, DOES_NOT_FIT = 1, 2, 3
-PREEMPTED, NOT_FINITE, INTERRUPTED = preemption.EXIT, 77, 130
+EXIT_CODE_PREEMPTED, EXIT_CODE_NOT_FINITE, EXIT_CODE_INTERRUPTED = 75, 77, 130
 
 EPILOG = f"""\
 examples:
@@ -61,13 +61,12 @@ the same numbers again, bit for bit, of a run that was stopped:
 
 exit codes:
     0 done
-  {FAILED:3} an error, or no checkpoint can be read or written
+  {FAILED:3} an error, here or in another process, or no checkpoint can be read or written
   {USAGE:3} the arguments or the configuration cannot work
   {DOES_NOT_FIT:3} a dry run that does not fit
-  {PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
-  {processes.OTHER_GONE:3} another process is gone: start all again
-  {NOT_FINITE:3} loss, parameters or too many updates not finite
-  {INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
+  {EXIT_CODE_PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
+  {EXIT_CODE_NOT_FINITE:3} loss, parameters or too many updates not finite
+  {EXIT_CODE_INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
       before the first step SIGTERM and Ctrl-C end at once
 """
 
@@ -244,7 +243,10 @@ def _train(whole: ConfigDict, folder: str) -> int:
             raise
         return _error(error, FAILED)
     again = "the same command goes on from the last checkpoint"
-    by = {loop.PREEMPTED: ("SIGTERM", PREEMPTED), loop.INTERRUPTED: ("Ctrl-C", INTERRUPTED)}
+    by = {
+        loop.PREEMPTED: ("SIGTERM", EXIT_CODE_PREEMPTED),
+        loop.INTERRUPTED: ("Ctrl-C", EXIT_CODE_INTERRUPTED),
+    }
     if ended.reason in by:
         notice, code = by[ended.reason]
         _say(f"ended by {notice} after step {ended.step}, with a checkpoint: {again}")
@@ -257,7 +259,7 @@ def _train(whole: ConfigDict, folder: str) -> int:
             " the same end unless that is changed: --set run.non_finite=skip leaves such"
             " updates out, --set run.skips_in_a_row=N more of them"
         )
-        return NOT_FINITE
+        return EXIT_CODE_NOT_FINITE
     # A run without a line of metrics has no report.
     report = pathlib.Path(folder) / "report.md"
     _say(f"done after {ended.step} steps" + f": see {report}" * report.exists())
