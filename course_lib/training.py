@@ -1,5 +1,5 @@
-"""Training: the state, the losses, and the one train step, where the techniques of this course
-meet.
+"""Training: the state, the losses, and the one train step, in which the techniques of this
+course meet.
 
     loss_fn(params, batch, rng) -> (loss, metrics)     loss: the weighted mean;
                                                        metrics: name -> (sum, count)
@@ -7,9 +7,9 @@ meet.
     step(state, batch) -> (state, metrics)             rng, scale, gradients, unscale, clip,
                                                        update
 
-A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
-means evaluation, without dropout; `as_function` makes one from a Flax model. What is trained is
-what is evaluated: the same loss function, with `rng=None`.
+A model is a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None` means
+evaluation, without dropout; `as_function` makes one from a Flax model. Training and evaluation
+use the same loss function.
 """
 
 import dataclasses
@@ -46,15 +46,15 @@ from course_lib.text.data import Batch
 
 @struct.dataclass
 class TrainState:
-    """Everything that a step reads and writes: a pytree of arrays, so that it can be donated,
-    placed and stored.
+    """Everything that a step reads and writes: a pytree of arrays, which can be donated, placed
+    and stored.
 
     Attributes:
-      step: int32, how many batches have been seen, skipped updates included.
+      step: int32, the number of batches so far, skipped updates included.
       params: pytree of parameters.
-      opt_state: the optimizer's.
-      rng: typed random key, split anew at every step.
-      loss_scale: of `course_lib.one_device.mixed_precision`.
+      opt_state: the optimizer's state.
+      rng: typed random key, split at every step.
+      loss_scale: one of `course_lib.one_device.mixed_precision`.
     """
 
     step: Any
@@ -77,9 +77,9 @@ def init_state(
 
     Args:
       params: pytree of parameters.
-      optimizer: the optimizer that `make_train_step` gets.
+      optimizer: the one that `make_train_step` gets.
       rng: typed random key, for dropout.
-      loss_scale: how the loss is scaled; not at all if None.
+      loss_scale: how the loss is scaled; None: not at all.
     """
     scale = mixed_precision.NoLossScale() if loss_scale is None else loss_scale
     return TrainState(
@@ -107,26 +107,24 @@ def make_train_step(
     """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first
     call.
 
-    Where the state holds a loss scale, a step whose gradients are not all finite changes
-    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without one, and
-    without `skip_not_finite`, nothing of this is in the program.
+    If the state holds a loss scale, a step with gradients that are not all finite changes
+    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without a loss
+    scale and without `skip_not_finite`, the program has none of these checks.
 
-    A compiled step cannot raise an error: of a token or a label outside the vocabulary the loss
-    is NaN. The batches of `data` and `loading` have none; `data.check_tokens` refuses them in a
-    batch from elsewhere, before it is given to the step.
+    A compiled step cannot raise an error: a token or a label outside the vocabulary makes the
+    loss NaN. The batches of `data` and `loading` have none; `data.check_tokens` checks other
+    batches, before the step gets them.
 
     Args:
       loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
-      optimizer: any of optax; a norm to clip to is part of it, so that it sees gradients that
-        are unscaled.
+      optimizer: any of optax. It sees unscaled gradients, so clipping to a norm is part of it.
       num_minibatches: M, into how many the batch is cut.
       method: "scan" or "loop" over the minibatches.
       accumulator_dtype: dtype that their gradients are summed in.
-      policy: dtypes to compute in; as the model has it if None.
-      donate: whether the state given in is overwritten by the one that comes out.
-      gradient_fn: makes the gradient function of a loss function, which gets the whole batch.
-        The three options of minibatches are those of the default one, which cuts the batch on
-        one device.
+      policy: dtypes to compute in; None: the model's own.
+      donate: whether the new state overwrites the old one.
+      gradient_fn: makes the gradient function of a loss function, for the full batch. The three
+        options of minibatches belong to the default one, which cuts the batch on one device.
       skip_not_finite: skips an update also if the loss, the new parameters or the optimizer's
         new state are not finite. It adds nothing to the train state, so a run can switch it on
         when it resumes.
@@ -223,17 +221,16 @@ def mean_metrics(metrics: Metrics) -> dict[str, float]:
 
 
 def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
-    """Returns the mean metrics over all labels of all batches, without dropout; a batch is made
-    when it is its turn.
+    """Returns the mean metrics over all labels of all batches, without dropout.
 
     Args:
-      loss_fn: the loss function that is trained, called with `rng=None`. The same object
+      loss_fn: the loss function of the training, called with `rng=None`. The same object
         compiles once.
       params: pytree of parameters.
-      batches: at least one batch.
+      batches: at least one batch; an iterator makes each when it is needed.
 
     Raises:
-      ValueError: if there is no batch, or one that is in no list.
+      ValueError: if there is no batch, or a batch in place of a list of batches.
     """
     if isinstance(batches, Batch | jax.Array | np.ndarray):
         raise ValueError(
@@ -246,9 +243,9 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
             "batches must hold at least one batch: a mean over nothing is undefined"
         )
     total: dict[str, list[float]] = {}
-    # The following batch is computed while those before it are read.
+    # The next batch is computed while the metrics of the last one are read.
     for following in itertools.chain(each, [None]):
-        # A sum in float32 would lose what a batch adds to many.
+        # A float32 sum over many batches would round away what one batch adds.
         for name, pair in jax.device_get(late).items():
             total[name] = [
                 old + float(new)
@@ -267,21 +264,21 @@ def _metrics(loss_fn, params, batch):
 
 
 ONE_DEVICE = AbstractMesh((1,), ("data",))
-"""The mesh of a run on one device that is not named: the one on which its arguments lie."""
+"""The mesh of a run on the device where its arguments lie, whichever that is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """All that a training run needs, built from one configuration.
+    """A training run, built from one configuration.
 
     Attributes:
-      config: a frozen copy of that configuration.
+      config: a frozen copy of the configuration.
       apply_fn: the Transformer as a function of its parameters.
       loss_fn: its next-token loss.
       train_step: `train_step(state, batch) -> (state, metrics)`.
-      init: `init(rng) -> state`, parameters, optimizer and loss scale before the first step.
-      mesh: of the devices that it runs on.
-      specs: who holds what, a `TrainState` of PartitionSpecs; None where no device is named.
+      init: `init(rng) -> state`, the state before the first step.
+      mesh: of the devices.
+      specs: a `TrainState` of PartitionSpecs; None if no device is named.
     """
 
     config: ConfigDict
@@ -293,10 +290,8 @@ class Run:
     specs: Any = None
 
     def abstract(self) -> tuple[TrainState, Batch]:
-        """Returns the shapes of the state and of a batch, to lower the step with; nothing is
-        computed or allocated.
-
-        They are placed on the mesh, if it names devices.
+        """Returns the shapes of the state and of a batch, to lower the step with. They are
+        placed on the mesh, if it names devices; nothing is computed or allocated.
         """
         state = jax.eval_shape(self.init, jax.random.key(0))
         batch = _abstract_batch(**self.config.data)

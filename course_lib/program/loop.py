@@ -102,10 +102,7 @@ def build(
     check_attention(config.model, hardware.recognize(devices[0]))
     mesh = meshes.make(settings.axes(config, len(devices)), devices)
     run = strategies.of_checked(
-        config,
-        mesh,
-        settings.strategy(config),
-        skip_not_finite=config.run.non_finite == "skip",
+        config, mesh, settings.strategy(config), skip_not_finite=config.run.non_finite == "skip"
     )
     return run, NamedSharding(mesh, P("data"))
 
