@@ -312,7 +312,7 @@ def no_field(field: str, value: Any, fields: Iterable[str]) -> ValueError:
 
 
 Limits = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""What a value must be, in words, and as a test; and the fields that must be so."""
+"""A condition in words: its test, and the fields that must pass it."""
 
 LIMITS: Limits = {
     "be positive": (

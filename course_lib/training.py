@@ -294,7 +294,11 @@ class Run:
         placed on the mesh, if it names devices; nothing is computed or allocated.
         """
         state = jax.eval_shape(self.init, jax.random.key(0))
-        batch = _abstract_batch(**self.config.data)
+        size = self.config.data.batch_size, self.config.data.seq_len
+        tokens, weights = (
+            jax.ShapeDtypeStruct(size, kind) for kind in (jnp.int32, jnp.float32)
+        )
+        batch = Batch(tokens, tokens, weights)
         if self.mesh is ONE_DEVICE:
             return state, batch
         place = functools.partial(NamedSharding, self.mesh)
@@ -305,11 +309,6 @@ class Run:
             is_leaf=lambda leaf: isinstance(leaf, P),
         )
         return placed, virtual.abstract(batch, place(P("data")))
-
-
-def _abstract_batch(batch_size: int, seq_len: int) -> Batch:
-    tokens = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
-    return Batch(tokens, tokens, jax.ShapeDtypeStruct(tokens.shape, jnp.float32))
 
 
 def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:

@@ -42,13 +42,13 @@ class Estimate:
     Attributes:
       axes: the mesh, sizes by name, outer to inner.
       strategy: how its axes are used.
-      parts: into how many parts a device along "data" cuts its share of the batch:
-        microbatches, or minibatches.
-      bytes: "parameters", "optimizer" and "batch", which are the arguments of the step,
-        exactly; "gradients", "copies" (of parameters, as they are computed with) and
-        "activations", about.
+      parts: into how many parts a device along "data" cuts its sequences: microbatches, or
+        minibatches.
+      bytes: "parameters", "optimizer" and "batch", the arguments of the step, exactly; and
+        estimates of "gradients", "copies" (of parameters, as layers compute with them) and
+        "activations".
       sent: bytes that a device sends along each axis.
-      time: seconds of the step by what they are spent on.
+      time: seconds per step, by what they are spent on.
       fits: whether all of `bytes` is at most the accelerator's memory.
     """
 
@@ -62,17 +62,17 @@ class Estimate:
 
     @property
     def arguments(self) -> int:
-        """Bytes of the arguments of the step on a device."""
+        """Bytes of the step's arguments on a device."""
         return self.bytes["parameters"] + self.bytes["optimizer"] + self.bytes["batch"]
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """Bytes in total."""
         return sum(self.bytes.values())
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return self.time.total
 
     @property
@@ -135,7 +135,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
 def estimate(
     config: ConfigDict, axes: Mapping[str, int], strategy: Strategy, cluster: Cluster
 ) -> Estimate:
-    """Estimates a training step on a mesh, written by hand.
+    """Estimates a training step that is written by hand.
 
     Args:
       config: a configuration; its batch is that of all devices.

@@ -174,10 +174,10 @@ def configuration(options: argparse.Namespace) -> ConfigDict:
     return config
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     parser = arguments()
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     if options.target and not options.dry_run:
         parser.error(
             "--target comes with --dry-run: a training runs on the devices that are there"
@@ -213,8 +213,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _train(config: ConfigDict, folder: str) -> int:
-    """Trains, and returns the exit code, also for expected errors. Of several processes only a
-    refusal is one: `processes.start` ends all of them at any other error.
+    """Trains, and returns the exit code, also for expected errors. With several processes,
+    every error but a refusal ends all of them (`processes.start`).
     """
     try:
         ended = loop.train(config, folder)
