@@ -113,8 +113,6 @@ def train(
         processes, and before anything there is changed.
       BlockingIOError: if another program trains in that folder. That may pass, as a lock of a
         host that is gone does.
-      loading.Changed: if the text changes while it is read; in this process alone, as any error
-        of JAX's.
       CheckpointError: if all checkpoints are damaged, or the last one cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
@@ -177,7 +175,7 @@ def _prepared(config, folder, devices, stack):
         files.check_name(folder)
         loading.check_apart(folder, config.run.corpus)
         run, place = build(config, devices)
-        tokens = {split: loading.token_file(split, config.run.corpus) for split in data.SPLITS}
+        tokens = {split: data.tokens(split, config.run.corpus) for split in data.SPLITS}
         batches = _batches(config, tokens["train"], place)
         # Fails now, and not when they are due.
         observe.validation_batches(tokens["validation"], config)

@@ -1,7 +1,6 @@
-"""Input of a training run: token files, and from them batches that are shuffled, shared out,
-restorable and there in time.
+"""Batches of a training run: shuffled, divided among processes, restorable, sent ahead.
 
-    tokens = loading.token_file("train")    # memory-mapped: read where a batch needs it
+    tokens = data.tokens("train")           # memory-mapped: read where a batch needs it
     batches = loading.batches(tokens, batch_size=8, seq_len=256, seed=0, vocab_size=2048)
     batches = loading.to_devices(batches, sharding)
     batch = next(batches)                   # endless
@@ -19,9 +18,6 @@ number alone. So the state is that number, and a run may go on with another numb
 import collections
 import contextlib
 import functools
-import hashlib
-import json
-import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
@@ -30,83 +26,27 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jaxtyping import Integer, UInt16
+from jaxtyping import Integer
 
 from course_lib import files
 from course_lib.text import data
 
-GROUP = 2**24  # characters that are tokenized at a time, on all cores
 State = dict[str, Any]
 
 
-class Changed(RuntimeError):
-    """A text was written to while it was read."""
-
-
-def token_file(
-    split: str, corpus: str | os.PathLike[str] = "shipped"
-) -> UInt16[np.ndarray, "T"]:
-    """Returns the tokens of one split, those of `data.tokens`, memory-mapped from a file.
-
-    The first call prepares the file, under `$COURSE_CACHE` or the user's cache folder, whole or
-    not at all; other processes of this host wait for it. A folder's documents are read one
-    after another, so it may be larger than the memory, though no document may. The file is made
-    again when a name, a size or a time of the folder's files has changed, or when its own
-    checksum, which is read in each call, does not agree.
-
-    Args:
-      split: "train" or "validation".
-      corpus: as of `data.documents`.
-
-    Raises:
-      ValueError: as `data.documents`, of the documents of this split.
-      Changed: if the folder changes while it is read.
-      OSError: if a document cannot be read, or the file cannot be written.
-    """
-    data.check_split(split)
-    path = _path(split, corpus)
-    try:
-        if (found := _loaded(path)) is not None:
-            return found
-        with files.one_at_a_time(path.parent):
-            if (found := _loaded(path)) is not None:  # another process has made it meanwhile
-                return found
-            if path.exists():
-                print(f"the cached tokens {path.name} are damaged: making them again")
-            files.remove_stale(path.parent, "tokens-*.part")
-            _write(path, _pieces(split, corpus))
-            if _path(split, corpus) != path:
-                path.unlink()
-                raise Changed(
-                    f"corpus={str(corpus)!r} changed while it was read: call again when nobody"
-                    " writes to it"
-                )
-            tokens = np.load(path, mmap_mode="r")
-            with files.whole_file(_about(path)) as file:
-                file.write(json.dumps(identity(tokens)).encode())
-            return tokens
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be prepared ({error}); COURSE_CACHE names another folder for it"
-        ) from error
-
-
 def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
-    """Returns by what tokens are known, wherever their file lies: how many, and a checksum."""
-    crc = 0
-    for start in range(0, len(tokens), 2**22):
-        crc = zlib.crc32(np.ascontiguousarray(tokens[start : start + 2**22]).tobytes(), crc)
-    return {"tokens": len(tokens), "crc32": crc}
+    """Returns the number of tokens and their CRC-32, which do not depend on where they lie."""
+    return {"tokens": len(tokens), "crc32": zlib.crc32(np.ascontiguousarray(tokens))}
 
 
-def check_apart(folder: pathlib.Path, corpus: str | os.PathLike[str]) -> None:
+def check_apart(folder: pathlib.Path, corpus: data.Corpus) -> None:
     """Refuses a run folder inside of a corpus, or where a link in it leads: what a run writes
     would be text when it goes on.
     """
     if corpus in ("shipped", "stdlib"):
         return
     inside = False
-    with contextlib.suppress(OSError):  # a folder that cannot be read: `token_file` says so
+    with contextlib.suppress(OSError):  # a folder that cannot be read: `data.tokens` says so
         inside = any(
             folder.resolve().is_relative_to(below.resolve())
             for below, _ in files.folders(pathlib.Path(corpus))
@@ -116,75 +56,6 @@ def check_apart(folder: pathlib.Path, corpus: str | os.PathLike[str]) -> None:
             f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: what a run writes"
             " would be read as text when it goes on; take another --run"
         )
-
-
-def _loaded(path: pathlib.Path) -> UInt16[np.ndarray, "T"] | None:
-    """Returns the tokens of a file, None if it is missing or damaged."""
-    try:
-        tokens = np.load(path, mmap_mode="r")
-        return tokens if json.loads(_about(path).read_text()) == identity(tokens) else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
-        return None
-
-
-def _about(path: pathlib.Path) -> pathlib.Path:
-    return path.with_suffix(".json")  # the checksum
-
-
-def _path(split: str, corpus: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns where the tokens are kept, by a name that follows from what they follow from."""
-    settings: list[Any] = [*data.TOKENIZER, str(corpus)]
-    if corpus != "shipped":
-        status = {path: path.stat() for path in data.text_files(corpus).values()}
-        # an empty folder is not the shipped corpus, nor a folder its parent
-        settings[-1] = os.path.abspath(corpus)
-        settings += [
-            (str(path.absolute()), found.st_size, found.st_mtime_ns)
-            for path, found in status.items()
-        ]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return files.cache_folder() / f"tokens-{key}-{split}.npy"
-
-
-def _pieces(split: str, corpus: str | os.PathLike[str]) -> Iterator[UInt16[np.ndarray, "_"]]:
-    """Yields the tokens of a split, some documents at a time."""
-    if corpus == "shipped":
-        yield data.tokens(split)
-        return
-    found = data.text_files(corpus)
-    names = data.names_of_split(split, found, corpus)
-    if not any(found[name].stat().st_size for name in names):
-        raise ValueError(
-            f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
-        )
-    model = data.tokenizer()
-    texts, size = [], 0
-    for name in names:
-        texts.append(data.read_document(name, found[name], corpus).text)
-        if (size := size + len(texts[-1])) >= GROUP:
-            yield data.encode(model, texts)
-            texts, size = [], 0
-    if texts:
-        yield data.encode(model, texts)
-
-
-def _write(path: pathlib.Path, pieces: Iterable[UInt16[np.ndarray, "_"]]) -> None:
-    """Writes an .npy file piece by piece. Its header, of the same size for any length, is
-    written again at the end.
-    """
-
-    def header(length):
-        what = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
-        np.lib.format.write_array_header_1_0(file, what)
-
-    length = 0
-    with files.whole_file(path) as file:
-        header(length)
-        for piece in pieces:
-            file.write(piece.astype("<u2").tobytes())
-            length += len(piece)
-        file.seek(0)
-        header(length)
 
 
 def batches(
@@ -205,7 +76,7 @@ def batches(
     the rows from p * B / n to (p + 1) * B / n of each. One thread reads ahead.
 
     Args:
-      tokens: a split, such as a token file.
+      tokens: a split, as `data.tokens` returns it.
       batch_size: B windows a batch, of all shards together.
       seq_len: L tokens a window.
       seed: of the cuts and the order.
@@ -218,7 +89,7 @@ def batches(
         is negative, B or L is below 1, or there is no such part of a batch. At the call, not at
         the first batch.
     """
-    data.check_sizes(batch_size, seq_len, tokens)
+    data.check_windows(tokens, batch_size, seq_len, vocab_size)
     if seed < 0:
         raise ValueError(f"seed={seed} must be 0 or more: random numbers begin there")
     if shards < 1 or batch_size % shards:
@@ -230,14 +101,6 @@ def batches(
         raise ValueError(
             f"shard={shard} must be in [0, shards={shards}): there is no such part of a batch"
         )
-    if len(tokens) < seq_len + 1:
-        raise ValueError(
-            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
-            " fits"
-        )
-    if tokens.max() >= vocab_size or (tokens.dtype.kind == "i" and tokens.min() < 0):
-        # Names the first token that is wrong, with arrays as long as the file.
-        data.check_tokens(tokens, vocab_size)
 
     count = len(tokens) // seq_len
     offsets = np.arange(seq_len + 1)

@@ -85,7 +85,7 @@ def test_tokens_are_known_by_what_they_are(monkeypatch):
 
 
 def test_the_bigram_model_is_that_of_the_text_or_none(text):
-    tokens = {split: loading.token_file(split, text) for split in data.SPLITS}
+    tokens = {split: data.tokens(split, text) for split in data.SPLITS}
     whole, part = configuration(text, run__validation_batches=0), configuration(text)
     assert 0 < observe.bigram_loss(tokens, whole)["bigram_loss"] < np.log(data.VOCAB_SIZE)
     short = {"train": tokens["train"], "validation": tokens["validation"][: 2 * 4 * 16 + 1]}
@@ -112,12 +112,12 @@ def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text)
         len(observe.validated(endless, configuration(text, run__validation_batches=10_000)))
         == 10_000 * 4 * 16 + 1
     )
-    shipped = loading.token_file("validation")
+    shipped = data.tokens("validation")
     assert len(observe.validated(shipped, settings.whole(configs.get("cpu")))) == len(shipped)
 
 
 def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(text):
-    tokens, found, rows = loading.token_file("validation", text), {}, []
+    tokens, found, rows = data.tokens("validation", text), {}, []
     for minibatches in (1, 4):
         whole = configuration(
             text, model__dropout_rate=0.0, training__num_minibatches=minibatches
@@ -137,7 +137,7 @@ def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(te
 
 
 def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(text):
-    tokens = loading.token_file("validation", text)
+    tokens = data.tokens("validation", text)
     found = {}
     for count, limit in ((1, 0), (4, 0), (4, 2)):
         whole = configuration(text, model__dropout_rate=0.0, run__validation_batches=limit)
