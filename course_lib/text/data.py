@@ -241,12 +241,12 @@ def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
     try:
         if (stored := _stored(path)) is not None:
             return stored
-        with files.one_at_a_time(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent, wait=True):
             if (stored := _stored(path)) is not None:  # another process has written it
                 return stored
             if path.exists():
                 print(f"the cached file {name} is damaged: making it again")
-            files.remove_stale(path.parent, "*.part")
             checksum = 0
             with files.whole_file(path) as file:
                 for piece in pieces:

@@ -448,8 +448,7 @@ def test_what_is_no_file_is_refused_and_not_left_out(folder):
     with pytest.raises(
         ValueError,
         match=(
-            r"c/gone.txt' is neither a file nor a folder, or a link to what is not there;"
-            r" remove"
+            r"c/gone.txt' is neither a file nor a folder, or a link that leads nowhere; remove"
         ),
     ):
         data.text_files(folder)
