@@ -20,7 +20,6 @@ from course_lib.many_devices import meshes
 from course_lib.measure import hardware
 from course_lib.program import dry_run, host_memory, loop, processes, settings
 from course_lib.program.checkpoints import CheckpointError
-from course_lib.text import loading
 
 FAILED, USAGE, DOES_NOT_FIT = 1, 2, 3
 EXIT_CODE_PREEMPTED, EXIT_CODE_NOT_FINITE, EXIT_CODE_INTERRUPTED = 75, 77, 130
@@ -220,7 +219,7 @@ def _train(config: ConfigDict, folder: str) -> int:
         ended = loop.train(config, folder)
     except loop.Refused as error:  # in all processes alike
         return _error(error, USAGE)
-    except (CheckpointError, OSError, loading.Changed) as error:
+    except (CheckpointError, OSError) as error:
         if jax.process_count() > 1:
             raise
         return _error(error, FAILED)

@@ -128,8 +128,6 @@ def train(
         processes raise it, before any file changes.
       BlockingIOError: if another program trains in that folder. It may pass, like the lock of a
         host that is gone.
-      loading.Changed: if the text changes while it is read; in this process alone, like any
-        error of JAX's.
       CheckpointError: if all checkpoints are damaged, or the last one cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
@@ -187,7 +185,7 @@ def prepare(
         files.check_name(folder)
         loading.check_apart(folder, config.run.corpus)
         run, place = build(config, devices)
-        tokens = {split: loading.token_file(split, config.run.corpus) for split in data.SPLITS}
+        tokens = {split: data.tokens(split, config.run.corpus) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
         # Fails now, rather than when validation is due.
         observe.validation_batches(tokens["validation"], config)

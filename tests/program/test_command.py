@@ -21,7 +21,6 @@ from small_run import STRICT, arguments, corpus
 from course_lib import configs
 from course_lib.models import transformer
 from course_lib.program import command, dry_run, journal, loop, processes, settings
-from course_lib.text import loading
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,7 +205,6 @@ def test_memory_is_kept_from_step_to_step_and_that_is_asked_for_before_jax_start
         (loop.Refused("seq_len"), 2),
         (loop.CheckpointError("all damaged"), 1),
         (OSError("no space"), 1),
-        (loading.Changed("corpus changed while it was read"), 1),
         # 2 would keep launchers from trying again
         (BlockingIOError("in use by another process"), 1),
     ],

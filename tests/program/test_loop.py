@@ -30,7 +30,7 @@ from course_lib import configs, files, training
 from course_lib.measure import hardware
 from course_lib.program import checkpoints, journal, loop, preemption, processes
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
-from course_lib.text import loading
+from course_lib.text import data
 
 KILLS = int(os.environ.get("COURSE_KILLS", 5))
 WRITTEN = ("metrics.jsonl", "samples.jsonl")
@@ -315,7 +315,7 @@ def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
     first = [line for line in journal.read(unbroken) if "loss" in line][0]
     whole = configuration(text)
     run, place = loop.build(whole, one())
-    batches = loop.read_batches(whole, loading.token_file("train", text), place)
+    batches = loop.read_batches(whole, data.tokens("train", text), place)
     state, total = run.init(jax.random.key(whole.seed)), None
     for _ in range(7):
         state, metrics = run.train_step(state, next(batches))
@@ -815,7 +815,7 @@ def test_an_error_that_may_pass_is_no_refusal_after_which_nobody_would_try_again
     def fails(split, corpus):
         raise kind("changed while it was read, or UNAVAILABLE")
 
-    monkeypatch.setattr(loop.loading, "token_file", fails)
+    monkeypatch.setattr(data, "tokens", fails)
     with pytest.raises(kind):
         train(text, tmp_path)
 
@@ -824,12 +824,12 @@ def test_an_error_that_may_pass_is_no_refusal_after_which_nobody_would_try_again
 def test_a_validation_split_that_does_not_work_is_refused_and_not_only_when_it_is_due(
     text, tmp_path, monkeypatch, found
 ):
-    train_split = loading.token_file("train", text)
+    train_split = data.tokens("train", text)
     size = int(train_split.max()) + 1
     validation = np.array([3, size, 3][: 3 if found == "one too high" else 1], np.uint16)
     monkeypatch.setattr(
-        loading,
-        "token_file",
+        data,
+        "tokens",
         lambda split, corpus: train_split if split == "train" else validation,
     )
     told = {
