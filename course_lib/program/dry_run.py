@@ -11,9 +11,10 @@ at their defaults, advice follows: the mesh and strategy with the fastest estima
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from course_lib import measure
@@ -125,8 +126,10 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         accelerator = dataclasses.replace(accelerator, memory_bytes=usable)
     check_attention(config.model, accelerator)
     devices, cluster = virtual.devices(target, count), Cluster(accelerator, count)
-    default = settings.defaults()
-    open_to_advice = (config.mesh, config.strategy) == (default.mesh, default.strategy)
+    open_to_advice = all(
+        config[part].to_dict() == settings.defaults()[part].to_dict()
+        for part in ("mesh", "strategy")
+    )
     suggested, advice = _suggest(config, cluster) if open_to_advice else ({}, "")
     refused = ""
     try:
@@ -144,8 +147,9 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         raise ValueError(
             f"target={target!r}: its compiler refuses the step: {str(error).splitlines()[0]}"
         ) from error
-    memory, sent = measure.memory(compiled), {}
-    for row in measure.ledger(compiled, place.mesh).rows():
+    memory, mesh = measure.memory(compiled), cast("Mesh", place.mesh)
+    sent: dict[str, int] = {}
+    for row in measure.ledger(compiled, mesh).rows():
         what = f"{row['kind']} along {row['axes']}"
         sent[what] = sent.get(what, 0) + row["sent_bytes"]
     return DryRun(

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +274,8 @@ class Loop:
         else:
             self.step, self.best, self.looked = 0, None, True
             self.tally = observe.Tally()
-            with jax.default_device(min(place.addressable_devices, key=lambda d: d.id)):
+            first = min(place.addressable_devices, key=operator.attrgetter("id"))
+            with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)
