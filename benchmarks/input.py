@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import table
 from course_lib import configs, training
-from course_lib.text import loading
+from course_lib.text import data, loading
 
 # batches that may lie ready: Grain's 2, the one in its hand, those on the device, and some
 READY = 8
@@ -90,7 +90,7 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
     chosen = configs.get(preset)
     run = training.build(chosen)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    tokens = loading.token_file("train")
+    tokens = data.tokens("train")
     sizes = dict(
         batch_size=chosen.data.batch_size,
         seq_len=chosen.data.seq_len,

@@ -1,11 +1,8 @@
-"""Files: where prepared ones are kept, which ones a folder has, how one is written whole or not
-at all, and whose a folder is meanwhile.
-"""
+"""Files that are written completely or not at all, locks on folders, and the cache folder."""
 
 import contextlib
 import errno
 import fcntl
-import glob
 import os
 import pathlib
 import shutil
@@ -16,24 +13,20 @@ from typing import IO
 
 from course_lib.measure.units import MIB
 
-REPLACED = "replaced-"  # before the name of a folder that is to be replaced
-STALE = 60  # seconds; a younger part may belong to a process that is about to lock it
+REPLACED = "replaced-"  # begins the name of a folder that is being replaced
+STALE = 3600  # seconds; a younger part may still be written to
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder of prepared tokens: `$COURSE_CACHE`, or `course_lib` in the user's
-    cache folder.
-    """
+    """Returns `$COURSE_CACHE`, or `course_lib` in the user's cache folder."""
     user = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     return pathlib.Path(os.environ.get("COURSE_CACHE") or user / "course_lib")
 
 
 def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
-    """Yields each folder from `top` down, and the names of what it holds but folders, both in
-    order.
+    """Yields each folder from `top` down, with the sorted names of all that is no folder in it.
 
-    Links to folders are followed. A folder that is reached in several ways comes once; so links
-    may lead in a circle.
+    Links to folders are followed. Each folder comes once, so links may lead in a circle.
 
     Raises:
       OSError: if a folder cannot be read.
@@ -49,9 +42,12 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
         yield pathlib.Path(folder), sorted(others)
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def below(top: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files of a folder and of its `folders`, sorted by their paths: none is left
-    out in silence.
+    """Returns all files in a folder and in its `folders`, sorted by path.
 
     Raises:
       ValueError: naming what may not be read, what is neither a file nor a folder, or a name
@@ -59,27 +55,28 @@ def below(top: pathlib.Path) -> list[pathlib.Path]:
       OSError: if something cannot be read for another reason.
     """
     try:
-        found = sorted(folder / name for folder, names in folders(top) for name in names)
-        odd = [path for path in found if not path.is_file()]
+        paths = sorted(folder / name for folder, names in folders(top) for name in names)
+        odd = [path for path in paths if not path.is_file()]
     except PermissionError as error:
         raise ValueError(
             f"{str(error.filename)!r} may not be read; permit it, or take another folder"
         ) from error
     if odd:
         raise ValueError(
-            f"{str(odd[0])!r} is neither a file nor a folder, or a link to what is not there;"
+            f"{str(odd[0])!r} is neither a file nor a folder, or a link that leads nowhere;"
             " remove it"
         )
-    for path in found:
+    for path in paths:
         check_name(path)
-    return found
+    return paths
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Refuses a path that is not UTF-8: Python can name it, other languages' libraries cannot.
+    """Refuses a path that is not UTF-8: Python can open it, libraries in other languages
+    cannot.
 
     Raises:
-      ValueError: naming it.
+      ValueError: naming the path.
     """
     try:
         os.fspath(path).encode()
@@ -89,17 +86,12 @@ def check_name(path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def to_disk(*paths: pathlib.Path) -> None:
-    """Returns when what files hold, and which names folders hold, is on the disk and outlives a
-    power cut.
+    """Writes files, and the names in folders, through to the disk: they outlive a power cut.
 
     Raises:
-      OSError: if it cannot be written there. File systems that know of no such call for folders
-        are left to themselves.
+      OSError: if they cannot be written there. A file system that does not sync folders is no
+        error.
     """
     for path in paths:
         opened = os.open(path, os.O_RDONLY)
@@ -114,21 +106,21 @@ def to_disk(*paths: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a file that is there whole after the `with`, or not at all: no other process ever
-    sees half of it.
+    """Opens a file that gets its name, complete, at the end of the `with`, or never: no other
+    process sees half of it.
 
-    Until then it is a part beside it, which is locked: what a process leaves that is killed,
-    the next writer removes.
+    Until then it is a part beside it. A part that a killed process left is removed by the next
+    call for a file of that folder, an hour after its last write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale(path.parent, f"{glob.escape(path.name)}.*.part")
+    for part in path.parent.glob("*.????????.part"):  # as `tempfile` names them
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
+            if time.time() - part.stat().st_mtime > STALE:
+                part.unlink()
     with tempfile.NamedTemporaryFile(
         dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False
     ) as file:
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                # `remove_stale` of another process may hold it for an instant.
-                fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             # Else a name that outlives a crash of the machine may lead to an empty file.
@@ -142,11 +134,10 @@ def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def whole_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a folder its name when all that is in it is on the disk, and returns when the name
-    is, too.
+    """Renames a draft to the folder's name, after all that is in it is on the disk.
 
-    One that has the name goes first, beside the draft: until the next call of `put_back` a
-    killed process may leave it there.
+    A folder that has the name moves beside the draft first. A process that is killed between
+    the two leaves it there, and `put_back` undoes that.
     """
     to_disk(draft, *draft.rglob("*"))
     if path.exists():
@@ -156,26 +147,22 @@ def whole_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def put_back(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Gives what a `whole_folder` was to replace its name in `folder` again, where that one did
-    not come.
-    """
+    """Renames folders back that `whole_folder` moved away without replacing them."""
     for path in drafts.glob(f"{REPLACED}*"):
         if not (named := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(named)
 
 
 def remove_drafts(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Removes the folder of drafts, but first does as `put_back`."""
+    """Removes the folder of drafts, after `put_back`."""
     put_back(drafts, folder)
     shutil.rmtree(drafts, ignore_errors=True)
 
 
 def make_room(draft: pathlib.Path, needed: int) -> str | None:
-    """Makes an empty folder of a draft; returns why not, or why there is not enough space for
-    so many bytes, else None.
-    """
+    """Makes an empty folder for a draft of `needed` bytes; returns None, or why that fails."""
     try:
-        # Removes what a process that was killed has left.
+        # A killed process may have left drafts.
         remove_drafts(draft.parent, draft.parent.parent)
         draft.mkdir(parents=True)
         free = shutil.disk_usage(draft).free
@@ -190,7 +177,7 @@ def make_room(draft: pathlib.Path, needed: int) -> str | None:
 
 
 def why(error: Exception) -> str:
-    """Returns in a few words why something could not be written."""
+    """Returns the reason of a failed write in a few words."""
     return (
         "no space left on the disk"
         if "No space left" in str(error)
@@ -198,48 +185,26 @@ def why(error: Exception) -> str:
     )
 
 
-def remove_stale(folder: pathlib.Path, pattern: str) -> None:
-    """Removes files of a folder that match a pattern and that no process has locked; young ones
-    stay.
-    """
-    for part in folder.glob(pattern):
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(file.fileno()).st_mtime > STALE:
-                part.unlink()
-
-
 @contextlib.contextmanager
-def one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
-    """Lets one process at a time into a `with`, while others wait; all, where the file system
-    knows of no locks.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    # To read is enough for a lock, and all users of a cache may.
-    file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
+def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
+    """Locks a folder, by its file `lock`, for as long as the `with` lasts.
 
+    The operating system ends the lock with the process. A file system without locks lets every
+    process in.
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds a folder for as long as a `with` lasts, by a lock on its file `lock`, which ends
-    with the process.
-
-    A file system that knows of no locks lets everybody in.
+    Args:
+      folder: made if it is missing.
+      wait: waits for another process that has the lock.
 
     Raises:
-      BlockingIOError: if another process holds it, here or, where the file system knows of
-        locks (NFS, Lustre), elsewhere.
-      ValueError: if there is a file in its place, or nothing may be written there.
+      BlockingIOError: if another process has the lock and `wait` is False. That process may run
+        on another host, if the file system has locks between hosts (NFS, Lustre).
+      ValueError: if there is a file in the folder's place, or nothing may be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        opened = (folder / "lock").open("w")
+        # A lock needs no more than to read, which all users of a shared cache may.
+        lock = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
             f"folder={str(folder)!r} must be a folder, and there is a file in its way: name"
@@ -249,9 +214,9 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         raise ValueError(
             f"folder={str(folder)!r} may not be written to: permit it, or name another"
         ) from None
-    with opened as file:
+    with open(lock):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(
                 f"{folder} is in use by another process: wait until that one ends, or end it"

@@ -1,7 +1,5 @@
-"""Optimizers and learning rate schedules by name, as a configuration asks for them. The
-mathematics is Optax's.
-
-https://optax.readthedocs.io
+"""Optimizers and learning rate schedules by name. The mathematics is Optax's
+(https://optax.readthedocs.io).
 """
 
 import optax
@@ -20,13 +18,11 @@ SCHEDULES = {
         0.0, config.learning_rate, config.warmup_steps, config.total_steps
     ),
 }
-"""The learning rate: flat, or from 0 up over `warmup_steps`, then down by `decay_rate` a step
-or along a cosine.
+"""Learning rates: constant, or rising from 0 over `warmup_steps` and then falling, by the
+factor `decay_rate` per step or along a cosine that ends at `total_steps`.
 
-Each reads `learning_rate` and what stands behind its name above: "constant" ignores
-`warmup_steps`, only "warmup_exponential" reads `decay_rate`, only "warmup_cosine"
-`total_steps`. A configuration holds all of them, so that a schedule can be changed by its name
-alone.
+A configuration has the fields of all of them, so that changing `schedule` is enough. A schedule
+ignores the fields that it does not name above.
 """
 
 OPTIMIZERS = {
@@ -36,31 +32,32 @@ OPTIMIZERS = {
         rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay
     ),
 }
-"""Plain descent, Adam (https://arxiv.org/abs/1412.6980), Adam with decoupled decay
-(https://arxiv.org/abs/1711.05101).
+"""Gradient descent, Adam (https://arxiv.org/abs/1412.6980), and Adam with decoupled weight
+decay (https://arxiv.org/abs/1711.05101).
 """
 
 
 def from_config(config: ConfigDict) -> optax.GradientTransformation:
-    """Returns the optimizer of a configuration: first the norm is clipped, if asked for, then
-    comes the update.
+    """Returns the optimizer of a configuration; with `clip_norm` it clips the gradient first.
 
     Args:
       config: the `optimizer` part of a configuration: `name`, `schedule`, `clip_norm` (0: no
-        clipping), and what the first two read.
+        clipping), and the fields that name and schedule read.
 
     Raises:
-      ValueError: if `name` or `schedule` is unknown.
+      ValueError: if `name` or `schedule` is unknown, or the warm-up does not end.
     """
-    if config.name not in OPTIMIZERS:
-        raise ValueError(f"optimizer.name={config.name!r} must be one of {list(OPTIMIZERS)}")
-    if config.schedule not in SCHEDULES:
+    for field, known in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
+        if config[field] not in known:
+            raise ValueError(
+                f"optimizer.{field}={config[field]!r} must be one of {list(known)}"
+            )
+    if config.schedule == "warmup_cosine" and config.warmup_steps >= config.total_steps:
         raise ValueError(
-            f"optimizer.schedule={config.schedule!r} must be one of {list(SCHEDULES)}"
+            f"optimizer.warmup_steps={config.warmup_steps} must be under"
+            f" total_steps={config.total_steps}: the rate would never come down"
         )
     update = OPTIMIZERS[config.name](config, SCHEDULES[config.schedule](config))
-    return (
-        optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
-        if config.clip_norm
-        else update
-    )
+    if not config.clip_norm:
+        return update
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)

@@ -1,5 +1,5 @@
-"""Training: the state, the losses, and the one train step, where the techniques of this course
-meet.
+"""Training: the state, the losses, and the one train step, in which the techniques of this
+course meet.
 
     loss_fn(params, batch, rng) -> (loss, metrics)     loss: the weighted mean;
                                                        metrics: name -> (sum, count)
@@ -7,9 +7,9 @@ meet.
     step(state, batch) -> (state, metrics)             rng, scale, gradients, unscale, clip,
                                                        update
 
-A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
-means evaluation, without dropout; `as_function` makes one from a Flax model. What is trained is
-what is evaluated: the same loss function, with `rng=None`.
+A model is a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None` means
+evaluation, without dropout; `as_function` makes one from a Flax model. Training and evaluation
+use the same loss function.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from course_lib import measure, optimizers
 from course_lib.configs import check
 from course_lib.measure import virtual
 from course_lib.models import losses
+from course_lib.models.hooks import Hooks
 from course_lib.models.losses import ApplyFn
 from course_lib.models.losses import as_function as as_function  # these belong to training
 from course_lib.models.losses import classification_loss as classification_loss
@@ -45,15 +46,15 @@ from course_lib.text.data import Batch
 
 @struct.dataclass
 class TrainState:
-    """Everything that a step reads and writes: a pytree of arrays, so that it can be donated,
-    placed and stored.
+    """Everything that a step reads and writes: a pytree of arrays, which can be donated, placed
+    and stored.
 
     Attributes:
-      step: int32, how many batches have been seen, skipped updates included.
+      step: int32, the number of batches so far, skipped updates included.
       params: pytree of parameters.
-      opt_state: the optimizer's.
-      rng: typed random key, split anew at every step.
-      loss_scale: of `course_lib.one_device.mixed_precision`.
+      opt_state: the optimizer's state.
+      rng: typed random key, split at every step.
+      loss_scale: one of `course_lib.one_device.mixed_precision`.
     """
 
     step: Any
@@ -76,9 +77,9 @@ def init_state(
 
     Args:
       params: pytree of parameters.
-      optimizer: the optimizer that `make_train_step` gets.
+      optimizer: the one that `make_train_step` gets.
       rng: typed random key, for dropout.
-      loss_scale: how the loss is scaled; not at all if None.
+      loss_scale: how the loss is scaled; None: not at all.
     """
     scale = mixed_precision.NoLossScale() if loss_scale is None else loss_scale
     return TrainState(
@@ -106,26 +107,24 @@ def make_train_step(
     """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first
     call.
 
-    Where the state holds a loss scale, a step whose gradients are not all finite changes
-    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without one, and
-    without `skip_not_finite`, nothing of this is in the program.
+    If the state holds a loss scale, a step with gradients that are not all finite changes
+    neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without a loss
+    scale and without `skip_not_finite`, the program has none of these checks.
 
-    A compiled step cannot raise an error: of a token or a label outside the vocabulary the loss
-    is NaN. The batches of `data` and `loading` have none; `data.check_tokens` refuses them in a
-    batch from elsewhere, before it is given to the step.
+    A compiled step cannot raise an error: a token or a label outside the vocabulary makes the
+    loss NaN. The batches of `data` and `loading` have none; `data.check_tokens` checks other
+    batches, before the step gets them.
 
     Args:
       loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
-      optimizer: any of optax; a norm to clip to is part of it, so that it sees gradients that
-        are unscaled.
+      optimizer: any of optax. It sees unscaled gradients, so clipping to a norm is part of it.
       num_minibatches: M, into how many the batch is cut.
       method: "scan" or "loop" over the minibatches.
       accumulator_dtype: dtype that their gradients are summed in.
-      policy: dtypes to compute in; as the model has it if None.
-      donate: whether the state given in is overwritten by the one that comes out.
-      gradient_fn: makes the gradient function of a loss function, which gets the whole batch.
-        The three options of minibatches are those of the default one, which cuts the batch on
-        one device.
+      policy: dtypes to compute in; None: the model's own.
+      donate: whether the new state overwrites the old one.
+      gradient_fn: makes the gradient function of a loss function, for the full batch. The three
+        options of minibatches belong to the default one, which cuts the batch on one device.
       skip_not_finite: skips an update also if the loss, the new parameters or the optimizer's
         new state are not finite. It adds nothing to the train state, so a run can switch it on
         when it resumes.
@@ -223,17 +222,16 @@ def mean_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
-    """Returns the mean metrics over all labels of all batches, without dropout; a batch is made
-    when it is its turn.
+    """Returns the mean metrics over all labels of all batches, without dropout.
 
     Args:
-      loss_fn: the loss function that is trained, called with `rng=None`. The same object
+      loss_fn: the loss function of the training, called with `rng=None`. The same object
         compiles once.
       params: pytree of parameters.
-      batches: at least one batch.
+      batches: at least one batch; an iterator makes each when it is needed.
 
     Raises:
-      ValueError: if there is no batch, or one that is in no list.
+      ValueError: if there is no batch, or a batch in place of a list of batches.
     """
     if isinstance(batches, Batch | jax.Array | np.ndarray):
         raise ValueError(
@@ -246,9 +244,9 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
             "batches must hold at least one batch: a mean over nothing is undefined"
         )
     total: dict[str, list[float]] = {}
-    # The following batch is computed while those before it are read.
+    # The next batch is computed while the metrics of the last one are read.
     for following in itertools.chain(each, [None]):
-        # A sum in float32 would lose what a batch adds to many.
+        # A float32 sum over many batches would round away what one batch adds.
         for name, pair in jax.device_get(late).items():
             total[name] = [
                 old + float(new)
@@ -264,21 +262,21 @@ def _metrics(loss_fn, params, batch):
 
 
 ONE_DEVICE = AbstractMesh((1,), ("data",))
-"""The mesh of a run on one device that is not named: the one on which its arguments lie."""
+"""The mesh of a run on the device where its arguments lie, whichever that is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """All that a training run needs, built from one configuration.
+    """A training run, built from one configuration.
 
     Attributes:
-      config: a frozen copy of that configuration.
+      config: a frozen copy of the configuration.
       apply_fn: the Transformer as a function of its parameters.
       loss_fn: its next-token loss.
       train_step: `train_step(state, batch) -> (state, metrics)`.
-      init: `init(rng) -> state`, parameters, optimizer and loss scale before the first step.
-      mesh: of the devices that it runs on.
-      specs: who holds what, a `TrainState` of PartitionSpecs; None where no device is named.
+      init: `init(rng) -> state`, the state before the first step.
+      mesh: of the devices.
+      specs: a `TrainState` of PartitionSpecs; None if no device is named.
     """
 
     config: ConfigDict
@@ -290,13 +288,15 @@ class Run:
     specs: Any = None
 
     def abstract(self) -> tuple[TrainState, Batch]:
-        """Returns the shapes of the state and of a batch, to lower the step with; nothing is
-        computed or allocated.
-
-        They are placed on the mesh, if it names devices.
+        """Returns the shapes of the state and of a batch, to lower the step with. They are
+        placed on the mesh, if it names devices; nothing is computed or allocated.
         """
         state = jax.eval_shape(self.init, jax.random.key(0))
-        batch = _abstract_batch(self.config)
+        size = self.config.data.batch_size, self.config.data.seq_len
+        tokens, weights = (
+            jax.ShapeDtypeStruct(size, kind) for kind in (jnp.int32, jnp.float32)
+        )
+        batch = Batch(tokens, tokens, weights)
         if self.mesh is ONE_DEVICE:
             return state, batch
         place = functools.partial(NamedSharding, self.mesh)
@@ -309,24 +309,13 @@ class Run:
         return placed, virtual.abstract(batch, place(P("data")))
 
 
-def _abstract_batch(config: ConfigDict) -> Batch:
-    shape = (config.data.batch_size, config.data.seq_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(inputs=tokens, labels=tokens, weights=jax.ShapeDtypeStruct(shape, jnp.float32))
-
-
 def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:
-    """Returns the Transformer of a configuration as `apply_fn`, its loss, and `init(rng) ->
-    state`.
+    """Returns a configuration's Transformer as `apply_fn`, its loss, and `init(rng) -> state`.
 
     Args:
-      config: a whole configuration, frozen and checked.
+      config: a frozen, checked configuration.
     """
-    model = Transformer(config.model)
-    loss_fn = losses.of_model(
-        config.model, as_function(model, balance=config.model.num_experts > 0)
-    )
-    optimizer = optimizers.from_config(config.optimizer)
+    model, optimizer = Transformer(config.model), optimizers.from_config(config.optimizer)
     scale = mixed_precision.loss_scale(config.training.loss_scale)
 
     def init(rng):
@@ -335,37 +324,42 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
         params = model.init(param_rng, tokens, train=False)["params"]
         return init_state(params, optimizer, state_rng, scale)
 
-    return as_function(model), loss_fn, init
+    return as_function(model), loss_of(config.model), init
+
+
+def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
+    """Returns the loss of the Transformer of a configuration's `model` part."""
+    module = Transformer(model, hooks or Hooks())
+    return losses.of_model(model, as_function(module, balance=model.num_experts > 0))
 
 
 def minibatches(config: ConfigDict) -> dict[str, Any]:
-    """Returns into what a configuration cuts a batch, as `gradient_accumulation.in_minibatches`
-    takes it.
+    """Returns how a configuration cuts a batch: arguments of
+    `gradient_accumulation.in_minibatches`.
     """
     options = config.training
-    parts = dict(num_minibatches=options.num_minibatches, method=options.accumulation)
-    return parts | dict(accumulator_dtype=options.accumulator_dtype)
+    return dict(
+        num_minibatches=options.num_minibatches,
+        method=options.accumulation,
+        accumulator_dtype=options.accumulator_dtype,
+    )
 
 
 def build(config: ConfigDict) -> Run:
-    """Builds a training run of the Transformer on one device. Nothing is computed yet.
+    """Builds a training run of the Transformer on the device where its arguments lie. Nothing
+    is computed yet.
 
-    The device is the one on which its arguments lie. `strategies.build` names one or more; on a
-    mesh of one device its run compiles to the same program.
+    `strategies.build` names one or more devices; on a mesh of one it compiles to the same
+    program.
 
     Args:
-      config: a whole configuration (`course_lib.configs`).
+      config: a configuration (`course_lib.configs`).
 
     Raises:
       ValueError: if it cannot work: the field, its value and the fix.
     """
     check(config)
-    return of_checked(config)
-
-
-def of_checked(config: ConfigDict) -> Run:
-    """Builds a training run as `build` does, from a configuration that is checked already."""
-    config = FrozenConfigDict(config)  # what is changed later does not reach into this run
+    config = FrozenConfigDict(config)  # later changes of the argument do not reach this run
     apply_fn, loss_fn, init = functions(config)
     optimizer, donate = optimizers.from_config(config.optimizer), config.training.donate
     train_step = make_train_step(loss_fn, optimizer, donate=donate, **minibatches(config))
@@ -373,15 +367,15 @@ def of_checked(config: ConfigDict) -> Run:
 
 
 def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the FLOPs of the matrix products in one step, attention written out.
+    """Counts the FLOPs of the matrix products in one step, with attention written out.
 
-    Also where attention is a kernel, whose insides cannot be counted, and which leaves out what
-    causality makes superfluous: so that like is compared with like.
+    Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
+    out, every kind of attention counts alike.
 
     Args:
-      config: a whole configuration, checked.
+      config: a configuration that can work.
     """
     written_out = ConfigDict(config)
     written_out.model.attention = "reference"
-    run = of_checked(written_out)
+    run = build(written_out)
     return measure.flops(run.train_step, *run.abstract())

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu, input, table
 from course_lib import configs
-from course_lib.text import loading
+from course_lib.text import data
 
 
 @pytest.mark.parametrize("preset", configs.PRESETS)
@@ -118,9 +118,7 @@ def test_what_lies_ready_when_a_turn_begins_is_not_timed(monkeypatch):
 
 def test_input_is_measured_against_the_steps_that_it_feeds(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(configs.PRESETS, "cpu", small)
-    monkeypatch.setattr(
-        loading, "token_file", lambda split: np.arange(20_000, dtype=np.uint16) % 64
-    )
+    monkeypatch.setattr(data, "tokens", lambda split: np.arange(20_000, dtype=np.uint16) % 64)
     monkeypatch.setattr(
         "sys.argv",
         ["benchmarks.input", "--steps", "2", "--repeats", "3", "--out", str(tmp_path)],

@@ -8,7 +8,6 @@ from small_run import configuration, corpus
 
 from benchmarks import checkpoint
 from course_lib import configs
-from course_lib.program import settings
 
 
 def test_a_save_costs_what_steps_with_it_take_more_than_those_without():
@@ -35,7 +34,7 @@ def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path
     # compiles faster; conftest.py turns it off again
     jax.config.update("jax_disable_most_optimizations", True)
     tiny = configuration(corpus(tmp_path / "text"))
-    monkeypatch.setitem(configs.PRESETS, "cpu", lambda: settings.part_of_model(tiny))
+    monkeypatch.setitem(configs.PRESETS, "cpu", lambda: tiny)
     runs, train = [], checkpoint.loop.train
 
     def noted(whole, folder, devices):

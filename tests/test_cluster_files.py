@@ -37,7 +37,7 @@ def bash(tmp_path):
     ("codes", "starts"),
     [
         ([0], 1),
-        ([75] * 9 + [0], 10),  # preempted however often
+        ([75, 143] * 4 + [0], 9),  # preempted however often
         ([1, 76, 134, 1], 4),  # three failures in a row are tried again
         ([1, 1, 75, 1, 1, 1, 137], 7),  # it had come somewhere in between
         ([75, 2], 2),
@@ -115,6 +115,7 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
     # all start again together, or none
     assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert pod["shareProcessNamespace"]  # process 1 ignores SIGTERM before the first step
     assert (
         binding["subjects"][0]["name"]
         == account["metadata"]["name"]
@@ -141,6 +142,7 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
     ("ended", "action"),
     [
         (75, "RestartJobSetAndIgnoreMaxRestarts"),
+        (143, "RestartJobSetAndIgnoreMaxRestarts"),
         ("DisruptionTarget", "RestartJobSetAndIgnoreMaxRestarts"),
         (2, "FailJobSet"),
         (77, "FailJobSet"),
@@ -200,4 +202,3 @@ def test_the_page_says_how_long_it_takes_and_which_exit_code_it_is():
     page = (FOLDER / "README.md").read_text()
     assert f"heartbeat after {processes.HEARTBEAT} s at most" in page
     assert f"wait {processes.PATIENCE} s" in page
-    assert f"| {processes.OTHER_GONE}, or JAX's" in page

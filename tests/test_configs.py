@@ -71,7 +71,7 @@ def test_a_misspelt_field_is_refused_however_it_came_in():
     with whole.unlocked():
         whole.model.remats = ("MLP",)
     with pytest.raises(
-        ValueError, match=r"model.remats=\('MLP',\) is no field .* did you mean model.remat\?"
+        ValueError, match=r"model.remats=\('MLP',\) is no field .* did you mean model.remat "
     ):
         configs.check(whole)
 
@@ -100,8 +100,8 @@ def test_a_missing_field_is_refused():
         ("data.seq_len", 129, "seq_len=129 must be at most max_seq_len=128"),
         ("optimizer.name", "adma", "optimizer.name='adma' must be one of"),
         ("optimizer.schedule", "cosine", "optimizer.schedule='cosine' must be one of"),
-        ("seed", -1, "seed=-1 must not be negative"),
-        ("seed", 2**32, r"seed=4294967296 must be under 2\*\*32"),
+        ("seed", -1, "seed=-1 must be in"),
+        ("seed", 2**32, r"seed=4294967296 must be in \[0, 2\*\*32\)"),
         ("optimizer.clip_norm", -1.0, "optimizer.clip_norm=-1.0 must not be negative"),
         ("training.num_minibatches", 3, "num_minibatches=3"),
         ("training.accumulation", "while", "'while' must be one of"),
@@ -184,11 +184,11 @@ def test_a_preset_still_learns_halfway(name):
         ({"optimizer.decay_rate": 1.5}, r"optimizer.decay_rate=1.5 must be in \(0, 1\]"),
         (
             {"optimizer.learning_rate": float("inf")},
-            "optimizer.learning_rate=inf must be positive and finite",
+            "optimizer.learning_rate=inf must be a finite number",
         ),
         (
             {"optimizer.clip_norm": float("nan")},
-            "optimizer.clip_norm=nan must not be negative, infinite or NaN",
+            "optimizer.clip_norm=nan must be a finite number",
         ),
     ],
 )

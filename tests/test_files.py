@@ -3,6 +3,8 @@
 import errno
 import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -29,24 +31,17 @@ def test_a_writer_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
 
 def test_a_part_that_a_killed_writer_left_goes_and_one_that_is_being_written_stays(tmp_path):
     path = tmp_path / "file"
-    for name in ("file.killed.part", "other.part", "file.part.txt", "filex.killed.part"):
+    names = {"file.kille_d1.part", "earlier.killed_2.part", "users-own.part", "a.killed_3.txt"}
+    for name in names:
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (0, 0))
-    (tmp_path / "file.young.part").write_bytes(b"half")
     with files.whole_file(path) as first:
-        os.utime(first.name, (0, 0))  # slow, but alive
         with files.whole_file(path) as second:
             second.write(b"second")
         first.write(b"first")
     assert path.read_bytes() == b"first"
     left = {found.name for found in tmp_path.iterdir()}
-    assert left == {
-        "file",
-        "file.young.part",
-        "other.part",
-        "file.part.txt",
-        "filex.killed.part",
-    }
+    assert left == {"file", "users-own.part", "a.killed_3.txt"}
 
 
 def test_other_users_may_read_what_one_wrote(tmp_path):
@@ -85,13 +80,24 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert files.cache_folder() == pathlib.Path("/elsewhere")
 
 
-def test_a_folder_is_held_by_one_at_a_time(tmp_path):
-    with files.locked(tmp_path / "run"):
+def test_a_second_program_in_a_folder_is_refused_until_the_first_one_is_killed(tmp_path):
+    program = (
+        "import pathlib, sys\n"
+        "from course_lib import files\n"
+        "with files.locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "locked\n"
         with (
             pytest.raises(BlockingIOError, match="run is in use by another process"),
             files.locked(tmp_path / "run"),
         ):
             pass
+        process.kill()
     with files.locked(tmp_path / "run"):
         pass
 
@@ -109,8 +115,8 @@ def test_a_folder_that_cannot_be_one_is_refused_by_name(tmp_path, monkeypatch):
     def forbidden(*args, **options):
         raise PermissionError(13, "Permission denied")
 
-    # for who runs the tests as root it would be permitted
-    monkeypatch.setattr(pathlib.Path, "open", forbidden)
+    # root, who may run the tests, would be permitted
+    monkeypatch.setattr(os, "open", forbidden)
     with pytest.raises(
         ValueError, match=r"folder='.*/run' may not be written to: permit it, or name another"
     ):
@@ -135,7 +141,7 @@ def test_where_no_locks_are_to_be_had_a_folder_is_held_by_all(tmp_path, monkeypa
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "flock", refuse)
-    with files.locked(tmp_path), files.one_at_a_time(tmp_path):
+    with files.locked(tmp_path), files.locked(tmp_path, wait=True):
         assert (tmp_path / "lock").exists()
 
 

@@ -1,12 +1,12 @@
-"""Published measurements of one Transformer on one GPU, and what the compiler says of the same
-configurations.
+"""Published measurements of one Transformer on one GPU, beside what the compiler says of the
+same configurations.
 
 The tutorial series that this course builds on trains a Transformer of 155.9 million parameters
-on an RTX A5000 of 24 GB, with the techniques of this course added one by one, and reads memory
-and time a step out of a profiler
+on an RTX A5000 of 24 GB, adds the techniques of this course one by one, and reads memory and
+time per step from a profiler
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html,
-2024, JAX 0.4.25). Here each configuration is compiled for that GPU, or for one that the series
-did not have; and where there is a GPU, it is run.
+2024, JAX 0.4.25). This module compiles each configuration for that GPU, or for others; and
+`measure_here` runs one where there is a GPU.
 
     python -m course_lib.lessons.case_study    # many minutes
 
@@ -33,18 +33,18 @@ from course_lib.models import attention
 
 ACCELERATORS = ("a5000", "h100", "h200")
 PUBLISHED_ON = "a5000"
-LARGEST = 5  # so many of the arrays alive at the peak stand in a row
+LARGEST = 5  # arrays alive at the peak, per row
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration and what was published of it.
+    """A configuration and its published measurements.
 
     Attributes:
       name: unique.
-      changes: what differs from the preset `155m`, by field.
+      changes: fields that differ from the preset `155m`, with their values.
       published_gib: memory on an A5000. The publication writes GB; its profiler counts GiB.
-      published_seconds: time of a step on an A5000.
+      published_seconds: seconds per step on an A5000.
       note: what to know about it.
     """
 
@@ -55,11 +55,11 @@ class Case:
     note: str = ""
 
     def config(self) -> ConfigDict:
-        """Returns the whole configuration, checked."""
-        whole = configs.get("155m")
-        whole.update_from_flattened_dict(dict(self.changes))
-        configs.check(whole)
-        return whole
+        """Returns the configuration, checked."""
+        config = configs.get("155m")
+        config.update_from_flattened_dict(dict(self.changes))
+        configs.check(config)
+        return config
 
 
 _NO_REMAT = {"model.remat": ()}
@@ -92,19 +92,18 @@ CASES = (
 
 
 def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
-    """Compiles the train step of a case and reads what it costs. Nothing is run.
+    """Compiles the train step of a case and reads its costs. Nothing is run.
 
-    FLOPs are those of attention that is written out, also for the cases with flash attention,
-    whose kernel leaves out what causality makes superfluous: compare like with like.
+    FLOPs are counted with attention written out, also for flash attention, whose kernel skips
+    what causality makes superfluous: so that rows compare.
 
     Args:
       case: one of `CASES`, or your own.
-      device: a virtual or a real one, of a kind that `hardware` knows.
+      device: virtual or real, of a kind that `hardware` knows.
 
     Returns:
       A row of numbers, strings and lists: memory in bytes, floors of the step time
-        (`measure.roofline`) in seconds, and
-      under "largest" the largest arrays at the peak.
+        (`measure.roofline`) in seconds, and under "largest" the largest arrays at the peak.
 
     Raises:
       ValueError: if the device is unknown, or the case cannot be compiled for it.
@@ -116,22 +115,21 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
             f" {device.device_kind!r}: its roofline is unknown; take one of"
             " virtual.devices(name), or add its row to course_lib/measure/hardware/table.py"
         )
-    whole = case.config()
-    configs.check(whole, accelerator)
-    run = training.build(whole)
+    config = case.config()
+    configs.check(config, accelerator)
+    run = training.build(config)
     step: Any = run.train_step
     lowered = step.lower(*virtual.abstract(run.abstract(), device))
     heap = measure.heap(lowered)
     memory, traffic = measure.memory(heap.compiled), measure.traffic(heap.compiled)
-    flops = training.step_flops(whole)
+    flops = training.step_flops(config)
     floor = measure.roofline(flops, traffic, accelerator)
+    published = accelerator.name == PUBLISHED_ON
     return {
         "case": case.name,
         "accelerator": accelerator.name,
-        "published_gib": case.published_gib if accelerator.name == PUBLISHED_ON else None,
-        "published_seconds": (
-            case.published_seconds if accelerator.name == PUBLISHED_ON else None
-        ),
+        "published_gib": case.published_gib if published else None,
+        "published_seconds": case.published_seconds if published else None,
         "peak_bytes": memory.peak,
         "argument_bytes": memory.arguments,
         "temporary_bytes": memory.temporaries,
@@ -174,8 +172,8 @@ def _check_recorded(accelerator: str) -> None:
 
 
 def table(accelerator: str = "a5000", live: Sequence[str] = ()) -> recorded.Table:
-    """Returns the rows of all cases: those named in `live` compiled anew where that can be
-    done, the others recorded.
+    """Returns the rows of all cases: those in `live` compiled anew where possible, the others
+    recorded.
 
     Raises:
       ValueError: if the accelerator is not one of `ACCELERATORS`, or there is no such case.
@@ -197,22 +195,21 @@ def table(accelerator: str = "a5000", live: Sequence[str] = ()) -> recorded.Tabl
 
 
 def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> dict[str, Any]:
-    """Runs the train step of a preset, with changes, on the device of this machine, in a
-    process of its own.
+    """Runs the train step of a preset, with changes, on this machine's device, in its own
+    process.
 
-    That process gets what memory this one has left: this one must not have reserved the
-    device's memory ahead (`measure.peak_in_own_process`; `notebook.setup` sees to it).
+    The other process gets the memory that this one has left: this one must not have reserved
+    the device's memory (`measure.peak_in_own_process`; `notebook.setup` sees to it).
 
     Args:
       preset: a name of `configs.PRESETS`.
-      changes: what differs from it, by field, as in `Case.changes`.
-      steps: how many steps are timed.
+      changes: fields that differ from it, as in `Case.changes`.
+      steps: the number of steps to time.
 
     Returns:
-      A row: "compiled_peak_bytes" and "measured_peak_bytes" (None where a device does not
-        count, as a CPU),
-      "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second", "mfu", and
-      "not_run": None, or the reason why there is nothing else in the row.
+      A row: "compiled_peak_bytes" and "measured_peak_bytes" (None on a CPU, which does not
+        count), "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second",
+        "mfu", and "not_run": None, or the reason why the row has nothing else.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "row.json"
@@ -235,18 +232,16 @@ def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> di
 
 
 def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> None:
-    """What `measure_here` runs in the other process: takes steps on a batch of ones and writes
-    the row to a JSON file.
-    """
-    whole = configs.get(preset)
-    whole.update_from_flattened_dict(dict(changes))
+    """Takes steps on a batch of ones and writes the row of `measure_here` to a JSON file."""
+    config = configs.get(preset)
+    config.update_from_flattened_dict(dict(changes))
     [device, *_] = jax.local_devices()
     accelerator = hardware.recognize(device)
     row: dict[str, Any] = {
-        "not_run": attention.why_unavailable(whole.model.attention, accelerator)
+        "not_run": attention.why_unavailable(config.model.attention, accelerator)
     }
     if row["not_run"] is None:
-        run = training.build(whole)
+        run = training.build(config)
         step: Any = run.train_step
         state, batch = run.abstract()
         start = time.perf_counter()
@@ -261,13 +256,13 @@ def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> 
             taken = measure.step_time(compiled, run.init(jax.random.key(0)), ones, steps=steps)
             row["step_seconds"] = {"median": taken.median, "low": taken.low, "high": taken.high}
             row["tokens_per_second"] = ones.labels.size / taken.median
-            row["mfu"] = measure.mfu(training.step_flops(whole), taken.median, accelerator)
+            row["mfu"] = measure.mfu(training.step_flops(config), taken.median, accelerator)
     pathlib.Path(out).write_text(json.dumps(row))
 
 
 def format_row(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of text: memory compiled and published, the floor of the step
-    time and the published one.
+    """Formats a row as a line: memory compiled and published, floor of the step time, and the
+    published time.
     """
     published = f"{row['published_gib']:5.1f}" if row["published_gib"] else "    -"
     seconds = f"{row['published_seconds']:5.2f}" if row["published_seconds"] else "    -"

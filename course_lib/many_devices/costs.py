@@ -1,16 +1,16 @@
-"""The formulas of `estimate`: what one device holds and sends in a step that is written by
-hand.
+"""Formulas of `estimate`: the bytes that one device holds and sends per step, written by hand.
 
-Beside each other they read (R: an activation [b L D] of all sequences of a device, in the
-model's dtype; n: devices of the axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather
-or a reduce-scatter half of that):
+Read side by side (R: the activations [b L D] of all sequences of a device, in the model's
+dtype; n: devices along the axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather or a
+reduce-scatter half of that):
 
     data      an all-reduce of the gradients; with ZeRO 1 and 2 a reduce-scatter of them, and an
-              all-gather of the new parameters; with ZeRO 3 one of what was computed with, once
-              more for the kernels of layers, or for all that a rematerialized block needs
-    tensor    for each pair of products an all-reduce of R forward, one backward, and one where
-              it is computed again; around the layers one of R, and one of the embedding in
-              float32; a few numbers for each label
+              all-gather of the new parameters; with ZeRO 3 an all-gather of the parameters in
+              the dtype of the products, and another one for the backward pass: of the layers'
+              kernels, or of everything that a rematerialized block reads
+    tensor    per pair of products an all-reduce of R in the forward pass, one in the backward
+              pass, and one where R is recomputed; outside the layers one of R, and one of the
+              embedding in float32; a few numbers per label
 """
 
 import dataclasses
@@ -31,15 +31,82 @@ PyTree = Any
 Sizes = Mapping[str, int]
 
 KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5}
-"""How many arrays of the hidden width the backward pass of an MLP needs, as compiled: a
-comparison's bits count half.
+"""Arrays of the hidden width that the backward pass of an MLP reads, as compiled; the bits of a
+comparison count half.
 """
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """One device's part of a training step.
+
+    Attributes:
+      model: the `model` part of a configuration.
+      strategy: how the axes are used.
+      n: devices along each of `meshes.AXES`.
+      sequences: sequences of the batch that the device works on.
+      seq_len: L, the tokens of a sequence, on all devices along "context" together.
+      minibatches: into how many the batch is cut.
+      piped: whether there is an axis "pipe".
+    """
+
+    model: ConfigDict
+    strategy: Strategy
+    n: Sizes
+    sequences: int
+    seq_len: int
+    minibatches: int
+    piped: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        return jnp.dtype(self.model.dtype).itemsize
+
+    @property
+    def parts(self) -> int:
+        """Parts that the device cuts its batch into: microbatches, or minibatches."""
+        return self.strategy.microbatches if self.piped else self.minibatches
+
+    @property
+    def layers(self) -> int:
+        """Layers that the device computes at once."""
+        return self.model.num_layers // self.n["pipe"] // self.strategy.chunks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the device computes per step."""
+        return self.sequences * self.seq_len // self.n["context"]
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the activations between two layers, for one part of the batch."""
+        total = self.tokens // self.parts * self.model.hidden_size * self.width
+        return total // self.n["tensor"] if self.strategy.sequence else total
+
+    @property
+    def slots(self) -> int:
+        """Slots of all experts of a layer, per sequence."""
+        model = self.model
+        return model.num_experts * routing.capacity(
+            self.seq_len, model.num_experts, model.experts_per_token, model.capacity_factor
+        )
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of the keys of one token."""
+        return (self.model.num_kv_heads or self.model.num_heads) * self.model.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter: its path, the bytes of it that a device holds, and the specs of it and of
-    its gradient.
+    """A parameter as one device holds it.
+
+    Attributes:
+      path: its name in the tree.
+      bytes: held by the device.
+      held: the spec of the parameter.
+      kept: the spec of its gradient.
     """
 
     path: str
@@ -49,38 +116,43 @@ class Leaf:
 
 
 def leaves(params: PyTree, held: PyTree, kept: PyTree, n: Sizes) -> list[Leaf]:
-    """Lists parameters as devices hold them."""
+    """Lists parameters as one device holds them.
+
+    Args:
+      params: pytree of arrays or their shapes.
+      held: their specs.
+      kept: the specs of their gradients.
+      n: devices along each axis.
+    """
     places = zip(
         *(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)) for specs in (held, kept)),
         strict=True,
     )
-    found = []
+    listed = []
     for (path, leaf), (place, of_gradient) in zip(
         jax.tree_util.tree_leaves_with_path(params), places, strict=True
     ):
         size = leaf.size * leaf.dtype.itemsize // math.prod(n[axis] for axis in place if axis)
-        found.append(Leaf(jax.tree_util.keystr(path), size, place, of_gradient))
-    return found
+        listed.append(Leaf(jax.tree_util.keystr(path), size, place, of_gradient))
+    return listed
 
 
-def sent_for_gradients(
-    config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], n: int
-) -> float:
-    """Returns the bytes that a device sends along "data"."""
-    # ZeRO 2 and 3 send once a minibatch, the other stages once a step.
-    times = config.training.num_minibatches if chosen.zero >= 2 else 1
-    narrow = jnp.dtype(config.model.dtype).itemsize / 4
+def sent_for_gradients(step: Step, params: Sequence[Leaf]) -> float:
+    """Returns the bytes that a device sends along "data" per step."""
+    strategy, n = step.strategy, step.n["data"]
+    # ZeRO 2 and 3 send once per minibatch, the other stages once per step.
+    times = step.minibatches if strategy.zero >= 2 else 1
     total = 0.0
     for leaf in params:
         if dim_of(leaf.held, "data") is not None:
             kernel = "kernel" in leaf.path
             again = (
-                _needed_again(leaf, config)
-                if "Block" in config.model.remat
-                else (kernel or "['router']" in leaf.path) and chosen.gather_again
+                _needed_again(leaf, step.model)
+                if "Block" in step.model.remat
+                else (kernel or "['router']" in leaf.path) and strategy.gather_again
             )
             gathers = 1 + ("['block" in leaf.path and again)
-            total += times * (gathers + 1) * leaf.bytes * n * (narrow if kernel else 1)
+            total += times * (gathers + 1) * leaf.bytes * n * (step.width / 4 if kernel else 1)
         elif dim_of(leaf.kept, "data") is not None:
             total += (times + 1) * leaf.bytes
         else:
@@ -88,192 +160,148 @@ def sent_for_gradients(
     return (n - 1) / n * total
 
 
-def _needed_again(leaf: Leaf, config: ConfigDict) -> bool:
-    """Whether the backward pass of a rematerialized block needs a parameter: all but biases
+def _needed_again(leaf: Leaf, model: ConfigDict) -> bool:
+    """Whether the backward pass of a rematerialized block reads a parameter: all but the biases
     that are added last.
     """
-    last = "['attn']" in leaf.path or config.model.parallel_block
+    last = "['attn']" in leaf.path or model.parallel_block
     return not (last and "['output_layer']['bias']" in leaf.path)
 
 
-def sent_inside_layers(
-    config: ConfigDict,
-    chosen: Strategy,
-    params: Sequence[Leaf],
-    n: Sizes,
-    parts: int,
-    piped: bool,
-) -> float:
-    """Returns the bytes that a device sends along "tensor"; in a pipeline, as if each stage had
-    embedding and head.
+def sent_inside_layers(step: Step, params: Sequence[Leaf]) -> float:
+    """Returns the bytes that a device sends along "tensor" per step; in a pipeline, as if each
+    stage had the embedding and the head.
     """
+    model, strategy, n = step.model, step.strategy, step.n
     if n["tensor"] == 1:
         return 0.0
-    model, tokens = config.model, config.data.batch_size // n["data"] * config.data.seq_len
     pairs = 1 if model.parallel_block else 2
-    # Computed again is all but what the backward pass does not need, the last sum of what is
-    # rematerialized.
+    # A rematerialized part is recomputed up to its last sum, which the backward pass does not
+    # read.
     if "Block" in model.remat:
-        again = pairs - (0.5 if chosen.sequence else 1)
-    elif chosen.zero == 3 and chosen.gather_again:
-        # Nothing that was gathered is kept, along "tensor" neither; what a ring brings is.
-        again = 0.5 * pairs * (chosen.sequence and chosen.overlap == "none")
+        again = pairs - (0.5 if strategy.sequence else 1)
+    elif strategy.zero == 3 and strategy.gather_again:
+        # Gathered activations are gathered again, except those that came around a ring.
+        again = 0.5 * pairs * (strategy.sequence and strategy.overlap == "none")
     else:
-        again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * chosen.sequence
-    layers = model.num_layers // n["pipe"] * (2 * pairs + again + piped * pairs)
-    head = 1.5 if piped and chosen.sequence else 1
-    width = jnp.dtype(model.dtype).itemsize
-    total = tokens * (
-        model.hidden_size * ((layers + head) * width + 4) + 4 * (6 if piped else 4)
+        again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * strategy.sequence
+    layers = model.num_layers // n["pipe"] * (2 * pairs + again + step.piped * pairs)
+    head = 1.5 if step.piped and strategy.sequence else 1
+    total = step.tokens * (
+        model.hidden_size * ((layers + head) * step.width + 4) + 4 * (6 if step.piped else 4)
     )
-    # Gradients of what all devices use, each for its part of the sequence, or for its heads.
+    # Each device has a part of the gradients of shared parameters: of its tokens, or its heads.
     for leaf in params:
-        of_all = chosen.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path
+        of_all = strategy.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path
         if of_all and dim_of(leaf.held, "tensor") is None:
-            total += (
-                parts * leaf.bytes * (n["data"] if dim_of(leaf.held, "data") is not None else 1)
-            )
+            copies = n["data"] if dim_of(leaf.held, "data") is not None else 1
+            total += step.parts * leaf.bytes * copies
     return 2 * (n["tensor"] - 1) / n["tensor"] * total
 
 
-def sent_between_stages(params: Sequence[Leaf], slots: int, residual: int, n: int) -> float:
-    """Returns the bytes that a device sends along "pipe": an activation to the next stage and a
-    gradient to the one before in each slot of the schedule, and the gradients of embedding and
-    head, which all stages hold.
+def sent_between_stages(step: Step, params: Sequence[Leaf], slots: int) -> float:
+    """Returns the bytes that a device sends along "pipe" per step.
+
+    In each of the schedule's `slots` an activation goes to the next stage and a gradient to the
+    previous one. All stages sum the gradients of embedding and head, which each of them holds.
     """
+    n = step.n["pipe"]
     outside = sum(leaf.bytes for leaf in params if "['block" not in leaf.path)
-    return 2 * slots * residual + 2 * (n - 1) / n * outside if n > 1 else 0.0
+    return 2 * slots * step.residual + 2 * (n - 1) / n * outside if n > 1 else 0.0
 
 
-def sent_around_a_ring(config: ConfigDict, params: Sequence[Leaf], n: Sizes) -> float:
-    """Returns the bytes that a device sends along "context".
+def sent_around_a_ring(step: Step, params: Sequence[Leaf]) -> float:
+    """Returns the bytes that a device sends along "context" per step.
 
-    Keys and values of a layer take n - 1 steps of the ring, forward and backward; their
-    gradients, in float32, take n. Gradients of parameters are summed for each minibatch.
+    A layer's keys and values take n - 1 steps of the ring in the forward and in the backward
+    pass; their gradients, in float32, take n. Each minibatch sums the parameters' gradients.
     """
-    model, size = config.model, n["context"]
-    tokens = config.data.batch_size // n["data"] * config.data.seq_len // size
-    keys = 2 * tokens * (model.num_kv_heads or model.num_heads) * model.head_dim // n["tensor"]
-    ring = keys * (2 * (size - 1) * jnp.dtype(model.dtype).itemsize + 4 * size)
-    summed = config.training.num_minibatches * 2 * (size - 1) / size
-    sent = model.num_layers * ring + summed * sum(leaf.bytes for leaf in params)
+    size = step.n["context"]
+    keys = 2 * step.tokens * step.kv_width // step.n["tensor"]
+    ring = keys * (2 * (size - 1) * step.width + 4 * size)
+    summed = step.minibatches * 2 * (size - 1) / size
+    sent = step.model.num_layers * ring + summed * sum(leaf.bytes for leaf in params)
     return sent if size > 1 else 0.0
 
 
-def sent_to_experts(config: ConfigDict, params: Sequence[Leaf], n: Sizes) -> float:
-    """Returns the bytes that a device sends along "expert".
+def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:
+    """Returns the bytes that a device sends along "expert" per step.
 
-    Each layer has two all-to-alls forward and two backward, of the slots that experts have for
-    the device's tokens. Gradients of all but the experts are summed for each minibatch.
+    Each layer has two all-to-alls in the forward and two in the backward pass, of the experts'
+    slots for the device's tokens. Each minibatch sums the gradients of all other parameters.
     """
-    model, size, length = config.model, n["expert"], config.data.seq_len
+    model, size = step.model, step.n["expert"]
     if size == 1:
         return 0.0
-    room = routing.capacity(
-        length, model.num_experts, model.experts_per_token, model.capacity_factor
-    )
-    sequences = config.data.batch_size // n["data"] // size
-    slots = sequences * model.num_experts * room * model.hidden_size
-    exchanged = 4 * model.num_layers * slots * jnp.dtype(model.dtype).itemsize
+    slots = step.sequences * step.slots * model.hidden_size
+    exchanged = 4 * model.num_layers * slots * step.width
     shared = sum(leaf.bytes for leaf in params if dim_of(leaf.held, "expert") is None)
-    return (size - 1) / size * (exchanged + 2 * config.training.num_minibatches * shared)
+    return (size - 1) / size * (exchanged + 2 * step.minibatches * shared)
 
 
-def gradients(chosen: Strategy, params: Sequence[Leaf], n: int, summed: bool) -> int:
-    """Returns the bytes of gradients: those of the part of the batch at hand, and if there are
-    several parts the sum.
-    """
+def gradients(step: Step, params: Sequence[Leaf]) -> int:
+    """Returns the bytes of gradients: of one part of the batch, and of the sum over several."""
     total = 0
     for leaf in params:
-        # Stage 2 adds up slices, the others whole gradients.
-        slices = n if chosen.zero == 2 and dim_of(leaf.kept, "data") is not None else 1
-        total += leaf.bytes + (leaf.bytes // slices if summed else 0)
+        # Stage 2 adds up slices, the other stages full gradients.
+        sliced = step.strategy.zero == 2 and dim_of(leaf.kept, "data") is not None
+        slices = step.n["data"] if sliced else 1
+        total += leaf.bytes
+        total += leaf.bytes // slices if step.parts > 1 or step.piped else 0
     return total
 
 
-def copies(
-    config: ConfigDict, chosen: Strategy, params: Sequence[Leaf], layers: int, n: Sizes
-) -> int:
-    """Returns about the bytes of parameters as layers compute with them: gathered, and kernels
-    in the model's dtype.
+def copies(step: Step, params: Sequence[Leaf]) -> int:
+    """Estimates the bytes of the parameters that layers compute with: gathered, and kernels in
+    the model's dtype.
 
-    One layer's at a time, and as much of their gradients; those of all layers where the
-    backward pass does not make them again. What stands around the layers stays.
-
-    Args:
-      config: a whole configuration.
-      chosen: the strategy.
-      params: parameters as devices hold them.
-      layers: that the device computes at once.
-      n: devices of each axis.
+    Counts one layer's copies and gradients at a time, and the copies of all layers where the
+    backward pass does not make them again. Copies of embedding and head stay.
     """
-    model, narrow = config.model, jnp.dtype(config.model.dtype).itemsize / 4
-    total = 0.0
+    model, narrow, total = step.model, step.width / 4, 0.0
     for leaf in params:
         cut, kernel = dim_of(leaf.held, "data") is not None, "kernel" in leaf.path
         if not cut and not (kernel and narrow < 1):
-            continue  # used as it is held
-        size = leaf.bytes * (n["data"] if cut else 1) * (narrow if kernel else 1)
+            continue  # used as it is
+        size = leaf.bytes * (step.n["data"] if cut else 1) * (narrow if kernel else 1)
         if "['block" not in leaf.path:
             total += size
             continue
-        of_one = size * n["pipe"] / model.num_layers
+        per_layer = size * step.n["pipe"] / model.num_layers
         module = "MLP" if "['mlp']" in leaf.path else "Attn"
         again = "Block" in model.remat or (
-            chosen.gather_again if cut else module in model.remat
+            step.strategy.gather_again if cut else module in model.remat
         )
-        total += of_one * (2 if again else 2 + layers)
+        total += per_layer * (2 if again else 2 + step.layers)
     return int(total)
 
 
-def activations(config: Any, layers: int, tokens: int, residual: int, n: Sizes) -> int:
-    """Returns about what a device keeps inside of its layers, and works on at once.
-
-    Args:
-      config: a whole configuration.
-      layers: that the device computes at once.
-      tokens: that it computes at once.
-      residual: bytes of their activation between layers, as the device holds it.
-      n: devices of each axis.
-    """
-    model, shards = config.model, n["tensor"]
-    size, width, heads = (
-        jnp.dtype(model.dtype).itemsize,
-        model.hidden_size,
-        model.num_heads * model.head_dim,
-    )
-    of_attention = 2 * heads + 2 * (model.num_kv_heads or model.num_heads) * model.head_dim
+def activations(step: Step) -> int:
+    """Estimates the bytes that a device keeps inside its layers, and works on at once."""
+    model, shards, width = step.model, step.n["tensor"], step.model.hidden_size
+    tokens, size, residual = step.tokens // step.parts, step.width, step.residual
+    of_attention = 2 * model.num_heads * model.head_dim + 2 * step.kv_width
     hidden = KEPT_BY_MLP[model.mlp_activation] * model.mlp_expansion * width
-    # Kernels and rings keep no scores.
-    fused = model.attention in ("cudnn", "pallas") or n["context"] > 1
-    scores = 0 if fused else model.num_heads * config.data.seq_len
+    # Fused kernels and rings keep no scores.
+    fused = model.attention in ("cudnn", "pallas") or step.n["context"] > 1
+    scores = 0 if fused else model.num_heads * step.seq_len
     if model.num_experts:
-        room = routing.capacity(
-            config.data.seq_len,
-            model.num_experts,
-            model.experts_per_token,
-            model.capacity_factor,
-        )
-        places = model.num_experts * room
-        # Each slot has an input and an output; each token is sent to and fetched from places
-        # by two masks, in float32 and in the model's dtype.
-        hidden = hidden * places / config.data.seq_len
-        hidden += 2 * width * places / config.data.seq_len + 2 * places * (4 + size) / size
-    # A norm keeps three arrays in float32, and its output, whole; attention its softmax, and a
-    # narrow copy to multiply with.
+        # A slot has an input and an output. Two masks, in float32 and in the model's dtype,
+        # send each token to its slots and fetch it.
+        per_token = step.slots / step.seq_len
+        hidden = hidden * per_token + 2 * width * per_token + 2 * step.slots * (4 + size) / size
+    # A norm keeps three arrays in float32, and its output, undivided; attention keeps its
+    # softmax, and a narrow copy of it.
     norm = 3 * 4 * residual // size + tokens * width * size
     inside = {
         "MLP": norm + tokens * hidden * size / shards,
         "Attn": norm + tokens * (of_attention * size + scores * (4 + size)) / shards,
     }
     layer = 2 * residual + sum(inside.values())
-    kept = (
-        residual
-        if "Block" in model.remat
-        else layer - sum(inside[name] for name in model.remat)
-    )
+    rematerialized = sum(inside[name] for name in set(model.remat) - {"Block"})
+    per_layer = residual if "Block" in model.remat else layer - rematerialized
     # The logits, their softmax and their gradient, in float32.
     logits = 3 * 4 * tokens * model.num_outputs / shards
-    # All of one layer, and gradients inside of one of its modules.
+    # Everything of one layer, and the gradients inside one of its modules.
     at_work = layer + max(inside.values())
-    return int(layers * kept + max(at_work, logits))
+    return int(step.layers * per_layer + max(at_work, logits))

@@ -1,5 +1,5 @@
-"""How a run uses the axes of its mesh: what a `Strategy` may say, and what is refused before
-anything is compiled.
+"""Which strategies exist, and which ones a mesh and a model allow: checked before anything is
+compiled.
 """
 
 import dataclasses
@@ -29,13 +29,16 @@ class Strategy:
       by: "hand" or "compiler".
       zero: stage of ZeRO along "data", 0 to 3.
       gather_again: with stage 3 by hand, whether layers gather their parameters again for the
-        backward pass. Blocks that are rematerialized do in any case.
+        backward pass. Rematerialized blocks always do.
       sequence: whether norms and residuals are divided along the sequence, over "tensor".
-      overlap: with that, by hand, how the products of "tensor" communicate: "none" (before or
-        after they compute), "one-way" or "two-way" (around a ring, meanwhile).
+      overlap: with `sequence`, by hand: how the products of "tensor" communicate. "none":
+        before or after they compute; "one-way" or "two-way": around a ring, meanwhile.
       schedule: of the pipeline along "pipe": one of `schedules.SCHEDULES`.
-      microbatches: M, into how many a pipeline cuts the share of a device along "data".
-      chunks: v, how many parts of the model a device of the pipeline holds.
+      microbatches: M, into how many a pipeline cuts the sequences of a device along "data".
+      chunks: v, parts of the model per device of the pipeline.
+
+    Raises:
+      ValueError: if a value does not exist.
     """
 
     by: str = "hand"
@@ -47,16 +50,43 @@ class Strategy:
     microbatches: int = 1
     chunks: int = 1
 
+    def __post_init__(self) -> None:
+        _check_exists("by", self.by, BY)
+        _check_exists("zero", self.zero, data_parallel.STAGES)
+        _check_exists("overlap", self.overlap, async_tensor_parallel.OVERLAPS)
+        _check_exists("schedule", self.schedule, schedules.SCHEDULES)
+        for field in ("microbatches", "chunks"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
 
-def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
-    """Refuses a strategy that does not exist, or that this mesh and this model cannot have.
 
-    On a mesh of one device any strategy that exists will do: there is nothing to send.
+def _check_exists(field: str, value: Any, known: Collection[Any]) -> None:
+    if value not in known:
+        raise ValueError(f"{field}={value!r} must be one of {tuple(known)}")
+
+
+def check(
+    model: ConfigDict,
+    mesh: meshes.Shape,
+    strategy: Strategy,
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_minibatches: int = 1,
+    accumulator_dtype: str = "float32",
+) -> None:
+    """Refuses a strategy that this mesh and this model cannot have.
+
+    A mesh of one device allows every strategy: there is nothing to send.
 
     Args:
-      config: a whole configuration, which `configs.check` has passed.
+      model: the `model` part of a configuration, which `configs.check` has passed.
       mesh: the mesh, or its shape.
       strategy: how its axes are used.
+      batch_size: B, on all devices together.
+      seq_len: L.
+      num_minibatches: into how many the batch is cut.
+      accumulator_dtype: dtype that their gradients are summed in.
 
     Raises:
       ValueError: naming what is wrong, its value and the fix.
@@ -68,60 +98,55 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={strategy!r} must be a Strategy, as Strategy(zero=1)")
-    _check_exists("by", strategy.by, BY)
-    if config.model.attention == "pallas" and mesh.size > 1:
-        raise ValueError(
-            "attention='pallas' must be 'reference' or 'xla' on several devices: the kernel"
-            " does not say how it is divided, nor over which devices its results vary; a"
-            " compiler would gather all queries, keys and values on every device"
-        )
-    data_parallel.check_stage(strategy.zero)
-    n = meshes.axis_size(mesh, "data")
     if unknown := set(mesh.axis_names) - set(meshes.AXES):
         raise ValueError(
             f"mesh={dict(mesh.shape)} must have axes of {meshes.AXES} only: {unknown} would do"
             " nothing"
         )
-    _check_exists("overlap", strategy.overlap, async_tensor_parallel.OVERLAPS)
-    _check_exists("schedule", strategy.schedule, schedules.SCHEDULES)
-    for field in ("microbatches", "chunks"):
-        if getattr(strategy, field) < 1:
-            raise ValueError(f"{field}={getattr(strategy, field)} must be at least 1")
+    n = meshes.axis_size(mesh, "data")
     if mesh.size == 1:
         return
+    if model.attention == "pallas":
+        raise ValueError(
+            "attention='pallas' must be 'reference' or 'xla' on several devices: the kernel"
+            " does not say how it is divided, nor over which devices its results vary; a"
+            " compiler would gather all queries, keys and values on every device"
+        )
+    by_hand = strategy.by == "hand"
     if strategy.sequence and "tensor" not in mesh.shape:
         raise ValueError(
             "sequence=True must come with a mesh axis 'tensor': it divides the sequence over"
             " that"
         )
-    async_tensor_parallel.check(strategy.overlap, strategy.sequence and strategy.by == "hand")
+    async_tensor_parallel.check(strategy.overlap, strategy.sequence and by_hand)
     if "tensor" in mesh.shape:
-        tensor_parallel.check(config.model, config.data.seq_len, mesh, strategy.sequence)
-    _check_pipeline(config, mesh, strategy)
+        tensor_parallel.check(model, seq_len, mesh, strategy.sequence)
+    if "pipe" in mesh.shape:
+        _check_pipeline(mesh, strategy, accumulator_dtype)
+        pipeline.check(model, mesh, strategy.chunks, num_minibatches)
+    else:
+        _check_no_pipeline(strategy)
     data_parallel.check_gathering(
-        strategy.zero if strategy.by == "hand" else 0, strategy.gather_again, config.model.remat
+        strategy.zero if by_hand else 0, strategy.gather_again, model.remat
     )
-    size, minibatches = config.data.batch_size, config.training.num_minibatches
-    parts = n * minibatches * strategy.microbatches
-    if rest := size % parts:
-        below = size - rest
+    parts = n * num_minibatches * strategy.microbatches
+    if rest := batch_size % parts:
+        below = batch_size - rest
         raise ValueError(
-            f"batch_size={size} must be a multiple of {parts}: {n} devices along 'data' x"
-            f" {minibatches} minibatches x {strategy.microbatches} microbatches of one size;"
-            f" take {f'{below} or ' * (below > 0)}{below + parts}"
+            f"batch_size={batch_size} must be a multiple of {parts}: {n} devices along 'data' x"
+            f" {num_minibatches} minibatches x {strategy.microbatches} microbatches of one"
+            f" size; take {f'{below} or ' * (below > 0)}{below + parts}"
         )
     if "context" in mesh.shape:
-        _check_context(config, mesh, strategy)
-    if "expert" in mesh.shape or config.model.num_experts:
-        _check_experts(config, mesh, strategy)
+        _check_context(mesh, strategy)
+        context_parallel.check(model, seq_len, mesh, by_hand)
+    if "expert" in mesh.shape or model.num_experts:
+        _check_experts(mesh, model.num_experts)
+    if "expert" in mesh.shape:
+        expert_parallel.check(model, batch_size // (n * num_minibatches), mesh)
 
 
-def _check_exists(field: str, value: Any, known: Collection[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{field}={value!r} must be one of {tuple(known)}")
-
-
-def _check_context(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+def _check_context(mesh: meshes.Shape, strategy: Strategy) -> None:
     if "pipe" in mesh.shape:
         raise ValueError(
             f"mesh={dict(mesh.shape)} must have one of 'context' and 'pipe': stages do"
@@ -133,34 +158,28 @@ def _check_context(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -
             "sequence=True must not come with a mesh axis 'context', which divides the sequence"
             " already"
         )
-    context_parallel.check(config.model, config.data.seq_len, mesh, strategy.by == "hand")
 
 
-def _check_experts(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+def _check_experts(mesh: meshes.Shape, num_experts: int) -> None:
     if others := [axis for axis in ("pipe", "context", "tensor") if axis in mesh.shape]:
         raise ValueError(
             f"mesh={dict(mesh.shape)} must have axes 'data' and 'expert' only for"
-            f" num_experts={config.model.num_experts} and an axis 'expert': experts are not"
-            f" divided along {' and '.join(map(repr, others))}"
+            f" num_experts={num_experts} and an axis 'expert': experts are not divided along"
+            f" {' and '.join(map(repr, others))}"
         )
-    if "expert" in mesh.shape:
-        sequences = config.data.batch_size // (
-            mesh.shape["data"] * config.training.num_minibatches
-        )
-        expert_parallel.check(config.model, sequences, mesh)
 
 
-def _check_pipeline(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
-    given = dict(
-        schedule=strategy.schedule, microbatches=strategy.microbatches, chunks=strategy.chunks
-    )
-    if "pipe" not in mesh.shape:
-        if given != dict(schedule=Strategy.schedule, microbatches=1, chunks=1):
-            raise ValueError(
-                f"{given} must come with a mesh axis 'pipe', of two devices or more: it would"
-                " do nothing"
-            )
-        return
+def _check_no_pipeline(strategy: Strategy) -> None:
+    fields = ("schedule", "microbatches", "chunks")
+    changed = {field: getattr(strategy, field) for field in fields}
+    if changed != {field: getattr(Strategy, field) for field in fields}:
+        raise ValueError(
+            f"{changed} must come with a mesh axis 'pipe', of two devices or more: it would do"
+            " nothing"
+        )
+
+
+def _check_pipeline(mesh: meshes.Shape, strategy: Strategy, accumulator_dtype: str) -> None:
     if strategy.by != "hand":
         raise ValueError(
             f"by={strategy.by!r} must be 'hand' with a mesh axis 'pipe': shardings do not say"
@@ -174,22 +193,15 @@ def _check_pipeline(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) 
         )
     if strategy.zero > 1:
         raise ValueError(
-            f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a stage runs once a"
-            " microbatch, and each time stage 2 would send all of its gradients, stage 3 all"
-            " of its parameters"
+            f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a stage runs once"
+            " per microbatch, and each time stage 2 would send all of its gradients, stage 3"
+            " all of its parameters"
         )
-    if config.training.accumulator_dtype != "float32":
+    if accumulator_dtype != "float32":
         raise ValueError(
-            f"accumulator_dtype={config.training.accumulator_dtype!r} must be 'float32' with a"
-            " pipeline, which adds up the gradients of microbatches in the dtype of the"
-            " parameters"
+            f"accumulator_dtype={accumulator_dtype!r} must be 'float32' with a pipeline, which"
+            " adds up the gradients of microbatches in the dtype of the parameters"
         )
-    if strategy.chunks < 1:
-        raise ValueError(
-            f"chunks={strategy.chunks} must be at least 1: so many parts of the model a"
-            " device has"
-        )
-    pipeline.check(config, mesh, strategy.chunks)
     schedules.make(
         strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks
     )

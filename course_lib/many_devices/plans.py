@@ -19,7 +19,7 @@ RECOMPUTE = {
     "half": "every second layer",
     "full": "the layer",
 }
-"""Names of what the backward pass computes again."""
+"""What the backward pass recomputes, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
       mlp: F, the hidden width of the MLP, or of one expert.
       matrices: of the MLP: 2, or 3 with a gate (SwiGLU).
       experts: number of experts of a layer; 0: one MLP that computes every token.
-      slots: tokens that the experts compute, per token: k, times the capacity factor.
+      slots: slots of the experts per token: k, times the capacity factor.
       tied: whether the output layer is the embedding.
       parallel: whether attention and MLP stand side by side, which halves tensor traffic.
     """
@@ -87,7 +87,7 @@ class Shape:
     def flops(self) -> float:
         """FLOPs per token, forward and backward, of the products that the model needs.
 
-        Attention counts in full. A causal kernel skips half of it, at about half of the rate.
+        Attention counts in full. A causal kernel skips half of it, at about half the rate.
         """
         layer = 2 * (self.attention + self.slots * self.expert)
         scores = 4 * self.seq_len * self.heads * self.head_dim
@@ -99,24 +99,24 @@ class Plan:
     """How a model is trained.
 
     Attributes:
-      axes: the mesh, sizes by name, outer to inner. "data" has copies of the parameters; "fsdp"
+      axes: the mesh, sizes by name, outer to inner. "data" replicates the parameters, "fsdp"
         divides them (ZeRO-3); "pipe", "expert", "context" and "tensor" as in the course.
       batch: sequences per step, on all devices together.
       microbatch: sequences that a replica computes at once.
       chunks: parts of the model per pipeline stage (interleaving).
       zero: stage along "data": 1 divides the optimizer's state, 2 the gradients too.
-      recompute: what the backward pass computes again: a name of `RECOMPUTE`.
+      recompute: what the backward pass recomputes: a name of `RECOMPUTE`.
       fused_attention: whether scores stay on the chip (FlashAttention).
-      eager: whether elementwise operations are kernels of their own, neither written by hand
-        nor fused by a compiler.
+      eager: whether each elementwise operation is its own kernel, neither written by hand nor
+        fused by a compiler.
       sequence_parallel: whether norms and residuals are divided along "tensor".
       tensor_overlap: whether most of the tensor traffic is hidden behind products.
       data_overlap: whether gradients and parameters travel while layers compute.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
       dtype: of the products.
-      schedule: of this course's pipeline, in which neighbours wait for each other and a stage
-        is computed again from its input. None: Megatron-LM's, whose bubble is (p-1)/v stages.
-      dense_dispatch: whether tokens find their experts by products, as in this course.
+      schedule: of this course's pipeline, where neighbours wait for each other and a stage is
+        recomputed from its input. None: Megatron-LM's, whose bubble is (p-1)/v stages.
+      dense_dispatch: whether products send tokens to their experts, as in this course.
     """
 
     axes: Mapping[str, int]
@@ -154,9 +154,8 @@ class Plan:
                 f" {self.replicas} replicas, each with microbatches of {self.microbatch}"
             )
 
-        planned = self.schedule
-        if planned is not None:
-            theirs = planned.stages, planned.microbatches, planned.chunks
+        if schedule := self.schedule:
+            theirs = schedule.stages, schedule.microbatches, schedule.chunks
             ours = self.size("pipe"), self.microbatches, self.chunks
             if theirs != ours:
                 raise ValueError(
@@ -169,12 +168,12 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Groups of devices that compute different sequences."""
+        """The number of groups of devices that compute different sequences."""
         return self.size("data") * self.size("fsdp") * self.size("expert")
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a replica per step."""
+        """Microbatches per replica and step."""
         return self.batch // self.replicas // self.microbatch
 
 

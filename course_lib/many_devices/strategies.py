@@ -1,18 +1,17 @@
-"""A training run spread over a mesh: the same model, loss, optimizer and train step as on one
-device.
+"""Training runs on a mesh: the model, loss, optimizer and train step of one device.
 
-    grid = meshes.make({"data": 4, "tensor": 2})
-    run = strategies.build(config, grid, Strategy(zero=1, sequence=True))
-    state = run.init(jax.random.key(0))    # cut as the strategy says: no device ever has all
+    mesh = meshes.make({"data": 4, "tensor": 2})
+    run = strategies.build(config, mesh, Strategy(zero=1, sequence=True))
+    state = run.init(jax.random.key(0))    # divided from the start: no device ever holds it all
     state, metrics = run.train_step(state, batch)
 
-What a mesh axis is for follows from its name; a `Strategy` says how. Every strategy can be
-written `by="hand"`, with explicit collectives inside of a `jax.shard_map`, or `by="compiler"`,
-as shardings that `jax.jit` has to respect. Both give the numbers of one device. A pipeline is
-written by hand only:
+The name of a mesh axis says what it divides; a `Strategy` says how. Every strategy exists
+`by="hand"`, with explicit collectives inside a `jax.shard_map`, and `by="compiler"`, as
+shardings that `jax.jit` has to respect. Both give the numbers of one device. A pipeline exists
+by hand only:
 
-    grid = meshes.make({"data": 2, "pipe": 2, "tensor": 2})
-    run = strategies.build(config, grid, Strategy(schedule="zero_bubble", microbatches=4))
+    mesh = meshes.make({"data": 2, "pipe": 2, "tensor": 2})
+    run = strategies.build(config, mesh, Strategy(schedule="zero_bubble", microbatches=4))
 """
 
 import dataclasses
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,10 +34,11 @@ from course_lib.many_devices import (
     data_parallel,
     expert_parallel,
     meshes,
+    options,
     sharding,
     tensor_parallel,
 )
-from course_lib.many_devices.options import Strategy, check
+from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import pipeline, schedules
 from course_lib.models import losses
 from course_lib.models.hooks import Hooks
@@ -49,29 +50,41 @@ from course_lib.training import Run as Run
 PyTree = Any
 
 
+def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+    """Refuses a configuration, a mesh and a strategy that do not go together.
+
+    Arguments as for `build`; the shape of a mesh will do.
+
+    Raises:
+      ValueError: naming what is wrong, its value and the fix.
+    """
+    training.check(config)
+    _check_strategy(config, mesh, strategy)
+
+
+def _check_strategy(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+    options.check(
+        config.model,
+        mesh,
+        strategy,
+        batch_size=config.data.batch_size,
+        seq_len=config.data.seq_len,
+        num_minibatches=config.training.num_minibatches,
+        accumulator_dtype=config.training.accumulator_dtype,
+    )
+
+
 def layout(
     config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()
 ) -> tuple[training.TrainState, PyTree]:
-    """Returns who holds what.
-
-    Args:
-      config: a whole configuration.
-      mesh: with an axis "data", "pipe" if the layers are to be divided, "context" if the
-        sequences are, "expert" if the experts are, and "tensor" if heads, hidden width and
-        vocabulary are.
-      strategy: how the axes are used.
+    """Returns which device holds what. Arguments and errors as for `build`.
 
     Returns:
       The specs of the train state, as a `TrainState`, and those of the gradients.
-
-    Raises:
-      ValueError: if an axis does not divide a dimension that it has to.
     """
-    training.check(config)
     check(config, mesh, strategy)
-    return layout_of(
-        _shapes(training.functions(FrozenConfigDict(config))[2]), config, mesh, strategy
-    )
+    state = _shapes(training.functions(FrozenConfigDict(config))[2])
+    return layout_of(state, optimizers.from_config(config.optimizer), mesh, strategy)
 
 
 def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
@@ -79,54 +92,61 @@ def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
 
 
 def layout_of(
-    state: training.TrainState, config: ConfigDict, mesh: meshes.Shape, strategy: Strategy
+    state: training.TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: meshes.Shape,
+    strategy: Strategy,
 ) -> tuple[training.TrainState, PyTree]:
-    """Returns the same as `layout` of a state whose shapes are known, for a strategy that is
-    checked.
+    """Returns the specs of a train state, and of its gradients, for a checked strategy.
+
+    Args:
+      state: a train state, or its shapes.
+      optimizer: made its `opt_state`.
+      mesh: the mesh, or its shape.
+      strategy: how its axes are used.
     """
     rules = {"pipe": sharding.PIPELINE, "expert": sharding.EXPERTS, "tensor": sharding.TENSOR}
-    whole = {
+    model = {
         name: axis
         for used, rule in rules.items()
         if used in mesh.shape
         for name, axis in rule.items()
     }
-    cut = {**whole, **sharding.ZERO}
-    params = sharding.specs(state.params, cut if strategy.zero == 3 else whole, mesh)
-    kept = sharding.specs(state.params, cut if strategy.zero else whole, mesh)
-    return (
-        sharding.state_specs(state, optimizers.from_config(config.optimizer), params, kept),
-        kept,
-    )
+    divided = {**model, **sharding.ZERO}
+    params = sharding.specs(state.params, divided if strategy.zero == 3 else model, mesh)
+    grads = sharding.specs(state.params, divided if strategy.zero else model, mesh)
+    return sharding.state_specs(state, optimizer, params, grads), grads
 
 
 def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
-    """Returns the gradient function of a strategy, `grad_fn(params, batch, rng) -> (grads,
-    metrics)`, on whole arrays.
+    """Returns a strategy's `grad_fn(params, batch, rng) -> (grads, metrics)` on global arrays.
 
-    It gets the batch whole, and cuts it into minibatches itself. Of a pipeline with several
-    chunks the layers are in the order of `pipeline.to_stages`, as in the state that `init`
-    returns. Arguments and errors as for `build`.
+    It cuts the batch into minibatches itself. In a pipeline with several chunks the layers are
+    in the order of `pipeline.to_stages`, as in the state that `init` returns. Arguments and
+    errors as for `build`.
     """
-    state, kept = layout(config, mesh, strategy)
-    # What is changed later does not reach into the gradient function.
+    specs, grad_specs = layout(config, mesh, strategy)
+    # Later changes of the argument do not reach the gradient function.
     config = FrozenConfigDict(config)
-    of_one = training.functions(config)[1]
-    loss_fn, gradient_fn, _ = _ways(config, mesh, strategy, of_one, state.params, kept)
+    cut = functools.partial(
+        gradient_accumulation.in_minibatches, **training.minibatches(config)
+    )
+    loss_fn, gradient_fn, _ = _ways(
+        config.model, mesh, strategy, (specs.params, grad_specs), cut
+    )
     return gradient_fn(loss_fn)
 
 
 def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Run:
     """Builds a training run on a mesh. Nothing is computed yet.
 
-    Its functions take and return whole arrays, as on one device; `init` starts from the same
-    numbers as on one device.
+    Its functions take and return global arrays; `init` starts from the numbers of one device.
 
     Args:
-      config: a whole configuration. The batch is that of all devices together.
-      mesh: with an axis "data", "pipe" if the layers are to be divided, "context" if the
-        sequences are, "expert" if the experts are, and "tensor" if heads, hidden width and
-        vocabulary are. It may have one device only, which computes what `training.build` does.
+      config: a configuration. Its batch is that of all devices together.
+      mesh: with an axis "data", and with "pipe" to divide the layers, "context" the sequences,
+        "expert" the experts, "tensor" heads, hidden width and vocabulary. On one device the run
+        computes what that of `training.build` does.
       strategy: how the axes are used.
 
     Raises:
@@ -140,48 +160,40 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
 def of_checked(
     config: ConfigDict, mesh: Mesh, strategy: Strategy, *, skip_not_finite: bool = False
 ) -> Run:
-    """Builds a training run as `build` does, from a configuration that is checked already.
+    """Builds a run as `build` does, from a configuration that `configs.check` has passed.
 
-    Args:
-      config: a whole configuration, which `configs.check` has passed.
-      mesh: as for `build`.
-      strategy: as for `build`.
-      skip_not_finite: as for `training.make_train_step`.
-
-    Raises:
-      ValueError: if the configuration, the mesh and the strategy do not go together.
+    `skip_not_finite` is that of `training.make_train_step`.
     """
-    check(config, mesh, strategy)
+    _check_strategy(config, mesh, strategy)
     config = FrozenConfigDict(config)
-    apply_fn, of_one, init = training.functions(config)
-    specs, kept = layout_of(_shapes(init), config, mesh, strategy)
+    apply_fn, _, init = training.functions(config)
+    optimizer = optimizers.from_config(config.optimizer)
+    specs, grad_specs = layout_of(_shapes(init), optimizer, mesh, strategy)
     placed = sharding.place(specs, mesh)
-    loss_fn, gradient_fn, evaluated = _ways(config, mesh, strategy, of_one, specs.params, kept)
+    cut = functools.partial(
+        gradient_accumulation.in_minibatches, **training.minibatches(config)
+    )
+    loss_fn, gradient_fn, evaluated = _ways(
+        config.model, mesh, strategy, (specs.params, grad_specs), cut
+    )
     by_hand = mesh.size > 1 and strategy.by == "hand"
     train_step = training.make_train_step(
         loss_fn,
-        optimizers.from_config(config.optimizer),
+        optimizer,
         donate=config.training.donate,
-        gradient_fn=_of_one_key(gradient_fn) if by_hand else gradient_fn,
+        gradient_fn=_with_own_key(gradient_fn) if by_hand else gradient_fn,
         skip_not_finite=skip_not_finite,
         out_shardings=(placed, NamedSharding(mesh, P())),
     )
     if _piped(mesh):
         init, apply_fn = _in_stages(init, apply_fn, mesh, strategy, placed)
-    return Run(
-        config,
-        apply_fn,
-        evaluated,
-        train_step,
-        jax.jit(init, out_shardings=placed),
-        mesh,
-        specs,
-    )
+    init = jax.jit(init, out_shardings=placed)
+    return Run(config, apply_fn, evaluated, train_step, init, mesh, specs)
 
 
-def _of_one_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
-    """Splits the step's key once more, as older versions did: stored runs keep their dropout
-    masks. `gradient` does not, so its masks are others than the step's.
+def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
+    """Splits the step's key once more, as older versions did, so that stored runs keep their
+    dropout masks. The masks of `gradient` therefore differ from the step's.
     """
 
     def of_loss(loss_fn: LossFn) -> GradFn:
@@ -201,10 +213,10 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
 
     def init_in_stages(rng: Any) -> training.TrainState:
         new = init(rng)
-        # Cut before they move: no device has them all.
-        cut = jax.lax.with_sharding_constraint(new.params, placed.params)
+        # Divide before moving: no device can hold all of them.
+        divided = jax.lax.with_sharding_constraint(new.params, placed.params)
         # Only parameters move: optimizers start from the same numbers in all layers.
-        return dataclasses.replace(new, params=pipeline.to_stages(cut, *size))
+        return dataclasses.replace(new, params=pipeline.to_stages(divided, *size))
 
     def apply_to_stages(params: PyTree, *args: Any) -> Array:
         return apply_fn(pipeline.from_stages(params, *size), *args)
@@ -213,35 +225,39 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
 
 
 def _ways(
-    config: ConfigDict,
+    model: ConfigDict,
     mesh: Mesh,
     strategy: Strategy,
-    of_one: LossFn,
-    held: PyTree,
-    kept: PyTree,
+    specs: tuple[PyTree, PyTree],
+    cut: Callable[[GradFn], GradFn],
 ) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
-    """Returns the loss that is differentiated, what makes the gradient function of it, and the
-    loss of whole arrays.
+    """Returns the loss to differentiate, a function that makes its gradient function, and the
+    loss of global arrays.
 
-    Here a batch is cut into minibatches: inside of the gradient function, so that what can be
-    sent once for all of them is sent once. And here one device goes its own way: it has nobody
-    to send to, so its program has no `jax.shard_map`.
+    The gradient function cuts the batch into minibatches, so that it can send once per step
+    what all of them need. One device has nobody to send to: its program has no `jax.shard_map`.
+
+    Args:
+      model: the `model` part of a configuration.
+      mesh: of the devices.
+      strategy: how its axes are used.
+      specs: of the parameters, and of their gradients.
+      cut: makes a gradient function of a batch from one of a minibatch.
     """
-    cut: Callable[[GradFn], GradFn] = functools.partial(
-        gradient_accumulation.in_minibatches, **training.minibatches(config)
-    )
+    held, kept = specs
     if mesh.size == 1:
-        return of_one, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), of_one
+        loss_fn = training.loss_of(model)
+        return loss_fn, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), loss_fn
     if _piped(mesh):
-        given = _pipeline(config, mesh, strategy, held)
-        loss_fn = pipeline.loss_of_head(given[0], _tensor(mesh, strategy)[1])
+        parts = _pipeline(model, mesh, strategy, held)
+        loss_fn = pipeline.loss_of_head(parts[0], _tensor(mesh, strategy)[1])
         return (
             loss_fn,
-            lambda loss_fn: pipeline.gradient(loss_fn, *given, kept),
-            pipeline.loss(loss_fn, *given),
+            lambda loss_fn: pipeline.gradient(loss_fn, *parts, kept),
+            pipeline.loss(loss_fn, *parts),
         )
     if strategy.by == "hand":
-        loss_fn = _local_loss(config, mesh, strategy, held)
+        loss_fn = _local_loss(model, mesh, strategy, held)
         by_hand = functools.partial(
             data_parallel.gradient,
             mesh=mesh,
@@ -251,36 +267,31 @@ def _ways(
             cut=cut,
         )
         return loss_fn, by_hand, data_parallel.loss(loss_fn, mesh, held)
-    loss_fn, placed = _constrained_loss(config, mesh, strategy), sharding.place(kept, mesh)
+    loss_fn, placed = _constrained_loss(model, mesh, strategy), sharding.place(kept, mesh)
     return loss_fn, lambda loss_fn: cut(_gradient_by_compiler(placed, loss_fn)), loss_fn
 
 
-def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> LossFn:
-    """Returns what one device computes of the loss, on parameters and sequences as it holds
-    them.
-    """
+def _local_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> LossFn:
+    """Returns one device's share of the loss, on its part of parameters and sequences."""
     hooks, score = _tensor(mesh, strategy)
     if strategy.zero == 3:
-        scanned = config.model.scan_layers
-        # A rematerialized block gathers again already.
-        by_block = "Block" in config.model.remat and config.model.remat_policy == "nothing"
+        # A rematerialized block gathers again anyway.
+        by_block = "Block" in model.remat and model.remat_policy == "nothing"
         again = strategy.gather_again and not by_block
         layer = data_parallel.gather_layers(
-            held, config.model.dtype, again=again, scanned=scanned
+            held, model.dtype, again=again, scanned=model.scan_layers
         )
         hooks = dataclasses.replace(hooks, layer=layer)
     if "context" in mesh.shape:
         hooks = context_parallel.hooks(hooks)
     if "expert" in mesh.shape:
         hooks = expert_parallel.hooks(hooks)
-    apply_fn = training.as_function(
-        Transformer(config.model, hooks), balance=config.model.num_experts > 0
-    )
+    apply_fn = training.as_function(Transformer(model, hooks), balance=model.num_experts > 0)
     if strategy.zero == 3:
-        apply_fn = data_parallel.gather_around(apply_fn, held, config.model.dtype)
+        apply_fn = data_parallel.gather_around(apply_fn, held, model.dtype)
     if strategy.sequence:
         apply_fn = tensor_parallel.own_dropout(apply_fn)
-    loss_fn = losses.of_model(config.model, apply_fn, score)
+    loss_fn = losses.of_model(model, apply_fn, score)
     if "context" in mesh.shape:
         loss_fn = data_parallel.divided(loss_fn, "context", context_parallel.own)
     if "expert" in mesh.shape:
@@ -289,43 +300,36 @@ def _local_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
 
 
 def _tensor(mesh: Mesh, strategy: Strategy) -> tuple[Hooks, Callable[..., Any]]:
-    """Returns what one device along "tensor" does of the model and of the cross entropy: all,
+    """Returns the hooks and the cross entropy of one device along "tensor"; of a full model,
     without that axis.
     """
     if "tensor" not in mesh.shape:
         return Hooks(), training.cross_entropy
     if strategy.overlap == "none":
-        return (
-            tensor_parallel.hooks(mesh, sequence=strategy.sequence),
-            tensor_parallel.cross_entropy,
-        )
-    return (
-        async_tensor_parallel.hooks(mesh, bidirectional=strategy.overlap == "two-way"),
-        tensor_parallel.cross_entropy,
-    )
+        hooks = tensor_parallel.hooks(mesh, sequence=strategy.sequence)
+    else:
+        two_way = strategy.overlap == "two-way"
+        hooks = async_tensor_parallel.hooks(mesh, bidirectional=two_way)
+    return hooks, tensor_parallel.cross_entropy
 
 
 def _pipeline(
-    config: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
+    model: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
 ) -> tuple[Any, Mesh, PyTree, Any]:
-    """Returns what a pipeline executes: the model in parts, the mesh, the specs of its
+    """Returns what a pipeline executes: the model in parts, the mesh, the specs of the
     parameters and the schedule.
     """
     stages, chunks = mesh.shape["pipe"], strategy.chunks
-    apply_part = pipeline.parts(config.model, stages * chunks, _tensor(mesh, strategy)[0])
+    apply_part = pipeline.parts(model, stages * chunks, _tensor(mesh, strategy)[0])
     if strategy.sequence:
         apply_part = tensor_parallel.own_dropout(apply_part)
-    return (
-        apply_part,
-        mesh,
-        held,
-        schedules.make(strategy.schedule, stages, strategy.microbatches, chunks),
-    )
+    schedule = schedules.make(strategy.schedule, stages, strategy.microbatches, chunks)
+    return apply_part, mesh, held, schedule
 
 
-def _constrained_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> LossFn:
-    """Returns the loss of one device, which says of the values that the model names where they
-    lie.
+def _constrained_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy) -> LossFn:
+    """Returns the loss of one device, with sharding constraints on the values that the model
+    names.
     """
     rules = sharding.activation_rules(mesh, strategy.sequence)
 
@@ -334,16 +338,11 @@ def _constrained_loss(config: ConfigDict, mesh: Mesh, strategy: Strategy) -> Los
         return checkpoint_name(jax.lax.with_sharding_constraint(x, place), name)
 
     def at_experts(run: Callable[[Array], Array], tokens: Array) -> Array:
-        """Says where tokens lie before they go to their experts, there, and after: the compiler
-        brings them.
-        """
-        there = named(named(tokens, "dispatched"), "at_experts")
-        return named(named(run(there), "at_experts"), "dispatched")
+        """Constrains tokens before, at and after their experts: the compiler moves them."""
+        dispatched = named(named(tokens, "dispatched"), "at_experts")
+        return named(named(run(dispatched), "at_experts"), "dispatched")
 
-    model = Transformer(config.model, Hooks(named=named, experts=at_experts))
-    return losses.of_model(
-        config.model, training.as_function(model, balance=config.model.num_experts > 0)
-    )
+    return training.loss_of(model, Hooks(named=named, experts=at_experts))
 
 
 def _gradient_by_compiler(placed: PyTree, loss_fn: LossFn) -> GradFn:

@@ -1,7 +1,7 @@
 """Trains a language model: python -m course_lib.train --preset cpu
 
 A run is a folder with its configuration, metrics, checkpoints, samples and a report. The same
-command, given again, goes on where the run stopped, whatever stopped it.
+command resumes a run, whatever stopped it.
 """
 
 import argparse
@@ -18,12 +18,11 @@ from ml_collections import ConfigDict
 from course_lib import configs
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware
-from course_lib.program import dry_run, host_memory, loop, preemption, processes, settings
+from course_lib.program import dry_run, host_memory, loop, processes, settings
 from course_lib.program.checkpoints import CheckpointError
-from course_lib.text import loading
 
 FAILED, USAGE, DOES_NOT_FIT = 1, 2, 3
-PREEMPTED, NOT_FINITE, INTERRUPTED = preemption.EXIT, 77, 130
+EXIT_CODE_PREEMPTED, EXIT_CODE_NOT_FINITE, EXIT_CODE_INTERRUPTED = 75, 77, 130
 
 EPILOG = f"""\
 examples:
@@ -37,37 +36,33 @@ examples:
       --dry-run --target h100 --devices 64
 
 fields of --set:
-  model, optimizer, data, training, seed: those of course_lib/configs.py; a run's config.json
-    has all with their values
+  model, optimizer, data, training, seed: see course_lib/configs.py; a run's config.json has all
+    of them with their values
   run.*: corpus, log_every, validate_every, checkpoint_every, sample_every (steps),
     sample_tokens, validation_batches (0: all, up to 262,144 tokens), keep (checkpoints),
-    non_finite (stop, or skip: leave out what is not finite), skips_in_a_row (so many end the
-    run)
+    non_finite (stop, or skip updates that are not finite), skips_in_a_row (so many end the run)
   mesh.*: data (0: all devices), pipe, expert, context, tensor
   strategy.*: by, zero, gather_again, sequence, overlap, schedule, microbatches, chunks
     (course_lib/many_devices/options.py)
-  When a run goes on, these may be others than before: training.steps, training.donate; run.*,
-    but not validation_batches, the text may only lie elsewhere, and non_finite may go from stop
-    to skip, not back; and mesh.*, strategy.*, model.remat*, model.attention,
-    model.flat_products, training.accumulation, which change the rounding
+  A run that goes on may change training.steps, training.donate; run.*, except
+    validation_batches, with the same text, perhaps elsewhere, and non_finite only from stop to
+    skip; and mesh.*, strategy.*, model.remat*, model.attention, model.flat_products,
+    training.accumulation, which change the rounding
 
-the same numbers again, bit for bit, of a run that was stopped:
-  on CPUs with as many cores and the same JAX (XLA cuts sums by threads); on GPUs of the same
-  kind with XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every start. Steps
-  are slower with it: additions have an order, and XLA takes the first kernels that work, not
-  those that it measured to be the fastest.
-  A run that goes on with another JAX, other devices or cores, says so: its last bits are others
-  from there on
+a run that was stopped gives the same numbers, bit for bit:
+  on CPUs with the same number of cores (XLA splits sums by threads) and the same JAX; on GPUs
+  of the same kind with XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every
+  start. Steps are slower with it: additions have an order, and XLA does not time kernels to
+  choose the fastest. A run that goes on with another JAX or on other devices says so
 
 exit codes:
     0 done
-  {FAILED:3} an error, or no checkpoint can be read or written
+  {FAILED:3} an error, here or in another process, or no checkpoint can be read or written
   {USAGE:3} the arguments or the configuration cannot work
   {DOES_NOT_FIT:3} a dry run that does not fit
-  {PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
-  {processes.OTHER_GONE:3} another process is gone: start all again
-  {NOT_FINITE:3} loss, parameters or too many updates not finite
-  {INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
+  {EXIT_CODE_PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
+  {EXIT_CODE_NOT_FINITE:3} loss, parameters or too many updates not finite
+  {EXIT_CODE_INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
       before the first step SIGTERM and Ctrl-C end at once
 """
 
@@ -84,123 +79,111 @@ def arguments() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what is trained")
-    start = what.add_mutually_exclusive_group()
-    # a docstring names it in its first line: to count would take a second at each start
+    trained = parser.add_argument_group("what is trained")
+    # The docstrings state the sizes: counting would take a second at each start.
     size = " parameters"
-    presets = {
-        name: make.__doc__.partition(size)[0] + size for name, make in configs.PRESETS.items()
-    }
-    known = "; ".join(f"{name}: {text}" for name, text in presets.items())
-    start.add_argument(
+    presets = "; ".join(
+        f"{name}: {make.__doc__.partition(size)[0]}{size}"
+        for name, make in configs.PRESETS.items()
+    )
+    add = trained.add_mutually_exclusive_group().add_argument
+    add(
         "--preset",
         choices=configs.PRESETS,
         default="cpu",
-        help=f"the configuration (default: cpu). {known}",
+        help=f"the configuration (default: cpu). {presets}",
     )
-    start.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a configuration in JSON instead, as config.json of a run folder",
-    )
-    what.add_argument(
+    add("--config", metavar="FILE", help="instead: a JSON file, like config.json of a run")
+    add = trained.add_argument
+    add(
         "--set",
         metavar="FIELD=VALUE",
         action="append",
         default=[],
         help="changes a field; may be repeated",
     )
-    what.add_argument(
+    add(
         "--data",
         metavar="DIR",
-        help="a folder of UTF-8 text, two files or more, of which a tenth is for validation"
-        " (default: the course's corpus); run.corpus",
+        help="a folder of UTF-8 text, two files or more; a tenth is for validation"
+        " (default: the course's corpus); sets run.corpus",
     )
-    where = parser.add_argument_group("where")
-    where.add_argument(
+    add = parser.add_argument_group("where").add_argument
+    add(
         "--run",
         metavar="FOLDER",
-        help="of the run (default: runs/PRESET; with --config X.json, runs/X);"
-        " one that all processes see",
+        help="the run's folder, which all processes see (default: runs/PRESET; with --config"
+        " X.json, runs/X)",
     )
-    where.add_argument(
+    add(
         "--devices",
         metavar="N",
         type=int,
         help="makes N devices of this CPU; in a dry run, of the target",
     )
-    where.add_argument(
+    add(
         "--coordinator",
         metavar="HOST:PORT",
         help="of process 0, where no launcher tells it (docs/cluster)",
     )
-    where.add_argument(
-        "--process", metavar="P", type=int, help="the number of this process, from 0"
-    )
-    where.add_argument(
-        "--processes", metavar="N", type=int, help="how many processes there are"
-    )
-    dry = parser.add_argument_group("dry run")
-    dry.add_argument(
+    add("--process", metavar="P", type=int, help="the number of this process, from 0")
+    add("--processes", metavar="N", type=int, help="the number of processes")
+    add = parser.add_argument_group("dry run").add_argument
+    add(
         "--dry-run",
         action="store_true",
-        help="only compiles, for devices that need not be there, and says what a step needs:"
-        " memory, FLOPs, communication",
+        help="only compiles, for devices that need not be there, and prints the memory, FLOPs"
+        " and communication of a step",
     )
-    dry.add_argument(
-        "--target",
-        metavar="NAME",
-        help=f"default: h100. There are {', '.join(hardware.names())}",
-    )
+    add("--target", metavar="NAME", help=f"default: h100. One of {', '.join(hardware.names())}")
     return parser
 
 
-def configuration(given: argparse.Namespace) -> ConfigDict:
-    """Returns what the command line asks for. `loop.train` and `dry_run.dry_run` check it.
+def configuration(options: argparse.Namespace) -> ConfigDict:
+    """Returns the configuration of a command line. `loop.train` and `dry_run.dry_run` check it.
 
     Raises:
       ValueError: if a field does not exist, a value is not of its type, or a file cannot be
         read.
     """
     for option in ("config", "data", "run"):
-        if getattr(given, option) == "":
+        if getattr(options, option) == "":
             raise ValueError(
                 f"--{option} is empty, as an unset variable of a shell is: leave it out, or"
                 " give it a value"
             )
-    if given.config:
+    if options.config:
         try:
-            whole = settings.whole(json.loads(pathlib.Path(given.config).read_text()))
+            config = settings.whole(json.loads(pathlib.Path(options.config).read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"--config {given.config} cannot be read: {error}") from None
+            raise ValueError(f"--config {options.config} cannot be read: {error}") from None
     else:
-        whole = settings.whole(configs.get(given.preset))
-    for change in given.set:
+        config = settings.whole(configs.get(options.preset))
+    for change in options.set:
         field, equals, text = change.partition("=")
         if not equals:
             raise ValueError(
                 f"--set {change} must be FIELD=VALUE, as in --set model.num_layers=6"
             )
-        settings.set_field(whole, field.strip(), text.strip())
-    if given.data:
-        named = given.data in ("shipped", "stdlib")
-        whole.run.corpus = (
-            given.data if named else str(pathlib.Path(given.data).expanduser().absolute())
-        )
-    return whole
+        settings.set_field(config, field.strip(), text.strip())
+    if options.data in ("shipped", "stdlib"):
+        config.run.corpus = options.data
+    elif options.data:
+        config.run.corpus = str(pathlib.Path(options.data).expanduser().absolute())
+    return config
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     parser = arguments()
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     if options.target and not options.dry_run:
         parser.error(
             "--target comes with --dry-run: a training runs on the devices that are there"
         )
     with contextlib.ExitStack() as stack:
         try:
-            whole = configuration(options)
+            config = configuration(options)
             count = 1 if options.devices is None else options.devices
             if count < 1:
                 raise ValueError(f"--devices {count} must be at least 1")
@@ -209,9 +192,9 @@ def main(given: Sequence[str] | None = None) -> int:
                     f"--target {options.target} must be one of {', '.join(hardware.names())}"
                 )
             if options.dry_run:
-                found = dry_run.dry_run(whole, options.target or "h100", count)
-                print(found.text())
-                return USAGE if found.refused else 0 if found.fits else DOES_NOT_FIT
+                result = dry_run.dry_run(config, options.target or "h100", count)
+                print(result.text())
+                return USAGE if result.refused else 0 if result.fits else DOES_NOT_FIT
             if options.devices:
                 jax.config.update("jax_platforms", "cpu")
                 meshes.simulate(options.devices)
@@ -224,40 +207,39 @@ def main(given: Sequence[str] | None = None) -> int:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise
             return _error(error, USAGE)
-        folder = (
-            options.run
-            or f"runs/{pathlib.Path(options.config).stem if options.config else options.preset}"
-        )
-        return _train(whole, folder)
+        name = pathlib.Path(options.config).stem if options.config else options.preset
+        return _train(config, options.run or f"runs/{name}")
 
 
-def _train(whole: ConfigDict, folder: str) -> int:
-    """Trains. An error that is foreseen becomes an exit code; processes.start ends several
-    processes at any but a refusal.
+def _train(config: ConfigDict, folder: str) -> int:
+    """Trains, and returns the exit code, also for expected errors. With several processes,
+    every error but a refusal ends all of them (`processes.start`).
     """
     try:
-        ended = loop.train(whole, folder)
+        ended = loop.train(config, folder)
     except loop.Refused as error:  # in all processes alike
         return _error(error, USAGE)
-    except (CheckpointError, OSError, loading.Changed) as error:
+    except (CheckpointError, OSError) as error:
         if jax.process_count() > 1:
             raise
         return _error(error, FAILED)
+    after = f"after step {ended.step}"
     again = "the same command goes on from the last checkpoint"
-    by = {loop.PREEMPTED: ("SIGTERM", PREEMPTED), loop.INTERRUPTED: ("Ctrl-C", INTERRUPTED)}
-    if ended.reason in by:
-        notice, code = by[ended.reason]
-        _say(f"ended by {notice} after step {ended.step}, with a checkpoint: {again}")
-        return code
+    if ended.reason == loop.PREEMPTED:
+        _say(f"ended by SIGTERM {after}, with a checkpoint: {again}")
+        return EXIT_CODE_PREEMPTED
+    if ended.reason == loop.INTERRUPTED:
+        _say(f"ended by Ctrl-C {after}, with a checkpoint: {again}")
+        return EXIT_CODE_INTERRUPTED
     if ended.reason == loop.NOT_FINITE:
         if not any((pathlib.Path(folder) / "checkpoints").glob("0*")):
             again = "the same command begins anew, as there is no checkpoint yet"
         _say(
-            f"stopped after step {ended.step}: not finite. {again.capitalize()}, and comes to"
-            " the same end unless that is changed: --set run.non_finite=skip leaves such"
-            " updates out, --set run.skips_in_a_row=N more of them"
+            f"stopped {after}: not finite. {again.capitalize()}, and comes to the same end"
+            " unless that is changed: --set run.non_finite=skip leaves such updates out, --set"
+            " run.skips_in_a_row=N more of them"
         )
-        return NOT_FINITE
+        return EXIT_CODE_NOT_FINITE
     # A run without a line of metrics has no report.
     report = pathlib.Path(folder) / "report.md"
     _say(f"done after {ended.step} steps" + f": see {report}" * report.exists())

@@ -1,18 +1,17 @@
-"""What a run writes down: metrics in a folder, a bar on the terminal, and a report with
-pictures in the end.
+"""What a run writes: lines of metrics in its folder, a bar on the terminal, and a report.
 
     metrics.jsonl       a line of JSON each: "step", and losses, learning rate; what follows
                         from the configuration alone
-    samples.jsonl       a line each: "step", and what the model writes
-    times.jsonl         a line each: "step", and what was measured: tokens/s, MFU, memory; and
-                        first, on which device
+    samples.jsonl       a line each: "step", and a text that the model generates
+    times.jsonl         a line each: "step", and what was measured: tokens/s, MFU, memory; the
+                        first one has the device
     events/             the numbers of all three, for TensorBoard
     report.md, *.png    made from the lines by `report`
 
-A run that was killed has written lines beyond its last checkpoint, the last one perhaps half.
-When it is resumed, they are cut off, so that in the end `metrics.jsonl` and `samples.jsonl` are
-those of a run that was never killed, byte for byte. A disk that is full ends no training: lines
-wait in memory until there is room again.
+A run that is killed may have written lines beyond its last checkpoint, the last line only in
+half. They are cut off when the run resumes, so in the end `metrics.jsonl` and `samples.jsonl`
+are those of a run that was never killed, byte for byte. A full disk does not end a training:
+lines wait in memory until there is room.
 """
 
 import contextlib
@@ -36,13 +35,13 @@ from course_lib import files
 from course_lib.measure.units import GIB
 
 FILES = ("metrics", "samples", "times")
-# leaves room for the words of a line in 80 columns
+# Leaves room for the text of a line in 80 columns.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 QUIET = 10  # seconds between two lines where there is no terminal to draw a bar on
 
 
 class Journal:
-    """The writing hand of a run; a context, which closes the files."""
+    """Writes the files of a run and shows its progress; a context, which closes the files."""
 
     def __init__(
         self, folder: str | os.PathLike[str], after: int, total: int, *, writes: bool = True
@@ -51,30 +50,30 @@ class Journal:
 
         Args:
           folder: of the run.
-          after: the step that was restored, 0 at the start; later lines are cut off, and all of
-            them at the start.
-          total: steps of the whole run, for the bar.
-          writes: False in all processes but one, where nothing is written or shown.
+          after: the restored step, 0 at the start. Lines of later steps are cut off, at the
+            start all lines.
+          total: steps of the run, for the bar.
+          writes: False in all processes but one: then nothing is written or shown.
         """
         self._writes = writes
         if not writes:
             return
-        self._folder, self._said = pathlib.Path(folder), time.monotonic()
+        self._folder, self._last_said = pathlib.Path(folder), time.monotonic()
         shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
         self._bar: tqdm = tqdm(initial=after, total=total, **shown)
         (self._folder / "events").mkdir(parents=True, exist_ok=True)
-        paths = {name: self._folder / f"{name}.jsonl" for name in FILES}
-        for path in paths.values():
+        number = len(list((self._folder / "events").iterdir()))
+        # The name that TensorBoard expects.
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{number}"
+        self._files = {"events": _File(self._folder / "events" / name)}
+        for name in FILES:
+            path = self._folder / f"{name}.jsonl"
             if damaged := _cut(path, after):
                 self.say(f"{path.name}: {damaged} damaged line(s) left out")
-        number = len(list((self._folder / "events").iterdir()))
-        # The name that TensorBoard wants.
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{number}"
-        self._files = {name: _File(path) for name, path in paths.items()}
-        self._files["events"] = _File(self._folder / "events" / name)
+            self._files[name] = _File(path)
         self._failing: set[str] = set()
         self._event(0, file_version="brain.Event:2")
-        # Tells TensorBoard to forget what an earlier process has written of later steps.
+        # TensorBoard then drops what an earlier process wrote of later steps.
         self._event(after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def __enter__(self) -> "Journal":
@@ -89,24 +88,22 @@ class Journal:
             self._bar.close()
 
     def write(self, step: int, name: str = "metrics", **values: Any) -> None:
-        """Writes a line, whole, before it returns; what is not finite is written as null.
+        """Writes a line before it returns; a number that is not finite becomes null.
 
-        If the disk is full that is said, and the line is written when there is room again.
+        If the disk is full, that is reported, and the line is written when there is room.
 
         Args:
-          step: after which step.
+          step: the step after which this holds.
           name: of the file: one of `FILES`.
           **values: numbers, None, strings.
         """
         if not self._writes:
             return
-        finite = {
+        line = {"step": step} | {
             key: None if isinstance(x, float) and not math.isfinite(x) else x
             for key, x in values.items()
         }
-        self._add(
-            name, (json.dumps({"step": step} | finite, ensure_ascii=False) + "\n").encode()
-        )
+        self._add(name, (json.dumps(line, ensure_ascii=False) + "\n").encode())
         numbers = [
             Summary.Value(tag=key, simple_value=x)
             for key, x in values.items()
@@ -116,8 +113,8 @@ class Journal:
             self._event(step, summary=Summary(value=numbers))
 
     def sync(self) -> bool:
-        """Returns whether all lines are on the disk now, which they must be before a checkpoint
-        that implies them is whole.
+        """Returns whether all lines are on the disk now. They must be before a checkpoint of
+        the same step is complete.
         """
         return not self._writes or all(
             [self._add(name, b"", sync=True) for name in self._files]
@@ -131,8 +128,8 @@ class Journal:
         self._add("events", record.getvalue())
 
     def _add(self, name: str, what: bytes, sync: bool = False) -> bool:
-        """Adds to a file, says when that begins to fail, and when it ends, and returns whether
-        it did not.
+        """Adds to a file, reports when that begins and ceases to fail, and returns whether it
+        succeeds.
         """
         try:
             self._files[name].add(what, sync)
@@ -144,16 +141,13 @@ class Journal:
                 )
             self._failing.add(name)
             return False
-        else:
-            if name in self._failing:
-                self.say(f"{name} are written again, none is lost")
-            self._failing.discard(name)
-            return True
+        if name in self._failing:
+            self.say(f"{name} are written again, none is lost")
+        self._failing.discard(name)
+        return True
 
     def report(self) -> None:
-        """Writes the report, if there is something to report, or says why it cannot: the
-        training is done all the same.
-        """
+        """Writes the report if there are metrics; a report that fails is reported in a line."""
         if self._writes and pairs(read(self._folder), "loss"):
             try:
                 report(self._folder)
@@ -161,9 +155,7 @@ class Journal:
                 self.say(f"the report cannot be written ({error.strerror})")
 
     def compiling(self) -> None:
-        """Says that the first step compiles, behind the bar or in a line; nothing if no step is
-        left.
-        """
+        """Says that the first step compiles, if a step is left."""
         if not self._writes or self._bar.n >= self._bar.total:
             return
         if self._bar.disable:
@@ -172,29 +164,29 @@ class Journal:
             self._bar.set_postfix_str("compiling the step ...")
 
     def show(self, step: int, text: str) -> None:
-        """Moves the bar to a step, with a few words behind it; without a terminal it prints a
-        line now and then.
+        """Moves the bar to a step, with a text behind it. Without a terminal, prints a line
+        every `QUIET` seconds instead.
         """
         if not self._writes:
             return
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._said > QUIET:
+        elif time.monotonic() - self._last_said > QUIET:
             self.say(f"step {step} of {self._bar.total}: {text}")
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._writes:
-            self._said = time.monotonic()
+            self._last_said = time.monotonic()
             with contextlib.suppress(OSError):  # a log may be on the disk that is full
                 self._bar.write(text, file=sys.stderr)
                 sys.stderr.flush()
 
 
 class _File:
-    """A file that only grows. What the disk has no room for waits here, so that nothing stands
-    half in the middle.
+    """A file that only grows. Bytes that the disk has no room for wait in memory, so no line
+    stays half written between others.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -202,76 +194,69 @@ class _File:
         self._waiting, self._written = b"", b""  # since the last sync
 
     def add(self, what: bytes, sync: bool) -> None:
-        """Raises OSError if not all that was ever added is written."""
+        """Raises OSError unless all that was ever added is written."""
         self._waiting += what
         while self._waiting:
             count = self._file.write(self._waiting)
-            self._written, self._waiting = (
-                self._written + self._waiting[:count],
-                self._waiting[count:],
-            )
+            self._written += self._waiting[:count]
+            self._waiting = self._waiting[count:]
         if sync:
             try:
                 os.fsync(self._file.fileno())
             except OSError:
-                # What was written since the last sync may be lost: it is to be written again.
+                # What was written since the last sync may be lost: write it again.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - len(self._written))
                 self._waiting, self._written = self._written, b""
                 raise
             self._written = b""
 
     def close(self) -> int:
-        """Returns how many bytes there was no room for."""
+        """Closes the file and returns how many bytes are lost."""
         self._file.close()
         return len(self._waiting)
 
 
 def read(folder: str | os.PathLike[str], name: str = "metrics") -> list[dict[str, Any]]:
-    """Returns the lines of a file, but for those that are damaged or half written; none if
-    there is no such file.
+    """Returns the lines of a file, except damaged and half-written ones; [] if there is no such
+    file.
 
     Args:
       folder: of the run.
       name: one of `FILES`.
     """
-    lines = map(_parsed, _lines(pathlib.Path(folder) / f"{name}.jsonl")[:-1])
-    return [line for line in lines if line is not None]
+    lines, _ = _lines(pathlib.Path(folder) / f"{name}.jsonl")
+    return [values for _, values in lines if values is not None]
 
 
-def _lines(path: pathlib.Path) -> list[bytes]:
-    """Returns the lines of a file, and what stands behind the end of the last one: half a line,
-    or nothing.
+def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]], bytes]:
+    """Returns (line, its values) for each line, and the file as it is. The values are None if
+    the line is damaged, for example by a power cut, which may leave zeros.
     """
-    return path.read_bytes().split(b"\n") if path.exists() else [b""]
 
+    def values(line):
+        try:
+            parsed = json.loads(line.decode())
+        except ValueError:
+            return None
+        return (
+            parsed if isinstance(parsed, dict) and isinstance(parsed.get("step"), int) else None
+        )
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Returns what a line says; None if it is damaged, as by a power cut, which may leave
-    zeros.
-    """
-    try:
-        found = json.loads(line.decode())
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    content = path.read_bytes() if path.exists() else b""
+    *lines, _ = content.split(b"\n")  # the last one is not complete
+    return [(line + b"\n", values(line)) for line in lines], content
 
 
 def _cut(path: pathlib.Path, after: int) -> int:
-    """Leaves the lines up to a step, at the start none, and returns how many were damaged."""
-    lines = _lines(path)
-    steps = [None if found is None else found["step"] for found in map(_parsed, lines[:-1])]
-    kept = b"".join(
-        line + b"\n"
-        for line, step in zip(lines, steps, strict=False)
-        if step is not None and after >= step
-    )
-    kept = kept if after else b""
-    if path.exists() and b"\n".join(lines).startswith(kept):
-        os.truncate(path, len(kept))  # for which there is room on any disk
+    """Removes lines of steps after a step, at the start all; returns how many were damaged."""
+    lines, content = _lines(path) if after else ([], b"")
+    wanted = b"".join(line for line, values in lines if values and values["step"] <= after)
+    if path.exists() and content.startswith(wanted):
+        os.truncate(path, len(wanted))  # for which any disk has room
     else:
         with files.whole_file(path) as file:
-            file.write(kept)
-    return steps.count(None) if after else 0
+            file.write(wanted)
+    return sum(values is None for _, values in lines)
 
 
 def pairs(lines: list[dict[str, Any]], name: str) -> list[tuple[int, Any]]:
@@ -280,8 +265,8 @@ def pairs(lines: list[dict[str, Any]], name: str) -> list[tuple[int, Any]]:
 
 
 def report(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes `report.md` and its pictures from the lines of a run, whether it has ended or not,
-    and returns its path.
+    """Writes `report.md` and its pictures from the lines of a run, complete or not, and returns
+    its path.
 
     Raises:
       ValueError: if there are no metrics yet.
@@ -294,79 +279,68 @@ def report(folder: str | os.PathLike[str]) -> pathlib.Path:
             f"folder={str(folder)!r} must hold metrics.jsonl with a line of a step: there is"
             " nothing to report"
         )
-    bigram = pairs(metrics, "bigram_loss")
-    rows = [f"| parameters | {size:,} |" for _, size in pairs(times, "parameters")[-1:]]
-    each = [f" of {size:,} tokens" for _, size in pairs(times, "tokens_a_step")[-1:]]
-    rows += [f"| steps | {train[-1][0]:,}{''.join(each)} |"]
-    rows += [f"| loss of the last training batches | {train[-1][1]:.3f} nats a token |"]
-    if validation:
-        best = min(validation, key=lambda point: point[1])
-        rows += [
-            f"| validation loss | {validation[-1][1]:.3f} nats a token; the best {best[1]:.3f},"
-            f" after step {best[0]:,} |"
-        ]
-    rows += [
-        f"| bigram model's validation loss | {loss:.3f} nats a token |"
-        for _, loss in bigram[-1:]
+
+    def last(name):
+        return [value for _, value in pairs(metrics + times, name)][-1:]
+
+    def median(name):
+        values = [value for _, value in pairs(times, name)]
+        return [statistics.median(values)] if values else []
+
+    nats = "{:.3f} nats per token"
+    best = [min(validation, key=lambda point: point[1])] if validation else []
+    rows = [  # title, format, no or one value
+        ("parameters", "{:,}", last("parameters")),
+        ("steps", "{:,}", [train[-1][0]]),
+        ("tokens per step", "{:,}", last("tokens_a_step")),
+        ("loss of the last training batches", nats, last("loss")),
+        ("validation loss", nats, last("validation_loss")),
+        ("best validation loss", nats, [loss for _, loss in best]),
+        ("step of the best validation loss", "{:,}", [step for step, _ in best]),
+        ("bigram model's validation loss", nats, last("bigram_loss")),
+        (
+            "updates skipped as not finite",
+            "{:,}",
+            [count for count in last("skipped") if count],
+        ),
+        ("ran on", "{}", last("device")),
+        ("tokens/s, median", "{:,.0f}", median("tokens_per_second")),
+        ("model FLOPs utilization, median", "{:.1%}", median("mfu")),
+        ("memory in GiB, median", "{:.2f}", [x / GIB for x in median("memory_bytes")]),
     ]
-    rows += [
-        f"| updates left out as not finite | {count} |"
-        for _, count in pairs(metrics, "skipped")[-1:]
-        if count
-    ]
-    rows += [f"| ran on | {line['device']} |" for line in times if "device" in line][-1:]
-    for name, title, form in _MEASURED:
-        if found := [value for _, value in pairs(times, name)]:
-            rows.append(f"| {title} | {form(statistics.median(found))} |")
-    pictures = _draw(folder, metrics, times)
-    text = [f"# {folder.absolute().name}", "", "| | |", "|---|---|", *rows, ""]
-    for name, title in pictures:
-        text += [f"![{title}]({name})", ""]
+    text = [f"# {folder.absolute().name}", "", "| | |", "|---|---|"]
+    text += [f"| {title} | {form.format(x)} |" for title, form, values in rows for x in values]
+    text += ["", *(f"![{title}]({name})\n" for name, title in _draw(folder, metrics, times))]
     for step, sample in pairs(read(folder, "samples"), "text")[-1:]:
-        text += [
-            f"A sample, after step {step:,}:",
-            "",
-            *(f"    {line}" for line in sample.splitlines()),
-            "",
-        ]
+        text += [f"A sample, after step {step:,}:", ""]
+        text += [*(f"    {line}" for line in sample.splitlines()), ""]
     with files.whole_file(folder / "report.md") as file:
         file.write("\n".join(text).encode())
     return folder / "report.md"
 
 
-_MEASURED = (
-    ("tokens_per_second", "tokens/s, median", "{:,.0f}".format),
-    ("mfu", "model FLOPs utilization, median", "{:.1%}".format),
-    ("memory_bytes", "memory, median", lambda value: f"{value / GIB:.2f} GiB"),
-)
-
-
 def _draw(
     folder: pathlib.Path, metrics: list[dict[str, Any]], times: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    """Draws what there is to draw, and returns names of files and titles."""
+    """Draws the curves that have points, and returns names of files and titles."""
     # Imported here only: Matplotlib takes a second, in which a run could have begun.
     from course_lib.show import figures
 
     figures.use_style()
     train, validation = pairs(metrics, "loss"), pairs(metrics, "validation_loss")
-    baselines = dict(
-        zip(["bigram"], [loss for _, loss in pairs(metrics, "bigram_loss")], strict=False)
-    )
-    loss, rate, speed = "Loss", "Learning rate", "Tokens a second"
-    drawn = {}
     if validation:
-        drawn["loss.png", loss] = figures.loss_curve(train, validation, baselines, title=loss)
+        bigram = [("bigram", loss) for _, loss in pairs(metrics, "bigram_loss")]
+        loss = figures.loss_curve(train, validation, dict(bigram), title="Loss")
     else:
-        drawn["loss.png", loss] = figures.lines(
-            {"train": train}, "step", "loss (nats a token)", title=loss
-        )
-    series = (("learning_rate", metrics, rate), ("tokens_per_second", times, speed))
-    for name, lines, title in series:
-        if points := pairs(lines, name):
-            drawn[f"{name}.png", title] = figures.trace(
-                points, "step", title.lower(), title=title
-            )
+        loss = figures.lines({"train": train}, "step", "loss (nats per token)", title="Loss")
+    drawn = {("loss.png", "Loss"): loss}
+    for name, title in (
+        ("learning_rate", "Learning rate"),
+        ("tokens_per_second", "Tokens per second"),
+    ):
+        if points := pairs(metrics + times, name):
+            curve = figures.trace(points, "step", title.lower(), title=title)
+            drawn[f"{name}.png", title] = curve
     for (name, _), figure in drawn.items():
         with files.whole_file(folder / name) as file:
             figure.savefig(file, format="png")

@@ -1,31 +1,32 @@
-"""The loop of the training program: begun or resumed, validated, checkpointed, and ended as it
-should be.
+"""The training program's loop: starts or resumes a run, validates, checkpoints and ends it.
 
     ended = train(settings.whole(configs.get("cpu")), "runs/cpu")
 
-A run is a folder: `config.json`, what `course_lib.program.journal` writes, and `checkpoints/`.
-A run that was killed is resumed by the same call: it goes on from the last whole checkpoint,
-and on the same devices (of a CPU, as many cores) what it learns and writes is, bit for bit,
-what a run would that was never killed. So a checkpoint holds all that the next step follows
-from: parameters, optimizer, random key, step, loss scale, the place in the data, and the sums
-for the next line of metrics. On GPUs that takes `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
-Without, sums of atomic additions come in any order, and each start may time kernels anew and
-choose others; with it steps are slower (https://openxla.org/xla/determinism).
+A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
+The same call resumes a run that was killed, from its last complete checkpoint. On the same
+devices (for a CPU: the same number of cores) it learns and writes, bit for bit, what it would
+have without the kill. A checkpoint therefore holds everything that the next step reads:
+parameters, optimizer state, random key, step, loss scale, the position in the data, and the
+sums for the next line of metrics. On GPUs this also takes
+`XLA_FLAGS=--xla_gpu_deterministic_ops=true`: without it atomic additions come in any order, and
+each start may time kernels anew and choose others; with it steps are slower
+(https://openxla.org/xla/determinism).
 
-The devices never wait for this loop: the numbers of a step are read when later ones are on
-their way.
+The devices never wait for this loop: it reads the metrics of a step while later steps run.
 """
 
 import collections
 import contextlib
 import dataclasses
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -36,14 +37,14 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, settings
-from course_lib.program.checkpoints import CheckpointError, Checkpoints
+from course_lib.program.checkpoints import CheckpointError, Checkpoints, Saved
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
-BEHIND = 2  # steps that are on their way while the numbers of the one before them are read
+BEHIND = 2  # steps that may be running while the metrics of the one before them are read
 
-_finite = jax.jit(all_finite)
+finite = jax.jit(all_finite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Ended:
     """How a training ended.
 
     Attributes:
-      reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, with a checkpoint; or
-        `NOT_FINITE`, with the checkpoints from before: a loss, parameters, or as many updates
-        left out as `run.skips_in_a_row` says.
-      step: the last one.
+      reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint;
+        or `NOT_FINITE`: the loss or the parameters are not finite, or `run.skips_in_a_row`
+        updates were skipped in a row. Then the checkpoints are those from before.
+      step: the last step.
     """
 
     reason: str
@@ -62,16 +63,34 @@ class Ended:
 
 
 class Refused(ValueError):
-    """What was asked for cannot work: with these devices, this text, these processes, or what
-    the run folder holds.
+    """The run cannot work with these devices, this text, these processes or this folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Everything a run needs except its state.
+
+    Attributes:
+      run: model, optimizer and train step.
+      place: the sharding of a batch.
+      tokens: token arrays of the splits "train" and "validation".
+      batches: this process's batches, an iterator with `get_state` and `set_state`.
+      fixed: what must not change between starts (`settings.fixed`), and the text's identity.
+      computed: what the rounding follows from (`settings.computed`).
     """
+
+    run: training.Run
+    place: NamedSharding
+    tokens: dict[str, np.ndarray]
+    batches: Any
+    fixed: dict[str, Any]
+    computed: dict[str, Any]
 
 
 def build(
     config: ConfigDict, devices: Sequence[jax.Device] | None = None
 ) -> tuple[training.Run, NamedSharding]:
-    """Returns the run, and where a batch lies: cut along "data" of a mesh, of one device or of
-    many.
+    """Returns the run, and the sharding of a batch: cut along the mesh axis "data".
 
     Args:
       config: as `settings.whole` returns it, and `settings.check` has passed it.
@@ -81,15 +100,12 @@ def build(
       ValueError: if the configuration does not fit the devices.
     """
     devices = jax.devices() if devices is None else devices
-    check_attention(config, hardware.recognize(devices[0]))
-    grid = meshes.make(settings.axes(config, len(devices)), devices)
+    check_attention(config.model, hardware.recognize(devices[0]))
+    mesh = meshes.make(settings.axes(config, len(devices)), devices)
     run = strategies.of_checked(
-        settings.part_of_model(config),
-        grid,
-        settings.strategy(config),
-        skip_not_finite=config.run.non_finite == "skip",
+        config, mesh, settings.strategy(config), skip_not_finite=config.run.non_finite == "skip"
     )
-    return run, NamedSharding(grid, P("data"))
+    return run, NamedSharding(mesh, P("data"))
 
 
 def train(
@@ -97,197 +113,211 @@ def train(
     folder: str | os.PathLike[str],
     devices: Sequence[jax.Device] | None = None,
 ) -> Ended:
-    """Trains until all steps are done, from the last checkpoint on if there is one, and writes
-    the report.
+    """Trains until all steps are done, from the last checkpoint if there is one, and writes the
+    report.
 
-    With several processes all of them call it, inside of `processes.start`.
+    With several processes each of them calls it, inside `processes.start`.
 
     Args:
       config: as `settings.whole` returns it.
-      folder: of the run, which all processes see.
+      folder: the run's folder, which all processes see.
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: if the configuration cannot work, or is not that of the run in the folder, or of
-        another process, naming the fields; or if the folder holds something else. In all
-        processes, and before anything there is changed.
-      BlockingIOError: if another program trains in that folder. That may pass, as a lock of a
-        host that is gone does.
-      loading.Changed: if the text changes while it is read; in this process alone, as any error
-        of JAX's.
+      Refused: if the configuration cannot work, or differs from that of the run in the folder
+        or of another process, naming the fields; or if the folder holds something else. All
+        processes raise it, before any file changes.
+      BlockingIOError: if another program trains in that folder. It may pass, like the lock of a
+        host that is gone.
       CheckpointError: if all checkpoints are damaged, or the last one cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         told_to_end = stack.enter_context(preemption.notices())
-        run, place, tokens, batches, text = _prepared(config, folder, devices, stack)
+        inputs = prepare(config, folder, devices, stack)
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep))
         )
-        same = settings.fixed(config) | {"corpus": text}
-        saved = checkpoints.newest()
-        if saved and (unlike := settings.changed(saved.config, same)):
-            raise Refused(
-                f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Give what"
-                " was saved, or another folder"
-            )
-        if not saved and (why := settings.why_not_begun(folder)):
-            raise Refused(why)
-        saved = checkpoints.restore(run.abstract()[0]) if saved else None
+        saved = restore(checkpoints, folder, inputs)
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
         book = stack.enter_context(journal.Journal(folder, after, total, writes=first))
         if first:
             settings.write(config, folder)
-        how = settings.computed(config, place.device_set)
-        now = f"goes on after step {after} of {total}" if saved else f"begins, {total} steps"
-        book.say(f"{folder}: {now}")
-        if saved and (
-            otherwise := settings.rounded_otherwise(saved.data_state["computed"], how)
-        ):
-            book.say(
-                "from here on numbers are rounded otherwise than before:"
-                f" {'; '.join(otherwise)}"
-            )
-        if first and not saved and (baseline := observe.bigram_loss(tokens, config)):
-            book.write(0, **baseline)
-        loop = _Loop(
-            config, run, place, tokens, batches, checkpoints, book, same, how, saved, total
-        )
-        ended = Ended(loop.go(told_to_end), loop.step)
+        if saved:
+            book.say(f"{folder}: goes on after step {after} of {total}")
+            before = saved.data_state["computed"]
+            if changes := settings.rounded_otherwise(before, inputs.computed):
+                book.say(
+                    f"from here on numbers are rounded otherwise than before:"
+                    f" {'; '.join(changes)}"
+                )
+        else:
+            book.say(f"{folder}: begins, {total} steps")
+            if first and (baseline := observe.bigram_loss(inputs.tokens, config)):
+                book.write(0, **baseline)
+        loop = Loop(config, inputs, checkpoints, book, saved)
+        ended = Ended(loop.take_steps(told_to_end), loop.step)
         checkpoints.wait()
-        # No report of a run that begins anew: it reached nothing.
+        # A run without a checkpoint starts over: it has nothing to report.
         if ended.reason != NOT_FINITE or checkpoints.steps():
             book.report()
     return ended
 
 
-def _prepared(config, folder, devices, stack):
-    """Returns what a run needs beside its state: refused in all processes, unless it works in
-    all and is the same in all.
+def prepare(
+    config: ConfigDict,
+    folder: pathlib.Path,
+    devices: Sequence[jax.Device] | None,
+    stack: contextlib.ExitStack,
+) -> Inputs:
+    """Builds what a run needs, and locks its folder until the stack closes. A collective: every
+    process must call it.
+
+    Raises:
+      Refused: in all processes, unless it works in all of them and is the same in all.
     """
-    told, found, wrong = (
-        config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__},
-        None,
-        None,
-    )
-    told["run"] = told.get("run", {}) | {"corpus": None}  # the same text may lie elsewhere
+    compared = config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__}
+    # The same text may lie elsewhere in another process.
+    compared["run"] = compared.get("run", {}) | {"corpus": None}
+    inputs, wrong = None, None
     try:
         settings.check(config)
         files.check_name(folder)
         loading.check_apart(folder, config.run.corpus)
         run, place = build(config, devices)
-        tokens = {split: loading.token_file(split, config.run.corpus) for split in data.SPLITS}
-        batches = _batches(config, tokens["train"], place)
-        # Fails now, and not when they are due.
+        tokens = {split: data.tokens(split, config.run.corpus) for split in data.SPLITS}
+        batches = read_batches(config, tokens["train"], place)
+        # Fails now, rather than when validation is due.
         observe.validation_batches(tokens["validation"], config)
-        text = {split: loading.identity(of_split) for split, of_split in tokens.items()}
+        text = {split: loading.identity(tokens[split]) for split in tokens}
         if jax.process_index() == 0:
             stack.enter_context(files.locked(folder))
-        found, told["corpus"] = (run, place, tokens, batches, text), text
-    except ValueError as error:
-        # Another error may pass, as a lost connection or a text that somebody writes to.
-        told["refused"], wrong = str(error), error
-    if unlike := settings.unlike(told):
+        fixed = settings.fixed(config) | {"corpus": text}
+        computed = settings.computed(config, place.device_set)
+        inputs = Inputs(run, place, tokens, batches, fixed, computed)
+        compared["corpus"] = text
+    except ValueError as error:  # other errors may pass, like a lost connection
+        compared["refused"], wrong = str(error), error
+    if unlike := settings.unlike(compared):
         raise Refused(f"all processes must be told the same: {'; '.join(unlike)}")
-    if wrong:
+    if inputs is None:
         raise Refused(str(wrong)) from wrong
-    return found
+    return inputs
 
 
-def _batches(config, tokens, place):
-    """Returns the batches of this process, on its devices."""
+def read_batches(config: ConfigDict, tokens: np.ndarray, place: NamedSharding) -> Any:
+    """Returns an iterator over this process's batches, on its devices."""
     size, length = config.data.batch_size, config.data.seq_len
     shard, shards = loading.shard_of(place, size, length)
-    where = dict(
-        shard=shard, shards=shards, seed=config.seed, vocab_size=config.model.vocab_size
+    batches = loading.batches(
+        tokens,
+        batch_size=size,
+        seq_len=length,
+        shard=shard,
+        shards=shards,
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
     )
-    return loading.to_devices(
-        loading.batches(tokens, batch_size=size, seq_len=length, **where), place
-    )
+    return loading.to_devices(batches, place)
 
 
-class _Loop:
-    """Steps, and what comes between them."""
+def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> Saved | None:
+    """Restores the newest complete checkpoint; None if the run has not begun.
+
+    Raises:
+      Refused: if the run in the folder is another one, or something else is in the folder.
+    """
+    saved = checkpoints.newest()
+    if saved is None:
+        if why := settings.why_not_begun(folder):
+            raise Refused(why)
+        return None
+    if unlike := settings.changed(saved.config, inputs.fixed):
+        raise Refused(
+            f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Give what was"
+            " saved, or another folder"
+        )
+    return checkpoints.restore(inputs.run.abstract()[0])
+
+
+class Loop:
+    """Takes steps, and does what is due between them.
+
+    Attributes:
+      step: the last step taken.
+      state: the train state after it.
+      best: the lowest validation loss; None before the first validation.
+      looked: whether everything that was due after the last step is done.
+      tally: sums for the next line of metrics.
+    """
 
     def __init__(
-        self, config, run, place, tokens, batches, checkpoints, book, same, how, saved, total
+        self,
+        config: ConfigDict,
+        inputs: Inputs,
+        checkpoints: Checkpoints,
+        book: journal.Journal,
+        saved: Saved | None,
     ):
-        self.config, self.run, self.place, self.tokens, self.batches = (
-            config,
-            run,
-            place,
-            tokens,
-            batches,
-        )
-        self.checkpoints, self.book, self.same, self.how, self.total = (
-            checkpoints,
-            book,
-            same,
-            how,
-            total,
-        )
+        """Starts from a restored checkpoint, or from the seed if there is none."""
+        self.config, self.inputs, self.run = config, inputs, inputs.run
+        self.checkpoints, self.book = checkpoints, book
         self.rate = optimizers.SCHEDULES[config.optimizer.schedule](config.optimizer)
-        self.late: collections.deque[tuple[int, training.Metrics]] = collections.deque()
-        self.looked = True  # at all that was due after the last step
+        self.unread: collections.deque[tuple[int, training.Metrics]] = collections.deque()
+        place = inputs.place
         if saved:
-            self.step, self.state, self.looked = (
-                saved.step,
-                saved.state,
-                saved.data_state["looked"],
-            )
-            self.best, self.tally = (
-                saved.data_state["best"],
-                observe.Tally(saved.data_state["tally"]),
-            )
-            self.batches.set_state(saved.data_state["batches"])
+            self.step, self.state = saved.step, saved.state
+            self.best, self.looked = saved.data_state["best"], saved.data_state["looked"]
+            self.tally = observe.Tally(saved.data_state["tally"])
+            inputs.batches.set_state(saved.data_state["batches"])
         else:
-            self.step, self.tally = 0, observe.Tally()
-            self.best = None  # the lowest validation loss
-            with jax.default_device(
-                min(place.addressable_devices, key=lambda device: device.id)
-            ):
-                self.state = run.init(jax.random.key(config.seed))
-        self.speed = observe.Speed(
-            config, book, self.step, len(place.device_set), self.state.params
-        )
+            self.step, self.best, self.looked = 0, None, True
+            self.tally = observe.Tally()
+            first = min(place.addressable_devices, key=operator.attrgetter("id"))
+            with jax.default_device(first):
+                self.state = self.run.init(jax.random.key(config.seed))
+        self.total = max(config.training.steps, self.step)
+        devices = len(place.device_set)
+        self.speed = observe.Speed(config, book, self.step, devices, self.state.params)
 
-    def go(self, told_to_end: Callable[[], str]) -> str:
-        """Steps until all are done or it has to end, and returns why it ended."""
-        if not self.looked:
-            self._look(self._due(self.step), again=True)
+    def take_steps(self, told_to_end: Callable[[], str]) -> str:
+        """Takes steps until all are done or the run has to end, and returns why it ended."""
+        if not self.looked:  # the process before this one ended too early for it
+            self.look(self.due(self.step), again=True)
         self.book.compiling()
         while self.step < self.total:
-            self.state, metrics = self.run.train_step(self.state, next(self.batches))
+            batch = next(self.inputs.batches)
+            self.state, metrics = self.run.train_step(self.state, batch)
             self.step += 1
-            self.late.append((self.step, metrics))
-            why, due = told_to_end(), self._due(self.step)
+            self.unread.append((self.step, metrics))
+            why, due = told_to_end(), self.due(self.step)
             stops = bool(why or due - {"log"})
-            if not self._read(behind=0 if stops else BEHIND):
+            if not self.read_metrics(behind=0 if stops else BEHIND):
                 return NOT_FINITE
-            if stops and not _finite((self.state.params, self.state.opt_state)):
+            if stops and not finite((self.state.params, self.state.opt_state)):
                 self.book.say(f"the parameters after step {self.step} are not finite")
                 return NOT_FINITE
             self.looked = not due & {"validate", "sample"}
-            if why := why or self._look(due, told_to_end):
-                self._save(loss=None, must=True)
+            if why := why or self.look(due, told_to_end):
+                self.save(loss=None, must=True)
                 return why
         return DONE
 
-    def _due(self, step: int) -> set[str]:
-        """Returns what is to be done after a step; after the last, everything."""
+    def due(self, step: int) -> set[str]:
+        """Returns what is due after a step; after the last step, everything."""
         names, every = ("log", "validate", "sample", "checkpoint"), self.config.run
         return {
             name for name in names if step == self.total or step % every[f"{name}_every"] == 0
         }
 
-    def _read(self, behind: int) -> bool:
-        """Waits for the metrics of all steps but the last `behind`, and writes them; returns
+    def read_metrics(self, behind: int) -> bool:
+        """Waits for the metrics of all steps but the last `behind`, writes them, and returns
         whether the run may go on.
         """
-        while len(self.late) > behind:
-            step, metrics = self.late.popleft()
-            skipped = self.tally.skipped  # of the steps before
+        while len(self.unread) > behind:
+            step, metrics = self.unread.popleft()
+            skipped = self.tally.skipped  # before this step
             if not self.tally.add(metrics):
                 self.book.say(f"the loss of step {step} is not finite")
                 return False
@@ -297,94 +327,93 @@ class _Loop:
                     " left out as not finite"
                 )
                 return False
-            if "log" in self._due(step):
+            if "log" in self.due(step):
                 line = self.tally.line()
-                self.book.write(
-                    step,
-                    **line,
-                    learning_rate=observe.learning_rate(self.rate, step - 1 - skipped),
-                )
+                rate = observe.learning_rate(self.rate, step - 1 - skipped)
+                self.book.write(step, **line, learning_rate=rate)
                 self.speed.write(step, line["loss"])
         return True
 
-    def _look(
+    def look(
         self, due: set[str], told_to_end: Callable[[], str] = str, again: bool = False
     ) -> str:
-        """Does what is due; `again` if another process may have done so before it was killed,
-        and written lines.
+        """Validates, samples and saves, as far as it is due.
+
+        Args:
+          due: of `due`.
+          told_to_end: asked between the batches of a validation.
+          again: whether a process that was killed may have done this and written the lines.
 
         Returns:
-          Why to end if that was told meanwhile, with nothing done; else "".
+          Why the run has to end, if that was asked for meanwhile: then nothing was done. Else
+          "".
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with self.speed.paused():
             if "validate" in due:
-                # Else a best one that was not saved counts.
-                with self._saying_errors(unless=False):
+                # A failed save changes which loss is the best one.
+                with self.reporting_errors(unless=False):
                     self.checkpoints.wait()
-                given = (
-                    self.run,
-                    self.state.params,
-                    self.tokens["validation"],
-                    self.config,
-                    self.place,
-                )
+                run, tokens = self.run, self.inputs.tokens["validation"]
+                place = self.inputs.place
                 try:
-                    found = observe.validate(*given, told_to_end)
-                except preemption.ToldToEnd as told:
-                    return str(told)
-                self._write(
-                    "metrics",
-                    again,
-                    **{f"validation_{name}": value for name, value in found.items()},
-                )
-                self.book.say(f"step {self.step}: validation loss {found['loss']:.3f}")
-                if math.isfinite(found["loss"]) and (
-                    self.best is None or found["loss"] < self.best
-                ):
-                    # The best checkpoint is kept besides the last ones.
-                    self.best, due = found["loss"], due | {"checkpoint"}
+                    metrics = observe.validate(
+                        run, self.state.params, tokens, self.config, place, told_to_end
+                    )
+                except preemption.ToldToEnd as why:
+                    return str(why)
+                values = {f"validation_{name}": value for name, value in metrics.items()}
+                self.write("metrics", again, **values)
+                loss = metrics["loss"]
+                self.book.say(f"step {self.step}: validation loss {loss:.3f}")
+                if math.isfinite(loss) and (self.best is None or loss < self.best):
+                    self.best, due = loss, due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
                 text = observe.sample(
-                    self.run, self.state.params, self.config, self.step, self.place
+                    self.run, self.state.params, self.config, self.step, self.inputs.place
                 )
-                self._write("samples", again, text=text)
+                self.write("samples", again, text=text)
         self.looked = True
         if "checkpoint" in due:
-            self._save(found.get("loss"), must=self.step == self.total)
+            self.save(metrics.get("loss"), must=self.step == self.total)
         return ""
 
-    def _write(self, name: str, again: bool, **values: Any) -> None:
-        """Writes a line, but not again."""
-        there = journal.read(self.checkpoints.folder.parent, name) if again else []
+    def write(self, name: str, again: bool, **values: Any) -> None:
+        """Writes a line of this step to the journal, unless `again` and it is there already."""
+        lines = journal.read(self.checkpoints.folder.parent, name) if again else []
         if not any(
-            line["step"] == self.step and line.keys() >= values.keys() for line in there
+            line["step"] == self.step and line.keys() >= values.keys() for line in lines
         ):
             self.book.write(self.step, name, **values)
 
-    def _save(self, loss: float | None, must: bool) -> None:
-        """Begins to write a checkpoint, which must succeed if it is the last."""
-        data_state = {"batches": self.batches.get_state(), "tally": self.tally.state()}
-        data_state |= {"looked": self.looked, "best": self.best, "computed": self.how}
-        with self._saying_errors(unless=False):  # of the one before
+    def save(self, loss: float | None, must: bool) -> None:
+        """Begins to write a checkpoint; raises an error only if it `must` succeed."""
+        data_state = {
+            "batches": self.inputs.batches.get_state(),
+            "tally": self.tally.state(),
+            "looked": self.looked,
+            "best": self.best,
+            "computed": self.inputs.computed,
+        }
+        with self.reporting_errors(unless=False):  # errors of the one before
             self.checkpoints.wait()
-        with self._saying_errors(unless=must):
-            # A checkpoint is never whole before the lines up to its step.
+        with self.reporting_errors(unless=must):
+            # The lines up to this step must be on the disk before the checkpoint is complete.
             if not self.book.sync():
                 raise CheckpointError(
                     f"step {self.step} is not saved, as the lines up to it cannot be written"
                 )
-            self.checkpoints.save(self.step, self.state, data_state, self.same, loss)
+            self.checkpoints.save(self.step, self.state, data_state, self.inputs.fixed, loss)
 
     @contextlib.contextmanager
-    def _saying_errors(self, unless: bool) -> Iterator[None]:
-        """Says that a checkpoint could not be written, and lets training go on: a disk that is
-        full may have room later.
+    def reporting_errors(self, unless: bool) -> Iterator[None]:
+        """Reports a checkpoint that could not be written, and lets training go on: a full disk
+        may have room later.
         """
         try:
             yield
         except CheckpointError as error:
-            if unless or jax.process_count() > 1:
+            if unless or jax.process_count() > 1:  # the other processes do not know of it
                 raise
             self.book.say(f"{error}; training goes on")
             self.best = self.checkpoints.best()

@@ -1,8 +1,7 @@
-"""What a run looks at beside its steps: sums of metrics, speed, validation, a sample, and what
-a bigram model reaches.
+"""Measures a run beside its steps: mean metrics, speed, validation, a sample, a bigram model.
 
-All of it leaves the state as it is. What follows from the configuration goes into the journal's
-`metrics.jsonl` and `samples.jsonl`, what is measured into `times.jsonl`.
+Nothing here changes the train state. Values that follow from the configuration go into the
+journal's `metrics.jsonl` and `samples.jsonl`, measured ones into `times.jsonl`.
 """
 
 import contextlib
@@ -19,51 +18,44 @@ from ml_collections import ConfigDict
 from course_lib import measure, training
 from course_lib.measure import hardware
 from course_lib.models import sampling
-from course_lib.program import preemption, settings
+from course_lib.program import preemption
 from course_lib.program.journal import Journal
 from course_lib.text import data, loading, ngrams
 
 PyTree = Any
-COUNTED = 10_000_000  # tokens that the bigram model counts, at most
-VALIDATED = 2**18  # tokens of validation by default, at most; the course's corpus has fewer
+COUNTED = 10_000_000  # most tokens that the bigram model counts
+VALIDATED = 2**18  # most tokens of validation by default; the course's corpus has fewer
 
 
 class Tally:
-    """Sums of metrics since the last line, in Python's floats: in a checkpoint they stay what
-    they are.
-    """
+    """Sums of metrics since the last line, in Python's floats, which are stored exactly."""
 
     def __init__(self, saved: dict[str, Any] | None = None):
         saved = saved or {"sums": {}, "skipped": 0, "in_a_row": 0}
         self.skipped: int = saved["skipped"]
-        self.in_a_row: int = saved["in_a_row"]  # skipped without one between that was not
-        self._sums: dict[str, list[float]] = {
-            name: list(pair) for name, pair in saved["sums"].items()
-        }
+        self.in_a_row: int = saved[
+            "in_a_row"
+        ]  # skipped updates since the last one that was not
+        self._sums = {name: list(pair) for name, pair in saved["sums"].items()}
 
     def state(self) -> dict[str, Any]:
-        """Returns what `__init__` takes."""
+        """Returns the argument of `__init__` that gives this tally again."""
         sums = {name: list(pair) for name, pair in self._sums.items()}
         return {"sums": sums, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def add(self, metrics: training.Metrics) -> bool:
-        """Adds the metrics of a step, which it waits for, and returns whether the loss is
-        finite.
-        """
-        found = {
-            name: [float(x) for x in pair] for name, pair in jax.device_get(metrics).items()
-        }
-        skipped = int(found.pop("skipped", [0])[0])
+        """Waits for a step's metrics, adds them, and returns whether the loss is finite."""
+        read = {name: list(map(float, pair)) for name, pair in jax.device_get(metrics).items()}
+        skipped = int(read.pop("skipped", [0])[0])
         self.skipped += skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
-        for name, pair in found.items():
-            self._sums[name] = [
-                a + b for a, b in zip(self._sums.get(name, [0.0, 0.0]), pair, strict=True)
-            ]
-        return bool(np.isfinite(found["loss"]).all())
+        for name, (total, count) in read.items():
+            before = self._sums.get(name, [0.0, 0.0])
+            self._sums[name] = [before[0] + total, before[1] + count]
+        return bool(np.isfinite(read["loss"]).all())
 
     def line(self) -> dict[str, Any]:
-        """Returns the means, None where all steps were skipped, and begins anew."""
+        """Returns the means, None if all steps were skipped, and empties the sums."""
         means: dict[str, Any] = {
             name: total / count if count else None
             for name, (total, count) in self._sums.items()
@@ -73,20 +65,18 @@ class Tally:
 
 
 class Speed:
-    """Measures tokens a second, MFU and memory between two lines of metrics, and shows them
-    behind the bar.
-    """
+    """Measures tokens/s, MFU and memory between two lines of metrics, and shows them."""
 
     def __init__(
         self, config: ConfigDict, journal: Journal, after: int, devices: int, params: PyTree
     ):
-        """Writes down which device this is, and how large model and step are.
+        """Writes a line with the device and the sizes of model and step.
 
         Args:
           config: as `settings.whole` returns it.
-          journal: where to.
-          after: the step that was restored.
-          devices: how many there are.
+          journal: the line is written there.
+          after: the restored step.
+          devices: number of devices.
           params: of the model, or their shapes.
         """
         self._journal, self._devices = journal, devices
@@ -102,29 +92,30 @@ class Speed:
         journal.write(after, "times", device=what, parameters=size, tokens_a_step=self._tokens)
 
     def write(self, step: int, loss: float | None) -> None:
-        """Writes what was measured since the last call, and shows it."""
+        """Writes the measurements since the last call, and shows them."""
         now = time.perf_counter()
-        words = [f"loss {loss:.3f}" if loss is not None else "skipped"]
+        shown = [f"loss {loss:.3f}" if loss is not None else "skipped"]
         measured: dict[str, float] = {}
         if self._since is not None and now > self._since[1]:
             seconds = (now - self._since[1]) / (step - self._since[0])
             measured["tokens_per_second"] = self._tokens / seconds
-            words.append(f"{measured['tokens_per_second']:,.0f} tokens/s")
+            shown.append(f"{measured['tokens_per_second']:,.0f} tokens/s")
             if self._flops is not None:
-                mfu = measure.mfu(self._flops, seconds * self._devices, self._accelerator)
-                measured["mfu"] = mfu
-                words.append(f"MFU {mfu:.1%}")
+                measured["mfu"] = mfu = measure.mfu(
+                    self._flops, seconds * self._devices, self._accelerator
+                )
+                shown.append(f"MFU {mfu:.1%}")
         if memory := _memory(self._device):
             measured["memory_bytes"] = memory
-            words.append(measure.gib(memory))
+            shown.append(measure.gib(memory))
         self._since = step, now
         if measured:
             self._journal.write(step, "times", **measured)
-        self._journal.show(step, ", ".join(words))
+        self._journal.show(step, ", ".join(shown))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what is done meanwhile, which is no step."""
+        """Leaves the time of a `with` out of the measurement: no step runs in it."""
         start = time.perf_counter()
         yield
         if self._since is not None:
@@ -134,31 +125,29 @@ class Speed:
 def _flops_at_a_peak(
     config: ConfigDict, accelerator: hardware.Accelerator | None
 ) -> tuple[measure.Flops | None, str]:
-    """Returns the products of a step, and ""; or None, and why nothing can be said of their
-    part of a peak.
-    """
+    """Returns the FLOPs of a step and "", or None and the reason why MFU is unknown."""
     if accelerator is None:
         return None, "unknown device"
     flops = step_flops(config)
     try:
         measure.mfu(flops, 1.0, accelerator)
-    except ValueError:  # a step runs without a unit for its dtype, more slowly
+    except ValueError:  # the step runs, more slowly, without a unit for its dtype
         return None, f"no unit for {config.model.dtype}"
     return flops, ""
 
 
 def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the products of a step on all devices together, attention written out.
+    """Counts the FLOPs of a step on all devices together, with plain attention.
 
     Args:
       config: as `settings.whole` returns it.
     """
-    return training.step_flops(settings.part_of_model(config))
+    return training.step_flops(config)
 
 
 def _memory(device: Any) -> int | None:
-    """Returns the bytes in use: of a device that counts, at the peak; of a CPU, this process's
-    now.
+    """Returns the peak bytes in use of a device that counts them; of a CPU, the bytes that this
+    process uses now.
     """
     if stats := device.memory_stats():
         return stats.get("peak_bytes_in_use")
@@ -170,8 +159,8 @@ def _memory(device: Any) -> int | None:
 
 
 def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
-    """Returns the rate of a step, computed by the CPU: other devices would answer only after
-    the steps they are busy with.
+    """Returns the learning rate of a step, computed on the CPU: another device would answer
+    only after the steps that it is busy with.
     """
     try:
         [host, *_] = jax.local_devices(backend="cpu")
@@ -182,32 +171,28 @@ def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
 
 
 def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[np.ndarray, "_"]:
-    """Returns the tokens of the validation split of which all but the first are validated on:
-    always the same.
+    """Returns the first tokens of the validation split, those that a run validates on.
 
-    `run.validation_batches` says how many batches; where it is 0, it is all of the split, up to
-    `VALIDATED` tokens.
+    They are the labels of `run.validation_batches` batches and one token before them. If that
+    field is 0, they are the whole split, up to `VALIDATED` labels.
     """
-    labels = (
-        config.run.validation_batches * config.data.batch_size * config.data.seq_len
-        or VALIDATED
-    )
-    return tokens[: labels + 1]
+    labels = config.run.validation_batches * config.data.batch_size * config.data.seq_len
+    return tokens[: (labels or VALIDATED) + 1]
 
 
 def validation_batches(
     tokens: Integer[np.ndarray, "T"], config: ConfigDict
 ) -> Iterator[data.Batch]:
-    """Yields the batches of which `validate` takes the mean, as large as a minibatch of the
-    step: they fit where the step does.
+    """Yields the batches that `validate` averages over. They are as large as a minibatch of the
+    step, so they fit into memory if the step does.
 
     Args:
       tokens: of the validation split.
       config: as `settings.whole` returns it.
 
     Raises:
-      ValueError: if there are fewer than two tokens, or one is outside the vocabulary. At the
-        call, not at the first batch.
+      ValueError: at the call, if there are fewer than two tokens, or one is outside the
+        vocabulary.
     """
     size = config.data.batch_size // config.training.num_minibatches
     where = dict(
@@ -220,12 +205,12 @@ def validation_batches(
 
 
 def bigram_loss(tokens: dict[str, np.ndarray], config: ConfigDict) -> dict[str, Any]:
-    """Returns {"bigram_loss": what a bigram model reaches}, in nats a token; nothing if a text
-    is too short for one.
+    """Returns {"bigram_loss": the loss of a bigram model}, in nats per token; {} if a split is
+    too short for one.
 
     Args:
-      tokens: of the course's tokenizer: "train", of which it counts at most `COUNTED`, and
-        "validation", of which those count that are `validated`.
+      tokens: of the course's tokenizer: "train", of which at most `COUNTED` are counted, and
+        "validation", of which the `validated` ones are predicted.
       config: as `settings.whole` returns it.
     """
     train, validation = tokens["train"][:COUNTED], validated(tokens["validation"], config)
@@ -242,26 +227,22 @@ def validate(
     place: jax.sharding.Sharding,
     told_to_end: Callable[[], str] = str,
 ) -> dict[str, float]:
-    """Returns the mean metrics of the validation split, or of the part of it that is
-    `validated`.
+    """Returns the mean metrics of the `validated` tokens of the validation split.
 
     Args:
       run: as built.
-      params: its parameters, wherever they lie.
+      params: its parameters, on any devices.
       tokens: of the validation split.
       config: as `settings.whole` returns it.
-      place: of a batch.
-      told_to_end: asked before each batch, as of `preemption.notices`; by default it says
-        nothing.
+      place: sharding of a batch.
+      told_to_end: called before each batch; returns why to end, or "": see
+        `preemption.notices`.
 
     Raises:
-      preemption.ToldToEnd: if it says why to end.
+      preemption.ToldToEnd: with that reason.
     """
-    size, length = (
-        config.data.batch_size // config.training.num_minibatches,
-        config.data.seq_len,
-    )
-    shard, shards = loading.shard_of(place, size, length)
+    size = config.data.batch_size // config.training.num_minibatches
+    shard, shards = loading.shard_of(place, size, config.data.seq_len)
     rows = slice(shard * size // shards, (shard + 1) * size // shards)
 
     def on_devices():
@@ -282,20 +263,18 @@ def sample(
     step: int,
     place: jax.sharding.Sharding,
 ) -> str:
-    """Returns what the model writes at the start of a document, `run.sample_tokens` tokens; the
-    same at the same step.
+    """Returns a text of `run.sample_tokens` tokens that the model generates at the start of a
+    document; the same text at the same step.
 
-    Arguments as of `validate`.
+    Arguments as for `validate`.
     """
     everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
-    # Token 0 is END, after which a document begins
+    # Token 0 is END: a document begins after it.
     prompt = jax.device_put(np.zeros((1, 1), np.int32), everywhere)
     rng = jax.random.fold_in(jax.random.key(config.seed), step)
-    length = config.run.sample_tokens
-    tokens = sampling.generate(
-        run.apply_fn, params, prompt, length, rng, max_seq_len=config.data.seq_len
-    )
-    whole = jax.jit(lambda tokens: tokens, out_shardings=everywhere)(tokens)
+    length, longest = config.run.sample_tokens, config.data.seq_len
+    tokens = sampling.generate(run.apply_fn, params, prompt, length, rng, max_seq_len=longest)
+    tokens = jax.jit(lambda tokens: tokens, out_shardings=everywhere)(tokens)
     return data.tokenizer().decode(
-        [token for token in np.asarray(whole)[0, 1:].tolist() if token < data.VOCAB_SIZE]
+        [token for token in np.asarray(tokens)[0, 1:].tolist() if token < data.VOCAB_SIZE]
     )

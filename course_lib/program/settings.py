@@ -1,16 +1,14 @@
-"""What the training program is told: a whole configuration, and three parts more.
+"""The training program's configuration: a `course_lib.configs` one, and three more parts.
 
     config = settings.whole(configs.get("cpu"))
     settings.set_field(config, "model.num_layers", "6")    # typed; a misspelt field fails
     settings.check(config)
 
-To `model`, `optimizer`, `data`, `training` and `seed` (`course_lib.configs`) come `run`, what
-the program does beside the steps, `mesh`, how many devices an axis has, and `strategy`, how
-they are used (`options.Strategy`).
+The additional parts are `run`, what the program does besides the steps; `mesh`, the number of
+devices along each axis; and `strategy`, how they are used (`options.Strategy`).
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import pathlib
@@ -22,41 +20,56 @@ from ml_collections import ConfigDict
 
 from course_lib import configs, files
 from course_lib.many_devices import meshes
-from course_lib.many_devices.async_tensor_parallel import OVERLAPS
-from course_lib.many_devices.data_parallel import STAGES
-from course_lib.many_devices.options import BY, Strategy
-from course_lib.many_devices.pipeline_parallel.schedules import SCHEDULES
+from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware
 from course_lib.program import journal, processes
 from course_lib.program.differences import differences, with_defaults
 
 NON_FINITE = ("stop", "skip")
 ALL = 0  # of a mesh axis: all devices that the other axes leave
+LIMITS: configs.Limits = {
+    "be 'shipped' or a folder of UTF-8 text": (bool, "run.corpus"),
+    "be at least 1 step; for never, more than training.steps": (
+        lambda x: x >= 1,
+        "run.log_every run.validate_every run.checkpoint_every run.sample_every",
+    ),
+    "be 0 or more": (lambda x: x >= 0, "run.validation_batches run.sample_tokens"),
+    "be at least 2: if the last is damaged, the one before is needed": (
+        lambda x: x >= 2,
+        "run.keep",
+    ),
+    f"be one of {NON_FINITE}": (NON_FINITE.__contains__, "run.non_finite"),
+    "be at least 1": (
+        lambda x: x >= 1,
+        "run.skips_in_a_row mesh.pipe mesh.expert mesh.context mesh.tensor",
+    ),
+    "be at least 1, or 0 for all devices": (lambda x: x >= ALL, "mesh.data"),
+}
 
 
 def defaults() -> ConfigDict:
     """Returns the parts of a configuration that only the program reads."""
     run = dict(
         corpus="shipped",  # or a folder of UTF-8 text: see course_lib.text.data.documents
-        log_every=10,  # steps between two lines of metrics, each the mean since the one before
+        log_every=10,  # steps between two lines of metrics, each a mean over these steps
         validate_every=250,  # steps; and at the end. A new best is written as a checkpoint, too
         validation_batches=0,  # of the validation split; 0: all, up to observe.VALIDATED tokens
         checkpoint_every=250,  # steps; lost if killed. At the end, and at SIGTERM, anyway
         keep=3,  # checkpoints, and the best one besides
         sample_every=250,  # steps between two samples; and at the end
-        sample_tokens=100,  # of a sample; 0: none
-        non_finite="stop",  # or "skip": an update that is not finite is left out, and counted
+        sample_tokens=100,  # per sample; 0: none
+        non_finite="stop",  # or "skip": skip updates that are not finite, and count them
         skips_in_a_row=25,  # end the run; a dynamic loss scale falls to 1 in 24 at most
     )
-    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}  # what the others leave
+    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}
     return ConfigDict(dict(run=run, mesh=mesh, strategy=dataclasses.asdict(Strategy())))
 
 
 def whole(config: Any) -> ConfigDict:
-    """Returns a copy of a configuration in which every field that is missing has its default.
+    """Returns a copy of a configuration, with the default of each field that is missing.
 
-    A field's default is its value in `_template`: in the published 155m for what the model
-    trains with, in `defaults` for the rest. So a file that is older than a field can be read.
+    Fields of `course_lib.configs` have their defaults in `configs.published_155m`, the others
+    in `defaults`. A file that is older than a field can therefore be read.
 
     Args:
       config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and
@@ -65,103 +78,44 @@ def whole(config: Any) -> ConfigDict:
     Raises:
       ValueError: if it is no such dict, or a field does not exist or is of another type.
     """
-    given = config.to_dict() if isinstance(config, ConfigDict) else config
-    found = _template()
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config={given!r} must have parts, as {sorted(found)}")
-    configs.check_fields(given, found, "", may_lack=True)
-    found.update(given)
-    return found.lock()
+    fields = config.to_dict() if isinstance(config, ConfigDict) else config
+    filled = _template()
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"config={fields!r} must have parts, as {sorted(filled)}")
+    configs.check_fields(fields, filled, may_lack=True)
+    filled.update(fields)
+    return filled.lock()
 
 
 def _template() -> ConfigDict:
-    """Returns a configuration whose fields have their types and their defaults."""
+    """Returns a configuration in which every field has its type and its default."""
     template = configs.published_155m()
     template.update(defaults())
     return template
 
 
-def part_of_model(config: ConfigDict) -> ConfigDict:
-    """Returns what `course_lib.configs` knows of a configuration."""
-    return ConfigDict(
-        {name: value for name, value in config.to_dict().items() if name not in defaults()}
-    )
-
-
 def check(config: ConfigDict) -> None:
-    """Refuses a configuration that cannot work. Whether it fits the devices is seen when it is
-    built.
+    """Refuses a configuration that cannot work. Building it shows whether it fits the devices.
 
     Raises:
       ValueError: naming the field, its value, and the fix.
     """
-    if missing := [name for name in defaults() if name not in config]:
+    if missing := [name for name in configs.PROGRAM if name not in config]:
         raise ValueError(f"{missing[0]} must be given: start from settings.whole(config)")
-    configs.check_fields(config, _template(), "")
-    for part, fields in config.items():
-        for field, value in fields.items() if isinstance(fields, ConfigDict) else ():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{part}.{field}={value} must be a finite number")
-            if isinstance(value, tuple) and not all(isinstance(name, str) for name in value):
-                raise ValueError(f"{part}.{field}={value!r} must hold strings")
-    configs.check(part_of_model(config))
-    if not config.run.corpus:
-        raise ValueError("run.corpus='' must be 'shipped' or a folder of UTF-8 text")
-    for field in ("log_every", "validate_every", "checkpoint_every", "sample_every"):
-        if config.run[field] < 1:
-            raise ValueError(
-                f"run.{field}={config.run[field]} must be at least 1 step; for never, more than"
-                " training.steps"
-            )
-    for field in ("validation_batches", "sample_tokens"):
-        if config.run[field] < 0:
-            raise ValueError(f"run.{field}={config.run[field]} must be 0 or more")
-    if config.run.keep < 2:
-        raise ValueError(
-            f"run.keep={config.run.keep} must be at least 2: if the last is damaged, the one"
-            " before is needed"
-        )
-    if config.run.skips_in_a_row < 1:
-        raise ValueError(
-            f"run.skips_in_a_row={config.run.skips_in_a_row} must be at least 1: so many left"
-            " out end the run"
-        )
-    if config.run.non_finite not in NON_FINITE:
-        raise ValueError(
-            f"run.non_finite={config.run.non_finite!r} must be one of {NON_FINITE}"
-        )
-    for axis, size in config.mesh.items():
-        if size < (ALL if axis == "data" else 1):
-            raise ValueError(
-                f"mesh.{axis}={size} must be at least 1"
-                + ", or 0 for all devices" * (axis == "data")
-            )
-    for field, known in _STRATEGY.items():
-        if config.strategy[field] not in known:
-            raise ValueError(
-                f"strategy.{field}={config.strategy[field]!r} must be one of {known}"
-            )
-    for field in ("microbatches", "chunks"):
-        if config.strategy[field] < 1:
-            raise ValueError(f"strategy.{field}={config.strategy[field]} must be at least 1")
-
-
-# The values that there are, on whatever mesh.
-_STRATEGY = dict(by=BY, zero=STAGES, overlap=OVERLAPS, schedule=tuple(SCHEDULES))
+    configs.check_fields(config, _template())
+    configs.check(config)
+    configs.check_limits(config, LIMITS)
+    strategy(config)
 
 
 def axes(config: ConfigDict, count: int) -> dict[str, int]:
-    """Returns the axes of the mesh for a number of devices: "data", and those along which there
-    is more than one.
+    """Returns the mesh's axes for a number of devices: "data", and others above one device.
 
     Raises:
       ValueError: if the sizes do not multiply to that number.
     """
-    others = {
-        axis: config.mesh[axis]
-        for axis in meshes.AXES
-        if axis != "data" and config.mesh[axis] > 1
-    }
+    others = {axis: config.mesh[axis] for axis in meshes.AXES if axis != "data"}
+    others = {axis: size for axis, size in others.items() if size > 1}
     inner = math.prod(others.values())
     size = config.mesh.data or count // inner
     if size * inner != count:
@@ -173,45 +127,50 @@ def axes(config: ConfigDict, count: int) -> dict[str, int]:
 
 
 def strategy(config: ConfigDict) -> Strategy:
-    """Returns the strategy of a configuration."""
-    return Strategy(**config.strategy.to_dict())
+    """Returns the strategy of a configuration.
+
+    Raises:
+      ValueError: if one of its values does not exist.
+    """
+    try:
+        return Strategy(**config.strategy.to_dict())
+    except ValueError as error:
+        raise ValueError(f"strategy.{error}") from None
 
 
 def fixed(config: ConfigDict) -> dict[str, Any]:
-    """Returns what must stay as it is when a run is resumed: all that its numbers follow from.
+    """Returns the fields that must not change when a run is resumed, as its numbers depend on
+    them.
 
-    Free are, for numbers that are the same bit for bit:
+    These fields may change without changing a single bit of the result:
 
-    - `training.steps`, so that a run can go on, and `training.donate`, which says where results
-      are written;
-    - of `run`, what is done beside the steps, and when. The text is known by its tokens,
+    - `training.steps`, to train longer, and `training.donate`, which says where results are
+      written;
+    - most of `run`: what is done besides the steps, and when. The text is known by its tokens,
       wherever it lies.
 
-    Free are, for numbers that differ in their rounding, as the same sums are taken in another
-    order:
+    These fields may change, but round differently, as the same sums are taken in another order:
 
-    - `mesh` and `strategy`, which say who computes (dropout draws other masks there). Only
-      where a stage of a pipeline has several chunks, layers are stored in the order of the
-      stages, and both stay;
+    - `mesh` and `strategy`, which say who computes (dropout masks differ, too). With several
+      chunks per pipeline stage, layers are stored in the order of the stages: then the number
+      of stages and chunks are fixed;
     - `model.remat*`, `model.attention`, `model.flat_products` and `training.accumulation`,
       which say how.
 
-    Fixed are of `run`: `validation_batches`, as the best loss is one of several of the same
-    text, and `non_finite`, which says which updates are made: see `changed`.
+    Two fields of `run` are fixed: `validation_batches`, because the best loss is the lowest of
+    several on the same text, and `non_finite`, which says which updates are made (see
+    `changed`).
     """
-    kept = part_of_model(config).to_dict()
-    for part, names in (*_ROUNDING.items(), ("training", _BESIDE)):
-        kept[part] = {name: value for name, value in kept[part].items() if name not in names}
-    kept["run"] = {name: config.run[name] for name in ("validation_batches", "non_finite")}
-    chunks = config.strategy.chunks
-    return (
-        kept
-        | {"strategy": {"chunks": chunks}}
-        | ({"mesh": {"pipe": config.mesh.pipe}} if chunks > 1 else {})
-    )
+    fields = {k: v for k, v in config.to_dict().items() if k not in configs.PROGRAM}
+    for part, names in (*_ROUNDING.items(), ("training", ("steps", "donate"))):
+        fields[part] = {k: v for k, v in fields[part].items() if k not in names}
+    fields["run"] = {name: config.run[name] for name in ("validation_batches", "non_finite")}
+    fields["strategy"] = {"chunks": config.strategy.chunks}
+    if config.strategy.chunks > 1:
+        fields["mesh"] = {"pipe": config.mesh.pipe}
+    return fields
 
 
-_BESIDE = ("steps", "donate")  # of training
 _ROUNDING = {
     "training": ("accumulation",),
     "model": ("remat", "remat_policy", "remat_names", "attention", "flat_products"),
@@ -219,98 +178,95 @@ _ROUNDING = {
 
 
 def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
-    """Returns what the rounding of the numbers follows from, beside what is `fixed`: versions,
-    devices, and what says how.
+    """Returns what the rounding of the numbers depends on, besides the fields in `fixed`:
+    versions, devices, and the fields that say who computes and how.
 
-    A run that goes on with another one has other last bits from there on.
+    A run that goes on with other values has other last bits from there on.
     """
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "jax": jax.__version__,
         "device": kinds,
         "processes": jax.process_count(),
+        "mesh": axes(config, len(devices)),
+        # One device sends nothing, whatever the strategy.
+        "strategy": (config if len(devices) > 1 else defaults()).strategy.to_dict(),
     }
-    found |= {"cores": hardware.cores()} if kinds == "cpu" else {}
-    found["mesh"] = axes(config, len(devices))
-    # One device sends nothing, whatever the strategy.
-    how = config if len(devices) > 1 else defaults()
-    found["strategy"] = how.strategy.to_dict()
-    found |= {
-        part: {name: config[part][name] for name in names} for part, names in _ROUNDING.items()
-    }
-    return json.loads(json.dumps(found))  # as a checkpoint gives it back
+    if kinds == "cpu":
+        values["cores"] = hardware.cores()
+    for part, names in _ROUNDING.items():
+        values[part] = {name: config[part][name] for name in names}
+    return json.loads(json.dumps(values))  # as a checkpoint gives it back
 
 
-def changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each field that differs although it must not.
+def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each field that differs and must not.
 
-    A field that the saved configuration lacks has its default there: the run is older than
-    the field. A run that stops at what is not finite has left out no update until then. So it
-    may go on as one that leaves them out; not the other way.
+    A field that the saved configuration lacks has its default there: the run is older than the
+    field. A run with `non_finite="stop"` has skipped no update so far, so it may go on with
+    "skip", but not the other way round.
 
     Args:
-      saved: as `fixed` returned it, perhaps to an older version of this course.
-      given: as `fixed` returns it.
+      saved: as `fixed` returned it, perhaps in an older version of this course.
+      now: as `fixed` returns it.
     """
     template = _template().to_dict()
-    saved = _still_fixed(with_defaults(saved, given, template), given, template)
+    saved = _still_fixed(with_defaults(saved, now, template), now, template)
     if saved["run"]["non_finite"] == "stop":
-        saved = {**saved, "run": {**saved["run"], "non_finite": given["run"]["non_finite"]}}
-    return differences(saved, given)
+        saved = {**saved, "run": {**saved["run"], "non_finite": now["run"]["non_finite"]}}
+    return differences(saved, now)
 
 
 def _still_fixed(
-    saved: Mapping[str, Any], given: Mapping[str, Any], template: Mapping[str, Any]
+    saved: Mapping[str, Any], now: Mapping[str, Any], template: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what was saved, without fields that were fixed then and are free now."""
+    """Returns saved fields without those that were fixed then and may change now."""
     return {
-        name: _still_fixed(value, given[name], template[name])
-        if isinstance(value, Mapping) and name in given and name in template
+        name: _still_fixed(value, now[name], template[name])
+        if isinstance(value, Mapping) and name in now and name in template
         else value
         for name, value in saved.items()
-        if name in given or name not in template
+        if name in now or name not in template
     }
 
 
-def rounded_otherwise(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each thing that rounds numbers otherwise, of two as `computed`
-    returns.
-
-    A field that the saved one lacks has its default there, as for `changed`.
+def rounded_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each difference that changes the rounding, between two results of
+    `computed`. A saved field that is missing has its default, as for `changed`.
     """
-    fields = {name: part for name, part in given.items() if name != "mesh"}  # sizes found
-    return differences(with_defaults(saved, fields, _template().to_dict()), given)
+    fields = {name: part for name, part in now.items() if name != "mesh"}  # has no defaults
+    return differences(with_defaults(saved, fields, _template().to_dict()), now)
 
 
-def unlike(told: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each thing that the first process which differs is told otherwise than
-    process 0. All call it.
+def unlike(values: Mapping[str, Any]) -> list[str]:
+    """Compares every process's values with process 0's, and returns a line for each difference
+    of the first process that differs. A collective: every process must call it.
 
     Args:
-      told: to this process; of what JSON knows.
+      values: of this process, as JSON can hold them.
     """
-    first, *others = (json.loads(said) for said in processes.gather(json.dumps(told)))
-    found = (
+    first, *others = map(json.loads, processes.gather(json.dumps(values)))
+    lines = (
         differences(first, other, ("in process 0", f"in process {n}"))
         for n, other in enumerate(others, 1)
     )
-    return next(filter(None, found), [])
+    return next(filter(None, lines), [])
 
 
 def why_not_begun(folder: pathlib.Path) -> str:
-    """Returns why no run may begin in a folder without checkpoints, which would write over what
+    """Returns why no run may begin in a folder without checkpoints, as it would write over what
     is there; "" if it may.
 
-    A run that was killed before its first checkpoint was whole may begin anew. At the latest
-    that checkpoint is whole when the next one is saved, twice `run.checkpoint_every` steps
-    after the start, and when a report is written.
+    A run that was killed before its first checkpoint was complete may begin anew. That
+    checkpoint is complete when the next one is saved, twice `run.checkpoint_every` steps after
+    the start, and when a report is written.
     """
     written = [
         file.name
         for file in folder.glob("*.jsonl")
         if file.stem in journal.FILES and file.stat().st_size
     ]
-    # Looked at last: another process that begins the same run writes it first.
+    # Read last: another process that begins the same run writes it first.
     path = folder / "config.json"
     cure = "give another folder, or move what is there away"
     if not written and not path.exists():
@@ -318,13 +274,10 @@ def why_not_begun(folder: pathlib.Path) -> str:
     try:
         last = 2 * int(json.loads(path.read_text())["run"]["checkpoint_every"])
     except (OSError, ValueError, KeyError, TypeError):
-        return (
-            f"{folder} holds {', '.join(written) or path.name}, but no configuration of a run:"
-            f" {cure}"
-        )
-    if (folder / "report.md").exists() or any(
-        line["step"] > last for line in journal.read(folder)
-    ):
+        names = ", ".join(written) or path.name
+        return f"{folder} holds {names}, but no configuration of a run: {cure}"
+    later = any(line["step"] > last for line in journal.read(folder))
+    if later or (folder / "report.md").exists():
         return (
             f"the run in {folder} has no checkpoints any more, and to begin anew would erase"
             f" its metrics and samples: {cure}"
@@ -339,7 +292,7 @@ def write(config: ConfigDict, folder: pathlib.Path) -> None:
 
 
 def set_field(config: ConfigDict, field: str, text: str) -> None:
-    """Sets a field to what a text says, in the type of the field.
+    """Sets a field from text, in the type of the field.
 
     Args:
       config: as `whole` returns it; it is changed.
@@ -350,27 +303,19 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     Raises:
       ValueError: if there is no such field, or the text is not of its type.
     """
-    fields = {
-        f"{part}.{name}": (part, name)
-        for part in config
+    fields = {"seed": 0} | {
+        f"{part}.{name}": example
+        for part, examples in _template().items()
         if part != "seed"
-        for name in config[part]
+        for name, example in examples.items()
     }
-    if field not in fields and field != "seed":
-        close = difflib.get_close_matches(field, [*fields, "seed"], n=1)
-        hint = (
-            f"did you mean {close[0]}?"
-            if close
-            else f"the fields are those of {', '.join(config)}"
-        )
-        raise ValueError(f"{field}={text} is no field and would change nothing: {hint}")
-    part, name = fields.get(field, ("", "seed"))
-    owner, examples = (config[part], _template()[part]) if part else (config, _template())
-    read, what = _READ[type(examples[name])]
+    if field not in fields:
+        raise configs.no_field(field, text, fields)
+    read, kind = _READ[type(fields[field])]
     try:
-        owner[name] = read(text)
+        config.update_from_flattened_dict({field: read(text)})
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{field}={text} must be {what}") from None
+        raise ValueError(f"{field}={text} must be {kind}") from None
 
 
 def _names(text: str) -> tuple[str, ...]:

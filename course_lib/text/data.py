@@ -1,8 +1,8 @@
 """Text for the course: a corpus, its tokenizer, and batches of tokens.
 
-The corpus of the package (`course_lib/text/corpus/SOURCE.md`) is an extract of CPython 3.13.0:
-topics of its language reference (English) and modules of its standard library (Python): real
-text, but narrow. A model learns to write manuals and code from it.
+The package ships a corpus, an extract of CPython 3.13.0 (`course_lib/text/corpus/SOURCE.md`):
+topics of its language reference (English) and modules of its standard library (Python). The
+text is real but narrow: a model learns to write manuals and code from it.
 
 Tokens are byte-level byte pairs (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909),
 learned from the training split.
@@ -11,20 +11,20 @@ learned from the training split.
 import gzip
 import hashlib
 import importlib.resources
-import io
+import itertools
 import json
 import os
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tokenizers
 from flax import struct
-from jaxtyping import Float, Integer, UInt16
+from jaxtyping import Float, Integer, UInt8, UInt16
 
 from course_lib import files
 
@@ -32,9 +32,10 @@ CORPUS = "cpython-3.13.0.jsonl.gz"
 # The checksum of the text: see tools/build_corpus.py.
 CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"
 VOCAB_SIZE = 2048
-TOKENIZER = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE]  # what it follows from
-END = "<|end|>"  # stands after each document; token 0
+END = "<|end|>"  # ends each document; token 0
 SPLITS = ("train", "validation")
+GROUP = 2**24  # characters that are tokenized at a time, on all cores
+Corpus = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Document:
 
 @struct.dataclass
 class Batch:
-    """What a train step learns from: examples, their labels, and how much each label counts.
+    """Examples, their labels, and how much each label counts.
 
     Attributes:
       inputs: int32 tokens [B, L] of a language model, or float features [B, D] of a classifier.
@@ -60,55 +61,61 @@ class Batch:
     weights: Any
 
 
-def documents(split: str, corpus: str | os.PathLike[str] = "shipped") -> list[Document]:
-    """Returns the documents of one split, in the order of their names.
+def documents(split: str, corpus: Corpus = "shipped") -> list[Document]:
+    """Returns the documents of one split, sorted by name.
 
-    Files are split, not lines: a tenth of them, those whose names have the smallest CRC-32, are
-    for validation.
+    A tenth of the files, those whose names have the smallest CRC-32, are for validation.
 
     Args:
       split: "train" or "validation".
       corpus: "shipped"; "stdlib", the standard library of this machine's Python, larger, and
-        not the same on every machine; or a folder of UTF-8 text, read with its subfolders and
-        those that links lead to, each once.
+        not the same on every machine; or a folder of UTF-8 text with its subfolders. Links to
+        folders are followed, and each folder is read once.
 
     Raises:
-      ValueError: if the split is unknown, or the folder is missing, has fewer than two files,
-        one that is not UTF-8 or holds `END`, or what `files.below` refuses, or if all files of
-        the split are empty.
+      ValueError: if the split is unknown, the folder is missing or has fewer than two files,
+        a file of the split is not UTF-8 or holds `END`, all of them are empty, or as
+        `files.below`.
     """
-    check_split(split)
-    return _of_split(split, _read(corpus), corpus)
+    return list(_documents(split, corpus))
 
 
-def check_split(split: str) -> None:
-    """Refuses a split that there is not."""
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} must be one of {SPLITS}")
-
-
-def _of_split(
-    split: str, everything: list[Document], corpus: str | os.PathLike[str]
-) -> list[Document]:
-    by_name = {document.name: document for document in everything}
-    chosen = [by_name[name] for name in names_of_split(split, by_name, corpus)]
-    if not any(document.text for document in chosen):
+def _documents(split: str, corpus: Corpus) -> Iterator[Document]:
+    """Yields what `documents` returns, and reads each file of a folder when it is its turn."""
+    if corpus == "shipped":
+        folder = importlib.resources.files("course_lib.text").joinpath("corpus")
+        lines = gzip.decompress(folder.joinpath(CORPUS).read_bytes()).splitlines()
+        shipped = {line["name"]: line["text"] for line in map(json.loads, lines)}
+        yield from (Document(name, shipped[name]) for name in _names(split, shipped, corpus))
+        return
+    paths = text_files(corpus)
+    names = _names(split, paths, corpus)
+    if not any(paths[name].stat().st_size for name in names):
         raise ValueError(
             f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
         )
-    return chosen
+    for name in names:
+        try:
+            text = paths[name].read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, PermissionError) as error:
+            raise ValueError(
+                f"corpus={str(corpus)!r}: {name!r} is not UTF-8, or unreadable ({error}); mend"
+                " or remove it"
+            ) from None
+        if END in text:
+            raise ValueError(
+                f"corpus={str(corpus)!r}: {name!r} holds {END!r}, which ends a document; remove"
+                " it"
+            )
+        yield Document(name, text)
 
 
-def names_of_split(
-    split: str, names: Collection[str], corpus: str | os.PathLike[str]
-) -> list[str]:
-    """Returns the names that are of one split, sorted, as `documents` says."""
+def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
+    """Returns the names that belong to one split, sorted."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} must be one of {SPLITS}")
     if len(names) < 2:
-        why = (
-            "one is for validation"
-            if names
-            else "it is empty, as a folder is whose disk is not mounted"
-        )
+        why = "one is for validation" if names else "it is empty; is its disk mounted?"
         raise ValueError(
             f"corpus={str(corpus)!r} must hold two files or more, it has {len(names)}: {why}"
         )
@@ -117,21 +124,10 @@ def names_of_split(
     return sorted(by_hash[:count] if split == "validation" else by_hash[count:])
 
 
-def _read(corpus: str | os.PathLike[str]) -> list[Document]:
-    if corpus == "shipped":
-        packed = (
-            importlib.resources.files("course_lib.text").joinpath("corpus", CORPUS).read_bytes()
-        )
-        return [Document(**json.loads(line)) for line in gzip.decompress(packed).splitlines()]
-    return [read_document(name, path, corpus) for name, path in text_files(corpus).items()]
-
-
-def text_files(corpus: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
-    """Returns the files of a corpus that is not the shipped one: their names in its folder, and
-    where they are.
-    """
+def text_files(corpus: Corpus) -> dict[str, pathlib.Path]:
+    """Returns the files of a folder or of "stdlib", by their names relative to the folder."""
     folder = pathlib.Path(sysconfig.get_path("stdlib") if corpus == "stdlib" else corpus)
-    if not os.path.isdir(folder):  # pathlib's would raise where a folder above may not be read
+    if not os.path.isdir(folder):  # pathlib's raises if a parent folder may not be read
         raise ValueError(
             f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' and 'stdlib' are"
             " names of others"
@@ -139,88 +135,94 @@ def text_files(corpus: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
     if corpus == "stdlib":
         left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib"}
         modules = sorted(path for path in folder.rglob("*.py") if path.is_file())
-        found = [path for path in modules if not left_out & set(path.relative_to(folder).parts)]
+        paths = [path for path in modules if not left_out & set(path.relative_to(folder).parts)]
     else:
         try:
-            found = files.below(folder)
+            paths = files.below(folder)
         except ValueError as error:
             raise ValueError(f"corpus={str(corpus)!r}: {error}") from None
-    return {path.relative_to(folder).as_posix(): path for path in found}
-
-
-def read_document(name: str, path: pathlib.Path, corpus: str | os.PathLike[str]) -> Document:
-    """Returns one of `text_files`, read and checked."""
-    try:
-        document = Document(name, path.read_bytes().decode("utf-8"))
-    except (UnicodeDecodeError, PermissionError) as error:
-        raise ValueError(
-            f"corpus={str(corpus)!r}: {name!r} is not UTF-8, or unreadable ({error}); mend or"
-            " remove it"
-        ) from None
-    if END in document.text:
-        raise ValueError(
-            f"corpus={str(corpus)!r}: {name!r} holds {END!r}, which ends a document; remove it"
-        )
-    return document
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def tokenizer() -> tokenizers.Tokenizer:
     """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text without `END`
     survives the round trip.
 
-    It was trained on the shipped corpus' training split, whatever corpus it is then used on:
-    2048 tokens, of which 256 are the bytes and token 0 ends a document. The first call trains
-    it, in seconds, and caches it (see `tokens`).
+    It has 2048 tokens: 256 are the bytes, and token 0 ends a document. It is trained on the
+    training split of the shipped corpus, whatever corpus it is then used on. The first call
+    trains it, in a second, and caches it as `tokens` does.
     """
-    return tokenizers.Tokenizer.from_str(_prepared("shipped")["tokenizer"].tobytes().decode())
 
+    def trained():
+        texts = [document.text for document in documents("train")]
+        yield np.frombuffer(_train_tokenizer(texts).to_str().encode(), np.uint8)
 
-def tokens(split: str, corpus: str | os.PathLike[str] = "shipped") -> UInt16[np.ndarray, "T"]:
-    """Returns the tokens of one split, document after document, each closed by the token `END`.
-
-    The first call prepares them, in seconds, and caches them under `$COURSE_CACHE`, or the
-    user's cache folder, in a file that is there whole or not at all. A damaged one is made
-    again, and it is said.
-
-    Args:
-      split: "train" or "validation".
-      corpus: as of `documents`.
-
-    Raises:
-      ValueError: as `documents`.
-    """
-    check_split(split)
-    return _prepared(corpus)[split]
+    stored = _cached(f"tokenizer-{_key('shipped')}.bin", trained())
+    return tokenizers.Tokenizer.from_str(stored.tobytes().decode())
 
 
 def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END],
-        initial_alphabet=alphabet,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
     return model
 
 
-def _prepare(
-    everything: list[Document], corpus: str | os.PathLike[str]
-) -> dict[str, np.ndarray]:
-    """Returns tokens of both splits, and with the shipped corpus the tokenizer as JSON."""
-    texts = {
-        split: [document.text for document in _of_split(split, everything, corpus)]
-        for split in SPLITS
-    }
-    model = _train_tokenizer(texts["train"]) if corpus == "shipped" else tokenizer()
-    prepared = {split: encode(model, texts[split]) for split in SPLITS}
-    if corpus == "shipped":
-        prepared["tokenizer"] = np.frombuffer(model.to_str().encode(), np.uint8)
-    return prepared
+def tokens(split: str, corpus: Corpus = "shipped") -> UInt16[np.ndarray, "T"]:
+    """Returns the tokens of one split, document after document, each closed by the token `END`.
+
+    They are memory-mapped from a file under `$COURSE_CACHE`, or the user's cache folder. The
+    first call prepares the file, and other processes of this host wait for it. Documents are
+    read one after another: a corpus may be larger than the memory, a document may not. The file
+    is made again if a name, a size or a time of the corpus' files changes, or if its checksum,
+    which each call reads, does not agree.
+
+    Args:
+      split: "train" or "validation".
+      corpus: as for `documents`.
+
+    Raises:
+      ValueError: as `documents`.
+      OSError: if a document cannot be read or changes meanwhile, or the file cannot be written.
+    """
+    key, model = _key(corpus), tokenizer()
+    return _cached(f"tokens-{key}-{split}.bin", _encoded(split, corpus, model, key)).view("<u2")
+
+
+def _key(corpus: Corpus) -> str:
+    """Returns a hash of all that the tokens of a corpus follow from."""
+    known: list[Any] = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE, corpus == "shipped"]
+    for name, path in ({} if corpus == "shipped" else text_files(corpus)).items():
+        status = path.stat()
+        known.append((name, str(path.absolute()), status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def _encoded(
+    split: str, corpus: Corpus, model: tokenizers.Tokenizer, key: str
+) -> Iterator[np.ndarray]:
+    """Yields the tokens of a split, `GROUP` characters at a time."""
+    size = 0
+
+    def group(document):
+        nonlocal size
+        size += len(document.text)
+        return size // GROUP
+
+    for _, some in itertools.groupby(_documents(split, corpus), group):
+        yield encode(model, [document.text for document in some]).astype("<u2")
+    if _key(corpus) != key:
+        raise OSError(
+            f"corpus={str(corpus)!r} changed while it was read: call again when nobody writes"
+            " to it"
+        )
 
 
 def encode(model: tokenizers.Tokenizer, texts: list[str]) -> UInt16[np.ndarray, "T"]:
@@ -230,45 +232,86 @@ def encode(model: tokenizers.Tokenizer, texts: list[str]) -> UInt16[np.ndarray, 
     return np.concatenate([np.array([*one.ids, end], np.uint16) for one in encoded])
 
 
-def _prepared(corpus: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    everything = _read(corpus)
-    settings = [*TOKENIZER, *[(doc.name, doc.text) for doc in everything]]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    path = files.cache_folder() / f"tokens-{key}.npz"
-    if path.is_file():
-        stored = path.read_bytes()
-        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
-            with np.load(io.BytesIO(stored[32:])) as arrays:
-                return dict(arrays)
-        print(f"the cached tokens {path.name} are damaged: making them again")
-    # From the same texts as the key: files may be written meanwhile.
-    prepared = _prepare(everything, corpus)
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **prepared)
+def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
+    """Maps the bytes of a cached file into memory; writes it first if it is missing or damaged.
+
+    Behind the bytes of the pieces stands their CRC-32.
+    """
+    path = files.cache_folder() / name
     try:
-        with files.whole_file(path) as file:
-            file.write(hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+        if (stored := _stored(path)) is not None:
+            return stored
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent, wait=True):
+            if (stored := _stored(path)) is not None:  # another process has written it
+                return stored
+            if path.exists():
+                print(f"the cached file {name} is damaged: making it again")
+            checksum = 0
+            with files.whole_file(path) as file:
+                for piece in pieces:
+                    file.write(piece.tobytes())
+                    checksum = zlib.crc32(piece, checksum)
+                file.write(checksum.to_bytes(4, "little"))
+            return np.memmap(path, np.uint8, "r")[:-4]
     except OSError as error:
-        print(f"the tokens cannot be cached ({error}); COURSE_CACHE names another folder")
-    return prepared
+        raise OSError(
+            f"{path} cannot be prepared: {error}; COURSE_CACHE names another folder for it"
+        ) from error
+
+
+def _stored(path: pathlib.Path) -> UInt8[np.ndarray, "_"] | None:
+    try:
+        content = np.memmap(path, np.uint8, "r")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
+        return None
+    checksum = zlib.crc32(content[:-4]).to_bytes(4, "little")
+    return content[:-4] if content[-4:].tobytes() == checksum else None
 
 
 def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
     """Refuses tokens that the model has no embedding for.
 
-    Inside a compiled step an index out of range is no error: the embedding reads NaN, and one
-    step later every parameter is NaN. So it is checked here.
+    In a compiled step an index out of range is no error: the embedding reads NaN, and one step
+    later every parameter is NaN.
 
     Raises:
       ValueError: naming the first such token and its position.
     """
-    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+    signed = tokens.dtype.kind == "i"
+    if tokens.size and (tokens.max() >= vocab_size or (signed and tokens.min() < 0)):
         position = tuple(map(int, np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]))
         raise ValueError(
             f"tokens[{', '.join(map(str, position))}]={int(tokens[position])} must be in [0,"
             f" vocab_size={vocab_size}): the model has no such embedding; take a larger"
             " vocab_size, or this model's tokenizer"
         )
+
+
+def check_windows(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size: int) -> None:
+    """Refuses a stream of tokens that batches of windows cannot be cut from.
+
+    Raises:
+      ValueError: as `batches`.
+    """
+    _check_stream(tokens, batch_size, seq_len, vocab_size)
+    if len(tokens) < seq_len + 1:
+        raise ValueError(
+            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
+            " fits"
+        )
+
+
+def _check_stream(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size: int) -> None:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [T], one"
+            " after another"
+        )
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1: a batch would hold no label")
+    check_tokens(tokens, vocab_size)
 
 
 def batches(
@@ -285,25 +328,19 @@ def batches(
 
     Args:
       tokens: a split.
-      batch_size: B windows a batch.
-      seq_len: L tokens a window.
-      seed: of the windows' places.
-      steps: how many batches.
-      vocab_size: V that every token must be under.
+      batch_size: B windows per batch.
+      seq_len: L tokens per window.
+      seed: chooses where the windows lie.
+      steps: number of batches.
+      vocab_size: V; every token must be below it.
 
     Raises:
       ValueError: at the call, if no window fits, a token is outside the vocabulary, or B, L or
         `steps` is below 1.
     """
-    check_sizes(batch_size, seq_len, tokens)
-    check_tokens(tokens, vocab_size)
+    check_windows(tokens, batch_size, seq_len, vocab_size)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1: there would be no batch")
-    if len(tokens) < seq_len + 1:
-        raise ValueError(
-            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
-            " fits"
-        )
     starts = np.random.default_rng(seed).integers(
         0, len(tokens) - seq_len, (steps, batch_size, 1)
     )
@@ -311,20 +348,6 @@ def batches(
         _windows(tokens, start + np.arange(seq_len), np.ones((batch_size, seq_len), np.float32))
         for start in starts
     )
-
-
-def check_sizes(batch_size: int, seq_len: int, tokens: np.ndarray) -> None:
-    """Refuses a batch without labels, and what is no stream of tokens: numbers with a fraction
-    would be cut off.
-    """
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [T], one"
-            " after another"
-        )
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1: a batch would hold no label")
 
 
 def _windows(
@@ -339,24 +362,22 @@ def _windows(
 def validation_batches(
     tokens: Integer[np.ndarray, "T"], *, batch_size: int, seq_len: int, vocab_size: int
 ) -> Iterator[Batch]:
-    """Yields batches that hold every token but the first exactly once as a label. Each is made
-    when it is asked for.
+    """Yields batches that hold every token but the first exactly once as a label.
 
-    What is missing to the last full batch is padding, of weight 0: a mean weighted by the
-    labels' weights is exact.
+    The last batch is padded with labels of weight 0, so a mean weighted by the labels' weights
+    is exact. Each batch is made when it is asked for.
 
     Args:
       tokens: a split.
-      batch_size: B windows a batch.
-      seq_len: L tokens a window.
-      vocab_size: V that every token must be under.
+      batch_size: B windows per batch.
+      seq_len: L tokens per window.
+      vocab_size: V; every token must be below it.
 
     Raises:
-      ValueError: if there are fewer than two tokens, one is outside the vocabulary, or B or L
-        is below 1.
+      ValueError: at the call, if there are fewer than two tokens, one is outside the
+        vocabulary, or B or L is below 1.
     """
-    check_sizes(batch_size, seq_len, tokens)
-    check_tokens(tokens, vocab_size)
+    _check_stream(tokens, batch_size, seq_len, vocab_size)
     labels, size = len(tokens) - 1, batch_size * seq_len
     if labels < 1:
         raise ValueError(

@@ -1,27 +1,23 @@
-"""Input of a training run: token files, and from them batches that are shuffled, shared out,
-restorable and there in time.
+"""Batches of a training run: shuffled, divided among processes, restorable, sent ahead.
 
-    tokens = loading.token_file("train")    # memory-mapped: read where a batch needs it
+    tokens = data.tokens("train")           # memory-mapped: read where a batch needs it
     batches = loading.batches(tokens, batch_size=8, seq_len=256, seed=0, vocab_size=2048)
     batches = loading.to_devices(batches, sharding)
     batch = next(batches)                   # endless
     state = batches.get_state()             # belongs into a checkpoint, with the parameters
 
-Documents are packed: one after another, each closed by `END`, they are one stream, and the
-stream a circle. It is cut into windows, wherever the cuts fall, so that no label is padding;
-attention sees what stands before in its window, be it another document. Each epoch cuts at
+Documents are packed: they stand one after another, each closed by `END`, in one circular
+stream. The stream is cut into windows wherever the cuts fall, so no label is padding, and
+attention sees all that stands before in its window, even another document. Each epoch cuts at
 other places and takes the windows in another order.
 
-The pipeline is Grain's (https://google-grain.readthedocs.io): each batch follows from its
-number alone. So the state is that number, and a run may go on with another number of processes.
+The pipeline is Grain's (https://google-grain.readthedocs.io). A batch follows from its number
+alone, so the state is that number, and a run may go on with another number of processes.
 """
 
 import collections
 import contextlib
 import functools
-import hashlib
-import json
-import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
@@ -30,161 +26,32 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jaxtyping import Integer, UInt16
+from jaxtyping import Integer
 
 from course_lib import files
 from course_lib.text import data
 
-GROUP = 2**24  # characters that are tokenized at a time, on all cores
 State = dict[str, Any]
 
 
-class Changed(RuntimeError):
-    """A text was written to while it was read."""
-
-
-def token_file(
-    split: str, corpus: str | os.PathLike[str] = "shipped"
-) -> UInt16[np.ndarray, "T"]:
-    """Returns the tokens of one split, those of `data.tokens`, memory-mapped from a file.
-
-    The first call prepares the file, under `$COURSE_CACHE` or the user's cache folder, whole or
-    not at all; other processes of this host wait for it. A folder's documents are read one
-    after another, so it may be larger than the memory, though no document may. The file is made
-    again when a name, a size or a time of the folder's files has changed, or when its own
-    checksum, which is read in each call, does not agree.
-
-    Args:
-      split: "train" or "validation".
-      corpus: as of `data.documents`.
-
-    Raises:
-      ValueError: as `data.documents`, of the documents of this split.
-      Changed: if the folder changes while it is read.
-      OSError: if a document cannot be read, or the file cannot be written.
-    """
-    data.check_split(split)
-    path = _path(split, corpus)
-    try:
-        if (found := _loaded(path)) is not None:
-            return found
-        with files.one_at_a_time(path.parent):
-            if (found := _loaded(path)) is not None:  # another process has made it meanwhile
-                return found
-            if path.exists():
-                print(f"the cached tokens {path.name} are damaged: making them again")
-            files.remove_stale(path.parent, "tokens-*.part")
-            _write(path, _pieces(split, corpus))
-            if _path(split, corpus) != path:
-                path.unlink()
-                raise Changed(
-                    f"corpus={str(corpus)!r} changed while it was read: call again when nobody"
-                    " writes to it"
-                )
-            tokens = np.load(path, mmap_mode="r")
-            with files.whole_file(_about(path)) as file:
-                file.write(json.dumps(identity(tokens)).encode())
-            return tokens
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be prepared ({error}); COURSE_CACHE names another folder for it"
-        ) from error
-
-
 def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
-    """Returns by what tokens are known, wherever their file lies: how many, and a checksum."""
-    crc = 0
-    for start in range(0, len(tokens), 2**22):
-        crc = zlib.crc32(np.ascontiguousarray(tokens[start : start + 2**22]).tobytes(), crc)
-    return {"tokens": len(tokens), "crc32": crc}
+    """Returns the number of tokens and their CRC-32, which do not depend on where they lie."""
+    return {"tokens": len(tokens), "crc32": zlib.crc32(np.ascontiguousarray(tokens))}
 
 
-def check_apart(folder: pathlib.Path, corpus: str | os.PathLike[str]) -> None:
-    """Refuses a run folder inside of a corpus, or where a link in it leads: what a run writes
-    would be text when it goes on.
+def check_apart(folder: pathlib.Path, corpus: data.Corpus) -> None:
+    """Refuses a run folder inside of a corpus, or in a folder that a link in the corpus leads
+    to: a run that goes on would read its own files as text.
     """
     if corpus in ("shipped", "stdlib"):
         return
-    inside = False
-    with contextlib.suppress(OSError):  # a folder that cannot be read: `token_file` says so
-        inside = any(
-            folder.resolve().is_relative_to(below.resolve())
-            for below, _ in files.folders(pathlib.Path(corpus))
-        )
-    if inside:
-        raise ValueError(
-            f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: what a run writes"
-            " would be read as text when it goes on; take another --run"
-        )
-
-
-def _loaded(path: pathlib.Path) -> UInt16[np.ndarray, "T"] | None:
-    """Returns the tokens of a file, None if it is missing or damaged."""
-    try:
-        tokens = np.load(path, mmap_mode="r")
-        return tokens if json.loads(_about(path).read_text()) == identity(tokens) else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
-        return None
-
-
-def _about(path: pathlib.Path) -> pathlib.Path:
-    return path.with_suffix(".json")  # the checksum
-
-
-def _path(split: str, corpus: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns where the tokens are kept, by a name that follows from what they follow from."""
-    settings: list[Any] = [*data.TOKENIZER, str(corpus)]
-    if corpus != "shipped":
-        status = {path: path.stat() for path in data.text_files(corpus).values()}
-        # an empty folder is not the shipped corpus, nor a folder its parent
-        settings[-1] = os.path.abspath(corpus)
-        settings += [
-            (str(path.absolute()), found.st_size, found.st_mtime_ns)
-            for path, found in status.items()
-        ]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return files.cache_folder() / f"tokens-{key}-{split}.npy"
-
-
-def _pieces(split: str, corpus: str | os.PathLike[str]) -> Iterator[UInt16[np.ndarray, "_"]]:
-    """Yields the tokens of a split, some documents at a time."""
-    if corpus == "shipped":
-        yield data.tokens(split)
-        return
-    found = data.text_files(corpus)
-    names = data.names_of_split(split, found, corpus)
-    if not any(found[name].stat().st_size for name in names):
-        raise ValueError(
-            f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
-        )
-    model = data.tokenizer()
-    texts, size = [], 0
-    for name in names:
-        texts.append(data.read_document(name, found[name], corpus).text)
-        if (size := size + len(texts[-1])) >= GROUP:
-            yield data.encode(model, texts)
-            texts, size = [], 0
-    if texts:
-        yield data.encode(model, texts)
-
-
-def _write(path: pathlib.Path, pieces: Iterable[UInt16[np.ndarray, "_"]]) -> None:
-    """Writes an .npy file piece by piece. Its header, of the same size for any length, is
-    written again at the end.
-    """
-
-    def header(length):
-        what = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
-        np.lib.format.write_array_header_1_0(file, what)
-
-    length = 0
-    with files.whole_file(path) as file:
-        header(length)
-        for piece in pieces:
-            file.write(piece.astype("<u2").tobytes())
-            length += len(piece)
-        file.seek(0)
-        header(length)
+    with contextlib.suppress(OSError):  # `data.tokens` reports a folder that cannot be read
+        for inner, _ in files.folders(pathlib.Path(corpus)):
+            if folder.resolve().is_relative_to(inner.resolve()):
+                raise ValueError(
+                    f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: what a run"
+                    " writes would be read as text when it goes on; take another --run"
+                )
 
 
 def batches(
@@ -197,47 +64,38 @@ def batches(
     shard: int = 0,
     shards: int = 1,
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator of `data.Batch`, in numpy; its `get_state()` is JSON, and
-    `set_state(state)` goes there.
+    """Returns an endless iterator of `data.Batch`, in NumPy. Its `get_state()` is JSON, and
+    `set_state(state)` goes back there.
 
-    An epoch has T // L windows, each of which comes once; a batch may hold the end of one epoch
-    and the start of the next. The order is one of global batches: with n shards, shard p has
-    the rows from p * B / n to (p + 1) * B / n of each. One thread reads ahead.
+    An epoch has T // L windows, and each comes once. A batch may hold the end of one epoch and
+    the start of the next. The order is that of global batches: with n shards, shard p has the
+    rows from p * B / n to (p + 1) * B / n of each. One thread reads ahead.
 
     Args:
-      tokens: a split, such as a token file.
-      batch_size: B windows a batch, of all shards together.
-      seq_len: L tokens a window.
+      tokens: a split, as `data.tokens` returns it.
+      batch_size: B windows per batch, of all shards together.
+      seq_len: L tokens per window.
       seed: of the cuts and the order.
-      vocab_size: V that every token must be under; they are all read once for that.
+      vocab_size: V; every token must be below it. All tokens are read once to check that.
       shard: which part of each batch, from 0.
-      shards: in how many parts batches come; see `shard_of`.
+      shards: number of parts; see `shard_of`.
 
     Raises:
-      ValueError: if the tokens do not fill one window, one is outside the vocabulary, the seed
-        is negative, B or L is below 1, or there is no such part of a batch. At the call, not at
-        the first batch.
+      ValueError: at the call, if the tokens do not fill one window, one is outside the
+        vocabulary, the seed is negative, B or L is below 1, or a batch has no such part.
     """
-    data.check_sizes(batch_size, seq_len, tokens)
+    data.check_windows(tokens, batch_size, seq_len, vocab_size)
     if seed < 0:
         raise ValueError(f"seed={seed} must be 0 or more: random numbers begin there")
     if shards < 1 or batch_size % shards:
         raise ValueError(
             f"batch_size={batch_size} must be a multiple of shards={shards}: each process has"
-            " as many rows"
+            " the same number of rows"
         )
     if not 0 <= shard < shards:
         raise ValueError(
             f"shard={shard} must be in [0, shards={shards}): there is no such part of a batch"
         )
-    if len(tokens) < seq_len + 1:
-        raise ValueError(
-            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
-            " fits"
-        )
-    if tokens.max() >= vocab_size or (tokens.dtype.kind == "i" and tokens.min() < 0):
-        # Names the first token that is wrong, with arrays as long as the file.
-        data.check_tokens(tokens, vocab_size)
 
     count = len(tokens) // seq_len
     offsets = np.arange(seq_len + 1)
@@ -246,11 +104,11 @@ def batches(
         start = _start(seed, number // count, len(tokens)) + place * seq_len
         return tokens[(start + offsets) % len(tokens)]
 
-    # Grain adds the epoch to the seed of its order: seeds that are neighbours would have the
-    # same orders, an epoch apart.
+    # Grain adds the epoch to the seed of its order: with seeds 1 and 2 as they are, one run's
+    # second epoch would have the order of the other's first.
     order = int(np.random.SeedSequence(seed).generate_state(1)[0])
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
-    # As many of them as there are shards are a global batch.
+    # One part per shard makes a global batch.
     parts = windows.batch(batch_size // shards, drop_remainder=True)
     parts = parts[shard::shards].map(_batch)
     return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
@@ -258,7 +116,7 @@ def batches(
 
 @functools.lru_cache(maxsize=16)
 def _start(seed: int, epoch: int, length: int) -> int:
-    """Returns where in the circle of tokens an epoch's first window begins."""
+    """Returns where in the stream the first window of an epoch begins."""
     return int(np.random.default_rng([seed, epoch]).integers(length))
 
 
@@ -273,9 +131,9 @@ def shard_of(
     seq_len: int,
     devices: Iterable[jax.Device] | None = None,
 ) -> tuple[int, int]:
-    """Returns `(shard, shards)` of `batches`: which rows of a batch [B, L] some devices hold.
+    """Returns `(shard, shards)` for `batches`: which rows of a batch [B, L] some devices hold.
 
-    Processes that divide the model, not the batch, are the same shard.
+    Processes that divide the model rather than the batch have the same shard.
 
     Args:
       sharding: of a batch.
@@ -289,14 +147,14 @@ def shard_of(
     devices = sharding.addressable_devices if devices is None else devices
     indices = sharding.devices_indices_map((batch_size, seq_len))
     rows = {indices[device][0].indices(batch_size)[:2] for device in devices}
-    first, last, held = min(rows)[0], max(rows)[1], sum(end - start for start, end in rows)
-    if held != last - first or batch_size % held or first % held:
+    first, last, size = min(rows)[0], max(rows)[1], sum(end - start for start, end in rows)
+    if size != last - first or batch_size % size or first % size:
         raise ValueError(
             f"sharding={sharding} must give a process one part of a batch, not the rows"
             f" {sorted(rows)} of {batch_size}: make the mesh from jax.devices() in their order,"
             " with the axis of the batch first"
         )
-    return first // held, batch_size // held
+    return first // size, batch_size // size
 
 
 class DeviceBatches(Iterator[data.Batch]):
@@ -318,13 +176,13 @@ class DeviceBatches(Iterator[data.Batch]):
         return batch
 
     def get_state(self) -> State:
-        """Returns the state after the last batch that was handed out; what is prefetched does
-        not count.
+        """Returns the state after the last batch that `next` returned, not after those sent
+        ahead.
         """
         return dict(self._state)
 
     def set_state(self, state: State) -> None:
-        """Goes to a state; what was prefetched is dropped."""
+        """Goes to a state, and drops the batches that were sent ahead."""
         self._iterator.set_state(state)
         self._ready.clear()
         self._state = dict(state)
@@ -333,17 +191,18 @@ class DeviceBatches(Iterator[data.Batch]):
 def to_devices(
     iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int = 2
 ) -> DeviceBatches:
-    """Returns the same batches as global `jax.Array`s, of which some are on their way to the
-    devices before they are asked for.
+    """Returns the same batches as global `jax.Array`s, and sends some ahead (prefetch).
 
     Args:
-      iterator: of `batches`, with this process' `shard_of` that sharding.
+      iterator: of `batches`, with this process' `shard_of` the sharding.
       sharding: of the batch; its first dimension is B.
-      ahead: how many batches are sent ahead; each takes memory on the devices.
+      ahead: number of batches that are sent ahead; each takes memory on the devices.
 
     Raises:
       ValueError: if `ahead` is negative.
     """
     if ahead < 0:
-        raise ValueError(f"ahead={ahead} must be 0 or more: so many batches are sent ahead")
+        raise ValueError(
+            f"ahead={ahead} must be 0 or more: it is the number of batches that are sent ahead"
+        )
     return DeviceBatches(iterator, sharding, ahead)

@@ -1,20 +1,21 @@
-"""What a model must beat: counting. Losses of unigram and bigram models, in nats per token."""
+"""Losses of unigram and bigram models, in nats per token: a trained model must beat them."""
 
 import numpy as np
 from jaxtyping import Float, Integer
+
+from course_lib.text import data
 
 
 def unigram_loss(
     train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int
 ) -> float:
-    """Returns the loss of guessing each token by how often it occurs, in nats a token.
+    """Returns the loss of predicting each token by its frequency, in nats per token.
 
-    p(v) = (count(v) + 1) / (T + V): each token counts once more than it occurs, so that none is
-    impossible.
+    p(v) = (count(v) + 1) / (T + V): add-one smoothing, so that no token is impossible.
 
     Args:
       train: the tokens that are counted.
-      validation: the tokens that are guessed, all but the first, as by a language model.
+      validation: the tokens that are predicted, all but the first, as by a language model.
       vocab_size: V.
 
     Raises:
@@ -27,16 +28,16 @@ def unigram_loss(
 def bigram_loss(
     train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int
 ) -> float:
-    """Returns the loss of guessing each token from the one before it, in nats a token.
+    """Returns the loss of predicting each token from the one before it, in nats per token.
 
     p(v | u) = w count(u, v) / count(u) + (1 - w) p(v), with the unigram's p(v). A pair that was
     never seen has only the second term. The weight w is chosen on the last tenth of `train`,
-    with counts from the rest (Jelinek and Mercer, 1980); then everything in `train` is counted.
-    `validation` has no part in it.
+    with counts from the rest (Jelinek and Mercer, 1980); then all of `train` is counted. The
+    choice does not see `validation`.
 
     Args:
       train: the tokens that are counted, at least 20: the last tenth must hold a pair.
-      validation: the tokens that are guessed, all but the first.
+      validation: the tokens that are predicted, all but the first.
       vocab_size: V.
 
     Raises:
@@ -61,12 +62,7 @@ def _check(
                 f"len({name})={len(tokens)} must be at least {least}: else a mean is over no"
                 " token"
             )
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise ValueError(
-                f"{name} holds tokens from {tokens.min()} to {tokens.max()}, which must be in"
-                f" [0, {vocab_size}): another would be counted as another pair; give the"
-                " vocab_size of the tokenizer"
-            )
+        data.check_tokens(tokens, vocab_size)  # another would be counted as another pair
 
 
 def _unigram(train: Integer[np.ndarray, "T"], vocab_size: int) -> Float[np.ndarray, "V"]:
@@ -76,9 +72,7 @@ def _unigram(train: Integer[np.ndarray, "T"], vocab_size: int) -> Float[np.ndarr
 def _probabilities(
     train: Integer[np.ndarray, "T"], text: Integer[np.ndarray, "U"], vocab_size: int
 ) -> tuple[Float[np.ndarray, "U-1"], Float[np.ndarray, "U-1"]]:
-    """Returns count(u, v) / count(u), and p(v), of each token v of a text and the token u
-    before it.
-    """
+    """Returns count(u, v) / count(u) and p(v) for each token v of a text, u before it."""
     before, after = text[:-1].astype(np.int64), text[1:]
     pairs = np.bincount(
         train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2

@@ -42,25 +42,25 @@ def losses():
     return found
 
 
-def endless(job, info, told_to_end):
+def endless(job, told_to_end):
     """Adds one number of each device, again and again, until the job says otherwise."""
     grid = meshes.make({"data": 4})
     x = jax.make_array_from_callback(
         (4,), NamedSharding(grid, P("data")), lambda part: jnp.ones(4)[part]
     )
     add = jax.jit(jnp.sum)
-    chosen = info.process == int(os.environ["WHO"])
+    chosen = jax.process_index() == int(os.environ["WHO"])
     for step in range(10_000):
         assert add(x) == 4
         if step == 5:
-            print(f"process {info.process} has pid {os.getpid()}", flush=True)
+            print(f"process {jax.process_index()} has pid {os.getpid()}", flush=True)
         if step == 10 and chosen and job == "raise":
             raise ZeroDivisionError("an error in one process")
         if step == 10 and chosen and job == "stop":
             os.kill(os.getpid(), 19)  # SIGSTOP: alive, and silent
         if job == "preempt" and told_to_end():
-            print(f"process {info.process} ends after step {step}", flush=True)
-            sys.exit(preemption.EXIT)
+            print(f"process {jax.process_index()} ends after step {step}", flush=True)
+            return
         time.sleep(0.02)
 
 
@@ -75,16 +75,16 @@ if __name__ == "__main__":
         heartbeat=processes.HEARTBEAT if job == "train" else 10,
         patience=int(os.environ.get("PATIENCE", 60)),
     )
-    with processes.start(coordinator, process, count, **seconds) as info:
+    with processes.start(coordinator, process, count, **seconds):
         if job == "train":
             print(
-                f"process {info.process} of {info.processes} has {info.local_devices} devices,"
-                f" losses {losses()}",
+                f"process {jax.process_index()} of {jax.process_count()} has"
+                f" {jax.local_device_count()} devices, losses {losses()}",
                 flush=True,
             )
         else:
             with preemption.notices() as told_to_end:
                 if job == "prepare":
-                    print(f"process {info.process} has pid {os.getpid()}", flush=True)
+                    print(f"process {jax.process_index()} has pid {os.getpid()}", flush=True)
                     time.sleep(600)
-                endless(job, info, told_to_end)
+                endless(job, told_to_end)

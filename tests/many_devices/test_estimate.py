@@ -46,6 +46,7 @@ CASES = (
     ),
     (dict(data=2, context=4), Strategy(zero=1), {"model.num_kv_heads": 2}),
     (dict(data=2, context=2), Strategy(zero=3), {}),
+    (dict(data=2, context=2, tensor=2), Strategy(), {}),
     (dict(data=2, context=2), Strategy(zero=1), BLOCK | {"training.num_minibatches": 2}),
     (dict(data=2, expert=2), Strategy(), EXPERTS),
     (dict(data=2, expert=2), Strategy(zero=1), EXPERTS | {"training.num_minibatches": 2}),

@@ -53,9 +53,7 @@ def test_the_step_that_is_compiled_is_the_one_that_the_program_builds(monkeypatc
 def test_as_configured_is_what_is_compiled_and_a_faster_mesh_is_advice():
     whole = tiny(**{"training.num_minibatches": 4})
     found = dry_run.dry_run(whole, "h100", 2)
-    [best, *_] = estimate.choose(
-        settings.part_of_model(whole), Cluster(hardware.get("h100"), 2)
-    )
+    [best, *_] = estimate.choose(whole, Cluster(hardware.get("h100"), 2))
     assert (found.axes, found.strategy, found.refused) == ({"data": 2}, Strategy(), "")
     assert found.fits and found.memory["arguments"] == found.estimate.arguments
     assert set(found.sent) == {"all-reduce along data"}
@@ -95,7 +93,7 @@ def test_a_mesh_that_is_given_is_compiled_as_it_is():
     along = {what.rpartition(" along ")[2] for what in found.sent}
     assert {"data", "tensor"} <= along and " MiB: reduce-scatter along data" in found.text()
     by_compiler = dry_run._estimate(
-        tiny(**given | {"strategy.by": "compiler"}), hardware.get("h100"), 4
+        tiny(**given | {"strategy.by": "compiler"}), Cluster(hardware.get("h100"), 4)
     )
     text = dataclasses.replace(found, estimate=by_compiler).text()
     assert "time of a step       no estimate: by='compiler' must be 'hand'" in text
@@ -104,13 +102,11 @@ def test_a_mesh_that_is_given_is_compiled_as_it_is():
 def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
     h100 = hardware.get("h100")
     large = settings.whole(configs.nemotron_340b())
-    assert dry_run._suggest(large, h100, 2) == ({}, dry_run._suggest(large, h100, 2)[1])
-    assert (
-        "no mesh of data, pipe and tensor is estimated to fit"
-        in dry_run._suggest(large, h100, 2)[1]
-    )
-    [best, *_] = estimate.choose(settings.part_of_model(tiny()), Cluster(h100, 1))
-    fields, words = dry_run._suggest(tiny(**{"training.num_minibatches": best.parts}), h100, 1)
+    fields, words = dry_run._suggest(large, Cluster(h100, 2))
+    assert fields == {} and "no mesh of data, pipe and tensor is estimated to fit" in words
+    [best, *_] = estimate.choose(tiny(), Cluster(h100, 1))
+    already_best = tiny(**{"training.num_minibatches": best.parts})
+    fields, words = dry_run._suggest(already_best, Cluster(h100, 1))
     assert fields == {} and "no other mesh" in words
 
 
@@ -156,8 +152,8 @@ def test_what_is_not_refused_compiles_for_a_t4(attention, dtype):
 
 @needs_virtual
 def test_what_the_compiler_refuses_is_said_in_one_line(monkeypatch):
-    monkeypatch.setattr(dry_run, "check_attention", lambda config, accelerator: None)
-    monkeypatch.setattr(loop, "check_attention", lambda config, accelerator: None)
+    monkeypatch.setattr(dry_run, "check_attention", lambda model, accelerator: None)
+    monkeypatch.setattr(loop, "check_attention", lambda model, accelerator: None)
     whole = tiny(**{"model.dtype": "bfloat16", "model.attention": "xla"})
     with pytest.raises(
         ValueError, match=r"^target='t4': its compiler refuses the step: UNIMPLEMENTED: [^\n]+$"

@@ -234,14 +234,16 @@ def test_the_report_says_what_the_lines_say_and_shows_it(tmp_path):
     text = path.read_text()
     for row in (
         "| parameters | 1,234 |",
-        "| steps | 20 of 5,678 tokens |",
-        "| validation loss | 0.100 nats a token; the best 0.100, after step 20 |",
-        "| bigram model's validation loss | 4.500 nats a token |",
+        "| steps | 20 |",
+        "| tokens per step | 5,678 |",
+        "| validation loss | 0.100 nats per token |",
+        "| step of the best validation loss | 20 |",
+        "| bigram model's validation loss | 4.500 nats per token |",
         "| ran on | 1 x abacus |",
         "| tokens/s, median | 10,500 |",
     ):
         assert row in text
-    assert "left out" not in text and "    first\n    second" in text
+    assert "skipped" not in text and "    first\n    second" in text
     for name in ("loss.png", "learning_rate.png", "tokens_per_second.png"):
         assert f"({name})" in text and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -30,7 +30,7 @@ from course_lib import configs, files, training
 from course_lib.measure import hardware
 from course_lib.program import checkpoints, journal, loop, preemption, processes
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
-from course_lib.text import loading
+from course_lib.text import data
 
 KILLS = int(os.environ.get("COURSE_KILLS", 5))
 WRITTEN = ("metrics.jsonl", "samples.jsonl")
@@ -240,7 +240,7 @@ def test_at_a_notice_only_the_checkpoint_is_written_and_what_else_was_due_is_don
     preempt(text, tmp_path, number, asked)
     assert final_state(text, tmp_path).step == number and not looked_at()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop._Loop, "_save", killed)
+        patched.setattr(loop.Loop, "save", killed)
         train(text, tmp_path)
     assert len(looked_at()) == 2
     assert train(text, tmp_path) == loop.Ended(loop.DONE, 40)
@@ -306,7 +306,7 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
             name,
             lambda *a, right=right, name=name, **o: (called.append(name), right(*a, **o))[1],
         )
-    monkeypatch.setattr(loop, "_Loop", begins)
+    monkeypatch.setattr(loop, "Loop", begins)
     with pytest.raises(Begins):
         loop.train(whole, tmp_path, jax.devices("cpu")[:count])
     assert called == ["check", "functions", "make_train_step"]
@@ -316,7 +316,7 @@ def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
     first = [line for line in journal.read(unbroken) if "loss" in line][0]
     whole = configuration(text)
     run, place = loop.build(whole, one())
-    batches = loop._batches(whole, loading.token_file("train", text), place)
+    batches = loop.read_batches(whole, data.tokens("train", text), place)
     state, total = run.init(jax.random.key(whole.seed)), None
     for _ in range(7):
         state, metrics = run.train_step(state, next(batches))
@@ -597,7 +597,7 @@ def test_if_a_checkpoint_cannot_be_written_training_goes_on_but_not_past_the_las
 
 
 def test_of_several_processes_none_goes_on_after_a_checkpoint_that_failed(monkeypatch, capsys):
-    one = loop._Loop.__new__(loop._Loop)
+    one = loop.Loop.__new__(loop.Loop)
     one.book, one.checkpoints = (
         types.SimpleNamespace(say=print),
         types.SimpleNamespace(best=lambda: None),
@@ -605,7 +605,7 @@ def test_of_several_processes_none_goes_on_after_a_checkpoint_that_failed(monkey
 
     def fail(count):
         monkeypatch.setattr(jax, "process_count", lambda: count)
-        with one._saying_errors(unless=False):
+        with one.reporting_errors(unless=False):
             raise CheckpointError("step 3 could not be saved")
 
     fail(1)
@@ -816,7 +816,7 @@ def test_an_error_that_may_pass_is_no_refusal_after_which_nobody_would_try_again
     def fails(split, corpus):
         raise kind("changed while it was read, or UNAVAILABLE")
 
-    monkeypatch.setattr(loop.loading, "token_file", fails)
+    monkeypatch.setattr(data, "tokens", fails)
     with pytest.raises(kind):
         train(text, tmp_path)
 
@@ -825,12 +825,12 @@ def test_an_error_that_may_pass_is_no_refusal_after_which_nobody_would_try_again
 def test_a_validation_split_that_does_not_work_is_refused_and_not_only_when_it_is_due(
     text, tmp_path, monkeypatch, found
 ):
-    train_split = loading.token_file("train", text)
+    train_split = data.tokens("train", text)
     size = int(train_split.max()) + 1
     validation = np.array([3, size, 3][: 3 if found == "one too high" else 1], np.uint16)
     monkeypatch.setattr(
-        loading,
-        "token_file",
+        data,
+        "tokens",
         lambda split, corpus: train_split if split == "train" else validation,
     )
     told = {

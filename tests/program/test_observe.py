@@ -85,7 +85,7 @@ def test_tokens_are_known_by_what_they_are(monkeypatch):
 
 
 def test_the_bigram_model_is_that_of_the_text_or_none(text):
-    tokens = {split: loading.token_file(split, text) for split in data.SPLITS}
+    tokens = {split: data.tokens(split, text) for split in data.SPLITS}
     whole, part = configuration(text, run__validation_batches=0), configuration(text)
     assert 0 < observe.bigram_loss(tokens, whole)["bigram_loss"] < np.log(data.VOCAB_SIZE)
     short = {"train": tokens["train"], "validation": tokens["validation"][: 2 * 4 * 16 + 1]}
@@ -112,12 +112,12 @@ def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text)
         len(observe.validated(endless, configuration(text, run__validation_batches=10_000)))
         == 10_000 * 4 * 16 + 1
     )
-    shipped = loading.token_file("validation")
+    shipped = data.tokens("validation")
     assert len(observe.validated(shipped, settings.whole(configs.get("cpu")))) == len(shipped)
 
 
 def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(text):
-    tokens, found, rows = loading.token_file("validation", text), {}, []
+    tokens, found, rows = data.tokens("validation", text), {}, []
     for minibatches in (1, 4):
         whole = configuration(
             text, model__dropout_rate=0.0, training__num_minibatches=minibatches
@@ -137,15 +137,17 @@ def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(te
 
 
 def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(text):
-    tokens = loading.token_file("validation", text)
+    tokens = data.tokens("validation", text)
     found = {}
-    for count, limit in ((1, 0), (4, 0), (4, 2)):
-        whole = configuration(text, model__dropout_rate=0.0, run__validation_batches=limit)
+    for count, limits in ((1, [0]), (4, [0, 2])):
+        whole = configuration(text, model__dropout_rate=0.0)
         run, place = loop.build(whole, jax.devices("cpu")[:count])
         params = run.init(jax.random.key(0)).params
-        found[count, limit] = observe.validate(run, params, tokens, whole, place)
+        for limit in limits:
+            whole.run.validation_batches = limit
+            found[count, limit] = observe.validate(run, params, tokens, whole, place)
     np.testing.assert_allclose(found[4, 0]["loss"], found[1, 0]["loss"], rtol=1e-5)
-    single = training.build(settings.part_of_model(whole))
+    single = training.build(whole)
     first = data.validation_batches(
         tokens[: 2 * 4 * 16 + 1], batch_size=4, seq_len=16, vocab_size=2048
     )
@@ -195,6 +197,13 @@ def test_a_line_says_nothing_of_mfu_where_the_peak_is_not_known(
     assert "unknown device: no MFU" in journal.read(tmp_path, "times")[0]["device"]
 
 
+class Terminal(io.StringIO):
+    """A stream that says that it is one."""
+
+    def isatty(self):
+        return True
+
+
 @pytest.mark.parametrize("known", ["h100", None])
 def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monkeypatch, known):
     ours, theirs = os.openpty()
@@ -211,11 +220,14 @@ def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monk
     with journal.Journal(tmp_path, 1000, 2000) as book:
         speed = observe.Speed(configuration(text, model__dtype="bfloat16"), book, 0, 1, PARAMS)
         speed.write(1001, 3.5)
+        book.say("aloud")
         speed.write(1002, 3.25)
         book._bar.refresh()
     os.close(ours)
     os.close(theirs)
     line = sys.stderr.getvalue().split("\r")[-1].strip()
+    assert "aloud\n" in sys.stderr.getvalue()
+    assert journal.read(tmp_path, "times")[-1]["memory_bytes"] == 45 * 2**30
     words = rf"loss 3\.250, 98,765 tokens/s, {'MFU [0-9.]+%, ' if known else ''}45\.00 GiB"
     shown = re.fullmatch(rf"\|(.{{4,}})\| 1002/2000 \[\S+ left, {words}\]", line)
     assert shown and len(line) <= 80, line
@@ -235,36 +247,6 @@ def test_mfu_counts_what_all_devices_could_do(text, tmp_path, monkeypatch):
     flops = observe.step_flops(whole)
     [mfu] = [value for _, value in journal.pairs(journal.read(tmp_path, "times"), "mfu")]
     assert mfu == pytest.approx(measure.mfu(flops, 1.0, hardware.get("h100")) / 4)
-
-
-class Terminal(io.StringIO):
-    """A stream that says that it is one."""
-
-    def isatty(self):
-        return True
-
-
-def test_on_a_terminal_a_bar_says_loss_speed_mfu_and_memory(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(hardware, "recognize", lambda device: hardware.get("h100"))
-    monkeypatch.setattr(observe, "_memory", lambda device: 3 * 2**30)
-    clock = iter([10.0, 10.5])
-    monkeypatch.setattr(
-        observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
-    )
-    with journal.Journal(tmp_path, 0, 10) as book:
-        speed = observe.Speed(configuration(text, model__dtype="bfloat16"), book, 0, 1, PARAMS)
-        speed.write(1, 3.5)
-        book.say("aloud")
-        speed.write(2, 3.25)
-        shown = book._bar.format_dict["postfix"]
-    # 4 x 16 tokens in 0.5 s
-    mfu = re.fullmatch(r"loss 3\.250, 128 tokens/s, MFU (\d+\.\d)%, 3\.00 GiB", shown)
-    assert mfu, shown
-    screen = sys.stderr.getvalue()
-    assert shown in screen and "2/10 [" in screen and "aloud\n" in screen
-    assert journal.read(tmp_path, "times")[-1]["memory_bytes"] == 3 * 2**30
 
 
 def test_on_a_cpu_the_memory_is_that_of_the_process_and_on_a_device_its_peak():

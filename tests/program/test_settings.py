@@ -25,7 +25,11 @@ def test_every_preset_with_the_programs_parts_is_accepted_and_comes_back_from_js
     again = settings.whole(json.loads(json.dumps(whole.to_dict())))
     assert again == whole
     settings.check(again)
-    assert settings.part_of_model(whole).to_dict() == configs.get(preset).to_dict()
+    configs.check(whole)
+    with whole.unlocked():
+        for part in configs.PROGRAM:
+            del whole[part]
+    assert whole.to_dict() == configs.get(preset).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -64,18 +68,10 @@ def test_a_field_is_set_in_its_own_type(field, text, value):
         (
             "model.num_layer",
             "6",
-            r"model\.num_layer=6 is no field .*did you mean model\.num_layers\?",
+            r"model\.num_layer='6' is no field .*did you mean model\.num_layers",
         ),
-        ("num_layers", "6", r"did you mean model\.num_layers\?"),
-        ("run.ceckpoint_every", "6", r"did you mean run\.checkpoint_every\?"),
-        (
-            "xyz",
-            "6",
-            (
-                r"the fields are those of data, mesh, model, optimizer, run, seed, strategy,"
-                r" training"
-            ),
-        ),
+        ("num_layers", "6", r"did you mean model\.num_layers"),
+        ("run.ceckpoint_every", "6", r"did you mean run\.checkpoint_every"),
         ("model", "6", "is no field"),
         ("model.num_layers", "6.0", r"model\.num_layers=6\.0 must be a whole number"),
         ("model.num_layers", "true", "must be a whole number"),
@@ -110,11 +106,6 @@ def test_a_misspelt_field_or_a_value_of_another_type_is_refused(field, text, mes
         ("optimizer.weight_decay", math.inf, r"optimizer\.weight_decay=inf must"),
         ("run.corpus", "", r"run\.corpus='' must be 'shipped' or a folder"),
         ("strategy.by", "magic", r"strategy\.by='magic' must be one of \('hand', 'compiler'\)"),
-        ("strategy.zero", 4, r"strategy\.zero=4 must be one of \(0, 1, 2, 3\)"),
-        ("strategy.overlap", "yes", r"strategy\.overlap='yes' must be one of \('none'"),
-        ("strategy.schedule", "fast", r"strategy\.schedule='fast' must be one of \('\w+'"),
-        ("strategy.microbatches", 0, r"strategy\.microbatches=0 must be at least 1"),
-        ("strategy.chunks", -1, r"strategy\.chunks=-1 must be at least 1"),
     ],
 )
 def test_what_cannot_work_is_refused(field, value, message):
@@ -244,7 +235,7 @@ def test_a_file_with_a_field_that_there_is_not_is_refused():
     tree = small().to_dict()
     tree["run"] = tree["run"] | {"log_evry": 3}
     with pytest.raises(
-        ValueError, match=r"run\.log_evry=3 is no field .*did you mean run\.log_every\?"
+        ValueError, match=r"run\.log_evry=3 is no field .*did you mean run\.log_every"
     ):
         settings.check(settings.whole(tree))
 

@@ -6,17 +6,20 @@ import gzip
 import hashlib
 import importlib.resources
 import json
-import multiprocessing
 import os
+import pathlib
 import re
+import signal
+import subprocess
+import sys
 import sysconfig
 import tracemalloc
 
 import build_corpus
 import numpy as np
-import own_process
 import pytest
 
+from course_lib import files
 from course_lib.text import data
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -113,27 +116,174 @@ def test_the_tokenizer_has_not_seen_the_validation_split():
     assert data._train_tokenizer(texts).to_str() == data.tokenizer().to_str()
 
 
-def test_tokens_come_from_the_cache_the_second_time(cache, monkeypatch):
-    first = data.tokens("train")
-    monkeypatch.setattr(data, "_prepare", lambda *args: pytest.fail("prepared again"))
-    np.testing.assert_array_equal(data.tokens("train"), first)
+@pytest.mark.parametrize("split", data.SPLITS)
+def test_tokens_are_those_of_the_documents_and_stay_on_disk(split, folder, monkeypatch):
+    monkeypatch.setattr(data, "GROUP", 20)  # several pieces
+    for corpus in ("shipped", folder):
+        found = data.tokens(split, corpus)
+        assert isinstance(found, np.memmap) and found.dtype == np.uint16
+        texts = [document.text for document in data.documents(split, corpus)]
+        np.testing.assert_array_equal(found, data.encode(data.tokenizer(), texts))
 
 
-def test_tokens_are_those_of_the_text_that_their_place_in_the_cache_is_named_after(
-    cache, tmp_path, monkeypatch
+def test_tokens_are_prepared_once(folder, monkeypatch):
+    first = data.tokens("train", folder)
+    monkeypatch.setattr(data, "encode", lambda *args: pytest.fail("prepared again"))
+    np.testing.assert_array_equal(data.tokens("train", folder), first)
+
+
+def test_documents_are_read_one_after_another(folder, monkeypatch):
+    monkeypatch.setattr(data, "GROUP", 1)
+    alive = []
+    monkeypatch.setattr(
+        data, "encode", lambda model, texts: alive.append(len(texts)) or np.zeros(1, np.uint16)
+    )
+    data.tokens("train", folder)
+    assert alive == [1, 1]
+
+
+@pytest.mark.parametrize("change", ["text", "name", "time"])
+def test_a_folder_that_changes_gets_other_tokens(folder, change):
+    before = data.tokens("train", folder)
+    if change == "text":
+        (folder / "a.txt").write_text("something else, and longer than what was here before")
+    elif change == "name":
+        (folder / "a.txt").rename(folder / "renamed")
+    else:
+        os.utime(folder / "a.txt", ns=(0, 0))
+    assert data.tokens("train", folder).filename != before.filename
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused_and_leaves_no_file(
+    folder, cache, monkeypatch
 ):
-    for name in ("one.txt", "two.txt"):
-        (tmp_path / name).write_text("before")
-    prepare = data._prepare
+    data.tokens("validation", folder)
+    before, encode = set(cache.iterdir()), data.encode
 
-    def written_meanwhile(everything, corpus):
-        (tmp_path / "one.txt").write_text("after")
-        (tmp_path / "two.txt").write_text("after")
-        return prepare(everything, corpus)
+    def written_meanwhile(model, texts):
+        (folder / "a.txt").write_text("after")
+        return encode(model, texts)
 
+    monkeypatch.setattr(data, "encode", written_meanwhile)
+    with pytest.raises(OSError, match="changed while it was read"):
+        data.tokens("train", folder)
+    assert set(cache.iterdir()) == before
+
+
+def with_a_bit_flipped(content):
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: b"", lambda content: content[:3], lambda content: content[:-1]]
+    + [with_a_bit_flipped],
+)
+def test_a_damaged_file_of_the_cache_is_made_again_and_it_is_said(folder, capsys, damage):
+    first = np.array(data.tokens("train", folder))
+    path = pathlib.Path(data.tokens("train", folder).filename)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    np.testing.assert_array_equal(data.tokens("train", folder), first)
+    assert f"{path.name} is damaged" in capsys.readouterr().out and path.read_bytes() == whole
+    data.tokens("train", folder)
+    assert not capsys.readouterr().out
+
+
+def test_a_writer_of_tokens_that_is_killed_half_way_leaves_nothing_that_is_read(folder, cache):
+    program = (
+        "import sys\n"
+        "from course_lib.text import data\n"
+        "data.GROUP, encode = 1, data.encode\n"
+        "def slow(model, texts):\n"
+        "    print('piece', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    return encode(model, texts)\n"
+        "data.encode = slow\n"
+        "data.tokens('train', sys.argv[1])\n"
+    )
     data.tokenizer()
-    monkeypatch.setattr(data, "_prepare", written_meanwhile)
-    assert data.tokenizer().decode(data.tokens("train", tmp_path)[:-1]) == "before"
+    before = set(cache.iterdir())
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", program, str(folder)], **pipes) as process:
+        assert process.stdout.readline() == "piece\n"
+        # for the first piece; the second waits for a line until it is killed
+        process.stdin.write("\n")
+        process.stdin.flush()
+        # the first piece is written when the second begins
+        assert process.stdout.readline() == "piece\n"
+        parts = [path for path in set(cache.iterdir()) - before if path.name != "lock"]
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert len(parts) == 1 and parts[0].suffix == ".part"
+    os.utime(parts[0], (0, 0))
+    (folder / "a.txt").write_text("the next run's text, and so its file, is another one")
+    data.tokens("train", folder)
+    assert not list(cache.glob("*.part"))
+
+
+def test_one_prepares_the_tokens_and_the_others_wait(folder, cache, monkeypatch):
+    data.tokenizer()
+    encode, called = data.encode, []
+
+    def locked(model, texts):
+        called.append(texts)
+        with pytest.raises(BlockingIOError), files.locked(cache):
+            pass
+        return encode(model, texts)
+
+    monkeypatch.setattr(data, "encode", locked)
+    # a lock is that of an open file, not of a process
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: data.tokens("train", folder), range(3)))
+    assert len(called) == 1
+    for each in found:
+        np.testing.assert_array_equal(each, found[0])
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch):
+    monkeypatch.setenv("COURSE_CACHE", str(folder / "a.txt" / "cache"))
+    with pytest.raises(
+        OSError, match="cannot be prepared: .*COURSE_CACHE names another folder"
+    ):
+        data.tokens("train")
+
+
+def test_an_empty_folder_is_refused_though_the_shipped_corpus_is_prepared(tmp_path):
+    for split in data.SPLITS:
+        data.tokens(split)
+        with pytest.raises(ValueError, match="it has 0: it is empty; is its disk mounted"):
+            data.tokens(split, tmp_path)
+
+
+def test_the_same_files_under_other_names_are_another_corpus_since_names_choose_the_split(
+    tmp_path,
+):
+    (inner := tmp_path / "inner").mkdir()
+    for i in range(9):
+        (inner / f"{i}.txt").write_text(f"{i}" * 9)
+    for folder in (tmp_path, inner):
+        [document] = data.documents("validation", folder)
+        decoded = data.tokenizer().decode(data.tokens("validation", folder)[:-1])
+        assert decoded == document.text
+    assert data.tokens("validation", tmp_path)[0] != data.tokens("validation", inner)[0]
+
+
+def test_a_document_that_may_not_be_read_is_named(folder, monkeypatch):
+    read = pathlib.Path.read_bytes
+
+    def forbidden(path):
+        if path.name == "b.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    # for who runs the tests as root it would be readable
+    monkeypatch.setattr(pathlib.Path, "read_bytes", forbidden)
+    with pytest.raises(
+        ValueError, match="'b.txt' is not UTF-8, or unreadable .*Permission denied.*remove it"
+    ):
+        for split in data.SPLITS:
+            data.documents(split, folder)
 
 
 def test_labels_that_are_masked_in_one_batch_are_not_in_the_next():
@@ -142,42 +292,6 @@ def test_labels_that_are_masked_in_one_batch_are_not_in_the_next():
     )
     next(batches).weights[0] = 0
     assert next(batches).weights.min() == 1
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda content: content[:100], lambda content: content[:-1] + b"!", lambda content: b""],
-)
-def test_a_damaged_cache_is_made_again_and_it_is_said(cache, folder, capsys, damage):
-    data.tokenizer()
-    others = set(cache.iterdir())
-    first = data.tokens("train", folder)
-    (path,) = set(cache.iterdir()) - others
-    path.write_bytes(damage(path.read_bytes()))
-    np.testing.assert_array_equal(data.tokens("train", folder), first)
-    assert f"{path.name} are damaged" in capsys.readouterr().out
-    data.tokens("train", folder)
-    assert capsys.readouterr().out == ""
-    path.unlink()
-
-
-def test_tokens_follow_a_folder_that_changes(folder):
-    before = data.tokens("train", folder)
-    for path in folder.rglob("*.txt"):
-        path.write_text("something else and longer")
-    assert len(data.tokens("train", folder)) > len(before)
-
-
-def test_two_processes_may_prepare_the_same_tokens_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        2, context, initializer=own_process.meet_at, initargs=(context.Barrier(2),)
-    ) as workers:
-        sums = [workers.submit(own_process.sum_of_tokens) for _ in range(2)]
-        assert [found.result() for found in sums] == [int(data.tokens("train").sum())] * 2
-    # no half-written file is left
-    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
 
 
 def test_a_batch_is_windows_of_the_text_and_its_labels_are_one_token_later():
@@ -275,18 +389,6 @@ def test_a_batch_without_labels_is_refused(sizes):
         data.validation_batches(tokens, **sizes, vocab_size=data.VOCAB_SIZE)
 
 
-def test_a_folder_of_text_is_a_corpus(folder):
-    names = [
-        document.name for split in data.SPLITS for document in data.documents(split, folder)
-    ]
-    assert sorted(names) == ["a.txt", "b.txt", "c/d.txt"]
-    tokenizer = data.tokenizer()
-    text = "".join(
-        tokenizer.decode(data.tokens(split, folder).tolist()) for split in data.SPLITS
-    )
-    assert all(f"this is {name}" in text for name in names)
-
-
 def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
         data.documents("train", tmp_path / "missing")
@@ -298,7 +400,7 @@ def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "bad.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="'bad.bin' is not UTF-8"):
-        data.documents("train", tmp_path)
+        [data.documents(split, tmp_path) for split in data.SPLITS]
     with pytest.raises(ValueError, match="split='test' must be one of"):
         data.documents("test")
 
@@ -346,8 +448,7 @@ def test_what_is_no_file_is_refused_and_not_left_out(folder):
     with pytest.raises(
         ValueError,
         match=(
-            r"c/gone.txt' is neither a file nor a folder, or a link to what is not there;"
-            r" remove"
+            r"c/gone.txt' is neither a file nor a folder, or a link that leads nowhere; remove"
         ),
     ):
         data.text_files(folder)
@@ -370,7 +471,7 @@ def test_a_document_that_holds_the_token_between_documents_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("text")
     (tmp_path / "two.txt").write_text(f"a {data.END} b")
     with pytest.raises(ValueError, match=r"'two.txt' holds '<\|end\|>', which ends a document"):
-        data.documents("train", tmp_path)
+        [data.documents(split, tmp_path) for split in data.SPLITS]
 
 
 def test_a_folder_of_empty_files_is_refused(tmp_path):

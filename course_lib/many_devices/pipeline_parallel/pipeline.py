@@ -296,30 +296,29 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
     return params if 1 in sizes else params | {"block": jax.tree.map(of_leaf, params["block"])}
 
 
-def check(config: ConfigDict, mesh: meshes.Shape, chunks: int = 1) -> None:
+def check(
+    model: ConfigDict, mesh: meshes.Shape, chunks: int = 1, num_minibatches: int = 1
+) -> None:
     """Refuses a model whose layers cannot be cut into the stages of a pipeline, and minibatches
     beside its microbatches.
 
     Args:
-      config: a whole configuration.
+      model: the `model` part of a configuration.
       mesh: with an axis "pipe".
       chunks: v, a device.
+      num_minibatches: into how many the batch is cut.
 
     Raises:
       ValueError: naming the field, its value and the nearest that would do.
     """
     size = meshes.axis_size(mesh, AXIS)
-    stages, layers, minibatches = (
-        size * chunks,
-        config.model.num_layers,
-        config.training.num_minibatches,
-    )
-    if minibatches != 1:
+    stages, layers = size * chunks, model.num_layers
+    if num_minibatches != 1:
         raise ValueError(
-            f"num_minibatches={minibatches} must be 1 with a pipeline, which adds up the"
+            f"num_minibatches={num_minibatches} must be 1 with a pipeline, which adds up the"
             " gradients of microbatches itself; take Strategy(microbatches=...)"
         )
-    if not config.model.scan_layers:
+    if not model.scan_layers:
         raise ValueError(
             "scan_layers=False must be True for a pipeline: it cuts the stacked parameters of"
             " all layers"
