@@ -29,14 +29,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from course_lib import configs, optimizers
 from course_lib.measure import hardware
-from course_lib.program import host_memory
 
+# glibc then keeps what a step frees, instead of giving it back to the system after each step.
+KEEP = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
 LIKE_EAGER, LIKE_DROPOUT = "PyTorch, eager", "PyTorch, eager, dropout 0.1"
 DROPOUT = {"model.dropout_rate": 0.1}
 CASES: dict[str, dict[str, Any]] = {
@@ -133,8 +135,6 @@ def serve(
     """Does what it is told, in a process of its own: ("parameters" | "gradients" | "losses" |
     "time", how many steps).
     """
-    if case.get("keep", True):
-        host_memory.keep()
     if "by" in case:
         torch_model = importlib.import_module("benchmarks.torch_model")
         trainer: Any = torch_model.Trainer(
@@ -162,12 +162,13 @@ def serve(
 
 
 @contextlib.contextmanager
-def started(*given: Any) -> Iterator[Any]:
+def started(case: Mapping[str, Any], *given: Any) -> Iterator[Any]:
     """Starts a process that serves, and gives the function to tell it what to do."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(*given, theirs), daemon=True)
-    process.start()
+    process = context.Process(target=serve, args=(case, *given, theirs), daemon=True)
+    with mock.patch.dict(os.environ, KEEP if case.get("keep", True) else {}):
+        process.start()
     theirs.close()
 
     def ask(what: str, steps: int = 0) -> Any:

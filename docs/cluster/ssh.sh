@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Starts one process on each host: bash docs/cluster/ssh.sh HOST HOST ... -- --preset 80gb --run /shared/runs/first
-# Explained in ssh.md.
+# ssh.md explains it.
 set -uo pipefail
 
 python=${PYTHON:-$PWD/.venv/bin/python}

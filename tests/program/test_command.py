@@ -27,14 +27,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was(monkeypatch):
-    """As if a user had started it: no launcher, 80 columns. The allocator is asked in
-    test_host_memory.
-    """
+    """As if a user had started it: no launcher, 80 columns."""
     for name in os.environ:
         if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JOB_COMPLETION_INDEX")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(command.host_memory, "keep", lambda: None)
     # so that it is taken back whatever comes
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -179,9 +176,7 @@ def test_arguments_that_do_not_go_together_are_refused(given, capsys):
     )
 
 
-def test_memory_is_kept_from_step_to_step_and_that_is_asked_for_before_jax_starts_threads(
-    monkeypatch,
-):
+def test_the_share_of_a_gpus_memory_is_set_before_jax_looks_for_devices(monkeypatch):
     order, share = [], "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.delenv(share, raising=False)
 
@@ -190,10 +185,9 @@ def test_memory_is_kept_from_step_to_step_and_that_is_asked_for_before_jax_start
         order.append("devices")
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(command.host_memory, "keep", lambda: order.append("memory"))
     monkeypatch.setattr(command.processes, "start", start)
     monkeypatch.setattr(command, "_train", lambda *_: order.append("steps") or 0)
-    assert command.main([]) == 0 and order == ["memory", "devices", "steps"]
+    assert command.main([]) == 0 and order == ["devices", "steps"]
 
 
 @pytest.mark.parametrize(
