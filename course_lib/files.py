@@ -56,18 +56,17 @@ def below(top: pathlib.Path) -> list[pathlib.Path]:
     """
     try:
         paths = sorted(folder / name for folder, names in folders(top) for name in names)
-        odd = [path for path in paths if not path.is_file()]
+        for path in paths:
+            if not path.is_file():
+                raise ValueError(
+                    f"{str(path)!r} is neither a file nor a folder, or a link that leads"
+                    " nowhere; remove it"
+                )
+            check_name(path)
     except PermissionError as error:
         raise ValueError(
             f"{str(error.filename)!r} may not be read; permit it, or take another folder"
         ) from error
-    if odd:
-        raise ValueError(
-            f"{str(odd[0])!r} is neither a file nor a folder, or a link that leads nowhere;"
-            " remove it"
-        )
-    for path in paths:
-        check_name(path)
     return paths
 
 

@@ -200,7 +200,7 @@ def _batches(config, tokens, place):
     where = dict(
         shard=shard, shards=shards, seed=config.seed, vocab_size=config.model.vocab_size
     )
-    return loading.to_devices(
+    return loading.DeviceBatches(
         loading.batches(tokens, batch_size=size, seq_len=length, **where), place
     )
 

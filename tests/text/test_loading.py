@@ -124,16 +124,15 @@ def rows():
 
 
 def test_batches_on_devices_are_the_same_and_divided_among_them(rows):
-    found = take(loading.to_devices(batches(), rows), 10)
+    found = take(loading.DeviceBatches(batches(), rows), 10)
     assert all(leaf.sharding.is_equivalent_to(rows, 2) for leaf in jax.tree.leaves(found))
     assert found[0].inputs.addressable_shards[0].data.shape == (1, 8)
     assert_equal(jax.device_get(found), take(batches(), 10))
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_the_state_on_devices_is_that_of_the_last_batch_handed_out(rows, ahead):
+def test_the_state_on_devices_is_that_of_the_last_batch_handed_out(rows):
     whole = take(batches(), 12)
-    iterator = loading.to_devices(batches(), rows, ahead)
+    iterator = loading.DeviceBatches(batches(), rows)
     assert iterator.get_state() == batches().get_state()
     take(iterator, 5)
     state = json.loads(json.dumps(iterator.get_state()))
@@ -204,8 +203,6 @@ def test_numbers_with_a_fraction_and_rows_of_numbers_are_no_tokens(tokens):
         inspect.unwrap(data.batches)(tokens, steps=1, **sizes)
 
 
-def test_a_negative_token_and_a_negative_number_ahead_are_refused(rows):
+def test_a_negative_token_is_refused():
     with pytest.raises(ValueError, match=r"tokens\[1\]=-5 must be in"):
         loading.batches(np.array([3, -5, 4, 1]), batch_size=1, seq_len=2, seed=0, vocab_size=10)
-    with pytest.raises(ValueError, match="ahead=-1 must be 0 or more"):
-        loading.to_devices(batches(), rows, ahead=-1)
