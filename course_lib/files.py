@@ -202,8 +202,10 @@ def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A lock needs no more than to read, which all users of a shared cache may.
-        lock = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
+        # NFS locks only files that are open for writing. The lock of a shared cache, which
+        # `wait` is for, belongs to one of its users: the others may only read it.
+        access = os.O_RDONLY if wait else os.O_RDWR
+        lock = os.open(folder / "lock", access | os.O_CREAT, 0o644)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
             f"folder={str(folder)!r} must be a folder, and there is a file in its way: name"
