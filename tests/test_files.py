@@ -1,6 +1,7 @@
 """What must be true of files that are written whole or not at all."""
 
 import errno
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -100,6 +101,17 @@ def test_a_second_program_in_a_folder_is_refused_until_the_first_one_is_killed(t
         process.kill()
     with files.locked(tmp_path / "run"):
         pass
+
+
+def test_a_runs_lock_is_open_for_writing_without_which_nfs_locks_nothing(tmp_path, monkeypatch):
+    modes = []
+
+    def noted(lock, how):
+        modes.append(fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr(files.fcntl, "flock", noted)
+    with files.locked(tmp_path):
+        assert modes == [os.O_RDWR]
 
 
 def test_a_folder_that_cannot_be_one_is_refused_by_name(tmp_path, monkeypatch):

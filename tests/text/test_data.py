@@ -118,12 +118,12 @@ def test_the_tokenizer_has_not_seen_the_validation_split():
 
 @pytest.mark.parametrize("split", data.SPLITS)
 def test_tokens_are_those_of_the_documents_and_stay_on_disk(split, folder, monkeypatch):
-    monkeypatch.setattr(data, "GROUP", 20)  # several pieces
     for corpus in ("shipped", folder):
-        found = data.tokens(split, corpus)
-        assert isinstance(found, np.memmap) and found.dtype == np.uint16
+        tokens = data.tokens(split, corpus)
+        assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
         texts = [document.text for document in data.documents(split, corpus)]
-        np.testing.assert_array_equal(found, data.encode(data.tokenizer(), texts))
+        np.testing.assert_array_equal(tokens, data.encode(data.tokenizer(), texts))
+        monkeypatch.setattr(data, "GROUP", 20)  # several pieces
 
 
 def test_tokens_are_prepared_once(folder, monkeypatch):
