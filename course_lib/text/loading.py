@@ -111,7 +111,7 @@ def batches(
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
     # One part per shard makes a global batch.
     parts = windows.batch(batch_size // shards, drop_remainder=True)
-    parts = parts[shard::shards].map(_batch)
+    parts = parts[shard::shards].map(data.of_windows)
     return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
@@ -119,11 +119,6 @@ def batches(
 def _start(seed: int, epoch: int, length: int) -> int:
     """Returns where in the stream the first window of an epoch begins."""
     return int(np.random.default_rng([seed, epoch]).integers(length))
-
-
-def _batch(windows: Integer[np.ndarray, "B _"]) -> data.Batch:
-    inputs, labels = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
-    return data.Batch(inputs=inputs, labels=labels, weights=np.ones(labels.shape, np.float32))
 
 
 def shard_of(
