@@ -104,7 +104,7 @@ def to_disk(*paths: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """Opens a file that gets its name, complete, at the end of the `with`, or never: no other
     process sees half of it.
 

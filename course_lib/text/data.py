@@ -248,7 +248,7 @@ def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
             if path.exists():
                 print(f"the cached file {name} is damaged: making it again")
             checksum = 0
-            with files.whole_file(path) as file:
+            with files.atomic_write(path) as file:
                 for piece in pieces:
                     file.write(piece.tobytes())
                     checksum = zlib.crc32(piece, checksum)

@@ -182,10 +182,10 @@ def with_a_bit_flipped(content):
 def test_a_damaged_file_of_the_cache_is_made_again_and_it_is_said(folder, capsys, damage):
     first = np.array(data.tokens("train", folder))
     path = pathlib.Path(data.tokens("train", folder).filename)
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    content = path.read_bytes()
+    path.write_bytes(damage(content))
     np.testing.assert_array_equal(data.tokens("train", folder), first)
-    assert f"{path.name} is damaged" in capsys.readouterr().out and path.read_bytes() == whole
+    assert f"{path.name} is damaged" in capsys.readouterr().out and path.read_bytes() == content
     data.tokens("train", folder)
     assert not capsys.readouterr().out
 
@@ -235,10 +235,10 @@ def test_one_prepares_the_tokens_and_the_others_wait(folder, cache, monkeypatch)
     monkeypatch.setattr(data, "encode", locked)
     # a lock is that of an open file, not of a process
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: data.tokens("train", folder), range(3)))
+        results = list(pool.map(lambda _: data.tokens("train", folder), range(3)))
     assert len(called) == 1
-    for each in found:
-        np.testing.assert_array_equal(each, found[0])
+    for each in results:
+        np.testing.assert_array_equal(each, results[0])
 
 
 def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch):
