@@ -219,7 +219,7 @@ def read_batches(config: ConfigDict, tokens: np.ndarray, place: NamedSharding) -
         seed=config.seed,
         vocab_size=config.model.vocab_size,
     )
-    return loading.to_devices(batches, place)
+    return loading.DeviceBatches(batches, place)
 
 
 def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> Saved | None:
