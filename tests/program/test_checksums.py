@@ -1,4 +1,4 @@
-"""What must be true of checksums: nothing can happen to the files that they do not tell."""
+"""Checksums detect whatever happens to a file."""
 
 import random
 import shutil
@@ -66,7 +66,7 @@ def test_a_missing_file_is_named(folder, name):
 
 def test_a_file_too_many_is_named(folder):
     (folder / "inner" / "more").touch()
-    assert checksums.damage(folder) == "'inner/more' is not in SHA256SUMS"
+    assert checksums.damage(folder) == "'inner/more' is not what SHA256SUMS says"
 
 
 def test_where_nothing_is_left_but_an_empty_list_nothing_is_whole(tmp_path):
