@@ -133,7 +133,7 @@ def train(
             )
         if not saved and (why := settings.why_not_begun(folder)):
             raise Refused(why)
-        saved = checkpoints.restore(run.abstract()[0]) if saved else None
+        saved = checkpoints.restore(run.abstract()[0], saved) if saved else None
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
         book = stack.enter_context(journal.Journal(folder, after, total, writes=first))
