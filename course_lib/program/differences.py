@@ -8,8 +8,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def differences(
-    saved: Mapping[str, Any],
-    given: Mapping[str, Any],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
     names: tuple[str, str] = ("saved", "given"),
 ) -> list[str]:
     """Returns a line for each field in which two nested dicts differ: "model.num_layers: 3
@@ -18,34 +18,34 @@ def differences(
     Values are compared as JSON stores them: a tuple equals a list.
 
     Args:
-      saved: the first.
-      given: the second.
-      names: what the lines call them.
+      first: nested dicts.
+      second: nested dicts.
+      names: what the lines call the two.
     """
-    first, second = (
+    old, new = (
         {
             field: repr(json.loads(json.dumps(value)))
             for field, value in flatten_dict(tree, sep=".").items()
         }
-        for tree in (saved, given)
+        for tree in (first, second)
     )
     return [
-        f"{field}: {first.get(field, 'not')} {names[0]}, {second.get(field, 'not')} {names[1]}"
-        for field in first | second
-        if first.get(field) != second.get(field)
+        f"{field}: {old.get(field, 'not')} {names[0]}, {new.get(field, 'not')} {names[1]}"
+        for field in old | new
+        if old.get(field) != new.get(field)
     ]
 
 
 def with_defaults(
-    saved: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+    saved: Mapping[str, Any], current: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a saved configuration with the default of each field that only the given one has.
+    """Returns a saved configuration, with defaults for fields that only the current one has.
 
     Args:
       saved: nested dicts, perhaps older than some fields.
-      given: nested dicts.
+      current: nested dicts.
       defaults: nested dicts. A field without a default is not added.
     """
     old, usual = flatten_dict(saved), flatten_dict(defaults)
-    new = (field for field in flatten_dict(given) if field in usual and field not in old)
+    new = (field for field in flatten_dict(current) if field in usual and field not in old)
     return unflatten_dict(old | {field: usual[field] for field in new})

@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_stays_until_the_next_one_and_does_not_count(checkp
     assert checkpoints.steps() == [1, 2, 4]
 
 
-def test_a_step_that_was_damaged_and_is_saved_again_stays(checkpoints):
+def test_a_damaged_step_that_is_saved_again_stays(checkpoints):
     save(checkpoints, 1, 2, 3)
     flip_a_bit(checkpoints.folder / "00000003" / "about.json")
     assert checkpoints.newest().step == 2
@@ -207,7 +207,7 @@ def test_a_step_that_was_damaged_and_is_saved_again_stays(checkpoints):
     assert checkpoints.steps() == [1, 2, 3] and checkpoints.newest().step == 3
 
 
-def test_a_process_killed_while_it_deletes_leaves_no_half_of_a_checkpoint(
+def test_a_process_killed_while_it_deletes_leaves_no_incomplete_checkpoint(
     checkpoints, monkeypatch
 ):
     def killed_after_one_file(folder, **_):
@@ -246,25 +246,25 @@ def test_a_draft_of_a_killed_process_is_ignored_and_deleted(checkpoints):
 def test_all_of_a_checkpoint_is_on_the_disk_before_older_ones_go(checkpoints, monkeypatch):
     fsync, delete_old, synced, left_out = os.fsync, checkpoints._delete_old, set(), []
 
-    def what(status):
+    def version(status):
         return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def noted(file):
-        synced.add(what(os.fstat(file)))
+    def recorded(file):
+        synced.add(version(os.fstat(file)))
         fsync(file)
 
-    def looked():
+    def delete_old_checked():
         paths = [
             checkpoints.folder,
             checkpoints.folder / "00000002",
             *checkpoints.folder.glob("00000002/**/*"),
         ]
-        left_out.append([path.name for path in paths if what(path.stat()) not in synced])
+        left_out.append([path.name for path in paths if version(path.stat()) not in synced])
         delete_old()
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded)
     save(checkpoints, 1)
-    monkeypatch.setattr(checkpoints, "_delete_old", looked)
+    monkeypatch.setattr(checkpoints, "_delete_old", delete_old_checked)
     save(checkpoints, 2)
     assert left_out == [[]]
 
@@ -334,8 +334,7 @@ def python(code, *arguments, prefix=(), **environment):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-# Forks before JAX has started, so that a process that is to be killed need not import
-# everything anew.
+# Forks before JAX starts: a process that will be killed need not import everything again.
 SAVES_UNTIL_KILLED = """
     import os, sys
     import jax, jax.numpy as jnp
@@ -354,14 +353,14 @@ SAVES_UNTIL_KILLED = """
             while True:
                 step += 1
                 checkpoints.save(step, state(step), [step], {})
-                os.write(1, b"%d %d\\n" % (step, os.getpid()))  # whole or not at all
+                os.write(1, b"%d %d\\n" % (step, os.getpid()))  # one write: no partial line
         os.waitpid(child, 0)
         print("killed", flush=True)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_the_one_before(
+def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_or_the_one_before(
     tmp_path, capsys
 ):
     folder, moments = tmp_path / "checkpoints", random.Random(0)
@@ -375,9 +374,9 @@ def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_th
             process.stdin.write("\n")
             process.stdin.flush()
             first, pid = map(int, process.stdout.readline().split())
-            assert first == last + 1  # it went on where the one before was killed
+            assert first == last + 1  # it resumed where the one before was killed
             begun, began = [first], time.monotonic()
-            # the next one begins when this one is there: so long one takes on this disk
+            # A save waits for the one before: this is how long one takes on this disk.
             if number == 1:
                 begun.append(int(process.stdout.readline().split()[0]))
                 takes = time.monotonic() - began
@@ -387,8 +386,8 @@ def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_th
                 begun.append(int(line.split()[0]))
             saved = checkpoints.restore(abstract(like))
             last = saved.step if saved else 0
-            # The last one begun may not be there; the one before was, and the next may have
-            # been begun unsaid.
+            # The last checkpoint begun may be incomplete, the one before is complete. The
+            # next one may have begun without a line.
             assert begun[-1] - 1 <= last <= begun[-1] + 1
             if saved:
                 assert (
@@ -482,19 +481,19 @@ ONE_OF_TWO = """
 
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices())
     split = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-    whole = NamedSharding(mesh, PartitionSpec())
+    copies = NamedSharding(mesh, PartitionSpec())
 
     def make(step):
         return {"w": jnp.arange(64.0).reshape(8, 8) + step, "rng": jax.random.key(step)}
 
     checkpoints = Checkpoints(sys.argv[1])
     for step in (1, 2, 3):
-        state = jax.jit(make, static_argnums=0, out_shardings={"w": split, "rng": whole})(step)
+        state = jax.jit(make, static_argnums=0, out_shardings={"w": split, "rng": copies})(step)
         checkpoints.save(step, state, {"next": step}, {})
     checkpoints.wait()
     across = NamedSharding(mesh, PartitionSpec(None, ("data", "tensor")))
     like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=across)}
-    like["rng"] = jax.ShapeDtypeStruct((), state["rng"].dtype, sharding=whole)
+    like["rng"] = jax.ShapeDtypeStruct((), state["rng"].dtype, sharding=copies)
     saved = checkpoints.restore(like)
     right = jax.jit(lambda w: (w == jnp.arange(64.0).reshape(8, 8) + 3).all())(saved.state["w"])
     print(saved.step, bool(right), float(jax.random.uniform(saved.state["rng"])), flush=True)
@@ -516,7 +515,7 @@ def test_what_two_processes_save_together_both_restore_and_one_alone_does(tmp_pa
         for process in both:
             printed, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
-            # JAX itself prints who is connected with whom
+            # Lines before it are from JAX.
             step, right, drawn = printed.splitlines()[-1].split()
             assert (step, right, float(drawn)) == (
                 "3",
