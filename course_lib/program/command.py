@@ -59,8 +59,9 @@ the same numbers again, bit for bit, of a run that was stopped:
   A run that goes on with another JAX, other devices or cores, says so: its last bits are others
   from there on
 
-a tenth quicker on a CPU, where a step's memory would go back to the system after each step:
-  MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment (glibc)
+steps on a CPU, about a tenth quicker:
+  MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment: glibc then
+  reuses the memory of a step, and does not return it to the system after each step
 
 exit codes:
     0 done
