@@ -1,6 +1,4 @@
-"""The launch files of docs/cluster call the program as it wants to be called, and their pages
-tell the truth.
-"""
+"""Laws of docs/cluster: the launch files call the program correctly, and the pages are true."""
 
 import re
 import subprocess
@@ -15,7 +13,7 @@ FOLDER = Path(__file__).parent.parent / "docs" / "cluster"
 
 @pytest.fixture
 def bash(tmp_path):
-    """Returns what runs a launch file with other programs in place of those that it calls."""
+    """Returns a function that runs a launch file with stand-ins for the programs it calls."""
 
     def bash(file, *arguments, programs, **environ):
         for name, text in programs.items():
@@ -37,14 +35,14 @@ def bash(tmp_path):
     ("codes", "starts"),
     [
         ([0], 1),
-        ([75, 143] * 4 + [0], 9),  # preempted however often
+        ([75, 143] * 4 + [0], 9),  # any number of preemptions
         ([1, 76, 134, 1], 4),  # three failures in a row are tried again
-        ([1, 1, 75, 1, 1, 1, 137], 7),  # it had come somewhere in between
+        ([1, 1, 75, 1, 1, 1, 137], 7),  # a preemption in between: it made progress
         ([75, 2], 2),
         ([1, 77], 2),
     ],
 )
-def test_slurm_starts_a_job_again_after_every_preemption_and_after_few_failures_in_a_row(
+def test_slurm_restarts_a_job_after_every_preemption_and_after_three_failures_in_a_row(
     bash, tmp_path, codes, starts
 ):
     programs = {"srun": 'echo "srun $*"; exit "$NEXT"', "scontrol": 'echo "scontrol $*"'}
@@ -66,8 +64,8 @@ def test_slurm_starts_a_job_again_after_every_preemption_and_after_few_failures_
     assert not list(tmp_path.glob("*.failures"))
 
 
-def test_over_ssh_each_host_gets_its_number_and_the_first_is_where_they_meet(bash, tmp_path):
-    program = 'echo "$(printf "<%s>" "$@")"'  # in one piece: two write at once
+def test_over_ssh_each_host_gets_its_number_and_the_first_hosts_address(bash, tmp_path):
+    program = 'echo "$(printf "<%s>" "$@")"'  # one write per process: both write at once
     programs = {"ssh": 'echo "at ${@: -2:1}"; exec bash -c "${@: -1}"', "program": program}
     done = bash(
         "ssh.sh",
@@ -99,12 +97,12 @@ def test_over_ssh_the_exit_code_is_that_of_the_process_that_failed(bash, tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [["a", "--", "--preset", "cpu"], ["a", "b"], []])
-def test_over_ssh_fewer_than_two_hosts_or_no_end_of_hosts_is_refused(bash, arguments):
+def test_over_ssh_fewer_than_two_hosts_or_a_missing_separator_is_refused(bash, arguments):
     done = bash("ssh.sh", *arguments, programs={})
     assert done.returncode == 2 and "usage:" in done.stderr
 
 
-def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
+def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_look_it_up():
     yaml = pytest.importorskip("yaml", reason="no PyYAML here: JupyterLab brings it")
     account, role, binding, jobs = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
     (job,) = jobs["spec"]["replicatedJobs"]
@@ -112,7 +110,7 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
     pod = spec["template"]["spec"]
     assert job["replicas"] == 1 and spec["completionMode"] == "Indexed"
     assert spec["parallelism"] == spec["completions"] > 1
-    # all start again together, or none
+    # all pods restart together, or none
     assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert pod["shareProcessNamespace"]  # process 1 ignores SIGTERM before the first step
@@ -122,12 +120,12 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
         == pod["serviceAccountName"]
     )
     allowed = {
-        (what, verb)
+        (resource, verb)
         for rule in role["rules"]
-        for what in rule["resources"]
+        for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    # what JAX's K8sCluster calls in a JobSet
+    # the calls of JAX's K8sCluster in a JobSet
     assert allowed == {("pods", "list"), ("jobs", "get")}
     assert len({part["metadata"]["namespace"] for part in (account, role, binding, jobs)}) == 1
     mounted = {
@@ -146,12 +144,12 @@ def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_ask_for_it():
         ("DisruptionTarget", "RestartJobSetAndIgnoreMaxRestarts"),
         (2, "FailJobSet"),
         (77, "FailJobSet"),
-        (1, None),  # a restart, which counts
+        (1, None),  # a restart that counts as a failure
         (76, None),
         (134, None),
     ],
 )
-def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not_tried_again(
+def test_in_kubernetes_preemptions_do_not_count_and_permanent_failures_end_the_job(
     ended, action
 ):
     yaml = pytest.importorskip("yaml", reason="no PyYAML here: JupyterLab brings it")
@@ -181,9 +179,9 @@ def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not
         return None
 
     messages = [
-        found
-        for number in enumerate(spec["podFailurePolicy"]["rules"])
-        if (found := message(*number))
+        text
+        for rule in enumerate(spec["podFailurePolicy"]["rules"])
+        if (text := message(*rule))
     ]
     reason = "PodFailurePolicy" if messages else "BackoffLimitExceeded"
     taken = [
@@ -198,7 +196,7 @@ def test_in_kubernetes_preemptions_do_not_count_and_what_would_come_again_is_not
     )
 
 
-def test_the_page_says_how_long_it_takes_and_which_exit_code_it_is():
+def test_the_page_says_how_long_processes_wait_for_each_other():
     page = (FOLDER / "README.md").read_text()
     assert f"heartbeat after {processes.HEARTBEAT} s at most" in page
     assert f"wait {processes.PATIENCE} s" in page

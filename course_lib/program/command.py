@@ -55,8 +55,9 @@ a run that was stopped gives the same numbers, bit for bit:
   start. Steps are slower with it: additions have an order, and XLA does not time kernels to
   choose the fastest. A run that goes on with another JAX or on other devices says so
 
-a tenth quicker on a CPU, where a step's memory would go back to the system after each step:
-  MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment (glibc)
+steps on a CPU, about a tenth quicker:
+  MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment: glibc then
+  reuses the memory of a step, and does not return it to the system after each step
 
 exit codes:
     0 done

@@ -9,8 +9,8 @@ sees the devices of all processes, and runs the same steps on its own part of th
         ...                    # the training: every process executes the same code
 
 Process 0 runs JAX's coordination service. JAX derives its address from the environment under
-Slurm, Open MPI 4 and Kubernetes; elsewhere you pass it. Data travels between the devices
-without it: through NCCL on GPUs, through Gloo on CPUs.
+Slurm, Open MPI 4 and Kubernetes; elsewhere you pass it. The devices exchange data directly,
+through NCCL on GPUs and Gloo on CPUs.
 
 Every step needs every process, so if one ends, all end soon:
 
@@ -109,14 +109,14 @@ def start(
         process this is, or if the processes have different numbers of devices.
       RuntimeError: if JAX has looked for devices already.
     """
-    given = {
+    arguments = {
         "coordinator_address": coordinator,
         "process_id": process,
         "num_processes": processes,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     place = from_launcher()
-    if processes == 1 or not (place or given):
+    if processes == 1 or not (place or arguments):
         if processes is None and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
             _say(
                 f"Slurm has {os.environ['SLURM_NTASKS']} tasks for this job, but srun did not"
@@ -124,7 +124,7 @@ def start(
             )
         yield
         return
-    if place is None and len(given) < 3:
+    if place is None and len(arguments) < 3:
         raise ValueError(
             f"coordinator={coordinator!r}, process={process}, processes={processes} must be"
             " given together where no launcher tells them: mpirun, srun, or an indexed Job of"
@@ -133,7 +133,7 @@ def start(
     host, _, port = (coordinator or "host:0").rpartition(":")
     if not (host and port.isdecimal()):
         raise ValueError(f"coordinator={coordinator!r} must be host:port, as in 10.0.0.1:1234")
-    place = {"local_device_ids": []} | (place or {}) | given
+    place = {"local_device_ids": []} | (place or {}) | arguments
     where = f"process 0 at {coordinator}" if coordinator else "process 0"
     _say(
         f"process {place['process_id']} waits up to {patience} s for the other processes, which"

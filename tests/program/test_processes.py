@@ -1,5 +1,6 @@
-"""Several processes are one training, and end together. Two processes here, with two simulated
-devices each.
+"""Laws of several processes: they train as one, and end together.
+
+The tests start two processes with two simulated devices each.
 """
 
 import contextlib
@@ -30,13 +31,13 @@ WORKER = [
     *small_run.STRICT,
     str(ROOT / "tests" / "helpers" / "cluster_worker.py"),
 ]
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
-# seconds for all to end after one did: the workers' heartbeat is 10, JAX's own 100, and the
-# machine may be busy
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles quickly
+# Seconds in which all processes must end after one did. The workers' heartbeat is 10 s, JAX's
+# default is 100 s, and the machine may be busy.
 IN_TIME = 60
-# the program's words after an error, or JAX's where it aborts the process
+AT_LAST = 600  # seconds; without a law, so that nothing hangs forever
+# The program's words after an error, or JAX's words where it aborts the process.
 OTHER_ENDED = "another process ended first|another task died"
-AT_LAST = 600  # seconds, only so that nothing hangs forever
 LAUNCHERS = ("OMPI_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
 
 needs_mpirun = pytest.mark.skipif(
@@ -56,8 +57,8 @@ MPIRUN = [
 
 @pytest.fixture
 def launch(programs_kept, tmp_path):
-    """Returns what starts programs whose output goes to a file; what still runs after the test
-    is killed.
+    """Returns a function that starts a program with its output in a file. After the test,
+    kills every program that still runs.
     """
     started = []
 
@@ -84,9 +85,7 @@ def launch(programs_kept, tmp_path):
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Returns the path of the configuration of a Slurm of this machine alone, which runs as
-    long as the test.
-    """
+    """Runs a Slurm on this machine alone during the test; returns its configuration's path."""
     missing = [name for name in ("srun", "slurmctld", "slurmd") if not _slurm(name)]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: Debian's package slurm-wlm")
@@ -108,7 +107,7 @@ def slurm(tmp_path):
         "JobAcctGatherType": "jobacct_gather/none",
         "SelectType": "select/linear",
         "SlurmdParameters": "config_overrides",
-        # JAX makes a port of it, which no test beside this one should take
+        # JAX derives a port from it, which must differ from that of a test beside this one.
         "FirstJobId": os.getpid() % 4096 + 1,
         "NodeName": (
             f"localhost NodeHostname={socket.gethostname().partition('.')[0]}"
@@ -120,23 +119,15 @@ def slurm(tmp_path):
     path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     commands = (
         [_slurm("slurmctld"), "-D", "-f", path],
-        [
-            _slurm("slurmd"),
-            "-D",
-            "-N",
-            "localhost",
-            "-f",
-            path,
-        ],
+        [_slurm("slurmd"), "-D", "-N", "localhost", "-f", path],
     )
     with (tmp_path / "slurm.log").open("w") as log:
         daemons = [subprocess.Popen(command, stdout=log, stderr=log) for command in commands]
-    state, deadline = [_slurm("sinfo"), "--noheader", "--format=%t"], time.monotonic() + AT_LAST
-    while subprocess.run(
-        state, env=os.environ | {"SLURM_CONF": str(path)}, capture_output=True
-    ).stdout.split() != [b"idle"]:
-        assert time.monotonic() < deadline, (tmp_path / "slurm.log").read_text()
-        time.sleep(0.1)
+    state = [_slurm("sinfo"), "--noheader", "--format=%t"]
+    env = os.environ | {"SLURM_CONF": str(path)}
+    until(
+        lambda: subprocess.run(state, env=env, capture_output=True).stdout.split() == [b"idle"]
+    )
     yield path
     for daemon in daemons:
         daemon.terminate()
@@ -157,16 +148,25 @@ def pair(launch, job, **environ):
 
 
 def pids(*processes):
-    """Waits until both processes step, and returns their pids."""
-    deadline = time.monotonic() + AT_LAST
-    while time.monotonic() < deadline:
+    """Waits until both workers have printed their pids, and returns these by process number."""
+
+    def by_number():
+        ended = any(each.poll() is not None for each in processes)
         output = "".join(each.output() for each in processes)
-        found = re.findall(r"process (\d) has pid (\d+)", output)
-        if len(found) == 2:
-            return {int(number): int(pid) for number, pid in found}
-        assert all(each.poll() is None for each in processes), output
+        lines = re.findall(r"process (\d) has pid (\d+)", output)
+        assert len(lines) == 2 or not ended, output
+        return len(lines) == 2 and {int(number): int(pid) for number, pid in lines}
+
+    return until(by_number)
+
+
+def until(condition, seconds=AT_LAST):
+    """Waits until a function returns something true, and returns that."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    raise AssertionError(output)
+    return value
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +175,10 @@ def text(tmp_path_factory):
 
 
 def program(text, run, devices):
-    """The command that a learner gives, for a run of six steps."""
+    """Returns a learner's command, for a run of six steps."""
     changes = ("mesh.tensor=2", "strategy.zero=1", "training.steps=6", "run.checkpoint_every=3")
-    given = small_run.arguments(text, run, devices, *changes)
-    return [sys.executable, "-u", *small_run.STRICT, "-m", "course_lib.train", *given]
+    arguments = small_run.arguments(text, run, devices, *changes)
+    return [sys.executable, "-u", *small_run.STRICT, "-m", "course_lib.train", *arguments]
 
 
 def losses_of(run):
@@ -189,7 +189,7 @@ def losses_of(run):
 
 @pytest.fixture(scope="module")
 def alone(text, programs_kept, tmp_path_factory):
-    """What a run of the program in one process with four devices writes."""
+    """Returns the losses of a run in one process with four devices."""
     run = tmp_path_factory.mktemp("alone") / "run"
     environment = os.environ | programs_kept | QUICK | {"PYTHONPATH": str(ROOT)}
     subprocess.run(program(text, run, 4), env=environment, check=True, capture_output=True)
@@ -197,28 +197,30 @@ def alone(text, programs_kept, tmp_path_factory):
 
 
 def is_one_program(run, alone, launched):
-    """Asserts that two processes have run the program together, as one does."""
+    """Asserts that two processes ran the program together, with the losses of one process."""
     assert launched.wait(AT_LAST) == 0, launched.output()
     assert (
         "4 x cpu" in (run / "times.jsonl").read_text()
         and "2 process(es)" in (run / "times.jsonl").read_text()
     )
-    found = losses_of(run)
-    assert [step for step, _ in found] == [step for step, _ in alone] == [1, 2, 3, 4, 5, 6, 6]
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+    losses = losses_of(run)
+    assert [step for step, _ in losses] == [step for step, _ in alone] == [1, 2, 3, 4, 5, 6, 6]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in alone], rel=1e-5)
     assert (run / "checkpoints" / "00000006").is_dir()
 
 
 @pytest.mark.slow
 @needs_mpirun
-def test_the_program_under_mpirun_is_that_of_one_process(launch, text, alone, tmp_path):
+def test_the_program_under_mpirun_has_the_losses_of_one_process(launch, text, alone, tmp_path):
     is_one_program(
         tmp_path / "run", alone, launch([*MPIRUN, *program(text, tmp_path / "run", 2)], **QUICK)
     )
 
 
 @pytest.mark.slow
-def test_the_program_under_slurm_too(launch, slurm, text, alone, tmp_path):
+def test_the_program_under_slurm_has_the_losses_of_one_process(
+    launch, slurm, text, alone, tmp_path
+):
     launched = launch(
         ["srun", "-n", "2", *program(text, tmp_path / "run", 2)], SLURM_CONF=str(slurm), **QUICK
     )
@@ -227,7 +229,7 @@ def test_the_program_under_slurm_too(launch, slurm, text, alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 1])
-def test_where_one_is_killed_the_other_stops_in_time_and_says_what_to_do(launch, gone):
+def test_if_one_process_is_killed_the_other_ends_in_time_and_says_why(launch, gone):
     both = pair(launch, "step", WHO="2")
     pids(*both)
     both[gone].kill()
@@ -237,7 +239,7 @@ def test_where_one_is_killed_the_other_stops_in_time_and_says_what_to_do(launch,
 
 
 @pytest.mark.slow
-def test_where_one_is_alive_but_silent_too(launch):
+def test_if_one_process_is_alive_but_silent_the_other_ends_in_time_and_says_why(launch):
     both = pair(launch, "stop", WHO="1")
     pids(*both)
     assert both[0].wait(IN_TIME) != 0
@@ -246,14 +248,15 @@ def test_where_one_is_alive_but_silent_too(launch):
 
 def test_an_error_in_one_process_ends_both(launch):
     both = pair(launch, "raise", WHO="1")
-    assert both[1].wait(AT_LAST) == 1
+    pids(*both)
+    assert both[1].wait(IN_TIME) == 1
     assert both[0].wait(IN_TIME) != 0
     assert "ZeroDivisionError: an error in one process" in both[1].output()
     assert "process 1 ends with this error" in both[1].output()
     assert re.search(OTHER_ENDED, both[0].output())
 
 
-def test_a_notice_to_one_and_all_that_it_started_ends_both_after_the_same_step(launch):
+def test_sigterm_to_one_process_and_its_children_ends_both_after_the_same_step(launch):
     both = pair(launch, "preempt", WHO="2")
     os.killpg(pids(*both)[1], signal.SIGTERM)
     assert [each.wait(IN_TIME) for each in both] == [0, 0]
@@ -262,7 +265,7 @@ def test_a_notice_to_one_and_all_that_it_started_ends_both_after_the_same_step(l
     assert not any(re.search(OTHER_ENDED, each.output()) for each in both)
 
 
-def test_a_notice_to_one_before_its_first_step_ends_it_at_once_and_the_others_with_it(launch):
+def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(launch):
     both = pair(launch, "prepare")
     os.kill(pids(*both)[1], signal.SIGTERM)
     assert both[1].wait(IN_TIME) == -signal.SIGTERM
@@ -271,21 +274,21 @@ def test_a_notice_to_one_before_its_first_step_ends_it_at_once_and_the_others_wi
 
 @pytest.mark.slow
 @needs_mpirun
-def test_mpirun_ends_where_one_is_killed(launch):
+def test_mpirun_ends_if_one_process_is_killed(launch):
     both = launch([*MPIRUN, *WORKER, "step"], WHO="2")
     one_killed(both)
     assert "process rank 1" in " ".join(both.output().split())
 
 
 @pytest.mark.slow
-def test_slurm_ends_where_one_is_killed(launch, slurm):
+def test_slurm_ends_if_one_process_is_killed(launch, slurm):
     both = launch(["srun", "-n", "2", *WORKER, "step"], WHO="2", SLURM_CONF=str(slurm))
     one_killed(both)
     assert re.search(OTHER_ENDED, both.output())
 
 
 @pytest.mark.slow
-def test_slurm_takes_the_batch_script(launch, slurm, tmp_path):
+def test_slurm_runs_the_batch_script(launch, slurm, tmp_path):
     (tmp_path / "python").write_text(
         '#!/bin/bash\necho "task $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*"\n'
     )
@@ -311,13 +314,11 @@ def test_slurm_takes_the_batch_script(launch, slurm, tmp_path):
 
 def one_killed(launcher):
     """Kills process 1, and asserts that the launcher and process 0 end in time."""
-    found = pids(launcher)
-    os.kill(found[1], signal.SIGKILL)
+    by_number = pids(launcher)
+    os.kill(by_number[1], signal.SIGKILL)
     assert launcher.wait(IN_TIME) != 0
-    deadline = time.monotonic() + IN_TIME
-    while runs(found[0]):  # a process that was killed goes a little later
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # the launcher may end before the process that it kills
+    until(lambda: not runs(by_number[0]), IN_TIME)
 
 
 def runs(pid):
@@ -352,11 +353,11 @@ def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
             processes._check_devices()
 
 
-def test_one_process_alone_hears_what_it_says():
+def test_one_process_alone_gathers_its_own_text():
     assert processes.gather("é") == ["é"]
 
 
-def test_all_wait_for_the_slowest_before_devices_exchange_anything(monkeypatch):
+def test_all_processes_wait_for_the_slowest_before_their_devices_exchange_anything(monkeypatch):
     order = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
@@ -374,7 +375,7 @@ def test_all_wait_for_the_slowest_before_devices_exchange_anything(monkeypatch):
         exchanges == ["devices", "devices"]
         and first["timeout_ms"] == second["timeout_ms"] > 3600 * 1000
     )
-    assert first["key"] != second["key"]  # one can be met at once only
+    assert first["key"] != second["key"]  # a barrier's key works once
 
 
 OPEN_MPI = {
@@ -438,8 +439,8 @@ def test_one_process_alone_connects_to_nobody(environ, values, arguments, messag
     environ(values)
     with processes.start(*arguments):
         assert not jax.distributed.is_initialized()
-    said = capsys.readouterr().err
-    assert message in said and bool(message) == bool(said)
+    printed = capsys.readouterr().err
+    assert message in printed and bool(message) == bool(printed)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,7 @@ def test_one_process_alone_connects_to_nobody(environ, values, arguments, messag
 def test_arguments_that_describe_no_process_are_refused(
     environ, values, arguments, message, monkeypatch
 ):
-    def initialize(**given):
+    def initialize(**_):
         raise ValueError("no address.")
 
     environ(values)
@@ -470,13 +471,13 @@ def test_arguments_that_describe_no_process_are_refused(
 
 
 def test_arguments_come_before_what_the_launcher_says(environ, monkeypatch):
-    given = {}
+    passed = {}
     environ(SLURM)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **named: given.update(named))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **named: passed.update(named))
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     with processes.start("host:1", None, 5, heartbeat=7, patience=8):
         pass
-    assert given == {
+    assert passed == {
         "coordinator_address": "host:1",
         "process_id": 3,
         "num_processes": 5,
