@@ -75,7 +75,7 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
 
 def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]]:
     """Lists (dtype, FLOPs, whether recomputed) of a jaxpr's products."""
-    found = []
+    products = []
     for eqn in jaxpr.eqns:
         # JAX puts the recomputation of jax.checkpoint into a scope of this name.
         eqn_again = again or "rematted_computation" in str(eqn.source_info.name_stack)
@@ -84,15 +84,15 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
             wider = max(
                 (v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize
             )
-            found.append((wider.name, times * _flops_of_product(eqn), eqn_again))
+            products.append((wider.name, times * _flops_of_product(eqn), eqn_again))
         elif name == "pallas_call":
             largest = max((v.aval for v in eqn.invars), key=lambda aval: aval.size)
-            found.append((largest.dtype.name, times * _flops_of_kernel(eqn), eqn_again))
+            products.append((largest.dtype.name, times * _flops_of_kernel(eqn), eqn_again))
         elif name == "cond":
             branches = [
                 _products(branch.jaxpr, times, eqn_again) for branch in params["branches"]
             ]
-            found += max(branches, key=lambda branch: sum(count for _, count, _ in branch))
+            products += max(branches, key=lambda branch: sum(count for _, count, _ in branch))
         elif name == "while":
             if _products(params["body_jaxpr"].jaxpr, 1, False) + _products(
                 params["cond_jaxpr"].jaxpr, 1, False
@@ -110,8 +110,8 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
         else:
             repeats = times * params["length"] if name == "scan" else times
             for inner in _inner_jaxprs(params):
-                found += _products(inner, repeats, eqn_again)
-    return found
+                products += _products(inner, repeats, eqn_again)
+    return products
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:

@@ -35,8 +35,8 @@ _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 def pairs(attributes: str) -> Groups:
     """Returns the (source, target) pairs of a permutation; none for other collectives."""
-    found = _PAIRS.search(attributes)
-    return _lists(found[1]) if found else ()
+    match = _PAIRS.search(attributes)
+    return _lists(match[1]) if match else ()
 
 
 def groups(attributes: str, devices: int) -> Groups:
@@ -54,26 +54,26 @@ def groups(attributes: str, devices: int) -> Groups:
     """
     if "source_target_pairs=" in attributes:
         return _chains(pairs(attributes))
-    if found := _LISTED.search(attributes):
-        return _lists(found[1]) or (tuple(range(devices)),)
-    if found := _IOTA.search(attributes):
-        return _rows(_order(found[2], found[3]).reshape(_ints(found[1])))
-    if found := _MESH.search(attributes):
-        return _along(*found.groups())
+    if match := _LISTED.search(attributes):
+        return _lists(match[1]) or (tuple(range(devices)),)
+    if match := _IOTA.search(attributes):
+        return _rows(_order(match[2], match[3]).reshape(_ints(match[1])))
+    if match := _MESH.search(attributes):
+        return _along(*match.groups())
     raise ValueError(
         f"attributes={attributes[:120]!r} must name the groups of devices in a way that is"
         " known here"
     )
 
 
-def axes_of_groups(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def axes_of_groups(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the fewest axes of a mesh along which groups lie, `()` if they fit none.
 
     Args:
-      found: the groups.
+      members: the groups.
       sizes: of the mesh's axes, by name (`mesh.shape`).
     """
-    wanted = {frozenset(group) for group in found}
+    wanted = {frozenset(group) for group in members}
     devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     for count in range(len(sizes) + 1):
         for axes in itertools.combinations(range(len(sizes)), count):
@@ -83,12 +83,12 @@ def axes_of_groups(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return ()
 
 
-def axes_of_pairs(found: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def axes_of_pairs(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes of a mesh along which the sources and targets of a permutation differ;
     `sizes` as above.
     """
     sources, targets = (
-        np.unravel_index(ends, tuple(sizes.values())) for ends in np.transpose(found)
+        np.unravel_index(ends, tuple(sizes.values())) for ends in np.transpose(members)
     )
     return tuple(
         name for name, a, b in zip(sizes, sources, targets, strict=True) if (a != b).any()
@@ -145,14 +145,14 @@ def _rows(devices: np.ndarray) -> Groups:
 def _chains(permutation: Groups) -> Groups:
     """Returns the devices along each chain or ring of (source, target) pairs."""
     following = {source: target for source, target in permutation}
-    found = []
+    chains = []
     # First from where chains begin; what is left are rings.
     for start in (*(following.keys() - following.values()), *following):
         chain = [start]
         while chain[-1] in following:
             chain.append(following.pop(chain[-1]))
-        found += [tuple(dict.fromkeys(chain))] if len(chain) > 1 else []
-    return tuple(found)
+        chains += [tuple(dict.fromkeys(chain))] if len(chain) > 1 else []
+    return tuple(chains)
 
 
 @functools.lru_cache

@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -64,8 +64,8 @@ class Shape:
         return -(-self.elements * int(bits or 8 * (kind == "pred")) // 8)
 
     def _parts(self) -> tuple[str, str, str]:
-        found = _TYPE.fullmatch(self.type)
-        return (found[1], found[2], found[3]) if found else (self.type, "", "")
+        match = _TYPE.fullmatch(self.type)
+        return (match[1], match[2], match[3]) if match else (self.type, "", "")
 
     def __str__(self) -> str:
         return f"{self.type}[{','.join(map(str, self.dims))}]"
@@ -103,7 +103,7 @@ class Instruction:
 
     @property
     def elements(self) -> int:
-        """How many numbers the result holds."""
+        """The number of elements of the result."""
         return sum(shape.elements for shape in self.shapes)
 
     @property
@@ -116,14 +116,14 @@ class Instruction:
     @property
     def scope(self) -> str:
         """Its scope in the source, as `jit(step)/jvp(Transformer)/mlp/dot_general`, or ""."""
-        found = _OP_NAME.search(self.attributes)
-        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+        match = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 
     @property
     def target(self) -> str:
         """The library function of a custom call (`__cublas$gemm`), else empty."""
-        found = _TARGET.search(self.attributes)
-        return found[1] if found else ""
+        match = _TARGET.search(self.attributes)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,10 +194,10 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
     """Reads shapes as HLO writes them: `f32[4,16]{1,0}`, or `(f32[4,16]{1,0}, s32[])` for a
     tuple.
     """
-    found = _SHAPE.findall(text)
+    shapes = _SHAPE.findall(text)
     return tuple(
         Shape(t, tuple(int(d.strip("<= ")) for d in ds.split(",") if d), int(s or 0))
-        for t, ds, s in found
+        for t, ds, s in shapes
     )
 
 
@@ -207,8 +207,8 @@ def trip_count(loop: Instruction) -> int:
     Raises:
       ValueError: if the number is known only when the program runs.
     """
-    if found := _TRIPS.search(loop.attributes):
-        return int(found[1])
+    if match := _TRIPS.search(loop.attributes):
+        return int(match[1])
     raise ValueError(
         f"while={loop.name!r} ({loop.scope}) must run a number of times that the compiler"
         " knows: it stops on a condition on data, so nothing inside it can be counted; use"
@@ -239,26 +239,26 @@ def scheduled(
     """
 
     def walk(computation: Computation, executions: int) -> list[tuple[Instruction, int]]:
-        found = []
+        executed = []
         for i in computation.instructions:
-            found.append((i, executions))
+            executed.append((i, executions))
             if i.opcode == "while":
                 trips = trip_count(i)
-                found += walk(i.calls["condition"][0], executions * (trips + 1))
-                found += walk(i.calls["body"][0], executions * trips)
+                executed += walk(i.calls["condition"][0], executions * (trips + 1))
+                executed += walk(i.calls["body"][0], executions * trips)
             elif i.opcode == "conditional" and taken and len(i.called) in taken:
                 for branch, times in zip(i.called, taken[len(i.called)], strict=True):
-                    found += walk(branch, times)
+                    executed += walk(branch, times)
             elif i.opcode == "conditional":
                 branches = [walk(branch, executions) for branch in i.called]
                 if weight is not None:
                     branches = [
                         max(branches, key=lambda branch: sum(n * weight(j) for j, n in branch))
                     ]
-                found += [item for branch in branches for item in branch]
+                executed += [item for branch in branches for item in branch]
             elif i.opcode in ("call", "async-start"):
-                found += [item for called in i.called for item in walk(called, executions)]
-        return found
+                executed += [item for called in i.called for item in walk(called, executions)]
+        return executed
 
     return walk(module.entry, 1)
 
@@ -293,8 +293,8 @@ def _instruction(
 def _closing(text: str) -> int:
     """Returns the position behind the parenthesis that closes the one `text` begins with."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return match.end()
     raise ValueError(f"text={text[:40]!r}... must close its parenthesis")

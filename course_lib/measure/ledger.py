@@ -6,9 +6,9 @@ devices in which it runs. For a GPU or TPU it has a start and an end in the sche
 instructions between them overlap with it.
 
     compiled = step.lower(state, batch).compile()
-    found = ledger(compiled, mesh)
-    notebook.table(found.rows())
-    assert found.bytes("all-reduce", "data") == gradient_bytes
+    sent = ledger(compiled, mesh)
+    notebook.table(sent.rows())
+    assert sent.bytes("all-reduce", "data") == gradient_bytes
 
 Compilers merge and split collectives: compare bytes, not numbers of operations. XLA:CPU
 communicates bfloat16 as float32, and where the compiler partitions a program, it uses an
@@ -133,9 +133,9 @@ class Ledger:
     def _select(self, kind: str | None, axis: str | Sequence[str] | None) -> list[Collective]:
         if kind is not None and kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be a collective: one of {', '.join(KINDS)}")
-        found = [entry for entry in self.entries if kind in (None, entry.kind)]
+        entries = [entry for entry in self.entries if kind in (None, entry.kind)]
         if axis is None:
-            return found
+            return entries
         if self.axis_names is None:
             raise ValueError(
                 f"axis={axis!r} must be known to select it: pass the mesh to `ledger`"
@@ -143,7 +143,7 @@ class Ledger:
         axes = {axis} if isinstance(axis, str) else set(axis)
         if not axes <= set(self.axis_names):
             raise ValueError(f"axis={axis!r} must be of the mesh: {', '.join(self.axis_names)}")
-        return [entry for entry in found if set(entry.axes or ()) == axes]
+        return [entry for entry in entries if set(entry.axes or ()) == axes]
 
 
 def ledger(
@@ -221,12 +221,12 @@ def _entries(
     """Reads one collective: an entry for each dtype among its operands; none if no device sends
     to another.
     """
-    kind, found, pairs = (
+    kind, members, pairs = (
         _kind(i),
         groups.groups(i.attributes, devices),
         groups.pairs(i.attributes),
     )
-    size = max(map(len, found), default=1)
+    size = max(map(len, members), default=1)
     if kind == "collective-permute":
         share = fractions.Fraction(sum(source != target for source, target in pairs), devices)
     else:
@@ -238,7 +238,7 @@ def _entries(
         axes = (
             groups.axes_of_pairs(pairs, mesh.shape)
             if pairs
-            else groups.axes_of_groups(found, mesh.shape)
+            else groups.axes_of_groups(members, mesh.shape)
         )
     computed = tuple(kind for kind in map(kind_of, meanwhile) if kind != "collective")
     return [
@@ -274,10 +274,10 @@ def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
     )
     # The other operands of a ragged all-to-all are offsets and sizes.
     operands = i.operands[:1] if _kind(i) == "ragged-all-to-all" else i.operands
-    found: collections.Counter[str] = collections.Counter()
+    payload: collections.Counter[str] = collections.Counter()
     for shape in (shape for operand in operands for shape in operand.shapes):
-        found[shape.dtype] += copies * shape.bytes
-    return found
+        payload[shape.dtype] += copies * shape.bytes
+    return payload
 
 
 def _meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruction]:

@@ -10,7 +10,7 @@ which another machine wrote:
 `COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
 that).
 
-Where rows take long to compute, `partly_live` computes a few and reads the others. `kept`
+Where rows take long to compute, `partly_live` computes a few and reads the others. `older_row`
 returns a row that newer versions cannot compute any more, with its own date and versions.
 """
 
@@ -130,7 +130,7 @@ def partly_live(
     return Table(list(by_case.values()), False, note)
 
 
-def kept(name: str, case: str) -> dict[str, Any]:
+def older_row(name: str, case: str) -> dict[str, Any]:
     """Returns the recorded row of a case that the installed versions cannot compute.
 
     Args:

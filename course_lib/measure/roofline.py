@@ -34,7 +34,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """What the floor comes from: "compute" or "memory"."""
+        """The longer of the two times: "compute" or "memory"."""
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
     def __str__(self) -> str:

@@ -106,7 +106,7 @@ def compare(
             start = clock.perf_counter()
             jax.block_until_ready(function())
             seconds[name].append(clock.perf_counter() - start)
-    return {name: Time(*_quartiles(found[warmup:])) for name, found in seconds.items()}
+    return {name: Time(*_quartiles(times[warmup:])) for name, times in seconds.items()}
 
 
 def time(function: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 1) -> Time:

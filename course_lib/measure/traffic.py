@@ -93,8 +93,8 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
         number of iterations.
     """
     check_compiled(compiled)
-    found = moves(hlo.parse(compiled.as_text()))
-    return Traffic(sum(move.bytes for move in found), found)
+    all_moves = moves(hlo.parse(compiled.as_text()))
+    return Traffic(sum(move.bytes for move in all_moves), all_moves)
 
 
 def moves(module: hlo.Module) -> tuple[Move, ...]:
@@ -150,13 +150,11 @@ def _fused_bytes(
             needed[id(operand)] = min(operand.elements, needed[id(operand)] + elements)
     read: dict[int, float] = {}
     for i in (i for i in instructions if i.opcode == "parameter"):
-        array, whole = (
+        array, size = (
             id(operands[int(i.literal)]) if operands else id(i),
             _on_device(*i.shapes),
         )
-        read[array] = min(
-            whole, read.get(array, 0) + whole * needed[id(i)] / max(i.elements, 1)
-        )
+        read[array] = min(size, read.get(array, 0) + size * needed[id(i)] / max(i.elements, 1))
     return written + round(sum(read.values()))
 
 

@@ -150,11 +150,11 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """Applies one layer of the model."""
-        given = self.config, self.train, self.hooks
+        options = self.config, self.train, self.hooks
         x = self.hooks.named(x, "block_in")
         mlp = ExpertsBlock if self.config.num_experts else MLPBlock
-        x = x + rematerialized(mlp, "MLP", self.config)(*given, name="mlp")(x)
-        x = x + rematerialized(AttentionBlock, "Attn", self.config)(*given, name="attn")(x)
+        x = x + rematerialized(mlp, "MLP", self.config)(*options, name="mlp")(x)
+        x = x + rematerialized(AttentionBlock, "Attn", self.config)(*options, name="attn")(x)
         return x
 
 

@@ -76,12 +76,12 @@ def _nnx_as_function(model: nnx.Module) -> ApplyFn:
     def apply_fn(params, inputs, rng=None):
         if rng is None:
             # A copy: merge would count the numbers that are drawn in the caller's model.
-            whole = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, streams))
-            whole.eval()
+            module = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, streams))
+            module.eval()
         else:
-            whole = nnx.merge(graph, params, _seeded(streams, rng))
-            whole.train()
-        return whole(inputs)
+            module = nnx.merge(graph, params, _seeded(streams, rng))
+            module.train()
+        return module(inputs)
 
     return apply_fn
 

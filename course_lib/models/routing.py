@@ -22,10 +22,10 @@ from jaxtyping import Array, Float
 
 
 class Routing(NamedTuple):
-    """Where the tokens of each sequence go.
+    """The slots of experts that the tokens of each sequence take.
 
     Attributes:
-      dispatch: 1 where a token has that place of that expert, else 0.
+      dispatch: 1 where a token has that slot of that expert, else 0.
       combine: the same, times the router's probability.
       balance: the load-balancing loss: 1 if all experts are chosen equally often, E if all
         tokens choose one with certainty. Its gradient makes popular experts less probable.

@@ -131,8 +131,8 @@ def _aliases(text: str) -> dict[int | None, int]:
     The braces before the colon hold the output's number; they are empty for a single output.
     """
     header = text.split("\n", 1)[0]
-    found = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
-    return {int(parameter): int(output or 0) for output, parameter in found}
+    pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
+    return {int(parameter): int(output or 0) for output, parameter in pairs}
 
 
 def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:

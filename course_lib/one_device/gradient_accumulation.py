@@ -155,17 +155,17 @@ def in_minibatches(
     )
 
 
-def _checked(found, params):
+def _checked(result, params):
     """Passes on the result of a gradient function; refuses a loss in place of gradients.
 
     Compares names and ranks, not shapes: a device may return a part of each gradient.
     """
-    match found:
+    match result:
         case (grads, {"loss": _}) if _ranks(grads) == _ranks(params):
-            return found
+            return result
     raise ValueError(
         "grad_fn must return (gradients like params, metrics with 'loss'), not"
-        f" {jax.tree.map(jnp.shape, found)}: gradient_accumulation.gradient(loss_fn) makes one"
+        f" {jax.tree.map(jnp.shape, result)}: gradient_accumulation.gradient(loss_fn) makes one"
         " of a loss function"
     )
 

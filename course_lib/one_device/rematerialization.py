@@ -180,7 +180,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)
     ]
     why = {var: f"argument {path}" for var, path in zip(jaxpr.invars, paths, strict=True)}
-    found = []
+    arrays = []
     # Each value once; literals take no memory.
     for var in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
         aval: Any = var.aval
@@ -190,7 +190,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
             if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
             else 0
         )
-        found.append(
+        arrays.append(
             Residual(
                 int(np.prod(shape)) * size,
                 shape,
@@ -198,7 +198,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
                 why.get(var) or _origin(jaxpr, var),
             )
         )
-    return sorted(found, key=lambda residual: -residual.bytes)
+    return sorted(arrays, key=lambda residual: -residual.bytes)
 
 
 def _origin(jaxpr: Any, var: Any) -> str:

@@ -1,1 +1,1 @@
-"""What notebooks print and draw with: tables, source listings, figures."""
+"""Tables, source listings and figures for notebooks."""

@@ -1,4 +1,4 @@
-"""What the notebooks use to set up, to show source code and to print tables."""
+"""Sets notebooks up, shows source code, and prints tables."""
 
 import dataclasses
 import inspect
@@ -18,20 +18,18 @@ OLDEST_JAX = "0.7.2"
 
 
 def setup() -> None:
-    """Checks the environment, sets the style of the pictures, and prints one line that says
-    what runs here.
+    """Checks the environment, sets the style of pictures, and prints versions and devices.
 
-    On a GPU, JAX takes memory as it needs it from here on, instead of most of it at the start.
+    On a GPU, JAX then allocates memory as needed, instead of most of it at the start.
 
     Raises:
       RuntimeError: if JAX is older than the course needs.
     """
     check_version(metadata.version("jax"))
-    # XLA would log to the screen what arrives as an exception anyway. It reads this when JAX is
-    # loaded.
+    # XLA would also log its exceptions. It reads this when JAX is loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # JAX would reserve three quarters of a GPU's memory; some cells measure in processes of
-    # their own, which need it.
+    # JAX would reserve three quarters of a GPU's memory, which cells that measure in a process
+    # of their own need.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -60,7 +58,7 @@ def check_version(found: str) -> None:
       RuntimeError: if it is older than `OLDEST_JAX`.
       ValueError: if it is no version.
     """
-    # What follows, as in "0.10.0rc1", changes nothing here.
+    # A suffix, as in "0.10.0rc1", does not matter.
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
     if numbers is None:
         raise ValueError(f"found={found!r} must be a version such as '0.10.2'")
@@ -72,7 +70,7 @@ def check_version(found: str) -> None:
 
 
 def source(*objects: Any) -> None:
-    """Shows the source of live functions, classes or modules as it stands in their files.
+    """Shows the source of functions, classes or modules.
 
     Raises:
       ValueError: if an object has no Python source, before any is shown.
@@ -81,8 +79,8 @@ def source(*objects: Any) -> None:
 
 
 def _fenced_source(obj: Any) -> str:
-    """Returns the source as a block of Markdown, under the file that it comes from."""
-    unwrapped = inspect.unwrap(obj)  # what jax.jit and its like wrap
+    """Returns the source as a block of Markdown, under its file's name."""
+    unwrapped = inspect.unwrap(obj)  # the function inside jax.jit and the like
     try:
         code, file = inspect.getsource(unwrapped), Path(inspect.getfile(unwrapped))
     except (TypeError, OSError):

@@ -181,7 +181,7 @@ def test_a_program_out_of_the_persistent_cache_has_no_record_either(cache):
     assert heap(lowered).peak > 0
     assert list(cache.iterdir())
     with pytest.raises(
-        RuntimeError, match="no record of the program's memory: .* persistent compilation cache"
+        RuntimeError, match="no plan of the program's memory: .* persistent compilation cache"
     ):
         heap(lowered)
 

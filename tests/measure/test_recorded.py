@@ -181,7 +181,7 @@ def test_a_row_that_cannot_be_computed_any_more_stays_with_the_day_and_the_versi
     recorded_at(table, "0.10.2")
 
     def compute():
-        return [compute_row("kept"), recorded.kept("table", "donated")]
+        return [compute_row("kept"), recorded.older_row("table", "donated")]
 
     def compute_row(case):
         return {"case": case, "peak": 1}
@@ -204,9 +204,9 @@ def test_a_row_that_cannot_be_computed_any_more_stays_with_the_day_and_the_versi
 
 def test_a_row_that_was_never_recorded_cannot_be_kept(table):
     with pytest.raises(ValueError, match="case='lost' must be in the table 'table'"):
-        recorded.kept("table", "lost")
+        recorded.older_row("table", "lost")
     with pytest.raises(FileNotFoundError, match="'unknown' .*'lost' cannot be computed"):
-        recorded.kept("unknown", "lost")
+        recorded.older_row("unknown", "lost")
 
 
 @pytest.mark.parametrize("name", ["", "../secret", "A table", "a-b"])

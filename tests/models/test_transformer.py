@@ -87,7 +87,7 @@ def _assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("scan_layers", "remat"), itertools.product([True, False], [(), ("Block",)])
+    ("scan_layers", "remat"), list(itertools.product([True, False], [(), ("Block",)]))
 )
 def test_it_has_155877376_parameters_at_the_published_size_for_every_scan_and_remat(
     scan_layers, remat

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from course_lib import measure
 from course_lib.measure import virtual
 from course_lib.one_device import profiling
 

@@ -27,9 +27,8 @@ def hosts(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_host: int =
     Raises:
       ValueError: if there is no group, or one without GPUs.
     """
-    empty = [name for name, rings in groups.items() if not any(map(len, rings))]
-    if empty or not groups:
-        raise ValueError(f"groups={empty} must have GPUs: there is nothing to draw")
+    sizes = {name: sum(map(len, rings)) for name, rings in groups.items()}
+    style.refuse_empty("groups", sizes, "GPUs")
     figure = Figure(figsize=(8.2, 1.95 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 1, squeeze=False).ravel()
     for axes, (name, rings) in zip(panels, groups.items(), strict=True):

@@ -162,13 +162,8 @@ def _end(points: Points) -> Sequence[style.Number]:
 
 
 def _check(series: Mapping[str, Points]) -> None:
-    empty = [
-        name
+    finite = {
+        name: sum(all(map(math.isfinite, point)) for point in points)
         for name, points in series.items()
-        if not any(all(map(math.isfinite, point)) for point in points)
-    ]
-    if empty or not series:
-        raise ValueError(
-            f"series={empty} must hold points (x, y) of finite numbers: there is nothing to"
-            " draw"
-        )
+    }
+    style.refuse_empty("series", finite, "points (x, y) of finite numbers")

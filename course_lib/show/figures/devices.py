@@ -28,9 +28,8 @@ def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> F
     Raises:
       ValueError: if there is no array, one is held by nobody, or has more than two dimensions.
     """
-    empty = [name for name, holdings in arrays.items() if len(holdings) == 0]
-    if empty or not arrays:
-        raise ValueError(f"arrays={empty} must have holdings: there is nothing to draw")
+    sizes = {name: len(holdings) for name, holdings in arrays.items()}
+    style.refuse_empty("arrays", sizes, "holdings")
     rows = -(-len(arrays) // PANELS_IN_A_ROW)
     columns = min(len(arrays), PANELS_IN_A_ROW)
     figure = Figure(

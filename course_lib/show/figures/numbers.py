@@ -127,12 +127,8 @@ def gradient_histogram(
         for label, values in gradients.items()
     }
     shown = {label: m[np.isfinite(m) & (m > 0)] for label, m in magnitudes.items()}
-    empty = [label for label, m in shown.items() if m.size == 0]
-    if empty or not shown:
-        raise ValueError(
-            f"gradients={empty} must have entries that are finite and not zero: there is"
-            " nothing to draw"
-        )
+    sizes = {label: m.size for label, m in shown.items()}
+    style.refuse_empty("gradients", sizes, "entries that are finite and not zero")
 
     # Half of the smallest number rounds to zero.
     underflow = math.log2(number_format.smallest_subnormal) - 1

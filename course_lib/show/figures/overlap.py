@@ -23,31 +23,21 @@ def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> 
     Raises:
       ValueError: if there is no program, or one in which nothing happens.
     """
-    empty = [name for name, rows in programs.items() if not any(map(len, rows.values()))]
-    if empty or not programs:
-        raise ValueError(f"programs={empty} must hold spans of time: there is nothing to draw")
-    heights = [len(rows) for rows in programs.values()]
-    figure = Figure(
-        figsize=(9, 0.3 * sum(heights) + 0.42 * len(heights) + 0.7), layout="constrained"
-    )
-    panels = figure.subplots(
-        len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
-    ).ravel()
-    looks = {
-        row: style.fill(i)
-        for i, row in enumerate(
-            dict.fromkeys(row for rows in programs.values() for row in rows)
-        )
+    sizes = {name: sum(map(len, rows.values())) for name, rows in programs.items()}
+    style.refuse_empty("programs", sizes, "spans of time")
+    ends = {
+        name: max(sum(span) for spans in rows.values() for span in spans)
+        for name, rows in programs.items()
     }
-    ends = [
-        max(sum(span) for spans in rows.values() for span in spans)
-        for rows in programs.values()
-    ]
-    scale, unit = (1e3, "ms") if max(ends) >= 1e-3 else (1e6, "µs")
-    for axes, (name, rows), end in zip(panels, programs.items(), ends, strict=True):
+    titles = [f"{name}: {style.duration(end)}" for name, end in ends.items()]
+    figure, panels = style.panels(titles, [len(rows) for rows in programs.values()], 0.3)
+    resources = dict.fromkeys(row for rows in programs.values() for row in rows)
+    looks = {row: style.fill(i) for i, row in enumerate(resources)}
+    longest = max(ends.values())
+    scale, unit = (1e3, "ms") if longest >= 1e-3 else (1e6, "µs")
+    for axes, rows in zip(panels, programs.values(), strict=True):
         _draw(axes, rows, looks, scale)
-        axes.set_title(f"{name}: {style.duration(end)}", fontsize=10)
-    panels[-1].set_xlim(0, scale * max(ends) * 1.01)
+    panels[-1].set_xlim(0, scale * longest * 1.01)
     panels[-1].set_xlabel(f"time ({unit})")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

@@ -35,22 +35,15 @@ def schedule(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Figure:
     Raises:
       ValueError: if there is no schedule, or one in which nothing is done.
     """
-    empty = [
-        name for name, table in tables.items() if not any(op for row in table for op in row)
-    ]
-    if empty or not tables:
-        raise ValueError(f"tables={empty} must hold what devices do: there is nothing to draw")
-    rows = [len(table) for table in tables.values()]
-    figure = Figure(
-        figsize=(9.5, 0.21 * sum(rows) + 0.42 * len(rows) + 0.8), layout="constrained"
-    )
-    panels = figure.subplots(
-        len(rows), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": rows}
-    ).ravel()
+    sizes = {
+        name: sum(op is not None for row in table for op in row)
+        for name, table in tables.items()
+    }
+    style.refuse_empty("tables", sizes, "operations")
+    figure, panels = style.panels(list(tables), [len(table) for table in tables.values()], 0.21)
     longest = max(len(table[0]) * _slot(table) for table in tables.values())
-    for axes, (name, table) in zip(panels, tables.items(), strict=True):
+    for axes, table in zip(panels, tables.values(), strict=True):
         _draw(axes, table, points=600 * _slot(table) / longest)
-        axes.set_title(name, fontsize=10)
         axes.set_xlim(0, longest)
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].set_xlabel("time, in forwards of all layers of a device")

@@ -1,11 +1,11 @@
 """One look for every picture of the course.
 
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any
-common kind of colour blindness tell apart. No picture relies on them alone: bars carry hatches,
-lines carry markers and their own labels.
+People with any common kind of colour blindness can tell the colours of Okabe and Ito apart
+(https://jfly.uni-koeln.de/color/). No picture relies on colours alone: bars have hatches, lines
+have markers and labels.
 
-A picture is a plain `matplotlib.figure.Figure` that pyplot does not know of: nothing to show,
-nothing to close. As the last line of a notebook cell it is displayed, once.
+A picture is a `matplotlib.figure.Figure` outside of pyplot: there is nothing to show or close.
+A notebook displays it as the last line of a cell.
 """
 
 import sys
@@ -62,13 +62,37 @@ def use_style() -> None:
 def canvas(
     width: Number = 7.5, height: Number = 3.5, columns: Sequence[Number] = (1,), rows: int = 1
 ) -> tuple[Figure, Any]:
-    """Returns an empty figure of `width` x `height` inches, and its axes: one, or an array
-    where there are several.
-    """
+    """Returns an empty figure of `width` x `height` inches, and its axes: one, or an array."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(
         rows, len(columns), width_ratios=columns, sharex="col", sharey="row"
     )
+
+
+def panels(
+    titles: Sequence[str], heights: Sequence[int], inches: Number
+) -> tuple[Figure, Sequence[Axes]]:
+    """Returns a figure with panels below each other, `inches` high per unit of height."""
+    figure = Figure(
+        figsize=(9, inches * sum(heights) + 0.42 * len(heights) + 0.7), layout="constrained"
+    )
+    every = figure.subplots(
+        len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
+    ).ravel()
+    for axes, title in zip(every, titles, strict=True):
+        axes.set_title(title, fontsize=10)
+    return figure, list(every)
+
+
+def refuse_empty(argument: str, sizes: Mapping[str, int], content: str) -> None:
+    """Refuses an argument without entries, or with an entry of size 0.
+
+    Raises:
+      ValueError: naming the argument and its empty entries.
+    """
+    empty = [name for name, size in sizes.items() if not size]
+    if empty or not sizes:
+        raise ValueError(f"{argument}={empty} must have {content}: there is nothing to draw")
 
 
 def fill(i: int) -> dict[str, Any]:
@@ -92,14 +116,12 @@ def stroke(i: int) -> dict[str, Any]:
 
 
 def as_dicts(rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns rows as dicts: each is a mapping, as in a recorded table, or a dataclass, as the
-    library returns.
-    """
+    """Returns rows (mappings or dataclasses) as dicts."""
     return [dict(row) if isinstance(row, Mapping) else dict(vars(row)) for row in rows]
 
 
 def size(num_bytes: Number) -> str:
-    """Returns bytes as a reader wants them: "1.2 GiB", "96 MiB", "512 B"."""
+    """Returns bytes as text: "1.2 GiB", "96 MiB", "512 B"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{_short(num_bytes / unit)} {name}"
@@ -107,7 +129,7 @@ def size(num_bytes: Number) -> str:
 
 
 def duration(seconds: Number) -> str:
-    """Returns seconds as a reader wants them: "1.2 s", "96 ms", "3.4 µs"."""
+    """Returns seconds as text: "1.2 s", "96 ms", "3.4 µs"."""
     for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= unit:
             return f"{_short(seconds / unit)} {name}"
@@ -119,7 +141,7 @@ def _short(number: Number) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Returns `text` in at most `width` letters: the middle gives way to an ellipsis."""
+    """Returns `text` in at most `width` letters, with an ellipsis in the middle."""
     if len(text) <= width:
         return text
     tail = (width - 1) * 2 // 3
@@ -127,9 +149,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def spread(positions: Iterable[Number], gap: Number, top: Number = 1.0) -> list[Number]:
-    """Moves positions until neighbours are at least `gap` apart and none is above `top`; keeps
-    their order.
-    """
+    """Moves positions at least `gap` apart and not above `top`, in the same order."""
     values = list(positions)
     order = sorted(range(len(values)), key=values.__getitem__)
     for lower, upper in zip(order, order[1:], strict=False):
@@ -144,9 +164,7 @@ def spread(positions: Iterable[Number], gap: Number, top: Number = 1.0) -> list[
 def write(
     axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, ha: str = "left"
 ) -> None:
-    """Writes a small text `shift` points right of (x, y), such as the end of a bar, over
-    whatever line passes there.
-    """
+    """Writes a small text `shift` points right of (x, y), such as the end of a bar."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     axes.annotate(
         text,
@@ -161,10 +179,8 @@ def write(
 
 
 def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
-    """Writes each label right of the axes, level with the point (x, y) it belongs to, joined to
-    it by a thin line.
-    """
-    axes.get_ylim()  # has Matplotlib choose the limits now: they are in transLimits
+    """Writes each label right of the axes, level with its point, joined by a thin line."""
+    axes.get_ylim()  # makes Matplotlib choose the limits, which transLimits uses
     to_axes = axes.transScale + axes.transLimits
     points = [to_axes.transform(tuple(end)) for end in ends]
     _, height = _axes_points(axes)
@@ -186,9 +202,7 @@ def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[s
 
 
 def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
-    """Writes each label beside its point: on the first side where it covers no point and no
-    other label.
-    """
+    """Writes each label beside its point, where it covers no other point or label."""
     width, height = _axes_points(axes)
     centers = [
         (axes.transScale + axes.transLimits).transform(tuple(point)) * (width, height)
@@ -220,9 +234,7 @@ def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequenc
 
 
 def _axes_points(axes: Axes) -> tuple[float, float]:
-    """Width and height of axes in points (1/72 inch), before the layout is known: about 0.8 of
-    the figure.
-    """
+    """Estimates width and height of axes in points (1/72 inch), before the layout is known."""
     width, height = cast(Figure, axes.figure).get_size_inches()
     return 0.85 * 72 * width, 0.75 * 72 * height
 

@@ -23,12 +23,8 @@ def heap_timeline(
     Raises:
       ValueError: if there is no timeline, or one is empty.
     """
-    empty = [label for label, timeline in timelines.items() if len(timeline) == 0]
-    if empty or not timelines:
-        raise ValueError(
-            f"timelines={empty} must hold the bytes alive at each point: there is nothing to"
-            " draw"
-        )
+    sizes = {label: len(timeline) for label, timeline in timelines.items()}
+    style.refuse_empty("timelines", sizes, "the bytes alive at each point")
     figure, axes = style.canvas()
     labels, peaks = [], []
     for i, (label, timeline) in enumerate(timelines.items()):
