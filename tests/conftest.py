@@ -73,7 +73,7 @@ LONG = {
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "slow: kills processes, needs Slurm or Open MPI, or takes over a minute"
+        "markers", "slow: kills processes, needs Slurm or Open MPI, or compiles much"
     )
 
 
