@@ -98,7 +98,9 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
     )
 
     def batches():
-        return loading.to_devices(loading.batches(tokens, seed=chosen.seed, **sizes), sharding)
+        return loading.DeviceBatches(
+            loading.batches(tokens, seed=chosen.seed, **sizes), sharding
+        )
 
     alone, feeding = batches(), batches()
     ready = next(alone)

@@ -56,18 +56,17 @@ def below(top: pathlib.Path) -> list[pathlib.Path]:
     """
     try:
         paths = sorted(folder / name for folder, names in folders(top) for name in names)
-        odd = [path for path in paths if not path.is_file()]
+        for path in paths:
+            if not path.is_file():
+                raise ValueError(
+                    f"{str(path)!r} is neither a file nor a folder, or a link that leads"
+                    " nowhere; remove it"
+                )
+            check_name(path)
     except PermissionError as error:
         raise ValueError(
             f"{str(error.filename)!r} may not be read; permit it, or take another folder"
         ) from error
-    if odd:
-        raise ValueError(
-            f"{str(odd[0])!r} is neither a file nor a folder, or a link that leads nowhere;"
-            " remove it"
-        )
-    for path in paths:
-        check_name(path)
     return paths
 
 
@@ -105,7 +104,7 @@ def to_disk(*paths: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """Opens a file that gets its name, complete, at the end of the `with`, or never: no other
     process sees half of it.
 
@@ -203,8 +202,10 @@ def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A lock needs no more than to read, which all users of a shared cache may.
-        lock = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
+        # NFS locks only files that are open for writing. The lock of a shared cache, which
+        # `wait` is for, belongs to one of its users: the others may only read it.
+        access = os.O_RDONLY if wait else os.O_RDWR
+        lock = os.open(folder / "lock", access | os.O_CREAT, 0o644)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
             f"folder={str(folder)!r} must be a folder, and there is a file in its way: name"

@@ -1,6 +1,7 @@
-"""What must be true of files that are written whole or not at all."""
+"""What must be true of files that are written completely or not at all."""
 
 import errno
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -11,19 +12,19 @@ import pytest
 from course_lib import files
 
 
-def test_a_file_is_there_only_when_it_is_whole(tmp_path):
+def test_a_file_is_there_only_when_it_is_complete(tmp_path):
     path = tmp_path / "folder" / "file"
-    with files.whole_file(path) as file:
-        file.write(b"whole")
+    with files.atomic_write(path) as file:
+        file.write(b"content")
         file.flush()
         assert not path.exists()
-    assert path.read_bytes() == b"whole" and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == b"content" and list(path.parent.iterdir()) == [path]
 
 
 def test_a_writer_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"before")
-    with pytest.raises(KeyboardInterrupt), files.whole_file(path) as file:
+    with pytest.raises(KeyboardInterrupt), files.atomic_write(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
@@ -35,17 +36,17 @@ def test_a_part_that_a_killed_writer_left_goes_and_one_that_is_being_written_sta
     for name in names:
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (0, 0))
-    with files.whole_file(path) as first:
-        with files.whole_file(path) as second:
+    with files.atomic_write(path) as first:
+        with files.atomic_write(path) as second:
             second.write(b"second")
         first.write(b"first")
     assert path.read_bytes() == b"first"
-    left = {found.name for found in tmp_path.iterdir()}
+    left = {file.name for file in tmp_path.iterdir()}
     assert left == {"file", "users-own.part", "a.killed_3.txt"}
 
 
 def test_other_users_may_read_what_one_wrote(tmp_path):
-    with files.whole_file(tmp_path / "file"):
+    with files.atomic_write(tmp_path / "file"):
         pass
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
@@ -102,6 +103,17 @@ def test_a_second_program_in_a_folder_is_refused_until_the_first_one_is_killed(t
         pass
 
 
+def test_a_runs_lock_is_open_for_writing_without_which_nfs_locks_nothing(tmp_path, monkeypatch):
+    modes = []
+
+    def noted(lock, how):
+        modes.append(fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr(files.fcntl, "flock", noted)
+    with files.locked(tmp_path):
+        assert modes == [os.O_RDWR]
+
+
 def test_a_folder_that_cannot_be_one_is_refused_by_name(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -129,15 +141,15 @@ def test_what_a_file_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monke
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(
-            os, name, lambda *given, name=name, real=real: (done.append(name), real(*given))[1]
+            os, name, lambda *args, name=name, real=real: (done.append(name), real(*args))[1]
         )
-    with files.whole_file(tmp_path / "file") as file:
-        file.write(b"whole")
+    with files.atomic_write(tmp_path / "file") as file:
+        file.write(b"content")
     assert done == ["fsync", "replace"]
 
 
 def test_where_no_locks_are_to_be_had_a_folder_is_held_by_all(tmp_path, monkeypatch):
-    def refuse(*given):
+    def refuse(*args):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "flock", refuse)

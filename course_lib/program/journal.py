@@ -254,7 +254,7 @@ def _cut(path: pathlib.Path, after: int) -> int:
     if path.exists() and content.startswith(wanted):
         os.truncate(path, len(wanted))  # for which any disk has room
     else:
-        with files.whole_file(path) as file:
+        with files.atomic_write(path) as file:
             file.write(wanted)
     return sum(values is None for _, values in lines)
 
@@ -314,7 +314,7 @@ def report(folder: str | os.PathLike[str]) -> pathlib.Path:
     for step, sample in pairs(read(folder, "samples"), "text")[-1:]:
         text += [f"A sample, after step {step:,}:", ""]
         text += [*(f"    {line}" for line in sample.splitlines()), ""]
-    with files.whole_file(folder / "report.md") as file:
+    with files.atomic_write(folder / "report.md") as file:
         file.write("\n".join(text).encode())
     return folder / "report.md"
 
@@ -342,6 +342,6 @@ def _draw(
             curve = figures.trace(points, "step", title.lower(), title=title)
             drawn[f"{name}.png", title] = curve
     for (name, _), figure in drawn.items():
-        with files.whole_file(folder / name) as file:
+        with files.atomic_write(folder / name) as file:
             figure.savefig(file, format="png")
     return list(drawn)

@@ -164,7 +164,7 @@ def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
     """
     try:
         [host, *_] = jax.local_devices(backend="cpu")
-    except RuntimeError:  # JAX was told to leave the CPU alone
+    except RuntimeError:  # JAX runs without its CPU backend
         host = None
     with jax.default_device(host):
         return float(schedule(step))
@@ -174,7 +174,7 @@ def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[n
     """Returns the first tokens of the validation split, those that a run validates on.
 
     They are the labels of `run.validation_batches` batches and one token before them. If that
-    field is 0, they are the whole split, up to `VALIDATED` labels.
+    field is 0, they are the split, up to `VALIDATED` labels.
     """
     labels = config.run.validation_batches * config.data.batch_size * config.data.seq_len
     return tokens[: (labels or VALIDATED) + 1]

@@ -287,7 +287,7 @@ def why_not_begun(folder: pathlib.Path) -> str:
 
 def write(config: ConfigDict, folder: pathlib.Path) -> None:
     """Writes `config.json` of a run folder."""
-    with files.whole_file(folder / "config.json") as file:
+    with files.atomic_write(folder / "config.json") as file:
         file.write(json.dumps(config.to_dict(), indent=1).encode())
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 from flax import struct
-from jaxtyping import Float, Integer, UInt8, UInt16
+from jaxtyping import Integer, UInt8, UInt16
 
 from course_lib import files
 
@@ -248,7 +248,7 @@ def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
             if path.exists():
                 print(f"the cached file {name} is damaged: making it again")
             checksum = 0
-            with files.whole_file(path) as file:
+            with files.atomic_write(path) as file:
                 for piece in pieces:
                     file.write(piece.tobytes())
                     checksum = zlib.crc32(piece, checksum)
@@ -344,19 +344,13 @@ def batches(
     starts = np.random.default_rng(seed).integers(
         0, len(tokens) - seq_len, (steps, batch_size, 1)
     )
-    return (
-        _windows(tokens, start + np.arange(seq_len), np.ones((batch_size, seq_len), np.float32))
-        for start in starts
-    )
+    return (of_windows(tokens[start + np.arange(seq_len + 1)]) for start in starts)
 
 
-def _windows(
-    tokens: Integer[np.ndarray, "T"],
-    positions: Integer[np.ndarray, "B L"],
-    weights: Float[np.ndarray, "B L"],
-) -> Batch:
-    inputs, labels = tokens[positions].astype(np.int32), tokens[positions + 1].astype(np.int32)
-    return Batch(inputs=inputs, labels=labels, weights=weights)
+def of_windows(windows: Integer[np.ndarray, "B _"]) -> Batch:
+    """Returns the batch [B, L] of windows [B, L + 1]; all labels have weight 1."""
+    inputs, labels = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
+    return Batch(inputs=inputs, labels=labels, weights=np.ones(labels.shape, np.float32))
 
 
 def validation_batches(
@@ -387,6 +381,8 @@ def validation_batches(
     def batch(start):
         positions = start + np.arange(size).reshape(batch_size, seq_len)
         weights = (positions < labels).astype(np.float32)
-        return _windows(tokens, np.where(weights > 0, positions, 0), weights)
+        positions = np.where(weights > 0, positions, 0)
+        inputs, following = tokens[positions], tokens[positions + 1]
+        return Batch(inputs.astype(np.int32), following.astype(np.int32), weights)
 
     return map(batch, range(0, labels, size))

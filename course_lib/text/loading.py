@@ -2,7 +2,7 @@
 
     tokens = data.tokens("train")           # memory-mapped: read where a batch needs it
     batches = loading.batches(tokens, batch_size=8, seq_len=256, seed=0, vocab_size=2048)
-    batches = loading.to_devices(batches, sharding)
+    batches = loading.DeviceBatches(batches, sharding)
     batch = next(batches)                   # endless
     state = batches.get_state()             # belongs into a checkpoint, with the parameters
 
@@ -31,6 +31,7 @@ from jaxtyping import Integer
 from course_lib import files
 from course_lib.text import data
 
+AHEAD = 2  # batches on their way to the devices; each takes memory there
 State = dict[str, Any]
 
 
@@ -110,7 +111,7 @@ def batches(
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
     # One part per shard makes a global batch.
     parts = windows.batch(batch_size // shards, drop_remainder=True)
-    parts = parts[shard::shards].map(_batch)
+    parts = parts[shard::shards].map(data.of_windows)
     return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
@@ -118,11 +119,6 @@ def batches(
 def _start(seed: int, epoch: int, length: int) -> int:
     """Returns where in the stream the first window of an epoch begins."""
     return int(np.random.default_rng([seed, epoch]).integers(length))
-
-
-def _batch(windows: Integer[np.ndarray, "B _"]) -> data.Batch:
-    inputs, labels = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
-    return data.Batch(inputs=inputs, labels=labels, weights=np.ones(labels.shape, np.float32))
 
 
 def shard_of(
@@ -158,17 +154,20 @@ def shard_of(
 
 
 class DeviceBatches(Iterator[data.Batch]):
-    """An iterator of batches on devices, made by `to_devices`."""
+    """The same batches as global `jax.Array`s, of which `AHEAD` are sent ahead (prefetch).
 
-    def __init__(
-        self, iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int
-    ):
-        self._iterator, self._sharding, self._ahead = iterator, sharding, ahead
+    Args:
+      iterator: of `batches`, with this process' `shard_of` the sharding.
+      sharding: of the batch; its first dimension is B.
+    """
+
+    def __init__(self, iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding):
+        self._iterator, self._sharding = iterator, sharding
         self._ready: collections.deque[tuple[data.Batch, State]] = collections.deque()
         self._state: State = iterator.get_state()
 
     def __next__(self) -> data.Batch:
-        while len(self._ready) <= self._ahead:
+        while len(self._ready) <= AHEAD:
             # Returns before the copy is done.
             batch = jax.make_array_from_process_local_data(self._sharding, next(self._iterator))
             self._ready.append((batch, self._iterator.get_state()))
@@ -176,9 +175,7 @@ class DeviceBatches(Iterator[data.Batch]):
         return batch
 
     def get_state(self) -> State:
-        """Returns the state after the last batch that `next` returned, not after those sent
-        ahead.
-        """
+        """Returns the state after the last batch that `next` returned: none of those ahead."""
         return dict(self._state)
 
     def set_state(self, state: State) -> None:
@@ -186,23 +183,3 @@ class DeviceBatches(Iterator[data.Batch]):
         self._iterator.set_state(state)
         self._ready.clear()
         self._state = dict(state)
-
-
-def to_devices(
-    iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding, ahead: int = 2
-) -> DeviceBatches:
-    """Returns the same batches as global `jax.Array`s, and sends some ahead (prefetch).
-
-    Args:
-      iterator: of `batches`, with this process' `shard_of` the sharding.
-      sharding: of the batch; its first dimension is B.
-      ahead: number of batches that are sent ahead; each takes memory on the devices.
-
-    Raises:
-      ValueError: if `ahead` is negative.
-    """
-    if ahead < 0:
-        raise ValueError(
-            f"ahead={ahead} must be 0 or more: it is the number of batches that are sent ahead"
-        )
-    return DeviceBatches(iterator, sharding, ahead)

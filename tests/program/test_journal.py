@@ -39,18 +39,18 @@ def test_lines_after_the_restored_step_are_cut_off_and_written_again(tmp_path):
 def test_half_a_line_of_a_process_that_was_killed_is_not_read_and_goes(tmp_path):
     write(tmp_path, 0, 10)
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"step": 11, "los')
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"step": 11, "los')
     assert journal.read(tmp_path)[-1]["step"] == 10
     write(tmp_path, 10, 10)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
 
 
 def test_damaged_lines_are_left_out_and_it_is_said(tmp_path, capsys):
     write(tmp_path, 0, 10)
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
     half, zeros, no_line = lines[3][:9], b"\0" * 20 + b"\n", b"[3]\n"
     path.write_bytes(b"".join([*lines[:6], half, lines[6], zeros, no_line, *lines[7:]]))
     assert journal.read(tmp_path) == [json.loads(line) for line in lines[:6] + lines[7:]]
@@ -78,9 +78,9 @@ def test_on_a_full_disk_lines_wait_and_it_is_said_once(tmp_path, capsys):
             book.write(7, loss=1 / 7, learning_rate=0.1)
             book.write(8, loss=1 / 8, learning_rate=0.1)
             book.sync()
-    said = capsys.readouterr().err
-    assert said.count("metrics cannot be written (File too large): training goes on") == 1
-    assert re.search(r"metrics: \d+ bytes could not be written and are lost", said)
+    printed = capsys.readouterr().err
+    assert printed.count("metrics cannot be written (File too large): training goes on") == 1
+    assert re.search(r"metrics: \d+ bytes could not be written and are lost", printed)
     assert [line["step"] for line in journal.read(tmp_path / "full")][-1] == 6
     with Journal(tmp_path / "full", 6, 100) as book:
         with full_disk():
@@ -136,10 +136,10 @@ def test_lines_that_were_written_but_not_to_the_disk_are_written_again(
         book.write(3, loss=1.0)
         assert book.sync()
     assert [line["step"] for line in journal.read(tmp_path)] == [1, 2, 3]
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        "metrics cannot be written (No space left" in said
-        and "metrics are written again, none is lost" in said
+        "metrics cannot be written (No space left" in printed
+        and "metrics are written again, none is lost" in printed
     )
 
 

@@ -42,8 +42,8 @@ def assert_equal(first, second):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def starts(found):
-    return np.concatenate([batch.inputs[:, 0] for batch in found])
+def starts(taken):
+    return np.concatenate([batch.inputs[:, 0] for batch in taken])
 
 
 def test_the_same_seed_gives_the_same_batches_and_another_one_others():
@@ -77,8 +77,8 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_cuts_and_orders_them_
 
 
 def test_a_batch_may_hold_the_end_of_one_epoch_and_the_start_of_the_next():
-    whole = starts(take(batches(batch_size=WINDOWS), 2))
-    np.testing.assert_array_equal(starts(take(batches(batch_size=7), 100)), whole[:700])
+    epochs = starts(take(batches(batch_size=WINDOWS), 2))
+    np.testing.assert_array_equal(starts(take(batches(batch_size=7), 100)), epochs[:700])
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -93,7 +93,7 @@ def test_shards_together_are_the_batch_of_one(shards):
 def test_a_state_leads_to_the_batches_that_came_after_it_on_any_number_of_processes(
     before, after
 ):
-    whole = take(batches(), 12)
+    unbroken = take(batches(), 12)
     running = [batches(shard=shard, shards=before) for shard in range(before)]
     for iterator in running:
         take(iterator, 7)
@@ -103,7 +103,7 @@ def test_a_state_leads_to_the_batches_that_came_after_it_on_any_number_of_proces
     for iterator in resumed:
         next(iterator)
         iterator.set_state(json.loads(state))
-    for batch in whole[7:]:
+    for batch in unbroken[7:]:
         assert_equal(
             [jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, resumed))], [batch]
         )
@@ -124,23 +124,22 @@ def rows():
 
 
 def test_batches_on_devices_are_the_same_and_divided_among_them(rows):
-    found = take(loading.to_devices(batches(), rows), 10)
-    assert all(leaf.sharding.is_equivalent_to(rows, 2) for leaf in jax.tree.leaves(found))
-    assert found[0].inputs.addressable_shards[0].data.shape == (1, 8)
-    assert_equal(jax.device_get(found), take(batches(), 10))
+    taken = take(loading.DeviceBatches(batches(), rows), 10)
+    assert all(leaf.sharding.is_equivalent_to(rows, 2) for leaf in jax.tree.leaves(taken))
+    assert taken[0].inputs.addressable_shards[0].data.shape == (1, 8)
+    assert_equal(jax.device_get(taken), take(batches(), 10))
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_the_state_on_devices_is_that_of_the_last_batch_handed_out(rows, ahead):
-    whole = take(batches(), 12)
-    iterator = loading.to_devices(batches(), rows, ahead)
+def test_the_state_on_devices_is_that_of_the_last_batch_handed_out(rows):
+    unbroken = take(batches(), 12)
+    iterator = loading.DeviceBatches(batches(), rows)
     assert iterator.get_state() == batches().get_state()
     take(iterator, 5)
     state = json.loads(json.dumps(iterator.get_state()))
-    assert_equal(jax.device_get(take(iterator, 2)), whole[5:7])
+    assert_equal(jax.device_get(take(iterator, 2)), unbroken[5:7])
     iterator.set_state(state)
     assert iterator.get_state() == state
-    assert_equal(jax.device_get(take(iterator, 7)), whole[5:])
+    assert_equal(jax.device_get(take(iterator, 7)), unbroken[5:])
 
 
 def test_a_process_is_the_shard_whose_rows_its_devices_hold(rows):
@@ -204,8 +203,6 @@ def test_numbers_with_a_fraction_and_rows_of_numbers_are_no_tokens(tokens):
         inspect.unwrap(data.batches)(tokens, steps=1, **sizes)
 
 
-def test_a_negative_token_and_a_negative_number_ahead_are_refused(rows):
+def test_a_negative_token_is_refused():
     with pytest.raises(ValueError, match=r"tokens\[1\]=-5 must be in"):
         loading.batches(np.array([3, -5, 4, 1]), batch_size=1, seq_len=2, seed=0, vocab_size=10)
-    with pytest.raises(ValueError, match="ahead=-1 must be 0 or more"):
-        loading.to_devices(batches(), rows, ahead=-1)
