@@ -1,22 +1,23 @@
-"""Measures what checkpoints cost a run: the program's own loop with them, against the same loop
-without.
+"""Measures what checkpoints cost a run: the program's loop with saves, against it without.
 
     python -m benchmarks.checkpoint --preset cpu    prints one line of JSON;
                                                     --out docs/results/benchmarks stores it
 
-By turns: a run that saves every so many steps, and one that saves at its end only. Between two
-lines of metrics the one has as many steps as the other, and a save besides. The difference is
-what a save costs: what `save` itself takes, the wait for the steps before it, and what the
-writing beside the steps takes from them. It is the same however many steps lie between two
-saves, so the share of time that it is follows for any interval.
+Two kinds of run take turns: one saves every few steps, the other at its end only. Between two
+lines of metrics both do the same steps, and one of them a save besides. The difference is the
+cost of a save: the time in `save`, the wait for the steps before it, and the time that writing
+takes from the steps beside it. This cost does not depend on the interval, so the overhead
+follows for any interval.
 """
 
 import argparse
+import contextlib
+import itertools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,24 +30,24 @@ from course_lib.program import loop, observe, settings
 from course_lib.program.checkpoints import Checkpoints
 
 GOAL = 0.03
-"""The share of a run's time that saving may take."""
+"""The largest share of a run's time that saving may take."""
 
 
 def summary(
     plain: Sequence[float], saving: Sequence[float], steps: int, intervals: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns what a save costs, as a row of the table.
+    """Returns the cost of a save, as a row of the table.
 
     Args:
-      plain: seconds of so many steps without a save, several times.
-      saving: seconds of as many with one, in the same order.
-      steps: how many.
-      intervals: steps between two saves, to say the overhead of.
+      plain: seconds between two lines without a save, several times.
+      saving: the same with one save, in the same order.
+      steps: steps between two lines.
+      intervals: numbers of steps between two saves, for which to compute the overhead.
 
     Returns:
-      The median of a step without saves; the median and the quartiles of what steps with a save
-      take more than their counterparts without; for each interval that time over that of the
-      steps; and the shortest interval whose overhead is within `GOAL`.
+      The median time of a step without saves; the median and the quartiles of the extra time
+      of a save; for each interval the overhead, extra time over time of the steps; and the
+      shortest interval whose overhead is within `GOAL`.
     """
     more = [with_save - without for without, with_save in zip(plain, saving, strict=True)]
     step, (low, save, high) = statistics.median(plain) / steps, statistics.quantiles(more, n=4)
@@ -60,42 +61,32 @@ def summary(
     )
 
 
-class Clocks:
-    """Reads the clocks whenever a run writes a line of times, and how long `save` blocks."""
+@contextlib.contextmanager
+def clocks() -> Iterator[tuple[list[tuple[float, float]], list[float]]]:
+    """Reads the clocks during a run.
 
-    def __init__(self) -> None:
-        self.lines: list[tuple[float, float]] = []
-        self.blocked: list[float] = []
+    Yields:
+      Two lists that grow: wall and CPU seconds at each line of times, and the seconds that each
+      `save` blocked.
+    """
+    lines: list[tuple[float, float]] = []
+    blocked: list[float] = []
+    write, save = observe.Speed.write, Checkpoints.save
 
-    def __enter__(self) -> "Clocks":
-        write, save = observe.Speed.write, Checkpoints.save
+    def timed_write(*args):
+        lines.append((time.perf_counter(), time.process_time()))
+        write(*args)
 
-        def written(speed, step, loss):
-            self.lines.append((time.perf_counter(), time.process_time()))
-            write(speed, step, loss)
+    def timed_save(*args):
+        start = time.perf_counter()
+        save(*args)
+        blocked.append(time.perf_counter() - start)
 
-        def saved(checkpoints, *given):
-            start = time.perf_counter()
-            save(checkpoints, *given)
-            self.blocked.append(time.perf_counter() - start)
-
-        self._patches = [
-            mock.patch.object(observe.Speed, "write", written),
-            mock.patch.object(Checkpoints, "save", saved),
-        ]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for patch in self._patches:
-            patch.stop()
-
-    def between_lines(self) -> list[tuple[float, float]]:
-        """Returns wall and CPU seconds between lines; before the first one, steps compile."""
-        return [
-            (b[0] - a[0], b[1] - a[1]) for a, b in zip(self.lines, self.lines[1:], strict=False)
-        ]
+    with (
+        mock.patch.object(observe.Speed, "write", timed_write),
+        mock.patch.object(Checkpoints, "save", timed_save),
+    ):
+        yield lines, blocked
 
 
 def measure_here(
@@ -106,16 +97,16 @@ def measure_here(
     Args:
       preset: of `course_lib.configs`.
       every: steps between two saves.
-      saves: of a run, besides the one at its end.
-      repeats: runs of either kind.
+      saves: saves per run, besides the one at its end.
+      repeats: runs of each kind.
       intervals: as `summary` takes them.
-      folder: where runs are written, on the disk that is to be measured.
+      folder: where runs are written, on the disk to measure.
     """
-    whole = settings.whole(configs.get(preset))
-    whole.training.steps = every * (saves + 1)
-    whole.optimizer.total_steps = max(whole.optimizer.total_steps, whole.training.steps)
-    never = whole.training.steps + 1
-    whole.run.update(
+    config = settings.whole(configs.get(preset))
+    config.training.steps = every * (saves + 1)
+    config.optimizer.total_steps = max(config.optimizer.total_steps, config.training.steps)
+    never = config.training.steps + 1
+    config.run.update(
         log_every=every,
         validate_every=never,
         validation_batches=1,
@@ -125,20 +116,24 @@ def measure_here(
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     blocked = []
     devices = jax.devices()[:1]
-    built = loop.build(whole, devices)
-    with mock.patch.object(loop, "build", lambda *given: built):  # compiled once
+    built = loop.build(config, devices)
+    with mock.patch.object(loop, "build", lambda *args: built):  # compiled once
         for repeat in range(1 + repeats):  # the first ones compile
             for with_saves in (False, True):
-                whole.run.checkpoint_every = every if with_saves else never
-                with Clocks() as clocks:
-                    loop.train(whole, folder / f"{repeat}-{with_saves}", devices)
+                config.run.checkpoint_every = every if with_saves else never
+                with clocks() as (lines, blocks):
+                    loop.train(config, folder / f"{repeat}-{with_saves}", devices)
                 if repeat:
-                    seconds[with_saves] += clocks.between_lines()
-                    blocked += clocks.blocked[:-1]
+                    # before the first line, steps compile
+                    seconds[with_saves] += [
+                        (end[0] - begin[0], end[1] - begin[1])
+                        for begin, end in itertools.pairwise(lines)
+                    ]
+                    blocked += blocks[:-1]
     newest = max((folder / f"{repeats}-True" / "checkpoints").iterdir())
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     rows = []
-    # CPU seconds say the same where other programs run beside
+    # CPU seconds stay the same when other programs run.
     for number, clock in enumerate(("wall", "CPU")):
         plain, saving = (
             [each[number] for each in seconds[with_saves]] for with_saves in (False, True)
@@ -146,8 +141,8 @@ def measure_here(
         rows.append({"clock": clock} | summary(plain, saving, every, intervals))
     notes = (
         f"Preset `{preset}`, checkpoints of {size / 2**20:.1f} MiB. {repeats} runs with a save"
-        f" every {every} steps and as many without, by turns. `save` itself blocked for"
-        f" {1e3 * statistics.median(blocked):.0f} ms, the median."
+        f" every {every} steps and as many without, in turn. `save` itself blocked for"
+        f" {1e3 * statistics.median(blocked):.0f} ms (median)."
     )
     return table.record("checkpoint", rows, notes, ("jax", "jaxlib", "orbax-checkpoint"))
 
@@ -162,29 +157,29 @@ def main() -> dict[str, Any]:
         "--every",
         type=int,
         default=40,
-        help="steps between saves, in more time than it takes to write one",
+        help="steps between saves; they must take longer than writing a checkpoint",
     )
-    parser.add_argument("--saves", type=int, default=5, help="of a run, at least 2")
+    parser.add_argument("--saves", type=int, default=5, help="saves per run, at least 2")
     parser.add_argument(
-        "--repeats", type=int, default=4, help="runs of either kind, after one that compiles"
+        "--repeats", type=int, default=4, help="runs of each kind, after one that compiles"
     )
     parser.add_argument(
         "--intervals",
         type=int,
         nargs="+",
         default=[50, 100, 250, 500],
-        help="steps between two saves",
+        help="steps between two saves, to compute the overhead for",
     )
     parser.add_argument(
-        "--folder", help="where to write, by default the system's folder for temporary files"
+        "--folder", help="where to write; default: the system's folder for temporary files"
     )
     parser.add_argument("--out", type=Path, help="a folder for checkpoint.json")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         result = measure_here(
-            given.preset, given.every, given.saves, given.repeats, given.intervals, Path(folder)
+            args.preset, args.every, args.saves, args.repeats, args.intervals, Path(folder)
         )
-    table.store(result, given.out)
+    table.store(result, args.out)
     return result
 
 

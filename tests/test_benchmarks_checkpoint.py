@@ -1,4 +1,4 @@
-"""What must be true of the measurement of what checkpoints cost."""
+"""Tests of the benchmark of checkpoints."""
 
 import json
 
@@ -10,39 +10,39 @@ from benchmarks import checkpoint
 from course_lib import configs
 
 
-def test_a_save_costs_what_steps_with_it_take_more_than_those_without():
+def test_the_cost_of_a_save_is_the_extra_time_of_the_steps_with_it():
     plain = [5.0, 6.0, 9.0]  # seconds of 50 steps, on a machine that gets slower
-    found = checkpoint.summary(plain, [5.3, 6.2, 9.3], 50, [100, 1000])
-    assert found["a step (s)"] == 6 / 50 and found["a save (s)"] == pytest.approx(0.3)
-    assert found["quartiles (s)"] == pytest.approx([0.2, 0.3])
+    row = checkpoint.summary(plain, [5.3, 6.2, 9.3], 50, [100, 1000])
+    assert row["a step (s)"] == 6 / 50 and row["a save (s)"] == pytest.approx(0.3)
+    assert row["quartiles (s)"] == pytest.approx([0.2, 0.3])
     assert (
-        found["overhead every 100 steps"] == "2.50%"
-        and found["overhead every 1000 steps"] == "0.25%"
+        row["overhead every 100 steps"] == "2.50%"
+        and row["overhead every 1000 steps"] == "0.25%"
     )
-    assert found["under 3% from every"] == 84  # 0.3 s are 3% of the 10 s that 83.3 steps take
+    assert row["under 3% from every"] == 84  # 0.3 s are 3% of the 10 s that 83.3 steps take
 
 
-def test_a_save_that_costs_nothing_may_come_at_every_step():
-    found = checkpoint.summary([5.0, 5.0], [4.9, 4.9], 50, [1])
-    assert found["under 3% from every"] == 1 and found["overhead every 1 steps"].startswith("-")
+def test_a_save_that_costs_nothing_fits_into_every_step():
+    row = checkpoint.summary([5.0, 5.0], [4.9, 4.9], 50, [1])
+    assert row["under 3% from every"] == 1 and row["overhead every 1 steps"].startswith("-")
 
 
 @pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="compiles a small model where that is quick"
 )
-def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path):
+def test_the_programs_own_loop_is_measured(monkeypatch, capsys, tmp_path):
     # compiles faster; conftest.py turns it off again
     jax.config.update("jax_disable_most_optimizations", True)
     tiny = configuration(corpus(tmp_path / "text"))
     monkeypatch.setitem(configs.PRESETS, "cpu", lambda: tiny)
     runs, train = [], checkpoint.loop.train
 
-    def noted(whole, folder, devices):
-        whole.run.corpus = tiny.run.corpus
-        ended = train(whole, folder, devices)
+    def noted(config, folder, devices):
+        config.run.corpus = tiny.run.corpus
+        ended = train(config, folder, devices)
         runs.append(
             (
-                whole.run.checkpoint_every,
+                config.run.checkpoint_every,
                 ended.step,
                 sorted(path.name for path in (folder / "checkpoints").iterdir()),
             )
@@ -54,19 +54,8 @@ def test_what_is_measured_is_the_programs_own_loop(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(checkpoint.loop.journal, "report", lambda folder: None)
     out, folder = tmp_path / "out", tmp_path / "runs"
     folder.mkdir()
-    given = [
-        "--every",
-        "3",
-        "--saves",
-        "2",
-        "--repeats",
-        "1",
-        "--folder",
-        str(folder),
-        "--out",
-        str(out),
-    ]
-    monkeypatch.setattr("sys.argv", ["benchmarks.checkpoint", *given])
+    args = f"--every 3 --saves 2 --repeats 1 --folder {folder} --out {out}".split()
+    monkeypatch.setattr("sys.argv", ["benchmarks.checkpoint", *args])
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
         result = checkpoint.main()
     assert (

@@ -1,69 +1,48 @@
-"""Checksums of all files under a folder, so that it can be told later whether they are still
-what was written.
+"""Checksums of all files under a folder, which later detect every change to them.
 
-They stand in a file of the folder itself, `SHA256SUMS`, as the command `sha256sum` writes and
-checks it. A flipped bit, a file cut short, one that is missing and one too many are found,
-forgery is not (SHA-256: https://doi.org/10.6028/NIST.FIPS.180-4).
+They are in a file of the folder itself, `SHA256SUMS`, as the command `sha256sum` writes and
+checks it. They detect a flipped bit, a file cut short, missing or added; they do not detect
+forgery (SHA-256: https://doi.org/10.6028/NIST.FIPS.180-4).
 """
 
-import concurrent.futures
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "SHA256SUMS"
 
 
 def write(folder: Path) -> None:
-    """Reads every file under `folder`, one after another, and writes their checksums beside
-    them.
-    """
-    (folder / NAME).write_text(
-        "".join(f"{digest}  {name}\n" for name, digest in _digests(folder, threads=1).items())
-    )
+    """Reads every file under `folder`, one after another, and writes their checksums."""
+    (folder / NAME).write_bytes(_checksums(folder, threads=1))
 
 
 def damage(folder: Path) -> str | None:
-    """Returns the first thing that is not as it was when the checksums were written; None if
-    all is.
-    """
+    """Returns in words the first change since the checksums were written; None without one."""
     try:
-        lines = (folder / NAME).read_bytes().decode().split("\n")[:-1]  # each ends with one
-        listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        found = _digests(folder, threads=8)
-    except UnicodeDecodeError as error:
-        return f"{NAME} cannot be read: {error}"
-    except OSError as error:  # which names the file
+        listed, actual = (
+            set(lines.decode(errors="replace").split("\n"))
+            for lines in ((folder / NAME).read_bytes(), _checksums(folder, threads=8))
+        )
+    except OSError as error:  # it names the file
         return f"it cannot be read: {error}"
-    if not listed:
-        return f"{NAME} is empty"
-    missing, others = sorted(listed.keys() - found.keys()), sorted(found.keys() - listed.keys())
-    # More likely a name that was damaged than a file that got another one.
-    if missing and others:
-        return f"{NAME} lists {missing[0]!r}, and the folder has {others[0]!r} instead"
-    for name in sorted(listed.keys() | found.keys()):
-        if name not in found:
-            return f"{name!r} is missing"
-        if name not in listed:
-            return f"{name!r} is not in {NAME}"
-        if listed[name] != found[name]:
-            return f"{name!r} is not what {NAME} says"
-    return None
+    if listed == actual:
+        return f"{NAME} is empty" if listed == {""} else None
+    name = min(line.partition("  ")[2] for line in listed ^ actual)
+    return f"{name!r} is not what {NAME} says"
 
 
-def _digests(folder: Path, threads: int) -> dict[str, str]:
-    """Returns the checksum of each file by its path below `folder`."""
+def _checksums(folder: Path, threads: int) -> bytes:
+    """Returns a line for each file with its checksum and its path below `folder`."""
     paths = sorted(
         path for path in folder.rglob("*") if path.is_file() and path != folder / NAME
     )
-    # Threads, as hashing leaves the interpreter to others.
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return dict(
-            zip(
-                (path.relative_to(folder).as_posix() for path in paths),
-                pool.map(_digest, paths),
-                strict=True,
-            )
+    with ThreadPoolExecutor(threads) as pool:  # hashing lets other threads run
+        digests = pool.map(_digest, paths)
+        lines = zip(
+            digests, (path.relative_to(folder).as_posix() for path in paths), strict=True
         )
+        return "".join(f"{digest}  {name}\n" for digest, name in lines).encode()
 
 
 def _digest(path: Path) -> str:

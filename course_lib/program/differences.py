@@ -1,26 +1,34 @@
-"""What differs between two configurations, field by field, and what an older one lacks."""
+"""Differences between two configurations, and defaults for fields that an older one lacks."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from flax.traverse_util import flatten_dict, unflatten_dict
+
 
 def differences(
-    saved: Mapping[str, Any],
-    given: Mapping[str, Any],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
     names: tuple[str, str] = ("saved", "given"),
 ) -> list[str]:
     """Returns a line for each field in which two nested dicts differ: "model.num_layers: 3
     saved, 6 given".
 
-    They are compared as JSON would have them, where a tuple is a list.
+    Values are compared as JSON stores them: a tuple equals a list.
 
     Args:
-      saved: the first.
-      given: the second.
-      names: what the lines call them.
+      first: nested dicts.
+      second: nested dicts.
+      names: what the lines call the two.
     """
-    old, new = _flat(saved), _flat(given)
+    old, new = (
+        {
+            field: repr(json.loads(json.dumps(value)))
+            for field, value in flatten_dict(tree, sep=".").items()
+        }
+        for tree in (first, second)
+    )
     return [
         f"{field}: {old.get(field, 'not')} {names[0]}, {new.get(field, 'not')} {names[1]}"
         for field in old | new
@@ -29,31 +37,15 @@ def differences(
 
 
 def with_defaults(
-    saved: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+    saved: Mapping[str, Any], current: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a saved configuration with the default of each field that only the given one has.
+    """Returns a saved configuration, with defaults for fields that only the current one has.
 
     Args:
-      saved: nested dicts; perhaps older than some fields.
-      given: nested dicts.
-      defaults: of the fields that there are. A field that has none is left alone.
+      saved: nested dicts, perhaps older than some fields.
+      current: nested dicts.
+      defaults: nested dicts. A field without a default is not added.
     """
-    found = dict(saved)
-    for name, value in given.items():
-        if name in defaults and isinstance(value, Mapping):
-            found[name] = with_defaults(saved.get(name, {}), value, defaults[name])
-        elif name in defaults and name not in saved:
-            found[name] = defaults[name]
-    return found
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in tree.items():
-        inner = isinstance(value, Mapping)
-        flat |= (
-            _flat(value, f"{prefix}{name}.")
-            if inner
-            else {f"{prefix}{name}": repr(json.loads(json.dumps(value)))}
-        )
-    return flat
+    old, usual = flatten_dict(saved), flatten_dict(defaults)
+    new = (field for field in flatten_dict(current) if field in usual and field not in old)
+    return unflatten_dict(old | {field: usual[field] for field in new})

@@ -240,7 +240,7 @@ def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> S
             f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Give what was"
             " saved, or another folder"
         )
-    return checkpoints.restore(inputs.run.abstract()[0])
+    return checkpoints.restore(inputs.run.abstract()[0], saved)
 
 
 class Loop:

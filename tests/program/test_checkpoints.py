@@ -1,6 +1,4 @@
-"""What must be true of checkpoints: what comes back is what was saved, whatever happened in
-between.
-"""
+"""Checkpoints: a run gets back what it saved, whatever happened in between."""
 
 import contextlib
 import json
@@ -37,7 +35,7 @@ def checkpoints(tmp_path):
 
 
 def small(step):
-    """A state that says which step it is of, in each of its arrays."""
+    """Returns a state in which every array tells its step."""
     values = jnp.arange(64.0).reshape(8, 8) + step
     return {"params": {"w": values}, "step": jnp.int32(step), "rng": jax.random.key(step)}
 
@@ -55,7 +53,7 @@ def save(checkpoints, *steps):
 
 
 def bits(leaf):
-    """The numbers of an array as bytes: NaNs and signed zeros are told apart, too."""
+    """Returns the numbers of an array as bytes: NaNs and signed zeros differ, too."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).tobytes()
@@ -69,9 +67,7 @@ def assert_same(restored, saved):
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_never_stopped(checkpoints):
-    """With all that a state can have: two parameters, their moments, a key that is used, a loss
-    scale that moves.
-    """
+    """The state has parameters, their moments, a key that is used and a moving loss scale."""
 
     def loss_fn(params, batch, rng):
         noise = jax.random.normal(rng, (4, 4)) / 8
@@ -150,7 +146,7 @@ def test_a_state_moves_to_any_mesh_and_back(checkpoints):
         checkpoints.save(step, state, None, {})
 
 
-def test_the_last_ones_and_the_best_one_are_kept(checkpoints):
+def test_the_newest_and_the_best_are_not_deleted(checkpoints):
     for step, loss in enumerate([5.0, 1.0, float("nan"), 3.0, None, 2.0, 4.0]):
         checkpoints.save(step, small(step), None, CONFIG, loss)
     checkpoints.wait()
@@ -158,12 +154,6 @@ def test_the_last_ones_and_the_best_one_are_kept(checkpoints):
     checkpoints.save(7, small(7), None, CONFIG, 0.5)
     checkpoints.wait()
     assert checkpoints.steps() == [5, 6, 7]
-
-
-def test_without_losses_the_last_ones_are_kept(tmp_path):
-    with contextlib.closing(Checkpoints(tmp_path, keep=2)) as checkpoints:
-        save(checkpoints, 1, 2, 3)
-        assert checkpoints.steps() == [2, 3]
 
 
 def test_where_nothing_was_saved_there_is_nothing(checkpoints):
@@ -182,51 +172,34 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def cut_short(path):
-    path.write_bytes(path.read_bytes()[:-1])
+def largest_of_the_arrays(folder):
+    return max((folder / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
 
 
-KINDS = {
-    "the numbers": lambda folder: max(
-        (folder / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size
-    ),
-    "Orbax's metadata": lambda folder: folder / "arrays" / "_METADATA",
-    "what is ours": lambda folder: folder / "about.json",
-    "the checksums": lambda folder: folder / "SHA256SUMS",
-}
-
-
-@pytest.mark.parametrize(
-    "harm", [flip_a_bit, cut_short, Path.unlink], ids=["flipped", "cut short", "deleted"]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(
-    checkpoints, kind, harm, capsys
-):
+@pytest.mark.parametrize("name", ["", "arrays/_METADATA", "about.json", "SHA256SUMS"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(checkpoints, name, capsys):
     save(checkpoints, 1, 2, 3)
-    path = KINDS[kind](checkpoints.folder / "00000003")
-    harm(path)
+    folder = checkpoints.folder / "00000003"
+    path = folder / name if name else largest_of_the_arrays(folder)
+    flip_a_bit(path)
     saved = checkpoints.restore(abstract(small(0)))
     assert saved.step == 2 and saved.data_state == {"next": 2}
     assert_same(saved.state, small(2))
-    said = capsys.readouterr().out
-    assert (
-        said.startswith("the checkpoint of step 3 is damaged and not used: ")
-        and said.count("\n") == 1
-        and path.name in said
-    )
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("the checkpoint of step 3 is damaged and not used: ")
+    assert path.name in line
 
 
-def test_a_damaged_checkpoint_goes_when_the_next_one_is_whole_and_does_not_count(checkpoints):
+def test_a_damaged_checkpoint_stays_until_the_next_one_and_does_not_count(checkpoints):
     save(checkpoints, 1, 2, 3)
     flip_a_bit(checkpoints.folder / "00000003" / "about.json")
     assert checkpoints.newest().step == 2
-    assert checkpoints.steps() == [1, 2, 3]  # until there is another
+    assert checkpoints.steps() == [1, 2, 3]
     save(checkpoints, 4)
     assert checkpoints.steps() == [1, 2, 4]
 
 
-def test_a_step_that_was_damaged_and_is_saved_again_stays(checkpoints):
+def test_a_damaged_step_that_is_saved_again_stays(checkpoints):
     save(checkpoints, 1, 2, 3)
     flip_a_bit(checkpoints.folder / "00000003" / "about.json")
     assert checkpoints.newest().step == 2
@@ -234,16 +207,7 @@ def test_a_step_that_was_damaged_and_is_saved_again_stays(checkpoints):
     assert checkpoints.steps() == [1, 2, 3] and checkpoints.newest().step == 3
 
 
-def test_what_was_whole_before_the_last_save_is_looked_at_again(checkpoints):
-    save(checkpoints, 1, 2)
-    assert checkpoints.newest().step == 2
-    save(checkpoints, 3)
-    for step in (2, 3):
-        flip_a_bit(checkpoints.folder / f"0000000{step}" / "about.json")
-    assert checkpoints.newest().step == 1
-
-
-def test_a_process_killed_while_it_deletes_leaves_no_half_of_a_checkpoint(
+def test_a_process_killed_while_it_deletes_leaves_no_incomplete_checkpoint(
     checkpoints, monkeypatch
 ):
     def killed_after_one_file(folder, **_):
@@ -258,17 +222,15 @@ def test_a_process_killed_while_it_deletes_leaves_no_half_of_a_checkpoint(
     ] == [None] * 3
 
 
-def test_if_all_are_damaged_it_is_an_error_and_no_start_from_nothing(checkpoints):
+def test_if_all_are_damaged_the_run_does_not_start_anew(checkpoints):
     save(checkpoints, 1, 2)
     for step in (1, 2):
         flip_a_bit(checkpoints.folder / f"0000000{step}" / "SHA256SUMS")
-    with pytest.raises(
-        CheckpointError, match=r"are damaged, of steps \[1, 2\]: there is nothing to go on from"
-    ):
+    with pytest.raises(CheckpointError, match=r"are damaged, of steps \[1, 2\]"):
         checkpoints.restore(abstract(small(0)))
 
 
-def test_what_a_killed_process_left_half_written_is_not_seen_and_goes(checkpoints):
+def test_a_draft_of_a_killed_process_is_ignored_and_deleted(checkpoints):
     save(checkpoints, 1)
     shutil.copytree(
         checkpoints.folder / "00000001", checkpoints.folder / "unfinished" / "00000002"
@@ -284,25 +246,25 @@ def test_what_a_killed_process_left_half_written_is_not_seen_and_goes(checkpoint
 def test_all_of_a_checkpoint_is_on_the_disk_before_older_ones_go(checkpoints, monkeypatch):
     fsync, delete_old, synced, left_out = os.fsync, checkpoints._delete_old, set(), []
 
-    def what(status):
+    def version(status):
         return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def noted(file):
-        synced.add(what(os.fstat(file)))
+    def recorded(file):
+        synced.add(version(os.fstat(file)))
         fsync(file)
 
-    def looked():
+    def delete_old_checked():
         paths = [
             checkpoints.folder,
             checkpoints.folder / "00000002",
             *checkpoints.folder.glob("00000002/**/*"),
         ]
-        left_out.append([path.name for path in paths if what(path.stat()) not in synced])
+        left_out.append([path.name for path in paths if version(path.stat()) not in synced])
         delete_old()
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded)
     save(checkpoints, 1)
-    monkeypatch.setattr(checkpoints, "_delete_old", looked)
+    monkeypatch.setattr(checkpoints, "_delete_old", delete_old_checked)
     save(checkpoints, 2)
     assert left_out == [[]]
 
@@ -354,9 +316,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(checkpoints, monkeypatch):
 
 @contextlib.contextmanager
 def python(code, *arguments, prefix=(), **environment):
-    """A Python process with pipes, and with others that it may start; all of them are gone at
-    the end.
-    """
+    """Runs a Python process with pipes; at the end it and its children are gone."""
     command = [*prefix, sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     environment = (
         os.environ
@@ -374,8 +334,7 @@ def python(code, *arguments, prefix=(), **environment):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-# Forks before JAX has started, so that a process that is to be killed need not import
-# everything anew.
+# Forks before JAX starts: a process that will be killed need not import everything again.
 SAVES_UNTIL_KILLED = """
     import os, sys
     import jax, jax.numpy as jnp
@@ -394,14 +353,14 @@ SAVES_UNTIL_KILLED = """
             while True:
                 step += 1
                 checkpoints.save(step, state(step), [step], {})
-                os.write(1, b"%d %d\\n" % (step, os.getpid()))  # whole or not at all
+                os.write(1, b"%d %d\\n" % (step, os.getpid()))  # one write: no partial line
         os.waitpid(child, 0)
         print("killed", flush=True)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_the_one_before(
+def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_or_the_one_before(
     tmp_path, capsys
 ):
     folder, moments = tmp_path / "checkpoints", random.Random(0)
@@ -415,9 +374,9 @@ def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_th
             process.stdin.write("\n")
             process.stdin.flush()
             first, pid = map(int, process.stdout.readline().split())
-            assert first == last + 1  # it went on where the one before was killed
+            assert first == last + 1  # it resumed where the one before was killed
             begun, began = [first], time.monotonic()
-            # the next one begins when this one is there: so long one takes on this disk
+            # A save waits for the one before: this is how long one takes on this disk.
             if number == 1:
                 begun.append(int(process.stdout.readline().split()[0]))
                 takes = time.monotonic() - began
@@ -427,8 +386,8 @@ def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_th
                 begun.append(int(line.split()[0]))
             saved = checkpoints.restore(abstract(like))
             last = saved.step if saved else 0
-            # The last one begun may not be there; the one before was, and the next may have
-            # been begun unsaid.
+            # The last checkpoint begun may be incomplete, the one before is complete. The
+            # next one may have begun without a line.
             assert begun[-1] - 1 <= last <= begun[-1] + 1
             if saved:
                 assert (
@@ -441,11 +400,12 @@ def test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole_or_th
 
 
 CANNOT_WRITE = """
-    import json, resource, shutil, sys
+    import json, resource, sys
     import jax, jax.numpy as jnp
     from course_lib.program.checkpoints import CheckpointError, Checkpoints
 
-    checkpoints, said = Checkpoints(sys.argv[1], keep=2), []
+    checkpoints, errors = Checkpoints(sys.argv[1], keep=2), []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def save(step, rows):
         state = {
@@ -456,7 +416,7 @@ CANNOT_WRITE = """
             checkpoints.save(step, state, None, {})
             checkpoints.wait()
         except CheckpointError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     def report():
         like = {
@@ -465,40 +425,18 @@ CANNOT_WRITE = """
         }
         saved = checkpoints.restore(like)
         good = all(bool((saved.state[name] == saved.step).all()) for name in like)
-        steps = checkpoints.steps()
-        print(json.dumps({"said": said, "step": saved.step, "good": good, "steps": steps}))
-"""
+        print(json.dumps([saved.step, good, checkpoints.steps(), errors]))
 
-
-def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_run_can_go_on(tmp_path):
-    code = (
-        CANNOT_WRITE
-        + """
     save(1, 60)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
-    save(2, 200)
+    save(2, 60)
+    if sys.argv[2] == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+    save(3, 500)
     report()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    save(3, 60)
+    save(4, 60)
     report()
-    """
-    )
-    with python(code, tmp_path / "checkpoints") as process:
-        printed, errors = process.communicate()
-    assert process.returncode == 0, errors
-    first, second = map(json.loads, printed.splitlines())
-    assert (first["step"], first["good"], first["steps"]) == (1, True, [1])
-    assert (second["step"], second["good"], second["steps"]) == (3, True, [1, 3])
-    [said] = second["said"]
-    assert said.startswith("step 2 could not be saved in ") and said.endswith(
-        "saved are steps [1]"
-    )
-    assert "File too large" in said
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "00000001",
-        "00000003",
-    ]
+"""
 
 
 def namespace():
@@ -507,48 +445,31 @@ def namespace():
     """
     for command in (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"]):
         with contextlib.suppress(OSError):
-            if (
-                subprocess.run(
-                    [*command, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True
-                ).returncode
-                == 0
-            ):
+            mounts = [*command, "mount", "-t", "tmpfs", "none", "/mnt"]
+            if subprocess.run(mounts, capture_output=True).returncode == 0:
                 return command
     return None
 
 
-def test_on_a_full_disk_older_checkpoints_stay_whole_and_smaller_ones_can_follow(tmp_path):
-    if (command := namespace()) is None:
-        pytest.skip("no file system may be mounted here")
-    code = (
-        CANNOT_WRITE
-        + """
-    save(1, 60)
-    save(2, 60)
-    save(3, 500)
-    report()
-    # as if the disk filled while Orbax writes
-    real, shutil.disk_usage = shutil.disk_usage, lambda path: real("/")
-    save(4, 500)
-    save(5, 60)
-    report()
-    """
-    )
-    script = f'mount -t tmpfs -o size=3m none "{tmp_path}" && exec "$@"'
-    with python(
-        code, tmp_path / "checkpoints", prefix=[*command, "sh", "-c", script, "sh"]
-    ) as process:
+@pytest.mark.parametrize(
+    ("cause", "reason"), [("limit", "File too large"), ("disk", "no space left on the disk")]
+)
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_run_can_go_on(
+    tmp_path, cause, reason
+):
+    prefix = []
+    if cause == "disk":
+        if (command := namespace()) is None:
+            pytest.skip("no file system may be mounted here")
+        script = f'mount -t tmpfs -o size=3m none "{tmp_path}" && exec "$@"'
+        prefix = [*command, "sh", "-c", script, "sh"]
+    with python(CANNOT_WRITE, tmp_path / "checkpoints", cause, prefix=prefix) as process:
         printed, errors = process.communicate()
     assert process.returncode == 0, errors
-    first, second = map(json.loads, printed.splitlines())
-    assert (first["step"], first["good"], first["steps"]) == (2, True, [1, 2])
-    assert (second["step"], second["good"], second["steps"]) == (5, True, [2, 5])
-    early, late = second["said"]
-    assert (
-        "(no space left on the disk: 2.9 MiB and some are needed, 2." in early
-        and "; saved are steps [1, 2]" in early
-    )
-    assert late.endswith("(no space left on the disk); saved are steps [1, 2]")
+    (*after_error, [error]), (*after_next, _) = map(json.loads, printed.splitlines())
+    assert after_error == [2, True, [1, 2]] and after_next == [4, True, [2, 4]]
+    assert error.startswith("step 3 could not be saved in ") and reason in error
+    assert error.endswith("saved are steps [1, 2]")
 
 
 ONE_OF_TWO = """
@@ -560,19 +481,19 @@ ONE_OF_TWO = """
 
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices())
     split = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-    whole = NamedSharding(mesh, PartitionSpec())
+    copies = NamedSharding(mesh, PartitionSpec())
 
     def make(step):
         return {"w": jnp.arange(64.0).reshape(8, 8) + step, "rng": jax.random.key(step)}
 
     checkpoints = Checkpoints(sys.argv[1])
     for step in (1, 2, 3):
-        state = jax.jit(make, static_argnums=0, out_shardings={"w": split, "rng": whole})(step)
+        state = jax.jit(make, static_argnums=0, out_shardings={"w": split, "rng": copies})(step)
         checkpoints.save(step, state, {"next": step}, {})
     checkpoints.wait()
     across = NamedSharding(mesh, PartitionSpec(None, ("data", "tensor")))
     like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=across)}
-    like["rng"] = jax.ShapeDtypeStruct((), state["rng"].dtype, sharding=whole)
+    like["rng"] = jax.ShapeDtypeStruct((), state["rng"].dtype, sharding=copies)
     saved = checkpoints.restore(like)
     right = jax.jit(lambda w: (w == jnp.arange(64.0).reshape(8, 8) + 3).all())(saved.state["w"])
     print(saved.step, bool(right), float(jax.random.uniform(saved.state["rng"])), flush=True)
@@ -594,7 +515,7 @@ def test_what_two_processes_save_together_both_restore_and_one_alone_does(tmp_pa
         for process in both:
             printed, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
-            # JAX itself prints who is connected with whom
+            # Lines before it are from JAX.
             step, right, drawn = printed.splitlines()[-1].split()
             assert (step, right, float(drawn)) == (
                 "3",
@@ -615,28 +536,7 @@ def test_another_state_than_the_one_saved_is_refused(checkpoints):
         checkpoints.restore(other)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"state": {"step": 3}}, "state.step=3 must be a jax.Array"),
-        ({"data_state": {"next": np.int64(3)}}, "must be of dicts, lists"),
-        (
-            {"data_state": (1, 2)},
-            r"data_state=\(1, 2\) must be what JSON gives back, which is \[1, 2\]",
-        ),
-        ({"config": {"dtype": jnp.float32}}, "must be of dicts, lists"),
-    ],
-)
-def test_what_would_come_back_as_something_else_is_refused(checkpoints, changes, message):
-    with pytest.raises(ValueError, match=message):
-        checkpoints.save(
-            **({"step": 1, "state": small(1), "data_state": None, "config": {}} | changes)
-        )
+def test_a_data_state_that_json_would_change_is_refused(checkpoints):
+    with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must be what JSON gives back"):
+        checkpoints.save(1, small(1), (1, 2), CONFIG)
     assert checkpoints.steps() == []
-
-
-def test_one_checkpoint_alone_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="keep=1 must be at least 2: if the last one is damaged"
-    ):
-        Checkpoints(tmp_path, keep=1)

@@ -1,4 +1,4 @@
-"""What must be true of checksums: nothing can happen to the files that they do not tell."""
+"""Checksums detect whatever happens to a file."""
 
 import random
 import shutil
@@ -19,42 +19,44 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_what_was_not_touched_is_whole(folder):
+def test_untouched_files_are_undamaged(folder):
     assert checksums.damage(folder) is None
 
 
-def test_any_flipped_bit_in_any_file_is_found(folder):
-    files = [folder / "numbers", folder / "inner" / "text"]  # of the list itself: below
+def test_any_flipped_bit_in_any_file_is_detected(folder):
+    files = [folder / "numbers", folder / "inner" / "text"]
     for path in files:
-        whole = path.read_bytes()
-        for bit in random.Random(0).sample(range(8 * len(whole)), k=min(60, 8 * len(whole))):
-            flipped = bytearray(whole)
+        original = path.read_bytes()
+        for bit in random.Random(0).sample(
+            range(8 * len(original)), k=min(60, 8 * len(original))
+        ):
+            flipped = bytearray(original)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
             assert path.name in checksums.damage(folder), f"bit {bit} of {path.name}"
-        path.write_bytes(whole)
+        path.write_bytes(original)
     assert checksums.damage(folder) is None
 
 
-def test_whatever_happens_to_the_list_alone_it_is_the_list_that_is_named(folder):
-    """Also where a flipped bit makes of one name another, or of two lines one."""
+def test_damage_to_the_list_alone_names_the_list(folder):
+    """A flipped bit may change a file name, or join two lines."""
     path = folder / "SHA256SUMS"
-    whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
-        flipped = bytearray(whole)
+    original = path.read_bytes()
+    for bit in range(8 * len(original)):
+        flipped = bytearray(original)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         assert "SHA256SUMS" in checksums.damage(folder), f"bit {bit}"
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+    for length in range(len(original)):
+        path.write_bytes(original[:length])
         assert "SHA256SUMS" in checksums.damage(folder), f"{length} bytes"
 
 
-def test_a_file_cut_short_anywhere_is_found(folder):
+def test_a_file_cut_short_anywhere_is_detected(folder):
     path = folder / "inner" / "text"
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+    original = path.read_bytes()
+    for length in range(len(original)):
+        path.write_bytes(original[:length])
         assert "inner/text" in checksums.damage(folder), f"{length} bytes"
 
 
@@ -64,18 +66,18 @@ def test_a_missing_file_is_named(folder, name):
     assert name in checksums.damage(folder)
 
 
-def test_a_file_too_many_is_named(folder):
+def test_an_added_file_is_named(folder):
     (folder / "inner" / "more").touch()
-    assert checksums.damage(folder) == "'inner/more' is not in SHA256SUMS"
+    assert checksums.damage(folder) == "'inner/more' is not what SHA256SUMS says"
 
 
-def test_where_nothing_is_left_but_an_empty_list_nothing_is_whole(tmp_path):
+def test_an_empty_list_alone_is_damage(tmp_path):
     (tmp_path / "SHA256SUMS").touch()
     assert checksums.damage(tmp_path) == "SHA256SUMS is empty"
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no command sha256sum here")
-def test_the_command_sha256sum_reads_them(folder):
+def test_the_command_sha256sum_reads_the_list(folder):
     check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
     assert subprocess.run(check, cwd=folder).returncode == 0
     (folder / "numbers").write_bytes(bytes(256))

@@ -1,4 +1,4 @@
-"""What must be true of what is said of two configurations."""
+"""Differences between two configurations."""
 
 from course_lib.program.differences import differences
 
@@ -18,7 +18,7 @@ def test_an_empty_part_is_no_field():
     assert differences({"model": {}}, {}) == []
 
 
-def test_the_two_can_be_called_otherwise():
+def test_the_caller_can_name_the_two():
     assert differences({"a": 1}, {"b": {"c": 2}}, ("here", "there")) == [
         "a: 1 here, not there",
         "b.c: not here, 2 there",

@@ -633,11 +633,7 @@ def test_if_a_checkpoint_fails_while_it_is_written_the_next_one_is_tried_all_the
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_no_line(
     text, unbroken, tmp_path, monkeypatch, capsys
 ):
-    before, write, make_room = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        journal.Journal.write,
-        files.make_room,
-    )
+    before, write = resource.getrlimit(resource.RLIMIT_FSIZE), journal.Journal.write
     full = []
 
     def fills_and_empties(self, step, *given, **values):
@@ -649,9 +645,6 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_no_line(
         write(self, step, *given, **values)
 
     monkeypatch.setattr(journal.Journal, "write", fills_and_empties)
-    monkeypatch.setattr(
-        files, "make_room", lambda *given: "no space left" if full[0] else make_room(*given)
-    )
     try:
         assert train(text, tmp_path) == loop.Ended(loop.DONE, 40)
     finally:
