@@ -74,7 +74,7 @@ class Inputs:
       run: model, optimizer and train step.
       place: the sharding of a batch.
       tokens: token arrays of the splits "train" and "validation".
-      batches: this process's batches, an iterator with `get_state` and `set_state`.
+      batches: an iterator over this process's batches.
       fixed: what must not change between starts (`settings.fixed`), and the text's identity.
       computed: what the rounding follows from (`settings.computed`).
     """
@@ -82,7 +82,7 @@ class Inputs:
     run: training.Run
     place: NamedSharding
     tokens: dict[str, np.ndarray]
-    batches: Any
+    batches: loading.DeviceBatches
     fixed: dict[str, Any]
     computed: dict[str, Any]
 
@@ -206,7 +206,9 @@ def prepare(
     return inputs
 
 
-def read_batches(config: ConfigDict, tokens: np.ndarray, place: NamedSharding) -> Any:
+def read_batches(
+    config: ConfigDict, tokens: np.ndarray, place: NamedSharding
+) -> loading.DeviceBatches:
     """Returns an iterator over this process's batches, on its devices."""
     size, length = config.data.batch_size, config.data.seq_len
     shard, shards = loading.shard_of(place, size, length)
