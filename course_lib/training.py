@@ -186,7 +186,7 @@ def make_train_step(
                 mixed_precision.all_finite((new.params, new.opt_state, metrics["loss"]))
             )
         if finite:
-            new, metrics = _skip_if_not_finite(
+            new, metrics = skip_nonfinite_update(
                 functools.reduce(jnp.logical_and, finite), state, new, metrics
             )
         return new, metrics
@@ -194,8 +194,9 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0 if donate else (), out_shardings=out_shardings)
 
 
-def _skip_if_not_finite(finite, old, new, metrics):
-    # What is not finite would stay in a sum.
+def skip_nonfinite_update(finite, old, new, metrics):
+    """Keeps old parameters and optimizer state unless `finite`, and counts skipped steps."""
+    # A sum that once took in a NaN stays NaN.
     metrics = jax.tree.map(lambda metric: jnp.where(finite, metric, 0), metrics)
     skipped = 1 - finite.astype(jnp.float32)
     params, opt_state = jax.tree.map(

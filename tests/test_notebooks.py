@@ -4,6 +4,7 @@ What they print is compared by `pytest --nbval notebooks`, which passes over cel
 never run; that is caught here.
 """
 
+import ast
 import importlib
 import re
 import tomllib
@@ -198,3 +199,13 @@ def test_it_shows_the_library_instead_of_repeating_it(name):
     }
     assert not set(re.findall(r"^(?:def|class) (\w+)", code, re.M)) & library
     assert "notebook.source(" in code
+
+
+@each
+def test_it_shows_public_functions_only(name):
+    cells = [cell.source for cell in code_cells(name) if "notebook.source(" in cell.source]
+    assert cells
+    for call in (node for cell in cells for node in ast.walk(ast.parse(cell))):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "notebook.source":
+            for argument in map(ast.unparse, call.args):
+                assert "._" not in argument

@@ -261,7 +261,7 @@ FAULTS: Mapping[str, Fault] = {
     "mean_of_means": Fault(
         "the mean over devices of their means, whatever their numbers of labels",
         data_parallel,
-        "_share",
+        "label_share",
         _mean_of_means,
     ),
     "summed_twice": Fault(
@@ -357,7 +357,7 @@ FAULTS: Mapping[str, Fault] = {
     "other_part": Fault(
         "early queries see later keys, and late queries miss them",
         context_parallel,
-        "_pairs",
+        "block_pairs",
         _other_part,
     ),
     "balance_on_every_shard": Fault(

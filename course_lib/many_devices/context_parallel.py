@@ -99,19 +99,20 @@ def _ring(query: Array, both: Array, causal: bool) -> Array:
     """Computes attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], in parts
     of c positions.
     """
-    return _forward(query, both, causal)[0]
+    return ring_forward(query, both, causal)[0]
 
 
-def _forward(query: Array, both: Array, causal: bool) -> tuple[Array, Any]:
+def ring_forward(query: Array, both: Array, causal: bool) -> tuple[Array, Any]:
+    """Sends keys and values around the ring; returns the output and the residuals."""
     own, n = both, jax.lax.axis_size(AXIS)
     sums = jnp.moveaxis(jnp.zeros_like(query[..., 0], jnp.float32), 2, -1)  # [B 2 G H/G c]
     state = {"out": jnp.zeros_like(query, jnp.float32), "top": sums - jnp.inf, "total": sums}
     for step in range(n):
         arriving = collectives.shift(both, AXIS) if step < n - 1 else both
-        for q, k, masked in _pairs(step, causal):
+        for q, k, masked in block_pairs(step, causal):
             of_queries = {name: _part(x, q) for name, x in state.items()}
             key, value = (_part(x, k) for x in both)
-            new = _see(of_queries, _part(query, q), key, value, masked)
+            new = online_softmax(of_queries, _part(query, q), key, value, masked)
             state = {name: _put(state[name], q, new[name]) for name in state}
         # The next transfer waits for these products. Else all transfers could come first, and
         # all parts would be in memory at once.
@@ -120,7 +121,9 @@ def _forward(query: Array, both: Array, causal: bool) -> tuple[Array, Any]:
     return out, (query, own, out, state["top"] + jnp.log(state["total"]))
 
 
-def _see(state: PyTree, query: Array, key: Array, value: Array, masked: bool) -> PyTree:
+def online_softmax(
+    state: PyTree, query: Array, key: Array, value: Array, masked: bool
+) -> PyTree:
     """Adds the attention of queries [B c G H/G K] to keys and values [B c G K] to the state, an
     online softmax.
 
@@ -136,7 +139,7 @@ def _see(state: PyTree, query: Array, key: Array, value: Array, masked: bool) ->
     return {"out": state["out"] * _beside(kept) + seen, "top": top, "total": total}
 
 
-def _backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
+def ring_backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
     """Sends keys and values around again, with the sum of their gradients, which ends on its
     own device.
     """
@@ -149,7 +152,7 @@ def _backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
     for step in range(n):
         arriving = collectives.shift(both, AXIS) if step < n - 1 else both
         new = jnp.zeros_like(of_both)
-        for q, k, masked in _pairs(step, causal):
+        for q, k, masked in block_pairs(step, causal):
             some, seen, (key, value) = (
                 _part(query, q),
                 _part(gradient, q),
@@ -176,10 +179,10 @@ def _backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
     return of_query.astype(query.dtype), of_both.astype(both.dtype)
 
 
-_ring.defvjp(_forward, _backward)
+_ring.defvjp(ring_forward, ring_backward)
 
 
-def _pairs(step: int, causal: bool) -> list[tuple[Any, Any, bool]]:
+def block_pairs(step: int, causal: bool) -> list[tuple[Any, Any, bool]]:
     """Lists the pairs of parts (queries, keys) to compute with keys from `step` devices before,
     and whether the causal mask hides half of a pair.
     """

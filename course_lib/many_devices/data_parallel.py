@@ -83,7 +83,7 @@ def gradient(
         if stage >= 2:  # summed over devices already, in each minibatch
             return grads, metrics
         total = jax.lax.psum(metrics, AXIS)
-        share = _share(metrics, total)
+        share = label_share(metrics, total)
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
         return sum_over_devices(grads, param_specs, grad_specs), total
 
@@ -141,7 +141,7 @@ def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, P
     metrics.
     """
     total = _sum_of_metrics(metrics, axis)
-    share = _share(metrics, total)
+    share = label_share(metrics, total)
     return jax.lax.psum(loss * share, axis), total
 
 
@@ -162,7 +162,7 @@ def _summed_gradient(loss_fn: LossFn, param_specs: PyTree, grad_specs: PyTree) -
     def share_of_mean(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         loss, metrics = loss_fn(params, batch, rng)
         total = _sum_of_metrics(metrics, AXIS)
-        return loss * _share(metrics, total), total
+        return loss * label_share(metrics, total), total
 
     def grad_fn(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
         grads, metrics = jax.grad(share_of_mean, has_aux=True)(params, batch, rng)
@@ -176,7 +176,7 @@ def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
     return jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
 
 
-def _share(metrics: PyTree, total: PyTree) -> Array:
+def label_share(metrics: PyTree, total: PyTree) -> Array:
     """Returns the weight of a device's mean in the mean over all: its count of labels by that
     of all devices.
     """
@@ -262,12 +262,12 @@ def gather_layers(
         )
         if not again:
             return gathering
-        return nn.remat(gathering, prevent_cse=not scanned, policy=_save_all_but_gathered)
+        return nn.remat(gathering, prevent_cse=not scanned, policy=save_all_but_gathered)
 
     return wrap
 
 
-def _save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
+def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     """A checkpoint policy: saves everything except gathered kernels, and except what
     `hooks.columns` and `hooks.rows` reshape or join of them.
     """

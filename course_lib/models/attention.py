@@ -213,7 +213,7 @@ def attend(
     if implementation in ("reference", "blocks"):
         if grouped:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
-        written_out = _blocks if implementation == "blocks" and causal else _reference
+        written_out = _blocks if implementation == "blocks" and causal else reference
         return written_out(
             query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype
         )
@@ -271,7 +271,7 @@ def _check_arrays(query, key, value, mask):
             )
 
 
-def _reference(query, key, value, *, causal, mask, softmax_dtype):
+def reference(query, key, value, *, causal, mask, softmax_dtype):
     """Attention written out."""
     dtype, length, width = query.dtype, query.shape[1], query.shape[-1]
     # Scores are sums of K products, and the softmax takes their exponentials: both in
@@ -299,5 +299,5 @@ def _blocks(query, key, value, *, causal, mask, softmax_dtype):
     for start in range(0, length, BLOCK):
         own, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
         of_block = dict(causal=False, mask=mask[:, :, own, seen], softmax_dtype=softmax_dtype)
-        parts.append(_reference(query[:, own], key[:, seen], value[:, seen], **of_block))
+        parts.append(reference(query[:, own], key[:, seen], value[:, seen], **of_block))
     return jnp.concatenate(parts, axis=1)

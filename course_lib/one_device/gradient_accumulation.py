@@ -115,7 +115,7 @@ def accumulate(
         jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
         jax.tree.map(jnp.zeros_like, shapes[1]),
     )
-    run = _scan if method == "scan" else _loop
+    run = scan_minibatches if method == "scan" else loop_minibatches
     total, metrics = run(add, zeros, params, minibatches, rngs)
 
     count = metrics["loss"][1]
@@ -177,14 +177,17 @@ def _ranks(tree):
     return {jax.tree_util.keystr(path): jnp.ndim(leaf) for path, leaf in leaves}
 
 
-def _scan(add, total, params, minibatches, rngs):
+def scan_minibatches(add, total, params, minibatches, rngs):
+    """Adds up the minibatches in a `jax.lax.scan`: one compiled body that runs M times."""
+
     def body(total, xs):
         return add(total, params, *xs), None
 
     return jax.lax.scan(body, total, (minibatches, rngs))[0]
 
 
-def _loop(add, total, params, minibatches, rngs):
+def loop_minibatches(add, total, params, minibatches, rngs):
+    """Adds up the minibatches in a Python loop: M copies of the body in the program."""
     for index in range(len(rngs)):
         # Nothing in the mathematics makes a minibatch wait for the one before: a compiler may
         # compute all of them first and add later, with the activations and gradients of all M

@@ -131,7 +131,9 @@ class Trace:
         `call`) do not count. On a CPU several threads share one operation, and the profile says
         when it ran, not how many of them worked on it.
         """
-        return [_busy(self.during(step), seconds) for step, seconds in enumerate(self.steps)]
+        return [
+            busy_time(self.during(step), seconds) for step, seconds in enumerate(self.steps)
+        ]
 
 
 def trace(
@@ -329,7 +331,7 @@ def _with_self_time(
         open_spans.append([start, duration, what, 0.0])
 
 
-def _busy(events: Iterable[Event], seconds: float) -> Busy:
+def busy_time(events: Iterable[Event], seconds: float) -> Busy:
     """Divides a step of `seconds` by the union of its events, timed from its start."""
     busy, reached, gaps = 0.0, 0.0, []
     for event in sorted(events, key=lambda event: event.start):

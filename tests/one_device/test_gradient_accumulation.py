@@ -251,7 +251,7 @@ def test_two_trees_of_gradients_would_be_noticed(monkeypatch):
             )
         return total
 
-    monkeypatch.setattr(gradient_accumulation, "_loop", in_pairs)
+    monkeypatch.setattr(gradient_accumulation, "loop_minibatches", in_pairs)
     compiled_step.cache_clear()
     assert (
         temporaries_beside_one_minibatch(jax.devices("cpu")[0], "loop", scanned=True) > ONE_TREE

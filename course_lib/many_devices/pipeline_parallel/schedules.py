@@ -91,7 +91,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     turns.
     """
     _check_sizes(stages, microbatches, 1)
-    orders = [_by_turns(microbatches, stages - device, "BW") for device in range(stages)]
+    orders = [order_1f1b(microbatches, stages - device, "BW") for device in range(stages)]
     return _in_order("1f1b", stages, microbatches, 1, orders)
 
 
@@ -120,7 +120,7 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     orders = []
     for device in range(stages):
         ahead = min(2 * (stages - device - 1) + (chunks - 1) * stages + 1, len(forward))
-        orders.append(_alternate(forward, backward, ahead))
+        orders.append(alternate(forward, backward, ahead))
     return _in_order("depth_first", stages, microbatches, chunks, orders)
 
 
@@ -131,7 +131,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     ZB-H1: no device has more live microbatches than the first device of 1F1B.
     """
     _check_sizes(stages, microbatches, 1)
-    orders = [_by_turns(microbatches, stages - device, "B") for device in range(stages)]
+    orders = [order_1f1b(microbatches, stages - device, "B") for device in range(stages)]
     return _in_order("zero_bubble", stages, microbatches, 1, orders, most_live=stages)
 
 
@@ -172,15 +172,15 @@ def _check_sizes(stages: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def _by_turns(microbatches: int, ahead: int, backward: str) -> list[Op]:
+def order_1f1b(microbatches: int, ahead: int, backward: str) -> list[Op]:
     """Returns 1F1B's order for a device that may be `ahead` forwards ahead of its backwards."""
     forwards = [Op("F", m) for m in range(microbatches)]
-    return _alternate(
+    return alternate(
         forwards, [Op(backward, m) for m in range(microbatches)], min(ahead, microbatches)
     )
 
 
-def _alternate(forward: Sequence[Op], backward: Sequence[Op], ahead: int) -> list[Op]:
+def alternate(forward: Sequence[Op], backward: Sequence[Op], ahead: int) -> list[Op]:
     """Returns `ahead` forwards, then one backward and one forward by turns, then the backwards
     that are left.
     """
