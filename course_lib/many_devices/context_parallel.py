@@ -133,17 +133,17 @@ def online_softmax(
     """
     scores = _scores(query, key, masked)
     top = jnp.maximum(state["top"], scores.max(axis=-1))
-    weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(state["top"] - top)
+    weights, scale = jnp.exp(scores - top[..., None]), jnp.exp(state["top"] - top)
     seen = _product("bgrqs,bsgk->bqgrk", weights.astype(value.dtype), value)
-    total = state["total"] * kept + weights.sum(axis=-1)
-    return {"out": state["out"] * _beside(kept) + seen, "top": top, "total": total}
+    total = state["total"] * scale + weights.sum(axis=-1)
+    return {"out": state["out"] * _beside(scale) + seen, "top": top, "total": total}
 
 
-def ring_backward(causal: bool, kept: Any, gradient: Array) -> tuple[Array, Array]:
+def ring_backward(causal: bool, residuals: Any, gradient: Array) -> tuple[Array, Array]:
     """Sends keys and values around again, with the sum of their gradients, which ends on its
     own device.
     """
-    query, both, out, log_total = kept
+    query, both, out, log_total = residuals
     n, width = jax.lax.axis_size(AXIS), query.shape[-1]
     mean = jnp.moveaxis(
         (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1), 2, -1

@@ -134,9 +134,13 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         )
     forward, backward = layer_costs(shape, plan, cluster)
     head = head_cost(shape, plan, cluster)
-    seconds = [_busy(cost * (shape.layers / p), plan, cluster) for cost in (forward, backward)]
+    per_stage = shape.layers / p
+    seconds = (
+        _busy(forward * per_stage, plan, cluster),
+        _busy(backward * per_stage, plan, cluster),
+    )
     # The mean over stages: the last one has the head.
-    microbatch = (forward + backward) * (shape.layers / p) + head * (1 / p)
+    microbatch = (forward + backward) * per_stage + head * (1 / p)
     pipe, bubble = pipeline(
         plan, cluster, _activation(shape, plan), *seconds, _busy(head, plan, cluster)
     )

@@ -169,14 +169,17 @@ def test_experts_exchange_the_tokens_that_a_device_has():
         assert found.parts["expert"] == pytest.approx(2 * 8 * 4 * one)
 
 
-def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backward():
+@pytest.mark.parametrize("recompute, passes", [("none", 3), ("full", 4)])
+def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backward(
+    recompute, passes
+):
     axes = {"context": 4, "tensor": 2}
     shape = dataclasses.replace(MIXED, seq_len=512, experts=0)
-    found = step(axes, shape, batch=8)
+    found = step(axes, shape, batch=8, recompute=recompute)
     ring = 3 * (2 * 128 * (384 + 384) / 2 / 360e9 + 10e-6)
     room = 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
-    assert found.parts["context"] == pytest.approx(8 * 8 * 3 * (ring - room))
-    assert found.hidden["context"] == pytest.approx(8 * 8 * 3 * room)
+    assert found.parts["context"] == pytest.approx(8 * 8 * passes * (ring - room))
+    assert found.hidden["context"] == pytest.approx(8 * 8 * passes * room)
 
 
 def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():
