@@ -9,9 +9,10 @@ is compiled.
 No device is needed. The strategy's specs say what each device holds, `costs` has the formulas
 of what it holds and sends, `step_model` those of the time.
 
-The time assumes that gradients and parameters travel along "data" while layers compute, as they
-do with PyTorch's FSDP or MaxText. This course's own step hides less, as XLA compiles it without
-flags: nothing of stage 0, about a third of stage 3 (notebook 8 reads it from the program).
+`time` assumes that gradients and parameters travel along "data" while layers compute, as they
+do with PyTorch's FSDP or MaxText; `unhidden` assumes that they do not. This course's own step
+lies between the two. As XLA compiles it without flags, nothing of stage 0 and about a third of
+stage 3 travels beside matmuls (notebook 8 reads it from the program).
 """
 
 import dataclasses
@@ -49,6 +50,7 @@ class Estimate:
         "activations".
       sent: bytes that a device sends along each axis.
       time: seconds per step, by what they are spent on.
+      unhidden: the same if nothing along "data" travels while layers compute.
       fits: whether all of `bytes` is at most the accelerator's memory.
     """
 
@@ -58,6 +60,7 @@ class Estimate:
     bytes: Mapping[str, int]
     sent: Mapping[str, int]
     time: Breakdown
+    unhidden: Breakdown
     fits: bool
 
     @property
@@ -187,13 +190,19 @@ def estimate(
         "context": costs.sent_around_a_ring(step, params),
         "tensor": costs.sent_inside_layers(step, params),
     }
+    plan = plan_of(config, axes, strategy)
     return Estimate(
         dict(axes),
         strategy,
         step.parts,
         bytes_held,
         {axis: int(size) for axis, size in sent.items()},
-        step_model.breakdown(shape_of(config), plan_of(config, axes, strategy), cluster),
+        *(
+            step_model.breakdown(
+                shape_of(config), dataclasses.replace(plan, data_overlap=hides), cluster
+            )
+            for hides in (True, False)
+        ),
         sum(bytes_held.values()) <= cluster.accelerator.memory_bytes,
     )
 

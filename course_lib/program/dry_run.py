@@ -97,10 +97,16 @@ def _time(guess: estimates.Estimate | str) -> str:
     if isinstance(guess, str):
         return f"no estimate: {guess}"
     exposed = guess.time.exposed / guess.step
-    return (
+    text = (
         f"about {guess.step:.3g} s, MFU {guess.mfu:.0%}; {exposed:.0%} of it is exposed"
         " communication"
     )
+    if guess.unhidden.total > guess.step:
+        text += (
+            f",\n{'':21}or {guess.unhidden.total:.3g} s if no gradients or parameters travel"
+            " beside matmuls"
+        )
+    return text
 
 
 def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:

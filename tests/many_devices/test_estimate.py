@@ -128,6 +128,19 @@ def test_the_formula_needs_no_devices_and_counts_parameters_of_a_model_that_none
     assert N * layer + outside == pytest.approx(340e9, rel=0.005)
 
 
+def test_the_step_that_hides_nothing_exposes_what_the_other_hides_along_data():
+    whole = configs.nemotron_340b()
+    axes = {"data": 64, "pipe": 12, "tensor": 8}
+    for zero in (1, 3):
+        found = estimate.estimate(
+            whole, axes, Strategy(zero=zero, microbatches=36), h100s(axes)
+        )
+        hidden = found.time.hidden["data"]
+        assert hidden > 0 == found.unhidden.hidden["data"]
+        assert found.unhidden.exposed == pytest.approx(found.time.exposed + hidden)
+        assert found.unhidden.total == pytest.approx(found.time.total + hidden)
+
+
 def test_the_published_utilization_follows_from_the_published_time():
     whole = configs.nemotron_340b()
     for data, batch, seconds, published in ((64, 2304, 8.0, 0.410), (16, 768, 10.3, 0.424)):
