@@ -130,11 +130,11 @@ def test_the_formula_needs_no_devices_and_counts_parameters_of_a_model_that_none
 
 def test_the_step_that_hides_nothing_exposes_what_the_other_hides_along_data():
     whole = configs.nemotron_340b()
-    axes = {"data": 64, "pipe": 12, "tensor": 8}
-    for zero in (1, 3):
-        found = estimate.estimate(
-            whole, axes, Strategy(zero=zero, microbatches=36), h100s(axes)
-        )
+    for axes, chosen in (
+        ({"data": 64, "pipe": 12, "tensor": 8}, Strategy(zero=1, microbatches=36)),
+        ({"data": 768, "tensor": 8}, Strategy(zero=3)),
+    ):
+        found = estimate.estimate(whole, axes, chosen, h100s(axes))
         hidden = found.time.hidden["data"]
         assert hidden > 0 == found.unhidden.hidden["data"]
         assert found.unhidden.exposed == pytest.approx(found.time.exposed + hidden)
