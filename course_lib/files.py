@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from course_lib.measure.units import MIB
-
 REPLACED = "replaced-"  # begins the name of a folder that is being replaced
 STALE = 3600  # seconds; a younger part may still be written to
 
@@ -156,23 +154,6 @@ def remove_drafts(drafts: pathlib.Path, folder: pathlib.Path) -> None:
     """Removes the folder of drafts, after `put_back`."""
     put_back(drafts, folder)
     shutil.rmtree(drafts, ignore_errors=True)
-
-
-def make_room(draft: pathlib.Path, needed: int) -> str | None:
-    """Makes an empty folder for a draft of `needed` bytes; returns None, or why that fails."""
-    try:
-        # A killed process may have left drafts.
-        remove_drafts(draft.parent, draft.parent.parent)
-        draft.mkdir(parents=True)
-        free = shutil.disk_usage(draft).free
-    except OSError as error:
-        return why(error)
-    if free > needed + MIB:  # for metadata
-        return None
-    return (
-        f"no space left on the disk: {needed / MIB:.1f} MiB and some are needed,"
-        f" {free / MIB:.1f} are free"
-    )
 
 
 def why(error: Exception) -> str:

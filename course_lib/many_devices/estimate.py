@@ -190,19 +190,15 @@ def estimate(
         "context": costs.sent_around_a_ring(step, params),
         "tensor": costs.sent_inside_layers(step, params),
     }
-    plan = plan_of(config, axes, strategy)
+    shape, plan = shape_of(config), plan_of(config, axes, strategy)
     return Estimate(
         dict(axes),
         strategy,
         step.parts,
         bytes_held,
         {axis: int(size) for axis, size in sent.items()},
-        *(
-            step_model.breakdown(
-                shape_of(config), dataclasses.replace(plan, data_overlap=hides), cluster
-            )
-            for hides in (True, False)
-        ),
+        step_model.breakdown(shape, plan, cluster),
+        step_model.breakdown(shape, dataclasses.replace(plan, data_overlap=False), cluster),
         sum(bytes_held.values()) <= cluster.accelerator.memory_bytes,
     )
 

@@ -17,13 +17,13 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from course_lib import measure
+from course_lib import measure, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import estimate as estimates
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
-from course_lib.program import loop, observe, settings
+from course_lib.program import loop, settings
 
 GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
 
@@ -164,7 +164,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         settings.strategy(config),
         dict(arguments=memory.arguments, temporaries=memory.temporaries, peak=memory.peak),
         accelerator.memory_bytes,
-        sum(observe.step_flops(config).model.values()),
+        sum(training.step_flops(config).model.values()),
         sent,
         _estimate(config, cluster),
         refused,

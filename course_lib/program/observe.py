@@ -128,21 +128,12 @@ def _flops_at_a_peak(
     """Returns the FLOPs of a step and "", or None and the reason why MFU is unknown."""
     if accelerator is None:
         return None, "unknown device"
-    flops = step_flops(config)
+    flops = training.step_flops(config)
     try:
         measure.mfu(flops, 1.0, accelerator)
     except ValueError:  # the step runs, more slowly, without a unit for its dtype
         return None, f"no unit for {config.model.dtype}"
     return flops, ""
-
-
-def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the FLOPs of a step on all devices together, with plain attention.
-
-    Args:
-      config: as `settings.whole` returns it.
-    """
-    return training.step_flops(config)
 
 
 def _memory(device: Any) -> int | None:

@@ -244,7 +244,7 @@ def test_mfu_counts_what_all_devices_could_do(text, tmp_path, monkeypatch):
         speed = observe.Speed(whole, book, 0, 4, PARAMS)
         speed.write(1, 3.0)
         speed.write(3, 3.0)
-    flops = observe.step_flops(whole)
+    flops = training.step_flops(whole)
     [mfu] = [value for _, value in journal.pairs(journal.read(tmp_path, "times"), "mfu")]
     assert mfu == pytest.approx(measure.mfu(flops, 1.0, hardware.get("h100")) / 4)
 

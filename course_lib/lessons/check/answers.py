@@ -102,10 +102,11 @@ def same_shapes(yours: Any, expected: Any, what: str) -> None:
       expected: a pytree of arrays or of their shapes.
       what: names the tree in the message: "the gradient".
     """
+    # strings: JAX declares no comparison of structures
+    structures = str(jax.tree.structure(yours)), str(jax.tree.structure(expected))
     require(
-        jax.tree.structure(yours) == jax.tree.structure(expected),
-        f"{what} should have the structure {jax.tree.structure(expected)}, not"
-        f" {jax.tree.structure(yours)}.",
+        structures[0] == structures[1],
+        f"{what} should have the structure {structures[1]}, not {structures[0]}.",
     )
     for (path, leaf), right in zip(
         jax.tree_util.tree_leaves_with_path(yours), jax.tree.leaves(expected), strict=True

@@ -45,7 +45,7 @@ def accumulation(your_accumulate):
             " time.",
         )
     right = jax.tree.map(lambda g: g / weight.sum(), whole)
-    counts = [float(max(weight[i : i + 2].sum(), 1)) for i in range(0, 8, 2)]
+    counts = [max(float(weight[i : i + 2].sum()), 1.0) for i in range(0, 8, 2)]
     means = jax.tree.map(lambda *g: sum(a / c for a, c in zip(g, counts, strict=True)), *parts)
 
     same_shapes(yours, params, "the gradient")
