@@ -13,13 +13,6 @@ from course_lib.lessons import check
 from course_lib.lessons.check import answers, profiling
 
 
-@pytest.fixture(autouse=True)
-def as_in_a_notebook():
-    """Learners' code may promote dtypes and ranks, which the course's own tests forbid."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def unfinished(*arguments):
     """Returns nothing, as a stub does."""
 
