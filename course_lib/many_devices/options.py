@@ -124,6 +124,10 @@ def check(
     if "pipe" in mesh.shape:
         _check_pipeline(mesh, strategy, accumulator_dtype)
         pipeline.check(model, mesh, strategy.chunks, num_minibatches)
+        # Last: tables of hundreds of microbatches take a second.
+        schedules.make(
+            strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks
+        )
     else:
         _check_no_pipeline(strategy)
     data_parallel.check_gathering(
@@ -202,6 +206,3 @@ def _check_pipeline(mesh: meshes.Shape, strategy: Strategy, accumulator_dtype: s
             f"accumulator_dtype={accumulator_dtype!r} must be 'float32' with a pipeline, which"
             " adds up the gradients of microbatches in the dtype of the parameters"
         )
-    schedules.make(
-        strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks
-    )

@@ -225,7 +225,7 @@ def test_flops_are_those_counted_by_hand():
             {"capacity_factor": 1e-12},
             r"capacity_factor=1e-12 must be larger: no expert would have room",
         ),
-        ({"balance_weight": float("nan")}, r"balance_weight=nan must not be negative"),
+        ({"balance_weight": float("nan")}, r"balance_weight=nan"),
         ({"parallel_block": True}, r"num_experts=4 must be 0 for parallel_block=True"),
     ],
 )

@@ -57,8 +57,9 @@ def test_as_configured_is_what_is_compiled_and_a_faster_mesh_is_advice():
     assert (found.axes, found.strategy, found.refused) == ({"data": 2}, Strategy(), "")
     assert found.fits and found.memory["arguments"] == found.estimate.arguments
     assert set(found.sent) == {"all-reduce along data"}
-    *_, time, advice, flags = found.text().splitlines()
+    *_, time, unhidden, advice, flags = found.text().splitlines()
     assert "2 x" in found.text() and ": fits" in found.text() and " of it is exposed" in time
+    assert f"or {found.estimate.unhidden.total:.3g} s if no gradients" in unhidden
     again = tiny(**{"training.num_minibatches": 4})
     for field, value in fields_of(flags).items():
         settings.set_field(again, field, value)
