@@ -48,7 +48,7 @@ def aliased_bytes(momentum, plain):
         require(
             guess != right + 4,
             f"{name}: {guess} counts one float32 too many. Gradients are no part of the"
-            f" state; they live within the step.",
+            " state; they live within the step.",
         )
         require(
             guess == right, f"{name}: {guess}; the compiled step aliases {right:.0f}: {reason}."
@@ -120,7 +120,7 @@ def all_of_the_state(your_step):
     require(
         new["mean"].dtype == jnp.bfloat16,
         f"`mean` came as bfloat16 and leaves as {new['mean'].dtype}: no output fits its"
-        f" buffer.",
+        " buffer.",
     )
     same_shapes(new, state, "the state")
     right = {"mean": jnp.full(8, 0.55), "weight": jnp.full(4, -3.0)}

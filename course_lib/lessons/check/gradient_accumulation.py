@@ -92,13 +92,13 @@ def forgotten_division(adam, sgd):
     measured = {"Adam": grows(optax.adam(1e-3)), "SGD": grows(optax.sgd(1e-3))}
     require(
         abs(sgd / measured["SGD"] - 1) < 0.01,
-        f"SGD's update is the learning rate times the gradient, and the gradient is four"
+        "SGD's update is the learning rate times the gradient, and the gradient is four"
         f" times as large; you said {sgd}.",
     )
     require(
         abs(adam / measured["Adam"] - 1) < 0.01,
         f"Adam divides the gradient by the root of its own mean square; you said {adam}."
-        f" What happens to a common factor?",
+        " What happens to a common factor?",
     )
     return (
         f"measured, Adam's update grows by {measured['Adam']:.2f} and SGD's by"
@@ -147,7 +147,7 @@ def smallest_number_of_minibatches(your_smallest):
     require(
         yours == 24,
         f"3.2 GiB, 500 million parameters, a batch of 96: you returned {yours}; 24 is the"
-        f" fewest. Divisors of 96"
+        " fewest. Divisors of 96"
         " are not all powers of two.",
     )
     try:
@@ -160,7 +160,7 @@ def smallest_number_of_minibatches(your_smallest):
     require(
         impossible is None,
         f"1 GiB: you returned {impossible}. No M fits: one sequence alone needs 1.18 GiB."
-        f" Return None.",
+        " Return None.",
     )
     return "and below 1.18 GiB no number of minibatches helps."
 

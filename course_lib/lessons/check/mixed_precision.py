@@ -25,7 +25,7 @@ def loss_scale_range(lowest, highest):
     require(
         lowest <= highest,
         f"2^{lowest} is above 2^{highest}. With full precision (normal numbers) there is"
-        f" indeed no scale: here the"
+        " indeed no scale: here the"
         " smallest subnormal is enough.",
     )
     require(
@@ -117,18 +117,18 @@ def stochastic_round(your_round):
         require(
             np.abs(part - value).max() < gap,
             f"{name} became {part[np.abs(part - value).argmax()]}, further away than the"
-            f" next number.",
+            " next number.",
         )
         require(
             len(np.unique(part)) == 2,
             f"All 4,096 copies of {name} became {part[0]}. Each number needs random bits of"
-            f" its own.",
+            " its own.",
         )
         mean = part.mean()
         require(
             abs(mean - value) < 0.05 * gap,
             f"The mean of 4,096 copies of {name} is {mean:.5f}. Up must be as likely as the"
-            f" value lies near it.",
+            " value lies near it.",
         )
     exact = call(your_round, jax.random.key(1), jnp.array([1.0, -0.5]), hint=hint)
     require(
@@ -185,7 +185,7 @@ def half_the_activations(your_loss):
     require(
         after < before,
         f"The hidden activations still take {after:,} bytes. bfloat16 times float32 gives"
-        f" float32: cast both factors.",
+        " float32: cast both factors.",
     )
     require(
         after <= before / 2,

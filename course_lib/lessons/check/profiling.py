@@ -44,7 +44,7 @@ def stacked(mib):
     require(
         mib != right - one,
         f"{mib}: one array of {one:.0f} MiB is missing. The backward pass of a layer needs"
-        f" its input and the"
+        " its input and the"
         " derivative of its tanh.",
     )
     require(abs(mib - right) < 0.5, f"{mib} MiB; counted, it is {right:.0f}.")
@@ -70,7 +70,7 @@ def stack_less(your_loss):
     require(
         after >= least,
         f"Only {after:.0f} MiB are stacked by the forward pass, but the whole scan is"
-        f" recomputed as one piece, and"
+        " recomputed as one piece, and"
         " stacks as much as before then. Put `jax.checkpoint` around one layer.",
     )
     require(after == least, f"{after:.0f} MiB are stacked; {least:.0f} are possible.")

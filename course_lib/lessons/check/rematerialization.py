@@ -54,18 +54,18 @@ def keep_one_value(your_gelu):
     require(
         num_bytes >= 2 * 4 * 2**20,
         f"Only {mib:.0f} MiB are saved, and the tanh is computed {tanhs} times: is the"
-        f" policy passed to `jax.checkpoint`,"
+        " policy passed to `jax.checkpoint`,"
         " with the same name?",
     )
     require(
         num_bytes == 2 * 4 * 2**20,
         f"{mib:.0f} MiB are saved; two arrays of 4 MiB are enough. Is the function inside"
-        f" `jax.checkpoint`?",
+        " `jax.checkpoint`?",
     )
     require(
         tanhs == 1,
         f"The tanh is computed {tanhs} times. Its derivative uses its own result;"
-        f" `checkpoint_name` makes a second value"
+        " `checkpoint_name` makes a second value"
         " of it, and only that one is kept. A policy can decide by operation instead of by"
         " name.",
     )
@@ -123,21 +123,38 @@ def square_root(your_layers):
     require(
         not (groups >= 64),
         f"{groups} inputs are saved: each layer is a group of its own. Scan over groups of"
-        f" layers.",
+        " layers.",
     )
     require(
         passes == 3,
         f"{passes} forward passes: groups are recomputed, and inside of a group every layer"
-        f" saves all it needs."
+        " saves all it needs."
         " Rematerialize the layers, too.",
     )
     held = groups + 64 // groups
     require(
         held == 16,
         f"{groups} groups of {64 // groups} layers hold {held} inputs at the most. Which"
-        f" number of groups holds 16?",
+        " number of groups holds 16?",
     )
     return "16 inputs in place of 64, for a third forward pass."
+
+
+def saved_by_a_layer(*modules: str) -> int:
+    """Returns the bytes that a layer of width 1024 saves of 16 x 512 tokens.
+
+    Args:
+      *modules: what is rematerialized, of `rematerialization.MODULES`.
+    """
+    model = configs.get("155m").model
+    model.update(dropout_rate=0.0, remat=modules)
+    block = rematerialization.wrap(layers.Block, "Block", modules, scanned=True)(
+        model, train=True
+    )
+    x = jax.ShapeDtypeStruct((16, 512, 1024), jnp.bfloat16)
+    params = jax.eval_shape(block.init, jax.random.key(0), x)
+    arrays = rematerialization.residuals(block.apply, params, x)
+    return sum(array.bytes for array in arrays if "argument [0]" not in array.why)
 
 
 @exercise
@@ -149,37 +166,26 @@ def depth(without, with_remat):
         without, with_remat, hint="22 GiB / (bytes of state + bytes saved), for one layer."
     )
 
-    def saved(modules):
-        model = configs.get("155m").model
-        model.update(dropout_rate=0.0, remat=modules)
-        block = rematerialization.wrap(layers.Block, "Block", modules, scanned=True)(
-            model, train=True
-        )
-        x = jax.ShapeDtypeStruct((16, 512, 1024), jnp.bfloat16)
-        params = jax.eval_shape(block.init, jax.random.key(0), x)
-        arrays = rematerialization.residuals(block.apply, params, x)
-        return sum(array.bytes for array in arrays if "argument [0]" not in array.why)
-
     state, budget = 16 * 12 * 1024**2, 22 * 2**30
     for name, guess, num_bytes in (
-        ("without rematerialization", without, saved(())),
-        ("with rematerialized blocks", with_remat, saved(("Block",))),
+        ("without rematerialization", without, saved_by_a_layer()),
+        ("with rematerialized blocks", with_remat, saved_by_a_layer("Block")),
     ):
         right = budget // (state + num_bytes)
         require(
             abs(guess / (budget // num_bytes) - 1) > 0.02,
             f"{guess} layers {name}: the state is missing, 16 bytes for each of 12 x 1024^2"
-            f" parameters of a layer.",
+            " parameters of a layer.",
         )
         require(
             name.startswith("without") is False or abs(guess / (budget // state) - 1) > 0.02,
             f"{guess} layers {name}: the saved arrays are missing, {num_bytes / 2**20:,.0f}"
-            f" MiB per layer.",
+            " MiB per layer.",
         )
         require(
             abs(guess / right - 1) <= 0.1,
             f"{guess} layers {name}; measured, it is {right}: {state / 2**20:,.0f} MiB of"
-            f" state and"
+            " state and"
             f" {num_bytes / 2**20:,.0f} MiB saved per layer.",
         )
     return "activations limit the first number, parameters and optimizer state the second."

@@ -69,7 +69,7 @@ def scores_outgrow_mlp(length):
     require(
         scores == mlp,
         f"At {length} tokens the scores take {scores / 2**20:,.1f} MiB per sequence, the"
-        f" MLP's activations"
+        " MLP's activations"
         f" {mlp / 2**20:,.1f}.",
     )
     return "at 512 tokens, as in the case study, the scores are twice as large."
@@ -158,6 +158,6 @@ def scan_over_layers(your_forward):
     require(
         long <= short,
         f"4 layers are {short} lines of program, 16 are {long}: the compiler reads every"
-        f" layer.",
+        " layer.",
     )
     return f"{short} lines of program for 4 layers and for 16."
