@@ -245,6 +245,63 @@ def penalized(inside, outside=False, stop=False):
     return sgd
 
 
+def elementwise(loss, params, scale, rate):
+    grads = jax.grad(lambda p: scale * loss(p))(params)["w"] / scale
+    return {"w": jnp.where(jnp.isfinite(grads), params["w"] - rate * grads, params["w"])}
+
+
+def looped(k):
+    def forward(layer, w, x):
+        @jax.checkpoint
+        def group(w, x):
+            return jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x), None), x, w)[0]
+
+        for i in range(0, 64, k):
+            x = group(w[i : i + k], x)
+        return x
+
+    return forward
+
+
+def one_sign(forward, x):
+    grads = jax.jacobian(forward)(x)
+    return any(bool((grads[t, :, t + 1 :] > 0).any()) for t in range(len(x))) and bool(
+        any((grads[t, :, t + 1 : t + 2] != 0).any() for t in range(len(x)))
+    )
+
+
+def five(layer, w, x):
+    return jax.lax.fori_loop(0, 5, lambda i, x: layer(w[i], x), x)
+
+
+def low_state(state, history):
+    mean = state["mean"]
+    new = {"mean": 0.9 * mean + 0.1, "weight": state["weight"] - mean.sum()}
+    return new, jnp.concatenate([history, mean.astype(jnp.float32)])
+
+
+def misnamed(w, x):
+    def loss(w):
+        with jax.named_scope("penalty"):
+            return jnp.mean(jnp.tanh(x @ w)) + jnp.mean(jnp.exp(jnp.sin(w @ w)))
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+RIGHT = [
+    (check.loss_scale_range, (2**6, 2**14)),
+    (check.loss_scale_range, (jnp.int32(6), np.int64(14))),
+    (check.scores_outgrow_mlp, (jnp.int32(256),)),
+    (check.square_root, (looped(8),)),
+    (check.named_part, (penalized(True),)),
+]
+
+
+@pytest.mark.parametrize(("the_check", "right"), RIGHT, ids=lambda v: name(v)[:30])
+def test_a_right_answer_written_in_another_way_passes(the_check, right, capsys):
+    assert answer(capsys, the_check, *right).startswith("✓ ")
+
+
 # What a layer saves depends on JAX's version.
 WITHOUT_STATE = 22 * 2**30 // rematerialization.saved_by_a_layer()
 STACKED_MIB = profiling._stacked_mib(profiling._loss)  # JAX up to 0.10 saves one array more
@@ -255,6 +312,30 @@ WRONG = [
     (check.loss_scale_range, (6, 13), "2^14 would"),
     (check.loss_scale_range, (5, 14), "smallest subnormal"),
     (check.loss_scale_range, (7, 14), "2^6 would"),
+    (check.loss_scale_range, (5.9, 14.9), "whole exponent"),
+    (check.scaled_step, (elementwise,), "One entry"),
+    (check.scaled_step, (lambda loss, params, scale, rate: params,), "was skipped"),
+    (check.half_the_activations, (jax.checkpoint(half(False, False)),), "recomputed"),
+    (check.square_root, (looped(4),), "hold 20"),
+    (check.scores_outgrow_mlp, (0,), "at least one"),
+    (check.scores_outgrow_mlp, (float("inf"),), "finitely"),
+    (check.all_of_the_state, (low_state,), "lost bits"),
+    (check.keep_one_value, (lambda x: (x, x),), "structure"),
+    (check.looks_ahead, (one_sign,), "two positions ahead"),
+    (check.scan_over_layers, (five,), "wrong for 3"),
+    (check.scan_over_layers, (lambda layer, w, x: (x, None),), "alone"),
+    (check.stack_less, (lambda w, x: x,), "one number"),
+    (check.named_part, (misnamed,), "whole loss"),
+    (check.named_part, (lambda w, x: w + penalized(True)(w, x)[0],), "numbers are not"),
+    (check.mfu, (lambda *sizes: 9 / 13.9,), "0.150"),
+    (check.mfu, (np.ones((3, 3)),), "function itself"),
+    (check.smallest_number_of_minibatches, (smallest(peak, [1, 2, 4, 8, 16, 32]),), "M = 64"),
+    (
+        check.smallest_number_of_minibatches,
+        (smallest(lambda M, a, p, b: a + 16 * p + b / M),),
+        "returned None",
+    ),
+    (check.smallest_number_of_minibatches, (lambda *sizes: 2,), "too much"),
     (check.scaled_step, (step(unscaled=False),), "too long"),
     (check.scaled_step, (step(scaled=False, unscaled=False),), "became zero"),
     (check.scaled_step, (step(skips=False),), "skip"),

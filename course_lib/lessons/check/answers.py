@@ -34,14 +34,21 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
 
     @functools.wraps(check)
     def answer(*args: Any, **kwargs: Any) -> None:
+        args = tuple(
+            a.item() if isinstance(a, jax.Array | np.ndarray) and a.ndim == 0 else a
+            for a in args
+        )
         try:
             print(f"✓ Right: {check(*args, **kwargs)}")
         except WrongAnswer as wrong:
-            print(f"✗ {wrong}")
+            print(f"✗ {' '.join(str(wrong).split())}")
         except (
             Exception
         ) as error:  # a notebook with an unfinished exercise still runs to its end
-            print(f"✗ The check could not read your answer: {type(error).__name__}: {error}")
+            first_line = (str(error).splitlines() or [""])[0]
+            print(
+                f"✗ The check could not read your answer: {type(error).__name__}: {first_line}"
+            )
 
     return answer
 
@@ -121,10 +128,24 @@ def same_shapes(yours: Any, expected: Any, what: str) -> None:
 
 
 def close(yours: Any, expected: Any, tolerance: int | float = 1e-4) -> bool:
-    """Whether each leaf differs from the expected one by at most this share of its norm."""
+    """Whether each leaf differs from the expected one by at most this share of its norm.
+
+    Raises:
+      WrongAnswer: if structures or shapes differ.
+    """
 
     def leaf(a, b):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         return np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) + 1e-12
 
+    structures = str(jax.tree.structure(yours)), str(jax.tree.structure(expected))
+    require(
+        structures[0] == structures[1],
+        f"Your result has the structure {structures[0]}; {structures[1]} is expected.",
+    )
+    for a, b in zip(jax.tree.leaves(yours), jax.tree.leaves(expected), strict=True):
+        require(
+            jnp.shape(a) == jnp.shape(b),
+            f"An array has shape {jnp.shape(a)}; {jnp.shape(b)} is expected.",
+        )
     return all(jax.tree.leaves(jax.tree.map(leaf, yours, expected)))

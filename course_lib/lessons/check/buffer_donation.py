@@ -51,7 +51,9 @@ def aliased_bytes(momentum, plain):
             " state; they live within the step.",
         )
         require(
-            guess == right, f"{name}: {guess}; the compiled step aliases {right:.0f}: {reason}."
+            guess == right,
+            f"{name}: {guess} is too {'many' if guess > right else 'few'}. The step aliases"
+            f" {reason}, in float32.",
         )
     return "the state is aliased, and nothing else."
 
@@ -109,7 +111,7 @@ def all_of_the_state(your_step):
 
     `state` is `{"mean": bfloat16 [8], "weight": float32 [4]}`, `history` float32 [16].
     """
-    state = {"mean": jnp.full(8, 0.5, jnp.bfloat16), "weight": jnp.ones(4)}
+    state = {"mean": jnp.linspace(0.1, 1, 8).astype(jnp.bfloat16), "weight": jnp.ones(4)}
     history = jnp.zeros(16)
     hint = "Compute in float32, and return `mean` in the dtype in which it came."
     new, grown = call(your_step, state, history, hint=hint)
@@ -123,14 +125,19 @@ def all_of_the_state(your_step):
         " buffer.",
     )
     same_shapes(new, state, "the state")
-    right = {"mean": jnp.full(8, 0.55), "weight": jnp.full(4, -3.0)}
+    old = state["mean"].astype(jnp.float32)
+    right = {"mean": 0.9 * old + 0.1, "weight": 1 - jnp.full(4, old.sum())}
     require(
         close(jax.tree.map(lambda a: a.astype(jnp.float32), new), right, 1e-2),
         "The numbers changed: the mean should be 0.9 mean + 0.1, the weight fall by the sum"
         " of the old mean.",
     )
     require(
-        close(grown, jnp.concatenate([history, jnp.full(8, 0.5)])),
+        close(new["weight"], right["weight"], 1e-5),
+        "The weight lost bits: add up the mean in float32.",
+    )
+    require(
+        close(grown, jnp.concatenate([history, old])),
         "The history should end in the old mean.",
     )
     with warnings.catch_warnings():

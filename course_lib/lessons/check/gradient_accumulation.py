@@ -134,16 +134,44 @@ def smallest_number_of_minibatches(your_smallest):
         "3 does not divide a batch of 64: the minibatches would be of unequal size.",
     )
     require(
+        yours >= 4,
+        f"8 GiB: with M = {yours} the peak is {0.5 + 0.37 + 20 / max(yours, 1):.1f} GiB,"
+        " too much.",
+    )
+    require(
         yours == 4, f"8 GiB: M = {yours} is not the fewest. With M = 4 the peak is 5.9 GiB."
     )
-    yours = answer(2.1)
+
+    def fits(budget, right, parameters=100e6, batch_size=64):
+        sizes = budget * gib, 0.5 * gib, parameters, 20 * gib, batch_size
+        try:
+            yours = your_smallest(*sizes)
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            require(
+                False,
+                f"{budget} GiB: your function raised {type(error).__name__}: {first_line}",
+            )
+        require(
+            yours is not None,
+            f"{budget} GiB: you returned None, and a batch of {batch_size} fits with M ="
+            f" {right}.",
+        )
+        return yours
+
+    yours = fits(2.1, 32)
     require(
         yours != 16,
         "2.1 GiB: with M = 16 it needs 0.5 + 0.37 + 1.25 = 2.12 GiB. Is the accumulator"
         " counted, 4 bytes per parameter?",
     )
     require(yours == 32, f"2.1 GiB: you returned {yours}; 32 is the fewest.")
-    yours = answer(3.2, parameters=5e8, batch_size=96)
+    yours = fits(1.2, 64)
+    require(
+        yours == 64,
+        f"1.2 GiB: you returned {yours}. Only minibatches of one sequence each fit, M = 64.",
+    )
+    yours = fits(3.2, 24, parameters=5e8, batch_size=96)
     require(
         yours == 24,
         f"3.2 GiB, 500 million parameters, a batch of 96: you returned {yours}; 24 is the"

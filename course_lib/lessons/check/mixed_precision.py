@@ -22,6 +22,13 @@ def loss_scale_range(lowest, highest):
     """
     predicted(lowest, highest, hint="Which power lifts 1e-9 to the smallest subnormal number?")
     half = mixed_precision.describe("float16")
+    if highest > 100:  # the powers themselves, not their exponents
+        lowest, highest = (float(np.log2(n)) if n > 0 else -np.inf for n in (lowest, highest))
+    require(
+        all(np.isfinite(n) and n == int(n) for n in (lowest, highest)) and abs(highest) < 1000,
+        "A power of two has a whole exponent: give the two exponents.",
+    )
+    lowest, highest = int(lowest), int(highest)
     require(
         lowest <= highest,
         f"2^{lowest} is above 2^{highest}. With full precision (normal numbers) there is"
@@ -76,8 +83,8 @@ def scaled_step(your_step):
     )
     require(
         not close(yours, params, 1e-6),
-        "Nothing moved: the gradient became zero in float16. Multiply the loss by the scale"
-        " before differentiating.",
+        "Nothing moved. Either the gradient became zero in float16: multiply the loss by the"
+        " scale before differentiating. Or a finite update was skipped.",
     )
     require(close(yours, right, 1e-3), f"Expected {right['w']}, and you returned {yours['w']}.")
 
@@ -90,6 +97,17 @@ def scaled_step(your_step):
     require(
         close(yours, params, 1e-6),
         "With a scale of 2^40 the parameters should stay as they were.",
+    )
+
+    def one_entry(params):  # the gradient is [1, nan]
+        first, second = params["w"].astype(jnp.float16)
+        return (first + jnp.sqrt(second - second)).astype(jnp.float32)
+
+    yours = call(your_step, one_entry, params, 2.0, 0.1, hint=hint)
+    require(
+        close(yours, params, 1e-6),
+        "One entry of the gradient is not a number, the other is finite: skip the whole"
+        " update.",
     )
     return "scaled, unscaled, and skipped where it overflows."
 
@@ -121,7 +139,7 @@ def stochastic_round(your_round):
         )
         require(
             len(np.unique(part)) == 2,
-            f"All 4,096 copies of {name} became {part[0]}. Each number needs random bits of"
+            f"All 4,096 copies of {name} became {part[0]}. Each number needs 16 random bits of"
             " its own.",
         )
         mean = part.mean()
@@ -182,6 +200,10 @@ def half_the_activations(your_loss):
         return sum(array.bytes for array in saved if array.shape == (512, 256))
 
     before, after = hidden_bytes(float32_loss), hidden_bytes(your_loss)
+    require(
+        after > 0,
+        "No hidden activations are saved: they are recomputed. Save them in bfloat16.",
+    )
     require(
         after < before,
         f"The hidden activations still take {after:,} bytes. bfloat16 times float32 gives"

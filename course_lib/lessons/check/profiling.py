@@ -47,7 +47,10 @@ def stacked(mib):
         " its input and the"
         " derivative of its tanh.",
     )
-    require(abs(mib - right) < 0.5, f"{mib} MiB; counted, it is {right:.0f}.")
+    require(
+        abs(mib - right) < 0.5,
+        f"{mib} MiB; counted, it is {'less' if mib > right else 'more'}.",
+    )
     return f"{right:.0f} MiB, {gradients:.0f} of them gradients."
 
 
@@ -59,6 +62,9 @@ def stack_less(your_loss):
     keys = jax.random.split(jax.random.key(0))
     w, x = jax.random.normal(keys[0], (3, 16, 16)) / 4, jax.random.normal(keys[1], (8, 16))
     yours = call(your_loss, w, x, hint="`jax.checkpoint` around the body of the scan.")
+    require(
+        jnp.shape(yours) == (), f"A loss is one number; yours has shape {jnp.shape(yours)}."
+    )
     require(close(yours, _loss(w, x)), f"The loss is {yours}; the scan's is {_loss(w, x)}.")
     require(
         close(jax.grad(your_loss)(w, x), jax.grad(_loss)(w, x)),
@@ -83,7 +89,7 @@ def named_part(your_step):
     and backward.
     """
     w, x = jnp.full((32, 32), 0.01), jnp.ones((32, 32))
-    call(
+    yours = call(
         your_step,
         w,
         x,
@@ -106,6 +112,20 @@ def named_part(your_step):
         any("transpose(jvp(penalty))" in scope for scope in named),
         "No operation of the backward pass carries the name. Does the gradient flow through"
         " the penalty?",
+    )
+    require(
+        not any(scope.endswith("/tanh") for scope in named),
+        "The whole loss carries the name, its tanh too. Name the penalty alone.",
+    )
+
+    def loss(w):
+        return jnp.mean(jnp.tanh(x @ w)) + jnp.mean(jnp.exp(jnp.sin(w @ w)))
+
+    new = yours[0] if isinstance(yours, tuple) else yours
+    require(
+        jnp.shape(new) == w.shape and close(new, w - 0.1 * jax.grad(loss)(w)),
+        "The name is right, the numbers are not: return `w - 0.1 * gradient` of the loss in"
+        " the task.",
     )
     return f"{len(named)} of {len(scopes)} scopes carry the name, forward and backward."
 
@@ -138,5 +158,11 @@ def mfu(your_mfu):
         abs(yours / right - 1) < 1e-3,
         f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: you say {yours:.3f}, it"
         f" is {right:.3f}.",
+    )
+    other = call(your_mfu, 1e12, 2.0, 10e12, hint="")
+    require(
+        abs(other / 0.15 - 1) < 1e-3,
+        f"1e12 FLOPs forward in 2 s at a peak of 10e12 FLOP/s: you say {other:.3f}, it"
+        " is 0.150.",
     )
     return f"{right:.1%}."

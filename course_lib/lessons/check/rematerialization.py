@@ -106,7 +106,9 @@ def square_root(your_layers):
         for array in rematerialization.residuals(yours, *shapes)
         if array.shape[-2:] == x.shape
     ]
-    groups = max((math.prod(shape[:-2]) for shape in inputs if len(shape) > 2), default=1)
+    groups = sum(math.prod(shape[:-2]) for shape in inputs)
+    # a scan stacks its inputs, and x itself may stand beside them
+    groups = max((math.prod(s[:-2]) for s in inputs if len(s) > 2), default=max(groups, 1))
 
     def flops(fn):
         gradient = jax.grad(lambda w, x: fn(w, x).sum(), argnums=(0, 1))
@@ -124,6 +126,10 @@ def square_root(your_layers):
         not (groups >= 64),
         f"{groups} inputs are saved: each layer is a group of its own. Scan over groups of"
         " layers.",
+    )
+    require(
+        passes <= 3,
+        f"{passes} forward passes: three are enough. Nest two levels, groups and layers.",
     )
     require(
         passes == 3,

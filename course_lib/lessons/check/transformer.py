@@ -64,6 +64,10 @@ def scores_outgrow_mlp(length):
         length != 2048,
         "2048: there is one matrix of scores for each of the 8 heads.",
     )
+    require(
+        0 < length < float("inf"),
+        f"{length}: a sequence has at least one token, and finitely many.",
+    )
     H, F = 8, 4096
     scores, mlp = 4 * H * length**2, 2 * length * F
     require(
@@ -95,6 +99,9 @@ def looks_ahead(your_test):
         later = jnp.concatenate([x[1:, :1], jnp.zeros((1, 1))])
         return causal(x) + later * jnp.array([1.0, -1.0, 0.0, 0.0])
 
+    def skips(x):
+        return causal(x).at[1, 2].add(-0.1 * x[3, 3])
+
     hint = (
         "Differentiate a function of the output at position t, and look at the gradient"
         " after t."
@@ -103,6 +110,7 @@ def looks_ahead(your_test):
         ("a causal function", causal, False),
         ("a function that mixes all positions", mixes_all, True),
         ("a function that leaks at the last position only", only_the_last, True),
+        ("a leak from two positions ahead, with a negative gradient", skips, True),
         ("a leak that cancels in the sum over the features", cancels, True),
     ):
         yours = call(your_test, forward, x, hint=hint)
@@ -137,22 +145,36 @@ def scan_over_layers(your_forward):
         return len(lowered.as_text().splitlines())
 
     w, x = jax.random.normal(jax.random.key(0), (5, 8, 8)), jnp.ones((4, 8))
-    expected = x
-    for i in range(5):
-        expected = layer(w[i], expected)
+
+    def one_after_another(w):
+        y = x
+        for matrix in w:
+            y = layer(matrix, y)
+        return y
+
+    expected = one_after_another(w)
     yours = call(
         your_forward, layer, w, x, hint="The body of `jax.lax.scan` takes x and one layer's w."
+    )
+    require(
+        not isinstance(yours, tuple | list),
+        "Return the last x alone. `jax.lax.scan` returns a pair: the carry and the outputs.",
     )
     require(
         jnp.shape(yours) == x.shape,
         f"Return the last x, of shape {x.shape}; yours has shape {jnp.shape(yours)}.",
     )
     require(
-        not close(yours, layer(w[0], x)),
+        not close(yours, layer(w[0], x)) and not close(yours, layer(w[-1], x)),
         "Only one layer was applied. What does the scan carry on?",
     )
     require(
         close(yours, expected), "Not the result of the layers one after another, first to last."
+    )
+    three = call(your_forward, layer, w[:3], x, hint="")
+    require(
+        close(three, one_after_another(w[:3])),
+        "Right for 5 layers and wrong for 3: take the number of layers from w.",
     )
     short, long = length(4), length(16)
     require(
