@@ -289,6 +289,7 @@ def misnamed(w, x):
 
 
 RIGHT = [
+    (check.all_of_the_state, (jax.jit(state_step(), donate_argnums=0),)),
     (check.loss_scale_range, (2**6, 2**14)),
     (check.loss_scale_range, (jnp.int32(6), np.int64(14))),
     (check.scores_outgrow_mlp, (jnp.int32(256),)),

@@ -112,6 +112,7 @@ def all_of_the_state(your_step):
     `state` is `{"mean": bfloat16 [8], "weight": float32 [4]}`, `history` float32 [16].
     """
     state = {"mean": jnp.linspace(0.1, 1, 8).astype(jnp.bfloat16), "weight": jnp.ones(4)}
+    old = state["mean"].astype(jnp.float32)
     history = jnp.zeros(16)
     hint = "Compute in float32, and return `mean` in the dtype in which it came."
     new, grown = call(your_step, state, history, hint=hint)
@@ -125,7 +126,6 @@ def all_of_the_state(your_step):
         " buffer.",
     )
     same_shapes(new, state, "the state")
-    old = state["mean"].astype(jnp.float32)
     right = {"mean": 0.9 * old + 0.1, "weight": 1 - jnp.full(4, old.sum())}
     require(
         close(jax.tree.map(lambda a: a.astype(jnp.float32), new), right, 1e-2),
@@ -137,7 +137,7 @@ def all_of_the_state(your_step):
         "The weight lost bits: add up the mean in float32.",
     )
     require(
-        close(grown, jnp.concatenate([history, old])),
+        close(grown, jnp.concatenate([jnp.zeros(16), old])),
         "The history should end in the old mean.",
     )
     with warnings.catch_warnings():
