@@ -175,7 +175,7 @@ def test_a_wrong_field_is_named_with_its_file_and_row(write, line, said):
         ('unit = "seconds"', 'unit = "hours"', "unit='hours' must be one of"),
         ('unit = "seconds"', 'unit = "TFLOP/s"', "flops='' must be one of"),
         ('model = "small"\n', "", "'model'"),
-        ("width = 64", "widht = 64", "'width'"),
+        ("width = 64", "widht = 64", "widht"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_file_and_row(monkeypatch, write, right, wrong, said):
