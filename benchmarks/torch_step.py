@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     LIKE_DROPOUT: {"by": "eager", "changes": DROPOUT},
     "this library, dropout 0.1": {"changes": DROPOUT},
 }
-"""What is timed: by PyTorch or the library, with which changes of the model, and whether the
+"""Timed cases: by PyTorch or the library, with which changes of the model, and whether the
 process keeps its memory.
 """
 
@@ -217,11 +217,11 @@ def rows_of(
     """Returns a row for each case.
 
     Args:
-      times: for each case, seconds a step by the clock and by the processor, of each round.
+      times: for each case, seconds per step by the clock and by the processor, of each round.
       tokens: how many tokens a step has.
 
     Returns:
-      Tokens/s and milliseconds a step, medians with quartiles, the processor's milliseconds,
+      Tokens/s and milliseconds per step, medians with quartiles, the processor's milliseconds,
       and how many times faster than PyTorch with the same dropout: medians and quartiles over
       rounds, of ratios within a round.
     """

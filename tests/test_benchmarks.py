@@ -1,4 +1,4 @@
-"""What must be true of the programs that measure, as far as it shows without a GPU."""
+"""Laws of the programs that measure, as far as it shows without a GPU."""
 
 import json
 import types

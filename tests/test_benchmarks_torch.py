@@ -1,4 +1,4 @@
-"""What must be true of the comparison with PyTorch."""
+"""Laws of the comparison with PyTorch."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What must be true of configurations."""
+"""Laws of configurations."""
 
 import inspect
 

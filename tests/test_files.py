@@ -1,4 +1,4 @@
-"""What must be true of files that are written completely or not at all."""
+"""Laws of files that are written completely or not at all."""
 
 import errno
 import fcntl

@@ -181,7 +181,7 @@ def test_it_shows_pictures_and_asserts_its_claims(name):
 
 @each
 def test_it_shows_the_library_instead_of_repeating_it(name):
-    """What it could import it does not define again."""
+    """A notebook defines nothing that it could import."""
     code = "\n".join(cell.source for cell in code_cells(name))
     imported = {
         module

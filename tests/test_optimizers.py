@@ -1,4 +1,4 @@
-"""What must be true of optimizers built from a configuration."""
+"""Laws of optimizers built from a configuration."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What must be true of the losses, the train step, and a run built from a configuration."""
+"""Laws of the losses, the train step, and a run built from a configuration."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What must be true of the flag that old versions of JAX need."""
+"""Laws of the flag that old versions of JAX need."""
 
 import os
 

@@ -1,3 +1,3 @@
-"""What only the course needs: the case study, and faults that many-device code has had. Nothing
-imports it.
+"""For the course alone: the case study, checks of exercises, and faults of many-device code.
+Nothing in the library imports this package.
 """

@@ -19,7 +19,7 @@ RECOMPUTE = {
     "half": "every second layer",
     "full": "the layer",
 }
-"""What the backward pass recomputes, by name."""
+"""Parts that the backward pass recomputes, by name."""
 
 
 @dataclasses.dataclass(frozen=True)

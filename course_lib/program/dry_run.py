@@ -30,7 +30,7 @@ GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's defau
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What a step would need.
+    """Memory, bytes and time that a step would need.
 
     Attributes:
       target: title of the accelerator.

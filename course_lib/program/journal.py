@@ -1,4 +1,4 @@
-"""What a run writes: lines of metrics in its folder, a bar on the terminal, and a report.
+"""Writes a run's metrics: lines in its folder, a bar on the terminal, and a report.
 
     metrics.jsonl       a line of JSON each: "step", and losses, learning rate; what follows
                         from the configuration alone
@@ -204,7 +204,7 @@ class _File:
             try:
                 os.fsync(self._file.fileno())
             except OSError:
-                # What was written since the last sync may be lost: write it again.
+                # Lines written since the last sync may be lost: write them again.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - len(self._written))
                 self._waiting, self._written = self._written, b""
                 raise

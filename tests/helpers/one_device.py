@@ -1,4 +1,4 @@
-"""What every parallel strategy is compared with: the gradient that one device computes.
+"""The gradient that one device computes, with which every parallel strategy is compared.
 
 Float32 at the highest matmul precision, dropout off, plain gradients. Labels carry unequal
 weights, so that the devices' means differ in weight: a mean of means would show.

@@ -1,4 +1,4 @@
-"""What must be true of letting faults out."""
+"""Laws of letting faults out."""
 
 import pytest
 

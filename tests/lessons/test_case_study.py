@@ -1,4 +1,4 @@
-"""What must be true of the published measurements and their compiled counterparts."""
+"""Laws of the published measurements and their compiled counterparts."""
 
 import json
 import pathlib

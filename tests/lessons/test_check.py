@@ -1,4 +1,4 @@
-"""What must be true of the checks of exercises.
+"""Laws of the checks of exercises.
 
 Solutions are checked in `tests/test_solutions.py`, where they stand in the notebooks.
 """
@@ -303,7 +303,7 @@ def test_a_right_answer_written_in_another_way_passes(the_check, right, capsys):
     assert answer(capsys, the_check, *right).startswith("✓ ")
 
 
-# What a layer saves depends on JAX's version.
+# The arrays that a layer saves depend on JAX's version.
 WITHOUT_STATE = 22 * 2**30 // rematerialization.saved_by_a_layer()
 STACKED_MIB = profiling._stacked_mib(profiling._loss)  # JAX up to 0.10 saves one array more
 
@@ -330,7 +330,11 @@ WRONG = [
     (check.named_part, (lambda w, x: w + penalized(True)(w, x)[0],), "numbers are not"),
     (check.mfu, (lambda *sizes: 9 / 13.9,), "0.150"),
     (check.mfu, (np.ones((3, 3)),), "function itself"),
-    (check.smallest_number_of_minibatches, (smallest(peak, [1, 2, 4, 8, 16, 32]),), "M = 64"),
+    (
+        check.smallest_number_of_minibatches,
+        (smallest(peak, [1, 2, 4, 8, 16, 32]),),
+        "you returned None",
+    ),
     (
         check.smallest_number_of_minibatches,
         (smallest(lambda M, a, p, b: a + 16 * p + b / M),),
@@ -360,7 +364,7 @@ WRONG = [
     (check.square_root, (grouped(8, layers=False),), "Rematerialize the layers"),
     (check.square_root, (grouped(8, layers=False, groups=False),), "Nothing is recomputed"),
     (check.square_root, (lambda layer, w, x: layer(w[0], x),), "one after another"),
-    (check.depth, (117, 105), "saved arrays are missing"),
+    (check.depth, (117, 105), "a layer saves are missing"),
     (check.depth, (WITHOUT_STATE, 105), "state is missing"),
     (check.depth, (18, 50), "measured"),
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g)),), "too large"),
@@ -410,6 +414,9 @@ WRONG = [
     (check.best_state, (best(lambda w: w),), "deleted"),
     (check.best_state, (best(jnp.copy, after=True),), "after the best step"),
     (check.best_state, (lambda step, w, n: (step(w)[1], jnp.ones(1)),), "lowest"),
+    (check.best_state, (lambda step, w, n: best(jnp.copy)(step, w, n)[::-1],), "two things"),
+    (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: -sum(g) / w),), "opposite"),
+    (check.accumulation, (accumulated(lambda g, w: g / w, lambda g, w: sum(g)),), "weight 0"),
     (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
     (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),
     (
@@ -451,7 +458,7 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: 2 * flops / seconds / peak,), "twice"),
     (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
     (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
-    (check.mfu, (lambda flops, seconds, peak: seconds,), "you say"),
+    (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What must be true of collectives built from shifts along a ring.
+"""Laws of collectives built from shifts along a ring.
 
 The arrays hold small whole numbers, whose sums float32 holds exactly in any order: what is
 equal is equal to the bit.
@@ -22,8 +22,8 @@ BOTH_WAYS = pytest.mark.parametrize(
     "bidirectional", [False, True], ids=["one_way", "both_ways"]
 )
 
-# What is built here, and JAX's own. psum's result is shared, and vary makes it each device's
-# own, which all others are.
+# Ours, and JAX's own. The result of psum is shared; vary makes it each device's own, like the
+# other results.
 PAIRS = {
     "all_gather": (
         functools.partial(collectives.all_gather, dim=1),

@@ -91,9 +91,7 @@ def test_scores_in_the_hundreds_do_not_overflow():
 
 
 def test_in_bfloat16_scores_and_sums_are_float32():
-    """What is rounded to 8 bits: weights, what multiplies keys in the backward pass, output and
-    gradients; not sums of them.
-    """
+    """bfloat16: weights, the factors of keys in the backward pass, output and gradients."""
     half = [x.astype(jnp.bfloat16) for x in inputs(length=64)]
     found = jax.jit(
         lambda: values_and_gradients(there_and_back(one_device.grid(context=4)), *half)

@@ -1,4 +1,4 @@
-"""What data parallelism sends, and what its devices hold."""
+"""Laws of data parallelism: the bytes it sends, and those its devices hold."""
 
 import jax
 import jax.numpy as jnp

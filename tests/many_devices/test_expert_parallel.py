@@ -1,4 +1,4 @@
-"""What expert parallelism sends, and who holds which experts."""
+"""Laws of expert parallelism: the bytes it sends, and the places of the experts."""
 
 import functools
 

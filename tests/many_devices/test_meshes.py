@@ -1,4 +1,4 @@
-"""What must be true of meshes, simulated devices, and of who holds what."""
+"""Laws of meshes, simulated devices, and of who holds what."""
 
 import os
 import pathlib
@@ -239,7 +239,7 @@ def test_varying_over_an_axis_that_is_not_there_is_refused():
         meshes.vary(jnp.ones(3), "data")
 
 
-# Who holds what
+# Places of devices and arrays
 
 
 def test_a_device_holds_what_its_sharding_says():

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends, and that its parts are those of one device."""
+"""Laws of tensor parallelism: the bytes it sends, and parts equal to one device's."""
 
 import functools
 
@@ -28,7 +28,7 @@ LATER = NORMED | {
     "model.positions": "rotary",
     "model.use_bias": False,
 }
-"""What later models do otherwise, all at once. Heads are 8 wide: two numbers, normalized, are 1
+"""Options of later models, all at once. Heads are 8 wide: two numbers, normalized, are 1
 and -1, whatever they were.
 """
 

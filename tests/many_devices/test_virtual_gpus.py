@@ -1,5 +1,5 @@
-"""What strategies move on GPUs, in bytes and in the dtypes that are really sent: above all what
-a compiler makes of them.
+"""Laws of the bytes that strategies send on GPUs, and of their dtypes: above all by the
+compiler.
 """
 
 import functools
@@ -33,7 +33,7 @@ STRATEGIES = {
 
 
 def large():
-    """Returns a model whose activations, 1,024 tokens a device, and kernels are of like size,
+    """Returns a model whose activations, 1,024 tokens per device, and kernels are of like size,
     as it is never run.
     """
     whole = one_device.small(
@@ -111,9 +111,7 @@ def p():
 
 
 def test_data_parallelism_reduces_each_gradient_once_in_the_dtype_that_it_comes_in(p):
-    """What products compute with, kernels and biases, has a gradient in bfloat16, which is
-    summed before it is cast.
-    """
+    """Kernels and biases have gradients in bfloat16, which are summed before they are cast."""
     found = ledger("data")
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (
         p.kernels + p.of_output + p.biases
@@ -151,7 +149,7 @@ def test_every_kernel_is_gathered_in_the_dtype_that_the_layers_compute_in_and_no
     assert moved(found, "all-gather", "bfloat16") == BFLOAT16 * (
         2 * p.kernels + p.of_output + p.last
     )
-    # What is left is no product's. By hand the scales of norms are gathered once, and kept.
+    # The rest belongs to no product. By hand the scales of norms are gathered once, and kept.
     assert moved(found, "all-gather", "float32") == FLOAT32 * (
         p.embeddings + p.norms + (0 if by_hand else p.scales)
     )
@@ -191,7 +189,7 @@ def test_tensor_parallelism_reduces_four_residuals_a_block():
         moved(found, "all-reduce", "bfloat16", inside=True) == BFLOAT16 * 4 * residual * layers
     )
     # Around the layers: the gradient of the output layer's input; the embedding, in float32;
-    # and two numbers a token in the loss. The largest logit and its place come from each
+    # and two numbers per token in the loss. The largest logit and its place come from each
     # device.
     assert moved(found, "all-reduce", "bfloat16", inside=False) == BFLOAT16 * residual
     assert moved(found, "all-reduce", "float32") == FLOAT32 * (residual + 2 * tokens)

@@ -1,4 +1,4 @@
-"""What must be true of counted FLOPs: they are those of the hand formulas."""
+"""Laws of counted FLOPs: they are those of the hand formulas."""
 
 import functools
 

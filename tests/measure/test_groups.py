@@ -1,4 +1,4 @@
-"""What must be true of the groups in which a collective runs: found in every spelling, and
+"""Laws of the groups in which a collective runs: found in every spelling, and
 along the right axes.
 """
 

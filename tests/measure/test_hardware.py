@@ -1,4 +1,4 @@
-"""What must be true of the table of accelerators."""
+"""Laws of the table of accelerators."""
 
 import itertools
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What must be true of a compiled program as it is read: every instruction, and how often it
+"""Laws of a compiled program as it is read: every instruction, and how often it
 runs.
 """
 

@@ -1,4 +1,4 @@
-"""What must be true of the ledger: every byte that devices send each other, by kind, axis and
+"""Laws of the ledger: every byte that devices send each other, by kind, axis and
 dtype.
 """
 

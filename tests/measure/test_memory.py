@@ -1,4 +1,4 @@
-"""What must be true of the memory that is read out of a compiled step, and of the arrays that
+"""Laws of the memory that is read out of a compiled step, and of the arrays that
 make it up.
 """
 

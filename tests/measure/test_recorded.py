@@ -1,4 +1,4 @@
-"""What must be true of tables that are computed where that is possible, and read elsewhere."""
+"""Laws of tables that are computed where that is possible, and read elsewhere."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What must be true of a floor under a step's time, and of utilization."""
+"""Laws of a floor under a step's time, and of utilization."""
 
 import pytest
 

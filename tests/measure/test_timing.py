@@ -1,4 +1,4 @@
-"""What must be true of a measured time: what runs, how often, in which order."""
+"""Laws of a measured time: what runs, how often, in which order."""
 
 import types
 

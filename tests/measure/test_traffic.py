@@ -1,4 +1,4 @@
-"""What must be true of the bytes that a program moves: operands and results, each time that it
+"""Laws of the bytes that a program moves: operands and results, each time that it
 is executed.
 """
 

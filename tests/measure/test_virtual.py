@@ -1,4 +1,4 @@
-"""What must be true of devices that are not there."""
+"""Laws of devices that are not there."""
 
 import inspect
 import os

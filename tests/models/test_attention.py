@@ -1,4 +1,4 @@
-"""What must be true of every implementation of attention."""
+"""Laws of every implementation of attention."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""What must be true of the places where a strategy changes the model."""
+"""Laws of the places where a strategy changes the model."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the options of the Transformer's layers change; without them nothing changes."""
+"""Laws of the layers' options: each changes what it names, and none changes nothing."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What must be true of the classifier."""
+"""Laws of the classifier."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What must be true of products that several layers share."""
+"""Laws of products that several layers share."""
 
 import jax
 import numpy as np

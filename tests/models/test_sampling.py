@@ -1,4 +1,4 @@
-"""What must be true of sampling."""
+"""Laws of sampling."""
 
 import inspect
 

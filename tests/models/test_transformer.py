@@ -1,4 +1,4 @@
-"""What must be true of the Transformer."""
+"""Laws of the Transformer."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What must be true of the report on donated buffers."""
+"""Laws of the report on donated buffers."""
 
 import inspect
 import warnings

@@ -1,4 +1,4 @@
-"""What must be true of gradient accumulation."""
+"""Laws of gradient accumulation."""
 
 import functools
 import inspect

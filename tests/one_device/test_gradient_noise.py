@@ -1,4 +1,4 @@
-"""What must be true of the gradient noise scale."""
+"""Laws of the gradient noise scale."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What must be true of formats, policies and loss scales."""
+"""Laws of formats, policies and loss scales."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What must be true of a profile: it times the steps, names the operations, and adds up."""
+"""Laws of a profile: it times the steps, names the operations, and adds up."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What must be true of rematerialization, and of the list of what is saved."""
+"""Laws of rematerialization, and of the list of what is saved."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ def _layers(x, w):
 
 
 def _saved(policy_name, names=()):
-    """What is saved beside the arguments, which are there anyway."""
+    """Returns the saved arrays without the arguments, which are in memory anyway."""
     found = rematerialization.residuals(
         jax.checkpoint(_layers, policy=rematerialization.policy(policy_name, names)), X, W
     )

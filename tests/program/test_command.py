@@ -1,4 +1,4 @@
-"""What must be true of the command `python -m course_lib.train`."""
+"""Laws of the command `python -m course_lib.train`."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""What must be true of a step that is compiled for devices that are not there."""
+"""Laws of a step that is compiled for devices that are not there."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""What must be true of what a run writes down."""
+"""Laws of the files that a run writes."""
 
 import contextlib
 import json

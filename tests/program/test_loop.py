@@ -1,4 +1,4 @@
-"""What must be true of a run: that it survives whatever stops it, and nothing of it is lost or
+"""Laws of a run: that it survives whatever stops it, and nothing of it is lost or
 changed.
 """
 
@@ -51,7 +51,7 @@ def unbroken(text, compiled_once, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
-    """What differs in nothing that is compiled is built once."""
+    """Builds one run for all configurations that compile to the same programs."""
     build, built = loop.build, {}
 
     def build_once(config, devices):
@@ -390,7 +390,7 @@ def losses(folder, ends):
 
 
 def assert_same_losses(folder, other):
-    """Of programs that round in another order, and that may have ended in between."""
+    """Compares losses of programs that round in another order and may have ended in between."""
     expected = journal.read(other)
     ends = [step for step, _ in journal.pairs(expected, "loss")]
     # Adam divides what rounding has changed

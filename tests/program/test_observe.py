@@ -1,4 +1,4 @@
-"""What must be true of what a run looks at beside its steps."""
+"""Laws of validation, samples and speed beside the steps of a run."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""What must be true of the program's configuration."""
+"""Laws of the program's configuration."""
 
 import json
 import math

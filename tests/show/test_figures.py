@@ -1,4 +1,4 @@
-"""What must be true of every picture: the data is in it, and a reader can read it, without
+"""Laws of every picture: the data is in it, and a reader can read it, without
 colour too.
 """
 

@@ -1,4 +1,4 @@
-"""What the notebooks are helped with: a checked environment, source that is the live one,
+"""Laws of the notebooks' helpers: a checked environment, source that is the live one,
 tables that line up.
 """
 

@@ -1,4 +1,4 @@
-"""What must be true of the corpus, the tokenizer and the batches."""
+"""Laws of the corpus, the tokenizer and the batches."""
 
 import concurrent.futures
 import errno

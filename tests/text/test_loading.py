@@ -1,4 +1,4 @@
-"""What must be true of token files, and of the batches that are read from them."""
+"""Laws of token files, and of the batches that are read from them."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What must be true of a model that counts."""
+"""Laws of a model that counts."""
 
 import numpy as np
 import pytest

@@ -24,33 +24,34 @@ class WrongAnswer(Exception):
 
 
 def exercise(check: Callable[..., str]) -> Callable[..., None]:
-    """Makes a check that prints its answer and never raises.
+    """Makes a check that prints one line and never raises, so that a notebook with unfinished
+    exercises still runs to its end.
 
     Args:
-      check: takes the learner's answer, raises `WrongAnswer` if it is wrong, and returns the
-      sentence that
-        follows "Right:" if it is not.
+      check: takes the learner's answer and returns the sentence after "Right:". It raises
+        `WrongAnswer` if the answer is wrong.
     """
 
     @functools.wraps(check)
     def answer(*args: Any, **kwargs: Any) -> None:
-        args = tuple(
-            a.item() if isinstance(a, jax.Array | np.ndarray) and a.ndim == 0 else a
-            for a in args
-        )
         try:
+            args, kwargs = jax.tree.map(_as_number, (args, kwargs))
             print(f"✓ Right: {check(*args, **kwargs)}")
         except WrongAnswer as wrong:
             print(f"✗ {' '.join(str(wrong).split())}")
-        except (
-            Exception
-        ) as error:  # a notebook with an unfinished exercise still runs to its end
-            first_line = (str(error).splitlines() or [""])[0]
-            print(
-                f"✗ The check could not read your answer: {type(error).__name__}: {first_line}"
-            )
+        except Exception as error:
+            print(f"✗ The check could not read your answer: {in_one_line(error)}")
 
     return answer
+
+
+def _as_number(value: Any) -> Any:
+    return value.item() if np.shape(value) == () and hasattr(value, "item") else value
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def require(condition: Any, message: str) -> None:
@@ -59,41 +60,39 @@ def require(condition: Any, message: str) -> None:
         raise WrongAnswer(message)
 
 
-def call(function: Any, *args: Any, hint: str, **kwargs: Any) -> Any:
-    """Calls the learner's function.
+def call(function: Any, *args: Any, hint: str) -> Any:
+    """Calls the learner's function and returns its result.
 
     Args:
       function: the learner's.
       *args: passed to it.
       hint: how to begin, for a function that returns nothing yet.
-      **kwargs: passed to it.
-
-    Returns:
-      What it returns.
 
     Raises:
       WrongAnswer: if it is no function, raises an error, or returns None.
     """
-    require(callable(function), f"Pass your function itself, not {function!r}.")
-    try:
-        result = function(*args, **kwargs)
-    except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise WrongAnswer(
-            f"Your function raised {type(error).__name__}: {first_line}"
-        ) from error
+    result = run(function, *args)
     require(result is not None, f"Nothing returned yet. {hint}")
     return result
 
 
-def predicted(*numbers: Any, hint: str) -> None:
-    """Raises `WrongAnswer` unless each prediction is a number; `...` stands for one not made
-    yet.
+def run(function: Any, *args: Any) -> Any:
+    """Calls the learner's function, which may return None.
+
+    Raises:
+      WrongAnswer: if it is no function, or raises an error.
     """
-    require(
-        not any(number is ... or number is None for number in numbers),
-        f"No prediction yet. {hint}",
-    )
+    require(callable(function), f"Pass your function itself, not {function!r}.")
+    try:
+        return function(*args)
+    except Exception as error:
+        raise WrongAnswer(f"Your function raised {in_one_line(error)}") from error
+
+
+def predicted(*numbers: Any, hint: str) -> None:
+    """Raises `WrongAnswer` unless each prediction is a number. A stub's `...` gets the hint."""
+    missing = any(number is ... or number is None for number in numbers)
+    require(not missing, f"No prediction yet. {hint}")
     for number in numbers:
         require(
             isinstance(number, int | float | np.number) and not isinstance(number, bool),
@@ -101,51 +100,53 @@ def predicted(*numbers: Any, hint: str) -> None:
         )
 
 
-def same_shapes(yours: Any, expected: Any, what: str) -> None:
-    """Raises `WrongAnswer` unless two trees have the same structure, shapes and dtypes.
+def same_structure(yours: Any, expected: Any, name: str) -> None:
+    """Raises `WrongAnswer` unless two pytrees have the same structure and shapes.
 
     Args:
       yours: the learner's pytree.
       expected: a pytree of arrays or of their shapes.
-      what: names the tree in the message: "the gradient".
+      name: names the tree in the message: "the gradient".
     """
-    # strings: JAX declares no comparison of structures
-    structures = str(jax.tree.structure(yours)), str(jax.tree.structure(expected))
-    require(
-        structures[0] == structures[1],
-        f"{what} should have the structure {structures[1]}, not {structures[0]}.",
-    )
-    for (path, leaf), right in zip(
-        jax.tree_util.tree_leaves_with_path(yours), jax.tree.leaves(expected), strict=True
-    ):
-        name = f"{what}{jax.tree_util.keystr(path)}"
+    # as texts, since JAX's types declare no comparison of structures
+    structure, right = (str(jax.tree.structure(tree)) for tree in (yours, expected))
+    require(structure == right, f"{name} should have the structure {right}, not {structure}.")
+    for (path, leaf), like in _pairs(yours, expected):
         require(
-            jnp.shape(leaf) == right.shape,
-            f"{name} has shape {jnp.shape(leaf)}; {right.shape} is expected.",
+            jnp.shape(leaf) == jnp.shape(like),
+            f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)};"
+            f" {jnp.shape(like)} is expected.",
         )
+
+
+def same_shapes(yours: Any, expected: Any, name: str) -> None:
+    """Raises `WrongAnswer` unless two pytrees have the same structure, shapes and dtypes.
+
+    Arguments as for `same_structure`.
+    """
+    same_structure(yours, expected, name)
+    for (path, leaf), like in _pairs(yours, expected):
         dtype = jnp.result_type(leaf)
-        require(dtype == right.dtype, f"{name} is {dtype}; {right.dtype} is expected.")
+        require(
+            dtype == like.dtype,
+            f"{name}{jax.tree_util.keystr(path)} is {dtype}; {like.dtype} is expected.",
+        )
+
+
+def _pairs(yours: Any, expected: Any) -> Any:
+    leaves = jax.tree_util.tree_leaves_with_path(yours)
+    return zip(leaves, jax.tree.leaves(expected), strict=True)
 
 
 def close(yours: Any, expected: Any, tolerance: int | float = 1e-4) -> bool:
-    """Whether each leaf differs from the expected one by at most this share of its norm.
+    """Returns whether each leaf is within this share of the expected leaf's norm.
 
     Raises:
       WrongAnswer: if structures or shapes differ.
     """
-
-    def leaf(a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) + 1e-12
-
-    structures = str(jax.tree.structure(yours)), str(jax.tree.structure(expected))
-    require(
-        structures[0] == structures[1],
-        f"Your result has the structure {structures[0]}; {structures[1]} is expected.",
-    )
-    for a, b in zip(jax.tree.leaves(yours), jax.tree.leaves(expected), strict=True):
-        require(
-            jnp.shape(a) == jnp.shape(b),
-            f"An array has shape {jnp.shape(a)}; {jnp.shape(b)} is expected.",
-        )
-    return all(jax.tree.leaves(jax.tree.map(leaf, yours, expected)))
+    same_structure(yours, expected, "your result")
+    for (_, leaf), like in _pairs(yours, expected):
+        a, b = np.asarray(leaf, np.float64), np.asarray(like, np.float64)
+        if not np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) + 1e-12:
+            return False
+    return True

@@ -76,13 +76,13 @@ def best_state(your_loop):
         losses.append(float(loss))
     best = min(range(6), key=losses.__getitem__)
 
-    loss, w = call(
-        your_loop,
-        step,
-        jnp.array([start]),
-        6,
-        hint="Copy the parameters before the step that gives them away.",
+    hint = "Copy the parameters before the step that gives them away."
+    result = call(your_loop, step, jnp.array([start]), 6, hint=hint)
+    require(
+        isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == (),
+        "Return two things: the lowest loss, a single number, and then its parameters.",
     )
+    loss, w = result
     require(
         not (isinstance(w, jax.Array) and w.is_deleted()),
         "The parameters that you return are deleted: a second name is no copy.",

@@ -10,6 +10,7 @@ from course_lib.lessons.check.answers import (
     exercise,
     predicted,
     require,
+    run,
     same_shapes,
 )
 
@@ -70,6 +71,14 @@ def accumulation(your_accumulate):
         )
     ratio = jnp.linalg.norm(yours["in"]) / jnp.linalg.norm(right["in"])
     require(
+        jnp.isfinite(ratio),
+        "The gradient is not finite. One part has weight 0: was it divided by its own weight?",
+    )
+    require(
+        not close(yours, jax.tree.map(jnp.negative, right)),
+        "This is the gradient with the opposite sign.",
+    )
+    require(
         close(yours, right),
         f"Not the gradient of the whole batch: its norm is {ratio:.2f} times the right one.",
     )
@@ -92,8 +101,8 @@ def forgotten_division(adam, sgd):
     measured = {"Adam": grows(optax.adam(1e-3)), "SGD": grows(optax.sgd(1e-3))}
     require(
         abs(sgd / measured["SGD"] - 1) < 0.01,
-        "SGD's update is the learning rate times the gradient, and the gradient is four"
-        f" times as large; you said {sgd}.",
+        f"SGD's update is the learning rate times the gradient; you said {sgd}. By what factor"
+        " is the gradient too large?",
     )
     require(
         abs(adam / measured["Adam"] - 1) < 0.01,
@@ -115,19 +124,11 @@ def smallest_number_of_minibatches(your_smallest):
     """
     gib = 2**30
 
-    def answer(budget, parameters=100e6, batch_size=64):
-        return call(
-            your_smallest,
-            budget * gib,
-            0.5 * gib,
-            parameters,
-            20 * gib,
-            batch_size,
-            hint="Write the peak as a function of M first: arguments + accumulator +"
-            " activations / M.",
-        )
+    def sizes(budget, parameters=100e6, batch_size=64):
+        return budget * gib, 0.5 * gib, parameters, 20 * gib, batch_size
 
-    yours = answer(8)
+    hint = "Write the peak as a function of M first: arguments + accumulator + activations / M."
+    yours = call(your_smallest, *sizes(8), hint=hint)
     require(yours == int(yours), f"M is an integer, not {yours}.")
     require(
         yours != 3,
@@ -138,53 +139,30 @@ def smallest_number_of_minibatches(your_smallest):
         f"8 GiB: with M = {yours} the peak is {0.5 + 0.37 + 20 / max(yours, 1):.1f} GiB,"
         " too much.",
     )
-    require(
-        yours == 4, f"8 GiB: M = {yours} is not the fewest. With M = 4 the peak is 5.9 GiB."
-    )
+    require(yours == 4, f"8 GiB: with M = {yours} it fits, and with fewer it fits, too.")
 
-    def fits(budget, right, parameters=100e6, batch_size=64):
-        sizes = budget * gib, 0.5 * gib, parameters, 20 * gib, batch_size
-        try:
-            yours = your_smallest(*sizes)
-        except Exception as error:
-            first_line = (str(error).splitlines() or [""])[0]
-            require(
-                False,
-                f"{budget} GiB: your function raised {type(error).__name__}: {first_line}",
-            )
-        require(
-            yours is not None,
-            f"{budget} GiB: you returned None, and a batch of {batch_size} fits with M ="
-            f" {right}.",
-        )
-        return yours
-
-    yours = fits(2.1, 32)
+    yours = run(your_smallest, *sizes(2.1))
     require(
         yours != 16,
         "2.1 GiB: with M = 16 it needs 0.5 + 0.37 + 1.25 = 2.12 GiB. Is the accumulator"
         " counted, 4 bytes per parameter?",
     )
-    require(yours == 32, f"2.1 GiB: you returned {yours}; 32 is the fewest.")
-    yours = fits(1.2, 64)
-    require(
-        yours == 64,
-        f"1.2 GiB: you returned {yours}. Only minibatches of one sequence each fit, M = 64.",
-    )
-    yours = fits(3.2, 24, parameters=5e8, batch_size=96)
-    require(
-        yours == 24,
-        f"3.2 GiB, 500 million parameters, a batch of 96: you returned {yours}; 24 is the"
-        " fewest. Divisors of 96"
-        " are not all powers of two.",
-    )
-    try:
-        impossible = your_smallest(1 * gib, 0.5 * gib, 100e6, 20 * gib, 64)
-    except Exception as error:
-        require(
-            False,
-            f"1 GiB: no M fits, and your function raised {type(error).__name__}. Return None.",
+    for budget, parameters, batch_size, right in (
+        (2.1, 100e6, 64, 32),
+        (1.2, 100e6, 64, 64),
+        (3.2, 5e8, 96, 24),
+    ):
+        case = (
+            f"{budget} GiB, {parameters / 1e6:.0f} million parameters, a batch of {batch_size}"
         )
+        yours = run(your_smallest, *sizes(budget, parameters, batch_size))
+        require(yours is not None, f"{case}: you returned None, and some M fits.")
+        require(
+            yours == right,
+            f"{case}: M = {yours} is not the smallest that fits. M may be any divisor of"
+            f" {batch_size}, {batch_size} itself and those that are no powers of two included.",
+        )
+    impossible = run(your_smallest, *sizes(1))
     require(
         impossible is None,
         f"1 GiB: you returned {impossible}. No M fits: one sequence alone needs 1.18 GiB."
@@ -222,15 +200,12 @@ def multi_steps_share(your_share):
         "All shares are equal. The last minibatch has one label, the others four.",
     )
     require(
-        not close(
-            jnp.array(shares, float), jnp.array([c / 3 * 1.0 for c in (2.25, 2.25, 9.0)])
-        ),
+        not close(jnp.array(shares, float), jnp.array([3 / 4, 3 / 4, 3])),
         "Upside down: a minibatch with more labels should count more.",
     )
     require(
         abs(mean / right - 1) < 1e-4,
         f"With counts {counts} and your factors {[round(float(s), 3) for s in shares]} the"
-        f" mean is {mean:.3f};"
-        f" the gradient of the whole batch is {right:.3f}.",
+        f" mean is {mean:.3f}; the gradient of the whole batch is {right:.3f}.",
     )
     return "the mean of the gradients is the gradient of the whole batch."

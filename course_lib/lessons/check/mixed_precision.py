@@ -32,8 +32,7 @@ def loss_scale_range(lowest, highest):
     require(
         lowest <= highest,
         f"2^{lowest} is above 2^{highest}. With full precision (normal numbers) there is"
-        " indeed no scale: here the"
-        " smallest subnormal is enough.",
+        " indeed no scale: here the smallest subnormal is enough.",
     )
     require(
         2.0 * 2.0**highest <= half.largest,
@@ -145,8 +144,8 @@ def stochastic_round(your_round):
         mean = part.mean()
         require(
             abs(mean - value) < 0.05 * gap,
-            f"The mean of 4,096 copies of {name} is {mean:.5f}. Up must be as likely as the"
-            " value lies near it.",
+            f"The mean of 4,096 copies of {name} is {mean:.5f}. The nearer"
+            " the value lies to the upper neighbour, the likelier that one must be.",
         )
     exact = call(your_round, jax.random.key(1), jnp.array([1.0, -0.5]), hint=hint)
     require(

@@ -18,7 +18,7 @@ def _loss(w, x):
 
 
 def _stacked_mib(loss):
-    """The arrays that a loss saves for each layer and the gradients of w, in MiB."""
+    """Returns the MiB of the arrays that a loss saves for each layer and of w's gradients."""
     saved = [
         array.bytes
         for array in rematerialization.residuals(loss, _W, _X)
@@ -44,8 +44,7 @@ def stacked(mib):
     require(
         mib != right - one,
         f"{mib}: one array of {one:.0f} MiB is missing. The backward pass of a layer needs"
-        " its input and the"
-        " derivative of its tanh.",
+        " its input and the derivative of its tanh.",
     )
     require(
         abs(mib - right) < 0.5,
@@ -75,9 +74,9 @@ def stack_less(your_loss):
     least = (4 * N * B * D + 4 * N * D * D) / 2**20
     require(
         after >= least,
-        f"Only {after:.0f} MiB are stacked by the forward pass, but the whole scan is"
-        " recomputed as one piece, and"
-        " stacks as much as before then. Put `jax.checkpoint` around one layer.",
+        "No activations are stacked for the layers: the whole scan is recomputed as one piece,"
+        " and stacks as much as before then, or it is no scan any more. Put `jax.checkpoint`"
+        " around one layer, inside the scan.",
     )
     require(after == least, f"{after:.0f} MiB are stacked; {least:.0f} are possible.")
     return f"{after:.0f} MiB are stacked instead of {before:.0f}."
@@ -105,8 +104,7 @@ def named_part(your_step):
     require(
         any("jvp(penalty)" in scope for scope in named),
         "The name stands outside of the function that is differentiated, so it says nothing"
-        " about forward and backward."
-        " Put it inside of the loss.",
+        " about forward and backward. Put it inside of the loss.",
     )
     require(
         any("transpose(jvp(penalty))" in scope for scope in named),
@@ -156,8 +154,8 @@ def mfu(your_mfu):
         require(abs(yours / right / factor - 1) > 1e-3, f"{yours:.3f}: {reason}.")
     require(
         abs(yours / right - 1) < 1e-3,
-        f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: you say {yours:.3f}, it"
-        f" is {right:.3f}.",
+        f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: {yours:.3f} is too"
+        f" {'much' if yours > right else 'little'}.",
     )
     other = call(your_mfu, 1e12, 2.0, 10e12, hint="")
     require(

@@ -53,21 +53,19 @@ def keep_one_value(your_gelu):
     mib = num_bytes / 2**20
     require(
         num_bytes >= 2 * 4 * 2**20,
-        f"Only {mib:.0f} MiB are saved, and the tanh is computed {tanhs} times: is the"
-        " policy passed to `jax.checkpoint`,"
-        " with the same name?",
+        f"Only {mib:.0f} MiB are saved, and the tanh is computed {tanhs} times: does the policy"
+        " of `jax.checkpoint` keep the tanh?",
     )
     require(
         num_bytes == 2 * 4 * 2**20,
         f"{mib:.0f} MiB are saved; two arrays of 4 MiB are enough. Is the function inside"
-        " `jax.checkpoint`?",
+        " `jax.checkpoint`, and does its policy keep the tanh alone?",
     )
     require(
         tanhs == 1,
         f"The tanh is computed {tanhs} times. Its derivative uses its own result;"
-        " `checkpoint_name` makes a second value"
-        " of it, and only that one is kept. A policy can decide by operation instead of by"
-        " name.",
+        " `checkpoint_name` makes a second value of it, and only that one is kept. A policy can"
+        " decide by operation instead of by name.",
     )
     return "8 MiB, and the tanh is computed once."
 
@@ -106,9 +104,9 @@ def square_root(your_layers):
         for array in rematerialization.residuals(yours, *shapes)
         if array.shape[-2:] == x.shape
     ]
-    groups = sum(math.prod(shape[:-2]) for shape in inputs)
-    # a scan stacks its inputs, and x itself may stand beside them
-    groups = max((math.prod(s[:-2]) for s in inputs if len(s) > 2), default=max(groups, 1))
+    # a scan stacks its inputs, beside x itself; a loop saves them one by one
+    stacked = [math.prod(shape[:-2]) for shape in inputs if len(shape) > 2]
+    groups = max(stacked) if stacked else max(len(inputs), 1)
 
     def flops(fn):
         gradient = jax.grad(lambda w, x: fn(w, x).sum(), argnums=(0, 1))
@@ -123,7 +121,7 @@ def square_root(your_layers):
     )
     require(passes > 1, "Nothing is recomputed: where is `jax.checkpoint`?")
     require(
-        not (groups >= 64),
+        groups < 64,
         f"{groups} inputs are saved: each layer is a group of its own. Scan over groups of"
         " layers.",
     )
@@ -134,8 +132,7 @@ def square_root(your_layers):
     require(
         passes == 3,
         f"{passes} forward passes: groups are recomputed, and inside of a group every layer"
-        " saves all it needs."
-        " Rematerialize the layers, too.",
+        " saves all it needs. Rematerialize the layers, too.",
     )
     held = groups + 64 // groups
     require(
@@ -184,14 +181,12 @@ def depth(without, with_remat):
             " parameters of a layer.",
         )
         require(
-            name.startswith("without") is False or abs(guess / (budget // state) - 1) > 0.02,
-            f"{guess} layers {name}: the saved arrays are missing, {num_bytes / 2**20:,.0f}"
-            " MiB per layer.",
+            abs(guess / (budget // state) - 1) > 0.02 or num_bytes < state,
+            f"{guess} layers {name}: the arrays that a layer saves are missing.",
         )
         require(
             abs(guess / right - 1) <= 0.1,
-            f"{guess} layers {name}; measured, it is {right}: {state / 2**20:,.0f} MiB of"
-            " state and"
-            f" {num_bytes / 2**20:,.0f} MiB saved per layer.",
+            f"{guess} layers {name} are too {'many' if guess > right else 'few'}: measured, a"
+            f" layer saves {num_bytes / 2**20:,.0f} MiB beside its state.",
         )
     return "activations limit the first number, parameters and optimizer state the second."

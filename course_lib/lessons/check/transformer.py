@@ -73,8 +73,7 @@ def scores_outgrow_mlp(length):
     require(
         scores == mlp,
         f"At {length} tokens the scores take {scores / 2**20:,.1f} MiB per sequence, the"
-        " MLP's activations"
-        f" {mlp / 2**20:,.1f}.",
+        f" MLP's activations {mlp / 2**20:,.1f}.",
     )
     return "at 512 tokens, as in the case study, the scores are twice as large."
 
