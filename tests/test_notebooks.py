@@ -16,7 +16,9 @@ import stamp
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception"}
+TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception", "sizes", "technique"}
+# Notebooks that begin with their technique in plain JAX, and how many lines it may take.
+TECHNIQUE_LINES = {}
 CLOSING = ["Summary", "Exercises", "References"]
 # Folders that differ between machines.
 FOLDERS = {
@@ -165,6 +167,41 @@ def test_each_exercise_of_part_one_has_a_cell_to_write_in_and_a_check_that_answe
     assert len(cells) == solutions
     for cell in cells:
         assert "".join(output.text for output in cell.outputs).startswith("✗ ")
+
+
+@pytest.mark.parametrize("name", TECHNIQUE_LINES)
+def test_its_first_code_is_a_cell_of_sizes_and_the_technique_in_plain_jax(name):
+    _, sizes, technique, *_ = code_cells(name)
+    assert "sizes" in tags(sizes) and "technique" in tags(technique)
+    *assignments, stored = ast.parse(sizes.source).body
+    assert all(isinstance(node, ast.Assign) for node in assignments)
+    assert ast.unparse(stored).startswith("as_stored = ")
+    values = {}
+    exec(sizes.source, values)
+    assert values["as_stored"] is True, "the sizes differ from those of the stored outputs"
+    assert "course_lib" not in technique.source
+    lines = [line for line in technique.source.splitlines() if line.strip()]
+    assert len(lines) <= TECHNIQUE_LINES[name]
+
+
+@pytest.mark.parametrize("name", TECHNIQUE_LINES)
+def test_each_assert_says_what_failed_and_stands_after_the_picture(name):
+    for cell in code_cells(name):
+        asserts = [
+            node for node in ast.walk(_tree(cell.source)) if isinstance(node, ast.Assert)
+        ]
+        pictures = [
+            node.lineno
+            for node in ast.walk(_tree(cell.source))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("figures.")
+        ]
+        assert all(node.msg for node in asserts), cell.source
+        assert all(a.lineno > p for a in asserts for p in pictures), cell.source
+
+
+def _tree(code):
+    """Parses a cell; JupyterLab's commands, which begin with %, become comments."""
+    return ast.parse(re.sub(r"^(\s*)%", r"\1pass  # %", code, flags=re.M))
 
 
 @each

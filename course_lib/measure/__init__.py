@@ -18,7 +18,7 @@ from course_lib.measure.flops import Flops, flops
 from course_lib.measure.heap import Heap, LiveArray, heap, write_session
 from course_lib.measure.ledger import Collective, Ledger, ledger
 from course_lib.measure.memory import Memory, gib, memory
-from course_lib.measure.roofline import Roofline, mfu, roofline
+from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
 from course_lib.measure.timing import (
     StepTime,
     Time,
@@ -44,6 +44,7 @@ __all__ = [
     "StepTime",
     "Time",
     "Traffic",
+    "attainable_seconds",
     "compare",
     "flops",
     "gib",

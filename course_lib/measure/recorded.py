@@ -4,8 +4,11 @@ A notebook asks for a table by name and passes the function that computes it. Wh
 devices are available, the function runs; elsewhere the rows come from a file of this package,
 which another machine wrote:
 
-    table = recorded.live_or_recorded("donation_a5000", measure_both_steps)
+    table = recorded.live_or_recorded("donation_a5000", measure_both_steps, sizes={"B": B})
     print(table.note)
+
+Recorded rows are shown only for the sizes and the accelerator that they were recorded for. For
+others there are no rows, and the note says how to get them.
 
 `COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
 that).
@@ -19,10 +22,12 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from course_lib.measure import hardware, virtual
@@ -36,10 +41,11 @@ class Table:
     """Rows of a table, and where they come from.
 
     Attributes:
-      rows: one dict per row, of JSON's types, computed or read.
+      rows: one dict per row, of JSON's types, computed or read; none where they can neither be
+        computed nor were recorded for these sizes and this accelerator.
       live: whether all of them were computed just now.
       note: a sentence for the reader: computed here, or when, with which versions and why they
-        were recorded.
+        were recorded, or why there are none.
     """
 
     rows: list[dict[str, Any]]
@@ -48,7 +54,10 @@ class Table:
 
 
 def live_or_recorded(
-    name: str, compute: Callable[[], list[dict[str, Any]]], accelerator: str = "a5000"
+    name: str,
+    compute: Callable[[], list[dict[str, Any]]],
+    accelerator: str = "a5000",
+    sizes: Mapping[str, Any] | None = None,
 ) -> Table:
     """Computes a table for a virtual accelerator, or reads it where that cannot be done.
 
@@ -59,6 +68,8 @@ def live_or_recorded(
         rows.
       accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several,
         if the rows name theirs under "accelerator".
+      sizes: all numbers and options that the rows follow from, of JSON's types. Recorded rows
+        of other sizes are not shown.
 
     Raises:
       ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does
@@ -72,10 +83,11 @@ def live_or_recorded(
         )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
-        return _read(name, accelerator, reason)
+        return _read(name, accelerator, reason, sizes)
+    start = time.monotonic()
     rows = _as_json(name, compute())
     if _recording():
-        _write(name, accelerator, rows)
+        _write(name, accelerator, rows, sizes, time.monotonic() - start)
     older = _older(rows)
     return Table(rows, not older, _computed_here(rows, accelerator) + older)
 
@@ -87,6 +99,7 @@ def partly_live(
     *,
     cases: Sequence[str] = (),
     accelerator: str = "a5000",
+    sizes: Mapping[str, Any] | None = None,
 ) -> Table:
     """Computes some rows of a recorded table and reads the others; reads all where virtual
     devices are not available.
@@ -101,6 +114,8 @@ def partly_live(
       cases: all cases in the table's order, to compute and write under `COURSE_RECORD=1`; ()
         for a table that is recorded elsewhere.
       accelerator: the name in `hardware` whose virtual devices `compute` needs.
+      sizes: as in `live_or_recorded`. For other sizes than the record's only the rows of `live`
+        are shown.
 
     Raises:
       ValueError: as `live_or_recorded`, or if `live` names a case that is not among `cases`.
@@ -113,15 +128,16 @@ def partly_live(
         )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
-        return _read(name, accelerator, reason)
+        return _read(name, accelerator, reason, sizes)
     recording = bool(cases) and _recording()
     if not live and not recording:
-        return _read(name, accelerator, "none of them was asked for anew")
+        return _read(name, accelerator, "none of them was asked for anew", sizes)
+    start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         rows = _as_json(name, list(pool.map(compute, cases if recording else live)))
     if recording:
-        _write(name, accelerator, rows)
-    record = _read(name, accelerator, "all of them would take minutes")
+        _write(name, accelerator, rows, sizes, time.monotonic() - start)
+    record = _read(name, accelerator, "all of them would take minutes", sizes)
     by_case = {row["case"]: row for row in [*record.rows, *rows]}  # in the order of the record
     note = (
         f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}; the other rows:"
@@ -194,13 +210,16 @@ def _load(name: str, reason: str) -> dict[str, Any]:
         ) from error
 
 
-def _read(name: str, accelerator: str, reason: str) -> Table:
+def _read(name: str, accelerator: str, reason: str, sizes: Mapping[str, Any] | None) -> Table:
     record = _load(name, reason)
-    if record["accelerator"] != accelerator:
-        raise ValueError(
-            f"accelerator={accelerator!r} must be {record['accelerator']!r}, as in the table"
-            f" {name!r}"
-        )
+    asked = {"accelerator": accelerator, **_as_json(name, [dict(sizes or {})])[0]}
+    recorded_for = {"accelerator": record["accelerator"], **record.get("sizes", {})}
+    if asked != recorded_for:
+        # names only what differs: the reader changed that
+        other = [
+            key for key in {**recorded_for, **asked} if asked.get(key) != recorded_for.get(key)
+        ]
+        return Table([], False, _not_recorded(asked, recorded_for, other, record, reason))
     note = (
         f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)}"
         f" with {_spell(record['versions'])}{_older(record['rows'])}, because here {reason}"
@@ -208,15 +227,40 @@ def _read(name: str, accelerator: str, reason: str) -> Table:
     return Table(record["rows"], False, note)
 
 
-def _write(name: str, accelerator: str, rows: list[dict[str, Any]]) -> None:
-    """Writes the record, unless it has the same rows: its date is that of the last change."""
+def _not_recorded(asked, recorded_for, other, record, reason):
+    """Says that there are no rows, for which sizes there are, and how long computing takes."""
+    mine, stored = (
+        ", ".join(f"{key}={sizes.get(key)!r}" for key in other)
+        for sizes in (asked, recorded_for)
+    )
+    takes = f"about {record['seconds']:,} s" if "seconds" in record else "minutes at most"
+    return (
+        f"not recorded for {mine} (the record is for {stored}), and not computed, because here"
+        f" {reason}; with virtual devices it takes {takes} to compute"
+    )
+
+
+def _write(
+    name: str,
+    accelerator: str,
+    rows: list[dict[str, Any]],
+    sizes: Mapping[str, Any] | None,
+    seconds: float,
+) -> None:
+    """Writes the record, unless it has the same rows and sizes: its date is that of the last
+    change.
+    """
     file = FOLDER / f"{name}.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["rows"] == rows:
-        return
+    of = {"accelerator": accelerator, "sizes": _as_json(name, [dict(sizes or {})])[0]}
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if before["rows"] == rows and {"sizes": {}, **before}.items() >= of.items():
+            return
     record = {
         "recorded": datetime.date.today().isoformat(),
         "versions": {package: importlib.metadata.version(package) for package in _VERSIONS_OF},
-        "accelerator": accelerator,
+        **of,
+        "seconds": math.ceil(seconds),
         "rows": rows,
     }
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -107,9 +107,39 @@ def test_a_table_that_nobody_recorded_is_an_error_that_says_what_to_do(folder, h
         recorded.live_or_recorded("unknown", never)
 
 
-def test_a_table_of_another_accelerator_is_refused(table):
-    with pytest.raises(ValueError, match="accelerator='h100' must be 'a5000'"):
-        recorded.live_or_recorded("table", never, accelerator="h100")
+def test_rows_of_another_accelerator_are_not_shown(table):
+    read = recorded.live_or_recorded("table", never, accelerator="h100")
+    assert read.rows == [] and not read.live
+    assert "not recorded for accelerator='h100' (the record is for" in read.note
+
+
+def test_rows_of_other_sizes_are_not_shown_and_the_note_says_what_differs(
+    folder, here, monkeypatch
+):
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    recorded.live_or_recorded("table", lambda: ROWS, sizes={"B": 16, "D": 768})
+    here("JAX is too old")
+    for sizes in ({"B": 8, "D": 768}, {"D": 768}, None, {"B": 16, "D": 768, "V": 50_257}):
+        read = recorded.live_or_recorded("table", never, sizes=sizes)
+        assert read.rows == [] and not read.live
+    read = recorded.live_or_recorded("table", never, sizes={"B": 8, "D": 768})
+    assert read.note.startswith("not recorded for B=8 (the record is for B=16), and not")
+    assert "because here JAX is too old" in read.note and "takes about 1 s" in read.note
+    assert recorded.live_or_recorded("table", never, sizes={"D": 768, "B": 16}).rows == ROWS
+
+
+def test_at_other_sizes_a_partly_live_table_shows_only_what_it_computed(table, here):
+    assert recorded.partly_live("table", never, live=["kept"], sizes={"B": 8}).rows == []
+    here(None)
+    mixed = recorded.partly_live("table", compute, live=["kept"], sizes={"B": 8})
+    assert mixed.rows == [compute("kept")] and "other rows: not recorded for B=8" in mixed.note
+
+
+def test_recording_equal_rows_for_other_sizes_replaces_the_file(table, here, monkeypatch):
+    here(None)
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    recorded.live_or_recorded("table", lambda: ROWS, sizes={"B": 8})
+    assert json.loads(table.read_text())["sizes"] == {"B": 8}
 
 
 def compute(case):
@@ -226,6 +256,7 @@ def test_a_value_that_json_cannot_hold_is_refused(folder, here, value):
 )
 def test_each_table_of_the_package_can_be_read(file, here):
     here("this is a test")
-    accelerator = json.loads(file.read_text(encoding="utf-8"))["accelerator"]
-    table = recorded.live_or_recorded(file.stem, never, accelerator)
+    record = json.loads(file.read_text(encoding="utf-8"))
+    accelerator, sizes = record["accelerator"], record.get("sizes")
+    table = recorded.live_or_recorded(file.stem, never, accelerator, sizes)
     assert table.rows and all(isinstance(row, dict) for row in table.rows)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.measure import Flops, Traffic, hardware, mfu, roofline
+from course_lib.measure import Flops, Traffic, attainable_seconds, hardware, mfu, roofline
 
 A5000, T4, V5E = (hardware.get(name) for name in ("a5000", "t4", "v5e"))
 NOTHING = Traffic(0, ())
@@ -30,6 +30,13 @@ def test_recomputed_products_take_time_but_are_no_use():
     )
     assert roofline(flops, NOTHING, A5000).floor_seconds == 1.0
     assert mfu(flops, 1.0, A5000) == 0.75
+
+
+def test_attainable_time_adds_products_at_77_percent_and_memory_at_85_percent_of_their_peaks():
+    second = int(0.77 * A5000.peak("bfloat16"))
+    flops = products("bfloat16", 2 * second, recomputed=second)
+    three_seconds = Traffic(int(3 * 0.85 * A5000.memory_bandwidth), ())
+    assert attainable_seconds(flops, three_seconds, A5000) == pytest.approx(5.0)
 
 
 def test_dtypes_add_up_each_at_its_own_rate():

@@ -1,0 +1,48 @@
+"""Laws of playing with numbers: a notebook at other sizes runs from top to bottom."""
+
+import ast
+import os
+
+import nbformat
+import pytest
+import stamp
+from nbclient import NotebookClient
+
+FOLDER = stamp.ROOT / "notebooks"
+
+# Per notebook two sets of sizes that differ from the stored ones.
+OTHER_SIZES = {}
+
+
+def at(sizes, code):
+    """Returns the cell of sizes with other values."""
+    tree = ast.parse(code)
+    names = [node.targets[0].id for node in tree.body[:-1]]
+    assert set(sizes) <= set(names), f"{set(sizes) - set(names)} are no sizes of this notebook"
+    for node in tree.body[:-1]:
+        if node.targets[0].id in sizes:
+            node.value = ast.Constant(sizes[node.targets[0].id])
+    return ast.unparse(tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"), [(name, sizes) for name, both in OTHER_SIZES.items() for sizes in both]
+)
+def test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_others(
+    name, sizes, monkeypatch
+):
+    monkeypatch.delenv("COURSE_RECORD", raising=False)
+    # a notebook sees the devices of a learner, not the eight of these tests
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", 4)
+    cell = next(cell for cell in notebook.cells if "sizes" in cell.metadata.get("tags", ()))
+    cell.source = at(sizes, cell.source) + "\nassert not as_stored, 'other sizes are as stored'"
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
+        env=dict(os.environ),
+    )
+    client.execute()
