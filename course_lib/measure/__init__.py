@@ -4,6 +4,7 @@ These read the compiled program; the device need not be there:
 
     compiled = step.lower(state, batch).compile()
     memory(compiled)        its peak memory, and the parts of it
+    tape(lowered)           the memory at each instruction, by kind
     heap(lowered)           the arrays alive at the peak, and the memory over the program
     traffic(compiled)       the bytes that it moves through device memory
     ledger(compiled, mesh)  the bytes that the devices send each other
@@ -19,6 +20,7 @@ from course_lib.measure.heap import Heap, LiveArray, heap, write_session
 from course_lib.measure.ledger import Collective, Ledger, ledger
 from course_lib.measure.memory import Memory, gib, memory
 from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
+from course_lib.measure.tape import Tape, tape
 from course_lib.measure.timing import (
     StepTime,
     Time,
@@ -42,6 +44,7 @@ __all__ = [
     "Move",
     "Roofline",
     "StepTime",
+    "Tape",
     "Time",
     "Traffic",
     "attainable_seconds",
@@ -56,6 +59,7 @@ __all__ = [
     "peak_in_own_process",
     "roofline",
     "step_time",
+    "tape",
     "time",
     "traffic",
     "write_session",

@@ -128,6 +128,15 @@ GROUPS = {
     "inside a host": [[4, 5, 6, 7]],
 }
 
+TAPE = Object(
+    bytes={
+        "parameters": [GIB] * 6,
+        "MLP": [0, 2 * GIB, 4 * GIB, 3 * GIB, GIB, 0],
+        "gradients": [0, 0, 0, GIB, GIB, GIB],
+    },
+    backward=3,
+    peak=5 * GIB,
+)
 PICTURES = {
     "formats": lambda: figures.formats(FORMATS),
     "gradient_histogram": lambda: figures.gradient_histogram(
@@ -159,6 +168,7 @@ PICTURES = {
     "top_ops": lambda: figures.top_ops(OPS),
     "tradeoff": lambda: figures.tradeoff(ROWS + [ROWS[1] | {"name": "a neighbour"}]),
     "who_holds_what": lambda: figures.who_holds_what(HOLDINGS, title="(4, 8) on 2 x 4 devices"),
+    "tape": lambda: figures.tape({"one": TAPE, "two": vars(TAPE)}, title="two steps"),
 }
 
 
@@ -345,6 +355,24 @@ def test_a_heap_timeline_marks_each_peak():
     assert {"a: 2.0 GiB", "b: 1.0 GiB"} == {t.get_text() for t in axes.texts}
 
 
+def test_a_tape_stacks_its_kinds_up_to_the_peak_and_marks_it():
+    figure = figures.tape({"one": TAPE})
+    (axes,) = figure.axes
+    assert [c.get_label() for c in axes.collections] == ["parameters", "MLP", "gradients"]
+    top = axes.collections[-1].get_paths()[0].vertices[:, 1].max()
+    assert top == 5.0 and axes.lines[0].get_xydata().tolist() == [[2, 5.0]]
+    assert "peak 5.0 GiB" in [t.get_text() for t in texts(figure)]
+
+
+def test_a_kind_keeps_its_colour_whatever_else_is_in_the_picture():
+    less = Object(bytes={"gradients": [1, 2]}, backward=None, peak=2)
+    colors = [
+        figures.tape({"step": step}).axes[0].collections[-1].get_facecolor().tolist()
+        for step in (TAPE, less)
+    ]
+    assert colors[0] == colors[1]
+
+
 def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operations():
     [axes] = figures.step_timeline(EVENTS).axes
     rows = [t.get_text() for t in axes.get_yticklabels()]
@@ -515,6 +543,8 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.schedule({}),
         lambda: figures.schedule({"idle": [[None]]}),
         lambda: figures.seconds_by_devices({}),
+        lambda: figures.tape({}),
+        lambda: figures.tape({"empty": {"bytes": {}, "backward": None, "peak": 0}}),
         lambda: figures.tradeoff([]),
         lambda: figures.who_holds_what({}),
         lambda: figures.who_holds_what({"x": []}),

@@ -17,6 +17,7 @@ from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
 from course_lib.show.figures.schedules import schedule
 from course_lib.show.figures.style import use_style
+from course_lib.show.figures.tapes import tape
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "schedule",
     "seconds_by_devices",
     "step_timeline",
+    "tape",
     "top_ops",
     "trace",
     "tradeoff",

@@ -1,0 +1,256 @@
+"""Reads the tape of a step: what a compiled step holds in memory at each instruction, by kind.
+
+XLA plans the memory of a program before it runs. Its dump says from which instruction to which
+each value lives (`...live-range.txt`), how large it is, and which values take the place of an
+argument (`...buffer-assignment.txt`). JAX's scopes say what the value is for.
+"""
+
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from course_lib.measure import hlo, origin, virtual
+from course_lib.measure.memory import check_lowered
+
+# In the order in which a picture stacks them.
+KINDS = (
+    "parameters",
+    "optimizer state",
+    "new state",
+    "residual stream",
+    "attention",
+    "MLP",
+    "logits and loss",
+    "gradients",
+    "rest",
+)
+
+# The first pattern found in a value's scope names its kind. Flax writes a module's name into
+# the scope, plain JAX what `jax.named_scope` says.
+_SCOPES = {
+    "logits and loss": "logits|loss|cross_entropy|softmax_xent|output_embed|unembed",
+    "attention": r"\battn\b|attention",
+    "MLP": r"\bmlp\b|\bMLP\b",
+    "residual stream": r"norm|block|embed|residual|layer",
+}
+_ARGUMENTS = {
+    "optimizer state": r"opt_state|(^|_)(mu|nu)_",
+    "parameters": "params",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """The memory of one device over a program's instructions, by kind.
+
+    Attributes:
+      bytes: kind -> bytes alive at each instruction, in the order of the program. A loop's body
+        occurs once. The kinds are those of `KINDS` that occur.
+      backward: the index of the first instruction of the backward pass, None without one.
+      peak: the most bytes alive at one moment.
+    """
+
+    bytes: dict[str, list[int]]
+    backward: int | None
+    peak: int
+
+
+def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
+    """Compiles a step and reads what it holds at each instruction.
+
+    Gradients are the values with the shape of a parameter, or of one layer of it, that the
+    backward pass makes or adds up in float32. New state is what the step returns without
+    donation. Scopes tell attention, MLP, residual stream, and logits and loss apart: the names
+    of Flax's modules, or `jax.named_scope("attention")` in plain JAX.
+
+    Args:
+      lowered: `jax.jit(step).lower(...)`, for a real or a virtual device, with arguments whose
+        names hold "params" and "opt_state" or "mu" and "nu".
+      points: the most instructions to return. Longer programs are cut into as many parts, and
+        each shows its instruction with the most bytes.
+
+    Raises:
+      ValueError: if it is compiled already.
+      RuntimeError: if XLA wrote no plan, as for a program out of JAX's persistent compilation
+        cache.
+    """
+    check_lowered(lowered)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = virtual.compile(lowered, options)
+        plans = sorted(
+            pathlib.Path(folder).glob("*live-range.txt"), key=lambda p: p.stat().st_size
+        )
+        if not plans:
+            raise RuntimeError(
+                "XLA wrote no plan of the program's memory: was it loaded from JAX's persistent"
+                ' compilation cache? jax.config.update("jax_enable_compilation_cache", False)'
+            )
+        live = plans[-1].read_text()  # smaller ones are programs that try kernels
+        buffers = (
+            plans[-1]
+            .with_name(plans[-1].name.replace("live-range", "buffer-assignment"))
+            .read_text()
+        )
+    order, lifetimes = _lifetimes(live)
+    kinds = _Kinds(hlo.parse(compiled.as_text()))
+    levels = {kind: np.zeros(len(order), np.int64) for kind in KINDS}
+    for allocation in re.split(r"^allocation \d+: ", buffers, flags=re.M)[1:]:
+        head = allocation.partition("\n")[0]
+        values = _values(allocation, lifetimes)
+        if re.search(r"\bparameter \d", head):  # an argument's place is never free
+            size = int(head.partition("size ")[2].partition(",")[0])
+            levels[kinds.of_argument(values[0].name)] += size
+            continue
+        for chain in _chains(values):
+            kind = "new state" if "maybe-live-out" in head else kinds.of_chain(chain)
+            for value in chain:
+                levels[kind][value.first : value.last + 1] += value.bytes
+    backward = next((i for i, name in enumerate(order) if kinds.is_backward(name)), None)
+    return _shorten(levels, backward, points)
+
+
+def _lifetimes(live: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    """Returns the instructions in order, and the first and last one of each value."""
+    sequence, ranges = live.split("BufferLiveRange:")
+    order = re.findall(r"^    \d+:(\S+)$", sequence, re.M)
+    lifetimes = {
+        name: (int(first), min(int(last), len(order) - 1))
+        for name, first, last in re.findall(r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)$", ranges, re.M)
+    }
+    return order, lifetimes
+
+
+@dataclasses.dataclass
+class _Value:
+    """A value in an allocation: from which byte, how many bytes, and when it lives."""
+
+    name: str
+    offset: int
+    bytes: int
+    first: int
+    last: int
+
+
+def _values(allocation: str, lifetimes: Mapping[str, tuple[int, int]]) -> list[_Value]:
+    """Returns the values in one allocation, in the order in which they are made."""
+    listed = re.findall(
+        r"value: <\d+ (\S+?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", allocation
+    )
+    names = [(name if "{" in name else f"{name}{{}}", size, at) for name, size, at in listed]
+    values = [
+        _Value(name, int(at), int(size), *lifetimes[name])
+        for name, size, at in names
+        if name in lifetimes
+    ]
+    return sorted(values, key=lambda value: (value.first, value.last))
+
+
+def _chains(values: list[_Value]) -> list[list[_Value]]:
+    """Joins values that hand their bytes on, as a loop's carry does.
+
+    Each ends where the next begins. An operation in place reads one value and writes another
+    into the same bytes: both are alive at this instruction, and the bytes are there once.
+    """
+    begin: dict[int, list[_Value]] = {}
+    for value in values:
+        begin.setdefault(value.first, []).append(value)
+    chains: dict[int, list[_Value]] = {}
+    for value in values:
+        chain = chains.setdefault(id(value), [value])
+        for after in begin.get(value.last, ()):
+            overlap = (
+                after.offset < value.offset + value.bytes
+                and value.offset < after.offset + after.bytes
+            )
+            if after is value or not overlap or value.first >= after.first:
+                continue
+            value.last = after.first - 1
+            if (after.offset, after.bytes) == (value.offset, value.bytes):
+                chain.append(after)
+                chains[id(after)] = chain
+            break
+    return list({id(chain): chain for chain in chains.values()}.values())
+
+
+class _Kinds:
+    """Tells what a value of a program is for."""
+
+    def __init__(self, module: hlo.Module):
+        self.instructions = {
+            i.name: i for c in module.computations.values() for i in c.instructions
+        }
+        self.stacked = origin.stacked(module)
+        shapes = {
+            shape.dims
+            for i in module.entry.parameters
+            for shape in i.shapes
+            if re.search(_ARGUMENTS["parameters"], i.name) and len(shape.dims) > 1
+        }
+        # a scan over layers stacks the parameters, and its body makes one layer's gradient
+        self.parameter_shapes = shapes | {dims[1:] for dims in shapes if len(dims) > 2}
+
+    def of_argument(self, name: str) -> str:
+        kinds = (kind for kind, names in _ARGUMENTS.items() if re.search(names, name))
+        return next(kinds, "rest")
+
+    def of_chain(self, chain: list[_Value]) -> str:
+        kinds = [self.of(value.name) for value in chain]
+        if "gradients" in kinds:
+            return "gradients"
+        return next((kind for kind in kinds if kind != "rest"), "rest")
+
+    def of(self, value: str) -> str:
+        scope, shape = self._scope(value), self._shape(value)
+        if shape is not None and shape.dims in self.parameter_shapes:
+            # what is made of a parameter in the forward pass is its copy in 16 bits
+            if "transpose(" in scope or shape.dtype == "float32":
+                return "gradients"
+        kinds = (kind for kind, names in _SCOPES.items() if re.search(names, scope))
+        return next(kinds, "rest")
+
+    def is_backward(self, name: str) -> bool:
+        return "transpose(" in self._scope(name)
+
+    def _scope(self, value: str) -> str:
+        name = value.split("{")[0]
+        if value in self.stacked or name in self.stacked:
+            return self.stacked.get(value) or self.stacked[name]
+        instruction = self.instructions.get(name)
+        if instruction is None:
+            return ""
+        output = self._output(instruction, value)
+        return origin.origin(output) or origin.origin(instruction)
+
+    def _output(self, instruction: hlo.Instruction, value: str) -> hlo.Instruction:
+        """Returns what computes one of a fusion's several outputs."""
+        index = re.search(r"\{(\d+)\}", value)
+        if index and instruction.opcode in origin.FUSIONS:
+            root = instruction.called[0].root
+            if root.opcode == "tuple":
+                return root.operands[int(index[1])]
+        return instruction
+
+    def _shape(self, value: str) -> hlo.Shape | None:
+        instruction = self.instructions.get(value.split("{")[0])
+        index = re.search(r"\{(\d+)\}", value)
+        shapes = instruction.shapes if instruction else ()
+        which = int(index[1]) if index else 0
+        return shapes[which] if which < len(shapes) else None
+
+
+def _shorten(levels: Mapping[str, np.ndarray], backward: int | None, points: int) -> Tape:
+    """Cuts a tape into at most `points` parts and keeps the highest moment of each."""
+    total = np.sum(list(levels.values()), axis=0)
+    parts = np.array_split(np.arange(len(total)), min(points, len(total)))
+    highest = [int(part[total[part].argmax()]) for part in parts]
+    begins = None
+    if backward is not None:
+        begins = next(k for k, part in enumerate(parts) if part[-1] >= backward)
+    occurring = {kind: level[highest].tolist() for kind, level in levels.items() if level.any()}
+    return Tape(occurring, begins, int(total.max()))

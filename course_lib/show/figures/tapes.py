@@ -1,0 +1,87 @@
+"""The tape of a step: memory over the instructions of a program, by kind."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from course_lib.measure.units import GIB
+from course_lib.show.figures import style
+
+# A kind keeps its colour and hatch in all pictures of the course.
+LOOKS = {
+    "parameters": ("#4C566A", ""),
+    "optimizer state": ("#8F9BB3", "///"),
+    "new state": ("#D55E00", "ooo"),
+    "residual stream": ("#56B4E9", ""),
+    "attention": ("#0072B2", "..."),
+    "MLP": ("#009E73", ""),
+    "logits and loss": ("#CC79A7", "xxx"),
+    "gradients": ("#E69F00", "\\\\\\"),
+    "rest": ("#D9D9D9", ""),
+}
+
+
+def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
+    """Draws what one or several steps hold in memory at each instruction, by kind.
+
+    Args:
+      tapes: title of a panel -> `measure.Tape`, or a mapping with its attributes. All panels
+        have one scale.
+      title: of the picture.
+
+    Raises:
+      ValueError: if there is no tape, or one is empty.
+    """
+    steps = {
+        name: row if isinstance(row, Mapping) else vars(row) for name, row in tapes.items()
+    }
+    style.refuse_empty(
+        "tapes", {name: len(row["bytes"]) for name, row in steps.items()}, "kinds"
+    )
+    figure = Figure(figsize=(8.5, 0.7 + 2.3 * len(steps)), layout="constrained")
+    panels = figure.subplots(len(steps), 1, squeeze=False, sharey=True).ravel()
+    occurring = [kind for kind in LOOKS if any(kind in row["bytes"] for row in steps.values())]
+    for axes, (name, row) in zip(panels, steps.items(), strict=True):
+        levels = {kind: np.array(level) / GIB for kind, level in row["bytes"].items()}
+        length = len(next(iter(levels.values())))
+        kinds = [kind for kind in occurring if kind in levels]
+        layers = axes.stackplot(
+            range(length), *(levels[kind] for kind in kinds), labels=kinds, linewidth=0
+        )
+        for layer, kind in zip(layers, kinds, strict=True):
+            color, hatch = LOOKS[kind]
+            layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+        highest = int(np.sum(list(levels.values()), axis=0).argmax())
+        axes.plot(highest, row["peak"] / GIB, marker="v", color="black", markersize=7)
+        style.write(
+            axes, f"peak {style.size(row['peak'])}", highest, row["peak"] / GIB, shift=8
+        )
+        if row["backward"] is not None:
+            axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
+            for text, ha in (("forward ", "right"), (" backward and update", "left")):
+                axes.annotate(
+                    text,
+                    (row["backward"], 1),
+                    xycoords=("data", "axes fraction"),
+                    ha=ha,
+                    va="top",
+                    fontsize=9,
+                )
+        axes.set(title=name, ylabel="GiB", xlim=(0, length - 1), xticks=[])
+        axes.grid(visible=False)
+    top = max(row["peak"] for row in steps.values()) / GIB
+    panels[0].set_ylim(0, 1.18 * top)
+    panels[-1].set_xlabel("instructions, in the order of the program")
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        drawn, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+    figure.legend(
+        handles=[handles[kind] for kind in reversed(occurring)],
+        loc="outside right center",
+        fontsize=9,
+    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure

@@ -1,0 +1,169 @@
+"""Laws of the tape of a step: what it holds at each instruction adds up, and is told apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course_lib.measure import memory, tape, virtual
+from course_lib.measure.tape import KINDS
+
+NO_VIRTUAL = virtual.why_unavailable()
+DEVICES = pytest.mark.parametrize(
+    "device",
+    [
+        "here",
+        pytest.param(
+            "a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+        ),
+    ],
+)
+N, B, D, F = 6, 4096, 128, 512
+WEIGHT_BYTES = 4 * 2 * N * D * F
+HIDDEN_BYTES = 4 * B * F  # of one layer
+
+
+def shapes():
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = [{"up": array(D, F), "down": array(F, D)} for _ in range(N)]
+    return params, params, array(B, D)
+
+
+def lowered(device, remat=False, scan=False, minibatches=1):
+    def layer(x, w):
+        with jax.named_scope("mlp"):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+    if remat:
+        layer = jax.checkpoint(layer)
+
+    def loss(params, x):
+        if scan:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)
+        else:
+            for w in params:
+                x = layer(x, w)
+        with jax.named_scope("loss"):
+            return jnp.mean(x**2)
+
+    def step(params, mu, batch):
+        parts = batch.reshape(minibatches, -1, D)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, part)), None
+
+        grads = (
+            jax.lax.scan(add, zeros, parts)[0]
+            if minibatches > 1
+            else jax.grad(loss)(params, batch)
+        )
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, mu), mu
+
+    params, mu, batch = shapes()
+    if scan:
+        params = mu = jax.tree.map(
+            lambda *leaves: jax.ShapeDtypeStruct((N, *leaves[0].shape), jnp.float32), *params
+        )
+    arguments = params, mu, batch
+    if device != "here":
+        arguments = virtual.abstract(arguments, virtual.devices(device)[0])
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments)
+
+
+@functools.cache
+def read(device, **options):
+    return tape(lowered(device, **options), points=10**6)
+
+
+def total(found):
+    return sum(np.array(level) for level in found.bytes.values())
+
+
+CASES = [{}, {"remat": True}, {"scan": True}, {"minibatches": 4}]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+@DEVICES
+def test_its_highest_moment_is_the_peak_that_the_compiler_reports(device, options):
+    found = read(device, **options)
+    reported = memory(lowered(device, **options).compile()).peak
+    assert found.peak == total(found).max()
+    # where an operation works in place, both of its names are alive for one instruction
+    assert found.peak == pytest.approx(reported, rel=0.01)
+
+
+@DEVICES
+def test_donated_parameters_and_moments_are_there_from_the_first_to_the_last_instruction(
+    device,
+):
+    found = read(device)
+    for kind in ("parameters", "optimizer state"):
+        assert min(found.bytes[kind]) > 0.9 * WEIGHT_BYTES
+        assert max(found.bytes[kind]) <= WEIGHT_BYTES
+
+
+@DEVICES
+def test_activations_pile_up_forward_and_are_freed_backward(device):
+    found = read(device)
+    hidden = np.array(found.bytes["MLP"])
+    turn = found.backward
+    assert hidden[0] == 0 and hidden[turn] >= 0.8 * N * HIDDEN_BYTES
+    assert hidden[-1] < HIDDEN_BYTES
+    assert 0 < turn < len(hidden)
+
+
+@DEVICES
+def test_rematerialized_layers_hold_one_layer_at_a_time(device):
+    assert max(read(device, remat=True).bytes["MLP"]) < 4 * HIDDEN_BYTES
+    assert max(read(device).bytes["MLP"]) > 4 * HIDDEN_BYTES
+
+
+@DEVICES
+def test_minibatches_divide_the_activations_and_keep_a_tree_of_gradients(device):
+    whole, parts = read(device), read(device, minibatches=4)
+    assert max(parts.bytes["MLP"]) < 0.4 * max(whole.bytes["MLP"])
+
+
+def test_kinds_come_in_the_order_of_the_picture_and_only_those_that_occur():
+    kinds = list(read("here").bytes)
+    assert kinds == [kind for kind in KINDS if kind in kinds]
+    assert {"parameters", "optimizer state", "MLP", "gradients"} <= set(kinds)
+    assert "attention" not in kinds
+
+
+def test_a_shortened_tape_keeps_its_peak_and_where_the_backward_pass_begins():
+    long, short = read("here"), tape(lowered("here"), points=10)
+    assert all(len(level) == 10 for level in short.bytes.values())
+    assert short.peak == long.peak == total(short).max()
+    share = long.backward / len(total(long))
+    assert abs(short.backward - 10 * share) <= 1
+
+
+def test_a_step_without_a_backward_pass_has_no_place_where_it_begins():
+    found = tape(jax.jit(lambda x: jnp.sin(x) @ x.T).lower(jnp.ones((64, 64))))
+    assert found.backward is None
+
+
+def test_a_step_that_does_not_donate_returns_new_state():
+    def step(params):
+        return jax.tree.map(lambda w: 0.9 * w, params)
+
+    params = shapes()[0]
+    kept, donated = (tape(jax.jit(step, donate_argnums=d).lower(params)) for d in ((), 0))
+    table = 8 * 2 * N  # the addresses of the outputs
+    assert max(kept.bytes["new state"]) == WEIGHT_BYTES + table
+    assert max(donated.bytes["new state"]) == table
+    assert kept.peak == donated.peak + WEIGHT_BYTES
+
+
+@DEVICES
+def test_minibatches_keep_one_tree_of_gradients_and_scanned_layers_fill_one(device):
+    for options in ({"minibatches": 4}, {"scan": True}):
+        gradients = max(read(device, **options).bytes["gradients"])
+        assert 0.9 * WEIGHT_BYTES < gradients < 2.1 * WEIGHT_BYTES
