@@ -28,7 +28,7 @@ anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>
 # JupyterLab refuses to run as root, the user of most containers.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 .NOTPARALLEL:
-.PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-latest gpu \
+.PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
 	case-study soak badges environment pins clean another-python
 
 help: ## this list
@@ -66,14 +66,18 @@ test-py311: .venv-py311/.installed ## types, unit tests and notebooks on Python 
 	.venv-py311/bin/python $(TEST)
 	.venv-py311/bin/python $(TEST) --nbval notebooks
 
-test-colab: test-colab-unit ## unit tests and notebooks with the versions that Colab ships (needs Python 3.13)
+test-colab: test-colab-unit test-colab-live ## unit tests and notebooks with the versions that Colab ships (needs Python 3.13)
 	.venv-colab/bin/python $(TEST) --nbval notebooks
+
+test-colab-live: .venv-colab/.installed ## the notebooks as after their first cell on a CPU runtime of Colab
+	.venv-colab/bin/python tools/pretend_colab.py .venv-colab-live
+	.venv-colab-live/bin/python $(TEST) --nbval notebooks
 
 test-colab-unit: .venv-colab/.installed ## the unit tests alone with the versions that Colab ships
 	.venv-colab/bin/python $(TEST)
 
 # Colab's debugger would write a warning for each process that starts a kernel.
-test-colab test-colab-unit: export PYDEVD_DISABLE_FILE_VALIDATION = 1
+test-colab test-colab-unit test-colab-live: export PYDEVD_DISABLE_FILE_VALIDATION = 1
 
 test-latest: ## unit tests and notebooks with the newest packages there are (needs Python >= 3.12)
 	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The newest JAX needs Python 3.12 or newer (best 3.13), and none was found."; \
@@ -110,7 +114,7 @@ environment: .venv/.installed ## write environment.yml from pyproject.toml and r
 	$(PY) tools/sync_environment.py
 
 clean: ## remove the environments and what tools left behind
-	rm -rf .venv .venv-py311 .venv-colab .venv-latest .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-py311 .venv-colab .venv-colab-live .venv-latest .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .SECONDEXPANSION:

@@ -15,23 +15,18 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-# Dependencies that Colab lacks. All are small, and none installs another JAX or CUDA.
-COLAB_LACKS = "ml_collections jaxtyping tensorboard-plugin-profile"
-# Dependencies of the training program, notebook 14, that Colab lacks.
-PROGRAM, PROGRAM_LACKS = "14", ' grain "orbax-checkpoint>=0.12"'
-ANOTHER_LINE = "\n    %pip install -q"
 BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     "(https://colab.research.google.com/github/{repo}/blob/main/notebooks/{name})"
 )
 SETUP = """\
-# On Colab: install the library, leave Colab's JAX and CUDA alone. Elsewhere: check versions.
+# On Colab: install the library and what it needs. Elsewhere: check versions.
 import importlib.util
 import sys
 
 if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is None:
     %pip install -q --no-deps "course_lib @ git+https://github.com/{repo}"
-    %pip install -q {lacks}
+    !{{sys.executable}} -m course_lib.show.colab
 
 from course_lib.show import notebook
 {many}
@@ -54,8 +49,7 @@ def repository(root: Path = ROOT) -> str:
 def notebook_texts(name: str, repo: str) -> tuple[str, str]:
     """Returns the badge and the set-up cell of a notebook, by its file name."""
     many = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
-    lacks = COLAB_LACKS + (ANOTHER_LINE + PROGRAM_LACKS) * (name >= PROGRAM)
-    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, lacks=lacks, many=many)
+    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, many=many)
 
 
 def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:

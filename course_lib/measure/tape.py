@@ -196,16 +196,19 @@ class _Kinds:
         self.parameter_shapes = shapes | {dims[1:] for dims in shapes if len(dims) > 2}
 
     def of_argument(self, name: str) -> str:
+        """Returns the kind of an argument."""
         kinds = (kind for kind, names in _ARGUMENTS.items() if re.search(names, name))
         return next(kinds, "rest")
 
     def of_chain(self, chain: list[_Value]) -> str:
+        """Returns the kind of values that hand their bytes on."""
         kinds = [self.of(value.name) for value in chain]
         if "gradients" in kinds:
             return "gradients"
         return next((kind for kind in kinds if kind != "rest"), "rest")
 
     def of(self, value: str) -> str:
+        """Returns the kind of one value."""
         scope, shape = self._scope(value), self._shape(value)
         if shape is not None and shape.dims in self.parameter_shapes:
             # what is made of a parameter in the forward pass is its copy in 16 bits
@@ -215,6 +218,7 @@ class _Kinds:
         return next(kinds, "rest")
 
     def is_backward(self, name: str) -> bool:
+        """Returns whether an instruction belongs to the backward pass."""
         return "transpose(" in self._scope(name)
 
     def _scope(self, value: str) -> str:

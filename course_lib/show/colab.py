@@ -1,0 +1,82 @@
+"""Prepares a Colab runtime for the notebooks. Their first cell runs it before JAX starts:
+
+    python -m course_lib.show.colab
+
+Colab's packages keep their versions: pip gets them as constraints. A CPU runtime gets another
+JAX and Flax, which can compile for GPUs that are not there and run with Colab's NumPy. On a GPU
+or TPU runtime Colab's own JAX drives the chip, and stays.
+"""
+
+import glob
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+
+# course_lib's dependencies that Colab lacks, and two that are there already.
+LACKS = (
+    "ml_collections",
+    "jaxtyping",
+    "tensorboard-plugin-profile>=2.24,<3",
+    "grain",
+    "orbax-checkpoint",
+)
+
+# The profiler's plugin needs newer versions of these than Colab's.
+RAISED = ("absl-py", "urllib3")
+
+# JAX with the compiler for NVIDIA's GPUs and without CUDA's libraries, and a Flax for it.
+VIRTUAL_GPUS = (
+    "jax[cuda13-local]==0.10.2",
+    "nvidia-cuda-nvcc>=13,<14",
+    "nvidia-nvvm>=13,<14",
+    "flax>=0.12.8,<1",
+)
+REPLACED = ("jax", "jaxlib", "flax")
+
+
+def runtime() -> str:
+    """Returns "gpu", "tpu" or "cpu": the chip that this machine shows."""
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return "gpu"
+    tpu = os.environ.get("COLAB_TPU_ADDR") or glob.glob("/dev/accel*")
+    return "tpu" if tpu or glob.glob("/dev/vfio/[0-9]*") else "cpu"
+
+
+def requirements(kind: str) -> tuple[str, ...]:
+    """Returns what pip installs on a runtime, by its kind."""
+    return LACKS + VIRTUAL_GPUS if kind == "cpu" else LACKS
+
+
+def constraints(kind: str, installed: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns one line per installed package for pip's constraints file.
+
+    Args:
+      kind: of the runtime.
+      installed: names and versions.
+    """
+    free = (*RAISED, *(REPLACED if kind == "cpu" else ()))
+    return sorted(
+        {
+            f"{name}=={version}"
+            for name, version in installed
+            if name.lower().replace("_", "-") not in free
+        }
+    )
+
+
+def main() -> int:
+    """Installs what is missing, and returns pip's exit status."""
+    kind = runtime()
+    installed = [(d.name, d.version) for d in importlib.metadata.distributions() if d.name]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(constraints(kind, installed)))
+        file.flush()
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", file.name]
+        return subprocess.call([*pip, *requirements(kind)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
