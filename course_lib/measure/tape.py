@@ -49,9 +49,10 @@ class Tape:
     """The memory of one device over a program's instructions, by kind.
 
     Attributes:
-      bytes: kind -> bytes alive at each instruction, in the order of the program. A loop's body
-        occurs once. The kinds are those of `KINDS` that occur.
-      backward: the index of the first instruction of the backward pass, None without one.
+      bytes: kind -> bytes alive at each instruction, in the order of the program, from the
+        first to the last that holds a temporary. A loop's body occurs once. The kinds are those
+        of `KINDS` that occur.
+      backward: the index of the first product of the backward pass, None without one.
       peak: the most bytes alive at one moment.
     """
 
@@ -112,7 +113,11 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
             for value in chain:
                 levels[kind][value.first : value.last + 1] += value.bytes
     backward = next((i for i, name in enumerate(order) if kinds.is_backward(name)), None)
-    return _shorten(levels, backward, points)
+    total = np.sum(list(levels.values()), axis=0)
+    [work] = np.nonzero(total > total.min() + total.max() // 1000)
+    first, last = (work[0], work[-1] + 1) if work.size else (0, len(order))
+    levels = {kind: level[first:last] for kind, level in levels.items()}
+    return _shorten(levels, None if backward is None else backward - int(first), points)
 
 
 def _lifetimes(live: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
@@ -218,8 +223,11 @@ class _Kinds:
         return next(kinds, "rest")
 
     def is_backward(self, name: str) -> bool:
-        """Returns whether an instruction belongs to the backward pass."""
-        return "transpose(" in self._scope(name)
+        """Returns whether an instruction is a product of the backward pass. (XLA may compute
+        small things of the backward pass long before.)
+        """
+        scope = self._scope(name)
+        return "transpose(" in scope and "dot_general" in scope
 
     def _scope(self, value: str) -> str:
         name = value.split("{")[0]

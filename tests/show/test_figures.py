@@ -137,6 +137,11 @@ TAPE = Object(
     backward=3,
     peak=5 * GIB,
 )
+BLOCK = [
+    {"part": "attention", "name": "scores", "bytes": 2 * GIB, "saved": False},
+    {"part": "attention", "name": "output layer", "bytes": 0},
+    {"part": "MLP", "name": "hidden layer", "bytes": GIB},
+]
 PICTURES = {
     "formats": lambda: figures.formats(FORMATS),
     "gradient_histogram": lambda: figures.gradient_histogram(
@@ -169,6 +174,7 @@ PICTURES = {
     "tradeoff": lambda: figures.tradeoff(ROWS + [ROWS[1] | {"name": "a neighbour"}]),
     "who_holds_what": lambda: figures.who_holds_what(HOLDINGS, title="(4, 8) on 2 x 4 devices"),
     "tape": lambda: figures.tape({"one": TAPE, "two": vars(TAPE)}, title="two steps"),
+    "block": lambda: figures.block(BLOCK, title="a block"),
 }
 
 
@@ -355,6 +361,15 @@ def test_a_heap_timeline_marks_each_peak():
     assert {"a: 2.0 GiB", "b: 1.0 GiB"} == {t.get_text() for t in axes.texts}
 
 
+def test_a_block_shows_how_much_each_operation_saves_and_says_what_is_computed_again():
+    figure = figures.block(BLOCK)
+    bars = figure.axes[1].patches
+    assert [bar.get_width() for bar in bars] == [2 * GIB, 0, GIB]
+    assert [bar.get_facecolor()[3] for bar in bars] == [0, 1, 1]
+    labels = {t.get_text() for t in texts(figure)}
+    assert {"2.0 GiB, computed again", "nothing", "1.0 GiB", "scores"} <= labels
+
+
 def test_a_tape_stacks_its_kinds_up_to_the_peak_and_marks_it():
     figure = figures.tape({"one": TAPE})
     (axes,) = figure.axes
@@ -529,6 +544,7 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
 @pytest.mark.parametrize(
     "draw_nothing",
     [
+        lambda: figures.block([]),
         lambda: figures.formats([]),
         lambda: figures.gradient_histogram({"g": [0.0, np.nan]}, FLOAT16),
         lambda: figures.heap_timeline({"a": []}),

@@ -10,6 +10,7 @@ from course_lib.show.figures.bars import (
     roofline,
     top_ops,
 )
+from course_lib.show.figures.blocks import block
 from course_lib.show.figures.clusters import hosts
 from course_lib.show.figures.curves import lines, loss_curve, trace, tradeoff
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
@@ -21,6 +22,7 @@ from course_lib.show.figures.tapes import tape
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
 
 __all__ = [
+    "block",
     "formats",
     "gradient_histogram",
     "heap_timeline",

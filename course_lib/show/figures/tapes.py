@@ -26,6 +26,8 @@ LOOKS = {
 def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
     """Draws what one or several steps hold in memory at each instruction, by kind.
 
+    Kinds of less than a thousandth of the peak are left out.
+
     Args:
       tapes: title of a panel -> `measure.Tape`, or a mapping with its attributes. All panels
         have one scale.
@@ -42,7 +44,11 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
     )
     figure = Figure(figsize=(8.5, 0.7 + 2.3 * len(steps)), layout="constrained")
     panels = figure.subplots(len(steps), 1, squeeze=False, sharey=True).ravel()
-    occurring = [kind for kind in LOOKS if any(kind in row["bytes"] for row in steps.values())]
+    occurring = [
+        kind
+        for kind in LOOKS
+        if any(max(row["bytes"].get(kind, [0])) > row["peak"] / 1000 for row in steps.values())
+    ]
     for axes, (name, row) in zip(panels, steps.items(), strict=True):
         levels = {kind: np.array(level) / GIB for kind, level in row["bytes"].items()}
         length = len(next(iter(levels.values())))

@@ -1,0 +1,73 @@
+"""A block of a Transformer with the arrays that its backward pass needs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from course_lib.show.figures import style
+from course_lib.show.figures.tapes import LOOKS
+
+
+def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure:
+    """Draws the operations of a block from top to bottom, and beside each what it saves.
+
+    Args:
+      operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"), "name"
+        of the operation, "bytes" that it saves for the backward pass, and optionally "saved",
+        False for what a rematerialization policy drops. Neighbouring rows of one part form a
+        branch, which the residual stream passes by.
+      title: of the picture.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    rows = [{"saved": True, **row} for row in operations]
+    style.refuse_empty("operations", {"operations": len(rows)}, "operations")
+    figure = Figure(figsize=(8.5, 1.0 + 0.42 * len(rows)), layout="constrained")
+    flow, bars = figure.subplots(1, 2, width_ratios=(1, 1.6), sharey=True)
+    flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
+    flow.axis("off")
+    most = max(row["bytes"] for row in rows) or 1
+    for y, row in enumerate(rows):
+        color, hatch = LOOKS[row["part"]]
+        box = FancyBboxPatch(
+            (0.3, y - 0.3), 0.68, 0.6, boxstyle="round,pad=0.0,rounding_size=0.05",
+            facecolor="white", edgecolor=color, linewidth=1.6,
+        )  # fmt: skip
+        flow.add_patch(box)
+        flow.text(0.64, y, row["name"], ha="center", va="center", fontsize=9)
+        if y and rows[y - 1]["part"] == row["part"]:
+            flow.add_patch(_arrow((0.64, y - 0.7), (0.64, y - 0.3)))
+        bar = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        if not row["saved"]:
+            bar = {"facecolor": "none", "edgecolor": color, "linestyle": "--", "linewidth": 1.2}
+        bars.barh(y, row["bytes"], height=0.6, **bar)
+        text = style.size(row["bytes"]) if row["bytes"] else "nothing"
+        style.write(bars, text if row["saved"] else f"{text}, computed again", row["bytes"], y)
+    for first, last in _branches(rows):
+        flow.add_patch(_arrow((0.12, first - 0.75), (0.12, last + 0.75)))
+        flow.add_patch(_arrow((0.12, first - 0.5), (0.3, first)))
+        flow.add_patch(_arrow((0.3, last), (0.12, last + 0.55)))
+        flow.text(0.06, last + 0.5, "+", ha="center", va="center", fontsize=12)
+    bars.set(xlim=(0, 1.45 * most), xticks=[], xlabel="saved for the backward pass")
+    bars.tick_params(left=False, labelleft=False)
+    bars.grid(visible=False)
+    bars.spines[["left", "bottom"]].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _arrow(
+    start: tuple[style.Number, style.Number], end: tuple[style.Number, style.Number]
+) -> FancyArrowPatch:
+    return FancyArrowPatch(
+        start, end, arrowstyle="-|>", mutation_scale=9, color=style.GREY, linewidth=1.2
+    )
+
+
+def _branches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Returns the first and last row of each run of rows of one part."""
+    starts = [y for y in range(len(rows)) if not y or rows[y - 1]["part"] != rows[y]["part"]]
+    return list(zip(starts, [*(start - 1 for start in starts[1:]), len(rows) - 1], strict=True))
