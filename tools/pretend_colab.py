@@ -28,7 +28,7 @@ def main(folder: str) -> int:
     import stamp  # needs nbformat, which the environment of the tests has
 
     make_venv.main(folder, "colab")
-    python = os.path.join(folder, "bin", "python")
+    python = os.path.join(os.path.abspath(folder), "bin", "python")
     subprocess.run([python, "-m", "pip", "uninstall", "-qy", *LACKING], check=True)
     repo = stamp.repository()
     _, cell = stamp.notebook_texts("01_mixed_precision.ipynb", repo)

@@ -14,10 +14,10 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     """Draws the operations of a block from top to bottom, and beside each what it saves.
 
     Args:
-      operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"), "name"
-        of the operation, "bytes" that it saves for the backward pass, and optionally "saved",
-        False for what a rematerialization policy drops. Neighbouring rows of one part form a
-        branch, which the residual stream passes by.
+      operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"),
+        "name", "bytes" saved for the backward pass, and optionally "saved": False for what a
+        rematerialization policy drops. Neighbours of one part form a branch, which the residual
+        stream passes by.
       title: of the picture.
 
     Raises:
