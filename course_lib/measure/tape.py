@@ -27,7 +27,7 @@ KINDS = (
     "MLP",
     "logits and loss",
     "gradients",
-    "rest",
+    "other activations, batch",
 )
 
 # The first pattern found in a value's scope names its kind. Flax writes a module's name into
@@ -203,14 +203,14 @@ class _Kinds:
     def of_argument(self, name: str) -> str:
         """Returns the kind of an argument."""
         kinds = (kind for kind, names in _ARGUMENTS.items() if re.search(names, name))
-        return next(kinds, "rest")
+        return next(kinds, "other activations, batch")
 
     def of_chain(self, chain: list[_Value]) -> str:
         """Returns the kind of values that hand their bytes on."""
         kinds = [self.of(value.name) for value in chain]
         if "gradients" in kinds:
             return "gradients"
-        return next((kind for kind in kinds if kind != "rest"), "rest")
+        return next((kind for kind in kinds if kind != "other activations, batch"), "other activations, batch")
 
     def of(self, value: str) -> str:
         """Returns the kind of one value."""
@@ -220,7 +220,7 @@ class _Kinds:
             if "transpose(" in scope or shape.dtype == "float32":
                 return "gradients"
         kinds = (kind for kind, names in _SCOPES.items() if re.search(names, scope))
-        return next(kinds, "rest")
+        return next(kinds, "other activations, batch")
 
     def is_backward(self, name: str) -> bool:
         """Returns whether an instruction is a product of the backward pass. (XLA may compute

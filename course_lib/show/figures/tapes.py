@@ -19,7 +19,7 @@ LOOKS = {
     "MLP": ("#009E73", ""),
     "logits and loss": ("#CC79A7", "xxx"),
     "gradients": ("#E69F00", "\\\\\\"),
-    "rest": ("#D9D9D9", ""),
+    "other activations, batch": ("#D9D9D9", ""),
 }
 
 
