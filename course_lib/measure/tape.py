@@ -17,6 +17,8 @@ import numpy as np
 from course_lib.measure import hlo, origin, virtual
 from course_lib.measure.memory import check_lowered
 
+REST = "other activations, batch"
+
 # In the order in which a picture stacks them.
 KINDS = (
     "parameters",
@@ -27,7 +29,7 @@ KINDS = (
     "MLP",
     "logits and loss",
     "gradients",
-    "other activations, batch",
+    REST,
 )
 
 # The first pattern found in a value's scope names its kind. Flax writes a module's name into
@@ -203,14 +205,14 @@ class _Kinds:
     def of_argument(self, name: str) -> str:
         """Returns the kind of an argument."""
         kinds = (kind for kind, names in _ARGUMENTS.items() if re.search(names, name))
-        return next(kinds, "other activations, batch")
+        return next(kinds, REST)
 
     def of_chain(self, chain: list[_Value]) -> str:
         """Returns the kind of values that hand their bytes on."""
         kinds = [self.of(value.name) for value in chain]
         if "gradients" in kinds:
             return "gradients"
-        return next((kind for kind in kinds if kind != "other activations, batch"), "other activations, batch")
+        return next((kind for kind in kinds if kind != REST), REST)
 
     def of(self, value: str) -> str:
         """Returns the kind of one value."""
@@ -220,7 +222,7 @@ class _Kinds:
             if "transpose(" in scope or shape.dtype == "float32":
                 return "gradients"
         kinds = (kind for kind, names in _SCOPES.items() if re.search(names, scope))
-        return next(kinds, "other activations, batch")
+        return next(kinds, REST)
 
     def is_backward(self, name: str) -> bool:
         """Returns whether an instruction is a product of the backward pass. (XLA may compute
