@@ -386,7 +386,7 @@ def test_processes_that_are_told_different_things_end_at_once_and_say_which(comm
         )
         # of any thread, at any time
         lines = [line for line in log.read_text().splitlines() if not line.startswith("[Gloo]")]
-        assert lines[-1] == f"error: all processes must be told the same: {said}"
+        assert lines[-1] == f"error: all processes must have the same configuration: {said}"
     assert not (commands.folder / "unlike" / "metrics.jsonl").exists()
 
 
