@@ -156,7 +156,7 @@ def estimate(
         raise ValueError(f"axes={few} must be at least 1 device each")
     if unknown := set(axes) - set(meshes.AXES):
         raise ValueError(f"axes={dict(axes)} must be of {meshes.AXES}, not {sorted(unknown)}")
-    state, held, kept = _divided(config, axes, strategy)
+    state, param_specs, grad_specs = _divided(config, axes, strategy)
     if strategy.by != "hand":
         raise ValueError(
             f"by={strategy.by!r} must be 'hand' for an estimate: a compiler decides what is"
@@ -172,10 +172,10 @@ def estimate(
         minibatches=config.training.num_minibatches,
         piped="pipe" in axes,
     )
-    params = costs.leaves(state.params, held.params, kept, n)
+    params = costs.leaves(state.params, param_specs.params, grad_specs, n)
     slots_of_time, waiting = _pipeline(strategy, n["pipe"]) if step.piped else (0, 0)
-    rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, held))
-    bytes_held = {
+    rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, param_specs))
+    bytes_by_use = {
         "parameters": sum(leaf.bytes for leaf in params),
         "optimizer": sum(leaf.bytes for leaf in costs.leaves(rest, of_rest, of_rest, n)),
         "batch": 3 * 4 * config.data.batch_size // n["data"] * config.data.seq_len,
@@ -195,11 +195,11 @@ def estimate(
         dict(axes),
         strategy,
         step.parts,
-        bytes_held,
+        bytes_by_use,
         {axis: int(size) for axis, size in sent.items()},
         step_model.breakdown(shape, plan, cluster),
         step_model.breakdown(shape, dataclasses.replace(plan, data_overlap=False), cluster),
-        sum(bytes_held.values()) <= cluster.accelerator.memory_bytes,
+        sum(bytes_by_use.values()) <= cluster.accelerator.memory_bytes,
     )
 
 

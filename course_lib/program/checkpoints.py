@@ -264,7 +264,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             (draft / ABOUT).write_text(about)
             checksums.write(draft)
-            files.whole_folder(draft, self._path(step))
+            files.complete_folder(draft, self._path(step))
             self._damaged.discard(step)
             self._delete_old()
 

@@ -158,11 +158,11 @@ def configuration(options: argparse.Namespace) -> ConfigDict:
             )
     if options.config:
         try:
-            config = settings.whole(json.loads(pathlib.Path(options.config).read_text()))
+            config = settings.complete(json.loads(pathlib.Path(options.config).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"--config {options.config} cannot be read: {error}") from None
     else:
-        config = settings.whole(configs.get(options.preset))
+        config = settings.complete(configs.get(options.preset))
     for change in options.set:
         field, equals, text = change.partition("=")
         if not equals:

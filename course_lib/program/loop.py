@@ -1,6 +1,6 @@
 """The training program's loop: starts or resumes a run, validates, checkpoints and ends it.
 
-    ended = train(settings.whole(configs.get("cpu")), "runs/cpu")
+    ended = train(settings.complete(configs.get("cpu")), "runs/cpu")
 
 A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
 The same call resumes a run that was killed, from its last complete checkpoint. On the same
@@ -93,7 +93,7 @@ def build(
     """Returns the run, and the sharding of a batch, which is cut along the mesh axis "data".
 
     Args:
-      config: as `settings.whole` returns it, after `settings.check` accepted it.
+      config: as `settings.complete` returns it, after `settings.check` accepted it.
       devices: to run on; all that JAX has if None.
 
     Raises:
@@ -119,7 +119,7 @@ def train(
     Where several processes train, each of them calls this function inside `processes.start`.
 
     Args:
-      config: as `settings.whole` returns it.
+      config: as `settings.complete` returns it.
       folder: the run's folder, which all processes see.
       devices: to run on; all that JAX has if None.
 
@@ -133,7 +133,7 @@ def train(
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        told_to_end = stack.enter_context(preemption.notices())
+        stop_reason = stack.enter_context(preemption.notices())
         inputs = prepare(config, folder, devices, stack)
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep))
@@ -154,7 +154,7 @@ def train(
             if first and (baseline := observe.bigram_loss(inputs.tokens, config)):
                 book.write(0, **baseline)
         loop = Loop(config, inputs, checkpoints, book, saved)
-        ended = Ended(loop.take_steps(told_to_end), loop.step)
+        ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
         # A run that is not finite before its first checkpoint has nothing to report.
         if ended.reason != NOT_FINITE or checkpoints.steps():
@@ -248,7 +248,8 @@ class Loop:
       step: the last step taken.
       state: the train state after it.
       best: the lowest validation loss; None before the first validation.
-      looked: whether the validation and the sample that were due after the last step are done.
+      caught_up: whether the validation and the sample that were due after the last step are
+        done.
       tally: sums for the next line of metrics.
     """
 
@@ -268,11 +269,11 @@ class Loop:
         place = inputs.place
         if saved:
             self.step, self.state = saved.step, saved.state
-            self.best, self.looked = saved.data_state["best"], saved.data_state["looked"]
+            self.best, self.caught_up = saved.data_state["best"], saved.data_state["looked"]
             self.tally = observe.Tally(saved.data_state["tally"])
             inputs.batches.set_state(saved.data_state["batches"])
         else:
-            self.step, self.best, self.looked = 0, None, True
+            self.step, self.best, self.caught_up = 0, None, True
             self.tally = observe.Tally()
             first = min(place.addressable_devices, key=operator.attrgetter("id"))
             with jax.default_device(first):
@@ -281,9 +282,9 @@ class Loop:
         devices = len(place.device_set)
         self.speed = observe.Speed(config, book, self.step, devices, self.state.params)
 
-    def take_steps(self, told_to_end: Callable[[], str]) -> str:
+    def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""
-        if not self.looked:  # the process before this one ended too early for it
+        if not self.caught_up:  # an earlier process ended before it looked
             self.look(self.due(self.step), again=True)
         self.book.compiling()
         while self.step < self.total:
@@ -291,15 +292,15 @@ class Loop:
             self.state, metrics = self.run.train_step(self.state, batch)
             self.step += 1
             self.unread.append((self.step, metrics))
-            why, due = told_to_end(), self.due(self.step)
+            why, due = stop_reason(), self.due(self.step)
             stops = bool(why or due - {"log"})
             if not self.read_metrics(behind=0 if stops else BEHIND):
                 return NOT_FINITE
             if stops and not finite((self.state.params, self.state.opt_state)):
                 self.book.say(f"the parameters after step {self.step} are not finite")
                 return NOT_FINITE
-            self.looked = not due & {"validate", "sample"}
-            if why := why or self.look(due, told_to_end):
+            self.caught_up = not due & {"validate", "sample"}
+            if why := why or self.look(due, stop_reason):
                 self.save(loss=None, must=True)
                 return why
         return DONE
@@ -335,13 +336,13 @@ class Loop:
         return True
 
     def look(
-        self, due: set[str], told_to_end: Callable[[], str] = str, again: bool = False
+        self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
         """Validates, samples and saves, each only if it is due.
 
         Args:
           due: what `due` returned for this step.
-          told_to_end: asked between the batches of a validation.
+          stop_reason: asked between the batches of a validation.
           again: whether an earlier process may have written these lines before it was killed.
 
         Returns:
@@ -358,9 +359,9 @@ class Loop:
                 place = self.inputs.place
                 try:
                     metrics = observe.validate(
-                        run, self.state.params, tokens, self.config, place, told_to_end
+                        run, self.state.params, tokens, self.config, place, stop_reason
                     )
-                except preemption.ToldToEnd as why:
+                except preemption.StopRequested as why:
                     return str(why)
                 values = {f"validation_{name}": value for name, value in metrics.items()}
                 self.write("metrics", again, **values)
@@ -373,7 +374,7 @@ class Loop:
                     self.run, self.state.params, self.config, self.step, self.inputs.place
                 )
                 self.write("samples", again, text=text)
-        self.looked = True
+        self.caught_up = True
         if "checkpoint" in due:
             self.save(metrics.get("loss"), must=self.step == self.total)
         return ""
@@ -393,7 +394,7 @@ class Loop:
         data_state = {
             "batches": self.inputs.batches.get_state(),
             "tally": self.tally.state(),
-            "looked": self.looked,
+            "looked": self.caught_up,
             "best": self.best,
             "computed": self.inputs.computed,
         }

@@ -48,23 +48,23 @@ def setup() -> None:
     )
 
 
-def check_version(found: str) -> None:
+def check_version(version: str) -> None:
     """Refuses a JAX that is too old.
 
     Args:
-      found: a version as pip prints it, such as "0.10.2".
+      version: a version as pip prints it, such as "0.10.2".
 
     Raises:
       RuntimeError: if it is older than `OLDEST_JAX`.
       ValueError: if it is no version.
     """
     # A suffix, as in "0.10.0rc1", does not matter.
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None:
-        raise ValueError(f"found={found!r} must be a version such as '0.10.2'")
+        raise ValueError(f"version={version!r} must be a version such as '0.10.2'")
     if tuple(map(int, numbers.groups())) < tuple(map(int, OLDEST_JAX.split("."))):
         raise RuntimeError(
-            f"jax {found} is too old: the course needs {OLDEST_JAX} or newer. "
+            f"jax {version} is too old: the course needs {OLDEST_JAX} or newer. "
             f"Run `pip install 'jax>={OLDEST_JAX}'`, then restart the kernel."
         )
 

@@ -89,7 +89,7 @@ def test_the_examples_of_help_can_be_given(tmp_path):
         if "--config" in given:
             given[given.index("--config") + 1] = str(tmp_path / "config.json")
             (tmp_path / "config.json").write_text(
-                json.dumps(settings.whole(configs.get("cpu")).to_dict())
+                json.dumps(settings.complete(configs.get("cpu")).to_dict())
             )
         settings.check(asked(*given))
 

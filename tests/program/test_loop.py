@@ -88,13 +88,13 @@ def preempt(text, folder, step, asked=1, **changes):
         done.append(int(new.step))
         return new, metrics
 
-    def told_to_end():
+    def stop_reason():
         found.append(done[-1])
         return loop.PREEMPTED if found.count(step) == asked else ""
 
     with pytest.MonkeyPatch.context() as patched:
         steps_end_with(patched, count)
-        patched.setattr(preemption, "notices", lambda: contextlib.nullcontext(told_to_end))
+        patched.setattr(preemption, "notices", lambda: contextlib.nullcontext(stop_reason))
         assert train(text, folder, **changes) == loop.Ended(loop.PREEMPTED, step)
 
 
@@ -356,7 +356,7 @@ def test_what_says_how_it_is_computed_may_change_and_the_losses_stay(
         patched.setattr(hardware, "cores", lambda: 99)
         train(text, tmp_path, training__steps=20)
     assert (
-        f"otherwise than before: jax: '{jax.__version__}' saved, '0.99' given; cores: "
+        f"rounded differently: jax: '{jax.__version__}' saved, '0.99' given; cores: "
         in capsys.readouterr().err
     )
     train(
@@ -367,7 +367,7 @@ def test_what_says_how_it_is_computed_may_change_and_the_losses_stay(
         run__sample_tokens=0,
     )
     said = [
-        line for line in capsys.readouterr().err.splitlines() if "otherwise than before" in line
+        line for line in capsys.readouterr().err.splitlines() if "rounded differently" in line
     ]
     assert re.fullmatch(
         r".*before: model.remat: \[\] .*; model.attention: 'reference' saved, 'xla' given",

@@ -54,14 +54,14 @@ def test_versions_are_compared_as_numbers(version):
 
 
 def test_what_is_no_version_is_refused():
-    with pytest.raises(ValueError, match="found='newest' must be a version such as '0.10.2'"):
+    with pytest.raises(ValueError, match="version='newest' must be a version such as '0.10.2'"):
         notebook.check_version("newest")
 
 
 def test_source_shows_the_file_and_the_text_of_the_live_function(capsys, monkeypatch):
     out = shown(capsys, monkeypatch, notebook.check_version)
     assert out.startswith(
-        "`course_lib/show/notebook.py`\n```python\ndef check_version(found: str) -> None:"
+        "`course_lib/show/notebook.py`\n```python\ndef check_version(version: str) -> None:"
     )
     assert "raise RuntimeError(" in out and out.rstrip().endswith("```")
 
