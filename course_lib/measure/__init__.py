@@ -29,34 +29,3 @@ from course_lib.measure.timing import (
 )
 from course_lib.measure.traffic import Move, Traffic, traffic
 from course_lib.measure.units import GIB, MIB
-
-__all__ = [
-    "GIB",
-    "MIB",
-    "Collective",
-    "Flops",
-    "Heap",
-    "Ledger",
-    "LiveArray",
-    "Memory",
-    "Move",
-    "Roofline",
-    "StepTime",
-    "Time",
-    "Traffic",
-    "attainable_seconds",
-    "compare",
-    "flops",
-    "gib",
-    "heap",
-    "hlo",
-    "ledger",
-    "memory",
-    "mfu",
-    "peak_in_own_process",
-    "roofline",
-    "step_time",
-    "time",
-    "traffic",
-    "write_session",
-]

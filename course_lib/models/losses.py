@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from course_lib.one_device.gradient_accumulation import LossFn, nonzero
@@ -29,25 +28,15 @@ BALANCE = "balance"
 
 
 def as_function(model: Any, balance: bool = False) -> ApplyFn:
-    """Returns a Flax model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
+    """Returns a Flax Linen model as a plain function `apply_fn(params, inputs, rng=None) ->
+    logits`.
 
     Args:
       model: a Linen module whose call takes `train`, and draws its dropout from
-        `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`;
-        it may hold streams of random numbers, and nothing else that changes.
+        `rngs["dropout"]`.
       balance: whether the function returns `(logits, balance)`, with the load-balancing loss of
-        each sequence, the mean over layers. Linen only.
-
-    Raises:
-      ValueError: if an NNX module holds other state, as statistics of batches, or is to return
-        its balance.
+        each sequence, the mean over layers.
     """
-    if isinstance(model, nnx.Module):
-        if balance:
-            raise ValueError(
-                "balance=True must come with a Linen model, which leaves it in a collection"
-            )
-        return _nnx_as_function(model)
 
     def apply_fn(params, inputs, rng=None):
         mode = dict(train=False) if rng is None else dict(train=True, rngs={"dropout": rng})
@@ -59,41 +48,6 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         return logits, jnp.concatenate(of_layers).mean(axis=0)
 
     return apply_fn
-
-
-def _nnx_as_function(model: nnx.Module) -> ApplyFn:
-    parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
-    graph, _, streams, rest = parts
-    if others := jax.tree_util.tree_leaves_with_path(rest):
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in others]
-        raise ValueError(
-            f"model={type(model).__name__} must hold parameters and random streams only, not"
-            f" {', '.join(names)}: a function of its parameters cannot return other state, such"
-            " as running statistics; use nnx.LayerNorm in place of nnx.BatchNorm, make"
-            " constants nnx.Params or Python numbers, and train without caches"
-        )
-
-    def apply_fn(params, inputs, rng=None):
-        if rng is None:
-            # A copy: merge would count the numbers that are drawn in the caller's model.
-            module = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, streams))
-            module.eval()
-        else:
-            module = nnx.merge(graph, params, _seeded(streams, rng))
-            module.train()
-        return module(inputs)
-
-    return apply_fn
-
-
-def _seeded(streams: Any, rng: Key[Array, ""]) -> Any:
-    """Gives each stream of random numbers its own key, also within a stack of streams."""
-    leaves, tree = jax.tree.flatten(streams)
-    for index, leaf in enumerate(leaves):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            key = jax.random.fold_in(rng, index)
-            leaves[index] = jax.random.split(key, leaf.shape) if leaf.shape else key
-    return jax.tree.unflatten(tree, leaves)
 
 
 def cross_entropy(

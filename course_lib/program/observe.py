@@ -33,9 +33,7 @@ class Tally:
     def __init__(self, saved: dict[str, Any] | None = None):
         saved = saved or {"sums": {}, "skipped": 0, "in_a_row": 0}
         self.skipped: int = saved["skipped"]
-        self.in_a_row: int = saved[
-            "in_a_row"
-        ]  # skipped updates since the last one that was not
+        self.in_a_row: int = saved["in_a_row"]  # skipped updates since the last one made
         self._sums = {name: list(pair) for name, pair in saved["sums"].items()}
 
     def state(self) -> dict[str, Any]:

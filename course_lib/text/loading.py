@@ -44,7 +44,7 @@ def check_apart(folder: pathlib.Path, corpus: data.Corpus) -> None:
     """Refuses a run folder inside a corpus, or inside a folder that the corpus links to: when
     the run resumes, it would read its own files as text.
     """
-    if corpus in ("shipped", "stdlib"):
+    if corpus == "shipped":
         return
     with contextlib.suppress(OSError):  # `data.tokens` reports a folder that cannot be read
         for inner, _ in files.folders(pathlib.Path(corpus)):

@@ -2,18 +2,14 @@
 tests/test_training.py for the other losses.
 """
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
-from course_lib import measure, training
+from course_lib import training
 from course_lib.measure import virtual
 from course_lib.models import losses
-from course_lib.models.mlp import MLPClassifier
 from course_lib.text.data import Batch
 
 WHY_NOT = virtual.why_unavailable()
@@ -64,128 +60,3 @@ def test_without_any_weight_the_loss_and_its_gradient_are_zero():
     loss_fn = losses.balanced_loss(apply_fn, 0.5)
     (loss, _), grad = jax.value_and_grad(loss_fn, has_aux=True)(jnp.float32(1), part(2), None)
     assert loss == grad == 0
-
-
-# A model in Flax's newer interface, NNX.
-
-
-class NnxClassifier(nnx.Module):
-    """`MLPClassifier` once more; `layers` draw their dropout one after the other."""
-
-    def __init__(self, width, hidden, classes, rate=0.5):
-        rngs = nnx.Rngs(0)
-        self.input_layer = nnx.Linear(width, hidden, rngs=rngs)
-        self.norm = nnx.LayerNorm(hidden, rngs=rngs)
-        self.dropout, self.another = (nnx.Dropout(rate, rngs=rngs) for _ in range(2))
-        self.output_layer = nnx.Linear(hidden, classes, rngs=rngs)
-
-    def __call__(self, inputs):
-        return self.output_layer(self.dropout(nn.silu(self.norm(self.input_layer(inputs)))))
-
-
-def both(width=16, hidden=32, classes=7, batch=24):
-    """Returns, for Linen and for NNX, the model as a function and its parameters, which are
-    equal; and a batch.
-    """
-    linen, nnx_model = (
-        MLPClassifier(hidden_size=hidden, num_classes=classes),
-        NnxClassifier(width, hidden, classes),
-    )
-    params = nnx.state(nnx_model, nnx.Param)
-    plain = linen.init(jax.random.key(0), jnp.zeros((1, width)), train=False)["params"]
-    assert jax.tree.structure(nnx.to_pure_dict(params)) == jax.tree.structure(plain)
-    nnx.replace_by_pure_dict(params, plain)
-    keys = jax.random.split(jax.random.key(1), 3)
-    labels = jax.random.randint(keys[1], (batch,), 0, classes)
-    weights = jax.random.randint(keys[2], (batch,), 0, 3).astype(jnp.float32)
-    examples = Batch(jax.random.normal(keys[0], (batch, width)), labels, weights)
-    return (losses.as_function(linen), plain), (losses.as_function(nnx_model), params), examples
-
-
-def test_an_nnx_model_has_the_gradients_of_the_same_model_in_linen():
-    (linen, plain), (of_nnx, params), batch = both()
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(
-            jax.grad(lambda p: losses.classification_loss(linen)(p, batch, None)[0])
-        )(plain)
-        found = jax.jit(
-            jax.grad(lambda p: losses.classification_loss(of_nnx)(p, batch, None)[0])
-        )(params)
-    pairs = jax.tree.map(lambda one, other: (one, other), nnx.to_pure_dict(found), expected)
-    for path, (one, other) in jax.tree_util.tree_leaves_with_path(
-        pairs, is_leaf=lambda leaf: isinstance(leaf, tuple)
-    ):
-        assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other), path
-
-
-def test_an_nnx_model_is_trained_by_the_train_step():
-    _, (of_nnx, params), batch = both()
-    loss_fn, optimizer = losses.classification_loss(of_nnx), optax.adam(1e-2)
-    step = training.make_train_step(loss_fn, optimizer, num_minibatches=2)
-    before = float(loss_fn(params, batch, None)[0])
-    state = training.init_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0))
-    for _ in range(50):
-        state, _ = step(state, batch)
-    assert loss_fn(state.params, batch, None)[0] < 0.5 * before
-
-
-def test_dropout_of_an_nnx_model_follows_the_key_alone_and_each_layer_draws_its_own():
-    class Drops(nnx.Module):
-        def __init__(self):
-            self.one, self.two = (nnx.Dropout(0.5, rngs=nnx.Rngs(0)) for _ in range(2))
-            self.scale = nnx.Param(jnp.ones(()))
-
-        def __call__(self, inputs):
-            return self.scale * jnp.stack([self.one(inputs), self.two(inputs)])
-
-    model, inputs, keys = Drops(), jnp.ones(64), jax.random.split(jax.random.key(0))
-    apply_fn, params = losses.as_function(model), nnx.state(model, nnx.Param)
-    np.testing.assert_array_equal(apply_fn(params, inputs), 1)
-    first, again, other = (apply_fn(params, inputs, key) for key in (keys[0], keys[0], keys[1]))
-    np.testing.assert_array_equal(first, again)
-    assert (
-        set(np.unique(first)) == {0, 2}
-        and np.any(first != other)
-        and np.any(first[0] != first[1])
-    )
-
-
-def test_an_nnx_model_that_draws_in_evaluation_draws_the_same_each_time():
-    class Draws(nnx.Module):
-        def __init__(self):
-            self.rngs, self.scale = nnx.Rngs(0), nnx.Param(jnp.ones(()))
-
-        def __call__(self, inputs):
-            return self.scale * (inputs + jax.random.normal(self.rngs(), inputs.shape))
-
-    model, inputs = Draws(), jnp.ones(8)
-    apply_fn, params = losses.as_function(model), nnx.state(model, nnx.Param)
-    first = apply_fn(params, inputs)
-    np.testing.assert_array_equal(first, apply_fn(params, inputs))
-    np.testing.assert_allclose(first, jax.jit(apply_fn)(params, inputs), rtol=1e-6)
-
-
-def test_an_nnx_model_with_other_state_is_refused_by_its_name():
-    class Normalized(nnx.Module):
-        def __init__(self):
-            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-
-    with pytest.raises(
-        ValueError,
-        match=r"model=Normalized must hold .* only, not norm\.mean.*, norm\.var.*LayerNorm",
-    ):
-        losses.as_function(Normalized())
-    with pytest.raises(ValueError, match="balance=True must come with a Linen model"):
-        losses.as_function(NnxClassifier(2, 2, 2), balance=True)
-
-
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_an_nnx_model_compiles_to_the_memory_of_the_same_model_in_linen():
-    [device], optimizer, found = virtual.devices("a5000"), optax.adam(1e-2), []
-    *models, batch = both(width=256, hidden=1024, classes=100, batch=512)
-    for apply_fn, params in models:
-        step = training.make_train_step(losses.classification_loss(apply_fn), optimizer)
-        state = training.init_state(params, optimizer, jax.random.key(0))
-        compiled = virtual.compile(step.lower(*virtual.abstract((state, batch), device)))
-        found.append((measure.memory(compiled), measure.traffic(compiled).bytes))
-    assert found[0] == found[1]

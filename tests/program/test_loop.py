@@ -605,7 +605,7 @@ def test_of_several_processes_none_goes_on_after_a_checkpoint_that_failed(monkey
 
     def fail(count):
         monkeypatch.setattr(jax, "process_count", lambda: count)
-        with one.reporting_errors(unless=False):
+        with one.reporting_errors(must=False):
             raise CheckpointError("step 3 could not be saved")
 
     fail(1)

@@ -19,15 +19,3 @@ from course_lib.measure.hardware.accelerator import (
     TpuTarget,
 )
 from course_lib.measure.hardware.table import check, cores, get, names, recognize
-
-__all__ = [
-    "PRECISIONS",
-    "Accelerator",
-    "GpuTarget",
-    "TpuTarget",
-    "check",
-    "cores",
-    "get",
-    "names",
-    "recognize",
-]

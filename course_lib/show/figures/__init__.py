@@ -18,26 +18,3 @@ from course_lib.show.figures.overlap import overlap
 from course_lib.show.figures.schedules import schedule
 from course_lib.show.figures.style import use_style
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
-
-__all__ = [
-    "formats",
-    "gradient_histogram",
-    "heap_timeline",
-    "hosts",
-    "largest_arrays",
-    "lines",
-    "loss_curve",
-    "memory_bars",
-    "memory_breakdown",
-    "overlap",
-    "residuals",
-    "roofline",
-    "schedule",
-    "seconds_by_devices",
-    "step_timeline",
-    "top_ops",
-    "trace",
-    "tradeoff",
-    "use_style",
-    "who_holds_what",
-]
