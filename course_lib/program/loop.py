@@ -284,7 +284,7 @@ class Loop:
 
     def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""
-        if not self.caught_up:  # an earlier process ended before it looked
+        if not self.caught_up:  # an earlier process ended before it validated or sampled
             self.look(self.due(self.step), again=True)
         self.book.compiling()
         while self.step < self.total:

@@ -226,7 +226,7 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(checkpoints):
     save(checkpoints, 1, 2)
     for step in (1, 2):
         flip_a_bit(checkpoints.folder / f"0000000{step}" / "SHA256SUMS")
-    with pytest.raises(CheckpointError, match=r"are damaged, of steps \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"are damaged \(steps \[1, 2\]\)"):
         checkpoints.restore(abstract(small(0)))
 
 

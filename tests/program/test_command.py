@@ -127,7 +127,7 @@ def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
         (["--set", "model.num_heads=3"], "error: "),
         (["--config", "/no/such/file"], "error: --config /no/such/file cannot be read"),
         (["--devices", "0"], "error: --devices 0 must be at least 1"),
-        (["--data", ""], "error: --data is empty, as an unset variable of a shell is"),
+        (["--data", ""], "error: --data is empty, perhaps because a shell variable is not set"),
         (["--run", ""], "error: --run is empty"),
         (["--config", ""], "error: --config is empty"),
         (["--run", "\udcff"], "error: '\\udcff' has a name that is not UTF-8"),
