@@ -134,7 +134,7 @@ def partly_live(
         return _read(name, accelerator, reason, sizes)
     recording = bool(cases) and _recording()
     if not live and not recording:
-        return _read(name, accelerator, "no row was to be computed", sizes)
+        return _read(name, accelerator, "no new row was requested", sizes)
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         rows = _as_json(name, list(pool.map(compute, cases if recording else live)))

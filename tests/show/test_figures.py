@@ -2,6 +2,7 @@
 colour too.
 """
 
+import inspect
 import io
 import itertools
 import math
