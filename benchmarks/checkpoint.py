@@ -102,7 +102,7 @@ def measure_here(
       intervals: as `summary` takes them.
       folder: where runs are written, on the disk to measure.
     """
-    config = settings.whole(configs.get(preset))
+    config = settings.complete(configs.get(preset))
     config.training.steps = every * (saves + 1)
     config.optimizer.total_steps = max(config.optimizer.total_steps, config.training.steps)
     never = config.training.steps + 1

@@ -4,7 +4,7 @@ the train step takes.
     python -m benchmarks.input --preset cpu         prints one line of JSON;
                                                     --out docs/results/benchmarks stores it
 
-Three things by turns: batches alone, steps alone (on a batch that lies ready), and steps that
+Three things in turn: batches alone, steps alone (on a batch that lies ready), and steps that
 are fed. Batches are made ahead: while others have their turn, some get ready, which would be
 had for nothing. So a turn begins with as many that are not timed. The input works in a thread
 beside the steps: where there are few cores it takes time from them, which the fed steps show.
@@ -25,7 +25,7 @@ from course_lib.text import data, loading
 
 # batches that may lie ready: Grain's 2, the one in its hand, those on the device, and some
 READY = 8
-NAMES = {"input": "batches alone", "step": "steps alone", "fed": "steps that are fed"}
+NAMES = {"input": "batches alone", "step": "steps alone", "fed": "steps with input"}
 
 
 def by_turns(
@@ -121,7 +121,7 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
     )
     notes = (
         f"Preset `{preset}`, batches of {sizes['batch_size']} x {sizes['seq_len']} tokens."
-        f" {repeats} turns of {steps} each, by turns: median and quartiles."
+        f" {repeats} rounds of {steps} each, in turn: median and quartiles."
     )
     return table.record("input", rows, notes, ("jax", "jaxlib", "grain", "numpy"))
 

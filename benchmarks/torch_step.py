@@ -6,7 +6,7 @@
 
 Before anything is timed, PyTorch gets the library's initial parameters, and gradients and the
 losses of the next steps have to agree. Each case is a process of its own that trains on while
-the others wait, a few steps by turns, so that what slows the machine down slows all of them.
+the others wait, a few steps in turn, so that a slow moment of the machine slows all of them.
 Ratios are taken within a round, and seconds of the processor stand beside those of the clock:
 under other load they say more, though a thread of PyTorch that waits for another one uses them
 up too.
@@ -45,12 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
     LIKE_EAGER: {"by": "eager"},
     "PyTorch, compiled": {"by": "compiled"},
     "this library": {},
-    "without what makes it fast": {
+    "without the three options": {
         "keep": False,
         "changes": {"model.flat_products": False, "model.attention": "reference"},
     },
-    "memory not kept": {"keep": False},
-    "products not flat": {"changes": {"model.flat_products": False}},
+    "memory returned after each step": {"keep": False},
+    "without flat products": {"changes": {"model.flat_products": False}},
     "attention reference": {"changes": {"model.attention": "reference"}},
     "attention xla": {"changes": {"model.attention": "xla"}},
     "scanned layers": {"changes": {"model.scan_layers": True}},
@@ -255,7 +255,7 @@ def rows_of(
 def measure_here(
     chosen: ConfigDict, cases: Sequence[str], rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Checks that the models are the same, and times the cases by turns.
+    """Checks that the models are the same, and times the cases in turn.
 
     Args:
       chosen: the configuration that the cases change.
@@ -361,7 +361,7 @@ def main() -> int:
         },
         "notes": (
             "the step of the preset cpu with 6 layers of width 256: float32, AdamW, gradients"
-            " clipped, no dropout where not said; as many threads as cores"
+            " clipped, no dropout unless named; as many threads as cores"
         ),
     }
     options.out.mkdir(parents=True, exist_ok=True)

@@ -130,7 +130,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
             raise
 
 
-def whole_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
+def complete_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
     """Renames a draft to the folder's name, after all that is in it is on the disk.
 
     A folder that has the name moves beside the draft first. A process that is killed between
@@ -144,7 +144,7 @@ def whole_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def put_back(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Renames folders back that `whole_folder` moved away without replacing them."""
+    """Renames folders back that `complete_folder` moved away without replacing them."""
     for path in drafts.glob(f"{REPLACED}*"):
         if not (named := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(named)

@@ -52,14 +52,14 @@ def numbers(lowered: Any) -> dict[str, int]:
 
 def on_one(whole: Any, accelerator: str) -> dict[str, int]:
     """Returns the numbers of a configuration's step on one virtual device."""
-    run, _ = loop.build(settings.whole(whole), virtual.devices(accelerator))
+    run, _ = loop.build(settings.complete(whole), virtual.devices(accelerator))
     step: Any = run.train_step
     return numbers(step.lower(*run.abstract()))
 
 
 def on_eight(changes: dict[str, Any]) -> dict[str, int]:
     """Returns the numbers of preset 155m, changed, on eight virtual H100s."""
-    whole = settings.whole(configs.get("155m"))
+    whole = settings.complete(configs.get("155m"))
     whole.model.dropout_rate = 0.0
     whole.update_from_flattened_dict(changes)
     run, _ = loop.build(whole, virtual.devices("h100", 8))

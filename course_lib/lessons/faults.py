@@ -68,9 +68,10 @@ def mean_of_means(right: Any) -> Any:
 def summed_twice(right: Any) -> Any:
     """Sums a gradient over devices twice."""
 
-    def wrong(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
+    def wrong(grads: PyTree, param_specs: PyTree, grad_specs: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda x: jax.lax.psum(vary(x, "data"), "data"), right(grads, held, kept)
+            lambda x: jax.lax.psum(vary(x, "data"), "data"),
+            right(grads, param_specs, grad_specs),
         )
 
     return wrong
@@ -80,8 +81,10 @@ def summed_twice(right: Any) -> Any:
 def mean_for_sum(right: Any) -> Any:
     """Averages gradients over devices instead of adding them."""
 
-    def wrong(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x / jax.lax.axis_size("data"), right(grads, held, kept))
+    def wrong(grads: PyTree, param_specs: PyTree, grad_specs: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x: x / jax.lax.axis_size("data"), right(grads, param_specs, grad_specs)
+        )
 
     return wrong
 
@@ -90,11 +93,13 @@ def mean_for_sum(right: Any) -> Any:
 def wrong_slice(right: Any) -> Any:
     """Keeps the neighbour's slice of the gradient."""
 
-    def wrong(grads: PyTree, held: PyTree, kept: PyTree) -> PyTree:
-        found = right(grads, held, kept)
-        cut = jax.tree.map(lambda spec: data_parallel.dim_of(spec, "data") is not None, kept)
+    def wrong(grads: PyTree, param_specs: PyTree, grad_specs: PyTree) -> PyTree:
+        summed = right(grads, param_specs, grad_specs)
+        cut = jax.tree.map(
+            lambda spec: data_parallel.dim_of(spec, "data") is not None, grad_specs
+        )
         return jax.tree.map(
-            lambda x, moves: collectives.shift(x, "data") if moves else x, found, cut
+            lambda x, moves: collectives.shift(x, "data") if moves else x, summed, cut
         )
 
     return wrong
@@ -294,12 +299,18 @@ def small_stash(right: Any) -> Any:
     """Overwrites activations, with one slot too few in the stash."""
 
     def wrong(schedule: Any) -> slots.Program:
-        found = right(schedule)
-        size = max(1, found.sizes["stash"] - 1)
-        put = found.columns["stash_put"]
-        put = np.where(put < found.sizes["stash"], put % size, size)
-        columns = {**found.columns, "stash": found.columns["stash"] % size, "stash_put": put}
-        return dataclasses.replace(found, columns=columns, sizes={**found.sizes, "stash": size})
+        program = right(schedule)
+        size = max(1, program.sizes["stash"] - 1)
+        put = program.columns["stash_put"]
+        put = np.where(put < program.sizes["stash"], put % size, size)
+        columns = {
+            **program.columns,
+            "stash": program.columns["stash"] % size,
+            "stash_put": put,
+        }
+        return dataclasses.replace(
+            program, columns=columns, sizes={**program.sizes, "stash": size}
+        )
 
     return wrong
 

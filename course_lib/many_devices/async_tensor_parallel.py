@@ -1,7 +1,8 @@
-"""The two products of tensor parallelism, overlapped with their communication.
+"""The two matrix multiplications (matmuls) of tensor parallelism, overlapped with their
+communication.
 
 `tensor_parallel.gather_column` waits for the whole sequence before it multiplies, and
-`tensor_parallel.row_scatter` sends nothing before all products are done. Here the sequence
+`tensor_parallel.row_scatter` sends nothing before its matmul is done. Here the sequence
 travels around a ring of devices, part by part (Wang et al., 2023,
 https://doi.org/10.1145/3567955.3567959; Dehghani et al., 2023,
 https://arxiv.org/abs/2302.05442, section 2.2):
@@ -10,13 +11,13 @@ https://arxiv.org/abs/2302.05442, section 2.2):
     row       multiply the part of the farthest device first, and send its sum on while the next
               part is multiplied
 
-The ring sends as many bytes as the collective, in n - 1 steps. Each step hides behind a product
-that takes as long. With `bidirectional`, half of the parts go around the other way, and the
-ring needs half of the steps. The gradients are rings as well, which JAX derives.
+The ring sends as many bytes as the collective, in n - 1 steps. A step is hidden if the matmul
+beside it takes at least as long. With `bidirectional`, half of the parts go around the other
+way, and the ring needs half as many steps. JAX derives the gradients, which are rings as well.
 
-`jax.lax.optimization_barrier` ties each transfer to the product beside it. Without it XLA may
-send first and multiply later, or merge the small products into one large product: then nothing
-hides the transfers.
+`jax.lax.optimization_barrier` ties each transfer to the matmul beside it. Without it XLA may
+send first and multiply later, or merge the small matmuls into a large one: then nothing hides
+the transfers.
 """
 
 import dataclasses
@@ -32,13 +33,13 @@ from course_lib.many_devices.tensor_parallel import AXIS, LENGTH
 from course_lib.models.hooks import Hooks
 
 OVERLAPS = ("none", "one-way", "two-way")
-"""How the products communicate: not while they compute ("none"), or around a ring meanwhile, in
-one or both directions.
+"""How matmuls and their communication overlap: not at all ("none"), or around a ring, in one
+direction or in both.
 """
 
 TWO_TRANSFERS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-"""For `.compile(...)` or `jax.jit(compiler_options=...)`: two directions need two transfers in
-flight, and XLA:GPU allows one by default.
+"""Compiler options, for `.compile(...)` or `jax.jit(compiler_options=...)`. Two directions need
+two transfers at the same time, and XLA:GPU allows one by default.
 """
 
 
@@ -50,8 +51,8 @@ def gather_column(
     bidirectional: bool = False,
     **options: Any,
 ) -> Array:
-    """Computes `tensor_parallel.gather_column`: this device's columns of the product, for the
-    whole sequence.
+    """Computes the same as `tensor_parallel.gather_column`: this device's columns of the
+    product, for the whole sequence.
 
     Args:
       x: this device's part of the sequence, [B, L / n, ...].
@@ -68,7 +69,7 @@ def gather_column(
         by: collectives.shift(x, AXIS, by) for by, steps in ((1, right), (-1, left)) if steps
     }
     parts, own = jax.lax.optimization_barrier((parts, multiply(x)))
-    # 1: with the parts of the devices before this one; -1: of those after it
+    # products[1]: of parts that devices before this one sent; products[-1]: those after it
     products: dict[int, list[Array]] = {1: [], -1: []}
     for step in range(1, right + 1):
         arriving = {
@@ -93,8 +94,8 @@ def row_scatter(
     bidirectional: bool = False,
     **options: Any,
 ) -> Array:
-    """Computes `tensor_parallel.row_scatter`: the product summed over devices, for this
-    device's part of the sequence.
+    """Computes the same as `tensor_parallel.row_scatter`: the product summed over devices, for
+    this device's part of the sequence.
 
     Args:
       x: this device's inputs, of the whole sequence: [B, L, ...].
@@ -111,7 +112,7 @@ def row_scatter(
     )
     right, left = collectives.hops(AXIS, bidirectional)
     parts = collectives.split(x, AXIS, LENGTH)
-    # for the devices on the way, the farthest first
+    # in each direction the parts for the other devices, the farthest first
     going = {1: parts[right:0:-1], -1: parts[right + 1 :]}
     totals = {by: multiply(some[0]) for by, some in going.items() if some}
     arrived = []
@@ -129,7 +130,7 @@ def row_scatter(
 
 
 def hooks(mesh: Mesh, *, bidirectional: bool = False) -> Hooks:
-    """Returns the hooks of sequence parallelism with overlapped products.
+    """Returns the hooks of sequence parallelism, with matmuls that overlap with communication.
 
     Args:
       mesh: with an axis "tensor".
@@ -156,8 +157,8 @@ def check(overlap: str, possible: bool) -> None:
         raise ValueError(f"overlap={overlap!r} must be one of {OVERLAPS}")
     if overlap != "none" and not possible:
         raise ValueError(
-            f"overlap={overlap!r} must come with sequence=True and by='hand': parts of"
-            " sequences move"
+            f"overlap={overlap!r} must come with sequence=True and by='hand': the ring moves"
+            " parts of the sequence"
         )
 
 

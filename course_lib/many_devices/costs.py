@@ -104,28 +104,31 @@ class Leaf:
 
     Attributes:
       path: its name in the tree.
-      bytes: held by the device.
-      held: the spec of the parameter.
-      kept: the spec of its gradient.
+      bytes: of the device's part.
+      param_spec: of the parameter.
+      grad_spec: of its gradient.
     """
 
     path: str
     bytes: int
-    held: P
-    kept: P
+    param_spec: P
+    grad_spec: P
 
 
-def leaves(params: PyTree, held: PyTree, kept: PyTree, n: Sizes) -> list[Leaf]:
+def leaves(params: PyTree, param_specs: PyTree, grad_specs: PyTree, n: Sizes) -> list[Leaf]:
     """Lists parameters as one device holds them.
 
     Args:
       params: pytree of arrays or their shapes.
-      held: their specs.
-      kept: the specs of their gradients.
+      param_specs: of the parameters.
+      grad_specs: of their gradients.
       n: devices along each axis.
     """
     places = zip(
-        *(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)) for specs in (held, kept)),
+        *(
+            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+            for specs in (param_specs, grad_specs)
+        ),
         strict=True,
     )
     listed = []
@@ -144,7 +147,7 @@ def sent_for_gradients(step: Step, params: Sequence[Leaf]) -> float:
     times = step.minibatches if strategy.zero >= 2 else 1
     total = 0.0
     for leaf in params:
-        if dim_of(leaf.held, "data") is not None:
+        if dim_of(leaf.param_spec, "data") is not None:
             kernel = "kernel" in leaf.path
             again = (
                 _needed_again(leaf, step.model)
@@ -153,7 +156,7 @@ def sent_for_gradients(step: Step, params: Sequence[Leaf]) -> float:
             )
             gathers = 1 + ("['block" in leaf.path and again)
             total += times * (gathers + 1) * leaf.bytes * n * (step.width / 4 if kernel else 1)
-        elif dim_of(leaf.kept, "data") is not None:
+        elif dim_of(leaf.grad_spec, "data") is not None:
             total += (times + 1) * leaf.bytes
         else:
             total += times * 2 * leaf.bytes
@@ -193,8 +196,8 @@ def sent_inside_layers(step: Step, params: Sequence[Leaf]) -> float:
     # Each device has a part of the gradients of shared parameters: of its tokens, or its heads.
     for leaf in params:
         of_all = strategy.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path
-        if of_all and dim_of(leaf.held, "tensor") is None:
-            copies = n["data"] if dim_of(leaf.held, "data") is not None else 1
+        if of_all and dim_of(leaf.param_spec, "tensor") is None:
+            copies = n["data"] if dim_of(leaf.param_spec, "data") is not None else 1
             total += step.parts * leaf.bytes * copies
     return 2 * (n["tensor"] - 1) / n["tensor"] * total
 
@@ -235,7 +238,7 @@ def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:
         return 0.0
     slots = step.sequences * step.slots * model.hidden_size
     exchanged = 4 * model.num_layers * slots * step.width
-    shared = sum(leaf.bytes for leaf in params if dim_of(leaf.held, "expert") is None)
+    shared = sum(leaf.bytes for leaf in params if dim_of(leaf.param_spec, "expert") is None)
     return (size - 1) / size * (exchanged + 2 * step.minibatches * shared)
 
 
@@ -244,7 +247,7 @@ def gradients(step: Step, params: Sequence[Leaf]) -> int:
     total = 0
     for leaf in params:
         # Stage 2 adds up slices, the other stages full gradients.
-        sliced = step.strategy.zero == 2 and dim_of(leaf.kept, "data") is not None
+        sliced = step.strategy.zero == 2 and dim_of(leaf.grad_spec, "data") is not None
         slices = step.n["data"] if sliced else 1
         total += leaf.bytes
         total += leaf.bytes // slices if step.parts > 1 or step.piped else 0
@@ -260,7 +263,7 @@ def copies(step: Step, params: Sequence[Leaf]) -> int:
     """
     model, narrow, total = step.model, step.width / 4, 0.0
     for leaf in params:
-        cut, kernel = dim_of(leaf.held, "data") is not None, "kernel" in leaf.path
+        cut, kernel = dim_of(leaf.param_spec, "data") is not None, "kernel" in leaf.path
         if not cut and not (kernel and narrow < 1):
             continue  # used as it is
         size = leaf.bytes * (step.n["data"] if cut else 1) * (narrow if kernel else 1)

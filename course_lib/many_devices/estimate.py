@@ -1,18 +1,18 @@
-"""Estimates a strategy by formula: bytes held, bytes sent and seconds per step, before anything
-is compiled.
+"""Estimates a strategy by formula: memory, bytes sent and seconds per step, before anything is
+compiled.
 
     h100s = Cluster(hardware.get("h100"), 64)
     guess = estimate(config, {"data": 8, "tensor": 8}, Strategy(zero=1, sequence=True), h100s)
     print(guess.memory, guess.step, guess.mfu, guess.time.exposed)
     best = choose(config, h100s)[0]
 
-No device is needed. The strategy's specs say what each device holds, `costs` has the formulas
-of what it holds and sends, `step_model` those of the time.
+No device is needed. The strategy's specs say which part of each array a device holds, `costs`
+computes bytes, and `step_model` seconds.
 
-`time` assumes that gradients and parameters travel along "data" while layers compute, as they
-do with PyTorch's FSDP or MaxText; `unhidden` assumes that they do not. This course's own step
-lies between the two. As XLA compiles it without flags, nothing of stage 0 and about a third of
-stage 3 travels beside matmuls (notebook 8 reads it from the program).
+`time` assumes that gradients and parameters are sent along "data" while layers compute, as
+PyTorch's FSDP and MaxText do; `unhidden` assumes that they are not. This course's own step lies
+between the two. Compiled without flags, it sends nothing of ZeRO stage 0 beside matmuls, and
+about a third of stage 3 (notebook 8 reads this from the program).
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ class Estimate:
     Attributes:
       axes: the mesh, sizes by name, outer to inner.
       strategy: how its axes are used.
-      parts: into how many parts a device along "data" cuts its sequences: microbatches, or
-        minibatches.
-      bytes: "parameters", "optimizer" and "batch", the arguments of the step, exactly; and
-        estimates of "gradients", "copies" (of parameters, as layers compute with them) and
-        "activations".
+      parts: number of microbatches, or minibatches, into which a device along "data" cuts its
+        sequences.
+      bytes: exact numbers for "parameters", "optimizer" and "batch", the arguments of the step;
+        estimates of "gradients", "activations" and "copies" (parameters as layers compute with
+        them).
       sent: bytes that a device sends along each axis.
-      time: seconds per step, by what they are spent on.
-      unhidden: the same if nothing along "data" travels while layers compute.
+      time: seconds per step, one number per kind of work.
+      unhidden: the same, if nothing is sent along "data" while layers compute.
       fits: whether all of `bytes` is at most the accelerator's memory.
     """
 
@@ -138,7 +138,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
 def estimate(
     config: ConfigDict, axes: Mapping[str, int], strategy: Strategy, cluster: Cluster
 ) -> Estimate:
-    """Estimates a training step that is written by hand.
+    """Estimates the training step of a strategy that is written by hand.
 
     Args:
       config: a configuration; its batch is that of all devices.
@@ -156,11 +156,11 @@ def estimate(
         raise ValueError(f"axes={few} must be at least 1 device each")
     if unknown := set(axes) - set(meshes.AXES):
         raise ValueError(f"axes={dict(axes)} must be of {meshes.AXES}, not {sorted(unknown)}")
-    state, held, kept = _divided(config, axes, strategy)
+    state, param_specs, grad_specs = _divided(config, axes, strategy)
     if strategy.by != "hand":
         raise ValueError(
-            f"by={strategy.by!r} must be 'hand' for an estimate: a compiler decides what is"
-            " sent; read the ledger of the compiled step"
+            f"by={strategy.by!r} must be 'hand' for an estimate: the compiler decides what is"
+            " sent; read it from the ledger of the compiled step"
         )
     n = {axis: axes.get(axis, 1) for axis in meshes.AXES}
     step = costs.Step(
@@ -172,10 +172,10 @@ def estimate(
         minibatches=config.training.num_minibatches,
         piped="pipe" in axes,
     )
-    params = costs.leaves(state.params, held.params, kept, n)
+    params = costs.leaves(state.params, param_specs.params, grad_specs, n)
     slots_of_time, waiting = _pipeline(strategy, n["pipe"]) if step.piped else (0, 0)
-    rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, held))
-    bytes_held = {
+    rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, param_specs))
+    bytes_by_use = {
         "parameters": sum(leaf.bytes for leaf in params),
         "optimizer": sum(leaf.bytes for leaf in costs.leaves(rest, of_rest, of_rest, n)),
         "batch": 3 * 4 * config.data.batch_size // n["data"] * config.data.seq_len,
@@ -195,16 +195,16 @@ def estimate(
         dict(axes),
         strategy,
         step.parts,
-        bytes_held,
+        bytes_by_use,
         {axis: int(size) for axis, size in sent.items()},
         step_model.breakdown(shape, plan, cluster),
         step_model.breakdown(shape, dataclasses.replace(plan, data_overlap=False), cluster),
-        sum(bytes_held.values()) <= cluster.accelerator.memory_bytes,
+        sum(bytes_by_use.values()) <= cluster.accelerator.memory_bytes,
     )
 
 
 def _divided(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> Any:
-    """Returns the shapes of the train state, its specs, and those of the gradients.
+    """Returns the shapes of the train state, its specs, and the specs of the gradients.
 
     Raises:
       ValueError: if the strategy is refused, or something does not divide.
@@ -220,21 +220,22 @@ def choose(config: ConfigDict, cluster: Cluster) -> list[Estimate]:
     """Estimates strategies for a cluster, and returns those that fit, the fastest first.
 
     Goes through all meshes data x pipe x tensor that divide the model, with "tensor" inside a
-    host. Without a pipeline it tries ZeRO 0, 1 and 3, each with its fastest number of
-    minibatches among those that fit; with one only 1F1B with ZeRO 1, one chunk per device, and
-    as many microbatches as possible, at most eight per stage. Where "data" does not divide the
-    model's width, only ZeRO 0 is left. An axis "tensor" divides the sequence, too.
+    host. Without a pipeline it tries ZeRO 0, 1 and 3, and takes for each the number of
+    minibatches that fits and is the fastest. With a pipeline it tries only 1F1B with ZeRO 1,
+    one chunk per device, and as many microbatches as possible, at most eight per stage. Where
+    "data" does not divide the model's width, only ZeRO 0 is left. An axis "tensor" divides the
+    sequence, too.
 
     Args:
-      config: a configuration; its number of minibatches does not count.
+      config: a configuration; its number of minibatches is ignored.
       cluster: the devices, and the links between them.
 
     Returns:
-      Estimates; none if nothing fits.
+      The estimates; an empty list if nothing fits.
 
     Raises:
-      ValueError: if the model cannot work on any number of devices; as `estimate`, if the
-        accelerator has no figure for a link.
+      ValueError: if the model cannot work on any number of devices; or, as in `estimate`, if
+        the accelerator has no figure for a link.
     """
     training.check(_with_minibatches(config, 1))  # below, errors only mean "does not divide"
     best: dict[Any, Estimate] = {}
@@ -270,7 +271,7 @@ def _candidates(config: ConfigDict, axes: Mapping[str, int]) -> list[tuple[Strat
     share, sequence = config.data.batch_size // axes["data"], "tensor" in axes
     parts = _divisors(share)
     if "pipe" in axes:
-        few = [m for m in parts if m <= 8 * axes["pipe"]]  # a bubble of a ninth, as tables go
+        few = [m for m in parts if m <= 8 * axes["pipe"]]  # a bubble of a ninth
         return [(Strategy(zero=1, sequence=sequence, microbatches=max(few)), 1)] if few else []
     stages = (0, 1, 3) if axes["data"] > 1 else (0,)
     again = not {"MLP", "Attn"} & set(config.model.remat)

@@ -134,12 +134,11 @@ def check(
         strategy.zero if by_hand else 0, strategy.gather_again, model.remat
     )
     parts = n * num_minibatches * strategy.microbatches
-    if rest := batch_size % parts:
-        below = batch_size - rest
+    if batch_size % parts:
         raise ValueError(
             f"batch_size={batch_size} must be a multiple of {parts}: {n} devices along 'data' x"
             f" {num_minibatches} minibatches x {strategy.microbatches} microbatches of one"
-            f" size; take {f'{below} or ' * (below > 0)}{below + parts}"
+            f" size; take {meshes.nearest(batch_size, parts)}"
         )
     if "context" in mesh.shape:
         _check_context(mesh, strategy)

@@ -158,7 +158,10 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def state_specs(
-    state: TrainState, optimizer: optax.GradientTransformation, params: PyTree, kept: PyTree
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    moment_specs: PyTree,
 ) -> TrainState:
     """Returns the specs of a train state.
 
@@ -166,13 +169,13 @@ def state_specs(
       state: the state, or its shapes.
       optimizer: the optimizer of the state.
       params: specs of the parameters.
-      kept: specs of the optimizer's values per parameter, such as Adam's two moments.
+      moment_specs: specs of the optimizer's values per parameter, such as Adam's two moments.
     """
     opt_state = optax.tree_map_params(
         optimizer,
         lambda _, spec: spec,
         state.opt_state,
-        kept,
+        moment_specs,
         transform_non_params=lambda _: P(),
     )
     alone = jax.tree.map(

@@ -5,15 +5,17 @@
 
 A step is the sum of these parts (`Breakdown`):
 
-    products    matrix multiplications, at `cluster_model.PRODUCTS_SHARE` of the peak rate
+    products    matrix multiplications (matmuls), at `cluster_model.PRODUCTS_SHARE` of the peak
+                rate
     memory      reads and writes of device memory, at `MEMORY_SHARE` of its bandwidth
     optimizer   the same for parameters, gradients and optimizer state
     tensor, context, expert, data, pipe
-                exposed communication along an axis: nothing is computed meanwhile
+                exposed communication along an axis: the device computes nothing during it
     bubble      waiting for the first and last microbatch, and for the slowest stage
 
 The formulas are within 10% of the published time for 61% of 418 published steps. Software
-stacks differ more than layouts: relative to the level of each publication, 73% are.
+stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
+to published seconds on the accelerators of its publication, 73% are within 10%.
 `lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
 `PRODUCTS_SHARE` was fitted to them.
 """
@@ -40,26 +42,28 @@ from course_lib.measure.roofline import peak
 MEMORY_SHARE = 0.85
 """Share of the rated memory bandwidth that kernels reach."""
 UNFUSED_FACTOR = 2
-"""How many times as many bytes elementwise operations move without fusion, each as a kernel of
-its own (PyTorch without torch.compile)."""
+"""Elementwise operations move this many times the bytes if each is a kernel of its own, without
+fusion (PyTorch without torch.compile)."""
 OVERLAP_COST = 0.25
-"""Share of the hidden communication of gradients and parameters that takes time all the same:
-its kernels take multiprocessors and memory bandwidth from the products beside them."""
+"""Share of overlapped gradient and parameter communication that still costs time: its kernels
+take multiprocessors and memory bandwidth from the matmuls that run beside them."""
 GRADIENT_BUCKETS = 8
-"""Number of buckets in which the gradients of a device travel."""
+"""Number of buckets in which a device sends its gradients (bucketing)."""
 TENSOR_OVERLAP = 0.7
 """Share of the tensor traffic that `Plan.tensor_overlap` hides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a step by what they are spent on; `total` is their sum.
+    """Seconds of a step, one number per kind of work; `total` is their sum.
 
     Attributes:
       parts: "products", "memory", "bubble" and "optimizer", and exposed communication by axis:
         "tensor", "context", "expert", "data" and "pipe".
-      hidden: communication that is hidden behind products, by axis; "data" includes "fsdp".
-      model_seconds: one device's share of the products that the model needs, at the peak rate.
+      hidden: seconds of communication that runs beside matmuls, by axis; "data" includes
+        "fsdp".
+      model_seconds: seconds that one device needs for its share of the model's matmuls, at the
+        peak rate.
     """
 
     parts: Mapping[str, float]
@@ -87,10 +91,10 @@ class Cost:
     """The cost of one part of the model for one microbatch, on one device.
 
     Attributes:
-      flops: of products.
-      bytes: read from and written to device memory.
-      exposed: seconds of communication by axis while nothing is computed.
-      hidden: seconds of communication by axis behind products.
+      flops: of matmuls.
+      bytes: read from or written to device memory.
+      exposed: seconds of communication that no computation hides, by axis.
+      hidden: seconds of communication that runs beside matmuls, by axis.
     """
 
     flops: int | float = 0.0
@@ -126,7 +130,7 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         link, or the accelerator has no unit for `plan.dtype`.
     """
     p, microbatches = plan.size("pipe"), plan.microbatches
-    # In some pipelines embedding and output layer count as a layer each.
+    # In some pipelines, the embedding and the output layer each count as one layer.
     if p * plan.chunks > shape.layers + 2 or plan.size("tensor") > shape.heads:
         raise ValueError(
             f"axes={dict(plan.axes)}, chunks={plan.chunks} must not exceed the {shape.layers}"
@@ -139,7 +143,7 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         _busy(forward * per_stage, plan, cluster),
         _busy(backward * per_stage, plan, cluster),
     )
-    # The mean over stages: the last one has the head.
+    # The mean over stages. Only the last stage has the head, so each stage gets 1/p of it.
     microbatch = (forward + backward) * per_stage + head * (1 / p)
     pipe, bubble = pipeline(
         plan, cluster, _activation(shape, plan), *seconds, _busy(head, plan, cluster)
@@ -184,8 +188,8 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
 
 
 def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
-    """Returns the products and memory traffic of a layer, forward and backward. The backward
-    pass includes recomputation.
+    """Returns a layer's matmuls and memory traffic, forward and backward. The backward pass
+    includes recomputation.
     """
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
@@ -193,13 +197,13 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     queries = shape.heads * shape.head_dim
     keys = (shape.kv_heads or shape.heads) * shape.head_dim
 
-    # FLOPs: a product of T tokens with P parameters takes 2 T P.
+    # FLOPs: a matmul of T tokens with P parameters takes 2 T P.
     scores = 4 * tokens * L * queries / t
     attention = 2 * tokens * shape.attention / t + scores
     mlp = 2 * tokens * k * shape.expert / t
     mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
 
-    # Bytes: operands and results of products; norms, residuals and activations; scores.
+    # Bytes: operands and results of matmuls; norms, residuals and activations; scores.
     weights = _weights(shape, plan)
     operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
     unfused = UNFUSED_FACTOR if plan.eager else 1
@@ -208,8 +212,8 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
     moved = tokens * (item * operands + norms + activations) + core + item * weights
 
-    # A recomputed module leaves out its last product, whose result the backward pass does not
-    # need. Elementwise operations are about a quarter of a layer's memory traffic.
+    # A recomputed module skips its last matmul: the backward pass does not need that result.
+    # Elementwise operations are about a quarter of a layer's memory traffic.
     mlp_again, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
     again = {
         "none": Cost(),
@@ -224,10 +228,11 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         "full": Cost(attention + mlp, moved),
     }[plan.recompute]
     forward = Cost(attention + mlp, moved)
-    if plan.fused_attention:  # its backward pass recomputes the scores: 5 products, not 4
+    if plan.fused_attention:  # its backward pass recomputes the scores: 5 matmuls, not 4
         again += Cost(scores / 2)
     if plan.schedule is not None:  # each stage is recomputed from its input
-        # Zero-bubble: B and W both recompute it, and W repeats B's gradients (see `stage`).
+        # Zero-bubble: B and W each recompute the stage, and W repeats B's gradients (see
+        # `stage`).
         pieces = plan.schedule.name == "zero_bubble"
         again = again * (2 if pieces else 1) + forward * (3 if pieces else 1)
     # Gradients of weights are summed in float32: 4 bytes read, 4 written.
@@ -242,8 +247,9 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     tokens = plan.microbatch * shape.seq_len / c
     group = {axis: cluster.group(plan.axes, axis) for axis in ("tensor", "expert", "context")}
 
-    # Each pair of products along "tensor" ends in an all-reduce. With sequence parallelism it
-    # ends in a reduce-scatter, and the next pair begins with an all-gather: the same bytes.
+    # Attention and MLP are a pair of matmuls each, which ends in an all-reduce along "tensor";
+    # side by side they share one. With sequence parallelism a pair ends in a reduce-scatter,
+    # and the next pair begins with an all-gather: the same bytes.
     pairs = 1 if shape.parallel else 2
     tensor = pairs * all_reduce(group["tensor"], _activation(shape, plan))
     hidden = TENSOR_OVERLAP * tensor if plan.tensor_overlap else 0.0
@@ -272,19 +278,21 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
 
 
 def _weights(shape: Shape, plan: Plan) -> float:
-    """Returns the number of a layer's parameters that one device multiplies with."""
+    """Returns how many of a layer's parameters one device uses in matmuls."""
     experts = shape.expert * max(shape.experts, 1) / plan.size("expert")
     return (shape.attention + experts) / plan.size("tensor")
 
 
 def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
-    """Adds traffic along "fsdp" to a cost that may hide it."""
+    """Adds traffic along "fsdp" to a cost. The cost's own computation may hide part of the
+    traffic.
+    """
     exposed, hidden = _overlap(traffic, _busy(cost, plan, cluster) * plan.data_overlap)
     return cost + Cost(exposed={"fsdp": exposed}, hidden={"fsdp": hidden})
 
 
 def _overlap(traffic: float, computing: float) -> tuple[float, float]:
-    """Divides seconds of traffic beside seconds of computing into exposed and hidden ones."""
+    """Splits seconds of traffic, which run beside seconds of computing: exposed, hidden."""
     hidden = (1 - OVERLAP_COST) * min(traffic, computing)
     return traffic - hidden, hidden
 
@@ -296,7 +304,8 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
-    # An all-reduce of the embedding forward, one of the output layer's gradient backward.
+    # One all-reduce of the embedding in the forward pass, one of the output layer's gradient in
+    # the backward pass. Each costs two all-gathers: 4 in all.
     sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), _activation(shape, plan))
     # Memory moves the logits once in bfloat16 and five times in float32.
     cost = Cost(6 * logits * shape.width, 22 * logits + 3 * item * weights, {"tensor": sent})
@@ -316,7 +325,8 @@ def pipeline(
     backward: float,
     head: float,
 ) -> tuple[float, float]:
-    """Returns the seconds of transfers between stages, and of the bubble: all other waiting.
+    """Returns two numbers of seconds: transfers between stages, and the bubble (all other
+    waiting).
 
     Args:
       plan: how the model is trained.
@@ -332,7 +342,8 @@ def pipeline(
     link = cluster.group(plan.axes, "pipe")
     mean = forward + backward + head / p
     if plan.schedule is None:
-        # Narayanan et al., 2021, sections 2.2 and 4.1: each of t devices sends its 1/t.
+        # Narayanan et al., 2021, sections 2.2 and 4.1: each of the t devices sends 1/t of
+        # the activation.
         one = 2 * v * shift(link, activation / t)
         return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
@@ -349,10 +360,10 @@ def pipeline(
 def along_data(
     shape: Shape, plan: Plan, cluster: Cluster, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Returns the exposed and the hidden seconds in which gradients and new parameters travel.
+    """Returns the seconds of sending gradients and new parameters: exposed, then hidden.
 
-    Gradients travel in buckets behind the last microbatch's backward pass, new parameters
-    behind the first microbatch's forward pass. Nothing is left to hide the last bucket.
+    Gradients are sent in buckets during the last microbatch's backward pass, new parameters
+    during the first microbatch's forward pass. No computation is left to hide the last bucket.
 
     Args:
       shape: sizes of the model.
@@ -386,8 +397,9 @@ def along_data(
 
 
 def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:
-    """Returns the number of parameters on one device, before ZeRO divides them: of all but the
-    experts, then of the experts. Each number comes with the axes that replicate the parameters.
+    """Returns pairs: the number of parameters on one device, before ZeRO divides them, and the
+    axes that replicate these parameters. One pair is for the experts, if the model has any, and
+    one for all other parameters.
     """
     t, p = plan.size("tensor"), plan.size("pipe")
     outside = shape.vocab * shape.width * (1 if p > 1 or shape.tied else 2)
@@ -403,8 +415,9 @@ def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, 
 
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:
-    """Returns the bytes that Adam moves on one device. Per parameter: 24 to read and write it
-    and two moments in float32, divided by ZeRO; 8 to read and zero its float32 gradient.
+    """Returns the bytes that Adam moves on one device. Per parameter, 24 bytes read and write
+    it and its two moments in float32 (ZeRO divides these 24), and 8 read and zero its float32
+    gradient.
     """
     total = 0.0
     for parameters, axes in device_parameters(shape, plan):
@@ -420,7 +433,7 @@ def _activation(shape: Shape, plan: Plan) -> float:
 
 
 def _rates(plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Returns FLOP/s of products and bytes/s of memory."""
+    """Returns FLOP/s of matmuls and bytes/s of memory."""
     return (
         cluster.products_share * peak(cluster.accelerator, plan.dtype),
         MEMORY_SHARE * cluster.accelerator.memory_bandwidth,

@@ -244,34 +244,36 @@ def _ways(
       specs: of the parameters, and of their gradients.
       cut: makes a gradient function of a batch from one of a minibatch.
     """
-    held, kept = specs
+    param_specs, grad_specs = specs
     if mesh.size == 1:
         loss_fn = training.loss_of(model)
         return loss_fn, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), loss_fn
     if _piped(mesh):
-        parts = _pipeline(model, mesh, strategy, held)
+        parts = _pipeline(model, mesh, strategy, param_specs)
         loss_fn = pipeline.loss_of_head(parts[0], _tensor(mesh, strategy)[1])
         return (
             loss_fn,
-            lambda loss_fn: pipeline.gradient(loss_fn, *parts, kept),
+            lambda loss_fn: pipeline.gradient(loss_fn, *parts, grad_specs),
             pipeline.loss(loss_fn, *parts),
         )
     if strategy.by == "hand":
-        loss_fn = _local_loss(model, mesh, strategy, held)
+        loss_fn = _local_loss(model, mesh, strategy, param_specs)
         by_hand = functools.partial(
             data_parallel.gradient,
             mesh=mesh,
-            param_specs=held,
-            grad_specs=kept,
+            param_specs=param_specs,
+            grad_specs=grad_specs,
             stage=strategy.zero,
             cut=cut,
         )
-        return loss_fn, by_hand, data_parallel.loss(loss_fn, mesh, held)
-    loss_fn, placed = _constrained_loss(model, mesh, strategy), sharding.place(kept, mesh)
+        return loss_fn, by_hand, data_parallel.loss(loss_fn, mesh, param_specs)
+    loss_fn, placed = _constrained_loss(model, mesh, strategy), sharding.place(grad_specs, mesh)
     return loss_fn, lambda loss_fn: cut(_gradient_by_compiler(placed, loss_fn)), loss_fn
 
 
-def _local_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree) -> LossFn:
+def _local_loss(
+    model: ConfigDict, mesh: Mesh, strategy: Strategy, param_specs: PyTree
+) -> LossFn:
     """Returns one device's share of the loss, on its part of parameters and sequences."""
     hooks, score = _tensor(mesh, strategy)
     if strategy.zero == 3:
@@ -279,7 +281,7 @@ def _local_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree)
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
         again = strategy.gather_again and not by_block
         layer = data_parallel.gather_layers(
-            held, model.dtype, again=again, scanned=model.scan_layers
+            param_specs, model.dtype, again=again, scanned=model.scan_layers
         )
         hooks = dataclasses.replace(hooks, layer=layer)
     if "context" in mesh.shape:
@@ -288,7 +290,7 @@ def _local_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree)
         hooks = expert_parallel.hooks(hooks)
     apply_fn = training.as_function(Transformer(model, hooks), balance=model.num_experts > 0)
     if strategy.zero == 3:
-        apply_fn = data_parallel.gather_around(apply_fn, held, model.dtype)
+        apply_fn = data_parallel.gather_around(apply_fn, param_specs, model.dtype)
     if strategy.sequence:
         apply_fn = tensor_parallel.own_dropout(apply_fn)
     loss_fn = losses.of_model(model, apply_fn, score)
@@ -314,7 +316,7 @@ def _tensor(mesh: Mesh, strategy: Strategy) -> tuple[Hooks, Callable[..., Any]]:
 
 
 def _pipeline(
-    model: ConfigDict, mesh: Mesh, strategy: Strategy, held: PyTree
+    model: ConfigDict, mesh: Mesh, strategy: Strategy, param_specs: PyTree
 ) -> tuple[Any, Mesh, PyTree, Any]:
     """Returns what a pipeline executes: the model in parts, the mesh, the specs of the
     parameters and the schedule.
@@ -324,7 +326,7 @@ def _pipeline(
     if strategy.sequence:
         apply_part = tensor_parallel.own_dropout(apply_part)
     schedule = schedules.make(strategy.schedule, stages, strategy.microbatches, chunks)
-    return apply_part, mesh, held, schedule
+    return apply_part, mesh, param_specs, schedule
 
 
 def _constrained_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy) -> LossFn:

@@ -1,7 +1,7 @@
 """Tensor parallelism: every device computes every token, with its share of the heads, hidden
 width and vocabulary.
 
-Two products in a row need one exchange (Shoeybi et al., 2019,
+Two matrix multiplications (matmuls) in a row need one exchange (Shoeybi et al., 2019,
 https://arxiv.org/abs/1909.08053). Cut the first by its columns: each device computes its own
 outputs from the whole input, and nothing is sent. Cut the second by its rows: each device
 multiplies its own inputs, and an all-reduce adds up the results. An MLP is such a pair, and so
@@ -12,8 +12,8 @@ is attention, whose queries, keys and values are cut by heads.
 
 Between the pairs, norms and residuals are the same on all devices. With *sequence parallelism*
 (Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198) each device keeps a part of the
-sequence there instead: a column product first gathers the sequence, and a row product scatters
-its sum. As many bytes are sent, and norms and residuals are divided too.
+sequence there instead: a column matmul first gathers the sequence, and a row matmul scatters
+its sum. The number of bytes sent is the same, and norms and residuals are divided, too.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array
 
     Args:
       table: this device's rows of the token table.
-      tokens: of the whole vocabulary.
+      tokens: from the whole vocabulary.
     """
     tokens = _from_the_end(tokens, table.shape[0])
     index = vary(tokens, AXIS) - jax.lax.axis_index(AXIS) * table.shape[0]
@@ -81,8 +81,8 @@ def _from_the_end(tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
 
 
 def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
-    """Returns 0 for tokens of the vocabulary and NaN for others. Each device has `size` tokens
-    of it.
+    """Returns 0 for tokens of the vocabulary and NaN for others. Each device has `size` rows of
+    the vocabulary.
     """
     return jnp.where((tokens >= 0) & (tokens < size * jax.lax.axis_size(AXIS)), 0.0, jnp.nan)
 
@@ -93,13 +93,13 @@ def cross_entropy(
     """Returns cross entropy and correctness of each label, from logits that are divided along
     the vocabulary.
 
-    The result is that of `training.cross_entropy` on all logits, but no device ever has them
-    all: devices exchange four numbers per label. A label outside of the vocabulary gives NaN,
-    and a negative one counts from its end, as there.
+    The result equals that of `training.cross_entropy` on all logits. But no device ever has all
+    logits: devices exchange four numbers per label. As in `training.cross_entropy`, a label
+    outside of the vocabulary gives NaN, and a negative one counts from the end.
 
     Args:
       logits: of this device's part of the vocabulary.
-      labels: of the whole vocabulary.
+      labels: from the whole vocabulary.
     """
     size = logits.shape[-1]
     offset = jax.lax.axis_index(AXIS) * size
@@ -111,7 +111,7 @@ def cross_entropy(
     mine = (index >= 0) & (index < size)
     own = jnp.take_along_axis(logits, jnp.where(mine, index, 0)[..., None], axis=-1)[..., 0]
     of_label = jax.lax.psum(jnp.where(mine, own - top, 0), AXIS)
-    # The first of equal logits counts, as in an argmax over all.
+    # If several logits are the largest, the first counts, as in an argmax over all logits.
     best = jnp.where(
         own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max
     )
@@ -153,10 +153,11 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
 
 
 def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model, or one in parts, with a dropout key per device along "tensor".
+    """Returns a model, or a part of one, in which each device along "tensor" has its own
+    dropout key.
 
-    Use it if each device has its own part of the sequence. Devices with the same values must
-    drop the same ones.
+    Use it where each device has its own part of the sequence. Without it, devices drop the same
+    values, as they must where they hold the same values.
     """
 
     def folded(*args: Any) -> Any:
@@ -177,7 +178,7 @@ def check(model: Any, seq_len: int, mesh: meshes.Shape, sequence: bool) -> None:
       sequence: whether the sequence is divided as well.
 
     Raises:
-      ValueError: naming the field, its value and the nearest possible ones.
+      ValueError: naming the field, its value and the nearest possible values.
     """
     n = meshes.axis_size(mesh, AXIS)
     cut = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-# Calls whose insides the jaxpr does not show. Passing over them would count too little.
+# Calls whose insides are not counted here. Passing over them would count too little.
 _OPAQUE = (
     "dot_product_attention",
     "ffi_call",
@@ -22,8 +22,10 @@ _OPAQUE = (
     "triton_kernel_call",
     "mosaic_gpu",
     "tpu_custom",
+    "ragged_dot",
+    "scaled_",
+    "shard_map",
 )
-_NOT_COUNTED = ("ragged_dot", "scaled_", "shard_map")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
                     " number of iterations, since it holds matrix products: use jax.lax.scan,"
                     " or fori_loop with Python integers"
                 )
-        elif name.startswith(_OPAQUE + _NOT_COUNTED):
+        elif name.startswith(_OPAQUE):
             raise ValueError(
                 f"primitive={name!r} must not occur where FLOPs are counted, which cannot see"
                 " its products; count the reference implementation on one device"

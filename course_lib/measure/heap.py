@@ -64,14 +64,12 @@ class Heap:
       peak: the most bytes that are in use at one moment.
       timeline: bytes in use at each instruction, in the order of the program (not in time). A
         loop's body occurs once; a program without temporaries has one point.
-      peak_at: the index of the peak in `timeline`.
       arrays: the arrays alive at the peak, largest first. They add up to the peak.
       compiled: the program, for other measurements.
     """
 
     peak: int
     timeline: np.ndarray
-    peak_at: int
     arrays: tuple[LiveArray, ...]
     compiled: jax.stages.Compiled = dataclasses.field(repr=False)
 
@@ -90,7 +88,6 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
       RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
         cache.
     """
-    check_lowered(lowered)
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
@@ -108,7 +105,6 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
     return Heap(
         peak=int(timeline.max()),
         timeline=timeline,
-        peak_at=int(timeline.argmax()),
         arrays=tuple(_live_array(entry, scopes) for entry in record["maxHeapBySize"]),
         compiled=compiled,
     )
@@ -174,16 +170,9 @@ def _as_record(program: bytes) -> bytes:
 
 def _memory_viewer(record: pathlib.Path) -> dict:
     """Returns the memory viewer's own table for a session of one program, sizes in MiB."""
-    before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-    # Read when xprof is loaded: else its C++ side logs every call.
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    try:
-        from xprof.convert import raw_to_tool_data
-    finally:
-        if before is None:
-            os.environ.pop("TF_CPP_MIN_LOG_LEVEL")
-        else:
-            os.environ["TF_CPP_MIN_LOG_LEVEL"] = before
+    # Imported here only: it takes a second. `virtual` has set its C++ side's level of logging.
+    from xprof.convert import raw_to_tool_data
+
     # Unpacks the program into a file of its own.
     raw_to_tool_data.xspace_to_tool_names([str(record)])
     [program] = record.parent.glob("*.hlo_proto.pb")

@@ -23,8 +23,8 @@ class Memory:
       aliased: the part of the outputs that overwrites donated arguments, at no extra cost.
       temporaries: the block for everything else: activations, gradients, workspace.
       host: the part of all this that lies in the host's memory (offloaded arrays).
-      peak: the most in use at one moment. It may include offloaded arrays; `heap` counts the
-        device's alone.
+      peak: the most bytes in use at one moment. It may include offloaded arrays; `heap` counts
+        only arrays in the device's memory.
     """
 
     arguments: int
@@ -47,8 +47,8 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
     The compiler of a GPU or TPU, real or virtual, reports the peak: the largest sum of arrays
     that are alive together. XLA's CPU compiler does not (its `peak_memory_in_bytes` leaves the
-    temporaries out). On a CPU the peak is therefore arguments + outputs - aliased +
-    temporaries, an upper bound, since the block of temporaries can have gaps; `heap` is exact.
+    temporaries out). On a CPU this function therefore returns an upper bound: arguments +
+    outputs - aliased + temporaries. The block of temporaries can have gaps; `heap` is exact.
 
     None of this is measured. A device needs more, for its context, the workspace of its
     libraries, and gaps between arrays: `peak_in_own_process` measures that.

@@ -14,7 +14,8 @@ others there are no rows, and the note says how to get them.
 that).
 
 Where rows take long to compute, `partly_live` computes a few and reads the others. `older_row`
-returns a row that newer versions cannot compute any more, with its own date and versions.
+returns a recorded row that the installed versions cannot compute, with the date and the
+versions of its record.
 """
 
 import concurrent.futures
@@ -41,11 +42,12 @@ class Table:
     """Rows of a table, and where they come from.
 
     Attributes:
-      rows: one dict per row, of JSON's types, computed or read; none where they can neither be
-        computed nor were recorded for these sizes and this accelerator.
+      rows: one dict per row, of JSON's types, computed or read. Empty if they cannot be
+        computed and were not recorded for these sizes and this accelerator.
       live: whether all of them were computed just now.
-      note: a sentence for the reader: computed here, or when, with which versions and why they
-        were recorded, or why there are none.
+      note: a sentence for the reader. It says that the rows were computed here; or when they
+        were recorded, with which versions, and why they were not computed; or why there are
+        none.
     """
 
     rows: list[dict[str, Any]]
@@ -66,20 +68,21 @@ def live_or_recorded(
         digits and underscores.
       compute: returns the rows, without times and dates: the same versions must give the same
         rows.
-      accelerator: the name in `hardware` whose virtual devices `compute` needs; one of several,
-        if the rows name theirs under "accelerator".
-      sizes: all numbers and options that the rows follow from, of JSON's types. Recorded rows
-        of other sizes are not shown.
+      accelerator: the name in `hardware` of the accelerator that `compute` compiles for. If it
+        compiles for several, name one of them, and let each row name its own under
+        "accelerator".
+      sizes: all numbers and options that the rows depend on, of JSON's types. Rows that were
+        recorded for other sizes are not shown.
 
     Raises:
       ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does
         not fit into JSON.
-      FileNotFoundError: if the table can neither be computed here nor was recorded.
+      FileNotFoundError: if the table cannot be computed here and was not recorded.
     """
     if not re.fullmatch(r"[a-z0-9_]+", name):
         raise ValueError(
-            f"name={name!r} must be of lower-case letters, digits and underscores: it names a"
-            " file"
+            f"name={name!r} must have only lower-case letters, digits and underscores: it names"
+            " a file"
         )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
@@ -101,37 +104,37 @@ def partly_live(
     accelerator: str = "a5000",
     sizes: Mapping[str, Any] | None = None,
 ) -> Table:
-    """Computes some rows of a recorded table and reads the others; reads all where virtual
-    devices are not available.
+    """Computes some rows of a recorded table and reads the others. Without virtual devices,
+    reads all rows.
 
-    Two threads compute one row each: XLA's compiler releases Python's lock and uses little more
-    than one core.
+    Two threads compute two rows at the same time: XLA's compiler releases Python's lock and
+    uses little more than one core.
 
     Args:
       name: of the table and of its file.
       compute: returns the row of a case, with the case under "case".
       live: the cases to compute.
-      cases: all cases in the table's order, to compute and write under `COURSE_RECORD=1`; ()
-        for a table that is recorded elsewhere.
-      accelerator: the name in `hardware` whose virtual devices `compute` needs.
-      sizes: as in `live_or_recorded`. For other sizes than the record's only the rows of `live`
+      cases: all cases, in the table's order. With `COURSE_RECORD=1` all of them are computed
+        and written. () if another program records the table.
+      accelerator: as in `live_or_recorded`.
+      sizes: as in `live_or_recorded`. If the record is for other sizes, only the rows of `live`
         are shown.
 
     Raises:
-      ValueError: as `live_or_recorded`, or if `live` names a case that is not among `cases`.
+      ValueError: as in `live_or_recorded`, or if `live` names a case that is not in `cases`.
       FileNotFoundError: if the table was not recorded.
     """
     if cases and not set(live) <= set(cases):
         raise ValueError(
-            f"live={list(live)} must be among cases={list(cases)}: no other has a row in the"
-            " table"
+            f"live={list(live)} must be among cases={list(cases)}: the table has no row of"
+            " another case"
         )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
         return _read(name, accelerator, reason, sizes)
     recording = bool(cases) and _recording()
     if not live and not recording:
-        return _read(name, accelerator, "none of them was asked for anew", sizes)
+        return _read(name, accelerator, "no new row was requested", sizes)
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         rows = _as_json(name, list(pool.map(compute, cases if recording else live)))
@@ -171,7 +174,7 @@ def older_row(name: str, case: str) -> dict[str, Any]:
 
 
 def _older(rows: list[dict[str, Any]]) -> str:
-    """Describes the rows that have a day and versions of their own."""
+    """Describes the rows that were recorded on another day or with other versions."""
     days: dict[str, list[str]] = {}
     for row in rows:
         if "versions" in row:
@@ -195,7 +198,8 @@ def _as_json(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return json.loads(json.dumps(rows, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the rows of the table {name!r} must be of numbers, strings and lists: {error}"
+            f"the rows of the table {name!r} must consist of numbers, strings and lists:"
+            f" {error}"
         ) from error
 
 
@@ -215,7 +219,7 @@ def _read(name: str, accelerator: str, reason: str, sizes: Mapping[str, Any] | N
     asked = {"accelerator": accelerator, **_as_json(name, [dict(sizes or {})])[0]}
     recorded_for = {"accelerator": record["accelerator"], **record.get("sizes", {})}
     if asked != recorded_for:
-        # names only what differs: the reader changed that
+        # The note names only the sizes that differ: the reader changed these.
         other = [
             key for key in {**recorded_for, **asked} if asked.get(key) != recorded_for.get(key)
         ]
@@ -228,7 +232,7 @@ def _read(name: str, accelerator: str, reason: str, sizes: Mapping[str, Any] | N
 
 
 def _not_recorded(asked, recorded_for, other, record, reason):
-    """Says that there are no rows, for which sizes there are, and how long computing takes."""
+    """Says that no rows match, which sizes the record has, and how long computing takes."""
     mine, stored = (
         ", ".join(f"{key}={sizes.get(key)!r}" for key in other)
         for sizes in (asked, recorded_for)
@@ -247,8 +251,8 @@ def _write(
     sizes: Mapping[str, Any] | None,
     seconds: float,
 ) -> None:
-    """Writes the record, unless it has the same rows and sizes: its date is that of the last
-    change.
+    """Writes the record, unless the stored one has the same rows and sizes. So the record's
+    date is that of its last change.
     """
     file = FOLDER / f"{name}.json"
     of = {"accelerator": accelerator, "sizes": _as_json(name, [dict(sizes or {})])[0]}
@@ -267,7 +271,9 @@ def _write(
 
 
 def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
-    """Lists the titles of the accelerators that the rows name, or of the table's one."""
+    """Lists the titles of the accelerators that the rows name. If they name none, returns the
+    title of `accelerator`.
+    """
     named = dict.fromkeys(
         row["accelerator"] for row in rows if row.get("accelerator") in hardware.names()
     )

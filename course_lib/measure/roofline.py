@@ -32,11 +32,6 @@ class Roofline:
     memory_seconds: float
     floor_seconds: float
 
-    @property
-    def bound(self) -> str:
-        """The longer of the two times: "compute" or "memory"."""
-        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
-
     def __str__(self) -> str:
         compute, memory, floor = (
             1e3 * s for s in (self.compute_seconds, self.memory_seconds, self.floor_seconds)
@@ -70,13 +65,7 @@ def attainable_seconds(flops: Flops, traffic: Traffic, accelerator: Accelerator)
     to compare two ways to write one step: it counts recomputation and memory traffic in one
     unit. It is no measurement.
 
-    Args:
-      flops: of the step; `total` counts, since recomputing takes time too.
-      traffic: of the step compiled for this accelerator.
-      accelerator: a row of `hardware`.
-
-    Raises:
-      ValueError: if the accelerator has no unit for the dtype of a product.
+    Arguments and errors are those of `roofline`.
     """
     limits = roofline(flops, traffic, accelerator)
     return limits.compute_seconds / 0.77 + limits.memory_seconds / 0.85

@@ -152,11 +152,6 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
     Raises:
       ValueError: if `place` is neither, as a list of devices or a name.
     """
-    if isinstance(place, (list, tuple)):
-        raise ValueError(
-            f"place={place!r} must be one device, `devices(...)[0]`, or a sharding over a mesh"
-            " of them"
-        )
     if not isinstance(place, jax.Device | Sharding):
         raise ValueError(
             f"place={place!r} must be a device, as devices('h100')[0], or a sharding"

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
@@ -105,7 +105,6 @@ def check(
     dtype: Any,
     softmax_dtype: Any = jnp.float32,
     seq_len: int,
-    masked: bool = False,
     grouped: bool = False,
 ) -> None:
     """Refuses options that an implementation does not have, on any accelerator.
@@ -115,7 +114,6 @@ def check(
       dtype: of queries, keys and values.
       softmax_dtype: of the scores and of the softmax.
       seq_len: L.
-      masked: whether there is a mask beside the causal one.
       grouped: whether several query heads read the same keys and values.
 
     Raises:
@@ -136,11 +134,6 @@ def check(
             f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or"
             " use 'xla'"
         )
-    if implementation == "pallas" and masked:
-        raise ValueError(
-            "mask must be None for attention='pallas': its kernel knows only the causal mask;"
-            " use 'xla'"
-        )
     if implementation == "pallas" and grouped:
         raise ValueError(
             "num_kv_heads must be 0 for attention='pallas': its kernel has keys for each query;"
@@ -159,7 +152,6 @@ def attend(
     value: Float[Array, "B L G K"],
     *,
     causal: bool = True,
-    mask: Bool[Array, "#B #H L L"] | None = None,
     implementation: str = "reference",
     softmax_dtype: Any = jnp.float32,
 ) -> Float[Array, "B L H K"]:
@@ -171,9 +163,6 @@ def attend(
         row read.
       value: the same shape and dtype as the key.
       causal: whether a position sees only itself and the positions before it.
-      mask: true where a query (third axis) may see a key (fourth axis), in addition to
-        `causal`. A query that sees no key averages all values: keep such padding out of the
-        loss, and out of the sight of other positions.
       implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
         softmax in float32.
       softmax_dtype: dtype of the scores and of the softmax in "reference" and "blocks".
@@ -185,13 +174,8 @@ def attend(
       ValueError: if `implementation` is unknown, not installed, or cannot do what is asked, or
         if dtypes or shapes of the arrays do not go together.
     """
-    _check_arrays(query, key, value, mask)
-    length, masked, heads, groups = (
-        query.shape[1],
-        mask is not None,
-        query.shape[2],
-        key.shape[2],
-    )
+    _check_arrays(query, key, value)
+    heads, groups = query.shape[2], key.shape[2]
     if heads % groups:
         raise ValueError(
             f"key of shape {key.shape} must have a number of heads that divides the query's"
@@ -202,8 +186,7 @@ def attend(
         implementation,
         dtype=query.dtype,
         softmax_dtype=softmax_dtype,
-        seq_len=length,
-        masked=masked,
+        seq_len=query.shape[1],
         grouped=grouped,
     )
     if reason := _why_not_installed(implementation):
@@ -213,7 +196,7 @@ def attend(
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         written_out = _blocks if implementation == "blocks" and causal else reference
         return written_out(
-            query, key, value, causal=causal, mask=mask, softmax_dtype=softmax_dtype
+            query, key, value, causal=causal, mask=None, softmax_dtype=softmax_dtype
         )
     if implementation == "pallas":
         # Imported here only: newer versions of JAX warn, or lack it.
@@ -221,15 +204,11 @@ def attend(
 
         width = query.shape[-1]
         return mha(query, key, value, segment_ids=None, sm_scale=width**-0.5, causal=causal)
-    options: dict[str, Any] = {
-        "mask": mask,
-        "is_causal": causal,
-        "implementation": implementation,
-    }
+    options: dict[str, Any] = {"is_causal": causal, "implementation": implementation}
     return jax.nn.dot_product_attention(query, key, value, **options)
 
 
-def _check_arrays(query, key, value, mask):
+def _check_arrays(query, key, value):
     """Refuses arrays with which attention would silently compute wrong numbers."""
     arrays = dict(query=query, key=key, value=value)
     for name, array in arrays.items():
@@ -249,22 +228,13 @@ def _check_arrays(query, key, value, mask):
             f"query, key and value must be of one dtype, not {dtypes}: cast them to the compute"
             " dtype"
         )
-    batch, length, heads, width = query.shape
+    batch, length, _, width = query.shape
     if key.shape != value.shape or (*key.shape[:2], key.shape[3]) != (batch, length, width):
         raise ValueError(
             f"key of shape {key.shape} and value of shape {value.shape} must be [{batch},"
             f" {length}, G, {width}], as the query is {query.shape}: as many positions of as"
             " many sequences, and heads as wide"
         )
-    if mask is not None:
-        sizes_fit = (
-            mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-        )
-        if mask.dtype != jnp.bool_ or not sizes_fit or mask.shape[2:] != (length, length):
-            raise ValueError(
-                f"mask of shape {mask.shape} and dtype {mask.dtype} must be booleans [{batch}"
-                f" or 1, {heads} or 1, {length}, {length}]: true where a query may see a key"
-            )
 
 
 def reference(query, key, value, *, causal, mask, softmax_dtype):

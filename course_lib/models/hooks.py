@@ -20,24 +20,28 @@ def _lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Arra
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Replaces parts of the model on one of many devices. By default it replaces nothing.
+    """Functions that replace parts of the model on one of many devices. The defaults are the
+    model's own parts.
 
     Attributes:
       shards: the number of parts into which the heads, the MLP's hidden width and the
-        vocabulary are cut: one device has one.
-      column: the product of a layer whose outputs are cut, as `jax.lax.dot_general`; None for
-        the model's own.
-      row: the product of a layer whose inputs are cut, or None; the bias is added once, to the
-        sum over devices.
+        vocabulary are cut. Each device has one part.
+      column: the matrix multiplication of a layer whose outputs are cut over devices
+        (column-parallel), with the arguments of `jax.lax.dot_general`; None for the model's
+        own.
+      row: the same for a layer whose inputs are cut (row-parallel). The bias is added once, to
+        the sum over devices.
       lookup: reads rows of the token table.
-      positions: the positions that this device has of a sequence of L tokens.
-      attend_positions: the positions of the queries and keys that reach this device's
-        attention, by their number.
-      attend: as `attention.attend`.
-      named: marks a value of `layers.NAMES`, for rematerialization; may also say where it is
-        placed.
+      positions: takes L, the length of a sequence, and returns the positions of this device's
+        tokens.
+      attend_positions: takes the number of queries or keys that reach this device's attention,
+        and returns their positions.
+      attend: replaces `attention.attend`, with the same arguments.
+      named: gives a value one of the names in `layers.NAMES`, which remat policies use. It may
+        also place the value on devices.
       layer: wraps the class of a layer, to change the parameters that it sees.
-      experts: runs this device's experts, a function, on tokens [E B C D] for all of them.
+      experts: takes `run`, a function that applies this device's experts, and tokens [E B C D]
+        for all experts; returns the results of all experts.
     """
 
     shards: int = 1

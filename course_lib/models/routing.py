@@ -5,12 +5,12 @@ probable (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; Lepikhin et al
 https://arxiv.org/abs/2006.16668; Fedus et al., 2021, https://arxiv.org/abs/2101.03961).
 Parameters grow with E, FLOPs with k.
 
-Shapes are fixed, so an expert has slots for C tokens of each sequence. Tokens take slots in
-their order, so that none depends on a later one. A full expert skips a token (*token
-dropping*); if all of its experts do, only the residual carries the token on. This depends on
-its own sequence alone, not on how sequences are divided among devices. Dispatch multiplies by
-arrays of [B L E C] numbers, mostly zeros, as in the papers: simple, but costly for long
-sequences, as E C grows with L.
+Shapes are fixed, so each expert has slots for C tokens per sequence. Tokens take slots in the
+order of the sequence, so no token depends on a later one. A full expert skips a token (*token
+dropping*). If all experts of a token are full, only the residual carries it on. Whether a token
+is dropped depends on its own sequence alone, not on how sequences are divided among devices.
+Dispatch multiplies by arrays of [B L E C] numbers, mostly zeros, as in the papers: simple, but
+costly for long sequences, because E C grows with L.
 """
 
 import math
@@ -44,9 +44,9 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
       length: L tokens.
       num_experts: E.
       per_token: k.
-      factor: with 1, no token is dropped only if all experts are chosen equally often.
+      factor: with 1, tokens are dropped unless all experts are chosen equally often.
     """
-    # 1e-9, as 10 * 1.1 is a little more than 11.
+    # Less 1e-9, because 10 * 1.1 is a little more than 11 in floating point.
     return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))
 
 
@@ -90,10 +90,10 @@ def check(
     """Refuses impossible numbers of experts, tokens and slots.
 
     Args:
-      num_experts: E; 0 for a model without.
+      num_experts: E; 0 for a model without experts.
       per_token: k.
-      factor: of the capacity.
-      balance_weight: of the balance in the loss.
+      factor: as for `capacity`.
+      balance_weight: weight of the load-balancing loss.
       length: L tokens of a sequence.
 
     Raises:

@@ -139,11 +139,11 @@ def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:
     """Returns the compiled program's parameter number by argument number.
 
     jax.jit drops unused arguments (unless `keep_unused=True`) and renumbers the others. The
-    executable lists the kept ones in a private field, the same in all supported versions of
+    executable lists the used ones in a private field, the same in all supported versions of
     JAX.
     """
-    kept = sorted(compiled._executable._kept_var_idx)  # type: ignore[attr-defined]
-    return {argument: parameter for parameter, argument in enumerate(kept)}
+    used = sorted(compiled._executable._kept_var_idx)  # type: ignore[attr-defined]
+    return {argument: parameter for parameter, argument in enumerate(used)}
 
 
 def _kind(leaf: Any) -> tuple:

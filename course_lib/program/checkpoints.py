@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on after it was killed, written while it trains.
+"""Checkpoints: everything that a run needs to resume. They are written while the run trains.
 
     checkpoints = Checkpoints("runs/1/checkpoints")
     checkpoints.save(step, state, data_state, config)    # returns when the state is copied
@@ -12,17 +12,19 @@ A checkpoint is a folder named by its step:
     00000100/SHA256SUMS    the checksum of each file above
 
 A checkpoint is written as `unfinished/00000100`, and renamed when its checksums are written and
-all files are on the disk. Older ones are deleted after that. So a kill or a power cut at any
-moment leaves a complete checkpoint, or none of that name. If a file is damaged later, its
-checksum differs, and the checkpoint before is used. A step that is saved again replaces the
-older checkpoint; after a kill in between, the next process puts the older one back.
+all files are on the disk. Older ones are deleted after that. A kill or a power cut therefore
+leaves either a complete checkpoint of that name or none. If a file is damaged later, its
+checksum differs, and the run resumes from the checkpoint before that one. If a step is saved
+again, the new checkpoint replaces the old one. If a kill interrupts the replacement, the next
+process puts the old one back.
 
-Orbax's `CheckpointManager` names and deletes checkpoints, too, but refuses to save a step
-again, flushes neither metadata nor folders to the disk, and still writes into a checkpoint
-after its last hook for checksums.
+Orbax's `CheckpointManager` names and deletes checkpoints, too. But it refuses to save a step
+again, flushes neither metadata nor folders to the disk, and writes into a checkpoint after the
+last hook in which checksums could be computed.
 
-With many processes all of them call every method, with the same folder, on a file system that
-they share. Process 0 reads all files once for the checksums, and chooses the step to restore.
+Where many processes train, all of them call every method with the same folder, on a file system
+that they share. Process 0 reads all files once for the checksums, and chooses the step to
+restore.
 """
 
 import contextlib
@@ -66,7 +68,7 @@ class Saved:
     """A checkpoint that is not damaged.
 
     Attributes:
-      step: after which step it was taken.
+      step: the last step before it was saved.
       loss: the validation loss, or None.
       config: as saved, except that tuples are lists.
       data_state: as saved.
@@ -83,32 +85,32 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Call `close` however the run ends: a checkpoint that is not
-    complete by then is lost.
+    """The checkpoints of one run. Always call `close` at the end, also after an error: it waits
+    for the checkpoint in progress, which would otherwise be lost.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3):
         """Reads and writes nothing yet.
 
         Args:
-          folder: of this run alone; the first `save` makes it.
-          keep: how many of the newest to keep, besides the one with the lowest loss: at least
-            2, as the newest may be damaged.
+          folder: for this run alone; the first `save` makes it.
+          keep: how many of the newest to keep, besides the one with the lowest loss. At least
+            2, because the newest may be damaged.
         """
         self.folder = Path(folder).absolute()
         self._drafts, self._keep = self.folder / "unfinished", keep
         self._damaged: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: tuple[int, Future[None]] | None = None  # the step, and its end
-        # Compression would save a tenth, at twice the time. Folders made later raise an error
-        # when Orbax has waited 20 minutes.
+        self._writing: tuple[int, Future[None]] | None = None  # the step that is saved
+        # Compression would save a tenth of the bytes, in twice the time. If Orbax made folders
+        # asynchronously, it would report one that it cannot make after 20 minutes.
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(use_compression=False),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
 
     def steps(self) -> list[int]:
-        """Returns the steps of all checkpoints, in order. Each was complete when written."""
+        """Returns the steps of all checkpoints, in order. They may be damaged."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def best(self) -> float | None:
@@ -118,30 +120,34 @@ class Checkpoints:
     def save(
         self, step: int, state: PyTree, data_state: Any, config: Any, loss: float | None = None
     ) -> None:
-        """Begins to save, and returns when `state` is copied: the next step may overwrite it.
+        """Begins to save, and returns as soon as `state` is copied. After that, the next step
+        may overwrite (donate) it.
 
-        Waits for the checkpoint before. One of the same step is replaced.
+        Waits first for the checkpoint that the previous `save` began. Replaces a checkpoint of
+        the same step.
 
         Args:
-          step: after which step this is.
-          state: pytree of `jax.Array`, typed random keys among them, on any mesh.
+          step: the last step before this checkpoint.
+          state: pytree of `jax.Array` on any mesh. Typed random keys are allowed.
           data_state: what the input needs to go on: dicts, lists, strings, numbers, None.
-          config: what `differences` will compare, nested dicts of the same.
+          config: nested dicts of these types, which `differences` compares later.
           loss: the validation loss.
 
         Raises:
-          CheckpointError: once, if the checkpoint before could not be written or this one not
-            begun; older ones stay as they are. With one process a run may go on and save
-            again. With several it has to stop: the others need not know of the error.
-          TypeError: if `data_state` or `config` holds something that JSON does not know.
-          ValueError: if `data_state` would come back as something else.
+          CheckpointError: if the previous checkpoint could not be written (raised once), or
+            this one could not be started. Older checkpoints stay as they are. A run of one
+            process may go on and save again. A run of several must stop, because the other
+            processes may not know of the error.
+          TypeError: if `data_state` or `config` has a value that JSON does not know.
+          ValueError: if `data_state` changes on its way through JSON, as a tuple does.
         """
         self.wait()
         about = dict(step=step, loss=loss, config=config, data_state=data_state)
         text = json.dumps(about | {"arrays": _shapes(state)}, indent=1)
         if (again := json.loads(text)["data_state"]) != data_state:
             raise ValueError(
-                f"data_state={data_state!r} must be what JSON gives back, which is {again!r}"
+                f"data_state={data_state!r} must not change in a JSON file, which gives back"
+                f" {again!r}"
             )
         draft = self._drafts / self._path(step).name
         with self._reported(step):
@@ -154,7 +160,7 @@ class Checkpoints:
         """Returns when the checkpoint that `save` began is complete.
 
         Raises:
-          CheckpointError: if it could not be written; once.
+          CheckpointError: if it could not be written (raised once).
         """
         if self._writing is not None:
             (step, ended), self._writing = self._writing, None
@@ -174,7 +180,8 @@ class Checkpoints:
         Process 0 prints which ones are damaged.
 
         Raises:
-          CheckpointError: if all checkpoints are damaged: to start anew would hide it.
+          CheckpointError: if all checkpoints are damaged. Starting again from step 0 would hide
+            the damage.
         """
         self.wait()
         step = -1
@@ -187,9 +194,8 @@ class Checkpoints:
             return Saved(**self._about(step))
         if steps := self.steps():
             raise CheckpointError(
-                f"all checkpoints in {self.folder} are damaged, of steps {steps}: there is"
-                " nothing to go on from; bring one back from a copy, or move the folder away to"
-                " start anew"
+                f"all checkpoints in {self.folder} are damaged (steps {steps}): bring one back"
+                " from a copy, or move the folder away to start from step 0"
             )
         return None
 
@@ -206,8 +212,8 @@ class Checkpoints:
 
         Raises:
           CheckpointError: if all checkpoints are damaged.
-          ValueError: if names, shapes or dtypes are not those that were saved: nothing is cast,
-            cut or padded.
+          ValueError: if names, shapes or dtypes differ from the saved ones: `restore` casts,
+            cuts and pads nothing.
         """
         if (saved := saved or self.newest()) is None:
             return None
@@ -237,7 +243,7 @@ class Checkpoints:
         """Returns the finite losses of usable checkpoints, by step."""
         losses = {}
         for step in self._usable():
-            # An error: no loss, or damaged and not yet noticed.
+            # An error means: no loss, or damage that nobody has noticed yet.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if math.isfinite(loss := self._about(step)["loss"]):
                     losses[step] = loss
@@ -251,14 +257,14 @@ class Checkpoints:
         return False
 
     def _finish(self, step: int, draft: Path, about: str) -> None:
-        """Waits for Orbax, adds the checksums, and gives the checkpoint its name, in a thread
-        beside the training.
+        """Waits for Orbax, adds the checksums, and renames the checkpoint. Runs in a thread,
+        while training continues.
         """
         self._orbax.wait_until_finished()
         if jax.process_index() == 0:
             (draft / ABOUT).write_text(about)
             checksums.write(draft)
-            files.whole_folder(draft, self._path(step))
+            files.complete_folder(draft, self._path(step))
             self._damaged.discard(step)
             self._delete_old()
 
@@ -267,7 +273,7 @@ class Checkpoints:
         losses = self._losses()
         best = min(losses, key=lambda step: losses[step], default=None)
         for step in set(self.steps()) - {*self._usable()[-self._keep :], best}:
-            # Renamed first: half deleted, it must be no checkpoint.
+            # Renamed before it is deleted: half a folder must not look like a checkpoint.
             self._path(step).rename(self._drafts / f"old-{step}")
         shutil.rmtree(self._drafts, ignore_errors=True)
         self._damaged.clear()
@@ -278,20 +284,22 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            # Files that Orbax still writes would stand in the way of the next checkpoint.
+            # Files that Orbax still writes would collide with the next checkpoint.
             with contextlib.suppress(Exception):
                 self._orbax.wait_until_finished()
             if jax.process_index() == 0:  # a full disk needs the room
                 with contextlib.suppress(OSError):
                     files.remove_drafts(self._drafts, self.folder)
             raise CheckpointError(
-                f"step {step} could not be saved in {self.folder} ({files.why(error)}); saved"
-                f" are steps {self.steps()}"
+                f"step {step} could not be saved in {self.folder} ({files.why(error)}); the"
+                f" saved steps are {self.steps()}"
             ) from error
 
 
 def _shapes(tree: PyTree) -> dict[str, str]:
-    """Returns what each leaf is, as in {"params.Dense_0.kernel": "float32[4, 8]"}."""
+    """Returns the dtype and shape of each leaf by its name, such as
+    {"params.Dense_0.kernel": "float32[4, 8]"}.
+    """
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

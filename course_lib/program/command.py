@@ -40,32 +40,34 @@ fields of --set:
     of them with their values
   run.*: corpus, log_every, validate_every, checkpoint_every, sample_every (steps),
     sample_tokens, validation_batches (0: all, up to 262,144 tokens), keep (checkpoints),
-    non_finite (stop, or skip updates that are not finite), skips_in_a_row (so many end the run)
+    non_finite (stop, or skip updates that are not finite), skips_in_a_row (this many skipped
+    updates in a row end the run)
   mesh.*: data (0: all devices), pipe, expert, context, tensor
   strategy.*: by, zero, gather_again, sequence, overlap, schedule, microbatches, chunks
     (course_lib/many_devices/options.py)
-  A run that goes on may change training.steps, training.donate; run.*, except
-    validation_batches, with the same text, perhaps elsewhere, and non_finite only from stop to
-    skip; and mesh.*, strategy.*, model.remat*, model.attention, model.flat_products,
-    training.accumulation, which change the rounding
+  When a run goes on, these fields may differ: training.steps, training.donate, and run.* except
+    validation_batches. The text must be the same, but may lie in another folder. non_finite may
+    change only from stop to skip. These may differ, too, but change the rounding: mesh.*,
+    strategy.*, model.remat*, model.attention, model.flat_products, training.accumulation
 
-a run that was stopped gives the same numbers, bit for bit:
+when a run that was stopped goes on, it gives the same numbers, bit for bit:
   on CPUs with the same number of cores (XLA splits sums by threads) and the same JAX; on GPUs
   of the same kind with XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every
   start. Steps are slower with it: additions have an order, and XLA does not time kernels to
-  choose the fastest. A run that goes on with another JAX or on other devices says so
+  choose the fastest. With another JAX or on other devices numbers are rounded differently, and
+  the run says so
 
-steps on a CPU, about a tenth quicker:
-  MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment: glibc then
-  reuses the memory of a step, and does not return it to the system after each step
+to make steps on a CPU about a tenth quicker:
+  set MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment: glibc
+  then keeps the memory of a step for the next one, instead of returning it to the system
 
 exit codes:
     0 done
   {FAILED:3} an error, here or in another process, or no checkpoint can be read or written
   {USAGE:3} the arguments or the configuration cannot work
-  {DOES_NOT_FIT:3} a dry run that does not fit
+  {DOES_NOT_FIT:3} a dry run whose step does not fit
   {EXIT_CODE_PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
-  {EXIT_CODE_NOT_FINITE:3} loss, parameters or too many updates not finite
+  {EXIT_CODE_NOT_FINITE:3} the loss, the parameters or too many updates were not finite
   {EXIT_CODE_INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
       before the first step SIGTERM and Ctrl-C end at once
 """
@@ -84,7 +86,7 @@ def arguments() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     trained = parser.add_argument_group("what is trained")
-    # The docstrings state the sizes: counting would take a second at each start.
+    # The sizes come from the docstrings: counting would take a second at each start.
     size = " parameters"
     presets = "; ".join(
         f"{name}: {make.__doc__.partition(size)[0]}{size}"
@@ -97,7 +99,11 @@ def arguments() -> argparse.ArgumentParser:
         default="cpu",
         help=f"the configuration (default: cpu). {presets}",
     )
-    add("--config", metavar="FILE", help="instead: a JSON file, like config.json of a run")
+    add(
+        "--config",
+        metavar="FILE",
+        help="a JSON file in place of a preset, such as a run's config.json",
+    )
     add = trained.add_argument
     add(
         "--set",
@@ -109,7 +115,7 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "--data",
         metavar="DIR",
-        help="a folder of UTF-8 text, two files or more; a tenth is for validation"
+        help="a folder of UTF-8 text, at least two files; a tenth of them is for validation"
         " (default: the course's corpus); sets run.corpus",
     )
     add = parser.add_argument_group("where").add_argument
@@ -123,12 +129,12 @@ def arguments() -> argparse.ArgumentParser:
         "--devices",
         metavar="N",
         type=int,
-        help="makes N devices of this CPU; in a dry run, of the target",
+        help="simulates N devices on this CPU; in a dry run, N devices of the target",
     )
     add(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of process 0, where no launcher tells it (docs/cluster)",
+        help="the address of process 0, if no launcher sets it (docs/cluster)",
     )
     add("--process", metavar="P", type=int, help="the number of this process, from 0")
     add("--processes", metavar="N", type=int, help="the number of processes")
@@ -153,16 +159,16 @@ def configuration(options: argparse.Namespace) -> ConfigDict:
     for option in ("config", "data", "run"):
         if getattr(options, option) == "":
             raise ValueError(
-                f"--{option} is empty, as an unset variable of a shell is: leave it out, or"
-                " give it a value"
+                f"--{option} is empty, perhaps because a shell variable is not set: leave it"
+                " out, or give it a value"
             )
     if options.config:
         try:
-            config = settings.whole(json.loads(pathlib.Path(options.config).read_text()))
+            config = settings.complete(json.loads(pathlib.Path(options.config).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"--config {options.config} cannot be read: {error}") from None
     else:
-        config = settings.whole(configs.get(options.preset))
+        config = settings.complete(configs.get(options.preset))
     for change in options.set:
         field, equals, text = change.partition("=")
         if not equals:
@@ -170,10 +176,9 @@ def configuration(options: argparse.Namespace) -> ConfigDict:
                 f"--set {change} must be FIELD=VALUE, as in --set model.num_layers=6"
             )
         settings.set_field(config, field.strip(), text.strip())
-    if options.data in ("shipped", "stdlib"):
-        config.run.corpus = options.data
-    elif options.data:
-        config.run.corpus = str(pathlib.Path(options.data).expanduser().absolute())
+    if options.data:
+        folder = str(pathlib.Path(options.data).expanduser().absolute())
+        config.run.corpus = "shipped" if options.data == "shipped" else folder
     return config
 
 
@@ -215,12 +220,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _train(config: ConfigDict, folder: str) -> int:
-    """Trains, and returns the exit code, also for expected errors. With several processes,
-    every error but a refusal ends all of them (`processes.start`).
+    """Trains, and returns the exit code, also after an expected error. With several processes,
+    every error except a refusal ends all of them (`processes.start`).
     """
     try:
         ended = loop.train(config, folder)
-    except loop.Refused as error:  # in all processes alike
+    except loop.Refused as error:  # all processes raise it
         return _error(error, USAGE)
     except (CheckpointError, OSError) as error:
         if jax.process_count() > 1:
@@ -236,11 +241,11 @@ def _train(config: ConfigDict, folder: str) -> int:
         return EXIT_CODE_INTERRUPTED
     if ended.reason == loop.NOT_FINITE:
         if not any((pathlib.Path(folder) / "checkpoints").glob("0*")):
-            again = "the same command begins anew, as there is no checkpoint yet"
+            again = "the same command starts from step 0, as there is no checkpoint yet"
         _say(
-            f"stopped {after}: not finite. {again.capitalize()}, and comes to the same end"
-            " unless that is changed: --set run.non_finite=skip leaves such updates out, --set"
-            " run.skips_in_a_row=N more of them"
+            f"stopped {after}: not finite. {again.capitalize()}, and ends in the same way"
+            " unless you change something: --set run.non_finite=skip skips such updates, and"
+            " --set run.skips_in_a_row=N allows more of them"
         )
         return EXIT_CODE_NOT_FINITE
     # A run without a line of metrics has no report.

@@ -1,6 +1,6 @@
 """Compiles a training step for devices that need not be there, and says what it would need.
 
-    print(dry_run(settings.whole(configs.get("80gb")), "h100", 8).text())
+    print(dry_run(settings.complete(configs.get("80gb")), "h100", 8).text())
 
 The step is the one that `course_lib.program.loop` would run on these devices, built by the same
 function. Memory and communication are read from the compiled program, FLOPs are counted, and
@@ -116,7 +116,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     that is compiled.
 
     Args:
-      config: as `settings.whole` returns it.
+      config: as `settings.complete` returns it.
       target: a name of `hardware.names()`.
       count: number of devices.
 
@@ -143,7 +143,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     except ValueError as error:
         if not suggested:
             raise
-        refused, config = str(error), settings.whole(config)
+        refused, config = str(error), settings.complete(config)
         config.update_from_flattened_dict(suggested)
         run, place = loop.build(config, devices)
     step: Any = run.train_step

@@ -58,7 +58,7 @@ class Journal:
         self._writes = writes
         if not writes:
             return
-        self._folder, self._last_said = pathlib.Path(folder), time.monotonic()
+        self._folder, self._last_print = pathlib.Path(folder), time.monotonic()
         shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
         self._bar: tqdm = tqdm(initial=after, total=total, **shown)
         (self._folder / "events").mkdir(parents=True, exist_ok=True)
@@ -172,13 +172,13 @@ class Journal:
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._last_said > QUIET:
+        elif time.monotonic() - self._last_print > QUIET:
             self.say(f"step {step} of {self._bar.total}: {text}")
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._writes:
-            self._last_said = time.monotonic()
+            self._last_print = time.monotonic()
             with contextlib.suppress(OSError):  # a log may be on the disk that is full
                 self._bar.write(text, file=sys.stderr)
                 sys.stderr.flush()

@@ -1,15 +1,15 @@
 """The training program's loop: starts or resumes a run, validates, checkpoints and ends it.
 
-    ended = train(settings.whole(configs.get("cpu")), "runs/cpu")
+    ended = train(settings.complete(configs.get("cpu")), "runs/cpu")
 
 A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
 The same call resumes a run that was killed, from its last complete checkpoint. On the same
-devices (for a CPU: the same number of cores) it learns and writes, bit for bit, what it would
-have without the kill. A checkpoint therefore holds everything that the next step reads:
-parameters, optimizer state, random key, step, loss scale, the position in the data, and the
-sums for the next line of metrics. On GPUs this also takes
-`XLA_FLAGS=--xla_gpu_deterministic_ops=true`: without it atomic additions come in any order, and
-each start may time kernels anew and choose others; with it steps are slower
+devices (for a CPU: the same number of cores), the resumed run computes and writes the same, bit
+for bit, as a run without the kill. A checkpoint therefore holds everything that the next step
+reads: parameters, optimizer state, random key, step, loss scale, the position in the data, and
+the sums for the next line of metrics. On GPUs this needs
+`XLA_FLAGS=--xla_gpu_deterministic_ops=true`. Without it, atomic additions happen in any order,
+and each start times kernels again and may choose others. With it, steps are slower
 (https://openxla.org/xla/determinism).
 
 The devices never wait for this loop: it reads the metrics of a step while later steps run.
@@ -42,7 +42,7 @@ from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
-BEHIND = 2  # steps that may be running while the metrics of the one before them are read
+BEHIND = 2  # how many steps may run while the metrics of the step before them are read
 
 finite = jax.jit(all_finite)
 
@@ -54,7 +54,7 @@ class Ended:
     Attributes:
       reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint;
         or `NOT_FINITE`: the loss or the parameters are not finite, or `run.skips_in_a_row`
-        updates were skipped in a row. Then the checkpoints are those from before.
+        updates were skipped in a row. In that case no new checkpoint is written.
       step: the last step.
     """
 
@@ -76,7 +76,7 @@ class Inputs:
       tokens: token arrays of the splits "train" and "validation".
       batches: an iterator over this process's batches.
       fixed: what must not change between starts (`settings.fixed`), and the text's identity.
-      computed: what the rounding follows from (`settings.computed`).
+      computed: what the rounding depends on (`settings.computed`).
     """
 
     run: training.Run
@@ -90,10 +90,10 @@ class Inputs:
 def build(
     config: ConfigDict, devices: Sequence[jax.Device] | None = None
 ) -> tuple[training.Run, NamedSharding]:
-    """Returns the run, and the sharding of a batch: cut along the mesh axis "data".
+    """Returns the run, and the sharding of a batch, which is cut along the mesh axis "data".
 
     Args:
-      config: as `settings.whole` returns it, and `settings.check` has passed it.
+      config: as `settings.complete` returns it, after `settings.check` accepted it.
       devices: to run on; all that JAX has if None.
 
     Raises:
@@ -113,27 +113,27 @@ def train(
     folder: str | os.PathLike[str],
     devices: Sequence[jax.Device] | None = None,
 ) -> Ended:
-    """Trains until all steps are done, from the last checkpoint if there is one, and writes the
-    report.
+    """Trains from the last checkpoint, or from the start, until all steps are done, and writes
+    the report.
 
-    With several processes each of them calls it, inside `processes.start`.
+    Where several processes train, each of them calls this function inside `processes.start`.
 
     Args:
-      config: as `settings.whole` returns it.
+      config: as `settings.complete` returns it.
       folder: the run's folder, which all processes see.
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: if the configuration cannot work, or differs from that of the run in the folder
-        or of another process, naming the fields; or if the folder holds something else. All
-        processes raise it, before any file changes.
-      BlockingIOError: if another program trains in that folder. It may pass, like the lock of a
-        host that is gone.
+      Refused: if the configuration cannot work; if it differs from that of the run in the
+        folder or of another process (the error names the fields); or if the folder holds
+        something else. All processes raise it, before any file changes.
+      BlockingIOError: if another program trains in that folder. The lock may expire, for
+        example if its host is gone.
       CheckpointError: if all checkpoints are damaged, or the last one cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        told_to_end = stack.enter_context(preemption.notices())
+        stop_reason = stack.enter_context(preemption.notices())
         inputs = prepare(config, folder, devices, stack)
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep))
@@ -148,18 +148,15 @@ def train(
             book.say(f"{folder}: goes on after step {after} of {total}")
             before = saved.data_state["computed"]
             if changes := settings.rounded_otherwise(before, inputs.computed):
-                book.say(
-                    f"from here on numbers are rounded otherwise than before:"
-                    f" {'; '.join(changes)}"
-                )
+                book.say(f"from here on numbers are rounded differently: {'; '.join(changes)}")
         else:
             book.say(f"{folder}: begins, {total} steps")
             if first and (baseline := observe.bigram_loss(inputs.tokens, config)):
                 book.write(0, **baseline)
         loop = Loop(config, inputs, checkpoints, book, saved)
-        ended = Ended(loop.take_steps(told_to_end), loop.step)
+        ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
-        # A run without a checkpoint starts over: it has nothing to report.
+        # A run that is not finite before its first checkpoint has nothing to report.
         if ended.reason != NOT_FINITE or checkpoints.steps():
             book.report()
     return ended
@@ -175,10 +172,11 @@ def prepare(
     process must call it.
 
     Raises:
-      Refused: in all processes, unless it works in all of them and is the same in all.
+      Refused: in all processes, if the configuration fails in one of them or differs between
+        them.
     """
     compared = config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__}
-    # The same text may lie elsewhere in another process.
+    # Another process may have the same text in another folder.
     compared["run"] = compared.get("run", {}) | {"corpus": None}
     inputs, wrong = None, None
     try:
@@ -188,7 +186,7 @@ def prepare(
         run, place = build(config, devices)
         tokens = {split: data.tokens(split, config.run.corpus) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
-        # Fails now, rather than when validation is due.
+        # An error in the validation text should come now, not at the first validation.
         observe.validation_batches(tokens["validation"], config)
         text = {split: loading.identity(tokens[split]) for split in tokens}
         if jax.process_index() == 0:
@@ -197,10 +195,10 @@ def prepare(
         computed = settings.computed(config, place.device_set)
         inputs = Inputs(run, place, tokens, batches, fixed, computed)
         compared["corpus"] = text
-    except ValueError as error:  # other errors may pass, like a lost connection
+    except ValueError as error:  # others may be temporary, like a lost connection
         compared["refused"], wrong = str(error), error
     if unlike := settings.unlike(compared):
-        raise Refused(f"all processes must be told the same: {'; '.join(unlike)}")
+        raise Refused(f"all processes must have the same configuration: {'; '.join(unlike)}")
     if inputs is None:
         raise Refused(str(wrong)) from wrong
     return inputs
@@ -237,8 +235,8 @@ def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> S
         return None
     if unlike := settings.changed(saved.config, inputs.fixed):
         raise Refused(
-            f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Give what was"
-            " saved, or another folder"
+            f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Set these fields"
+            " to the saved values, or name another folder"
         )
     return checkpoints.restore(inputs.run.abstract()[0], saved)
 
@@ -250,7 +248,8 @@ class Loop:
       step: the last step taken.
       state: the train state after it.
       best: the lowest validation loss; None before the first validation.
-      looked: whether everything that was due after the last step is done.
+      caught_up: whether the validation and the sample that were due after the last step are
+        done.
       tally: sums for the next line of metrics.
     """
 
@@ -270,11 +269,11 @@ class Loop:
         place = inputs.place
         if saved:
             self.step, self.state = saved.step, saved.state
-            self.best, self.looked = saved.data_state["best"], saved.data_state["looked"]
+            self.best, self.caught_up = saved.data_state["best"], saved.data_state["looked"]
             self.tally = observe.Tally(saved.data_state["tally"])
             inputs.batches.set_state(saved.data_state["batches"])
         else:
-            self.step, self.best, self.looked = 0, None, True
+            self.step, self.best, self.caught_up = 0, None, True
             self.tally = observe.Tally()
             first = min(place.addressable_devices, key=operator.attrgetter("id"))
             with jax.default_device(first):
@@ -283,9 +282,9 @@ class Loop:
         devices = len(place.device_set)
         self.speed = observe.Speed(config, book, self.step, devices, self.state.params)
 
-    def take_steps(self, told_to_end: Callable[[], str]) -> str:
+    def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""
-        if not self.looked:  # the process before this one ended too early for it
+        if not self.caught_up:  # an earlier process ended before it validated or sampled
             self.look(self.due(self.step), again=True)
         self.book.compiling()
         while self.step < self.total:
@@ -293,28 +292,28 @@ class Loop:
             self.state, metrics = self.run.train_step(self.state, batch)
             self.step += 1
             self.unread.append((self.step, metrics))
-            why, due = told_to_end(), self.due(self.step)
+            why, due = stop_reason(), self.due(self.step)
             stops = bool(why or due - {"log"})
             if not self.read_metrics(behind=0 if stops else BEHIND):
                 return NOT_FINITE
             if stops and not finite((self.state.params, self.state.opt_state)):
                 self.book.say(f"the parameters after step {self.step} are not finite")
                 return NOT_FINITE
-            self.looked = not due & {"validate", "sample"}
-            if why := why or self.look(due, told_to_end):
+            self.caught_up = not due & {"validate", "sample"}
+            if why := why or self.look(due, stop_reason):
                 self.save(loss=None, must=True)
                 return why
         return DONE
 
     def due(self, step: int) -> set[str]:
-        """Returns what is due after a step; after the last step, everything."""
+        """Returns what is due after a step. After the last step, everything is due."""
         names, every = ("log", "validate", "sample", "checkpoint"), self.config.run
         return {
             name for name in names if step == self.total or step % every[f"{name}_every"] == 0
         }
 
     def read_metrics(self, behind: int) -> bool:
-        """Waits for the metrics of all steps but the last `behind`, writes them, and returns
+        """Waits for the metrics of all steps except the last `behind`, and writes them. Returns
         whether the run may go on.
         """
         while len(self.unread) > behind:
@@ -325,8 +324,8 @@ class Loop:
                 return False
             if self.tally.in_a_row >= self.config.run.skips_in_a_row:
                 self.book.say(
-                    f"{self.tally.in_a_row} updates in a row, the last of step {step}, were"
-                    " left out as not finite"
+                    f"{self.tally.in_a_row} updates in a row were skipped because they were not"
+                    f" finite; the last one is step {step}'s"
                 )
                 return False
             if "log" in self.due(step):
@@ -337,32 +336,32 @@ class Loop:
         return True
 
     def look(
-        self, due: set[str], told_to_end: Callable[[], str] = str, again: bool = False
+        self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
-        """Validates, samples and saves, as far as it is due.
+        """Validates, samples and saves, each only if it is due.
 
         Args:
-          due: of `due`.
-          told_to_end: asked between the batches of a validation.
-          again: whether a process that was killed may have done this and written the lines.
+          due: what `due` returned for this step.
+          stop_reason: asked between the batches of a validation.
+          again: whether an earlier process may have written these lines before it was killed.
 
         Returns:
-          Why the run has to end, if that was asked for meanwhile: then nothing was done. Else
-          "".
+          "", or why the run has to end, if a notice came during the validation. In that case
+          nothing was written.
         """
         metrics: dict[str, float] = {}
         with self.speed.paused():
             if "validate" in due:
                 # A failed save changes which loss is the best one.
-                with self.reporting_errors(unless=False):
+                with self.reporting_errors(must=False):
                     self.checkpoints.wait()
                 run, tokens = self.run, self.inputs.tokens["validation"]
                 place = self.inputs.place
                 try:
                     metrics = observe.validate(
-                        run, self.state.params, tokens, self.config, place, told_to_end
+                        run, self.state.params, tokens, self.config, place, stop_reason
                     )
-                except preemption.ToldToEnd as why:
+                except preemption.StopRequested as why:
                     return str(why)
                 values = {f"validation_{name}": value for name, value in metrics.items()}
                 self.write("metrics", again, **values)
@@ -375,13 +374,13 @@ class Loop:
                     self.run, self.state.params, self.config, self.step, self.inputs.place
                 )
                 self.write("samples", again, text=text)
-        self.looked = True
+        self.caught_up = True
         if "checkpoint" in due:
             self.save(metrics.get("loss"), must=self.step == self.total)
         return ""
 
     def write(self, name: str, again: bool, **values: Any) -> None:
-        """Writes a line of this step to the journal, unless `again` and it is there already."""
+        """Writes a line of this step to the journal. With `again`, not a second time."""
         lines = journal.read(self.checkpoints.folder.parent, name) if again else []
         if not any(
             line["step"] == self.step and line.keys() >= values.keys() for line in lines
@@ -389,33 +388,37 @@ class Loop:
             self.book.write(self.step, name, **values)
 
     def save(self, loss: float | None, must: bool) -> None:
-        """Begins to write a checkpoint; raises an error only if it `must` succeed."""
+        """Begins to write a checkpoint. An error ends the run if the checkpoint `must` succeed,
+        or if there are several processes.
+        """
         data_state = {
             "batches": self.inputs.batches.get_state(),
             "tally": self.tally.state(),
-            "looked": self.looked,
+            "looked": self.caught_up,
             "best": self.best,
             "computed": self.inputs.computed,
         }
-        with self.reporting_errors(unless=False):  # errors of the one before
+        with self.reporting_errors(must=False):  # errors of the checkpoint before this one
             self.checkpoints.wait()
-        with self.reporting_errors(unless=must):
+        with self.reporting_errors(must=must):
             # The lines up to this step must be on the disk before the checkpoint is complete.
             if not self.book.sync():
                 raise CheckpointError(
-                    f"step {self.step} is not saved, as the lines up to it cannot be written"
+                    f"step {self.step} is not saved, because the lines up to it cannot be"
+                    " written"
                 )
             self.checkpoints.save(self.step, self.state, data_state, self.inputs.fixed, loss)
 
     @contextlib.contextmanager
-    def reporting_errors(self, unless: bool) -> Iterator[None]:
-        """Reports a checkpoint that could not be written, and lets training go on: a full disk
-        may have room later.
+    def reporting_errors(self, must: bool) -> Iterator[None]:
+        """Turns the error of a checkpoint into a line of the log, so that training goes on: a
+        full disk may have room later. Raises the error if the checkpoint `must` succeed, or if
+        there are several processes.
         """
         try:
             yield
         except CheckpointError as error:
-            if unless or jax.process_count() > 1:  # the other processes do not know of it
+            if must or jax.process_count() > 1:  # the other processes do not know of it
                 raise
             self.book.say(f"{error}; training goes on")
             self.best = self.checkpoints.best()

@@ -33,9 +33,7 @@ class Tally:
     def __init__(self, saved: dict[str, Any] | None = None):
         saved = saved or {"sums": {}, "skipped": 0, "in_a_row": 0}
         self.skipped: int = saved["skipped"]
-        self.in_a_row: int = saved[
-            "in_a_row"
-        ]  # skipped updates since the last one that was not
+        self.in_a_row: int = saved["in_a_row"]  # skipped updates since the last one made
         self._sums = {name: list(pair) for name, pair in saved["sums"].items()}
 
     def state(self) -> dict[str, Any]:
@@ -73,7 +71,7 @@ class Speed:
         """Writes a line with the device and the sizes of model and step.
 
         Args:
-          config: as `settings.whole` returns it.
+          config: as `settings.complete` returns it.
           journal: the line is written there.
           after: the restored step.
           devices: number of devices.
@@ -179,7 +177,7 @@ def validation_batches(
 
     Args:
       tokens: of the validation split.
-      config: as `settings.whole` returns it.
+      config: as `settings.complete` returns it.
 
     Raises:
       ValueError: at the call, if there are fewer than two tokens, or one is outside the
@@ -202,7 +200,7 @@ def bigram_loss(tokens: dict[str, np.ndarray], config: ConfigDict) -> dict[str, 
     Args:
       tokens: of the course's tokenizer: "train", of which at most `COUNTED` are counted, and
         "validation", of which the `validated` ones are predicted.
-      config: as `settings.whole` returns it.
+      config: as `settings.complete` returns it.
     """
     train, validation = tokens["train"][:COUNTED], validated(tokens["validation"], config)
     if len(train) < 20 or len(validation) < 2:
@@ -216,7 +214,7 @@ def validate(
     tokens: Integer[np.ndarray, "T"],
     config: ConfigDict,
     place: jax.sharding.Sharding,
-    told_to_end: Callable[[], str] = str,
+    stop_reason: Callable[[], str] = str,
 ) -> dict[str, float]:
     """Returns the mean metrics of the `validated` tokens of the validation split.
 
@@ -224,13 +222,13 @@ def validate(
       run: as built.
       params: its parameters, on any devices.
       tokens: of the validation split.
-      config: as `settings.whole` returns it.
+      config: as `settings.complete` returns it.
       place: sharding of a batch.
-      told_to_end: called before each batch; returns why to end, or "": see
+      stop_reason: called before each batch; returns why to end, or "": see
         `preemption.notices`.
 
     Raises:
-      preemption.ToldToEnd: with that reason.
+      preemption.StopRequested: with that reason.
     """
     size = config.data.batch_size // config.training.num_minibatches
     shard, shards = loading.shard_of(place, size, config.data.seq_len)
@@ -238,8 +236,8 @@ def validate(
 
     def on_devices():
         for batch in validation_batches(tokens, config):
-            if why := told_to_end():
-                raise preemption.ToldToEnd(why)
+            if why := stop_reason():
+                raise preemption.StopRequested(why)
             yield jax.make_array_from_process_local_data(
                 place, jax.tree.map(lambda array: array[rows], batch)
             )

@@ -1,10 +1,10 @@
 """Notices to end: Ctrl-C, or SIGTERM, which a cluster sends before it takes a machine away.
 
-    with preemption.notices() as told_to_end:
+    with preemption.notices() as stop_reason:
         ...    # until the first step is done, a signal ends the process at once
         for step in range(1, steps + 1):
             ...
-            if why := told_to_end():
+            if why := stop_reason():
                 ...    # in all processes after the same step: save a checkpoint, and end
 
 Little time is left after SIGTERM: 30 s by default in Kubernetes, as long as the site allows
@@ -30,7 +30,7 @@ _set_handler = ctypes.CDLL(None).signal
 _set_handler.argtypes, _set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
 
 
-class ToldToEnd(Exception):
+class StopRequested(Exception):
     """Raised inside work that can be repeated later; its text is the reason to end."""
 
 
@@ -76,7 +76,7 @@ def notices() -> Iterator[Callable[[], str]]:
             if several:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def told_to_end() -> str:
+    def stop_reason() -> str:
         if (call := next(calls)) == 1:  # the first step is done
             if several:
                 _set_handler(signal.SIGTERM, jaxs)
@@ -88,7 +88,7 @@ def notices() -> Iterator[Callable[[], str]]:
 
     jaxs = _set_handler(signal.SIGTERM, None) if several else None  # None: SIG_DFL
     try:
-        yield told_to_end
+        yield stop_reason
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """The training program's configuration: a `course_lib.configs` one, and three more parts.
 
-    config = settings.whole(configs.get("cpu"))
+    config = settings.complete(configs.get("cpu"))
     settings.set_field(config, "model.num_layers", "6")    # typed; a misspelt field fails
     settings.check(config)
 
@@ -65,7 +65,7 @@ def defaults() -> ConfigDict:
     return ConfigDict(dict(run=run, mesh=mesh, strategy=dataclasses.asdict(Strategy())))
 
 
-def whole(config: Any) -> ConfigDict:
+def complete(config: Any) -> ConfigDict:
     """Returns a copy of a configuration, with the default of each field that is missing.
 
     Fields of `course_lib.configs` have their defaults in `configs.published_155m`, the others
@@ -101,7 +101,7 @@ def check(config: ConfigDict) -> None:
       ValueError: naming the field, its value, and the fix.
     """
     if missing := [name for name in configs.PROGRAM if name not in config]:
-        raise ValueError(f"{missing[0]} must be given: start from settings.whole(config)")
+        raise ValueError(f"{missing[0]} must be given: start from settings.complete(config)")
     configs.check_fields(config, _template())
     configs.check(config)
     configs.check_limits(config, LIMITS)
@@ -295,7 +295,7 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     """Sets a field from text, in the type of the field.
 
     Args:
-      config: as `whole` returns it; it is changed.
+      config: as `complete` returns it; it is changed.
       field: its name with its part, as in "model.num_layers".
       text: a number; true or false; a string as it is; for a tuple, its strings with commas
         between, none, or a list in JSON.

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import pathlib
-import sysconfig
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -68,9 +67,8 @@ def documents(split: str, corpus: Corpus = "shipped") -> list[Document]:
 
     Args:
       split: "train" or "validation".
-      corpus: "shipped"; "stdlib", the standard library of this machine's Python, larger, and
-        not the same on every machine; or a folder of UTF-8 text with its subfolders. Links to
-        folders are followed, and each folder is read once.
+      corpus: "shipped", or a folder of UTF-8 text with its subfolders. Links to folders are
+        followed, and each folder is read once.
 
     Raises:
       ValueError: if the split is unknown, the folder is missing or has fewer than two files,
@@ -125,22 +123,16 @@ def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
 
 
 def text_files(corpus: Corpus) -> dict[str, pathlib.Path]:
-    """Returns the files of a folder or of "stdlib", by their names relative to the folder."""
-    folder = pathlib.Path(sysconfig.get_path("stdlib") if corpus == "stdlib" else corpus)
+    """Returns the files of a folder, by their names relative to the folder."""
+    folder = pathlib.Path(corpus)
     if not os.path.isdir(folder):  # pathlib's raises if a parent folder may not be read
         raise ValueError(
-            f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' and 'stdlib' are"
-            " names of others"
+            f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' is a name"
         )
-    if corpus == "stdlib":
-        left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib"}
-        modules = sorted(path for path in folder.rglob("*.py") if path.is_file())
-        paths = [path for path in modules if not left_out & set(path.relative_to(folder).parts)]
-    else:
-        try:
-            paths = files.below(folder)
-        except ValueError as error:
-            raise ValueError(f"corpus={str(corpus)!r}: {error}") from None
+    try:
+        paths = files.below(folder)
+    except ValueError as error:
+        raise ValueError(f"corpus={str(corpus)!r}: {error}") from None
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 

@@ -1,18 +1,18 @@
-"""Batches of a training run: shuffled, divided among processes, restorable, sent ahead.
+"""Batches of a training run: shuffled, divided among processes, restorable, prefetched.
 
     tokens = data.tokens("train")           # memory-mapped: read where a batch needs it
     batches = loading.batches(tokens, batch_size=8, seq_len=256, seed=0, vocab_size=2048)
     batches = loading.DeviceBatches(batches, sharding)
     batch = next(batches)                   # endless
-    state = batches.get_state()             # belongs into a checkpoint, with the parameters
+    state = batches.get_state()             # save it in the checkpoint, with the parameters
 
-Documents are packed: they stand one after another, each closed by `END`, in one circular
-stream. The stream is cut into windows wherever the cuts fall, so no label is padding, and
-attention sees all that stands before in its window, even another document. Each epoch cuts at
-other places and takes the windows in another order.
+Documents are packed: they follow one another in one circular stream, each ending with `END`.
+The stream is cut into windows of equal length, also in the middle of a document. So no label is
+padding, and attention sees all earlier tokens in its window, also those of another document.
+Each epoch cuts at other places and takes the windows in another order.
 
-The pipeline is Grain's (https://google-grain.readthedocs.io). A batch follows from its number
-alone, so the state is that number, and a run may go on with another number of processes.
+The pipeline is Grain's (https://google-grain.readthedocs.io). A batch depends only on its
+number. So the state is that number, and a run may resume with another number of processes.
 """
 
 import collections
@@ -31,27 +31,27 @@ from jaxtyping import Integer
 from course_lib import files
 from course_lib.text import data
 
-AHEAD = 2  # batches on their way to the devices; each takes memory there
+AHEAD = 2  # batches prefetched beyond the one that `next` returns; each takes device memory
 State = dict[str, Any]
 
 
 def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
-    """Returns the number of tokens and their CRC-32, which do not depend on where they lie."""
+    """Returns the number of tokens and their CRC-32, which stay the same if the files move."""
     return {"tokens": len(tokens), "crc32": zlib.crc32(np.ascontiguousarray(tokens))}
 
 
 def check_apart(folder: pathlib.Path, corpus: data.Corpus) -> None:
-    """Refuses a run folder inside of a corpus, or in a folder that a link in the corpus leads
-    to: a run that goes on would read its own files as text.
+    """Refuses a run folder inside a corpus, or inside a folder that the corpus links to: when
+    the run resumes, it would read its own files as text.
     """
-    if corpus in ("shipped", "stdlib"):
+    if corpus == "shipped":
         return
     with contextlib.suppress(OSError):  # `data.tokens` reports a folder that cannot be read
         for inner, _ in files.folders(pathlib.Path(corpus)):
             if folder.resolve().is_relative_to(inner.resolve()):
                 raise ValueError(
-                    f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: what a run"
-                    " writes would be read as text when it goes on; take another --run"
+                    f"folder={str(folder)!r} must not lie in corpus={str(corpus)!r}: when the"
+                    " run resumes, it would read its own files as text; take another --run"
                 )
 
 
@@ -65,29 +65,34 @@ def batches(
     shard: int = 0,
     shards: int = 1,
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator of `data.Batch`, in NumPy. Its `get_state()` is JSON, and
-    `set_state(state)` goes back there.
+    """Returns an endless iterator of `data.Batch`, in NumPy. Its `get_state()` returns JSON,
+    and `set_state(state)` returns the iterator to that place.
 
-    An epoch has T // L windows, and each comes once. A batch may hold the end of one epoch and
-    the start of the next. The order is that of global batches: with n shards, shard p has the
-    rows from p * B / n to (p + 1) * B / n of each. One thread reads ahead.
+    An epoch has T // L windows, and each comes once. A batch may contain the end of one epoch
+    and the start of the next. The global batches are the same for every number of shards: of n
+    shards, shard p has the rows p * B / n to (p + 1) * B / n of each batch. One thread
+    prefetches.
 
     Args:
       tokens: a split, as `data.tokens` returns it.
       batch_size: B windows per batch, of all shards together.
       seq_len: L tokens per window.
-      seed: of the cuts and the order.
-      vocab_size: V; every token must be below it. All tokens are read once to check that.
+      seed: decides the cuts and the order of the windows.
+      vocab_size: V; every token must be less than V. The call reads all tokens once to check
+        this.
       shard: which part of each batch, from 0.
       shards: number of parts; see `shard_of`.
 
     Raises:
-      ValueError: at the call, if the tokens do not fill one window, one is outside the
-        vocabulary, the seed is negative, B or L is below 1, or a batch has no such part.
+      ValueError: at the call, if the tokens do not fill one window; a token is outside the
+        vocabulary; the seed is negative; B, L or `shards` is below 1; B is not a multiple of
+        `shards`; or `shard` is outside [0, shards).
     """
     data.check_windows(tokens, batch_size, seq_len, vocab_size)
     if seed < 0:
-        raise ValueError(f"seed={seed} must be 0 or more: random numbers begin there")
+        raise ValueError(
+            f"seed={seed} must be 0 or more: NumPy's generators take no negative seed"
+        )
     if shards < 1 or batch_size % shards:
         raise ValueError(
             f"batch_size={batch_size} must be a multiple of shards={shards}: each process has"
@@ -105,8 +110,8 @@ def batches(
         start = _start(seed, number // count, len(tokens)) + place * seq_len
         return tokens[(start + offsets) % len(tokens)]
 
-    # Grain adds the epoch to the seed of its order: with seeds 1 and 2 as they are, one run's
-    # second epoch would have the order of the other's first.
+    # Grain shuffles epoch e with seed + e. With plain seeds 1 and 2, the second epoch of run 1
+    # would have the order of the first epoch of run 2. Hashing the seed avoids this.
     order = int(np.random.SeedSequence(seed).generate_state(1)[0])
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
     # One part per shard makes a global batch.
@@ -127,9 +132,9 @@ def shard_of(
     seq_len: int,
     devices: Iterable[jax.Device] | None = None,
 ) -> tuple[int, int]:
-    """Returns `(shard, shards)` for `batches`: which rows of a batch [B, L] some devices hold.
+    """Returns `(shard, shards)` for `batches`: the part of a batch [B, L] on these devices.
 
-    Processes that divide the model rather than the batch have the same shard.
+    Processes that divide the model, not the batch, get the same shard.
 
     Args:
       sharding: of a batch.
@@ -138,7 +143,7 @@ def shard_of(
       devices: by default those of this process.
 
     Raises:
-      ValueError: if those rows are not one of several parts of equal size.
+      ValueError: if the rows on these devices are not one of several equal parts of the batch.
     """
     devices = sharding.addressable_devices if devices is None else devices
     indices = sharding.devices_indices_map((batch_size, seq_len))
@@ -146,15 +151,16 @@ def shard_of(
     first, last, size = min(rows)[0], max(rows)[1], sum(end - start for start, end in rows)
     if size != last - first or batch_size % size or first % size:
         raise ValueError(
-            f"sharding={sharding} must give a process one part of a batch, not the rows"
-            f" {sorted(rows)} of {batch_size}: make the mesh from jax.devices() in their order,"
-            " with the axis of the batch first"
+            f"sharding={sharding} must give a process one of several equal parts of a batch,"
+            f" not the rows {sorted(rows)} of {batch_size}: make the mesh from jax.devices() in"
+            " their order, with the axis of the batch first"
         )
     return first // size, batch_size // size
 
 
 class DeviceBatches(Iterator[data.Batch]):
-    """The same batches as global `jax.Array`s, of which `AHEAD` are sent ahead (prefetch).
+    """Turns the batches into global `jax.Array`s, and sends `AHEAD` of them to the devices in
+    advance (prefetch).
 
     Args:
       iterator: of `batches`, with this process' `shard_of` the sharding.
@@ -175,11 +181,13 @@ class DeviceBatches(Iterator[data.Batch]):
         return batch
 
     def get_state(self) -> State:
-        """Returns the state after the last batch that `next` returned: none of those ahead."""
+        """Returns the state after the last batch that `next` returned. Prefetched batches do
+        not count.
+        """
         return dict(self._state)
 
     def set_state(self, state: State) -> None:
-        """Goes to a state, and drops the batches that were sent ahead."""
+        """Goes to a state, and drops the prefetched batches."""
         self._iterator.set_state(state)
         self._ready.clear()
         self._state = dict(state)

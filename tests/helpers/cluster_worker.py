@@ -20,7 +20,7 @@ from course_lib.many_devices import meshes
 from course_lib.program import preemption, processes
 
 
-def step_without_end(job, told_to_end):
+def step_without_end(job, stop_reason):
     """Add one number of each device, again and again, until the job ends it."""
     grid = meshes.make({"data": 4})
     x = jax.make_array_from_callback(
@@ -36,7 +36,7 @@ def step_without_end(job, told_to_end):
             raise ZeroDivisionError("an error in one process")
         if step == 10 and chosen and job == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)  # alive, and silent
-        if job == "preempt" and told_to_end():
+        if job == "preempt" and stop_reason():
             print(f"process {me} ends after step {step}", flush=True)
             return
         time.sleep(0.02)
@@ -49,9 +49,9 @@ if __name__ == "__main__":
     seconds = dict(heartbeat=10, patience=int(os.environ.get("PATIENCE", 60)))
     with (
         processes.start(coordinator, *map(int, numbers), **seconds),
-        preemption.notices() as told_to_end,
+        preemption.notices() as stop_reason,
     ):
         if job == "prepare":
             print(f"process {jax.process_index()} has pid {os.getpid()}", flush=True)
             signal.pause()
-        step_without_end(job, told_to_end)
+        step_without_end(job, stop_reason)

@@ -40,7 +40,7 @@ def configuration(corpus, **changes):
     """Returns a configuration whose numbers all count: Adam, dropout, a schedule, lines that
     lie across checkpoints.
     """
-    whole = settings.whole(configs.get("cpu"))
+    whole = settings.complete(configs.get("cpu"))
     whole.model.update(
         num_layers=1, hidden_size=16, head_dim=4, num_heads=4, max_seq_len=16, dropout_rate=0.1
     )

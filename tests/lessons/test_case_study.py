@@ -41,7 +41,7 @@ def test_every_case_is_recorded_for_every_accelerator(accelerator):
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
 def test_recorded_memory_is_within_12_percent_of_the_published(case):
     row = _recorded("a5000")[case.name]
-    assert _is_near(row), case_study.format_row(row)
+    assert _is_near(row), row
 
 
 def test_no_published_step_is_faster_than_its_floor():
@@ -212,4 +212,4 @@ def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
 def test_compiled_memory_is_within_12_percent_of_the_published(case):
     row = case_study.compile_case(case, virtual.devices("a5000")[0])
-    assert _is_near(row), case_study.format_row(row)
+    assert _is_near(row), row

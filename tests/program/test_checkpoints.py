@@ -226,7 +226,7 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(checkpoints):
     save(checkpoints, 1, 2)
     for step in (1, 2):
         flip_a_bit(checkpoints.folder / f"0000000{step}" / "SHA256SUMS")
-    with pytest.raises(CheckpointError, match=r"are damaged, of steps \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"are damaged \(steps \[1, 2\]\)"):
         checkpoints.restore(abstract(small(0)))
 
 
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(checkpoints, monkeypatch):
     save(checkpoints, 1)
     with (
         monkeypatch.context() as patched,
-        pytest.raises(CheckpointError, match=r"\(OSError: no\); saved are steps \[1\]"),
+        pytest.raises(CheckpointError, match=r"\(OSError: no\); the saved steps are \[1\]"),
     ):
         patched.setattr(Path, "rename", fails)
         checkpoints.save(1, small(5), None, CONFIG)
@@ -470,7 +470,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_run_can_go_on(
     (*after_error, [error]), (*after_next, _) = map(json.loads, printed.splitlines())
     assert after_error == [2, True, [1, 2]] and after_next == [4, True, [2, 4]]
     assert error.startswith("step 3 could not be saved in ") and reason in error
-    assert error.endswith("saved are steps [1, 2]")
+    assert error.endswith("the saved steps are [1, 2]")
 
 
 ONE_OF_TWO = """
@@ -538,6 +538,6 @@ def test_another_state_than_the_one_saved_is_refused(checkpoints):
 
 
 def test_a_data_state_that_json_would_change_is_refused(checkpoints):
-    with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must be what JSON gives back"):
+    with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must not change in a JSON file"):
         checkpoints.save(1, small(1), (1, 2), CONFIG)
     assert checkpoints.steps() == []

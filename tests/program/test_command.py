@@ -89,7 +89,7 @@ def test_the_examples_of_help_can_be_given(tmp_path):
         if "--config" in given:
             given[given.index("--config") + 1] = str(tmp_path / "config.json")
             (tmp_path / "config.json").write_text(
-                json.dumps(settings.whole(configs.get("cpu")).to_dict())
+                json.dumps(settings.complete(configs.get("cpu")).to_dict())
             )
         settings.check(asked(*given))
 
@@ -127,7 +127,7 @@ def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
         (["--set", "model.num_heads=3"], "error: "),
         (["--config", "/no/such/file"], "error: --config /no/such/file cannot be read"),
         (["--devices", "0"], "error: --devices 0 must be at least 1"),
-        (["--data", ""], "error: --data is empty, as an unset variable of a shell is"),
+        (["--data", ""], "error: --data is empty, perhaps because a shell variable is not set"),
         (["--run", ""], "error: --run is empty"),
         (["--config", ""], "error: --config is empty"),
         (["--run", "\udcff"], "error: '\\udcff' has a name that is not UTF-8"),
@@ -386,7 +386,7 @@ def test_processes_that_are_told_different_things_end_at_once_and_say_which(comm
         )
         # of any thread, at any time
         lines = [line for line in log.read_text().splitlines() if not line.startswith("[Gloo]")]
-        assert lines[-1] == f"error: all processes must be told the same: {said}"
+        assert lines[-1] == f"error: all processes must have the same configuration: {said}"
     assert not (commands.folder / "unlike" / "metrics.jsonl").exists()
 
 

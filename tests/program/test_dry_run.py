@@ -17,7 +17,7 @@ needs_virtual = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def tiny(**changes):
-    whole = settings.whole(configs.get("cpu"))
+    whole = settings.complete(configs.get("cpu"))
     whole.model.update(num_layers=1, hidden_size=64, head_dim=32, num_heads=2, max_seq_len=32)
     whole.data.update(batch_size=8, seq_len=32)
     whole.update_from_flattened_dict(changes)
@@ -102,7 +102,7 @@ def test_a_mesh_that_is_given_is_compiled_as_it_is():
 
 def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
     h100 = hardware.get("h100")
-    large = settings.whole(configs.nemotron_340b())
+    large = settings.complete(configs.nemotron_340b())
     fields, words = dry_run._suggest(large, Cluster(h100, 2))
     assert fields == {} and "no mesh of data, pipe and tensor is estimated to fit" in words
     [best, *_] = estimate.choose(tiny(), Cluster(h100, 1))
@@ -123,7 +123,7 @@ def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_ker
 
 @pytest.mark.parametrize("preset", ["80gb", "155m"])
 def test_bfloat16_in_xla_attention_on_a_t4_is_refused_before_it_is_compiled(preset):
-    whole = settings.whole(configs.get(preset))
+    whole = settings.complete(configs.get(preset))
     whole.model.attention = "xla"
     with pytest.raises(
         ValueError,

@@ -88,13 +88,13 @@ def preempt(text, folder, step, asked=1, **changes):
         done.append(int(new.step))
         return new, metrics
 
-    def told_to_end():
+    def stop_reason():
         found.append(done[-1])
         return loop.PREEMPTED if found.count(step) == asked else ""
 
     with pytest.MonkeyPatch.context() as patched:
         steps_end_with(patched, count)
-        patched.setattr(preemption, "notices", lambda: contextlib.nullcontext(told_to_end))
+        patched.setattr(preemption, "notices", lambda: contextlib.nullcontext(stop_reason))
         assert train(text, folder, **changes) == loop.Ended(loop.PREEMPTED, step)
 
 
@@ -356,7 +356,7 @@ def test_what_says_how_it_is_computed_may_change_and_the_losses_stay(
         patched.setattr(hardware, "cores", lambda: 99)
         train(text, tmp_path, training__steps=20)
     assert (
-        f"otherwise than before: jax: '{jax.__version__}' saved, '0.99' given; cores: "
+        f"rounded differently: jax: '{jax.__version__}' saved, '0.99' given; cores: "
         in capsys.readouterr().err
     )
     train(
@@ -367,7 +367,7 @@ def test_what_says_how_it_is_computed_may_change_and_the_losses_stay(
         run__sample_tokens=0,
     )
     said = [
-        line for line in capsys.readouterr().err.splitlines() if "otherwise than before" in line
+        line for line in capsys.readouterr().err.splitlines() if "rounded differently" in line
     ]
     assert re.fullmatch(
         r".*before: model.remat: \[\] .*; model.attention: 'reference' saved, 'xla' given",
@@ -549,7 +549,7 @@ def test_updates_left_out_in_a_row_end_the_run_at_the_same_step_however_often_it
         )
     assert train(text, tmp_path, training__steps=60, **quiet).reason == loop.NOT_FINITE
     assert (
-        "12 updates in a row, the last of step 36, were left out as not finite"
+        "12 updates in a row were skipped because they were not finite; the last one is step 36"
         in capsys.readouterr().err
     )
     assert final_state(text, tmp_path).step == 30
@@ -605,7 +605,7 @@ def test_of_several_processes_none_goes_on_after_a_checkpoint_that_failed(monkey
 
     def fail(count):
         monkeypatch.setattr(jax, "process_count", lambda: count)
-        with one.reporting_errors(unless=False):
+        with one.reporting_errors(must=False):
             raise CheckpointError("step 3 could not be saved")
 
     fail(1)
@@ -656,7 +656,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_no_line(
         and "metrics are written again" in said
     )
     assert (
-        "step 20 is not saved, as the lines up to it cannot be written; training goes on"
+        "step 20 is not saved, because the lines up to it cannot be written; training goes on"
         in said
     )
     assert final_state(text, tmp_path).step == 40
@@ -718,7 +718,7 @@ def test_no_checkpoint_is_whole_before_the_lines_up_to_it(text, tmp_path, monkey
     )
     train(text, tmp_path, training__steps=20)
     assert (
-        "step 10 is not saved, as the lines up to it cannot be written; training goes on"
+        "step 10 is not saved, because the lines up to it cannot be written; training goes on"
         in capsys.readouterr().err
     )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000020"]
@@ -847,7 +847,10 @@ def test_a_mistake_is_refused_before_anything_is_written(text, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 7}, "must be told the same: seed: 42 in process 0, 7 in process 1$"),
+        (
+            {"seed": 7},
+            "must have the same configuration: seed: 42 in process 0, 7 in process 1$",
+        ),
         ({"jax": "0.0"}, "jax: '.*' in process 0, '0.0' in process 1$"),
         ({"folder": "elsewhere"}, "folder: '.*' in process 0, 'elsewhere' in process 1$"),
         ({"corpus": {}}, r"corpus\.train\.tokens: \d+ in process 0, not in process 1; "),

@@ -113,7 +113,9 @@ def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text)
         == 10_000 * 4 * 16 + 1
     )
     shipped = data.tokens("validation")
-    assert len(observe.validated(shipped, settings.whole(configs.get("cpu")))) == len(shipped)
+    assert len(observe.validated(shipped, settings.complete(configs.get("cpu")))) == len(
+        shipped
+    )
 
 
 def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(text):

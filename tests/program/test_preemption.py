@@ -27,15 +27,15 @@ def as_python_starts():
     ("number", "why"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")]
 )
 def test_a_signal_is_noticed_after_the_step(number, why):
-    with preemption.notices() as told_to_end:
-        assert told_to_end() == ""
+    with preemption.notices() as stop_reason:
+        assert stop_reason() == ""
         signal.raise_signal(number)
-        assert told_to_end() == why
+        assert stop_reason() == why
 
 
 def test_a_second_ctrl_c_raises_and_a_second_sigterm_changes_nothing(capfd):
-    with preemption.notices() as told_to_end:
-        assert told_to_end() == ""
+    with preemption.notices() as stop_reason:
+        assert stop_reason() == ""
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
@@ -45,15 +45,15 @@ def test_a_second_ctrl_c_raises_and_a_second_sigterm_changes_nothing(capfd):
         )
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert told_to_end() == preemption.INTERRUPTED
+        assert stop_reason() == preemption.INTERRUPTED
 
 
 def test_a_process_that_ignores_ctrl_c_still_does():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with preemption.notices() as told_to_end:
+    with preemption.notices() as stop_reason:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
-            assert told_to_end() == ""
+            assert stop_reason() == ""
 
 
 def test_one_of_several_processes_tells_the_others_of_its_ctrl_c(monkeypatch):
@@ -63,14 +63,14 @@ def test_one_of_several_processes_tells_the_others_of_its_ctrl_c(monkeypatch):
     monkeypatch.setattr(
         multihost_utils, "reached_preemption_sync_point", lambda call: call == 3
     )
-    with preemption.notices() as told_to_end:
-        assert told_to_end() == ""
+    with preemption.notices() as stop_reason:
+        assert stop_reason() == ""
         signal.raise_signal(signal.SIGINT)
         assert told == [(os.getpid(), signal.SIGTERM)]
         # the call that all agree on
-        assert [told_to_end() for _ in range(2)] == ["", preemption.INTERRUPTED]
-    with preemption.notices() as told_to_end:
-        assert [told_to_end() for _ in range(3)] == ["", "", preemption.PREEMPTED]
+        assert [stop_reason() for _ in range(2)] == ["", preemption.INTERRUPTED]
+    with preemption.notices() as stop_reason:
+        assert [stop_reason() for _ in range(3)] == ["", "", preemption.PREEMPTED]
 
 
 def handler_in_c(number):
@@ -87,10 +87,10 @@ def test_jaxs_handler_of_sigterm_is_out_of_the_way_until_the_first_step_is_done(
     try:
         for steps in (0, 2):
             libc.signal(signal.SIGTERM, libc.abs)
-            with preemption.notices() as told_to_end:
+            with preemption.notices() as stop_reason:
                 assert handler_in_c(signal.SIGTERM) == 0  # the default: ends at once
                 for _ in range(steps):
-                    told_to_end()
+                    stop_reason()
                     assert handler_in_c(signal.SIGTERM) == jaxs
             assert handler_in_c(signal.SIGTERM) == jaxs
     finally:
@@ -100,9 +100,9 @@ def test_jaxs_handler_of_sigterm_is_out_of_the_way_until_the_first_step_is_done(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_before_the_first_step_a_signal_does_what_it_did_before(number):
     before = signal.getsignal(number)
-    with preemption.notices() as told_to_end:
+    with preemption.notices() as stop_reason:
         assert signal.getsignal(number) is before
-        told_to_end()
+        stop_reason()
         assert signal.getsignal(number) is not before
     assert signal.getsignal(number) is before
 
@@ -111,8 +111,8 @@ def test_a_thread_takes_no_signals():
     found = []
 
     def run():
-        with preemption.notices() as told_to_end:
-            found.append(told_to_end())
+        with preemption.notices() as stop_reason:
+            found.append(stop_reason())
 
     thread = threading.Thread(target=run)
     thread.start()

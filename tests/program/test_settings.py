@@ -13,16 +13,16 @@ from course_lib.program import settings
 
 
 def small(**changes):
-    whole = settings.whole(configs.get("cpu"))
+    whole = settings.complete(configs.get("cpu"))
     whole.update_from_flattened_dict(changes)
     return whole
 
 
 @pytest.mark.parametrize("preset", configs.PRESETS)
 def test_every_preset_with_the_programs_parts_is_accepted_and_comes_back_from_json(preset):
-    whole = settings.whole(configs.get(preset))
+    whole = settings.complete(configs.get(preset))
     settings.check(whole)
-    again = settings.whole(json.loads(json.dumps(whole.to_dict())))
+    again = settings.complete(json.loads(json.dumps(whole.to_dict())))
     assert again == whole
     settings.check(again)
     configs.check(whole)
@@ -116,7 +116,7 @@ def test_what_cannot_work_is_refused(field, value, message):
 def test_numbers_of_a_file_that_have_no_fraction_are_of_the_type_of_their_field():
     tree = small().to_dict()
     tree["optimizer"] = tree["optimizer"] | {"clip_norm": 1, "weight_decay": 0}
-    whole = settings.whole(json.loads(json.dumps(tree)))
+    whole = settings.complete(json.loads(json.dumps(tree)))
     settings.check(whole)
     with_fractions = small(**{"optimizer.clip_norm": 1.0, "optimizer.weight_decay": 0.0})
     assert settings.changed(settings.fixed(with_fractions), settings.fixed(whole)) == []
@@ -143,10 +143,10 @@ def test_numbers_of_a_file_that_have_no_fraction_are_of_the_type_of_their_field(
 )
 def test_a_file_whose_parts_are_none_is_refused(tree, message):
     with pytest.raises(ValueError, match=message):
-        settings.check(settings.whole(small().to_dict() | tree))
+        settings.check(settings.complete(small().to_dict() | tree))
     for nothing in ([], 3, None, "model"):
         with pytest.raises(ValueError, match="must have parts"):
-            settings.whole(nothing)
+            settings.complete(nothing)
 
 
 VALUES = ({"a": 1}, [1], [[1]], None, "x", True, 3)
@@ -172,7 +172,7 @@ def test_a_value_of_another_type_in_a_file_is_refused_by_name(field, value):
     tree = small().to_dict()
     tree[part] = tree[part] | {name: value}
     with pytest.raises(ValueError, match=name):
-        settings.check(settings.whole(tree))
+        settings.check(settings.complete(tree))
 
 
 def test_a_loss_scale_that_looks_for_its_value_is_not_stopped():
@@ -184,7 +184,7 @@ def test_a_loss_scale_that_looks_for_its_value_is_not_stopped():
 def test_a_field_or_a_part_that_a_file_lacks_has_its_default():
     tree = small(**{"model.num_layers": 7}).to_dict()
     del tree["model"]["qk_norm"], tree["optimizer"], tree["run"]["keep"], tree["strategy"]
-    found = settings.whole(tree)
+    found = settings.complete(tree)
     assert found.model.num_layers == 7 and found.model.qk_norm is False
     assert found.optimizer.to_dict() == configs.published_155m().optimizer.to_dict()
     assert (found.run, found.strategy) == (small().run, small().strategy)
@@ -207,7 +207,7 @@ def test_a_preset_that_sets_a_new_field_does_not_change_what_the_field_was_befor
 
     monkeypatch.setattr(configs, "published_155m", with_field)
     monkeypatch.setitem(configs.PRESETS, "cpu", that_sets_it)
-    assert settings.changed(saved, settings.fixed(settings.whole(old))) == []
+    assert settings.changed(saved, settings.fixed(settings.complete(old))) == []
     assert settings.changed(saved, settings.fixed(small())) == [
         "model.new_field: 1 saved, 2 given"
     ]
@@ -237,7 +237,7 @@ def test_a_file_with_a_field_that_there_is_not_is_refused():
     with pytest.raises(
         ValueError, match=r"run\.log_evry=3 is no field .*did you mean run\.log_every"
     ):
-        settings.check(settings.whole(tree))
+        settings.check(settings.complete(tree))
 
 
 def test_data_takes_the_devices_that_other_axes_leave():
@@ -333,7 +333,7 @@ def test_a_run_begins_anew_only_if_its_first_checkpoint_was_not_whole_yet(tmp_pa
 
 
 def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):
-    whole = settings.whole(configs.get("cpu"))
+    whole = settings.complete(configs.get("cpu"))
     whole.strategy.zero = 1
     one, four = (settings.computed(whole, jax.devices("cpu")[:count]) for count in (1, 4))
     assert (one["device"], one["processes"], one["mesh"], one["strategy"]["zero"]) == (

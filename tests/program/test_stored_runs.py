@@ -95,7 +95,7 @@ def restored(folder, whole, name):
 
 def continued(folder, text, name):
     """Trains a run on to step 20 as its `config.json` says, and returns what became of it."""
-    whole = settings.whole(json.loads((folder / "config.json").read_text()))
+    whole = settings.complete(json.loads((folder / "config.json").read_text()))
     whole.run.corpus, whole.training.steps = text, 20
     assert loop.train(whole, folder, devices(name)) == loop.Ended(loop.DONE, 20)
     return (folder / "metrics.jsonl").read_bytes(), digest(restored(folder, whole, name).state)
@@ -107,7 +107,7 @@ def as_stored(text, name, tmp_path_factory):
 
 
 def test_a_stored_run_is_restored_bit_for_bit(name):
-    whole = settings.whole(json.loads((DATA / name / "config.json").read_text()))
+    whole = settings.complete(json.loads((DATA / name / "config.json").read_text()))
     found = digest(restored(DATA / name, whole, name).state)
     assert found == json.loads((DATA / "digests.json").read_text())[name]
 
@@ -124,7 +124,7 @@ def test_a_stored_run_goes_on_as_the_version_that_stored_it_went_on(name, as_sto
 def test_no_default_is_another_than_when_the_runs_were_stored():
     """A stored run that lacks a field has its default: a default is never changed."""
     before = json.loads((DATA / "defaults.json").read_text())
-    now = json.loads(json.dumps(settings.whole({}).to_dict()))
+    now = json.loads(json.dumps(settings.complete({}).to_dict()))
     for part, fields in before.items():
         if isinstance(fields, dict):
             assert fields == {field: now[part].get(field) for field in fields}, part
@@ -133,7 +133,7 @@ def test_no_default_is_another_than_when_the_runs_were_stored():
 
 
 def test_fields_that_the_files_lack_have_their_defaults(text, name, tmp_path, as_stored):
-    defaults, lacking = settings.whole({}).to_dict(), []
+    defaults, lacking = settings.complete({}).to_dict(), []
 
     def without(tree):
         """Leaves out the fields that have their default."""
@@ -222,6 +222,6 @@ def test_a_field_of_a_stored_run_that_is_gone_is_named(text, name, tmp_path):
 
 
 def test_a_field_that_was_fixed_and_is_free_now_does_not_stop_an_older_run():
-    given = settings.fixed(settings.whole({}))
+    given = settings.fixed(settings.complete({}))
     saved = given | {"model": given["model"] | {"attention": "blocks"}}
     assert "attention" not in given["model"] and settings.changed(saved, given) == []

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import tracemalloc
 
 import build_corpus
@@ -471,16 +470,3 @@ def test_a_folder_of_empty_files_is_refused(tmp_path):
         ValueError, match="must hold text: the files of split='validation' are all empty"
     ):
         data.documents("validation", tmp_path)
-
-
-def test_a_standard_library_that_lies_in_a_folder_called_test_is_read_but_for_its_own_tests(
-    tmp_path, monkeypatch
-):
-    stdlib = tmp_path / "test" / "lib"
-    for name in ("a.py", "b.py", "json/test/c.py", "site-packages/d.py"):
-        (stdlib / name).parent.mkdir(parents=True, exist_ok=True)
-        (stdlib / name).write_text("pass")
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(stdlib))
-    assert {
-        document.name for split in data.SPLITS for document in data.documents(split, "stdlib")
-    } == {"a.py", "b.py"}

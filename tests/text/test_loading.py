@@ -156,7 +156,7 @@ def test_a_process_is_the_shard_whose_rows_its_devices_hold(rows):
     with pytest.raises(
         ValueError,
         match=(
-            r"must give a process one part of a batch, not the rows \[\(0, 2\), \(6, 8\)\] of 8"
+            r"one of several equal parts of a batch, not the rows \[\(0, 2\), \(6, 8\)\] of 8"
         ),
     ):
         loading.shard_of(rows, 8, 16, devices[[0, 3]].flat)
