@@ -88,6 +88,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
       RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
         cache.
     """
+    check_lowered(lowered)
     with tempfile.TemporaryDirectory() as folder:
         compiled = write_session(lowered, folder, "step")
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
