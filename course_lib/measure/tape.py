@@ -41,8 +41,8 @@ _SCOPES = {
     "residual stream": r"norm|block|embed|residual|layer",
 }
 _ARGUMENTS = {
-    "optimizer state": r"opt_state|(^|_)(mu|nu)_",
-    "parameters": "params",
+    "optimizer state": r"opt_state|(^|_)(mu|nu)_|^state_1_",
+    "parameters": r"params|^state_0_",
 }
 
 
@@ -67,13 +67,15 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     """Compiles a step and reads what it holds at each instruction.
 
     Gradients are the values with the shape of a parameter, or of one layer of it, that the
-    backward pass makes or adds up in float32. New state is what the step returns without
-    donation. Scopes tell attention, MLP, residual stream, and logits and loss apart: the names
-    of Flax's modules, or `jax.named_scope("attention")` in plain JAX.
+    backward pass makes or adds up in float32. New state is the place of what the step returns
+    without donation; temporaries may use it before. Scopes tell attention, MLP, residual
+    stream, and logits and loss apart: the names of Flax's modules, or
+    `jax.named_scope("attention")` in plain JAX.
 
     Args:
-      lowered: `jax.jit(step).lower(...)`, for a real or a virtual device, with arguments whose
-        names hold "params" and "opt_state" or "mu" and "nu".
+      lowered: `jax.jit(step).lower(...)`, for a real or a virtual device. Its arguments are
+        told apart by their names: "params"; "opt_state", or "mu" and "nu"; or "state", a pair
+        of parameters and optimizer state.
       points: the most instructions to return. Longer programs are cut into as many parts, and
         each shows its instruction with the most bytes.
 
@@ -106,14 +108,17 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     for allocation in re.split(r"^allocation \d+: ", buffers, flags=re.M)[1:]:
         head = allocation.partition("\n")[0]
         values = _values(allocation, lifetimes)
-        if re.search(r"\bparameter \d", head):  # an argument's place is never free
-            size = int(head.partition("size ")[2].partition(",")[0])
+        size = int(re.match(r"size (\d+)", allocation)[1])
+        # Arguments and results have their places from the first to the last instruction.
+        if re.search(r"\bparameter \d", head):
             levels[kinds.of_argument(values[0].name)] += size
-            continue
-        for chain in _chains(values):
-            kind = "new state" if "maybe-live-out" in head else kinds.of_chain(chain)
-            for value in chain:
-                levels[kind][value.first : value.last + 1] += value.bytes
+        elif "maybe-live-out" in head:
+            levels["new state"] += size
+        else:
+            for chain in _chains(values):
+                kind = kinds.of_chain(chain)
+                for value in chain:
+                    levels[kind][value.first : value.last + 1] += value.bytes
     backward = next((i for i, name in enumerate(order) if kinds.is_backward(name)), None)
     total = np.sum(list(levels.values()), axis=0)
     [work] = np.nonzero(total > total.min() + total.max() // 1000)

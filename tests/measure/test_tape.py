@@ -150,16 +150,21 @@ def test_a_step_without_a_backward_pass_has_no_place_where_it_begins():
     assert found.backward is None
 
 
-def test_a_step_that_does_not_donate_returns_new_state():
-    def step(params):
-        return jax.tree.map(lambda w: 0.9 * w, params)
+@DEVICES
+def test_the_place_of_what_is_not_donated_is_there_from_the_first_instruction(device):
+    def step(state):
+        params, mu = state
+        return jax.tree.map(lambda w, m: w - m, params, mu), mu
 
-    params = shapes()[0]
-    kept, donated = (tape(jax.jit(step, donate_argnums=d).lower(params)) for d in ((), 0))
-    table = 8 * 2 * N  # the addresses of the outputs
-    assert max(kept.bytes["new state"]) == WEIGHT_BYTES + table
-    assert max(donated.bytes["new state"]) == table
-    assert kept.peak == donated.peak + WEIGHT_BYTES
+    state = shapes()[:2]
+    if device != "here":
+        state = virtual.abstract(state, virtual.devices(device)[0])
+    for donated, copies in ((0, 0), ((), 2)):
+        lowered = jax.jit(step, donate_argnums=donated).lower(state)
+        found, table = tape(lowered), 8 * 4 * N  # the addresses of the results
+        assert min(found.bytes["new state"]) == copies * WEIGHT_BYTES + table
+        assert found.bytes["parameters"][0] == found.bytes["optimizer state"][0] == WEIGHT_BYTES
+        assert found.peak == pytest.approx(memory(lowered.compile()).peak, rel=1e-3)
 
 
 @DEVICES
