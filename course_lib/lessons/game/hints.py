@@ -1,7 +1,5 @@
 """Hints for the next move: what the compiled step shows, and where to read, never the move."""
 
-import math
-
 from course_lib import measure
 from course_lib.lessons.game import model, score
 from course_lib.lessons.game.score import Program, Score
@@ -20,7 +18,7 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
     array = program.largest
     dims = array.shape if array else ()
     largest = f"The largest temporary at the peak is {_spell(array)}" if array else ""
-    tokens = sizes.batch_size * sizes.length
+    whole_batch = {sizes.batch_size * n for n in (1, sizes.length, sizes.heads)}
     so_far = [*earlier, submission]
     state = score.state_bytes()
     small, fast = (any(getattr(one, goal) for one in so_far) for goal in ("small", "fast"))
@@ -30,18 +28,22 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
             "Most products take float32 numbers. How many bytes does a product need per"
             " number, and which dtype do the matrix units multiply fastest? (Notebook 1.)"
         )
-    stacked = dims[:1] == (sizes.layers,) and not program.flops.recomputed
-    if stacked and not (small and fast):
+    if dims[:1] == (sizes.layers,) and not program.flops.recomputed and not (small and fast):
+        if small:
+            return (
+                f"{largest}: a scan stacks what its layers save. What would the compiler save"
+                " if it saw all layers at once? (Notebook 6.)"
+            )
         return (
-            f"{largest}, of which {sizes.layers} layers keep one slice each. Which of them"
-            " must wait for the backward pass? (Notebook 2.)"
+            f"{largest}: {sizes.layers} layers save one slice each. Which of them must wait for"
+            " the backward pass? (Notebook 2.)"
         )
-    if not small and math.prod(dims) >= tokens * sizes.width:
+    if not small and whole_batch & set(dims):
         return f"{largest}: it belongs to the whole batch at once. (Notebook 3.)"
-    if not small and program.aliased < state:
+    if not small and program.aliased < 0.9 * state:
         return (
             f"The state is {measure.gib(state)}, of which"
-            f" {measure.gib(program.aliased)} are overwritten by the new one. (Notebook 4.)"
+            f" {measure.gib(program.aliased)} are overwritten by the new one; the rest exists twice. (Notebook 4.)"
         )
     if not small and sizes.vocabulary in dims:
         return (

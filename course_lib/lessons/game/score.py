@@ -15,7 +15,7 @@ SHARE = 0.9  # of a GPU's memory; the rest is for CUDA, as in the training progr
 SMALL_PEAK = int(3.5 * measure.GIB)
 """The target for memory. Parameters, moments and gradients alone are 2.4 GiB."""
 
-FAST_BYTES = 200e9
+FAST_BYTES = 150 * 10**9
 """The bytes that a fast step may move; with the FLOPs of the first step they are the target for
 the floor."""
 

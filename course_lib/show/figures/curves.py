@@ -205,7 +205,7 @@ def ladder(
     axes.annotate(f" target: fast\n {1e3 * fast:.0f} ms", (1e3 * fast, 1), **at_top)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="floor of the step's time (ms)", ylabel="peak memory (GiB)", title=title)
-    names = [f"{i + 1} {row['name']}" for i, row in enumerate(rows)]
+    names = [f"{i + 1}. {row['name']}" for i, row in enumerate(rows)]
     style.label_right(axes, points, names)
     return figure
 
