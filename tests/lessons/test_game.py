@@ -1,5 +1,5 @@
-"""Laws of the game: right steps pass, wrong ones are told what is wrong, and scores come from the
-compiled steps.
+"""Laws of the game: right steps pass, wrong ones are told what is wrong, and scores come from
+the compiled steps.
 """
 
 import dataclasses
@@ -268,9 +268,9 @@ HINTS = [
 
 def test_the_hints_lead_from_the_first_step_through_the_notebooks_in_order():
     earlier = []
-    for submission, its_program, words in HINTS:
-        assert words in hints.hint(submission, its_program, earlier)
-        earlier.append(submission)
+    for one, its_program, words in HINTS:
+        assert words in hints.hint(one, its_program, earlier)
+        earlier.append(one)
     stacks = scored(peak=32.6), program(STACKED), earlier[:-1]
     assert "(Notebook 6.)" in hints.hint(*stacks)
 
@@ -339,8 +339,8 @@ def test_a_submission_stands_in_the_table_below_the_targets_with_the_earlier_one
     rows = iter(HINTS)
 
     def compile_step(make_step, gpu, name):
-        submission, its_program, _ = next(rows)
-        return dataclasses.replace(submission, name=name, gpu=gpu), its_program
+        one, its_program, _ = next(rows)
+        return dataclasses.replace(one, name=name, gpu=gpu), its_program
 
     monkeypatch.setattr(score, "compile_step", compile_step)
     first = submit(capsys, game.first_step)

@@ -43,7 +43,8 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
     if not small and program.aliased < 0.9 * state:
         return (
             f"The state is {measure.gib(state)}, of which"
-            f" {measure.gib(program.aliased)} are overwritten by the new one; the rest exists twice. (Notebook 4.)"
+            f" {measure.gib(program.aliased)} are overwritten by the new one; the rest exists"
+            " twice. (Notebook 4.)"
         )
     if not small and sizes.vocabulary in dims:
         return (

@@ -10,6 +10,7 @@ from course_lib import measure
 from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
 from course_lib.lessons.game import model
 from course_lib.measure import hardware, virtual
+from course_lib.measure.roofline import peak
 
 SHARE = 0.9  # of a GPU's memory; the rest is for CUDA, as in the training program's dry run
 SMALL_PEAK = int(3.5 * measure.GIB)
@@ -132,7 +133,7 @@ def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
         ) from error
     for dtype in flops.total:
         try:
-            measure.roofline.peak(accelerator, dtype)
+            peak(accelerator, dtype)
         except ValueError:
             raise WrongAnswer(
                 f"An {accelerator.title} has no unit for products of {dtype}: the program does"
