@@ -106,6 +106,7 @@ def code_that_is_compiled_quickly(request):
     name = request.path.stem.removeprefix("test_")
     names = {
         "faults",
+        "game",
         "routing",
         "layers",
         "training",

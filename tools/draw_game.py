@@ -45,30 +45,21 @@ def compiled(name: str) -> dict[str, Any]:
     return {"case": name, **dataclasses.asdict(result)}
 
 
-def rows() -> list[dict[str, Any]]:
-    """Returns the recorded rows; compiles and records them under `COURSE_RECORD=1`."""
-    sizes = {
-        field: size
-        for field, size in dataclasses.asdict(game.REAL).items()
-        if field != "optimizer"
-    }
-    cases = list(moves())
-    table = recorded.partly_live("game_a5000", compiled, [], cases=cases, sizes=sizes)
-    print(table.note)
-    return table.rows
-
-
 def scores() -> list[score.Score]:
-    """Returns the recorded ladder."""
+    """Returns the recorded ladder; compiles and records it under `COURSE_RECORD=1`."""
+    sizes = dataclasses.asdict(game.REAL)
+    del sizes["optimizer"]
+    table = recorded.partly_live("game_a5000", compiled, [], cases=list(moves()), sizes=sizes)
     return [
         score.Score(**{key: value for key, value in row.items() if key != "case"})
-        for row in rows()
+        for row in table.rows
     ]
 
 
-def digest() -> str:
-    """Returns the SHA-256 of the rows."""
-    return hashlib.sha256(json.dumps(rows()).encode()).hexdigest()
+def digest(ladder: list[score.Score]) -> str:
+    """Returns the SHA-256 of a ladder."""
+    text = json.dumps([dataclasses.asdict(one) for one in ladder])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 if __name__ == "__main__":
@@ -76,5 +67,5 @@ if __name__ == "__main__":
     ladder = scores()
     submission.table(ladder, GPU)
     figure = submission.picture(ladder, GPU)
-    figure.savefig(PICTURE, dpi=150, metadata={"Description": digest()})
+    figure.savefig(PICTURE, dpi=150, metadata={"Description": digest(ladder)})
     print(f"drew {PICTURE.name}")

@@ -20,7 +20,7 @@ FAST_BYTES = 150 * 10**9
 """The bytes that a fast step may move; with the FLOPs of the first step they are the target for
 the floor."""
 
-SECONDS_PER_LINE = 0.01  # of compiling one line of a lowered program, on two idle cores
+SECONDS, SECONDS_PER_LINE = 7, 0.003  # to compile a lowered program, on two idle cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
         f"The real step has {-extra:.0%} fewer FLOPs than the first one. Does it compute the"
         " whole batch?",
     )
-    seconds = SECONDS_PER_LINE * len(lowered.as_text().splitlines())
+    seconds = SECONDS + SECONDS_PER_LINE * len(lowered.as_text().splitlines())
     print(
         f"Compiling for an {accelerator.title} that is not there: about {seconds:.0f} s.",
         flush=True,

@@ -11,6 +11,8 @@ from course_lib.measure import MIB, gib, hardware, virtual
 from course_lib.measure.units import GIB
 from course_lib.show import figures, notebook
 
+MOST_DRAWN = 12
+
 
 def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
     """Checks and scores a training step of the game. Prints; never raises.
@@ -59,7 +61,7 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
     ]
     rows = [
         {
-            "": number,
+            "#": number,
             "name": one.name,
             "peak GiB": one.peak / GIB,
             "fits": "yes" if one.fits else "no",
@@ -74,14 +76,16 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
     notebook.table(
         [*({**empty, **target} for target in targets), *rows],
         title=f"One step on an {hardware.get(gpu).title}, which fits in {memory}:",
-        formats={"floor ms": ".0f"},
+        formats={"peak GiB": ".1f", "floor ms": ".0f", "extra FLOPs %": ".0f"},
     )
 
 
 def picture(submissions: Sequence[Score], gpu: str) -> Any:
-    """Returns the picture of submissions for one GPU."""
+    """Returns the picture of the last submissions for one GPU."""
+    last = submissions[-MOST_DRAWN:]
     return figures.ladder(
-        [{"name": one.name, "seconds": one.seconds, "peak": one.peak} for one in submissions],
+        [{"name": one.name, "seconds": one.seconds, "peak": one.peak} for one in last],
+        first=len(submissions) - len(last) + 1,
         limit=score.limit(gpu),
         small=score.SMALL_PEAK,
         fast=score.fast_seconds(gpu),

@@ -50,7 +50,6 @@ def check(make_step: Any) -> str:
     with jax.default_matmul_precision("highest"):
         copies = jax.tree.map(jnp.array, (state, batch))  # the step may donate them
         result = call(step, *copies, hint="A step returns the new state and the loss.")
-        dtype = dtype_of_products(step)
     require(
         isinstance(result, tuple) and len(result) == 2,
         "A step returns two things: the new state and the loss.",
@@ -63,7 +62,7 @@ def check(make_step: Any) -> str:
     same_shapes(result[0], state, "the new state")
     new, (momentum, _) = jax.tree.map(np.asarray, result[0])
     yours = jax.tree.map(lambda m, o: m - DECAY * o, momentum.trace, old_momentum.trace)
-    off = difference(yours, gradient())
+    dtype, off = dtype_of_products(step), difference(yours, gradient())
     if not off <= TOLERANCE[dtype]:
         raise WrongAnswer(explain(yours))
     moved = jax.tree.map(lambda n, o: n - o, new, old)

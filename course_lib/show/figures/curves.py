@@ -162,6 +162,7 @@ def ladder(
     limit: style.Number,
     small: style.Number,
     fast: style.Number,
+    first: int = 1,
     title: str = "",
 ) -> Figure:
     """Draws one numbered point per version of a training step, joined in their order: the floor
@@ -172,6 +173,7 @@ def ladder(
       limit: the bytes of the GPU's memory that a step may use.
       small: the target for `peak`, in bytes.
       fast: the target for `seconds`.
+      first: the number of the first row.
       title: of the picture.
 
     Raises:
@@ -184,13 +186,13 @@ def ladder(
     figure, axes = style.canvas(height=4.2)
     axes.set_yscale("log", base=2)
     axes.plot(*zip(*points, strict=True), color=style.GREY, linewidth=1, zorder=2)
-    for i, (point, row) in enumerate(zip(points, rows, strict=True)):
+    for i, (point, row) in enumerate(zip(points, rows, strict=True), first):
         fits = float(row["peak"]) <= limit
         face = style.COLORS[0] if fits else "white"
         look = {"marker": "o", "markersize": 15, "markerfacecolor": face, "zorder": 3}
         axes.plot(*point, **look, markeredgecolor=style.COLORS[0])
         axes.annotate(
-            str(i + 1), point, ha="center", va="center", color="white" if fits else "black",
+            str(i), point, ha="center", va="center", color="white" if fits else "black",
             fontsize=9, zorder=4,
         )  # fmt: skip
     lowest, highest = (f(y for _, y in [*points, (0, small / GIB)]) for f in (min, max))
@@ -205,7 +207,7 @@ def ladder(
     axes.annotate(f" target: fast\n {1e3 * fast:.0f} ms", (1e3 * fast, 1), **at_top)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="floor of the step's time (ms)", ylabel="peak memory (GiB)", title=title)
-    names = [f"{i + 1}. {row['name']}" for i, row in enumerate(rows)]
+    names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]
     style.label_right(axes, points, names)
     return figure
 
