@@ -71,7 +71,7 @@ def half(loss, dtype=jnp.bfloat16):
 def test_each_reference_move_has_the_updates_of_the_first_step(path, capsys, no_virtual_gpu):
     capsys.readouterr()
     exec(compile(path.read_text(), path.name, "exec"), {})
-    assert capsys.readouterr().out.startswith("✓ Updates as the first step's")
+    assert capsys.readouterr().out.startswith("✓ The updates equal")
 
 
 def test_the_first_step_passes_and_so_does_one_that_is_not_jitted(capsys, no_virtual_gpu):
@@ -226,7 +226,10 @@ def test_without_a_virtual_gpu_the_updates_are_checked_and_the_reason_is_given(
     capsys, no_virtual_gpu, board
 ):
     printed = submit(capsys, game.first_step)
-    assert printed.startswith("✓ Updates") and "no score, because here there is no" in printed
+    assert (
+        printed.startswith("✓ The updates equal")
+        and "no score, because here there is no" in printed
+    )
     assert not board.exists()
     assert submit(capsys, make_step(gradient=sum_of_minibatches)).startswith("✗ ")
 
@@ -335,7 +338,7 @@ def test_a_submission_stands_in_the_table_below_the_targets_with_the_earlier_one
     capsys, monkeypatch
 ):
     monkeypatch.setattr(virtual, "why_unavailable", lambda name: None)
-    monkeypatch.setattr(updates, "check", lambda make_step: "equal.")
+    monkeypatch.setattr(updates, "check", lambda make_step: "are equal.")
     rows = iter(HINTS)
 
     def compile_step(make_step, gpu, name):

@@ -34,7 +34,7 @@ def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
             gpu in _gpus(),
             f"gpu={gpu!r} must be one of {', '.join(_gpus())}.",
         )
-        print(f"✓ Updates {updates.check(make_step)}")
+        print(f"✓ The updates equal the first step's: they {updates.check(make_step)}")
         if reason := virtual.why_unavailable(gpu):
             print(
                 f"There is no score, because here {reason}. Where virtual GPUs work, submit"
