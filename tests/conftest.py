@@ -55,7 +55,7 @@ CALLS_FLAX_OR_OPTAX = {
     "test_virtual",
 }
 # Code that a learner types runs with JAX's defaults.
-A_LEARNERS_CODE = {"test_solutions", "test_check"}
+A_LEARNERS_CODE = {"test_solutions", "test_check", "test_game"}
 
 # Files that take long. One process runs a whole file, so these start first: started last, they
 # would keep one process busy while the others idle.
@@ -106,6 +106,7 @@ def code_that_is_compiled_quickly(request):
     name = request.path.stem.removeprefix("test_")
     names = {
         "faults",
+        "game",
         "routing",
         "layers",
         "training",

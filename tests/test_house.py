@@ -95,7 +95,7 @@ def test_the_tree_of_the_design_is_the_tree_of_the_library():
         elif re.match(r" {6}\w", line):
             folder = "course_lib"
         shown |= {(folder, stem) for stem in re.findall(r"\b(\w+)\.py\b", line)}
-    packages = {"hardware", "figures", "check"}  # shown as folders, without their files
+    packages = {"hardware", "figures", "check", "game"}  # shown as folders, without their files
     files = {(path.parent.name, path.stem) for path in FILES if path.stem != "__init__"}
     assert shown == {(folder, stem) for folder, stem in files if folder not in packages}
     folders = {path.parent.name for path in FILES}
@@ -146,6 +146,7 @@ TESTED_WITH = {
     "measure/hardware/": "measure/test_hardware.py",
     "show/figures/": "show/test_figures.py",
     "lessons/check/": "lessons/test_check.py",
+    "lessons/game/": "lessons/test_game.py",
     "measure/heap.py": "measure/test_memory.py",
     "measure/origin.py": "measure/test_traffic.py",
     "many_devices/costs.py": "many_devices/test_estimate.py",

@@ -127,6 +127,11 @@ GROUPS = {
     "one per host": [[1, 5]],
     "inside a host": [[4, 5, 6, 7]],
 }
+LADDER = [
+    {"name": "first", "seconds": 1.0, "peak": 46 * GIB},
+    {"name": "second", "seconds": 0.6, "peak": 8 * GIB},
+    {"name": "third", "seconds": 0.6, "peak": 3.5 * GIB},
+]
 
 TAPE = Object(
     bytes={
@@ -149,6 +154,7 @@ PICTURES = {
     ),
     "heap_timeline": lambda: figures.heap_timeline({"a": [0, 2 * GIB, GIB], "b": [0, GIB]}),
     "hosts": lambda: figures.hosts(GROUPS, gpus_per_host=4),
+    "ladder": lambda: figures.ladder(LADDER, limit=21 * GIB, small=4 * GIB, fast=0.4),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
     "trace": lambda: figures.trace(
         [(step, 4e-4 * 0.99**step) for step in range(300)],
@@ -293,6 +299,15 @@ def test_memory_bars_are_as_long_as_the_memory_in_gib():
         t.get_text() for t in axes.texts
     }
     assert [line.get_xdata()[0] for line in axes.lines] == [24]
+
+
+def test_a_ladder_numbers_its_steps_in_order_and_leaves_those_hollow_that_do_not_fit():
+    [axes] = figures.ladder(LADDER, limit=21 * GIB, small=4 * GIB, fast=0.4, first=5).axes
+    written = [t.get_text() for t in axes.texts]
+    assert {"5", "6", "7", "5. first", "6. second", "7. third"} <= set(written)
+    joined, *points = [line for line in axes.lines if len(line.get_xdata()) != 2]
+    assert joined.get_xydata().tolist() == [[1000, 46], [600, 8], [600, 3.5]]
+    assert [p.get_markerfacecolor() == "white" for p in points] == [True, False, False]
 
 
 def test_memory_breakdown_stacks_its_parts_up_to_the_sum():
@@ -550,6 +565,7 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.heap_timeline({"a": []}),
         lambda: figures.hosts({}),
         lambda: figures.hosts({"nobody": [[]]}),
+        lambda: figures.ladder([], limit=1, small=1, fast=1),
         lambda: figures.lines({}, "x", "y"),
         lambda: figures.memory_bars([]),
         lambda: figures.residuals([]),

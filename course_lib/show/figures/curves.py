@@ -156,6 +156,62 @@ def tradeoff(
     return figure
 
 
+def ladder(
+    rows: Sequence[Any],
+    *,
+    limit: style.Number,
+    small: style.Number,
+    fast: style.Number,
+    first: int = 1,
+    title: str = "",
+) -> Figure:
+    """Draws one numbered point per version of a training step, joined in their order: the floor
+    of its time against its peak memory, beside the GPU's limit and two targets.
+
+    Args:
+      rows: mappings or dataclasses with `name`, `seconds` and `peak` (in bytes).
+      limit: the bytes of the GPU's memory that a step may use.
+      small: the target for `peak`, in bytes.
+      fast: the target for `seconds`.
+      first: the number of the first row.
+      title: of the picture.
+
+    Raises:
+      ValueError: if there are no rows.
+    """
+    if not rows:
+        raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
+    rows = style.as_dicts(rows)
+    points = [(1e3 * float(row["seconds"]), float(row["peak"]) / GIB) for row in rows]
+    figure, axes = style.canvas(height=4.2)
+    axes.set_yscale("log", base=2)
+    axes.plot(*zip(*points, strict=True), color=style.GREY, linewidth=1, zorder=2)
+    for i, (point, row) in enumerate(zip(points, rows, strict=True), first):
+        fits = float(row["peak"]) <= limit
+        face = style.COLORS[0] if fits else "white"
+        look = {"marker": "o", "markersize": 15, "markerfacecolor": face, "zorder": 3}
+        axes.plot(*point, **look, markeredgecolor=style.COLORS[0])
+        axes.annotate(
+            str(i), point, ha="center", va="center", color="white" if fits else "black",
+            fontsize=9, zorder=4,
+        )  # fmt: skip
+    lowest, highest = (f(y for _, y in [*points, (0, small / GIB)]) for f in (min, max))
+    axes.set_ylim(lowest / 1.5, 1.5 * max(highest, limit / GIB))
+    axes.set_xlim(0, 1.12 * max(x for x, _ in [*points, (1e3 * fast, 0)]))
+    axes.axhline(limit / GIB, color=style.COLORS[5], linewidth=1.5)
+    axes.axhline(small / GIB, color="black", linestyle=":", linewidth=1.2)
+    axes.axvline(1e3 * fast, color="black", linestyle=":", linewidth=1.2)
+    for text, y in (("the GPU's limit", limit / GIB), ("target: small", small / GIB)):
+        style.write(axes, f"{text}: {y:.1f} GiB", 0, y)
+    at_top = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "top"}
+    axes.annotate(f" target: fast\n {1e3 * fast:.0f} ms", (1e3 * fast, 1), **at_top)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="floor of the step's time (ms)", ylabel="peak memory (GiB)", title=title)
+    names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]
+    style.label_right(axes, points, names)
+    return figure
+
+
 def _end(points: Points) -> Sequence[style.Number]:
     """Returns the last point that can be drawn: a run that diverges ends in NaN."""
     return [point for point in points if all(map(math.isfinite, point))][-1]

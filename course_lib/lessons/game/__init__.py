@@ -1,0 +1,42 @@
+"""The game: make a training step fit a GPU, make it small, make it fast.
+
+    from course_lib import lessons
+    from course_lib.lessons import game
+
+    lessons.submit(game.first_step)  # does not fit
+
+A submission is a function `make_step(config) -> step`. `submit` checks that its updates are
+those of `first_step`, compiles the real step for a GPU that need not be there, and scores it.
+"""
+
+from course_lib.lessons.game.model import (
+    REAL,
+    Config,
+    attention,
+    block,
+    cross_entropy,
+    embed,
+    first_step,
+    init,
+    loss,
+    mlp,
+    norm,
+)
+from course_lib.lessons.game.submission import submit
+from course_lib.lessons.game.updates import SMALL
+
+__all__ = [
+    "REAL",
+    "SMALL",
+    "Config",
+    "attention",
+    "block",
+    "cross_entropy",
+    "embed",
+    "first_step",
+    "init",
+    "loss",
+    "mlp",
+    "norm",
+    "submit",
+]

@@ -1,0 +1,79 @@
+"""Hints for the next move: what the compiled step shows, and where to read, never the move."""
+
+from course_lib import measure
+from course_lib.lessons.game import model, score
+from course_lib.lessons.game.score import Program, Score
+
+
+def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
+    """Returns a sentence on what to look at next.
+
+    Args:
+      submission: the newest.
+      program: its program.
+      earlier: the submissions before it, for the same GPU.
+    """
+    sizes = model.REAL
+    total = program.flops.total
+    array = program.largest
+    dims = array.shape if array else ()
+    largest = f"The largest temporary at the peak is {_spell(array)}" if array else ""
+    whole_batch = {sizes.batch_size * n for n in (1, sizes.length, sizes.heads)}
+    so_far = [*earlier, submission]
+    state = score.state_bytes()
+    small, fast = (any(getattr(one, goal) for one in so_far) for goal in ("small", "fast"))
+
+    if total.get("float32", 0) > sum(total.values()) / 2:
+        return (
+            "Most products take float32 numbers. How many bytes does a product need per"
+            " number, and which dtype do the matrix units multiply fastest? (Notebook 1.)"
+        )
+    if dims[:1] == (sizes.layers,) and not program.flops.recomputed and not (small and fast):
+        if small:
+            return (
+                f"{largest}: a scan stacks what its layers save. What would the compiler save"
+                " if it saw all layers at once? (Notebook 6.)"
+            )
+        return (
+            f"{largest}: {sizes.layers} layers save one slice each. Which of them must wait for"
+            " the backward pass? (Notebook 2.)"
+        )
+    if not small and whole_batch & set(dims):
+        return f"{largest}: it belongs to the whole batch at once. (Notebook 3.)"
+    if not small and program.aliased < 0.9 * state:
+        return (
+            f"The state is {measure.gib(state)}, of which"
+            f" {measure.gib(program.aliased)} are overwritten by the new one; the rest exists"
+            " twice. (Notebook 4.)"
+        )
+    if not small and sizes.vocabulary in dims:
+        return (
+            f"{largest}: one number per token and word of the vocabulary. The loss is a mean"
+            " over tokens. (Notebook 5.)"
+        )
+    if not small:
+        return f"{largest}. Is there a way to hold a smaller piece of it at a time?"
+    if not fast:
+        return _slow(submission, program)
+    return "Both targets are reached. Another GPU has others: submit(make_step, gpu='t4')."
+
+
+def _slow(submission: Score, program: Program) -> str:
+    """Returns where the floor of a step comes from, and the memory that is free."""
+    free = measure.gib(max(score.limit(submission.gpu) - submission.peak, 0))
+    kinds = [
+        f"{kind} {bytes / program.traffic.bytes:.0%}"
+        for kind, bytes in list(program.traffic.by_kind().items())[:4]
+    ]
+    return (
+        f"Small enough; now fast. {free} are free, {submission.extra_flops:.0%} of the FLOPs"
+        f" are extra, and the bytes are moved by {', '.join(kinds)}. Which of your savings"
+        " costs time, and is not needed to fit? (Notebook 6.)"
+    )
+
+
+def _spell(array: measure.LiveArray) -> str:
+    shape = " ".join(map(str, array.shape))
+    parts = [part for part in ("attention", "mlp", "loss", "embed") if part in array.scope]
+    of = f", of the part `{parts[0]}`" if parts else ""
+    return f"{array.dtype} [{shape}], {measure.gib(array.bytes)}{of}"

@@ -1,0 +1,166 @@
+"""What a submission costs: the real step, compiled for a GPU that is not there."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from course_lib import measure
+from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
+from course_lib.lessons.game import model
+from course_lib.measure import hardware, virtual
+from course_lib.measure.roofline import peak
+
+SHARE = 0.9  # of a GPU's memory; the rest is for CUDA, as in the training program's dry run
+SMALL_PEAK = int(3.5 * measure.GIB)
+"""The target for memory. Parameters, moments and gradients alone are 2.4 GiB."""
+
+FAST_BYTES = 150 * 10**9
+"""The bytes that a fast step may move; with the FLOPs of the first step they are the target for
+the floor."""
+
+SECONDS, SECONDS_PER_LINE = 7, 0.003  # to compile a lowered program, on two idle cores
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The costs of one submission on one GPU.
+
+    Attributes:
+      name: of the submission.
+      gpu: name in `hardware`.
+      peak: bytes of the GPU's memory.
+      seconds: floor of the step: `measure.attainable_seconds`.
+      extra_flops: FLOPs beyond the first step's, as a share of them.
+      host_bytes: moved between the host's memory and the GPU's, per step.
+    """
+
+    name: str
+    gpu: str
+    peak: int
+    seconds: float
+    extra_flops: float
+    host_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether nine tenths of the GPU's memory suffice."""
+        return self.peak <= limit(self.gpu)
+
+    @property
+    def small(self) -> bool:
+        """Whether the target for memory is reached."""
+        return self.fits and self.peak <= SMALL_PEAK
+
+    @property
+    def fast(self) -> bool:
+        """Whether the target for the floor is reached by a step that fits."""
+        return self.fits and self.seconds <= fast_seconds(self.gpu)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a score is read from, for hints.
+
+    Attributes:
+      flops: of the step.
+      traffic: of the compiled step.
+      aliased: bytes of the state that the new one overwrites.
+      largest: the largest temporary array at the peak; None if there is none.
+    """
+
+    flops: measure.Flops
+    traffic: measure.Traffic
+    aliased: int
+    largest: Any
+
+
+def limit(gpu: str) -> int:
+    """Returns the bytes of a GPU's memory that a step may use."""
+    return int(SHARE * hardware.get(gpu).memory_bytes)
+
+
+def fast_seconds(gpu: str) -> float:
+    """Returns the target for the floor: no extra FLOPs, in 16 bits, and `FAST_BYTES`."""
+    accelerator = hardware.get(gpu)
+    half = measure.Flops({half_dtype(gpu): reference_flops()}, {})
+    return measure.attainable_seconds(half, measure.Traffic(FAST_BYTES, ()), accelerator)
+
+
+def half_dtype(gpu: str) -> str:
+    """Returns the dtype of 16 bits that a GPU multiplies: float16 on a T4, else bfloat16."""
+    return "bfloat16" if hardware.get(gpu).peak("bfloat16") else "float16"
+
+
+def reference_flops() -> int:
+    """Returns the FLOPs of the first step."""
+    return sum(measure.flops(model.first_step(model.REAL), *arguments()).total.values())
+
+
+def arguments() -> tuple[Any, Any]:
+    """Returns the shapes of the real state and batch."""
+    params = jax.eval_shape(lambda: model.init(model.REAL, jax.random.key(0)))
+    state = params, jax.eval_shape(model.REAL.optimizer.init, params)
+    shape = model.REAL.batch_size, model.REAL.length + 1
+    return state, jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def state_bytes() -> int:
+    """Returns the bytes of the parameters and of AdamW's two moments."""
+    state, _ = arguments()
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
+    """Compiles a learner's real step for a virtual GPU, and says before how long that takes.
+
+    Raises:
+      WrongAnswer: if the step cannot be read, or not be compiled for this GPU.
+    """
+    accelerator = hardware.get(gpu)
+    [device] = virtual.devices(gpu)
+    state, batch = virtual.abstract(arguments(), device)
+    try:
+        step = make_step(model.REAL)
+        step = step if hasattr(step, "lower") else jax.jit(step)
+        flops = measure.flops(step, state, batch)
+        lowered = step.lower(state, batch)
+    except Exception as error:
+        raise WrongAnswer(
+            f"The small step works, the real one raised {in_one_line(error)} Does it count on"
+            " the small sizes? Take them from `config`."
+        ) from error
+    for dtype in flops.total:
+        try:
+            peak(accelerator, dtype)
+        except ValueError:
+            raise WrongAnswer(
+                f"An {accelerator.title} has no unit for products of {dtype}: the program does"
+                f" not compile for it. Its 16-bit dtype is {half_dtype(gpu)}; small gradients"
+                " need a loss scale in it (notebook 1)."
+            ) from None
+    extra = sum(flops.total.values()) / reference_flops() - 1
+    require(
+        extra > -0.2,
+        f"The real step has {-extra:.0%} fewer FLOPs than the first one. Does it compute the"
+        " whole batch?",
+    )
+    seconds = SECONDS + SECONDS_PER_LINE * len(lowered.as_text().splitlines())
+    print(
+        f"Compiling for an {accelerator.title} that is not there: about {seconds:.0f} s.",
+        flush=True,
+    )
+    heap = measure.heap(lowered)
+    traffic = measure.traffic(heap.compiled)
+    temporaries = [array for array in heap.arrays if array.kind == "temporary"]
+    score = Score(
+        name=name,
+        gpu=gpu,
+        peak=heap.peak,
+        seconds=measure.attainable_seconds(flops, traffic, accelerator),
+        extra_flops=extra,
+        host_bytes=traffic.by_kind().get("offload", 0),
+    )
+    aliased = measure.memory(heap.compiled).aliased
+    return score, Program(flops, traffic, aliased, next(iter(temporaries), None))

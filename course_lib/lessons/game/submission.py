@@ -1,0 +1,106 @@
+"""`submit`: checks a step, compiles it, and shows its place among the submissions."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
+from course_lib.lessons.game import hints, score, scoreboard, updates
+from course_lib.lessons.game.score import Score
+from course_lib.measure import MIB, gib, hardware, virtual
+from course_lib.measure.units import GIB
+from course_lib.show import figures, notebook
+
+MOST_DRAWN = 12
+
+
+def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
+    """Checks and scores a training step of the game. Prints; never raises.
+
+    First it compares the updates on a small model. Then it compiles the step of
+    `game.REAL` for a GPU that need not be there, and prints its memory, the floor of its time,
+    its extra FLOPs and its traffic to the host, beside the targets and the earlier submissions.
+    The last line is a hint for the next move.
+
+    Args:
+      make_step: `make_step(config) -> step`, where `step(state, batch) -> (state, loss)`. The
+        state is `(params, config.optimizer.init(params))` with `game.init`'s parameters; the
+        batch is int32 tokens [batch_size length+1]. Begin with `game.first_step`.
+      gpu: the name of a GPU in `hardware`.
+      name: of the submission in the table; the function's if it is empty.
+    """
+    try:
+        require(
+            gpu in _gpus(),
+            f"gpu={gpu!r} must be one of {', '.join(_gpus())}.",
+        )
+        print(f"✓ The updates equal the first step's: they {updates.check(make_step)}")
+        if reason := virtual.why_unavailable(gpu):
+            print(
+                f"There is no score, because here {reason}. Where virtual GPUs work, submit"
+                " compiles the real step as well."
+            )
+            return
+        named = str(name or getattr(make_step, "__name__", type(make_step).__name__))
+        submission, program = score.compile_step(make_step, gpu, named)
+        of_this_gpu = [one for one in scoreboard.add(submission) if one.gpu == gpu]
+        table(of_this_gpu, gpu)
+        print(f"Hint: {hints.hint(submission, program, of_this_gpu[:-1])}")
+        _show(picture(of_this_gpu, gpu))
+    except WrongAnswer as wrong:
+        print(f"✗ {' '.join(str(wrong).split())}")
+    except Exception as error:
+        print(f"✗ The game could not read your step: {in_one_line(error)}")
+
+
+def table(submissions: Sequence[Score], gpu: str) -> None:
+    """Prints submissions for one GPU, numbered, below the targets."""
+    targets: list[dict[str, Any]] = [
+        {"name": "target: small", "peak GiB": score.SMALL_PEAK / GIB},
+        {"name": "target: fast", "floor ms": 1e3 * score.fast_seconds(gpu)},
+    ]
+    rows = [
+        {
+            "#": number,
+            "name": one.name,
+            "peak GiB": one.peak / GIB,
+            "fits": "yes" if one.fits else "no",
+            "floor ms": 1e3 * one.seconds,
+            "extra FLOPs %": 100 * one.extra_flops,
+            "host MiB per step": one.host_bytes / MIB,
+        }
+        for number, one in enumerate(submissions, 1)
+    ]
+    empty = dict.fromkeys(rows[0])
+    memory = gib(score.limit(gpu))
+    notebook.table(
+        [*({**empty, **target} for target in targets), *rows],
+        title=f"One step on an {hardware.get(gpu).title}, which fits in {memory}:",
+        formats={"peak GiB": ".1f", "floor ms": ".0f", "extra FLOPs %": ".0f"},
+    )
+
+
+def picture(submissions: Sequence[Score], gpu: str) -> Any:
+    """Returns the picture of the last submissions for one GPU."""
+    last = submissions[-MOST_DRAWN:]
+    return figures.ladder(
+        [{"name": one.name, "seconds": one.seconds, "peak": one.peak} for one in last],
+        first=len(submissions) - len(last) + 1,
+        limit=score.limit(gpu),
+        small=score.SMALL_PEAK,
+        fast=score.fast_seconds(gpu),
+        title=f"One training step on an {hardware.get(gpu).title}",
+    )
+
+
+def _gpus() -> list[str]:
+    return [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
+
+
+def _show(figure: Any) -> None:
+    """Displays a picture in a notebook, and nothing elsewhere."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        from IPython.display import display
+
+        display(figure)

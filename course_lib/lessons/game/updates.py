@@ -1,0 +1,224 @@
+"""Checks that a step changes the state as the first step does, on a small model.
+
+The optimizer is SGD with momentum: Adam would hide a wrong scale. The new momentum shows the
+step's gradient, which is compared with that of `model.loss` in float32 at the highest
+precision. If it differs, least squares tell how much each sequence of the batch counts in it:
+minibatches that were forgotten, or not divided by, show there.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from course_lib import measure
+from course_lib.lessons.check.answers import WrongAnswer, call, require, same_shapes
+from course_lib.lessons.game import model
+
+PyTree = Any
+
+RATE, DECAY = 0.1, 0.9
+SMALL = model.Config(6, 48, 3, 211, 32, 16, optax.sgd(RATE, momentum=DECAY))
+"""The model whose updates are compared. The batch is as large as the real one, so the same
+numbers of minibatches divide it."""
+
+TOLERANCE = {"float32": 1e-4, "float16": 0.04, "bfloat16": 0.04}
+"""The largest accepted difference, by the dtype of the products: see `difference`.
+
+Measured on a CPU. Right: float32 with the loss in parts 3e-7; bfloat16 0.014 to 0.018, with the
+softmax too 0.019; float16 0.002. Wrong: GELU by the error function 0.0004 (noticed in float32
+only); scores 10% too large 0.069; no gradient for the positions 0.16; the last label of each
+sequence left out 0.20; one of 16 sequences left out 0.21; SiLU for GELU 0.24; one of six layers
+detached 0.39; a sum of four minibatches 3.
+"""
+
+
+def check(make_step: Any) -> str:
+    """Returns how close the updates of a learner's step are to the first step's.
+
+    Raises:
+      WrongAnswer: saying what differs.
+    """
+    hint = "Begin with a copy of `game.first_step`, and change one thing."
+    step = call(make_step, SMALL, hint=hint)
+    require(callable(step), f"make_step should return the function `step`, not {step!r}.")
+    state, batch = start()
+    old, (old_momentum, _) = state
+    with jax.default_matmul_precision("highest"):
+        copies = jax.tree.map(jnp.array, (state, batch))  # the step may donate them
+        result = call(step, *copies, hint="A step returns the new state and the loss.")
+    require(
+        isinstance(result, tuple) and len(result) == 2,
+        "A step returns two things: the new state and the loss.",
+    )
+    require(
+        str(jax.tree.structure(result[0])) == str(jax.tree.structure(state)),
+        "The new state should be built like the old one: the parameters, and the state of"
+        " config.optimizer.",
+    )
+    same_shapes(result[0], state, "the new state")
+    new, (momentum, _) = jax.tree.map(np.asarray, result[0])
+    yours = jax.tree.map(lambda m, o: m - DECAY * o, momentum.trace, old_momentum.trace)
+    dtype, off = dtype_of_products(step), difference(yours, gradient())
+    if not off <= TOLERANCE[dtype]:
+        raise WrongAnswer(explain(yours))
+    moved = jax.tree.map(lambda n, o: n - o, new, old)
+    require(
+        difference(moved, jax.tree.map(lambda m: -RATE * m, momentum.trace)) < 1e-3,
+        "The gradient is right, but the parameters do not follow it: add the updates of"
+        " config.optimizer to the parameters, once, in float32.",
+    )
+    return f"differ by {off:.1e}, and {dtype} may differ by {TOLERANCE[dtype]:g}."
+
+
+def dtype_of_products(step: Any) -> str:
+    """Returns the dtype with the fewest bits that the step multiplies."""
+    flops = measure.flops(step, *start())
+    dtypes = [dtype for dtype in ("bfloat16", "float16", "float32") if flops.total.get(dtype)]
+    require(dtypes, "This step multiplies no matrices. It should train the model: `game.loss`.")
+    return dtypes[0]
+
+
+@functools.cache
+def start() -> tuple[PyTree, np.ndarray]:
+    """Returns a state with momentum, as after some steps, and a batch: NumPy's arrays."""
+
+    @jax.jit
+    def both():
+        params = model.init(SMALL, jax.random.key(0))
+        momentum, empty = SMALL.optimizer.init(params)
+        momentum = momentum._replace(trace=jax.tree.map(lambda p: 0.01 * p, params))
+        shape = (SMALL.batch_size, SMALL.length + 1)
+        batch = jax.random.randint(jax.random.key(1), shape, 0, SMALL.vocabulary)
+        return (params, (momentum, empty)), batch
+
+    return jax.tree.map(np.asarray, both())
+
+
+@functools.cache
+def gradient() -> PyTree:
+    """Returns the gradient of the game's loss for the batch of `start`."""
+    (params, _), batch = start()
+    with jax.default_matmul_precision("highest"):
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(model.loss))(params, batch))
+
+
+@functools.cache
+def gradients_of_sequences() -> PyTree:
+    """Returns the gradient of each sequence of the batch, along a first axis."""
+    (params, _), batch = start()
+    with jax.default_matmul_precision("highest"):
+        one = jax.jit(jax.grad(model.loss))
+        each = [one(params, sequence[None]) for sequence in batch]
+    return jax.tree.map(lambda *grads: np.stack(grads), *each)
+
+
+def difference(yours: PyTree, expected: PyTree) -> float:
+    """Returns the root mean square, over all arrays of all layers, of the difference of one
+    array as a share of its norm.
+
+    Small arrays count as much as large ones, and the noise of 16 bits averages out.
+    """
+    shares = [
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for (_, a), (_, b) in zip(arrays(yours), arrays(expected), strict=True)
+    ]
+    return float(np.sqrt(np.mean(np.square(shares))))
+
+
+def arrays(tree: PyTree) -> list[tuple[str, np.ndarray]]:
+    """Lists a tree's arrays with their names, those of the layers one by one."""
+    named = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name, array = "/".join(str(entry.key) for entry in path), np.asarray(leaf, np.float64)
+        if name.startswith("layers/"):
+            named += [(f"{name} of layer {i}", one) for i, one in enumerate(array)]
+        else:
+            named.append((name, array))
+    return named
+
+
+def explain(yours: PyTree) -> str:
+    """Returns a sentence on why a gradient is wrong."""
+    if not all(np.isfinite(array).all() for _, array in arrays(yours)):
+        return "The new state is not finite. Was a loss scale, or a count of 0, divided by?"
+    pairs = list(zip(arrays(yours), arrays(gradient()), strict=True))
+    norm = np.linalg.norm
+    without = [name for (name, mine), (_, right) in pairs if norm(mine) < 1e-3 * norm(right)]
+    if without:
+        others = f" (nor do {len(without) - 1} other arrays)" if without[1:] else ""
+        return (
+            f"{without[0]} gets no gradient{others}. Is it detached (stop_gradient), or left"
+            " out of the gradient?"
+        )
+    return _explain_batch(*shares_of_sequences(yours)) or _explain_model(
+        {name: norm(mine - right) / norm(right) for (name, mine), (_, right) in pairs}
+    )
+
+
+def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | None:
+    """Returns a sentence on a wrong sum of right gradients; None if it is something else."""
+    if rest > 0.1:
+        return None
+    if abs(momentum) > 0.05:
+        return (
+            "The optimizer's state is lost: config.optimizer.update takes the old one and"
+            " returns the new one, which belongs into the new state."
+        )
+    missing = [i for i, count in enumerate(counts) if abs(count) < 0.2 * abs(counts).max()]
+    if missing:
+        return (
+            f"Of the {len(counts)} sequences of the batch, {len(missing)} do not count (the"
+            f" first of them is number {missing[0]}, from 0). Does every minibatch add its"
+            " gradient to the sum?"
+        )
+    factor = counts.mean()
+    if max(abs(counts / factor - 1)) > 0.2:
+        return (
+            "All sequences of the batch should count alike; yours count"
+            f" {counts.min():.2g} to {counts.max():.2g} times as much as they should."
+        )
+    if factor < 0:
+        return f"The updates are {factor:.3g} times the right ones: they go uphill."
+    if factor > 1.1:
+        return (
+            f"The updates are {factor:.3g} times too large. Divide a sum over minibatches by"
+            " their number, and a scaled gradient by its scale."
+        )
+    if factor < 0.9:
+        return f"The updates are {factor:.3g} times the right ones. Is something divided twice?"
+    return None
+
+
+def _explain_model(shares: dict[str, float]) -> str:
+    worst = max(shares, key=shares.__getitem__)
+    return (
+        f"The gradient is that of another loss. It differs most in {worst}, by"
+        f" {shares[worst]:.0%} of its norm. Does your loss compute the same as `game.loss`, for"
+        " every label?"
+    )
+
+
+def shares_of_sequences(yours: PyTree) -> tuple[np.ndarray, float, float]:
+    """Returns how a gradient is put together, by least squares.
+
+    Returns:
+      How much each sequence of the batch counts in it, 1 where it is right; how much of the old
+      momentum is in it, 0 where it is right; and the share of its norm that neither explains.
+    """
+    (_, (momentum, _)), _ = start()
+    each, old, target = (
+        np.concatenate([np.reshape(leaf, (n, -1)) for leaf in jax.tree.leaves(tree)], axis=1)
+        for tree, n in (
+            (gradients_of_sequences(), SMALL.batch_size),
+            (momentum.trace, 1),
+            (yours, 1),
+        )
+    )
+    basis = np.concatenate([each / SMALL.batch_size, old]).T
+    shares, *_ = np.linalg.lstsq(basis, target[0], rcond=None)
+    rest = np.linalg.norm(basis @ shares - target[0]) / max(np.linalg.norm(target), 1e-30)
+    return shares[:-1], float(shares[-1]), float(rest)

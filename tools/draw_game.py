@@ -1,0 +1,71 @@
+"""Draws the README's picture of the game, docs/game.png, from the recorded ladder of moves.
+
+    python tools/draw_game.py                    # from the record
+    COURSE_RECORD=1 python tools/draw_game.py    # compiles the moves first: minutes
+
+The moves are those of tests/lessons/moves, the folded solutions of notebooks 1 to 6. The
+picture carries a digest of its rows, so that a test can tell whether it is up to date.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from course_lib import lessons
+from course_lib.lessons import game
+from course_lib.lessons.game import score, submission
+from course_lib.measure import recorded
+from course_lib.show import figures
+
+ROOT = Path(__file__).parent.parent
+MOVES = sorted((ROOT / "tests" / "lessons" / "moves").glob("move_*.py"))
+PICTURE = ROOT / "docs" / "game.png"
+GPU = "a5000"
+
+
+def moves() -> dict[str, Any]:
+    """Returns the `make_step` of the first step and of each move, by name."""
+    by_name = {"first step": game.first_step}
+
+    def submit(make_step, name):
+        by_name[name] = make_step
+
+    with mock.patch.object(lessons, "submit", submit):
+        for path in MOVES:
+            exec(compile(path.read_text(), path.name, "exec"), {})
+    return by_name
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """Returns the row of a move, compiled here."""
+    result, _ = score.compile_step(moves()[name], GPU, name)
+    return {"case": name, **dataclasses.asdict(result)}
+
+
+def scores() -> list[score.Score]:
+    """Returns the recorded ladder; compiles and records it under `COURSE_RECORD=1`."""
+    sizes = dataclasses.asdict(game.REAL)
+    del sizes["optimizer"]
+    table = recorded.partly_live("game_a5000", compiled, [], cases=list(moves()), sizes=sizes)
+    return [
+        score.Score(**{key: value for key, value in row.items() if key != "case"})
+        for row in table.rows
+    ]
+
+
+def digest(ladder: list[score.Score]) -> str:
+    """Returns the SHA-256 of a ladder."""
+    text = json.dumps([dataclasses.asdict(one) for one in ladder])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    figures.use_style()
+    ladder = scores()
+    submission.table(ladder, GPU)
+    figure = submission.picture(ladder, GPU)
+    figure.savefig(PICTURE, dpi=150, metadata={"Description": digest(ladder)})
+    print(f"drew {PICTURE.name}")
