@@ -187,24 +187,34 @@ def roofline_plot(
         )
     corners = [peak / bandwidth for peak in peaks.values()]
     every = [*corners, *(point["intensity"] for point in points)]
-    low, high = min(every) / 3, max(every) * 3
+    low, high = min(every) / 3, max(every) * 20
     figure, axes = style.canvas(height=4)
     for i, (peak, corner) in enumerate(zip(peaks.values(), corners, strict=True)):
         roof = [bandwidth * low / 1e12, peak / 1e12, peak / 1e12]
         axes.plot([low, corner, high], roof, **style.stroke(i) | {"marker": ""})
-    places = [(point["intensity"], point["rate"] / 1e12) for point in points]
-    for place, point in zip(places, points, strict=True):
+    for point in points:
+        place, peak = (point["intensity"], point["rate"] / 1e12), peaks[point["dtype"]]
         look = style.stroke(list(peaks).index(point["dtype"]))
         axes.plot(*place, **look | {"linestyle": "", "markersize": 8})
+        # on a roof: above the highest one, below the others; on the slope: right of it
+        on_roof, highest = point["rate"] > 0.99 * peak, peak == max(peaks.values())
+        axes.annotate(
+            f"{point['name']}, {point['dtype']}",
+            place,
+            (0, 8 if highest else -16) if on_roof else (9, -4),
+            textcoords="offset points",
+            ha="center" if on_roof else "left",
+            fontsize=9,
+        )
     axes.set(
         xscale="log",
         yscale="log",
         xlim=(low, high),
+        ylim=(None, max(peaks.values()) / 1e12 * 3),
         xlabel=f"arithmetic intensity (FLOPs per byte; slope: {bandwidth / 1e9:,.0f} GB/s)",
         ylabel="TFLOP/s",
         title=title,
     )
-    style.label_points(axes, places, [f"{point['name']}, {point['dtype']}" for point in points])
     ends = [(high, peak / 1e12) for peak in peaks.values()]
     style.label_right(axes, ends, [f"{d}: {p / 1e12:,.3g}" for d, p in peaks.items()])
     return figure
