@@ -142,7 +142,7 @@ def tradeoff(
     if not rows:
         raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
     rows = style.as_dicts(rows)
-    figure, axes = style.canvas(height=4)
+    figure, axes = style.canvas(height=5)
     points = [(float(row["recomputed"]), float(row["memory"]) / GIB) for row in rows]
     for i, point in enumerate(points):
         axes.plot(
