@@ -18,7 +18,12 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception", "sizes", "technique"}
 # Notebooks that begin with their technique in plain JAX, and how many lines it may take.
-TECHNIQUE_LINES = {"03_gradient_accumulation": 25, "04_buffer_donation": 25}
+TECHNIQUE_LINES = {
+    "01_mixed_precision": 25,
+    "02_rematerialization": 25,
+    "03_gradient_accumulation": 25,
+    "04_buffer_donation": 25,
+}
 CLOSING = ["Summary", "Exercises", "References"]
 # Folders that differ between machines.
 FOLDERS = {

@@ -11,6 +11,14 @@ FOLDER = stamp.ROOT / "notebooks"
 
 # Per notebook two sets of sizes that differ from the stored ones.
 OTHER_SIZES = {
+    "01_mixed_precision": (
+        {"B": 64, "C": 48, "STEPS": 12, "TERMS": 1_000, "GPU_B": 1_024},
+        {"D": 8, "METRES": 1.0, "RATE": 0.001, "SCALE": 1_024.0, "GROWTH": 2, "GPU_F": 512},
+    ),
+    "02_rematerialization": (
+        {"TOKENS": 512, "WIDTH": 64, "HIDDEN": 128, "DEPTH": 3, "B": 2, "N": 3},
+        {"HIDDEN": 256, "B": 4, "N": 2},
+    ),
     "03_gradient_accumulation": (
         dict(B=96, M=3, D=16, F=32, C=10, WIDE_B=1024, WIDE_D=64, WIDE_F=128, MS=(1, 2, 4)),
         dict(B=64, M=8, WIDE_B=512, WIDE_D=32, WIDE_F=256, MS=(1, 2), ACCELERATOR="h100"),

@@ -10,6 +10,12 @@ from course_lib.measure import hlo
 
 FUSIONS = ("fusion", "fusion-start")
 _RENAMES = ("bitcast", "get-tuple-element")
+# Parts of a scope that name the program's structure or a change of form, not the model.
+_STRUCTURE = frozenset(
+    "while body cond scan eval_jaxpr checkpoint rematted_computation transpose"
+    " convert_element_type reduce_precision dynamic_update_slice select_n broadcast_in_dim"
+    " copy reshape".split()
+)
 
 
 def body(instruction: hlo.Instruction) -> list[hlo.Instruction]:
@@ -47,6 +53,28 @@ def origin(instruction: hlo.Instruction) -> str:
     if instruction.opcode in FUSIONS and source in instruction.called[0].parameters:
         source = behind(instruction.operands[int(source.literal)])
     return _scope(source) or own
+
+
+def words(scope: str) -> str:
+    """Names in the model's words where an array comes from, for labels of pictures.
+
+    Args:
+      scope: of a `LiveArray`: "jit(f)/transpose(jvp(Transformer))/block/mlp/dot_general", or
+        the path of an argument, "params['block']['kernel']".
+
+    Returns:
+      The modules and the operation, then the pass: "block / mlp / product, backward".
+    """
+    if keys := re.findall(r"\['(\w+)'\]", scope):
+        return " / ".join(keys)
+    parts = [part for part in scope.split("/") if re.fullmatch(r"\w+", part)]
+    modules = [part for part in dict.fromkeys(parts) if part not in _STRUCTURE]
+    name = " / ".join(modules).replace("dot_general", "product") or "loop over the layers"
+    if "rematted_computation" in scope:
+        return f"{name}, recomputed"
+    if "transpose(" in scope:
+        return f"{name}, backward"
+    return f"{name}, forward" if "jvp(" in scope else name
 
 
 def stacked(module: hlo.Module) -> dict[str, str]:

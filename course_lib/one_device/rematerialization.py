@@ -7,6 +7,7 @@ memory and costs a second forward pass of these modules.
 See also https://docs.jax.dev/en/latest/gradient-checkpointing.html.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,6 +219,6 @@ def _origin(jaxpr: Any, var: Any) -> str:
             return _origin(jaxpr, eqn.invars[0])
         if eqn.primitive.name == "device_put":
             return f"{_origin(jaxpr, eqn.invars[0])}, moved to the host"
-        scope = str(eqn.source_info.name_stack).replace("jvp()", "").strip("/")
+        scope = re.sub(r"jvp\((\w*)\)", r"\1", str(eqn.source_info.name_stack)).strip("/")
         return f"{eqn.primitive.name} in {scope}" if scope else eqn.primitive.name
     return "input of a loop's body" if var in jaxpr.invars else "constant"

@@ -132,6 +132,12 @@ LADDER = [
     {"name": "second", "seconds": 0.6, "peak": 8 * GIB},
     {"name": "third", "seconds": 0.6, "peak": 3.5 * GIB},
 ]
+INTENSITIES = [
+    {"name": "a product", "dtype": "float32", "intensity": 500.0, "rate": 5e13},
+    {"name": "a product", "dtype": "bfloat16", "intensity": 1000.0, "rate": 1e14},
+    {"name": "a sum", "dtype": "float32", "intensity": 0.1, "rate": 1e11},
+    {"name": "a sum", "dtype": "bfloat16", "intensity": 0.2, "rate": 2e11},
+]
 
 TAPE = Object(
     bytes={
@@ -173,6 +179,9 @@ PICTURES = {
     "overlap": lambda: figures.overlap(SPANS, title="a product"),
     "residuals": lambda: figures.residuals(ARRAYS),
     "roofline": lambda: figures.roofline(ROWS),
+    "roofline_plot": lambda: figures.roofline_plot(
+        {"float32": 5e13, "bfloat16": 1e14}, 1e12, INTENSITIES, title="an accelerator"
+    ),
     "schedule": lambda: figures.schedule(TABLES),
     "seconds_by_devices": lambda: figures.seconds_by_devices(SECONDS, host=8),
     "step_timeline": lambda: figures.step_timeline(EVENTS),
@@ -335,6 +344,22 @@ def test_roofline_says_the_larger_floor_and_marks_the_measured_time():
     [axes] = figures.roofline(ROWS).axes
     assert [t.get_text() for t in axes.texts] == ["2.1 s, floor 500 ms", "floor 400 ms"]
     assert axes.lines[0].get_xdata().tolist() == [2.1]
+
+
+def test_a_roof_bends_where_memory_and_products_take_equally_long():
+    [axes] = PICTURES["roofline_plot"]().axes
+    single, half, *points = axes.lines
+    for line, peak in ((single, 50), (half, 100)):
+        intensity, rate = line.get_xdata(), line.get_ydata()
+        assert rate[0] == pytest.approx(intensity[0])  # 1 TB/s: as many TFLOP/s as FLOPs/byte
+        assert (intensity[1], rate[1]) == (peak, peak) and rate[2] == peak
+    assert [float(point.get_ydata()[0]) for point in points] == [50, 100, 0.1, 0.2]
+    assert points[0].get_color() == single.get_color() != half.get_color()
+
+
+def test_a_point_of_a_dtype_without_a_roof_is_refused():
+    with pytest.raises(ValueError, match="float16"):
+        figures.roofline_plot({"float32": 1e12}, 1e12, [INTENSITIES[0] | {"dtype": "float16"}])
 
 
 def test_formats_are_drawn_to_scale():

@@ -12,7 +12,14 @@ from course_lib.show.figures.bars import (
 )
 from course_lib.show.figures.blocks import block
 from course_lib.show.figures.clusters import hosts
-from course_lib.show.figures.curves import ladder, lines, loss_curve, trace, tradeoff
+from course_lib.show.figures.curves import (
+    ladder,
+    lines,
+    loss_curve,
+    roofline_plot,
+    trace,
+    tradeoff,
+)
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
@@ -36,6 +43,7 @@ __all__ = [
     "overlap",
     "residuals",
     "roofline",
+    "roofline_plot",
     "schedule",
     "seconds_by_devices",
     "step_timeline",

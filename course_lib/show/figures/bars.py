@@ -207,7 +207,8 @@ def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: 
     figure, axes = _case_axes(rows, ("bytes",), height_per_row=0.42)
     axes.barh(range(len(rows)), [row["bytes"] / MIB for row in rows], 0.6, **style.fill(0))
     for y, row in enumerate(rows):
-        style.write(axes, style.size(row["bytes"]), row["bytes"] / MIB, y)
+        mib = row["bytes"] / MIB
+        style.write(axes, f"{mib:,.0f}" if mib >= 10 else f"{mib:.2g}", mib, y)
     _finish(figure, axes, title, "memory (MiB)")
     return figure
 

@@ -1,4 +1,4 @@
-"""Line charts, loss curves and trade-offs."""
+"""Line charts, loss curves, trade-offs and roofline plots."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -142,7 +142,7 @@ def tradeoff(
     if not rows:
         raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
     rows = style.as_dicts(rows)
-    figure, axes = style.canvas(height=4)
+    figure, axes = style.canvas(height=5)
     points = [(float(row["recomputed"]), float(row["memory"]) / GIB) for row in rows]
     for i, point in enumerate(points):
         axes.plot(
@@ -209,6 +209,70 @@ def ladder(
     axes.set(xlabel="floor of the step's time (ms)", ylabel="peak memory (GiB)", title=title)
     names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]
     style.label_right(axes, points, names)
+    return figure
+
+
+def roofline_plot(
+    peaks: Mapping[str, style.Number],
+    bandwidth: style.Number,
+    points: Sequence[Any],
+    *,
+    title: str = "",
+) -> Figure:
+    """Draws a roofline plot: arithmetic intensity against FLOP/s, both axes logarithmic.
+
+    Left of a roof's corner memory is the limit, and FLOP/s grow with intensity; right of it the
+    peak rate is (Williams, Waterman and Patterson, 2009,
+    https://doi.org/10.1145/1498765.1498785).
+
+    Args:
+      peaks: dtype -> peak FLOP/s, one roof for each.
+      bandwidth: of device memory, in bytes/s.
+      points: mappings or dataclasses with `name`, `dtype` (a key of `peaks`), `intensity` (in
+        FLOPs per byte) and `rate` (in FLOP/s, measured or attainable).
+      title: of the picture.
+
+    Raises:
+      ValueError: if there are no points, or one has a dtype without a peak.
+    """
+    points = style.as_dicts(points)
+    style.refuse_empty("points", {"points": len(points)}, "mappings with name and intensity")
+    if unknown := {point["dtype"] for point in points} - set(peaks):
+        raise ValueError(
+            f"points: dtype={sorted(unknown)} must have a roof in peaks={list(peaks)}"
+        )
+    corners = [peak / bandwidth for peak in peaks.values()]
+    every = [*corners, *(point["intensity"] for point in points)]
+    low, high = min(every) / 3, max(every) * 20
+    figure, axes = style.canvas(height=4)
+    for i, (peak, corner) in enumerate(zip(peaks.values(), corners, strict=True)):
+        roof = [bandwidth * low / 1e12, peak / 1e12, peak / 1e12]
+        axes.plot([low, corner, high], roof, **style.stroke(i) | {"marker": ""})
+    for point in points:
+        place, peak = (point["intensity"], point["rate"] / 1e12), peaks[point["dtype"]]
+        look = style.stroke(list(peaks).index(point["dtype"]))
+        axes.plot(*place, **look | {"linestyle": "", "markersize": 8})
+        # on a roof: above the highest one, below the others; on the slope: right of it
+        on_roof, highest = point["rate"] > 0.99 * peak, peak == max(peaks.values())
+        axes.annotate(
+            f"{point['name']}, {point['dtype']}",
+            place,
+            (0, 8 if highest else -16) if on_roof else (9, -4),
+            textcoords="offset points",
+            ha="center" if on_roof else "left",
+            fontsize=9,
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(None, max(peaks.values()) / 1e12 * 3),
+        xlabel=f"arithmetic intensity (FLOPs per byte; slope: {bandwidth / 1e9:,.0f} GB/s)",
+        ylabel="TFLOP/s",
+        title=title,
+    )
+    ends = [(high, peak / 1e12) for peak in peaks.values()]
+    style.label_right(axes, ends, [f"{d}: {p / 1e12:,.3g}" for d, p in peaks.items()])
     return figure
 
 
