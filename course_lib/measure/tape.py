@@ -23,7 +23,7 @@ REST = "other activations, batch"
 KINDS = (
     "parameters",
     "optimizer state",
-    "new state",
+    "results",
     "residual stream",
     "attention",
     "MLP",
@@ -67,7 +67,7 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     """Compiles a step and reads what it holds at each instruction.
 
     Gradients are the values with the shape of a parameter, or of one layer of it, that the
-    backward pass makes or adds up in float32. New state is the place of what the step returns
+    backward pass makes or adds up in float32. Results are the place of what the step returns
     without donation; temporaries may use it before. Scopes tell attention, MLP, residual
     stream, and logits and loss apart: the names of Flax's modules, or
     `jax.named_scope("attention")` in plain JAX.
@@ -113,7 +113,7 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
         if re.search(r"\bparameter \d", head):
             levels[kinds.of_argument(values[0].name)] += size
         elif "maybe-live-out" in head:
-            levels["new state"] += size
+            levels["results"] += size
         else:
             for chain in _chains(values):
                 kind = kinds.of_chain(chain)

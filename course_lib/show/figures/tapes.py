@@ -13,7 +13,7 @@ from course_lib.show.figures import style
 LOOKS = {
     "parameters": ("#4C566A", ""),
     "optimizer state": ("#8F9BB3", "///"),
-    "new state": ("#D55E00", "ooo"),
+    "results": ("#D55E00", "ooo"),
     "residual stream": ("#56B4E9", ""),
     "attention": ("#0072B2", "..."),
     "MLP": ("#009E73", ""),
