@@ -28,7 +28,7 @@ numbers of minibatches divide it."""
 TOLERANCE = {"float32": 1e-4, "float16": 0.04, "bfloat16": 0.04}
 """The largest accepted difference, by the dtype of the products: see `difference`.
 
-Measured on a CPU. Right: float32 with the loss in parts 3e-7; bfloat16 0.014 to 0.018, with the
+Measured on a CPU. Right: float32 with the loss in parts 3e-7; bfloat16 0.012 to 0.018, with the
 softmax too 0.019; float16 0.002. Wrong: GELU by the error function 0.0004 (noticed in float32
 only); scores 10% too large 0.069; no gradient for the positions 0.16; the last label of each
 sequence left out 0.20; one of 16 sequences left out 0.21; SiLU for GELU 0.24; one of six layers
