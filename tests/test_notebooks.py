@@ -206,8 +206,8 @@ def test_each_assert_says_what_failed_and_stands_after_the_picture(name):
 
 
 def _tree(code):
-    """Parses a cell; JupyterLab's commands, which begin with %, become comments."""
-    return ast.parse(re.sub(r"^(\s*)%", r"\1pass  # %", code, flags=re.M))
+    """Parses a cell; JupyterLab's commands, which begin with % or !, become comments."""
+    return ast.parse(re.sub(r"^(\s*)[%!]", r"\1pass  # ", code, flags=re.M))
 
 
 @each

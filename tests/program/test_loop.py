@@ -370,7 +370,7 @@ def test_what_says_how_it_is_computed_may_change_and_the_losses_stay(
         line for line in capsys.readouterr().err.splitlines() if "rounded differently" in line
     ]
     assert re.fullmatch(
-        r".*before: model.remat: \[\] .*; model.attention: 'reference' saved, 'xla' given",
+        r".*differently: model.remat: \[\] .*; model.attention: 'reference' saved, 'xla' given",
         *said,
     )
     assert_same_losses(tmp_path, unbroken)
