@@ -18,7 +18,10 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception", "sizes", "technique"}
 # Notebooks that begin with their technique in plain JAX, and how many lines it may take.
-TECHNIQUE_LINES = {}
+TECHNIQUE_LINES = {
+    "05_transformer": 60,
+    "06_profiling": 25,
+}
 CLOSING = ["Summary", "Exercises", "References"]
 # Folders that differ between machines.
 FOLDERS = {

@@ -11,7 +11,23 @@ from nbclient import NotebookClient
 FOLDER = stamp.ROOT / "notebooks"
 
 # Per notebook two sets of sizes that differ from the stored ones.
-OTHER_SIZES = {}
+OTHER_SIZES = {
+    "05_transformer": [
+        {"N": 2, "D": 64, "H": 2, "B": 2, "L": 32, "BYTE_STEPS": 12, "STEPS": 40},
+        {
+            "N": 1,
+            "L": 48,
+            "BYTE_STEPS": 30,
+            "STEPS": 21,
+            "LEARNING_RATE": 1e-3,
+            "REAL_V": 32_000,
+        },
+    ],
+    "06_profiling": [
+        {"ROWS": 64, "WIDTH": 128, "STEPS": 3, "N": 2, "B": 4, "L": 128, "D": 256},
+        {"STEPS": 1, "LATE": 0.1, "N": 3, "B": 2, "L": 256, "D": 128},
+    ],
+}
 
 
 def at(sizes, code):

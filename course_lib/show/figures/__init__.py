@@ -8,7 +8,6 @@ from course_lib.show.figures.bars import (
     memory_breakdown,
     residuals,
     roofline,
-    top_ops,
 )
 from course_lib.show.figures.clusters import hosts
 from course_lib.show.figures.curves import lines, loss_curve, trace, tradeoff
@@ -16,6 +15,7 @@ from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
 from course_lib.show.figures.schedules import schedule
+from course_lib.show.figures.style import PHASES as PHASES
 from course_lib.show.figures.style import use_style
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
 
@@ -35,7 +35,6 @@ __all__ = [
     "schedule",
     "seconds_by_devices",
     "step_timeline",
-    "top_ops",
     "trace",
     "tradeoff",
     "use_style",
