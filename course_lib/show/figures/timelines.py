@@ -105,7 +105,7 @@ def step_timeline(
     )
     for y, value in enumerate(seconds):
         axes.annotate(
-            style.duration(value),
+            f"{1e3 * value:,.1f} ms",
             (1.01, y),
             xycoords=axes.get_yaxis_transform(),
             va="center",
