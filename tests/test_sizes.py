@@ -1,7 +1,6 @@
 """Laws of playing with numbers: a notebook at other sizes runs from top to bottom."""
 
 import ast
-import os
 
 import nbformat
 import pytest
@@ -59,6 +58,5 @@ def test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_other
         timeout=600,
         kernel_name="python3",
         resources={"metadata": {"path": str(FOLDER)}},
-        env=dict(os.environ),
     )
     client.execute()
