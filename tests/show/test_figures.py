@@ -297,7 +297,7 @@ def test_rows_of_a_recorded_table_give_the_picture_that_dataclasses_give():
 
 def test_roofline_says_the_larger_floor_and_marks_the_measured_time():
     [axes] = figures.roofline(ROWS).axes
-    assert [t.get_text() for t in axes.texts] == ["2.1 s, floor 500 ms", "floor 400 ms"]
+    assert [t.get_text() for t in axes.texts] == ["2.10 s, floor 0.50 s", "floor 0.40 s"]
     assert axes.lines[0].get_xdata().tolist() == [2.1]
 
 

@@ -111,8 +111,8 @@ def roofline(rows: Rows, *, title: str = "") -> Figure:
         axes.plot(*zip(*points, strict=True), "kD", markersize=8, label="published")
     for y, row in enumerate(rows):
         floor, published = max(row[key] for key in floors), row["published_seconds"]
-        known = "" if published is None else f"{style.duration(published)}, "
-        text = f"{known}floor {style.duration(floor)}"
+        known = "" if published is None else f"{published:.2f} s, "
+        text = f"{known}floor {floor:.2f} s"
         style.write(axes, text, max(floor, published or 0), y, shift=11)
     _finish(figure, axes, title, "time per step (s)", margin=0.3)
     return figure
