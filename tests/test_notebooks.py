@@ -23,6 +23,8 @@ TECHNIQUE_LINES = {
     "02_rematerialization": 25,
     "03_gradient_accumulation": 25,
     "04_buffer_donation": 25,
+    "05_transformer": 60,
+    "06_profiling": 25,
 }
 CLOSING = ["Summary", "Exercises", "References"]
 # Folders that differ between machines.

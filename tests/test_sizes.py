@@ -27,6 +27,21 @@ OTHER_SIZES = {
         dict(B=8, D=16, F=48, BATCHES=(64, 8), WIDE_D=32, WIDE_F=64),
         dict(B=32, D=64, F=64, BATCHES=(256,), WIDE_D=128, ACCELERATOR="h100"),
     ),
+    "05_transformer": [
+        {"N": 2, "D": 64, "H": 2, "B": 2, "L": 32, "BYTE_STEPS": 12, "STEPS": 40},
+        {
+            "N": 1,
+            "L": 48,
+            "BYTE_STEPS": 30,
+            "STEPS": 21,
+            "LEARNING_RATE": 1e-3,
+            "REAL_V": 32_000,
+        },
+    ],
+    "06_profiling": [
+        {"ROWS": 64, "WIDTH": 128, "STEPS": 3, "N": 2, "B": 4, "L": 128, "D": 256},
+        {"STEPS": 1, "LATE": 0.1, "N": 3, "B": 2, "L": 256, "D": 128},
+    ],
 }
 
 

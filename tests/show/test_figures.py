@@ -61,10 +61,6 @@ EVENTS = [
     Object(op="fusion.2", start=0.005, duration=0.002, self_time=0.002, container=False),
     Object(op="dot.3", start=0.009, duration=0.001, self_time=0.001, container=False),
 ]
-OPS = [
-    Object(op="fusion.1", scope="jit(step)/block_1/mlp/dot_general", seconds=0.004, share=0.6),
-    Object(op="copy.2", scope="", seconds=0.001, share=0.4),
-]
 FORMATS = [mixed_precision.describe(name) for name in ("float32", "float16", "bfloat16")]
 FLOAT16 = mixed_precision.describe("float16")
 
@@ -185,7 +181,6 @@ PICTURES = {
     "schedule": lambda: figures.schedule(TABLES),
     "seconds_by_devices": lambda: figures.seconds_by_devices(SECONDS, host=8),
     "step_timeline": lambda: figures.step_timeline(EVENTS),
-    "top_ops": lambda: figures.top_ops(OPS),
     "tradeoff": lambda: figures.tradeoff(ROWS + [ROWS[1] | {"name": "a neighbour"}]),
     "who_holds_what": lambda: figures.who_holds_what(HOLDINGS, title="(4, 8) on 2 x 4 devices"),
     "tape": lambda: figures.tape({"one": TAPE, "two": vars(TAPE)}, title="two steps"),
@@ -342,7 +337,7 @@ def test_rows_of_a_recorded_table_give_the_picture_that_dataclasses_give():
 
 def test_roofline_says_the_larger_floor_and_marks_the_measured_time():
     [axes] = figures.roofline(ROWS).axes
-    assert [t.get_text() for t in axes.texts] == ["2.1 s, floor 500 ms", "floor 400 ms"]
+    assert [t.get_text() for t in axes.texts] == ["2.10 s, floor 0.50 s", "floor 0.40 s"]
     assert axes.lines[0].get_xdata().tolist() == [2.1]
 
 
@@ -435,6 +430,24 @@ def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operat
     spans = [path.get_extents() for path in axes.collections[-1].get_paths()]
     # ms: white from 4 to 5
     assert [(round(box.x0, 6), round(box.x1, 6)) for box in spans] == [(0, 4), (5, 7), (9, 10)]
+
+
+def test_a_phase_has_its_row_and_its_colour_whichever_takes_longest():
+    looks = []
+    for longest in ("dot", "fusion"):
+        names = {longest: "backward"}
+        [axes] = figures.step_timeline(
+            EVENTS, row=lambda event, names=names: names.get(event.op.split(".")[0], "forward")
+        ).axes
+        rows = [t.get_text() for t in axes.get_yticklabels()]
+        looks.append((rows, [tuple(c.get_facecolor()[0]) for c in axes.collections]))
+    assert looks[0] == looks[1] and looks[0][0] == ["forward", "backward", "any operation"]
+
+
+def test_a_heap_timeline_has_one_unit():
+    [axes] = figures.heap_timeline({"a": [0, 3 * GIB // 2], "b": [0, GIB // 4]}).axes
+    assert {"a: 1,536 MiB", "b: 256 MiB"} == {t.get_text() for t in axes.texts}
+    assert "MiB" in axes.get_ylabel()
 
 
 def test_a_step_timeline_begins_with_the_step_and_not_with_its_first_operation():

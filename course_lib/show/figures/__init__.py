@@ -8,7 +8,6 @@ from course_lib.show.figures.bars import (
     memory_breakdown,
     residuals,
     roofline,
-    top_ops,
 )
 from course_lib.show.figures.blocks import block
 from course_lib.show.figures.clusters import hosts
@@ -24,6 +23,7 @@ from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
 from course_lib.show.figures.schedules import schedule
+from course_lib.show.figures.style import PHASES as PHASES
 from course_lib.show.figures.style import use_style
 from course_lib.show.figures.tapes import tape
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
@@ -48,7 +48,6 @@ __all__ = [
     "seconds_by_devices",
     "step_timeline",
     "tape",
-    "top_ops",
     "trace",
     "tradeoff",
     "use_style",

@@ -111,8 +111,8 @@ def roofline(rows: Rows, *, title: str = "") -> Figure:
         axes.plot(*zip(*points, strict=True), "kD", markersize=8, label="published")
     for y, row in enumerate(rows):
         floor, published = max(row[key] for key in floors), row["published_seconds"]
-        known = "" if published is None else f"{style.duration(published)}, "
-        text = f"{known}floor {style.duration(floor)}"
+        known = "" if published is None else f"{published:.2f} s, "
+        text = f"{known}floor {floor:.2f} s"
         style.write(axes, text, max(floor, published or 0), y, shift=11)
     _finish(figure, axes, title, "time per step (s)", margin=0.3)
     return figure
@@ -149,28 +149,6 @@ def largest_arrays(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
       ValueError: if there are no arrays.
     """
     return _array_bars(style.as_dicts(arrays), "scope", top, title)
-
-
-def top_ops(ops: Rows, *, title: str = "") -> Figure:
-    """Draws the operations that take most of a step (`profiling.Trace.top_ops`), and their
-    scopes.
-
-    Args:
-      ops: mappings or dataclasses with `op`, `scope` (may be empty), `seconds` (self time
-        per step), `share` (of all).
-      title: of the picture.
-
-    Raises:
-      ValueError: if there are no operations.
-    """
-    rows = [row | {"name": _two_lines(row["op"], row["scope"])} for row in style.as_dicts(ops)]
-    figure, axes = _case_axes(rows, ("seconds", "share"), height_per_row=0.42)
-    axes.barh(range(len(rows)), [row["seconds"] * 1e3 for row in rows], 0.6, **style.fill(0))
-    for y, row in enumerate(rows):
-        text = f"{style.duration(row['seconds'])}, {row['share']:.0%}"
-        style.write(axes, text, row["seconds"] * 1e3, y)
-    _finish(figure, axes, title, "self time per step (ms)", margin=0.25)
-    return figure
 
 
 def _two_lines(name: str, scope: str) -> str:

@@ -22,6 +22,14 @@ from course_lib.measure.units import GIB, MIB
 Number = int | float
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+PHASES = {
+    "forward": COLORS[0],
+    "backward": COLORS[1],
+    "recomputation": COLORS[2],
+    "optimizer": COLORS[3],
+    "other": "#999999",
+}
+"""The parts of a train step, in the order of a picture, with their colours."""
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
@@ -126,6 +134,14 @@ def size(num_bytes: Number) -> str:
         if num_bytes >= unit:
             return f"{_short(num_bytes / unit)} {name}"
     return f"{num_bytes:.0f} B"
+
+
+def unit(num_bytes: Number) -> tuple[int, str]:
+    """Returns the unit in which all numbers of a picture are written, by its largest one."""
+    for one, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
+        if num_bytes >= 2 * one:
+            return one, name
+    return 1, "B"
 
 
 def duration(seconds: Number) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from course_lib.measure.units import GIB
 from course_lib.show.figures import style
 
 
@@ -27,19 +26,20 @@ def heap_timeline(
     style.refuse_empty("timelines", sizes, "the bytes alive at each point")
     figure, axes = style.canvas()
     labels, peaks = [], []
+    unit, name = style.unit(max(max(timeline) for timeline in timelines.values()))
     for i, (label, timeline) in enumerate(timelines.items()):
         line = style.stroke(i) | {"marker": "", "linewidth": 1.3}
         mark = style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"}
-        heights = [b / GIB for b in timeline]
+        heights = [b / unit for b in timeline]
         axes.plot(range(len(heights)), heights, **line)
         peak = max(heights)
         axes.plot(heights.index(peak), peak, **mark)
-        labels.append(f"{label}: {style.size(peak * GIB)}")
+        labels.append(f"{label}: {peak:,.{0 if peak >= 100 else 1}f} {name}")
         peaks.append((heights.index(peak), peak))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.set(
         xlabel="instruction, in the order of the program",
-        ylabel="memory alive (GiB)",
+        ylabel=f"memory alive ({name})",
         title=title,
     )
     style.label_right(axes, peaks, labels)
@@ -61,6 +61,9 @@ def step_timeline(
     """Draws the operations of one step over time, one row for each kind, those with most self
     time at the top.
 
+    Phases of a train step (`style.PHASES`) have their own order and colours, the same in each
+    picture.
+
     The lowest row shows when any operation runs: its white parts are gaps. An operation that
     only contains others, such as the `while` of a scan, is not drawn.
 
@@ -81,6 +84,8 @@ def step_timeline(
     for event in events:
         own[row(event)] = own.get(row(event), 0.0) + event.self_time
     names = sorted(own, key=lambda name: -own[name])[:top]
+    if set(names) <= set(style.PHASES):
+        names = [name for name in style.PHASES if name in names]
     rest = [name for name in own if name not in names]
     rows = names + (["others"] if rest else []) + ["any operation"]
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
@@ -90,7 +95,8 @@ def step_timeline(
         spans["any operation"].append(span)
     figure, axes = style.canvas(width=8.5, height=1.0 + 0.3 * len(rows))
     for y, name in enumerate(rows):
-        color = "black" if name == "any operation" else style.COLORS[y % 7]
+        color = style.PHASES.get(name, style.COLORS[y % 7])
+        color = "black" if name == "any operation" else color
         axes.broken_barh(
             spans[name], (y - 0.38, 0.76), facecolor=color, edgecolor=color, linewidth=0.3
         )
@@ -99,7 +105,7 @@ def step_timeline(
     )
     for y, value in enumerate(seconds):
         axes.annotate(
-            style.duration(value),
+            f"{1e3 * value:,.1f} ms",
             (1.01, y),
             xycoords=axes.get_yaxis_transform(),
             va="center",
