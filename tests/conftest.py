@@ -60,6 +60,7 @@ A_LEARNERS_CODE = {"test_solutions", "test_check", "test_game"}
 # Files that take long. One process runs a whole file, so these start first: started last, they
 # would keep one process busy while the others idle.
 LONG = {
+    "test_sizes",
     "test_processes",
     "test_estimate",
     "test_pipeline",
