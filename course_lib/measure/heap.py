@@ -23,7 +23,7 @@ from course_lib.measure.units import MIB
 
 RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 
-_NOT_COMPILED = (
+NO_PLAN = (
     "XLA wrote no plan of the program's memory: it loaded the program from JAX's persistent"
     ' compilation cache; call jax.config.update("jax_enable_compilation_cache", False) before'
 )
@@ -94,7 +94,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
         record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
     # XLA also dumps a program that it loads, but without the plan of its memory.
     if "peakHeapMib" not in record:
-        raise RuntimeError(_NOT_COMPILED)
+        raise RuntimeError(NO_PLAN)
     module = hlo.parse(compiled.as_text())
     scopes = {
         i.name: origin.origin(i) for c in module.computations.values() for i in c.instructions
@@ -142,7 +142,7 @@ def write_session(
         )
         protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
         if not protos:
-            raise RuntimeError(_NOT_COMPILED)
+            raise RuntimeError(NO_PLAN)
         # The smaller ones are programs that a GPU times to choose kernels.
         largest = max(protos, key=lambda path: path.stat().st_size)
         record = _as_record(largest.read_bytes())

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from course_lib.measure import hlo, origin, virtual
+from course_lib.measure.heap import NO_PLAN
 from course_lib.measure.memory import check_lowered
 
 REST = "other activations, batch"
@@ -92,10 +93,7 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
             pathlib.Path(folder).glob("*live-range.txt"), key=lambda p: p.stat().st_size
         )
         if not plans:
-            raise RuntimeError(
-                "XLA wrote no plan of the program's memory: was it loaded from JAX's persistent"
-                ' compilation cache? jax.config.update("jax_enable_compilation_cache", False)'
-            )
+            raise RuntimeError(NO_PLAN)
         live = plans[-1].read_text()  # smaller ones are programs that try kernels
         buffers = (
             plans[-1]
