@@ -418,4 +418,4 @@ def test_docstrings_cite_the_figures_that_are_computed():
     near = sum(abs(error) <= 0.1 for error in relative) / len(relative)
     text = " ".join(step_model.__doc__.split())
     assert f"for {of.within_tenth:.0%} of {of.rows} published steps" in text
-    assert f"relative to the level of each publication, {near:.0%} are" in text
+    assert f"published seconds on the accelerators of its publication, {near:.0%} are" in text
