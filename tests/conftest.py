@@ -61,6 +61,9 @@ A_LEARNERS_CODE = {"test_solutions", "test_check", "test_game"}
 # would keep one process busy while the others idle.
 LONG = {
     "test_sizes",
+    "test_game",
+    "test_case_study",
+    "test_virtual",
     "test_processes",
     "test_estimate",
     "test_pipeline",
