@@ -20,6 +20,8 @@ from course_lib.measure.memory import check_lowered
 
 REST = "other activations, batch"
 
+TOO_OLD = f"a tape needs JAX 0.10 or newer: the XLA of {jax.__version__} writes no lifetimes"
+
 # In the order in which a picture stacks them.
 KINDS = (
     "parameters",
@@ -83,7 +85,7 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     Raises:
       ValueError: if it is compiled already.
       RuntimeError: if XLA wrote no plan, as for a program out of JAX's persistent compilation
-        cache.
+        cache, or no lifetimes, as before JAX 0.10.
     """
     check_lowered(lowered)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +95,9 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
             pathlib.Path(folder).glob("*live-range.txt"), key=lambda p: p.stat().st_size
         )
         if not plans:
-            raise RuntimeError(NO_PLAN)
+            # older versions of XLA write where each value lies, but not how long it lives
+            old = any(pathlib.Path(folder).glob("*buffer-assignment.txt"))
+            raise RuntimeError(TOO_OLD if old else NO_PLAN)
         live = plans[-1].read_text()  # smaller ones are programs that try kernels
         buffers = (
             plans[-1]

@@ -13,7 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 
-from course_lib.measure import GIB, MIB, gib, heap, ledger, memory, traffic, virtual
+from course_lib.measure import GIB, MIB, gib, heap, ledger, memory, tape, traffic, virtual
 
 NO_VIRTUAL = virtual.why_unavailable()
 A5000 = pytest.param(
@@ -239,3 +239,9 @@ def test_dtypes_and_timeline_are_numpy_s():
         "bool",
         "",
     }
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 10), reason="this XLA writes lifetimes")
+def test_where_xla_writes_no_lifetimes_a_tape_says_which_jax_it_needs():
+    with pytest.raises(RuntimeError, match=r"JAX 0\.10 or newer"):
+        tape(jax.jit(jnp.sin).lower(array(8)))

@@ -10,6 +10,8 @@ import pytest
 from course_lib.measure import memory, tape, virtual
 from course_lib.measure.tape import KINDS
 
+OLD = jax.__version_info__ < (0, 10)
+pytestmark = pytest.mark.skipif(OLD, reason="XLA writes no lifetimes before JAX 0.10")
 NO_VIRTUAL = virtual.why_unavailable()
 DEVICES = pytest.mark.parametrize(
     "device",
@@ -118,10 +120,11 @@ def test_activations_pile_up_forward_and_are_freed_backward(device):
     assert 0 < turn < len(hidden)
 
 
-@DEVICES
-def test_rematerialized_layers_hold_one_layer_at_a_time(device):
-    assert max(read(device, remat=True).bytes["MLP"]) < 4 * HIDDEN_BYTES
-    assert max(read(device).bytes["MLP"]) > 4 * HIDDEN_BYTES
+@pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+def test_rematerialized_layers_hold_one_layer_at_a_time():
+    """For a GPU: XLA's CPU compiler undoes rematerialization in some versions."""
+    assert max(read("a5000", remat=True).bytes["MLP"]) < 4 * HIDDEN_BYTES
+    assert max(read("a5000").bytes["MLP"]) > 4 * HIDDEN_BYTES
 
 
 @DEVICES
