@@ -173,5 +173,6 @@ def test_a_donated_array_cannot_be_used_again_but_one_that_found_no_output_can()
     with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
         function(state, batch)
     assert state.is_deleted() and not batch.is_deleted()
-    with pytest.raises(RuntimeError, match="deleted"):
+    # JAX or the runtime below it refuses, whichever sees it first
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
         state + 1
