@@ -1,6 +1,6 @@
 """Runs the folded solutions of the exercises, each in a fresh namespace; their asserts hold.
 
-Of a move of the game, the updates are checked here; `test_game` compiles it.
+A move of the game is checked for its updates here; `test_game` compiles it.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""What a submission costs: the real step, compiled for a GPU that is not there."""
+"""The costs of a submission: the real step, compiled for a GPU that is not there."""
 
 import dataclasses
 from typing import Any
@@ -61,7 +61,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a score is read from, for hints.
+    """The compiled program behind a score, for hints.
 
     Attributes:
       flops: of the step.
