@@ -126,7 +126,9 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     [work] = np.nonzero(total > total.min() + total.max() // 1000)
     first, last = (work[0], work[-1] + 1) if work.size else (0, len(order))
     levels = {kind: level[first:last] for kind, level in levels.items()}
-    return _shorten(levels, None if backward is None else backward - int(first), points)
+    if backward is not None:
+        backward = max(backward - int(first), 0)
+    return _shorten(levels, backward, points)
 
 
 def _lifetimes(live: str) -> tuple[list[str], dict[str, tuple[int, int]]]:

@@ -128,8 +128,8 @@ def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
         lowered = step.lower(state, batch)
     except Exception as error:
         raise WrongAnswer(
-            f"The small step works, the real one raised {in_one_line(error)} Does it count on"
-            " the small sizes? Take them from `config`."
+            f"The small step works, the real one raised {in_one_line(error)}. Does it depend"
+            " on the small sizes? Take them from `config`."
         ) from error
     for dtype in flops.total:
         try:
