@@ -59,7 +59,7 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
 
 
 def _slow(submission: Score, program: Program) -> str:
-    """Returns where the floor of a step comes from, and the memory that is free."""
+    """Returns where the time of a step comes from, and the memory that is free."""
     free = measure.gib(max(score.limit(submission.gpu) - submission.peak, 0))
     kinds = [
         f"{kind} {bytes / program.traffic.bytes:.0%}"

@@ -18,7 +18,7 @@ SMALL_PEAK = int(3.5 * measure.GIB)
 
 FAST_BYTES = 150 * 10**9
 """The bytes that a fast step may move; with the FLOPs of the first step they are the target for
-the floor."""
+the time."""
 
 SECONDS, SECONDS_PER_LINE = 7, 0.003  # to compile a lowered program, on two idle cores
 
@@ -31,7 +31,7 @@ class Score:
       name: of the submission.
       gpu: name in `hardware`.
       peak: bytes of the GPU's memory.
-      seconds: floor of the step: `measure.attainable_seconds`.
+      seconds: attainable time of the step: `measure.attainable_seconds`.
       extra_flops: FLOPs beyond the first step's, as a share of them.
       host_bytes: moved between the host's memory and the GPU's, per step.
     """
@@ -55,7 +55,7 @@ class Score:
 
     @property
     def fast(self) -> bool:
-        """Whether the target for the floor is reached by a step that fits."""
+        """Whether the target for the time is reached by a step that fits."""
         return self.fits and self.seconds <= fast_seconds(self.gpu)
 
 
@@ -82,7 +82,7 @@ def limit(gpu: str) -> int:
 
 
 def fast_seconds(gpu: str) -> float:
-    """Returns the target for the floor: no extra FLOPs, in 16 bits, and `FAST_BYTES`."""
+    """Returns the target for the time: no extra FLOPs, in 16 bits, and `FAST_BYTES`."""
     accelerator = hardware.get(gpu)
     half = measure.Flops({half_dtype(gpu): reference_flops()}, {})
     return measure.attainable_seconds(half, measure.Traffic(FAST_BYTES, ()), accelerator)

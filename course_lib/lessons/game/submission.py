@@ -18,7 +18,7 @@ def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
     """Checks and scores a training step of the game. Prints; never raises.
 
     First it compares the updates on a small model. Then it compiles the step of
-    `game.REAL` for a GPU that need not be there, and prints its memory, the floor of its time,
+    `game.REAL` for a GPU that need not be there, and prints its memory, its attainable time,
     its extra FLOPs and its traffic to the host, beside the targets and the earlier submissions.
     The last line is a hint for the next move.
 
@@ -57,7 +57,7 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
     """Prints submissions for one GPU, numbered, below the targets."""
     targets: list[dict[str, Any]] = [
         {"name": "target: small", "peak GiB": score.SMALL_PEAK / GIB},
-        {"name": "target: fast", "floor ms": 1e3 * score.fast_seconds(gpu)},
+        {"name": "target: fast", "attainable ms": 1e3 * score.fast_seconds(gpu)},
     ]
     rows = [
         {
@@ -65,7 +65,7 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
             "name": one.name,
             "peak GiB": one.peak / GIB,
             "fits": "yes" if one.fits else "no",
-            "floor ms": 1e3 * one.seconds,
+            "attainable ms": 1e3 * one.seconds,
             "extra FLOPs %": 100 * one.extra_flops,
             "host MiB per step": one.host_bytes / MIB,
         }
@@ -76,7 +76,7 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
     notebook.table(
         [*({**empty, **target} for target in targets), *rows],
         title=f"One step on an {hardware.get(gpu).title}, which fits in {memory}:",
-        formats={"peak GiB": ".1f", "floor ms": ".0f", "extra FLOPs %": ".0f"},
+        formats={"peak GiB": ".1f", "attainable ms": ".0f", "extra FLOPs %": ".0f"},
     )
 
 

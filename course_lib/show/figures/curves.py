@@ -165,8 +165,8 @@ def ladder(
     first: int = 1,
     title: str = "",
 ) -> Figure:
-    """Draws one numbered point per version of a training step, joined in their order: the floor
-    of its time against its peak memory, beside the GPU's limit and two targets.
+    """Draws one numbered point per version of a training step, joined in their order: the
+    attainable time against the peak memory, beside the GPU's limit and two targets.
 
     Args:
       rows: mappings or dataclasses with `name`, `seconds` and `peak` (in bytes).
@@ -206,7 +206,7 @@ def ladder(
     at_top = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "top"}
     axes.annotate(f" target: fast\n {1e3 * fast:.0f} ms", (1e3 * fast, 1), **at_top)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="floor of the step's time (ms)", ylabel="peak memory (GiB)", title=title)
+    axes.set(xlabel="attainable time per step (ms)", ylabel="peak memory (GiB)", title=title)
     names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]
     style.label_right(axes, points, names)
     return figure

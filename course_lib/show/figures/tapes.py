@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from course_lib.measure.units import GIB
 from course_lib.show.figures import style
 
 # A kind keeps its colour and hatch in all pictures of the course.
@@ -49,8 +48,10 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
         for kind in LOOKS
         if any(max(row["bytes"].get(kind, [0])) > row["peak"] / 1000 for row in steps.values())
     ]
+    top = max(row["peak"] for row in steps.values())
+    unit, unit_name = style.unit(top)
     for axes, (name, row) in zip(panels, steps.items(), strict=True):
-        levels = {kind: np.array(level) / GIB for kind, level in row["bytes"].items()}
+        levels = {kind: np.array(level) / unit for kind, level in row["bytes"].items()}
         length = len(next(iter(levels.values())))
         kinds = [kind for kind in occurring if kind in levels]
         layers = axes.stackplot(
@@ -60,13 +61,13 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
             color, hatch = LOOKS[kind]
             layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
         highest = int(np.sum(list(levels.values()), axis=0).argmax())
-        axes.plot(highest, row["peak"] / GIB, marker="v", color="black", markersize=7)
-        style.write(
-            axes, f"peak {style.size(row['peak'])}", highest, row["peak"] / GIB, shift=8
-        )
+        peak = row["peak"] / unit
+        axes.plot(highest, peak, marker="v", color="black", markersize=7)
+        style.write(axes, f"peak {peak:.3g} {unit_name}", highest, peak, shift=8)
         if row["backward"] is not None:
             axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
-            for text, ha in (("forward ", "right"), (" backward and update", "left")):
+            after = " backward and update" if "optimizer state" in row["bytes"] else " backward"
+            for text, ha in (("forward ", "right"), (after, "left")):
                 axes.annotate(
                     text,
                     (row["backward"], 1),
@@ -75,10 +76,9 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
                     va="top",
                     fontsize=9,
                 )
-        axes.set(title=name, ylabel="GiB", xlim=(0, length - 1), xticks=[])
+        axes.set(title=name, ylabel=unit_name, xlim=(0, length - 1), xticks=[])
         axes.grid(visible=False)
-    top = max(row["peak"] for row in steps.values()) / GIB
-    panels[0].set_ylim(0, 1.18 * top)
+    panels[0].set_ylim(0, 1.18 * top / unit)
     panels[-1].set_xlabel("instructions, in the order of the program")
     handles: dict[str, Any] = {}
     for axes in panels:
