@@ -55,7 +55,7 @@ CALLS_FLAX_OR_OPTAX = {
     "test_virtual",
 }
 # Code that a learner types runs with JAX's defaults.
-A_LEARNERS_CODE = {"test_solutions", "test_check", "test_game"}
+A_LEARNERS_CODE = {"test_solutions", "test_check", "test_game", "test_tiny_transformer"}
 
 # Files that take long. One process runs a whole file, so these start first: started last, they
 # would keep one process busy while the others idle.
