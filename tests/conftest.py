@@ -55,7 +55,13 @@ CALLS_FLAX_OR_OPTAX = {
     "test_virtual",
 }
 # Code that a learner types runs with JAX's defaults.
-A_LEARNERS_CODE = {"test_solutions", "test_check", "test_game", "test_tiny_transformer"}
+A_LEARNERS_CODE = {
+    "test_solutions",
+    "test_check",
+    "test_game",
+    "test_tiny_transformer",
+    "test_three_axes",
+}
 
 # Files that take long. One process runs a whole file, so these start first: started last, they
 # would keep one process busy while the others idle.

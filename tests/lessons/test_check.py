@@ -3,13 +3,15 @@
 Solutions are checked in `tests/test_solutions.py`, where they stand in the notebooks.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from course_lib.lessons import check
+from course_lib.lessons import check, three_axes
 from course_lib.lessons.check import answers, profiling, rematerialization
 
 
@@ -38,6 +40,7 @@ FUNCTIONS = [
     check.stack_less,
     check.named_part,
     check.mfu,
+    check.three_axes,
 ]
 PREDICTIONS = {
     check.loss_scale_range: 2,
@@ -307,6 +310,16 @@ def test_a_right_answer_written_in_another_way_passes(the_check, right, capsys):
 WITHOUT_STATE = 22 * 2**30 // rematerialization.saved_by_a_layer()
 STACKED_MIB = profiling._stacked_mib(profiling._loss)  # JAX up to 0.10 saves one array more
 
+
+def three_axes_with(line, changed):
+    """Returns the course's answer with a part of its text changed."""
+    text = inspect.getsource(three_axes)
+    assert line in text
+    scope: dict = {}
+    exec(text.replace(line, changed), scope)
+    return scope["make_gradient"]
+
+
 WRONG = [
     (check.loss_scale_range, (14, 6), "above"),
     (check.loss_scale_range, (6, 15), "infinite"),
@@ -459,6 +472,24 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
     (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
     (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
+    (
+        check.three_axes,
+        (three_axes_with('"pipe", None, None, "tensor"', '"pipe"'),),
+        "cut into 2",
+    ),
+    (check.three_axes, (three_axes_with("params = vary(", "vary("),), "wait forever"),
+    (
+        check.three_axes,
+        (
+            three_axes_with(
+                "= vary(params, ",
+                '|= vary({"norm": params["norm"], "output": params["output"]}, ',
+            ),
+        ),
+        "in each tick",
+    ),
+    (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
+    (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
 ]
 
 

@@ -35,6 +35,7 @@ from course_lib.lessons.check.rematerialization import (
     keep_one_value,
     square_root,
 )
+from course_lib.lessons.check.strategies import three_axes
 from course_lib.lessons.check.transformer import (
     count_parameters,
     looks_ahead,
@@ -65,4 +66,5 @@ __all__ = [
     "stack_less",
     "stacked",
     "stochastic_round",
+    "three_axes",
 ]

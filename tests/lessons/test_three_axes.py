@@ -1,0 +1,66 @@
+"""The course's own answer to the exercise that joins three axes."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from course_lib import measure
+from course_lib.lessons import three_axes, tiny_transformer
+from course_lib.many_devices import meshes
+
+N, D, H, V, L, B = 6, 12, 6, 20, 8, 12
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def compiled(sizes, microbatches):
+    """Returns the mesh, the program, one device's loss and gradients, and the program's."""
+    params = tiny_transformer.init(jax.random.key(0), N=N, D=D, H=H, V=V, L=L)
+    tokens = np.random.default_rng(0).integers(0, V, (2, B, L)).astype(np.int32)
+    mesh = meshes.make(sizes, meshes.devices(int(np.prod(list(sizes.values())))))
+    specs, gradient = three_axes.make_gradient(mesh, microbatches)
+    placed = jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in params})
+    with jax.default_matmul_precision("highest"):
+        expected = jax.value_and_grad(tiny_transformer.mean_loss)(params, *tokens)
+        program = jax.jit(gradient).lower(placed, *tokens).compile(QUICK)
+        return mesh, program, expected, program(placed, *tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "microbatches"),
+    [
+        ({"data": 2, "pipe": 2, "tensor": 2}, 3),
+        ({"data": 1, "pipe": 2, "tensor": 3}, 12),  # an odd degree
+        ({"data": 2, "pipe": 3, "tensor": 1}, 1),  # fewer microbatches than stages
+    ],
+    ids=str,
+)
+def test_the_gradient_is_one_devices_and_lies_where_the_parameters_lie(sizes, microbatches):
+    mesh, _, (loss, grads), (its_loss, its_grads) = compiled(sizes, microbatches)
+    np.testing.assert_allclose(its_loss, loss, rtol=1e-6)
+    for name, grad in grads.items():
+        off = jnp.linalg.norm(jax.device_get(its_grads[name]) - grad)
+        assert off < 2e-6 * jnp.linalg.norm(grad), name
+        like = NamedSharding(mesh, three_axes.SPECS[name])
+        assert its_grads[name].sharding.is_equivalent_to(like, grad.ndim), name
+
+
+def test_each_axis_sends_what_its_strategy_sends():
+    sizes, M = {"data": 2, "pipe": 2, "tensor": 2}, 3
+    mesh, program, _, _ = compiled(sizes, M)
+    ledger = measure.ledger(program, mesh)
+    ticks, layers, activation = M + 1, N // 2, 4 * (B // 2 // M) * L * D
+    # twice forward and twice backward; to rematerialize a layer it adds up the heads again
+    assert ledger.sent(axis="tensor") == 5 * ticks * layers * activation
+    assert ledger.sent(axis="pipe") == 2 * ticks * activation  # forward and backward
+    matrices = (3 * D * D + D * D + 8 * D * D) // 2  # per layer and device
+    assert ledger.sent(axis="data") == 4 * layers * (matrices + 2 * D)
+    ends = 4 * (2 * V * D + L * D + D) + 4  # gradients of the ends, and the loss
+    assert ledger.sent(axis=("data", "pipe")) == ends * 2 * 3 // 4
+
+
+def test_it_keeps_the_promise_of_the_exercise():
+    assert len(inspect.getsource(three_axes).splitlines()) <= 250
