@@ -61,6 +61,7 @@ A_LEARNERS_CODE = {
     "test_game",
     "test_tiny_transformer",
     "test_three_axes",
+    "test_by_processes",
 }
 
 # Files that take long. One process runs a whole file, so these start first: started last, they

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ports import free_port
 
 from course_lib import configs, optimizers, training
+from course_lib.lessons.by_processes import free_port
 from course_lib.many_devices import meshes
 from course_lib.one_device import mixed_precision
 from course_lib.program import checksums

@@ -15,10 +15,10 @@ from pathlib import Path
 import jax
 import pytest
 import small_run
-from ports import free_port
 from small_run import STRICT, arguments, corpus
 
 from course_lib import configs
+from course_lib.lessons.by_processes import free_port
 from course_lib.models import transformer
 from course_lib.program import command, dry_run, journal, loop, processes, settings
 

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import pytest
 import small_run
-from ports import free_port
 
+from course_lib.lessons.by_processes import free_port
 from course_lib.program import journal, processes
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,128 @@
+"""The gradient of `three_axes` by several processes of this machine, as on a cluster with one
+process per host.
+
+    loss, grads = by_processes.run(2)
+
+starts two Python processes with four simulated devices each. Every process runs the same
+program, `work`; JAX connects them, and `jax.devices()` lists the devices of all.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from course_lib.lessons import three_axes, tiny_transformer
+from course_lib.many_devices import meshes
+
+AXES = {"data": 2, "pipe": 2, "tensor": 2}
+M = 4
+
+_candidates = (20_000 + (97 * os.getpid() + number) % 12_000 for number in itertools.count())
+
+
+def example() -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    """Returns parameters of four layers, and inputs and labels [16, 16]: always the same."""
+    params = tiny_transformer.init(jax.random.key(0), N=4, D=32, H=4, V=64, L=16)
+    inputs, labels = np.random.default_rng(0).integers(0, 64, (2, 16, 16)).astype(np.int32)
+    return params, inputs, labels
+
+
+def work(process: int, processes: int, address: str, path: str) -> None:
+    """Computes the gradient as one of several processes; process 0 writes it to a file.
+
+    Args:
+      process: this process's number.
+      processes: how many there are; they divide the eight devices.
+      address: "host:port" where process 0 listens.
+      path: of the `.npz` file.
+    """
+    meshes.simulate(8 // processes)
+    jax.distributed.initialize(address, processes, process)
+    mesh = meshes.make(AXES)  # of the devices of all processes
+    specs, gradient = three_axes.make_gradient(mesh, M)
+
+    def place(array: Any, spec: P) -> jax.Array:
+        """Each process copies to its own devices the parts that they hold."""
+        array = np.asarray(array)
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, spec), lambda part: array[part]
+        )
+
+    params, inputs, labels = example()
+    placed = {name: place(value, specs[name]) for name, value in params.items()}
+    with jax.default_matmul_precision("highest"):
+        loss, grads = jax.jit(gradient)(
+            placed, place(inputs, P("data")), place(labels, P("data"))
+        )
+    whole = multihost_utils.process_allgather({"loss": loss, **grads}, tiled=True)
+    if process == 0:
+        np.savez(path, **whole)
+    jax.distributed.shutdown()
+
+
+def free_port() -> int:
+    """Returns a port at which nobody listens.
+
+    Linux itself hands out ports from 32768 on. Below, no other program gets a port between the
+    check and its use. Each process that asks starts at another port.
+    """
+    for port in _candidates:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("localhost", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("the candidates never end")
+
+
+def run(processes: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Starts the processes, waits for them, and returns the loss and the whole gradients.
+
+    Args:
+      processes: 2, 4 or 8.
+
+    Raises:
+      ValueError: for another number of processes.
+      RuntimeError: if a process ends with an error; with the last lines that it printed.
+    """
+    if processes not in (2, 4, 8):
+        raise ValueError(f"processes={processes} must be 2, 4 or 8, to divide eight devices")
+    address = f"localhost:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        path = Path(folder, "gradient.npz")
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(process), str(processes), address, path],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            )
+            for process, log in enumerate(logs)
+        ]
+        codes = [process.wait() for process in started]
+        for code, log in zip(codes, logs, strict=True):
+            if code:
+                log.seek(0)
+                raise RuntimeError(f"a process ended with an error:\n{log.read()[-2000:]}")
+        with np.load(path) as file:
+            grads = dict(file)
+    return grads.pop("loss"), grads
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
