@@ -217,14 +217,18 @@ def sent_around_a_ring(step: Step, params: Sequence[Leaf]) -> float:
     """Returns the bytes that a device sends along "context" per step.
 
     A layer's keys and values take n - 1 steps of the ring in the forward and in the backward
-    pass; their gradients, in float32, take n. Each minibatch sums the parameters' gradients.
+    pass; their gradients, in float32, take n. Where attention is recomputed, keys and values go
+    around once more. The first step of that is the first step of the backward pass, too, and
+    XLA sends it once: n - 2 steps are added. Each minibatch sums the parameters' gradients.
     """
     size = step.n["context"]
+    if size == 1:
+        return 0.0
     keys = 2 * step.tokens * step.kv_width // step.n["tensor"]
-    ring = keys * (2 * (size - 1) * step.width + 4 * size)
+    again = size - 2 if {"Block", "Attn"} & set(step.model.remat) else 0
+    ring = keys * ((2 * (size - 1) + again) * step.width + 4 * size)
     summed = step.minibatches * 2 * (size - 1) / size
-    sent = step.model.num_layers * ring + summed * sum(leaf.bytes for leaf in params)
-    return sent if size > 1 else 0.0
+    return step.model.num_layers * ring + summed * sum(leaf.bytes for leaf in params)
 
 
 def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:

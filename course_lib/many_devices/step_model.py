@@ -270,6 +270,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys)
         scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
         room = scores / _rates(plan, cluster)[0]
+        again += plan.recompute == "attention"
         ring_cost = Cost(
             exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)}
         )

@@ -3,11 +3,20 @@
 import functools
 import math
 
+import jax
 import one_device
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from course_lib import configs, measure, training
-from course_lib.many_devices import estimate, meshes, step_model, strategies
+from course_lib.many_devices import (
+    context_parallel,
+    costs,
+    estimate,
+    meshes,
+    step_model,
+    strategies,
+)
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.strategies import Strategy
@@ -44,7 +53,7 @@ CASES = (
         Strategy(zero=1, schedule="zero_bubble", microbatches=4),
         {"model.remat": ("MLP",)},
     ),
-    (dict(data=2, context=2), Strategy(), BLOCK),
+    (dict(data=2, context=4), Strategy(), BLOCK | {"model.num_kv_heads": 2}),
     (dict(data=2, context=4), Strategy(zero=1), {"model.num_kv_heads": 2}),
     (dict(data=2, context=2), Strategy(zero=3), {}),
     (dict(data=2, context=2, tensor=2), Strategy(), {}),
@@ -111,6 +120,48 @@ def test_a_device_sends_along_each_axis_what_the_formula_says(index):
         assert 0 <= ledger.sent(axis=axis) - found.sent[axis] <= METRICS
     # and nothing along two axes, or none
     assert ledger.sent() - sum(found.sent.values()) <= 2 * METRICS
+
+
+@pytest.mark.parametrize("remat", [(), ("MLP",), ("Attn",), ("Block",)])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_a_ring_sends_what_the_formula_says_with_grouped_keys_and_recomputed_attention(
+    kv_heads, size, remat
+):
+    """Two layers of attention alone, which compile in a second."""
+    whole = small({"model.remat": remat, "model.num_kv_heads": kv_heads})
+    model, length = whole.model, whole.data.seq_len
+    step = costs.Step(
+        model,
+        Strategy(),
+        {**dict.fromkeys(meshes.AXES, 1), "context": size},
+        sequences=whole.data.batch_size,
+        seq_len=length,
+        minibatches=1,
+        piped=False,
+    )
+
+    def attend(x):
+        keys = x[:, :, :kv_heads]
+        return context_parallel.attend(x, keys, 2 * keys)
+
+    # as `rematerialization.wrap` does for layers in a scan
+    recomputed = {"Attn", "Block"} & set(remat)
+    layer = jax.checkpoint(attend, prevent_cse=False) if recomputed else attend
+
+    def loss(x):
+        return jax.lax.scan(lambda x, _: (layer(x), None), x, length=model.num_layers)[0].sum()
+
+    grid, cut = one_device.grid(context=size), P(None, "context")
+    grad = jax.jit(jax.shard_map(jax.grad(loss), mesh=grid, in_specs=cut, out_specs=cut))
+    shape = whole.data.batch_size, length, model.num_heads, model.head_dim
+    compiled = grad.lower(jax.ShapeDtypeStruct(shape, "float32")).compile(
+        QUICK | one_device.quickly()
+    )
+    no_parameters = []
+    assert measure.ledger(compiled, grid).sent() == costs.sent_around_a_ring(
+        step, no_parameters
+    )
 
 
 def test_the_formula_needs_no_devices_and_counts_parameters_of_a_model_that_none_could_hold():

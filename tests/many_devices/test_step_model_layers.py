@@ -169,7 +169,9 @@ def test_experts_exchange_the_tokens_that_a_device_has():
         assert found.parts["expert"] == pytest.approx(2 * 8 * 4 * one)
 
 
-@pytest.mark.parametrize("recompute, passes", [("none", 3), ("full", 4)])
+@pytest.mark.parametrize(
+    "recompute, passes", [("none", 3), ("mlp", 3), ("attention", 4), ("full", 4)]
+)
 def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backward(
     recompute, passes
 ):
