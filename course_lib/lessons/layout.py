@@ -1,0 +1,228 @@
+"""The layout game: find a mesh and a strategy for a model on a cluster.
+
+    layout.submit({"data": 64}, Strategy(zero=3), minibatches=4, level=1)
+
+A submission is refused with a reason, or scored by formula (`estimate`): memory per GPU and
+time per step, beside those of the best layout that `estimate.choose` finds. The last line is a
+hint. With `compile=True` the step is also compiled for the GPUs, which need not be there.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from course_lib import configs, measure
+from course_lib.lessons.check.answers import WrongAnswer, exercise, require
+from course_lib.many_devices import estimate, meshes, strategies
+from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.estimate import Estimate
+from course_lib.many_devices.strategies import Strategy
+from course_lib.measure import hardware, virtual
+from course_lib.show import notebook
+
+SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
+CLOSE = 1.05  # a submission wins if its step takes at most this many times the best one's
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A model and the GPUs for it.
+
+    Attributes:
+      title: of the level.
+      config: the model and its batch.
+      cluster: the GPUs.
+    """
+
+    title: str
+    config: ConfigDict
+    cluster: Cluster
+
+
+@functools.cache
+def levels() -> dict[int, Level]:
+    """Returns the levels by number."""
+    h100s = functools.partial(Cluster, hardware.get("h100"))
+    return {
+        1: Level("6.7B on 8 H100s", _model(32, 4096, 8, 128_000, 4096, 64), h100s(8)),
+        2: Level("6.7B on 64 H100s", _model(32, 4096, 8, 128_000, 4096, 512), h100s(64)),
+        3: Level(
+            "6.7B on 64 H100s, 256 tokens per GPU",
+            _model(32, 4096, 8, 128_000, 256, 64),
+            h100s(64),
+        ),
+        4: Level("70B on 512 H100s", _model(80, 8192, 8, 128_000, 4096, 1024), h100s(512)),
+    }
+
+
+def _model(
+    layers: int, width: int, kv_heads: int, vocab: int, length: int, batch: int
+) -> ConfigDict:
+    config = configs.nemotron_340b()
+    config.model.update(
+        num_layers=layers,
+        hidden_size=width,
+        num_heads=width // 128,
+        head_dim=128,
+        num_kv_heads=kv_heads,
+        vocab_size=vocab,
+        num_outputs=vocab,
+        max_seq_len=length,
+    )
+    config.data.update(seq_len=length, batch_size=batch)
+    return config
+
+
+@functools.cache
+def best(level: int) -> Estimate:
+    """Returns the fastest layout of a level that the planner finds and that fits."""
+    chosen = levels()[level]
+    return next(
+        each
+        for each in estimate.choose(chosen.config, chosen.cluster)
+        if each.memory <= limit(chosen.cluster)
+    )
+
+
+def limit(cluster: Cluster) -> int:
+    """Returns the bytes of a GPU's memory that a step may use."""
+    return int(SHARE * cluster.accelerator.memory_bytes)
+
+
+@exercise
+def submit(
+    axes: Any,
+    strategy: Strategy | None = None,
+    minibatches: int = 1,
+    *,
+    level: int = 1,
+    compile: bool = False,
+) -> str:
+    """Scores a layout beside the best one that the planner finds. Prints; never raises.
+
+    Args:
+      axes: sizes of the mesh's axes by name, outer to inner: "data", "pipe", "tensor".
+      strategy: how the axes are used; `Strategy()` if None.
+      minibatches: into how many the batch is cut, without a pipeline.
+      level: one of `levels()`.
+      compile: whether to compile the step for the GPUs as well, which takes up to a minute.
+    """
+    require(level in levels(), f"level={level!r} must be one of {sorted(levels())}.")
+    chosen, strategy = levels()[level], Strategy() if strategy is None else strategy
+    gpus = chosen.cluster.count
+    require(
+        isinstance(axes, Mapping) and "data" in axes,
+        f'No layout yet. Begin with {{"data": {gpus}}}: the sizes of the axes data, pipe and'
+        f" tensor multiply to {gpus}.",
+    )
+    require(
+        math.prod(axes.values()) == gpus,
+        f"{' x '.join(map(str, axes.values()))} is {math.prod(axes.values())} GPUs; this level"
+        f" has {gpus}.",
+    )
+    config = chosen.config.copy_and_resolve_references()
+    config.training.num_minibatches = minibatches
+    try:
+        yours = estimate.estimate(config, axes, strategy, chosen.cluster)
+    except ValueError as error:
+        raise WrongAnswer(f"This layout cannot be: {error}.") from error
+    if yours not in _submissions.setdefault(level, []):
+        _submissions[level].append(yours)
+    target = best(level)
+    _table(level, target)
+    if compile:
+        _compile(config, yours, chosen.cluster)
+    room = limit(chosen.cluster)
+    if yours.memory > room:
+        largest = max(yours.bytes, key=lambda use: yours.bytes[use])
+        raise WrongAnswer(
+            f"It does not fit: {measure.gib(yours.memory)} of {measure.gib(room)}."
+            f" The largest part is {largest}, {measure.gib(yours.bytes[largest])}."
+            f" {SMALLER[largest]}"
+        )
+    ratio = yours.step / target.step
+    if ratio > CLOSE:
+        part = max(yours.time.parts, key=lambda p: yours.time.parts[p] - target.time.parts[p])
+        raise WrongAnswer(
+            f"It fits, and takes {ratio:.2f} times as long as the best layout. Most of the"
+            f" difference is {part!r}: {yours.time.parts[part]:.2f} s beside"
+            f" {target.time.parts[part]:.2f}. {FASTER[part]}"
+        )
+    return (
+        f"{yours.step:.2f} s per step. The planner's best is {_named(target)}:"
+        f" {target.step:.2f} s."
+    )
+
+
+SMALLER = {
+    "parameters": "ZeRO 3, tensor and pipe cut the parameters.",
+    "optimizer": "ZeRO 1 cuts the optimizer's moments along data.",
+    "batch": "A longer axis data gives each GPU fewer sequences.",
+    "gradients": "ZeRO 2 and 3 cut the gradients along data; tensor and pipe do, too.",
+    "copies": "These are parameters in the dtype that layers compute in: tensor cuts them.",
+    "activations": "More minibatches, or more microbatches of a pipeline, make them smaller;"
+    " sequence=True cuts them along tensor.",
+}
+"""How to make each part of the memory smaller."""
+
+FASTER = {
+    "products": "Is something computed twice, or by every GPU?",
+    "memory": "A GPU reads all its parameters for each minibatch: fewer minibatches, or fewer"
+    " parameters per GPU, read less.",
+    "bubble": "More microbatches, fewer stages, or chunks make the bubble smaller.",
+    "optimizer": "ZeRO, tensor and pipe cut the parameters that a GPU updates.",
+    "data": "With more tokens per GPU, or fewer minibatches, the gradients' sums hide behind"
+    " products; ZeRO 1 sends less than ZeRO 3.",
+    "tensor": "Products wait for it: make the axis shorter, and keep it inside a host.",
+    "pipe": "Fewer stages send less.",
+    "context": "No sequence here is long enough to be cut.",
+    "expert": "This model has no experts.",
+}
+"""How to spend less time in each part of a step."""
+
+_submissions: dict[int, list[Estimate]] = {}
+
+
+def _named(layout: Estimate) -> str:
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.axes.items())
+    parts = f", {layout.parts} parts" if layout.parts > 1 else ""
+    return f"{axes}, ZeRO {layout.strategy.zero}{parts}"
+
+
+def _table(level: int, target: Estimate) -> None:
+    """Prints the submissions of a level below its target."""
+    rows = [("target", target)]
+    rows += [(f"{i}. {_named(each)}", each) for i, each in enumerate(_submissions[level], 1)]
+    notebook.table(
+        [
+            {
+                "layout": name,
+                "memory": measure.gib(each.memory),
+                "step (s)": each.step,
+                "exposed": f"{each.time.exposed / each.step:.0%}",
+                "MFU": f"{each.mfu:.0%}",
+            }
+            for name, each in rows
+        ],
+        title=f"Level {level}: {levels()[level].title}",
+        formats={"step (s)": ".2f"},
+    )
+
+
+def _compile(config: ConfigDict, layout: Estimate, cluster: Cluster) -> None:
+    """Prints the compiled peak beside the estimated one, or why there is none."""
+    if reason := virtual.why_unavailable("h100"):
+        print(f"It is not compiled, because here {reason}.")
+        return
+    mesh = meshes.make(layout.axes, virtual.devices("h100", cluster.count))
+    run = strategies.build(config, mesh, layout.strategy)
+    step: Any = run.train_step
+    memory = measure.memory(virtual.compile(step.lower(*run.abstract())))
+    print(
+        f"The compiler's peak is {measure.gib(memory.peak)}, the estimate"
+        f" {measure.gib(layout.memory)}."
+    )
