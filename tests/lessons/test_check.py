@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensor_answers
 
 from course_lib.lessons import check, three_axes
 from course_lib.lessons.check import answers, profiling, rematerialization
@@ -41,6 +42,7 @@ FUNCTIONS = [
     check.named_part,
     check.mfu,
     check.three_axes,
+    *tensor_answers.FUNCTIONS,
 ]
 PREDICTIONS = {
     check.loss_scale_range: 2,
@@ -49,6 +51,7 @@ PREDICTIONS = {
     check.aliased_bytes: 2,
     check.scores_outgrow_mlp: 1,
     check.stacked: 1,
+    **tensor_answers.PREDICTIONS,
 }
 
 
@@ -298,6 +301,7 @@ RIGHT = [
     (check.scores_outgrow_mlp, (jnp.int32(256),)),
     (check.square_root, (looped(8),)),
     (check.named_part, (penalized(True),)),
+    *tensor_answers.RIGHT,
 ]
 
 
@@ -490,6 +494,7 @@ WRONG = [
     ),
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
+    *tensor_answers.WRONG,
 ]
 
 

@@ -7,10 +7,24 @@
 A check prints one line and never raises.
 """
 
+from course_lib.lessons.check.async_tensor_parallel import (
+    hidden_with_latency,
+    order_of_arrival,
+    two_way_product,
+)
 from course_lib.lessons.check.buffer_donation import (
     aliased_bytes,
     all_of_the_state,
     best_state,
+)
+from course_lib.lessons.check.context_parallel import (
+    merge,
+    ulysses,
+    work_in_order,
+)
+from course_lib.lessons.check.expert_parallel import (
+    dropped,
+    places,
 )
 from course_lib.lessons.check.gradient_accumulation import (
     accumulation,
@@ -36,6 +50,12 @@ from course_lib.lessons.check.rematerialization import (
     square_root,
 )
 from course_lib.lessons.check.strategies import three_axes
+from course_lib.lessons.check.tensor_parallel import (
+    divided_embedding,
+    gated_mlp,
+    missing_sum,
+    padded_vocabulary,
+)
 from course_lib.lessons.check.transformer import (
     count_parameters,
     looks_ahead,
@@ -50,14 +70,23 @@ __all__ = [
     "best_state",
     "count_parameters",
     "depth",
+    "divided_embedding",
+    "dropped",
     "forgotten_division",
+    "gated_mlp",
     "half_the_activations",
+    "hidden_with_latency",
     "keep_one_value",
     "looks_ahead",
     "loss_scale_range",
+    "merge",
     "mfu",
+    "missing_sum",
     "multi_steps_share",
     "named_part",
+    "order_of_arrival",
+    "padded_vocabulary",
+    "places",
     "scaled_step",
     "scan_over_layers",
     "scores_outgrow_mlp",
@@ -67,4 +96,7 @@ __all__ = [
     "stacked",
     "stochastic_round",
     "three_axes",
+    "two_way_product",
+    "ulysses",
+    "work_in_order",
 ]

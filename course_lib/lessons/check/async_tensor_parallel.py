@@ -1,0 +1,168 @@
+"""Checks of notebook 11's exercises."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    run,
+    same_shapes,
+)
+from course_lib.lessons.check.many_devices import (
+    compiled,
+    gradient,
+    normal,
+    row_of_devices,
+    spread,
+)
+from course_lib.measure import hardware
+
+
+@exercise
+def two_way_product(your_product):
+    """Checks `your_product(x, kernel)`, an all-gather and a matmul as two rings, one each way.
+
+    It runs on four devices along "tensor": x [8 6] is cut into parts of two positions, the
+    kernel [6 12] by columns. Half of a part's features travels right, half left. Compared are
+    result, gradient, bytes and the directions of the transfers.
+    """
+    n = 4
+    mesh = row_of_devices("tensor", n)
+    x, kernel, weights = normal(3, (8, 6), (6, 12), (8, 12))
+    specs = (P("tensor"), P(None, "tensor"))
+    divided = spread(
+        your_product,
+        mesh,
+        specs,
+        P(None, "tensor"),
+        hint="Split x along its features and the kernel along its rows, then two rings.",
+    )
+    yours, ledger = compiled(divided, mesh, x, kernel)
+    with jax.default_matmul_precision("highest"):
+        right = x @ kernel
+        right_gradient = gradient(jnp.matmul, weights)(x, kernel)
+    same_shapes(yours, right, "the product")
+
+    part = x.nbytes // n
+    require(
+        ledger.bytes("all-gather") == 0,
+        "The sequence is gathered at once: nothing can be multiplied meanwhile. Use"
+        " `jax.lax.ppermute`.",
+    )
+    if not close(yours, right):
+        shards = [yours[:, 3 * d : 3 * d + 3] for d in range(n)]
+        expected = [right[:, 3 * d : 3 * d + 3] for d in range(n)]
+        turned = all(
+            any(close(jnp.roll(a, 2 * k, axis=0), b) for k in range(n))
+            for a, b in zip(shards, expected, strict=True)
+        )
+        require(
+            not turned,
+            "The right products in the wrong order: a device met the parts in an order of its"
+            " own. Which part is it that arrives at each step?",
+        )
+        require(
+            False,
+            "Not x @ kernel. The half that came from the left and the half that came from the"
+            " right must be of the same positions before they are added.",
+        )
+    text = jax.jit(divided).lower(x, kernel).compile().as_text()
+    routes = "".join(re.findall(r"source_target_pairs=\{(\{.*?\})\}", text))
+    require(
+        "{0,1}" in routes and "{1,0}" in routes,
+        "The right product, but everything travels one way around. Send one half the other"
+        " way.",
+    )
+    sent = ledger.sent("collective-permute")
+    require(
+        sent <= (n - 1) * part,
+        f"The right product, but a device sends {sent} bytes. {n - 1} parts of {part} are"
+        " enough: half of each part goes each way.",
+    )
+    grads, _ = compiled(gradient(divided, weights), mesh, x, kernel)
+    require(close(grads, right_gradient), "The product is right, its gradient is not.")
+    return f"{sent} bytes, half of them each way: {n - 1} parts, as in one ring."
+
+
+@exercise
+def order_of_arrival(your_order):
+    """Checks `your_order(device, n)`: the parts that a device of a ring multiplies, in order.
+
+    The ring passes what a device has to the next one, device d to d + 1.
+    """
+    n = 8
+    mesh = row_of_devices("tensor", n)
+    hint = "Device d begins with part d. Whose part arrives next?"
+
+    def ring(part):
+        seen = []
+        for _ in range(n):
+            seen.append(part)
+            part = jax.lax.ppermute(part, "tensor", [(i, (i + 1) % n) for i in range(n)])
+        return jnp.concatenate(seen)
+
+    seen = jax.shard_map(ring, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"))
+    right = jax.jit(seen)(jnp.arange(n)).reshape(n, n).tolist()
+    yours = [list(call(your_order, d, n, hint=hint)) for d in range(n)]
+    require(
+        all(len(order) == n for order in yours),
+        f"A device multiplies {n} parts; your list for device 0 has {len(yours[0])}.",
+    )
+    require(
+        yours != [[(d + k) % n for k in range(n)] for d in range(n)],
+        "This is the order if parts travelled left. They go to d + 1, so device d receives"
+        " from d - 1.",
+    )
+    require(
+        yours != [[(d - k - 1) % n for k in range(n)] for d in range(n)],
+        "A device multiplies its own part first, while the next arrives.",
+    )
+    require(
+        all(0 <= part < n for order in yours for part in order),
+        f"Parts are numbered 0 to {n - 1}: in front of part 0 is the last one. Modulo n?",
+    )
+    for d in (3, 0, 7, 1):
+        require(
+            yours[d] == right[d],
+            f"Device {d} multiplies {right[d]}, measured; you said {yours[d]}.",
+        )
+    few = list(run(your_order, 1, 3))
+    require(few == [1, 0, 2], f"On 3 devices, device 1 multiplies [1, 0, 2], not {few}.")
+    return "so device d must turn its products by d places before they are the sequence."
+
+
+@exercise
+def hidden_with_latency(positions):
+    """Checks from how many positions per part on a transfer hides, if each message takes 5 µs
+    before its first byte: width 8,192, 4,096 columns per device, rated H100s, bfloat16.
+    """
+    predicted(positions, hint="Set positions x p equal to 5 µs + positions x t.")
+    h100, width, columns = hardware.get("h100"), 8192, 4096
+    product = 2 * width * columns / h100.peak("bfloat16")
+    transfer = 2 * width / h100.link_bandwidth
+    right = 5e-6 / (product - transfer)
+    require(
+        abs(positions / (5e-6 / product) - 1) > 0.02,
+        f"{positions} positions are multiplied in 5 µs, but bytes take time too: add the"
+        " transfer to the latency.",
+    )
+    require(
+        abs(positions / (8 * right) - 1) > 0.02,
+        f"{positions} is a whole sequence on eight devices. A part is an eighth of it.",
+    )
+    require(
+        positions > 0 and abs(positions / right - 1) < 0.02,
+        f"With {positions} positions the matmul takes {1e6 * positions * product:.1f} µs and"
+        f" the transfer {5 + 1e6 * positions * transfer:.1f}. They should be equal.",
+    )
+    return (
+        f"{right:.0f} positions per part: one sequence of {8 * right:.0f}, or eight of"
+        f" {right:.0f}."
+    )

@@ -1,0 +1,181 @@
+"""Checks of notebook 13's exercises about context parallelism."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    run,
+    same_shapes,
+)
+from course_lib.lessons.check.many_devices import (
+    compiled,
+    gradient,
+    normal,
+    row_of_devices,
+    spread,
+)
+
+
+@exercise
+def merge(your_merge):
+    """Checks `your_merge(a, b)`, which joins the softmax of two blocks of keys.
+
+    Both are `(top [Q], total [Q], out [Q D])` for Q queries: the largest score, the sum of
+    exp(score - top), and the values summed with these weights. A query that sees no key of a
+    block has the top -inf, and zeros.
+    """
+
+    def summary(scores, values):
+        top = scores.max(-1)
+        weights = jnp.where(
+            jnp.isfinite(scores),
+            jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0)[:, None]),
+            0,
+        )
+        return top, weights.sum(-1), weights @ values
+
+    scores, values = normal(4, (3, 6), (6, 2))
+    scores = scores.at[1].add(jnp.array([0.0, 0, 0, 200, 200, 200]))  # overflows if not shifted
+    right = summary(scores, values)
+    parts = [summary(scores[:, i : i + 3], values[i : i + 3]) for i in (0, 3)]
+    yours = call(
+        your_merge, *parts, hint="The new top is the larger one; both blocks shrink to it."
+    )
+    same_shapes(yours, right, "the merged block")
+    added = tuple(a + b for a, b in zip(*parts, strict=True))
+    require(
+        not close(yours[1], added[1]) and not close(yours[2], added[2]),
+        "Sums relative to different tops do not add. Multiply each block by"
+        " exp(its top - the new top) first.",
+    )
+    require(
+        bool(jnp.isfinite(yours[1]).all() and jnp.isfinite(yours[2]).all()),
+        "Not finite: exp overflows if the smaller top is taken off. Shrink to the larger one.",
+    )
+    require(close(yours[0], right[0]), "The merged top should be the larger of the two.")
+    require(close(yours[1], right[1]), "The merged total is not the sum of all weights.")
+    require(close(yours[2], right[2]), "The merged output is not the weighted sum of values.")
+    hidden = scores.at[0, 3:].set(-jnp.inf)
+    for order, name in ((slice(None), "second"), (slice(None, None, -1), "first")):
+        blocks = [summary(hidden[:, i : i + 3], values[i : i + 3]) for i in (0, 3)][order]
+        yours = run(your_merge, *blocks)
+        require(
+            close(yours, summary(hidden, values)),
+            f"A query that sees no key of the {name} block comes out wrong.",
+        )
+    nothing = tuple(jnp.array(x) for x in ([-jnp.inf], [0.0], [[0.0, 0.0]]))
+    yours = run(your_merge, nothing, nothing)
+    require(
+        not any(bool(jnp.isnan(x).any()) for x in yours),
+        "A query that sees no key of either block comes out NaN: -inf minus -inf. Take off a"
+        " finite number there.",
+    )
+    return "and a query that has seen no key yet stays at zero."
+
+
+@exercise
+def ulysses(your_attention):
+    """Checks `your_attention(query, key, value, attend)`, attention by all-to-alls (Ulysses).
+
+    It runs on four devices along "context": each has 2 of 8 positions of all 4 heads,
+    [1 2 4 3]. `attend` is causal attention on whole sequences. Compared are result, gradient
+    and bytes.
+    """
+    n = 4
+    mesh, cut = row_of_devices("context", n), P(None, "context")
+    *args, weights = normal(5, *[(1, 8, 4, 3)] * 4)
+
+    def attend(query, key, value):
+        scores = jnp.einsum("blhk,bmhk->bhlm", query, key) / query.shape[-1] ** 0.5
+        mask = jnp.tri(query.shape[1], key.shape[1], dtype=bool)
+        seen = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+        return jnp.einsum("bhlm,bmhk->blhk", seen, value)
+
+    divided = spread(
+        your_attention,
+        mesh,
+        (cut,) * 3,
+        cut,
+        attend,
+        hint="`jax.lax.all_to_all(x, 'context', split_axis, concat_axis, tiled=True)` exchanges"
+        " positions for heads.",
+    )
+    yours, ledger = compiled(divided, mesh, *args)
+    with jax.default_matmul_precision("highest"):
+        right = attend(*args)
+        right_gradient = gradient(attend, weights)(*args)
+        alone = jax.shard_map(attend, mesh=mesh, in_specs=(cut,) * 3, out_specs=cut)(*args)
+    same_shapes(yours, right, "the output")
+    require(
+        not close(yours, alone),
+        "Each device attends to its own two positions only. Positions must be exchanged for"
+        " heads first.",
+    )
+    require(
+        ledger.bytes("all-gather") == 0,
+        f"Keys and values are gathered: {ledger.bytes('all-gather')} bytes. Ulysses sends"
+        " parts of four arrays by all-to-alls.",
+    )
+    require(
+        close(yours, right),
+        "Not the attention of the whole sequence. Is the output brought back, heads for"
+        " positions, and are the two axes of each all-to-all in the right order?",
+    )
+    most = 4 * right.nbytes // n
+    require(
+        ledger.bytes() <= most,
+        f"The right output, but {ledger.bytes()} bytes are exchanged; query, key, value and"
+        f" output have {most}.",
+    )
+    grads, _ = compiled(gradient(divided, weights), mesh, *args)
+    require(close(grads, right_gradient), "The output is right, its gradient is not.")
+    return f"four all-to-alls of {right.nbytes // n} bytes, of which 3/4 leave the device."
+
+
+@exercise
+def work_in_order(pairs):
+    """Checks how many pairs of parts a ring of eight devices waits for, if device i has the
+    neighbouring parts 2i and 2i + 1.
+    """
+    predicted(pairs, hint="In each step all wait for the device with the most pairs.")
+    n = 8
+    steps = np.array(
+        [
+            [
+                sum(
+                    key <= query
+                    for query in (2 * device, 2 * device + 1)
+                    for key in (2 * ((device - step) % n), 2 * ((device - step) % n) + 1)
+                )
+                for device in range(n)
+            ]
+            for step in range(n)
+        ]
+    )
+    right = int(steps.max(axis=1).sum())
+    require(
+        pairs != 2 * n + 1,
+        "17 is the zigzag layout's number, and the mean of this one. The slowest device"
+        " decides each step.",
+    )
+    require(
+        pairs != 4 * n,
+        "In the first step keys are the device's own, and the mask hides one of four pairs.",
+    )
+    require(
+        pairs != steps.sum(),
+        "This is the work of all devices together. How long do they wait for the slowest?",
+    )
+    require(
+        pairs == right,
+        f"Counted, {right}: {', '.join(map(str, steps.max(axis=1)))} in the eight steps. You"
+        f" said {pairs}.",
+    )
+    return f"{right} pairs in place of 17, with the same work in all."

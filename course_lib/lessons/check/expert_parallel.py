@@ -1,0 +1,94 @@
+"""Checks of notebook 13's exercises about experts."""
+
+import jax
+import jax.numpy as jnp
+
+from course_lib.lessons.check.answers import call, exercise, predicted, require, run
+from course_lib.models import routing
+
+
+@exercise
+def places(your_places):
+    """Checks `your_places(experts, E, C)`: the place of each token at its expert, or -1.
+
+    `experts` [T] names the expert of each token. An expert has C places, given in the order of
+    tokens; a token that finds none is dropped.
+    """
+    experts, right = [0, 0, 1, 0, 2, 1, 0, 1], [0, 1, 0, -1, 0, 1, -1, -1]
+    hint = "The place of a token is the number of earlier tokens with the same expert."
+    yours = _list(call(your_places, jnp.array(experts), 4, 2, hint=hint))
+    require(
+        len(yours) == len(experts),
+        f"{len(experts)} tokens need {len(experts)} places, not {len(yours)}.",
+    )
+    require(
+        yours != [0, 1, 0, 2, 0, 1, 3, 2],
+        "Nobody is dropped: a place must be below C = 2.",
+    )
+    require(
+        yours != [1, 2, 1, -1, 1, 2, -1, -1] and yours != [1, -1, 1, -1, 1, -1, -1, -1],
+        "Places begin at 0: count the tokens before this one, without itself.",
+    )
+    require(
+        yours not in ([-1, -1, -1, 0, 0, 0, 1, 1], [-1, -1, -1, 1, 0, 1, 0, 0]),
+        "The last tokens get the places, so whether a token is dropped depends on later ones.",
+    )
+    require(
+        all(-1 <= place < 2 for place in yours),
+        f"Places are 0 and 1, or -1 for a dropped token; you return {yours}.",
+    )
+    require(
+        yours == right,
+        f"For the experts {experts}, room for 2: {right} is expected, not {yours}.",
+    )
+    for experts, count, room, right in (
+        ([3, 3, 3], 4, 1, [0, -1, -1]),
+        ([0, 1, 2, 1], 3, 4, [0, 0, 0, 1]),
+    ):
+        yours = _list(run(your_places, jnp.array(experts), count, room))
+        require(
+            yours == right,
+            f"For the experts {experts}, room for {room}: {right} is expected, not {yours}.",
+        )
+    return "and nothing depends on later tokens."
+
+
+def _list(places):
+    return [int(place) for place in jnp.asarray(places).reshape(-1)]
+
+
+@exercise
+def dropped(at_one, at_two):
+    """Checks which percentage of tokens finds no room at capacity factors 1 and 2, with 512
+    tokens per sequence, one of eight experts each, chosen at random.
+    """
+    predicted(at_one, at_two, hint="64 tokens per expert, give or take 7.5.")
+    logits = jax.random.normal(jax.random.key(0), (64, 512, 8))
+    lost = []
+    for factor in (1.0, 2.0):
+        room = routing.capacity(512, num_experts=8, per_token=1, factor=factor)
+        kept = routing.route(logits, 1, room).dispatch.sum()
+        lost.append(100 * (1 - float(kept) / (64 * 512)))
+    require(
+        at_one > 0,
+        f"Measured, {lost[0]:.1f}% at factor 1: chance fills some experts before others.",
+    )
+    require(
+        at_one >= 1 or lost[0] < 1,
+        f"Percentages, please: measured, {lost[0]:.1f}% find no room at factor 1.",
+    )
+    require(
+        at_one < 20,
+        f"Too many at factor 1: measured, {lost[0]:.1f}%. The number at an expert varies by"
+        " 7.5 of 64, an eighth.",
+    )
+    require(
+        abs(at_one - lost[0]) < 2.5,
+        f"Measured, {lost[0]:.1f}% at factor 1; you said {at_one}.",
+    )
+    require(
+        abs(at_two - lost[1]) < 0.5,
+        f"Measured, {lost[1]:.1f}% at factor 2: 64 places too many are more than eight standard"
+        f" deviations. You said {at_two}.",
+    )
+    return f"measured, {lost[0]:.1f}% at factor 1 and {lost[1]:.1f}% at factor 2."

@@ -1,0 +1,218 @@
+"""Right and wrong answers to the exercises of notebooks 10, 11 and 13, for `test_check`."""
+
+import jax
+import jax.numpy as jnp
+
+from course_lib.lessons import check
+from course_lib.many_devices import collectives, meshes
+
+FUNCTIONS = [
+    check.gated_mlp,
+    check.padded_vocabulary,
+    check.divided_embedding,
+    check.two_way_product,
+    check.order_of_arrival,
+    check.merge,
+    check.ulysses,
+    check.places,
+]
+PREDICTIONS = {
+    check.missing_sum: 1,
+    check.hidden_with_latency: 1,
+    check.work_in_order: 1,
+    check.dropped: 2,
+}
+
+
+def share(x, gate, up, down):
+    """One device's term of a gated MLP."""
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def summed(x):
+    return jax.lax.psum(x, "tensor")
+
+
+def three_thirds(x, gate, up, down):
+    return summed(jnp.stack([share(x, gate, up, down) / 3] * 3)).sum(0)
+
+
+def summed_too_early(x, gate, up, down):
+    return summed((jax.nn.silu(summed(x @ gate)) * (x @ up)) @ down)
+
+
+def padded(V, n, multiple):
+    return -(-V // (n * multiple)) * n * multiple
+
+
+def looked_up(mask=True, own=True, total=True, take=False):
+    def lookup(table, tokens):
+        size = len(table)
+        index = tokens - own * jax.lax.axis_index("tensor") * size
+        mine = ((index >= 0) & (index < size))[..., None] | (not mask)
+        rows = jnp.where(mine, table[jnp.clip(index, 0, size - 1)], 0)
+        rows = jnp.take(table, index, axis=0) if take else rows
+        return summed(rows) if total else rows
+
+    return lookup
+
+
+def gathered_table(table, tokens):
+    device = jax.lax.axis_index("tensor")
+    whole = jnp.zeros((jax.lax.axis_size("tensor"), *table.shape)).at[device].set(table)
+    return summed(whole).reshape(-1, table.shape[1])[tokens]
+
+
+def around(n, by=1):
+    return [(d, (d + by) % n) for d in range(n)]
+
+
+def halves(in_place=True):
+    def product(x, kernel):
+        n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
+        (right, left), (upper, lower) = jnp.split(x, 2, axis=1), jnp.split(kernel, 2)
+        total = meshes.vary(jnp.zeros((n, len(x), kernel.shape[1])), "tensor")
+        for step in range(n):
+            first, second = ((d - step) % n, (d + step) % n) if in_place else (step, step)
+            total = total.at[first].add(right @ upper).at[second].add(left @ lower)
+            right = jax.lax.ppermute(right, "tensor", around(n))
+            left = jax.lax.ppermute(left, "tensor", around(n, -1))
+        return total.reshape(-1, kernel.shape[1])
+
+    return product
+
+
+def one_ring(in_order=True):
+    def product(x, kernel):
+        n, products = jax.lax.axis_size("tensor"), []
+        for _ in range(n):
+            products.append(x @ kernel)
+            x = jax.lax.ppermute(x, "tensor", around(n))
+        if in_order:
+            return collectives.join(products[::-1], 1 - n, "tensor", 0)
+        return jnp.concatenate(products[::-1])
+
+    return product
+
+
+def gathered_first(x, kernel):
+    return jax.lax.all_gather(x, "tensor", tiled=True) @ kernel
+
+
+def merged(larger=jnp.maximum, shrink=True, safe=True):
+    def merge(a, b):
+        top = larger(a[0], b[0])
+        base = jnp.where(top > -jnp.inf, top, 0) if safe else top
+        factors = [jnp.exp(t[0] - base) if shrink else jnp.ones_like(t[0]) for t in (a, b)]
+        pairs = list(zip((a, b), factors, strict=True))
+        return (
+            top,
+            sum(block[1] * by for block, by in pairs),
+            sum(block[2] * by[:, None] for block, by in pairs),
+        )
+
+    return merge
+
+
+def exchanged(back=True):
+    def attention(query, key, value, attend):
+        def exchange(x, split, join):
+            return jax.lax.all_to_all(x, "context", split, join, tiled=True)
+
+        out = attend(*(exchange(x, 2, 1) for x in (query, key, value)))
+        return exchange(out, 1, 2) if back else out
+
+    return attention
+
+
+def alone(query, key, value, attend):
+    return attend(query, key, value)
+
+
+def gathered_keys(query, key, value, attend):
+    whole = [jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (query, key, value)]
+    begin = jax.lax.axis_index("context") * query.shape[1]
+    return jax.lax.dynamic_slice_in_dim(attend(*whole), begin, query.shape[1], 1)
+
+
+def placed(drops=True, first=0, from_the_end=False):
+    def places(experts, E, C):
+        order, found = [int(e) for e in experts], []
+        for t, expert in enumerate(order):
+            others = order[t + 1 :] if from_the_end else order[:t]
+            place = others.count(expert)
+            found.append(place + first if place < C or not drops else -1)
+        return found
+
+    return places
+
+
+def arrivals(step=-1, begin=0, modulo=True, size=None):
+    def order(device, n):
+        parts = [device + step * (k + begin) for k in range(n)]
+        return [part % (size or n) if modulo else part for part in parts]
+
+    return order
+
+
+RIGHT = [
+    (check.gated_mlp, (lambda *args: summed(share(*args)),)),
+    (check.padded_vocabulary, (padded,)),
+    (check.divided_embedding, (looked_up(),)),
+    (check.two_way_product, (halves(),)),
+    (check.order_of_arrival, (arrivals(),)),
+    (check.merge, (merged(),)),
+    (check.ulysses, (exchanged(),)),
+    (check.places, (placed(),)),
+    (check.dropped, (5, 0)),
+]
+WRONG = [
+    (check.gated_mlp, (share,), "different arrays"),
+    (check.gated_mlp, (lambda *args: jax.lax.pmean(share(*args), "tensor"),), "A quarter"),
+    (check.gated_mlp, (summed_too_early,), "complete sums"),
+    (check.gated_mlp, (three_thirds,), "bytes are sent"),
+    (check.padded_vocabulary, (lambda V, n, m: -(-V // n) * n,), "6,283"),
+    (check.padded_vocabulary, (lambda V, n, m: -(-V // m) * m,), "divide first"),
+    (check.padded_vocabulary, (lambda V, n, m: V // (n * m) * n * m,), "have none"),
+    (check.padded_vocabulary, (lambda V, n, m: (V // (n * m) + 1) * n * m,), "should stay"),
+    (check.divided_embedding, (looked_up(total=False),), "different arrays"),
+    (check.divided_embedding, (looked_up(mask=False),), "other tokens"),
+    (check.divided_embedding, (looked_up(own=False),), "tokens 0 to 7"),
+    (check.divided_embedding, (looked_up(take=True),), "NaN"),
+    (check.divided_embedding, (gathered_table,), "bytes are sent"),
+    (check.missing_sum, (10,), "Not all ten"),
+    (check.missing_sum, (1,), "in front"),
+    (check.missing_sum, (8,), "Fewer"),
+    (check.missing_sum, (5,), "Measured"),
+    (check.two_way_product, (gathered_first,), "gathered at once"),
+    (check.two_way_product, (one_ring(),), "one way around"),
+    (check.two_way_product, (one_ring(False),), "wrong order"),
+    (check.two_way_product, (halves(False),), "same positions"),
+    (check.order_of_arrival, (arrivals(step=1),), "travelled left"),
+    (check.order_of_arrival, (arrivals(begin=1),), "own part first"),
+    (check.order_of_arrival, (arrivals(modulo=False),), "Modulo"),
+    (check.order_of_arrival, (lambda device, n: [device],), "multiplies 8 parts"),
+    (check.order_of_arrival, (arrivals(size=8),), "On 3 devices"),
+    (check.hidden_with_latency, (74,), "take time too"),
+    (check.hidden_with_latency, (1272,), "whole sequence"),
+    (check.hidden_with_latency, (300,), "should be equal"),
+    (check.merge, (merged(shrink=False),), "do not add"),
+    (check.merge, (merged(jnp.minimum),), "Not finite"),
+    (check.merge, (merged(safe=False),), "either block"),
+    (check.ulysses, (alone,), "own two positions"),
+    (check.ulysses, (gathered_keys,), "are gathered"),
+    (check.ulysses, (exchanged(back=False),), "shape"),
+    (check.ulysses, (lambda query, *others: 0 * query,), "Not the attention"),
+    (check.work_in_order, (17,), "zigzag"),
+    (check.work_in_order, (32,), "first step"),
+    (check.work_in_order, (136,), "together"),
+    (check.work_in_order, (20,), "Counted"),
+    (check.places, (placed(drops=False),), "Nobody is dropped"),
+    (check.places, (placed(first=1),), "begin at 0"),
+    (check.places, (placed(from_the_end=True),), "later ones"),
+    (check.places, (lambda experts, E, C: [0],), "need 8 places"),
+    (check.dropped, (0, 0), "chance"),
+    (check.dropped, (0.043, 0), "Percentages"),
+    (check.dropped, (50, 0), "Too many"),
+    (check.dropped, (4.3, 2), "factor 2"),
+]
