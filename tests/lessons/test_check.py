@@ -51,6 +51,7 @@ PREDICTIONS = {
     check.aliased_bytes: 2,
     check.scores_outgrow_mlp: 1,
     check.stacked: 1,
+    check.twice_the_gpus: 2,
     **tensor_answers.PREDICTIONS,
 }
 
@@ -476,6 +477,10 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
     (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
     (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
+    (check.twice_the_gpus, (2, "data"), "every part"),
+    (check.twice_the_gpus, (1.75, "products"), "becomes shorter, by a factor of 2.00"),
+    (check.twice_the_gpus, (1.75, "pipes"), "is one of"),
+    (check.twice_the_gpus, (1.2, "data"), "more than 1.20"),
     (
         check.three_axes,
         (three_axes_with('"pipe", None, None, "tensor"', '"pipe"'),),

@@ -49,7 +49,7 @@ from course_lib.lessons.check.rematerialization import (
     keep_one_value,
     square_root,
 )
-from course_lib.lessons.check.strategies import three_axes
+from course_lib.lessons.check.strategies import three_axes, twice_the_gpus
 from course_lib.lessons.check.tensor_parallel import (
     divided_embedding,
     gated_mlp,
@@ -96,6 +96,7 @@ __all__ = [
     "stacked",
     "stochastic_round",
     "three_axes",
+    "twice_the_gpus",
     "two_way_product",
     "ulysses",
     "work_in_order",

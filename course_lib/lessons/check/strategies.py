@@ -1,5 +1,6 @@
 """Checks of notebook 12's exercises."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,8 +9,16 @@ from jax.sharding import NamedSharding
 
 from course_lib import measure
 from course_lib.lessons import tiny_transformer
-from course_lib.lessons.check.answers import call, close, exercise, require, same_structure
-from course_lib.many_devices import meshes
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    same_structure,
+)
+from course_lib.many_devices import meshes, step_model
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hlo
 from course_lib.measure.ledger import KINDS
 
@@ -20,6 +29,47 @@ LAYER = ("qkv", "out", "up", "down")
 
 # Programs that run once: their compilation is what takes time.
 QUICK = {"xla_backend_optimization_level": 0}
+
+
+@exercise
+def twice_the_gpus(speedup, part):
+    """Checks predictions about Nemotron-4 340B with the batch of its published run, on twice as
+    many GPUs along "data": how many times as fast a step becomes, and which of its parts
+    (`step_model.Breakdown.parts`) does not become shorter.
+    """
+    predicted(speedup, hint="Halve what the GPUs divide, and keep the rest.")
+    # only this check needs the published steps
+    from course_lib.lessons import backtest
+
+    row = [row for row in backtest.load() if row.source == "nemotron4_2024"][-1]
+
+    def step(times):
+        axes = {**row.plan.axes, "data": times * row.plan.axes["data"]}
+        cluster = Cluster(row.cluster.accelerator, times * row.cluster.count)
+        return step_model.breakdown(
+            row.shape, dataclasses.replace(row.plan, axes=axes), cluster
+        )
+
+    once, twice = step(1), step(2)
+    names = [name for name, seconds in once.parts.items() if seconds]
+    require(part in names, f"`part` is one of {', '.join(map(repr, names))}, not {part!r}.")
+    ratio = once.total / twice.total
+    require(speedup < 2, "Twice as fast only if every part of the step were halved.")
+    require(speedup > 1, "The products are halved, so a step is faster.")
+    shorter = once.parts[part] / twice.parts[part]
+    require(
+        shorter <= 1.02,
+        f"{part!r} becomes shorter, by a factor of {shorter:.2f}: twice as many GPUs share the"
+        " microbatches. Which bytes does each GPU send once per step, however many share the"
+        " batch?",
+    )
+    require(
+        abs(speedup / ratio - 1) <= 0.1,
+        f"The part is right. The step becomes {'more' if speedup < ratio else 'less'} than"
+        f" {speedup:.2f} times as fast. Look at the parts of the run with 6,144 GPUs: which"
+        " are halved?",
+    )
+    return f"{ratio:.2f} times as fast, since {part!r} and a part of the bubble stay."
 
 
 @exercise
