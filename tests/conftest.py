@@ -43,7 +43,7 @@ CALLS_FLAX_OR_OPTAX = {
     "test_observe",
     "test_context_parallel",
     "test_data_parallel",
-    "test_layout",
+    "test_layouts",
     "test_estimate",
     "test_expert_parallel",
     "test_strategies",

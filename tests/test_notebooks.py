@@ -172,7 +172,7 @@ def test_it_closes_with_summary_exercises_references(name):
 
 @pytest.mark.parametrize("name", TECHNIQUE_LINES)
 def test_each_exercise_has_a_cell_to_write_in_and_a_check_that_answers(name):
-    answered = re.compile(r"^(check\.|lessons\.submit\()", re.M)
+    answered = re.compile(r"^(check\.|lessons\.submit\(|layouts\.submit\()", re.M)
     cells = [cell for cell in code_cells(name) if answered.search(cell.source)]
     solutions = "\n".join(cell.source for cell in read(name).cells).count("<details>")
     assert len(cells) == solutions

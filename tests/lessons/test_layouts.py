@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.lessons import layout
+from course_lib.lessons import layouts
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import virtual
 
@@ -11,25 +11,25 @@ FSDP = Strategy(zero=3)
 
 @pytest.fixture(autouse=True)
 def no_submissions(monkeypatch):
-    monkeypatch.setattr(layout, "_submissions", {})
+    monkeypatch.setattr(layouts, "_submissions", {})
 
 
 def answer(capsys, *args, **kwargs):
     """Returns the last line that a submission prints."""
     capsys.readouterr()
-    assert layout.submit(*args, **kwargs) is None
+    assert layouts.submit(*args, **kwargs) is None
     return capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("level", layout.levels())
+@pytest.mark.parametrize("level", layouts.levels())
 def test_the_planners_best_wins_and_is_not_beaten_by_a_submission_that_does_not_fit(
     level, capsys
 ):
-    best = layout.best(level)
+    best = layouts.best(level)
     minibatches = 1 if "pipe" in best.axes else best.parts
     said = answer(capsys, best.axes, best.strategy, minibatches, level=level)
     assert said.startswith("✓ Right") and f"{best.step:.2f} s per step" in said
-    gpus = layout.levels()[level].cluster.count
+    gpus = layouts.levels()[level].cluster.count
     wasteful = answer(capsys, {"data": gpus}, Strategy(zero=0), level=level)
     assert wasteful.startswith("✗ "), "whole copies of the state win: the level is no puzzle"
 
@@ -58,8 +58,8 @@ def test_a_layout_that_does_not_win_is_told_why(submission, options, word, capsy
 
 def test_submissions_of_a_level_are_listed_once_each(capsys):
     for _ in range(2):
-        layout.submit({"data": 8}, FSDP, 2)
-    layout.submit({"data": 8}, FSDP, 4)
+        layouts.submit({"data": 8}, FSDP, 2)
+    layouts.submit({"data": 8}, FSDP, 4)
     printed = capsys.readouterr().out
     assert printed.count("1. data 8, ZeRO 3, 2 parts") == 3
     assert "2. data 8, ZeRO 3, 4 parts" in printed and "3." not in printed
@@ -69,5 +69,5 @@ def test_submissions_of_a_level_are_listed_once_each(capsys):
     virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
 )
 def test_the_compiler_has_the_last_word_on_memory(capsys):
-    layout.submit({"data": 1, "tensor": 8}, Strategy(zero=0, sequence=True), 8, compile=True)
+    layouts.submit({"data": 1, "tensor": 8}, Strategy(zero=0, sequence=True), 8, compile=True)
     assert "The compiler's peak is" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """The layout game: find a mesh and a strategy for a model on a cluster.
 
-    layout.submit({"data": 64}, Strategy(zero=3), minibatches=4, level=1)
+    layouts.submit({"data": 64}, Strategy(zero=3), minibatches=4, level=1)
 
 A submission is refused with a reason, or scored by formula (`estimate`): memory per GPU and
 time per step, beside those of the best layout that `estimate.choose` finds. The last line is a
