@@ -1,5 +1,6 @@
 """Laws of the layers' options: each changes what it names, and none changes nothing."""
 
+import functools
 import math
 
 import flax.linen as nn
@@ -38,20 +39,28 @@ def small(**changes):
     return model
 
 
+@functools.cache
 def block_of(kind=Block, **changes):
     """Returns a block, random parameters for it, none of them 0, and an input."""
-    block, x = (
-        kind(small(**changes), train=False),
-        jax.random.normal(jax.random.key(0), (B, L, D)),
-    )
-    params = jax.jit(block.init)(jax.random.key(1), x)["params"]
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    moved = [
-        leaf + 0.1 * jax.random.normal(key, leaf.shape)
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return block, jax.tree.unflatten(tree, moved), x
+    block = kind(small(**changes), train=False)
+
+    @jax.jit
+    def random():
+        x = jax.random.normal(jax.random.key(0), (B, L, D))
+        leaves, tree = jax.tree.flatten(block.init(jax.random.key(1), x)["params"])
+        keys = jax.random.split(jax.random.key(2), len(leaves))
+        moved = [
+            leaf + 0.1 * jax.random.normal(key, leaf.shape)
+            for leaf, key in zip(leaves, keys, strict=True)
+        ]
+        return jax.tree.unflatten(tree, moved), x
+
+    return block, *random()
+
+
+def apply(block, params, x, rngs=None):
+    """Applies a block, in one program instead of one per operation."""
+    return jax.jit(block.apply)({"params": params}, x, rngs=rngs)
 
 
 def norm(x, scale, bias=0.0):
@@ -131,7 +140,7 @@ def test_a_parallel_block_adds_mlp_and_attention_of_the_same_normalized_input():
         + p["attn"]["output_layer"]["bias"]
     )
     with jax.default_matmul_precision("highest"):
-        found = block.apply({"params": params}, x)
+        found = apply(block, params, x)
     # exp and 64 terms in another order
     np.testing.assert_allclose(found, x + mlp + attn, rtol=1e-4, atol=1e-4)
 
@@ -144,8 +153,7 @@ def test_normalized_queries_and_keys_do_not_grow_with_their_kernel_and_values_do
 
     def read(scale):
         product = jax.random.normal(jax.random.key(0), (B, L, H, 3 * K)) * scale
-        read, _ = nn_apply(lambda: layers.attended(model, layers.Hooks(), [product]))
-        return read
+        return nn_apply(lambda: layers.attended(model, layers.Hooks(), [product]))
 
     larger = jnp.concatenate([jnp.full(2 * K, 1e3), jnp.ones(K)])[None, None, None]
     np.testing.assert_allclose(read(larger), read(jnp.ones((1, 1, 1, 1))), rtol=1e-4, atol=1e-5)
@@ -162,7 +170,7 @@ def nn_apply(function):
         def __call__(self):
             return function()
 
-    return Around().init_with_output(jax.random.key(0))
+    return jax.jit(lambda key: Around().init_with_output(key)[0])(jax.random.key(0))
 
 
 def test_each_head_is_normalized_by_its_own_mean_and_variance():
@@ -171,7 +179,7 @@ def test_each_head_is_normalized_by_its_own_mean_and_variance():
         + jax.random.normal(jax.random.key(0), (B, L, H, K))
         * jnp.arange(1.0, H + 1)[None, None, :, None]
     )
-    found, _ = nn_apply(lambda: layers.norm_of_heads(x, "query_norm"))
+    found = nn_apply(lambda: layers.norm_of_heads(x, "query_norm"))
     np.testing.assert_allclose(found, norm(np.asarray(x), 1.0), rtol=1e-4, atol=1e-4)
 
 
@@ -205,7 +213,8 @@ def test_a_model_with_rotary_positions_knows_the_order_of_tokens():
     model = Transformer(small(positions="rotary"))
     tokens = jnp.array([[1, 2, 3, 4], [2, 1, 3, 4]])
     params = jax.jit(lambda key: model.init(key, tokens, train=False))(jax.random.key(0))
-    first, second = model.apply(params, tokens, train=False)[:, -1]
+    logits = jax.jit(lambda params: model.apply(params, tokens, train=False))(params)
+    first, second = logits[:, -1]
     assert np.abs(first - second).max() > 1e-3
 
 
@@ -216,19 +225,16 @@ def test_a_model_with_rotary_positions_knows_the_order_of_tokens():
 )
 def test_an_option_reaches_the_block(kind, option):
     plain, params, x = block_of(kind)
-    changed, _, _ = block_of(kind, **option)
-    assert (
-        abs(plain.apply({"params": params}, x) - changed.apply({"params": params}, x)).max()
-        > 1e-5
-    )
+    changed = kind(small(**option), train=False)
+    assert abs(np.subtract(apply(plain, params, x), apply(changed, params, x))).max() > 1e-5
 
 
 @pytest.mark.parametrize("kind", [MLPBlock, AttentionBlock, ParallelBlock])
 def test_a_layer_drops_in_training_only(kind):
     _, params, x = block_of(kind)
     asked, trained = (kind(small(dropout_rate=0.5), train=train) for train in (False, True))
-    kept = asked.apply({"params": params}, x)
-    dropped = trained.apply({"params": params}, x, rngs={"dropout": jax.random.key(3)})
+    kept = apply(asked, params, x)
+    dropped = apply(trained, params, x, {"dropout": jax.random.key(3)})
     change = dropped - (x if kind is ParallelBlock else 0)
     of_layer = kept - (x if kind is ParallelBlock else 0)
     gone = abs(change) < 1e-6
@@ -258,6 +264,6 @@ def test_grouped_queries_are_heads_that_share_keys_and_values(parallel_block):
     }
     whole = kind(small(), train=False)
     with jax.default_matmul_precision("highest"):
-        found = grouped.apply({"params": params}, x)
-        expected = whole.apply({"params": params | {"attn": attn}}, x)
+        found = apply(grouped, params, x)
+        expected = apply(whole, params | {"attn": attn}, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

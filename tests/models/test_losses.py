@@ -26,6 +26,7 @@ WEIGHTS = jnp.array([[1.0, 1.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.
 BALANCE = jnp.array([1.0, 2.0, 3.0, 4.0])
 
 
+@jax.jit
 def loss_fn(params, batch, rng):
     """Takes logits and balance of the sequences that a batch names."""
     return losses.balanced_loss(
@@ -62,7 +63,8 @@ def test_without_any_weight_the_loss_and_its_gradient_are_zero():
         return LOGITS[rows[:, 0]] * params, BALANCE[rows[:, 0]] * params
 
     loss_fn = losses.balanced_loss(apply_fn, 0.5)
-    (loss, _), grad = jax.value_and_grad(loss_fn, has_aux=True)(jnp.float32(1), part(2), None)
+    value_and_grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (loss, _), grad = value_and_grad(jnp.float32(1), part(2), None)
     assert loss == grad == 0
 
 
@@ -92,7 +94,8 @@ def both(width=16, hidden=32, classes=7, batch=24):
         NnxClassifier(width, hidden, classes),
     )
     params = nnx.state(nnx_model, nnx.Param)
-    plain = linen.init(jax.random.key(0), jnp.zeros((1, width)), train=False)["params"]
+    init = jax.jit(lambda key: linen.init(key, jnp.zeros((1, width)), train=False)["params"])
+    plain = init(jax.random.key(0))
     assert jax.tree.structure(nnx.to_pure_dict(params)) == jax.tree.structure(plain)
     nnx.replace_by_pure_dict(params, plain)
     keys = jax.random.split(jax.random.key(1), 3)
@@ -122,11 +125,12 @@ def test_an_nnx_model_is_trained_by_the_train_step():
     _, (of_nnx, params), batch = both()
     loss_fn, optimizer = losses.classification_loss(of_nnx), optax.adam(1e-2)
     step = training.make_train_step(loss_fn, optimizer, num_minibatches=2)
-    before = float(loss_fn(params, batch, None)[0])
+    evaluate = jax.jit(loss_fn)
+    before = float(evaluate(params, batch, None)[0])
     state = training.init_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0))
     for _ in range(50):
         state, _ = step(state, batch)
-    assert loss_fn(state.params, batch, None)[0] < 0.5 * before
+    assert evaluate(state.params, batch, None)[0] < 0.5 * before
 
 
 def test_dropout_of_an_nnx_model_follows_the_key_alone_and_each_layer_draws_its_own():
