@@ -1,7 +1,7 @@
 """Every strategy computes the gradient of one device."""
 
+import functools
 import inspect
-import itertools
 
 import jax
 import numpy as np
@@ -28,17 +28,18 @@ def cases():
         # the compiler's own code is the same for every degree
         degrees = (2, 8) if by == "hand" else (2,)
         yield from ((dict(data=n), Strategy(by=by), 1) for n in degrees)
-        yield from ((dict(data=4), Strategy(by=by, zero=stage), 1) for stage in STAGES[1:])
+        # each stage, by hand also where it adds minibatches
         yield from (
-            (dict(data=2), Strategy(by=by, zero=stage), few)
-            for stage in (STAGES if by == "hand" else (2,))
+            (dict(data=4), Strategy(by=by, zero=stage), few)
+            for stage in (STAGES if by == "hand" else STAGES[1:])
         )
-        for n, sequence in itertools.product(degrees, (False, True)):
-            yield dict(data=1, tensor=n), Strategy(by=by, sequence=sequence), 1
+        # whole residuals, and parts of the sequence
+        yield dict(data=1, tensor=2), Strategy(by=by), 1
         yield from (
-            (dict(data=2, tensor=4), Strategy(by=by, zero=stage, sequence=True), 1)
-            for stage in (1, 3)
+            (dict(data=1, tensor=n), Strategy(by=by, sequence=True), 1) for n in degrees
         )
+        # the optimizer's slices beside those of tensors; the parameters' are below
+        yield dict(data=2, tensor=4), Strategy(by=by, zero=1, sequence=True), 1
         yield dict(data=4, tensor=2), Strategy(by=by, zero=3), few
         yield from ((dict(data=1, context=n), Strategy(by=by), 1) for n in degrees)
         yield dict(data=2, context=2, tensor=2), Strategy(by=by, zero=1), few
@@ -157,24 +158,32 @@ def test_no_device_ever_holds_all_parameters_while_they_are_made():
     assert memory.outputs + memory.temporaries < all_of_it.outputs / 2
 
 
-@pytest.mark.parametrize(
-    ("by", "num_minibatches"), [("hand", 1), ("compiler", 1), ("compiler", 2)]
-)
+@functools.cache
+def clipped_on_one_device(frozen):
+    """Returns one device's parameters before and after a step."""
+    single = training.build(frozen)
+    with jax.default_matmul_precision("highest"):
+        before = one_device.call(single.init, jax.random.key(0))
+        after, _ = one_device.call(single.train_step, before, one_device.batch(frozen))
+    return jax.device_get((before.params, after.params))
+
+
+# By the compiler a minibatch is a call of the gradient, in the train step's own loop; by hand
+# the loop is the gradient's, which the cases above compare.
+@pytest.mark.parametrize(("by", "num_minibatches"), [("hand", 1), ("compiler", 2)])
 def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is_clipped(
     by, num_minibatches
 ):
     whole = one_device.small(**{"optimizer.clip_norm": 0.1, "training.donate": False})
-    single = training.build(whole)
+    before, after = clipped_on_one_device(FrozenConfigDict(whole))
     whole.training.num_minibatches = num_minibatches
     run = strategies.build(whole, one_device.grid(data=2, tensor=2), Strategy(by=by, zero=2))
     batch = one_device.batch(whole)
     with jax.default_matmul_precision("highest"):
-        before = one_device.call(single.init, jax.random.key(0))
-        after, _ = one_device.call(single.train_step, before, batch)
         found, _ = one_device.call(
             run.train_step, one_device.call(run.init, jax.random.key(0)), batch
         )
-    before, after, found = jax.device_get((before.params, after.params, found.params))
+    found = jax.device_get(found.params)
     moved = jax.tree.map(lambda new, old: new - old, after, before)
     also = jax.tree.map(lambda new, old: new - old, found, before)
     # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of
@@ -327,24 +336,33 @@ def test_what_is_no_mesh_or_no_strategy_is_refused(grid, chosen, message):
     ids=str,
 )
 def test_on_a_mesh_of_one_device_any_strategy_takes_the_steps_of_one_device_bit_for_bit(chosen):
+    """It has the same program, which takes the same memory and sends nothing."""
     whole = one_device.small(
         **{"model.dropout_rate": 0.5, "training.num_minibatches": 2, "optimizer.name": "adam"}
     )
-    batch, states = one_device.batch(whole), []
     device = jax.devices("cpu")[3]
-    for run in (
-        training.build(whole),
-        strategies.build(whole, meshes.make({"data": 1}, [device]), chosen),
-    ):
-        state = run.init(jax.random.key(0))
-        for _ in range(2):
-            state, _ = run.train_step(state, batch)
-        states.append(state)
-    assert {found.devices() == {device} for found in jax.tree.leaves(states[1])} == {True}
-    for found, expected in zip(
-        *(jax.tree.leaves((state.params, state.opt_state)) for state in states), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
+    run = strategies.build(whole, meshes.make({"data": 1}, [device]), chosen)
+    step, state = two_steps(run, whole)
+    same_step, expected = two_steps_of_one_device(FrozenConfigDict(whole))
+    assert measure.memory(step) == measure.memory(same_step)
+    assert not measure.ledger(step, run.mesh).entries
+    assert {leaf.devices() == {device} for leaf in jax.tree.leaves(state)} == {True}
+    for leaf, other in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def two_steps(run, whole):
+    """Returns a run's compiled step, and parameters and moments after two of them."""
+    state, batch = run.init(jax.random.key(0)), one_device.batch(whole)
+    step = run.train_step.lower(state, batch).compile()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    return step, (state.params, state.opt_state)
+
+
+@functools.cache
+def two_steps_of_one_device(frozen):
+    return two_steps(training.build(frozen), frozen)
 
 
 def test_a_step_by_hand_draws_its_dropout_as_it_always_has():

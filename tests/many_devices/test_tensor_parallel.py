@@ -95,7 +95,6 @@ def test_a_parallel_block_exchanges_half_as_much():
 @pytest.mark.parametrize(
     ("changes", "axes", "chosen"),
     [
-        (NORMED, dict(data=1, tensor=4), Strategy()),
         (NORMED, dict(data=2, tensor=2), Strategy(zero=3, sequence=True)),
         (LATER, dict(data=1, tensor=4), Strategy()),
         (LATER, dict(data=1, tensor=2), Strategy(sequence=True)),
@@ -117,7 +116,6 @@ def test_with_the_options_of_later_models_the_gradient_is_one_devices(changes, a
     ("axes", "by"),
     [
         (dict(data=1, tensor=8), "hand"),
-        (dict(data=2, tensor=2), "hand"),
         (dict(data=1, tensor=8), "compiler"),
     ],
 )
