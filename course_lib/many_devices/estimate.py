@@ -17,6 +17,7 @@ about a third of stage 3 (notebook 8 reads this from the program).
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -197,8 +198,7 @@ def estimate(
         step.parts,
         bytes_by_use,
         {axis: int(size) for axis, size in sent.items()},
-        step_model.breakdown(shape, plan, cluster),
-        step_model.breakdown(shape, dataclasses.replace(plan, data_overlap=False), cluster),
+        *_times(shape, plan, cluster),
         sum(bytes_by_use.values()) <= cluster.accelerator.memory_bytes,
     )
 
@@ -216,19 +216,22 @@ def _divided(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) ->
     return state, *strategies.layout_of(state, optimizer, mesh, strategy)
 
 
-def choose(config: ConfigDict, cluster: Cluster) -> list[Estimate]:
+def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> list[Estimate]:
     """Estimates strategies for a cluster, and returns those that fit, the fastest first.
 
-    Goes through all meshes data x pipe x tensor that divide the model, with "tensor" inside a
-    host. Without a pipeline it tries ZeRO 0, 1 and 3, and takes for each the number of
-    minibatches that fits and is the fastest. With a pipeline it tries only 1F1B with ZeRO 1,
-    one chunk per device, and as many microbatches as possible, at most eight per stage. Where
-    "data" does not divide the model's width, only ZeRO 0 is left. An axis "tensor" divides the
-    sequence, too.
+    Goes through all meshes data x pipe x tensor that divide the model, with "tensor" no larger
+    than a host. The order of the axes decides which groups share a host, so it takes for each
+    mesh the order with the fastest step. Without a pipeline it tries ZeRO 0, 1 and 3, and takes
+    for each the number of minibatches that fits and is the fastest. With a pipeline it tries
+    only 1F1B with ZeRO 1, one chunk per device, and as many microbatches as possible, at most
+    eight per stage. Where "data" does not divide the model's width, only ZeRO 0 is left. An
+    axis "tensor" divides the sequence, too.
 
     Args:
       config: a configuration; its number of minibatches is ignored.
       cluster: the devices, and the links between them.
+      reorder: whether to try all orders of the axes. If not, "data" is the outermost and
+        "tensor" the innermost, as in the meshes of the training program.
 
     Returns:
       The estimates; an empty list if nothing fits.
@@ -250,9 +253,35 @@ def choose(config: ConfigDict, cluster: Cluster) -> list[Estimate]:
             except ValueError:
                 continue
             guess, key = estimate(changed, axes, strategy, cluster), (*axes.items(), strategy)
+            if guess.fits and reorder:
+                guess = _fastest_order(guess, changed, cluster)
             if guess.fits and (key not in best or guess.step < best[key].step):
                 best[key] = guess
     return sorted(best.values(), key=lambda guess: guess.step)
+
+
+def _fastest_order(guess: Estimate, config: ConfigDict, cluster: Cluster) -> Estimate:
+    """Returns an estimate with its axes in the order of the fastest step. The order changes
+    neither what a device holds nor what it sends. Of equally fast orders, the first one stays.
+    """
+    shape = shape_of(config)
+
+    def in_order(axes: Mapping[str, int]) -> Estimate:
+        plan = plan_of(config, axes, guess.strategy)
+        hidden, unhidden = _times(shape, plan, cluster)
+        return dataclasses.replace(guess, axes=axes, time=hidden, unhidden=unhidden)
+
+    others = [dict(order) for order in itertools.permutations(guess.axes.items())][1:]
+    return min([guess, *map(in_order, others)], key=lambda each: each.step)
+
+
+def _times(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Breakdown, Breakdown]:
+    """Returns the time of a step, and the time if nothing along "data" is hidden."""
+    alone = dataclasses.replace(plan, data_overlap=False)
+    return (
+        step_model.breakdown(shape, plan, cluster),
+        step_model.breakdown(shape, alone, cluster),
+    )
 
 
 def _with_minibatches(config: ConfigDict, count: int, **data: int) -> ConfigDict:

@@ -186,7 +186,7 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
     about it.
     """
     try:
-        ranked = estimates.choose(config, cluster)
+        ranked = estimates.choose(config, cluster, reorder=False)  # the program's order
     except ValueError:  # there is no formula, as the line about the time says
         return {}, ""
     if not ranked:

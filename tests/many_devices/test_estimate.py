@@ -1,6 +1,7 @@
 """Formulas predict what compiled steps hold and send, and which of them takes longer."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -285,6 +286,45 @@ def test_the_choice_fits_is_the_fastest_and_is_none_where_nothing_fits():
     whole.model.mlp_activation = "gleu"
     with pytest.raises(ValueError, match="mlp_activation='gleu'"):  # is no grid's fault
         estimate.choose(whole, Cluster(H100, 4))
+
+
+def shortened(length, batch):
+    whole = configs.get("80gb")
+    whole.model.num_layers = 16
+    whole.data.update(seq_len=length, batch_size=batch)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("whole", "cluster"),
+    [
+        (shortened(256, 16), Cluster(H100, 16, gpus_per_host=4)),
+        (shortened(1024, 8), Cluster(H100, 8, gpus_per_host=2, ports_per_host=1)),
+    ],
+    ids=["few tokens", "one port per host"],
+)
+def test_no_order_of_the_axes_is_faster_than_the_chosen_one(whole, cluster):
+    found = estimate.choose(whole, cluster)
+    assert len(found) == len(estimate.choose(whole, cluster, reorder=False))
+    for each in found:
+        changed = whole.copy_and_resolve_references()
+        changed.training.num_minibatches = 1 if "pipe" in each.axes else each.parts
+        for order in itertools.permutations(each.axes.items()):
+            other = estimate.estimate(changed, dict(order), each.strategy, cluster)
+            assert each.step <= other.step
+            assert (other.bytes, other.sent) == (each.bytes, each.sent)
+            if order == tuple(each.axes.items()):
+                assert other == each
+
+
+def test_few_tokens_want_data_parallelism_inside_of_hosts_and_the_pipeline_across():
+    """Gradients in float32 take longer than the activations between two stages."""
+    whole, cluster = shortened(256, 16), Cluster(H100, 16, gpus_per_host=4)
+    usual = estimate.choose(whole, cluster, reorder=False)
+    assert ("data", "pipe") in {tuple(each.axes) for each in usual}
+    found = estimate.choose(whole, cluster)
+    orders = {tuple(each.axes) for each in found}
+    assert ("pipe", "data") in orders and ("data", "pipe") not in orders
 
 
 def test_tensor_stays_inside_of_a_host():
