@@ -40,11 +40,13 @@ UNITS = ("seconds", "TFLOP/s", "MFU", "tokens/s")
 DEFAULTS: Mapping[str, Any] = (
     dict.fromkeys(("tensor", "pipe", "context", "expert", "chunks"), 1)
     | dict(fsdp=0, zero=0, recompute="none", sequence_parallel=False, fused_attention=False)
-    | dict(eager=False, tensor_overlap=False, data_overlap=True, gradient_bytes=2)
+    | dict(eager=False, tensor_overlap=False, wgrad_overlap=False, pipe_overlap=False)
+    | dict(data_overlap=True, parameter_overlap=True, gradient_bytes=2)
     | dict(network=None, memory_bandwidth=None, flops="", inferred=(), reason="")
 )
 _PLAN = """batch microbatch chunks zero recompute fused_attention eager sequence_parallel
-    tensor_overlap data_overlap gradient_bytes""".split()
+    tensor_overlap wgrad_overlap data_overlap parameter_overlap pipe_overlap
+    gradient_bytes""".split()
 _ROW = "where status kind model unit flops reason".split()
 _REQUIRED = {"where", "status", "kind", "model", "unit", "published", "accelerator", "gpus"}
 _REQUIRED |= {"batch", "seq_len", "microbatch"}

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from course_lib.many_devices.cluster_model import AXES
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 
@@ -111,9 +113,15 @@ class Plan:
         fused by a compiler.
       sequence_parallel: whether norms and residuals are divided along "tensor".
       tensor_overlap: whether most of the tensor traffic is hidden behind products.
+      wgrad_overlap: whether the backward pass sums the gradients of activations along "tensor"
+        while it computes those of weights (Korthikanti et al., 2022, section 6.2).
       data_overlap: whether gradients and parameters travel while layers compute.
+      parameter_overlap: with `data_overlap`: whether the new parameters do, too.
+      pipe_overlap: whether interleaved stages send to each other while they compute another
+        chunk, as with Megatron-LM's `overlap_p2p_comm`.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
-      dtype: of the products.
+      dtype: of the operands of matmuls. If they have eight bits, the matmuls with weights have
+        them, inside the layers; attention and the output layer compute in bfloat16.
       schedule: of this course's pipeline, where neighbours wait for each other and a stage is
         recomputed from its input. None: Megatron-LM's, whose bubble is (p-1)/v stages.
       dense_dispatch: whether products send tokens to their experts, as in this course.
@@ -129,7 +137,10 @@ class Plan:
     eager: bool = False
     sequence_parallel: bool = False
     tensor_overlap: bool = False
+    wgrad_overlap: bool = False
     data_overlap: bool = True
+    parameter_overlap: bool = True
+    pipe_overlap: bool = False
     gradient_bytes: int = 2
     parameter_bytes: int = 2
     dtype: str = "bfloat16"
@@ -154,6 +165,16 @@ class Plan:
                 f" {self.replicas} replicas, each with microbatches of {self.microbatch}"
             )
 
+        if self.wgrad_overlap and self.tensor_overlap:
+            raise ValueError(
+                "wgrad_overlap=True must come with tensor_overlap=False, which hides the same"
+                " traffic"
+            )
+        if self.pipe_overlap and (self.chunks == 1 or self.schedule is not None):
+            raise ValueError(
+                f"pipe_overlap=True must come with chunks of at least 2, not {self.chunks}, and"
+                " without a schedule of this course: one chunk has nothing else to compute"
+            )
         if schedule := self.schedule:
             theirs = schedule.stages, schedule.microbatches, schedule.chunks
             ours = self.size("pipe"), self.microbatches, self.chunks
@@ -165,6 +186,11 @@ class Plan:
     def size(self, axis: str) -> int:
         """Returns the number of devices along an axis, 1 if there is no such axis."""
         return self.axes.get(axis, 1)
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether matmuls with weights have eight-bit operands."""
+        return jnp.dtype(self.dtype).itemsize == 1
 
     @property
     def replicas(self) -> int:

@@ -13,7 +13,7 @@ A step is the sum of these parts (`Breakdown`):
                 exposed communication along an axis: the device computes nothing during it
     bubble      waiting for the first and last microbatch, and for the slowest stage
 
-The formulas are within 10% of the published time for 61% of 418 published steps. Software
+The formulas are within 10% of the published time for 62% of 418 published steps. Software
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
 to published seconds on the accelerators of its publication, 73% are within 10%.
 `lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
@@ -45,12 +45,22 @@ UNFUSED_FACTOR = 2
 """Elementwise operations move this many times the bytes if each is a kernel of its own, without
 fusion (PyTorch without torch.compile)."""
 OVERLAP_COST = 0.25
-"""Share of overlapped gradient and parameter communication that still costs time: its kernels
-take multiprocessors and memory bandwidth from the matmuls that run beside them."""
+"""Share of overlapped communication that still costs time: its kernels take multiprocessors and
+memory bandwidth from the matmuls that run beside them. It counts for gradients, parameters and
+transfers between stages."""
 GRADIENT_BUCKETS = 8
 """Number of buckets in which a device sends its gradients (bucketing)."""
 TENSOR_OVERLAP = 0.7
 """Share of the tensor traffic that `Plan.tensor_overlap` hides."""
+EIGHT_BIT_SPEEDUP = 1.92
+"""How much faster a matmul is if its operands have eight bits instead of 16: measured on an
+H200, without casts (https://nvidia.github.io/TransformerEngine, "GEMM Speedups")."""
+EIGHT_BIT_OPERAND = 8 / 3
+"""Bytes that move per element of a matmul's input or result, in the forward pass and in each of
+the two matmuls of the backward pass. With 16-bit operands it is 2. With eight bits, 8 in all:
+a cast reads 2 and writes the element twice, as it is and transposed; two matmuls read it, 1
+each; one matmul writes it, or its gradient, in bfloat16
+(https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +101,44 @@ class Cost:
     """The cost of one part of the model for one microbatch, on one device.
 
     Attributes:
-      flops: of matmuls.
+      flops: of matmuls with operands of 16 or 32 bits.
       bytes: read from or written to device memory.
       exposed: seconds of communication that no computation hides, by axis.
       hidden: seconds of communication that runs beside matmuls, by axis.
+      narrow_flops: of matmuls with eight-bit operands.
     """
 
     flops: int | float = 0.0
     bytes: int | float = 0.0
     exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     hidden: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    narrow_flops: int | float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
         exposed, hidden = (
             {axis: a.get(axis, 0.0) + b.get(axis, 0.0) for axis in {**a, **b}}
             for a, b in ((self.exposed, other.exposed), (self.hidden, other.hidden))
         )
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, exposed, hidden)
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            exposed,
+            hidden,
+            self.narrow_flops + other.narrow_flops,
+        )
 
     def __mul__(self, times: int | float) -> "Cost":
         exposed, hidden = (
             {axis: times * t for axis, t in side.items()}
             for side in (self.exposed, self.hidden)
         )
-        return Cost(times * self.flops, times * self.bytes, exposed, hidden)
+        return Cost(
+            times * self.flops,
+            times * self.bytes,
+            exposed,
+            hidden,
+            times * self.narrow_flops,
+        )
 
 
 def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
@@ -145,14 +169,14 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     )
     # The mean over stages. Only the last stage has the head, so each stage gets 1/p of it.
     microbatch = (forward + backward) * per_stage + head * (1 / p)
-    pipe, bubble = pipeline(
+    pipe, hidden_pipe, bubble = pipeline(
         plan, cluster, _activation(shape, plan), *seconds, _busy(head, plan, cluster)
     )
     data, hidden = along_data(shape, plan, cluster, *seconds)
-    products, memory = _rates(plan, cluster)
+    _, memory = _rates(plan, cluster)
     work = microbatch * microbatches
     parts = {
-        "products": work.flops / products,
+        "products": _products(work, plan, cluster),
         "memory": work.bytes / memory,
         "optimizer": optimizer_bytes(shape, plan) / memory,
         "bubble": bubble,
@@ -163,7 +187,7 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     model = plan.batch * shape.seq_len * shape.flops / cluster.count
     return Breakdown(
         parts,
-        {"data": hidden + work.hidden.get("fsdp", 0.0)}
+        {"data": hidden + work.hidden.get("fsdp", 0.0), "pipe": hidden_pipe}
         | {axis: work.hidden.get(axis, 0.0) for axis in ("tensor", "context")},
         model / peak(cluster.accelerator, plan.dtype),
     )
@@ -199,18 +223,25 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
 
     # FLOPs: a matmul of T tokens with P parameters takes 2 T P.
     scores = 4 * tokens * L * queries / t
-    attention = 2 * tokens * shape.attention / t + scores
+    projections = 2 * tokens * shape.attention / t
     mlp = 2 * tokens * k * shape.expert / t
     mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
+
+    def work(linear: float | int, scores: float | int = 0, moved: float | int = 0) -> Cost:
+        # Only matmuls with weights can have eight-bit operands, not those of attention.
+        if plan.eight_bit:
+            return Cost(scores, moved, narrow_flops=linear)
+        return Cost(linear + scores, moved)
 
     # Bytes: operands and results of matmuls; norms, residuals and activations; scores.
     weights = _weights(shape, plan)
     operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
+    operands *= EIGHT_BIT_OPERAND if plan.eight_bit else item
     unfused = UNFUSED_FACTOR if plan.eager else 1
     norms = unfused * 22 * D / (t if plan.sequence_parallel else 1)
     activations = unfused * ((6 if m == 3 else 4) * k * shape.mlp + 12 * queries) / t
     core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
-    moved = tokens * (item * operands + norms + activations) + core + item * weights
+    moved = tokens * (operands + norms + activations) + core + item * weights
 
     # A recomputed module skips its last matmul: the backward pass does not need that result.
     # Elementwise operations are about a quarter of a layer's memory traffic.
@@ -219,15 +250,15 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         "none": Cost(),
         "minimal": Cost(0, moved / 4),
         "selective": Cost(scores, core),
-        "attention": Cost(attention - out, core + moved / 4),
-        "mlp": Cost(mlp_again, moved / 4),
-        "mlp-in": Cost(mlp_again + scores, core + moved / 4),
-        "all-but-qkv": Cost(mlp_again + scores + out, moved / 2),
-        "op": Cost((attention + mlp - scores) / 2, moved / 2),
-        "half": Cost((attention + mlp) / 2, moved / 2),
-        "full": Cost(attention + mlp, moved),
+        "attention": work(projections - out, scores, core + moved / 4),
+        "mlp": work(mlp_again, 0, moved / 4),
+        "mlp-in": work(mlp_again, scores, core + moved / 4),
+        "all-but-qkv": work(mlp_again + out, scores, moved / 2),
+        "op": work((projections + mlp) / 2, 0, moved / 2),
+        "half": work((projections + mlp) / 2, scores / 2, moved / 2),
+        "full": work(projections + mlp, scores, moved),
     }[plan.recompute]
-    forward = Cost(attention + mlp, moved)
+    forward = work(projections + mlp, scores, moved)
     if plan.fused_attention:  # its backward pass recomputes the scores: 5 matmuls, not 4
         again += Cost(scores / 2)
     if plan.schedule is not None:  # each stage is recomputed from its input
@@ -243,7 +274,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     """Returns a layer's communication along "tensor", "expert" and "context", forward and
     backward. The backward pass repeats the communication of recomputed layers.
     """
-    t, c, item = plan.size("tensor"), plan.size("context"), jnp.dtype(plan.dtype).itemsize
+    t, c, item = plan.size("tensor"), plan.size("context"), _item(plan)
     tokens = plan.microbatch * shape.seq_len / c
     group = {axis: cluster.group(plan.axes, axis) for axis in ("tensor", "expert", "context")}
 
@@ -263,6 +294,11 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     again += plan.schedule is not None
     pieces = 2 if plan.schedule is not None and plan.schedule.name == "zero_bubble" else 1
     forward, backward = sent, sent * ((1 + again) * pieces)
+    if plan.wgrad_overlap:
+        # The gradient's all-reduce, or its reduce-scatter, runs beside the next matmul.
+        beside = tensor / 2 if plan.sequence_parallel else tensor
+        exposed, hidden = _overlap(beside, beside)
+        backward += Cost(exposed={"tensor": exposed - beside}, hidden={"tensor": hidden})
     if c > 1:
         # Keys and values go around a ring while scores are computed. In the backward pass their
         # gradients go with them.
@@ -302,7 +338,7 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     """Returns the cost of the output layer and the loss, forward and backward, and of the
     embedding's communication along "tensor".
     """
-    t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
+    t, item = plan.size("tensor"), _item(plan)
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
     # One all-reduce of the embedding in the forward pass, one of the output layer's gradient in
@@ -325,9 +361,9 @@ def pipeline(
     forward: float,
     backward: float,
     head: float,
-) -> tuple[float, float]:
-    """Returns two numbers of seconds: transfers between stages, and the bubble (all other
-    waiting).
+) -> tuple[float, float, float]:
+    """Returns three numbers of seconds: exposed transfers between stages, hidden ones, and the
+    bubble (all other waiting).
 
     Args:
       plan: how the model is trained.
@@ -339,14 +375,21 @@ def pipeline(
     """
     p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
     if p == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     link = cluster.group(plan.axes, "pipe")
     mean = forward + backward + head / p
     if plan.schedule is None:
         # Narayanan et al., 2021, sections 2.2 and 4.1: each of the t devices sends 1/t of
         # the activation.
         one = 2 * v * shift(link, activation / t)
-        return m * one, (p - 1) / v * (mean + one) + m * (head - head / p)
+        bubble = (p - 1) / v * (mean + one) + m * (head - head / p)
+        if not plan.pipe_overlap:
+            return m * one, 0.0, bubble
+        # Megatron-LM's warm-up: 2 (p - 1 - stage) + (v - 1) p chunks forward, as many backward
+        # when the pipeline empties. Only transfers between the two run beside other chunks.
+        steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
+        exposed, hidden = _overlap(steady * m * one, steady * m * mean)
+        return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
     busy = {"F": forward, "BW": backward}
     busy |= {"B": (backward - forward) / 2, "W": (backward + forward) / 2}
@@ -355,7 +398,7 @@ def pipeline(
     busy = {kind: time / v for kind, time in busy.items()}
     last = {kind: time + thirds_of_head[kind] * head / 3 for kind, time in busy.items()}
     waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
-    return len(plan.schedule.table[0]) * one, waiting
+    return len(plan.schedule.table[0]) * one, 0.0, waiting
 
 
 def along_data(
@@ -384,8 +427,11 @@ def along_data(
             traffic = [(all_gather(group, new), 1), (reduce_scatter(group, gradients), times)]
         else:
             traffic = [(0.0, 1), (all_reduce(group, gradients), 1)]
-        for (sent, count), computing in zip(traffic, (forward, backward), strict=True):
-            beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * plan.data_overlap
+        overlap = plan.data_overlap and plan.parameter_overlap, plan.data_overlap
+        for (sent, count), computing, overlaps in zip(
+            traffic, (forward, backward), overlap, strict=True
+        ):
+            beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * overlaps
             a, b = _overlap(sent, beside)
             exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:
@@ -430,18 +476,29 @@ def optimizer_bytes(shape: Shape, plan: Plan) -> float:
 def _activation(shape: Shape, plan: Plan) -> float:
     """Returns the bytes of a microbatch's residual stream [b, L, D] on a device."""
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
-    return jnp.dtype(plan.dtype).itemsize * tokens * shape.width
+    return _item(plan) * tokens * shape.width
+
+
+def _item(plan: Plan) -> int:
+    """Returns the bytes of an element between matmuls. Eight-bit matmuls return bfloat16."""
+    return 2 if plan.eight_bit else jnp.dtype(plan.dtype).itemsize
 
 
 def _rates(plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Returns FLOP/s of matmuls and bytes/s of memory."""
+    """Returns FLOP/s of matmuls, those with eight-bit operands aside, and bytes/s of memory."""
+    dtype = "bfloat16" if plan.eight_bit else plan.dtype
     return (
-        cluster.products_share * peak(cluster.accelerator, plan.dtype),
+        cluster.products_share * peak(cluster.accelerator, dtype),
         MEMORY_SHARE * cluster.accelerator.memory_bandwidth,
     )
 
 
+def _products(cost: Cost, plan: Plan, cluster: Cluster) -> float:
+    """Returns the seconds of a cost's matmuls."""
+    return (cost.flops + cost.narrow_flops / EIGHT_BIT_SPEEDUP) / _rates(plan, cluster)[0]
+
+
 def _busy(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     """Returns the seconds of a cost, including exposed communication."""
-    products, memory = _rates(plan, cluster)
-    return cost.flops / products + cost.bytes / memory + sum(cost.exposed.values())
+    memory = cost.bytes / _rates(plan, cluster)[1]
+    return _products(cost, plan, cluster) + memory + sum(cost.exposed.values())

@@ -157,6 +157,49 @@ def test_a_device_holds_its_part_of_layers_experts_and_embedding():
     assert moved == pytest.approx(by_hand)
 
 
+# Eight bits, by hand.
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+def test_matmuls_with_weights_have_eight_bit_operands_and_attention_has_none(recompute):
+    flops, moved = mixed_by_hand(fused=True)
+    forward, backward = mixed(recompute=recompute, dtype="float8_e4m3fn")
+    attention = flops["scores"] + flops["mean"]
+    again = AGAIN[recompute][0].split()
+    scores_again = sum(flops[name] for name in again if name in ("scores", "mean"))
+    assert forward.flops == pytest.approx(attention)
+    assert forward.narrow_flops == pytest.approx(sum(flops.values()) - attention)
+    assert backward.flops == pytest.approx(2 * attention + flops["scores"] + scores_again)
+    linear_again = sum(flops[name] for name in again) - scores_again
+    assert backward.narrow_flops == pytest.approx(2 * forward.narrow_flops + linear_again)
+
+
+def test_an_eight_bit_operand_is_cast_twice_and_read_twice_and_its_gradient_is_bfloat16():
+    _, moved = mixed_by_hand(fused=True)
+    narrow, wide = (
+        mixed(fused_attention=True, dtype=dtype) for dtype in ("float8_e4m3fn", "bfloat16")
+    )
+    elements = moved["operands"] / 2
+    cast, read, written = 2 + 1 + 1, 1 + 1, 2  # as it is, and transposed
+    more = elements * (cast + read + written - 6)
+    # Weights are read three times, with one byte less. Their cast is outside of the microbatch.
+    less = 3 * moved["weights"] / 2
+    found = sum(cost.bytes for cost in narrow) - sum(cost.bytes for cost in wide)
+    assert found == pytest.approx(more - less)
+
+
+def test_an_eight_bit_step_sends_and_computes_its_output_layer_in_bfloat16():
+    axes, dense = {"tensor": 8}, dataclasses.replace(MIXED, experts=0, slots=1.0, kv_heads=0)
+    narrow, wide = (
+        step(axes, dense, batch=8, dtype=dtype) for dtype in ("float8_e4m3fn", "bfloat16")
+    )
+    assert narrow.parts["tensor"] == wide.parts["tensor"]
+    layers = 6 * 8 * 2048 * 8 * (1024 * 4 * 1536 + EXPERT) / 8
+    rate = cluster_model.PRODUCTS_SHARE * 989e12
+    faster = layers / rate * (1 - 1 / step_model.EIGHT_BIT_SPEEDUP)
+    assert wide.parts["products"] - narrow.parts["products"] == pytest.approx(faster)
+
+
 # Traffic, by hand, inside of a host: 360 GB/s, 20 us.
 
 
@@ -213,3 +256,37 @@ def test_fsdp_gathers_the_experts_of_its_device_alone():
     # what is no expert's is there twice along "expert"
     seconds += 2 * gather((8 * ATTENTION + 2 * table) / 4, 2)
     assert found.parts["data"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("sequence_parallel, share", [(False, 1), (True, 1 / 2)])
+def test_the_backward_pass_hides_its_sums_along_tensor_behind_gradients_of_weights(
+    sequence_parallel, share
+):
+    shape = dataclasses.replace(MIXED, experts=0)
+    plan = dict(batch=8, sequence_parallel=sequence_parallel, recompute="full")
+    plain, hiding = (
+        step({"tensor": 8}, shape, wgrad_overlap=on, **plan) for on in (False, True)
+    )
+    pair = 2 * (2 * 2048 * 1024 * 7 / 8 / 360e9 + 20e-6)
+    hidden = 0.75 * share * 8 * 8 * 2 * pair  # microbatches, layers, pairs
+    assert hiding.hidden["tensor"] == pytest.approx(hidden)
+    assert plain.parts["tensor"] - hiding.parts["tensor"] == pytest.approx(hidden)
+
+
+def test_parameters_that_do_not_overlap_are_exposed_whole():
+    shape = dataclasses.replace(MIXED, experts=0)
+    plain, exposed = (
+        step({"data": 8}, shape, batch=32, zero=1, parameter_overlap=on) for on in (True, False)
+    )
+    parameters = 8 * (ATTENTION + EXPERT) + 2 * 32_000 * 1024
+    gather = 2 * parameters * 7 / 8 / 360e9 + 20e-6
+    hidden = 0.75 * 7 / 8 * gather
+    assert exposed.parts["data"] - plain.parts["data"] == pytest.approx(hidden)
+    assert exposed.total - plain.total == pytest.approx(hidden)
+
+
+def test_tensor_traffic_is_hidden_in_one_way_only():
+    with pytest.raises(
+        ValueError, match="wgrad_overlap=True must come with tensor_overlap=False"
+    ):
+        Plan({"tensor": 2}, 8, tensor_overlap=True, wgrad_overlap=True)

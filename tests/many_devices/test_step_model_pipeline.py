@@ -147,3 +147,32 @@ def test_a_stage_in_chunks_goes_through_the_table_in_steps_of_a_chunk():
     assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-4)
     # 15 columns inside of a host
     assert found.parts["pipe"] == pytest.approx(15 * 2 * (2 * L * D / 360e9 + 10e-6))
+
+
+def test_interleaved_stages_hide_what_they_send_between_warm_up_and_flush():
+    """32 chunks of microbatches; 3 + 4 are the mean warm-up of four stages."""
+    plain, hiding = (
+        step(4, 8, 16, chunks=2, sequence_parallel=True, pipe_overlap=overlap)
+        for overlap in (False, True)
+    )
+    sent = plain.parts["pipe"]
+    steady = sent * (32 - 7) / 32
+    assert hiding.hidden["pipe"] == pytest.approx(0.75 * steady)
+    assert hiding.parts["pipe"] == pytest.approx(sent - 0.75 * steady)
+    assert plain.hidden["pipe"] == 0
+    assert plain.total - hiding.total == pytest.approx(0.75 * steady)
+
+
+def test_a_pipeline_that_only_fills_and_empties_hides_nothing_of_what_it_sends():
+    few, hiding = (step(4, 8, 3, chunks=4, pipe_overlap=overlap) for overlap in (False, True))
+    assert hiding.parts == few.parts  # 12 chunks, and a mean warm-up of 3 + 12
+
+
+@pytest.mark.parametrize(
+    "plan", [{"chunks": 1}, {"chunks": 2, "schedule": schedules.make("depth_first", 2, 2, 2)}]
+)
+def test_only_interleaved_stages_of_megatron_can_hide_what_they_send(plan):
+    with pytest.raises(
+        ValueError, match="pipe_overlap=True must come with chunks of at least 2"
+    ):
+        step(2, 1, 2, data=1, pipe_overlap=True, **plan)
