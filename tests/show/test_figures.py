@@ -2,15 +2,20 @@
 colour too.
 """
 
+import base64
 import io
 import itertools
+import json
 import math
+import re
 from types import SimpleNamespace as Object
 
 import matplotlib.pyplot as plt
 import numpy as np
+import PIL.Image
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from matplotlib.colors import to_hex
 from matplotlib.text import Annotation, Text
 from traitlets.config import Config
 
@@ -162,6 +167,7 @@ PICTURES = {
         [(step, 4e-4 * 0.99**step) for step in range(300)],
         "step",
         "learning rate",
+        {"highest": 4e-4},
         title="Rate",
     ),
     "lines": lambda: figures.lines(
@@ -240,7 +246,7 @@ def boxes(figure) -> list:
 
 
 def test_every_picture_of_the_package_is_checked_here():
-    assert set(PICTURES) | {"use_style"} == set(figures.__all__)
+    assert set(PICTURES) | {"use_style", "moving"} == set(figures.__all__)
 
 
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
@@ -421,6 +427,88 @@ def test_a_kind_keeps_its_colour_whatever_else_is_in_the_picture():
         for step in (TAPE, less)
     ]
     assert colors[0] == colors[1]
+
+
+def test_formats_phases_and_kinds_have_colours_of_their_own():
+    kinds = [color for color, _ in style.KINDS.values()]
+    every = [*style.PHASES.values(), *style.FORMATS.values(), *kinds]
+    assert len({color.upper() for color in every}) == len(every)
+    assert not set(style.COLORS) & {*style.PHASES.values(), *style.FORMATS.values()}
+
+
+@pytest.mark.parametrize("name", [*style.PHASES, *style.FORMATS])
+def test_a_format_or_a_phase_keeps_its_colour_in_every_place_of_every_picture(name):
+    own = (style.PHASES | style.FORMATS)[name]
+    for names in ([name, "a", "b"], ["a", "b", name]):
+        i = names.index(name)
+        [axes] = figures.lines({each: [(1, 1), (2, 2)] for each in names}, "x", "y").axes
+        assert axes.lines[i].get_color() == own
+        rows = [{"name": "case"} | dict.fromkeys(names, GIB)]
+        for bars in (figures.memory_bars, figures.memory_breakdown):
+            [axes] = bars(rows, values=names).axes
+            assert to_hex(axes.patches[i].get_facecolor()).upper() == own
+    scaled = figures.lines({"a": [(1, 1)], f"{name}, scaled": [(1, 1)]}, "x", "y")
+    assert scaled.axes[0].lines[1].get_color() == own
+    if name in style.FORMATS:
+        peaks = {"float8": 1e15, name: 1e14}
+        point = {"name": "product", "dtype": name, "intensity": 500.0, "rate": 1e13}
+        [axes] = figures.roofline_plot(peaks, 1e12, [point]).axes
+        assert [line.get_color() for line in axes.lines[1:]] == [own, own]
+
+
+def test_a_part_of_a_bar_takes_the_colour_of_its_kind():
+    values = ("old state", "place of the new state")
+    [axes] = figures.memory_breakdown(
+        [{"name": "kept"} | dict.fromkeys(values, GIB)],
+        values=values,
+        kinds={"place of the new state": "results"},
+    ).axes
+    assert to_hex(axes.patches[1].get_facecolor()).upper() == style.KINDS["results"][0]
+
+
+def test_a_curve_says_the_value_of_each_baseline():
+    [axes] = figures.trace([(1, 5.0), (9, 3.0)], "step", "loss", {"guessing": 5.55}).axes
+    assert list(axes.lines[1].get_ydata()) == [5.55, 5.55]
+    assert "guessing 5.55" in [text.get_text() for text in axes.texts]
+
+
+def still_and_frames(page):
+    """Returns the pictures of a moving picture: those in its HTML, and those in its script."""
+    markup, script = page.split("<script>")
+    stills = re.findall(r'src="data:image/png;base64,([^"]*)"', markup)
+    [frames] = re.findall(r"frames = (\[.*?\]), labels", script)
+    return [base64.b64decode(still) for still in stills], [
+        base64.b64decode(frame) for frame in json.loads(frames)
+    ]
+
+
+def test_a_moving_picture_is_its_still_picture_without_a_script_and_holds_all_frames():
+    pictures = {f"{n} layers": figures.lines({"a": [(1, n)]}, "x", "y") for n in (1, 2, 4)}
+    moving = figures.moving(pictures, name="depth", still=1)
+    page = moving._repr_html_()
+    [still], frames = still_and_frames(page)
+    assert still == frames[1] and len(set(frames)) == 3
+    for frame in frames:
+        with PIL.Image.open(io.BytesIO(frame)) as image:
+            assert image.size == (750, 350) and len(image.getcolors()) > 4
+    assert '["1 layers", "2 layers", "4 layers"]' in page and "http" not in page
+    assert "3 frames" in repr(moving) and len(page) < 100_000
+
+
+def test_labels_of_a_moving_picture_cannot_end_its_script():
+    pictures = {
+        label: figures.lines({"a": [(1, 1)]}, "x", "y") for label in ("</script>", "<b>")
+    }
+    page = figures.moving(pictures, name="<i>")._repr_html_()
+    assert page.count("</script>") == 1 and "<i>" not in page and "<b>" not in page
+
+
+def test_a_picture_that_cannot_move_is_refused():
+    one = {"one": figures.lines({"a": [(1, 1)]}, "x", "y")}
+    with pytest.raises(ValueError, match=r"frames=\['one'\] must hold at least two"):
+        figures.moving(one)
+    with pytest.raises(ValueError, match="still=2 must be the index of one of 2"):
+        figures.moving(one | {"two": one["one"]}, still=2)
 
 
 def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operations():

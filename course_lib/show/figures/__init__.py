@@ -20,6 +20,7 @@ from course_lib.show.figures.curves import (
     tradeoff,
 )
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
+from course_lib.show.figures.moving import moving
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
 from course_lib.show.figures.schedules import schedule
@@ -40,6 +41,7 @@ __all__ = [
     "loss_curve",
     "memory_bars",
     "memory_breakdown",
+    "moving",
     "overlap",
     "residuals",
     "roofline",

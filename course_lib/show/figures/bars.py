@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def memory_bars(
     for i, key in enumerate(values):
         centers = [y + (i - (len(values) - 1) / 2) * thickness for y in range(len(rows))]
         widths = [(row[key] or 0) / GIB for row in rows]
-        axes.barh(centers, widths, thickness * 0.92, label=key, **style.fill(i))
+        axes.barh(centers, widths, thickness * 0.92, label=key, **style.fill(i, key))
         for y, width, row in zip(centers, widths, rows, strict=True):
             style.write(
                 axes, "not known" if row[key] is None else style.size(row[key]), width, y
@@ -55,6 +55,7 @@ def memory_breakdown(
     rows: Rows,
     *,
     values: Sequence[str] = ("arguments", "temporaries"),
+    kinds: Mapping[str, str] | None = None,
     xlabel: str = "memory (GiB)",
     title: str = "",
 ) -> Figure:
@@ -63,6 +64,7 @@ def memory_breakdown(
     Args:
       rows: one mapping or dataclass per case, with its name as `name`.
       values: the keys that hold bytes, which are also the legend.
+      kinds: a key of `values` -> the kind (`measure.tape.KINDS`) whose colour it takes.
       xlabel: label of the axis, in GiB.
       title: of the picture.
 
@@ -74,7 +76,8 @@ def memory_breakdown(
     left = [0.0] * len(rows)
     for i, key in enumerate(values):
         widths = [row[key] / GIB for row in rows]
-        axes.barh(range(len(rows)), widths, 0.62, left=left, label=key, **style.fill(i))
+        look = style.fill(i, (kinds or {}).get(key, key))
+        axes.barh(range(len(rows)), widths, 0.62, left=left, label=key, **look)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for y, total in enumerate(left):
         style.write(axes, style.size(total * GIB), total, y)

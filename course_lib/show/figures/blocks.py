@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from course_lib.show.figures import style
-from course_lib.show.figures.tapes import LOOKS
 
 
 def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure:
@@ -31,7 +30,7 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     flow.axis("off")
     most = max(row["bytes"] for row in rows) or 1
     for y, row in enumerate(rows):
-        color, hatch = LOOKS[row["part"]]
+        color, hatch = style.KINDS[row["part"]]
         box = FancyBboxPatch(
             (0.3, y - 0.3), 0.68, 0.6, boxstyle="round,pad=0.0,rounding_size=0.05",
             facecolor="white", edgecolor=color, linewidth=1.6,

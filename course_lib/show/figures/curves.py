@@ -46,8 +46,8 @@ def lines(
             for name, points in series.items()
         }
     figure, axes = style.canvas()
-    for i, points in enumerate(series.values()):
-        axes.plot(*zip(*points, strict=True), **style.stroke(i))
+    for i, (name, points) in enumerate(series.items()):
+        axes.plot(*zip(*points, strict=True), **style.stroke(i, name))
     if logx:
         axes.set_xscale("log")
         ticks = sorted({x for points in series.values() for x, _ in points})
@@ -100,13 +100,21 @@ def loss_curve(
     return figure
 
 
-def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figure:
+def trace(
+    points: Points,
+    xlabel: str,
+    ylabel: str,
+    baselines: Mapping[str, style.Number] | None = None,
+    *,
+    title: str = "",
+) -> Figure:
     """Draws one thin line without markers, from 0 up: for a value at each of many steps.
 
     Args:
       points: (x, y).
       xlabel: label of the x axis, with its unit.
       ylabel: label of the y axis, with its unit.
+      baselines: label -> value to compare with, in the unit of y, drawn as a dotted line.
       title: of the picture.
 
     Raises:
@@ -115,8 +123,15 @@ def trace(points: Points, xlabel: str, ylabel: str, *, title: str = "") -> Figur
     _check({"points": points})
     figure, axes = style.canvas(height=2.5)
     axes.plot(*zip(*points, strict=True), color=style.COLORS[0], linewidth=1.2)
+    for value in (baselines or {}).values():
+        axes.axhline(value, color="black", linestyle=":", linewidth=1.2)
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    if baselines:
+        ends = [(_end(points)[0], value) for value in baselines.values()]
+        style.label_right(
+            axes, ends, [f"{name} {value:.2f}" for name, value in baselines.items()]
+        )
     return figure
 
 
@@ -245,12 +260,12 @@ def roofline_plot(
     every = [*corners, *(point["intensity"] for point in points)]
     low, high = min(every) / 3, max(every) * 20
     figure, axes = style.canvas(height=4)
-    for i, (peak, corner) in enumerate(zip(peaks.values(), corners, strict=True)):
+    for i, ((dtype, peak), corner) in enumerate(zip(peaks.items(), corners, strict=True)):
         roof = [bandwidth * low / 1e12, peak / 1e12, peak / 1e12]
-        axes.plot([low, corner, high], roof, **style.stroke(i) | {"marker": ""})
+        axes.plot([low, corner, high], roof, **style.stroke(i, dtype) | {"marker": ""})
     for point in points:
         place, peak = (point["intensity"], point["rate"] / 1e12), peaks[point["dtype"]]
-        look = style.stroke(list(peaks).index(point["dtype"]))
+        look = style.stroke(list(peaks).index(point["dtype"]), point["dtype"])
         axes.plot(*place, **look | {"linestyle": "", "markersize": 8})
         # on a roof: above the highest one, below the others; on the slope: right of it
         on_roof, highest = point["rate"] > 0.99 * peak, peak == max(peaks.values())

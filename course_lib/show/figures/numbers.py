@@ -145,7 +145,7 @@ def gradient_histogram(
     ):
         every = magnitudes[label]
         percent = np.histogram(np.log2(entries), edges)[0] / every.size * 100
-        axes.stairs(percent, edges, fill=True, **style.fill(i) | {"hatch": ""})
+        axes.stairs(percent, edges, fill=True, **style.fill(i, "gradients") | {"hatch": ""})
         _shade(axes, edges[0], underflow, "xx", "#F4C7C3")
         _shade(axes, underflow, subnormal, "//", "#FFF3C4")
         _shade(axes, overflow, edges[-1], "xx", "#F4C7C3")

@@ -22,15 +22,31 @@ from course_lib.measure.units import GIB, MIB
 Number = int | float
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
+
+# Phases, formats and kinds of memory keep their colours in all pictures of the course.
 PHASES = {
-    "forward": COLORS[0],
-    "backward": COLORS[1],
-    "recomputation": COLORS[2],
-    "optimizer": COLORS[3],
+    "forward": "#5E3C99",
+    "backward": "#8C510A",
+    "recomputation": "#B5A642",
+    "optimizer": "#7A0177",
     "other": "#999999",
 }
 """The parts of a train step, in the order of a picture, with their colours."""
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
+FORMATS = {"float32": "#1A1A1A", "bfloat16": "#00838F", "float16": "#B2182B"}
+"""Number formats, with their colours."""
+KINDS = {
+    "parameters": ("#4C566A", ""),
+    "optimizer state": ("#8F9BB3", "///"),
+    "results": ("#D55E00", "ooo"),
+    "residual stream": ("#56B4E9", ""),
+    "attention": ("#0072B2", "..."),
+    "MLP": ("#009E73", ""),
+    "logits and loss": ("#CC79A7", "xxx"),
+    "gradients": ("#E69F00", "\\\\\\"),
+    "other activations, batch": ("#D9D9D9", ""),
+}
+"""What memory is for (`measure.tape`), in the order of a picture, with colours and hatches."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
 GREY = "#5F5F5F"
@@ -103,20 +119,33 @@ def refuse_empty(argument: str, sizes: Mapping[str, int], content: str) -> None:
         raise ValueError(f"{argument}={empty} must have {content}: there is nothing to draw")
 
 
-def fill(i: int) -> dict[str, Any]:
-    """Returns the look of the i-th kind of bar: colour, hatch, dark edge."""
+def color(i: int, name: str = "") -> str:
+    """Returns the colour of the i-th thing in a picture.
+
+    Args:
+      i: its place, which gives a colour to names without one of their own.
+      name: a format or a phase, perhaps with more words ("float16, scaled"); or a kind.
+    """
+    if name in KINDS:
+        return KINDS[name][0]
+    own = PHASES | FORMATS
+    return own.get(name.split(",")[0].split(" ")[0], COLORS[i % 7])
+
+
+def fill(i: int, name: str = "") -> dict[str, Any]:
+    """Returns the look of the i-th kind of bar: colour (`color`), hatch, dark edge."""
     return {
-        "facecolor": COLORS[i % 7],
+        "facecolor": color(i, name),
         "hatch": HATCHES[i % 7],
         "edgecolor": "black",
         "linewidth": 0.6,
     }
 
 
-def stroke(i: int) -> dict[str, Any]:
-    """Returns the look of the i-th line: colour, dash pattern, marker."""
+def stroke(i: int, name: str = "") -> dict[str, Any]:
+    """Returns the look of the i-th line: colour (`color`), dash pattern, marker."""
     return {
-        "color": COLORS[i % 7],
+        "color": color(i, name),
         "linestyle": DASHES[i % 7],
         "marker": MARKERS[i % 7],
         "markeredgecolor": "white",

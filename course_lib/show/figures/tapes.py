@@ -8,19 +8,6 @@ from matplotlib.figure import Figure
 
 from course_lib.show.figures import style
 
-# A kind keeps its colour and hatch in all pictures of the course.
-LOOKS = {
-    "parameters": ("#4C566A", ""),
-    "optimizer state": ("#8F9BB3", "///"),
-    "results": ("#D55E00", "ooo"),
-    "residual stream": ("#56B4E9", ""),
-    "attention": ("#0072B2", "..."),
-    "MLP": ("#009E73", ""),
-    "logits and loss": ("#CC79A7", "xxx"),
-    "gradients": ("#E69F00", "\\\\\\"),
-    "other activations, batch": ("#D9D9D9", ""),
-}
-
 
 def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
     """Draws what one or several steps hold in memory at each instruction, by kind.
@@ -45,7 +32,7 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
     panels = figure.subplots(len(steps), 1, squeeze=False, sharey=True).ravel()
     occurring = [
         kind
-        for kind in LOOKS
+        for kind in style.KINDS
         if any(max(row["bytes"].get(kind, [0])) > row["peak"] / 1000 for row in steps.values())
     ]
     top = max(row["peak"] for row in steps.values())
@@ -58,7 +45,7 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
             range(length), *(levels[kind] for kind in kinds), labels=kinds, linewidth=0
         )
         for layer, kind in zip(layers, kinds, strict=True):
-            color, hatch = LOOKS[kind]
+            color, hatch = style.KINDS[kind]
             layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
         highest = int(np.sum(list(levels.values()), axis=0).argmax())
         peak = row["peak"] / unit

@@ -95,7 +95,7 @@ def step_timeline(
         spans["any operation"].append(span)
     figure, axes = style.canvas(width=8.5, height=1.0 + 0.3 * len(rows))
     for y, name in enumerate(rows):
-        color = style.PHASES.get(name, style.COLORS[y % 7])
+        color = style.color(y, name)
         color = "black" if name == "any operation" else color
         axes.broken_barh(
             spans[name], (y - 0.38, 0.76), facecolor=color, edgecolor=color, linewidth=0.3

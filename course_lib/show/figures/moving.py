@@ -1,0 +1,87 @@
+"""A moving picture: stored pictures, and a slider that shows one of them at a time."""
+
+import base64
+import html
+import io
+import json
+from collections.abc import Mapping
+from string import Template
+
+import PIL.Image
+from matplotlib.figure import Figure
+
+COLORS = 64  # of a stored picture: half the bytes, and nothing that a reader would miss
+
+_PAGE = Template("""\
+<div class="moving"><img src="$still" alt="$alt" style="max-width: 100%"></div>
+<script>
+(() => {
+  const frames = $frames, labels = $labels, script = document.currentScript;
+  const all = [...(script ? script.parentNode : document).querySelectorAll(".moving")];
+  const box = all.filter(each => !each.querySelector("input")).at(-1);
+  const slider = Object.assign(document.createElement("input"),
+    {type: "range", min: 0, max: frames.length - 1, value: $first, style: "width: 300px"});
+  const label = Object.assign(document.createElement("label"), {style: "display: block"});
+  const text = document.createElement("b");
+  label.append("$name ", slider, " ", text);
+  const show = () => {
+    box.querySelector("img").src = "data:image/png;base64," + frames[slider.value];
+    text.textContent = labels[slider.value];
+  };
+  slider.addEventListener("input", show);
+  box.prepend(label);
+  show();
+})();
+</script>""")
+
+
+class Moving:
+    """A moving picture that a notebook displays. See `moving`."""
+
+    def __init__(self, frames: list[bytes], labels: list[str], name: str, still: int):
+        self.frames, self.labels, self.name, self.still = frames, labels, name, still
+
+    def __repr__(self) -> str:
+        return f"<moving picture of {len(self.frames)} frames: {', '.join(self.labels)}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the still picture, and a script that adds the slider."""
+        encoded = [base64.b64encode(frame).decode() for frame in self.frames]
+        return _PAGE.substitute(
+            still=f"data:image/png;base64,{encoded[self.still]}",
+            alt=html.escape(f"{self.name}: {self.labels[self.still]}"),
+            frames=json.dumps(encoded),
+            labels=json.dumps(self.labels).replace("<", "\\u003c"),
+            first=self.still,
+            name=html.escape(self.name),
+        )
+
+
+def moving(frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> Moving:
+    """Joins pictures into one with a slider.
+
+    The output holds every picture, so the slider needs neither Python nor a network. Without
+    scripts, as on GitHub or in a notebook that is not trusted, it is the still picture.
+
+    Args:
+      frames: label -> picture, in the order of the slider. Equal axes make changes visible.
+      name: of the quantity that the slider changes, such as "minibatches".
+      still: the index of the picture that is shown first, or without scripts.
+
+    Raises:
+      ValueError: if there are fewer than two pictures, or `still` is none of them.
+    """
+    if len(frames) < 2:
+        raise ValueError(f"frames={list(frames)} must hold at least two pictures to move")
+    if not 0 <= still < len(frames):
+        raise ValueError(f"still={still} must be the index of one of {len(frames)} frames")
+    return Moving([_png(figure) for figure in frames.values()], list(frames), name, still)
+
+
+def _png(figure: Figure) -> bytes:
+    """Returns a figure as a PNG with a palette."""
+    drawn, stored = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    image = PIL.Image.open(drawn).convert("RGB").quantize(COLORS, dither=PIL.Image.Dither.NONE)
+    image.save(stored, format="png", optimize=True)
+    return stored.getvalue()
