@@ -1,4 +1,5 @@
-"""Draws the README's picture of the game, docs/game.png, from the recorded ladder of moves.
+"""Draws the README's picture of the game, docs/game.png, from the recorded ladder of moves, and
+records the same ladder in float16 for a T4.
 
     python tools/draw_game.py                    # from the record
     COURSE_RECORD=1 python tools/draw_game.py    # compiles the moves first: minutes
@@ -8,11 +9,14 @@ picture carries a digest of its rows, so that a test can tell whether it is up t
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import jax
 
 from course_lib import lessons
 from course_lib.lessons import game
@@ -25,8 +29,30 @@ MOVES = sorted((ROOT / "tests" / "lessons" / "moves").glob("move_*.py"))
 PICTURE = ROOT / "docs" / "game.png"
 GPU = "a5000"
 
+# A T4 multiplies no bfloat16, and float16 needs a loss scale (notebook 1).
+SCALED = """
+SCALE = 2.0**15
 
-def moves() -> dict[str, Any]:
+
+def value_and_grad(loss):
+    def scaled(params, batch):
+        value, grads = jax.value_and_grad(lambda params: SCALE * loss(params, batch))(params)
+        return value / SCALE, jax.tree.map(lambda g: g / SCALE, grads)
+
+    return scaled
+"""
+
+
+def source(path: Path, gpu: str) -> str:
+    """Returns the program of a move; for a T4, in float16 with a loss scale."""
+    text = path.read_text()
+    if score.half_dtype(gpu) == "bfloat16":
+        return text
+    scaled = text.replace("bfloat16", "float16")
+    return SCALED + scaled.replace("jax.value_and_grad(loss)", "value_and_grad(loss)")
+
+
+def moves(gpu: str = GPU) -> dict[str, Any]:
     """Returns the `make_step` of the first step and of each move, by name."""
     by_name = {"first step": game.first_step}
 
@@ -35,21 +61,28 @@ def moves() -> dict[str, Any]:
 
     with mock.patch.object(lessons, "submit", submit):
         for path in MOVES:
-            exec(compile(path.read_text(), path.name, "exec"), {})
+            exec(compile(source(path, gpu), path.name, "exec"), {"jax": jax})
     return by_name
 
 
-def compiled(name: str) -> dict[str, Any]:
+def compiled(name: str, gpu: str = GPU) -> dict[str, Any]:
     """Returns the row of a move, compiled here."""
-    result, _ = score.compile_step(moves()[name], GPU, name)
+    result, _ = score.compile_step(moves(gpu)[name], gpu, name)
     return {"case": name, **dataclasses.asdict(result)}
 
 
-def scores() -> list[score.Score]:
+def scores(gpu: str = GPU) -> list[score.Score]:
     """Returns the recorded ladder; compiles and records it under `COURSE_RECORD=1`."""
     sizes = dataclasses.asdict(game.REAL)
     del sizes["optimizer"]
-    table = recorded.partly_live("game_a5000", compiled, [], cases=list(moves()), sizes=sizes)
+    table = recorded.partly_live(
+        f"game_{gpu}",
+        functools.partial(compiled, gpu=gpu),
+        [],
+        cases=list(moves(gpu)),
+        sizes=sizes,
+        accelerator=gpu,
+    )
     return [
         score.Score(**{key: value for key, value in row.items() if key != "case"})
         for row in table.rows
@@ -69,3 +102,4 @@ if __name__ == "__main__":
     figure = submission.picture(ladder, GPU)
     figure.savefig(PICTURE, dpi=150, metadata={"Description": digest(ladder)})
     print(f"drew {PICTURE.name}")
+    submission.table(scores("t4"), "t4")

@@ -27,7 +27,6 @@ def fails(*arguments):
 FUNCTIONS = [
     check.scaled_step,
     check.stochastic_round,
-    check.half_the_activations,
     check.keep_one_value,
     check.square_root,
     check.accumulation,
@@ -56,6 +55,9 @@ PREDICTIONS = {
 }
 
 
+PAIRS = [check.small_tanh]  # these take two functions
+
+
 def name(value):
     return getattr(value, "__name__", str(value))
 
@@ -75,6 +77,14 @@ def test_a_stub_gets_a_hint_and_an_error_is_repeated(the_check, capsys):
     assert answer(capsys, the_check, 3).startswith("✗ ")
 
 
+@pytest.mark.parametrize("the_check", PAIRS, ids=name)
+def test_a_pair_of_stubs_gets_a_hint_and_an_error_is_repeated(the_check, capsys):
+    hint = answer(capsys, the_check, unfinished, unfinished)
+    assert hint.startswith("✗ Nothing returned yet. ")
+    assert "KeyError: 'nope'" in answer(capsys, the_check, fails, fails)
+    assert answer(capsys, the_check, 3, 3).startswith("✗ ")
+
+
 @pytest.mark.parametrize("the_check", PREDICTIONS, ids=name)
 def test_a_prediction_that_is_not_made_gets_a_hint(the_check, capsys):
     number = PREDICTIONS[the_check]
@@ -83,7 +93,7 @@ def test_a_prediction_that_is_not_made_gets_a_hint(the_check, capsys):
 
 
 def test_every_check_is_tried_here():
-    assert {name(one) for one in [*FUNCTIONS, *PREDICTIONS]} == set(check.__all__)
+    assert {name(one) for one in [*FUNCTIONS, *PREDICTIONS, *PAIRS]} == set(check.__all__)
 
 
 def test_a_check_that_cannot_read_an_answer_says_so_and_does_not_raise(capsys):
@@ -118,14 +128,22 @@ def rounded_with(bits, shared=False, least=0, dtype=jnp.bfloat16):
     return stochastic_round
 
 
-def half(inputs=True, parameters=True, outputs=jnp.float32):
-    def loss(params, x, y):
-        if parameters:
-            params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-        hidden = jnp.tanh((x.astype(jnp.bfloat16) if inputs else x) @ params["in"])
-        return jnp.mean(((hidden @ params["out"]).astype(outputs) - y.astype(outputs)) ** 2)
+def tanh_forward(x, result=jnp.float32, dtype=jnp.bfloat16, rounds="derivative"):
+    t = jnp.tanh(x)
+    saved = {"derivative": 1 - t**2, "tanh": t, "x": x}[rounds]
+    return t.astype(result), saved.astype(dtype)
 
-    return loss
+
+def tanh_backward(saved, g):
+    return saved.astype(jnp.float32) * g
+
+
+def from_tanh(saved, g):
+    return (1 - saved.astype(jnp.float32) ** 2) * g
+
+
+def rounding(**options):
+    return lambda x: tanh_forward(x, **options)
 
 
 def gelu(x):
@@ -334,7 +352,6 @@ WRONG = [
     (check.loss_scale_range, (5.9, 14.9), "whole exponent"),
     (check.scaled_step, (elementwise,), "One entry"),
     (check.scaled_step, (lambda loss, params, scale, rate: params,), "was skipped"),
-    (check.half_the_activations, (jax.checkpoint(half(False, False)),), "recomputed"),
     (check.square_root, (looped(4),), "hold 20"),
     (check.scores_outgrow_mlp, (0,), "at least one"),
     (check.scores_outgrow_mlp, (float("inf"),), "finitely"),
@@ -368,10 +385,19 @@ WRONG = [
     (check.stochastic_round, (rounded_with(16, least=0x8000),), "mean"),
     (check.stochastic_round, (rounded_with(17),), "next number"),
     (check.stochastic_round, (rounded_with(16, dtype=jnp.float32),), "not bfloat16"),
-    (check.half_the_activations, (half(inputs=False),), "both factors"),
-    (check.half_the_activations, (half(parameters=False),), "both factors"),
-    (check.half_the_activations, (half(outputs=jnp.bfloat16),), "float32 before the mean"),
-    (check.half_the_activations, (lambda p, x, y: half()(p, x, y) * 2,), "in float32 it is"),
+    (check.small_tanh, (jnp.tanh, tanh_backward), "two things"),
+    (check.small_tanh, (tanh_forward, unfinished), "Nothing returned yet. backward"),
+    (check.small_tanh, (rounding(result=jnp.bfloat16), tanh_backward), "is bfloat16; float32"),
+    (check.small_tanh, (lambda x: tanh_forward(2 * x), tanh_backward), "Round what is saved"),
+    (check.small_tanh, (rounding(dtype=jnp.float32), tanh_backward), "4 bytes per number"),
+    (check.small_tanh, (rounding(rounds="tanh"), from_tanh), "tanh is near 1 or -1"),
+    (
+        check.small_tanh,
+        (rounding(rounds="x"), lambda x, g: from_tanh(jnp.tanh(x.astype("float32")), g)),
+        "tanh is near 1 or -1",
+    ),
+    (check.small_tanh, (tanh_forward, lambda saved, g: 1.0 * saved.astype("float32")), "by g"),
+    (check.small_tanh, (tanh_forward, lambda saved, g: from_tanh(saved, g)), "times the right"),
     (check.keep_one_value, (gelu,), "inside `jax.checkpoint`"),
     (check.keep_one_value, (jax.checkpoint(gelu),), "the policy"),
     (check.keep_one_value, (jax.checkpoint(gelu, policy=NAMES("t")),), "second value"),

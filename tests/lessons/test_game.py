@@ -74,6 +74,15 @@ def test_each_reference_move_has_the_updates_of_the_first_step(path, capsys, no_
     assert capsys.readouterr().out.startswith("✓ The updates equal")
 
 
+@pytest.mark.parametrize("name", draw_game.moves("t4"))
+def test_each_reference_move_passes_in_float16_with_a_loss_scale_for_a_t4(
+    name, capsys, no_virtual_gpu
+):
+    printed = submit(capsys, draw_game.moves("t4")[name], "t4")
+    dtype = "float32" if name == "first step" else "float16"
+    assert printed.startswith("✓ The updates equal") and f"{dtype} may differ" in printed
+
+
 def test_the_first_step_passes_and_so_does_one_that_is_not_jitted(capsys, no_virtual_gpu):
     def plain(config):
         return game.first_step(config).__wrapped__
@@ -409,6 +418,17 @@ def test_the_moves_lead_down_the_ladder_and_the_last_is_the_fastest_that_fits():
     assert last.extra_flops == 0
 
 
+def test_in_float16_the_same_moves_lead_to_both_targets_on_a_t4():
+    ladder = draw_game.scores("t4")
+    first, *others = ladder
+    *down, last = ladder
+    assert {one.gpu for one in ladder} == {"t4"} and len(ladder) == 1 + len(MOVES)
+    assert all(above.peak > below.peak for above, below in itertools.pairwise(down))
+    assert [one.fits for one in ladder] == [False, False, True, True, True, True, True]
+    assert down[-1].small and last.fast and last.extra_flops == 0
+    assert all(one.seconds < first.seconds / 2 for one in others)
+
+
 def test_the_picture_of_the_ladder_is_that_of_the_recorded_rows():
     ladder = draw_game.scores()
     with PIL.Image.open(draw_game.PICTURE) as picture:
@@ -426,10 +446,12 @@ def test_the_notebooks_solutions_are_the_moves():
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", draw_game.moves())
-def test_a_move_compiles_to_its_recorded_score(name):
-    recorded = {one.name: one for one in draw_game.scores()}[name]
-    found = draw_game.compiled(name)
+@pytest.mark.parametrize(
+    ("gpu", "name"), [(gpu, name) for gpu in ("a5000", "t4") for name in draw_game.moves(gpu)]
+)
+def test_a_move_compiles_to_its_recorded_score(gpu, name):
+    recorded = {one.name: one for one in draw_game.scores(gpu)}[name]
+    found = draw_game.compiled(name, gpu)
     assert found["peak"] == pytest.approx(recorded.peak, rel=0.02)
     assert found["seconds"] == pytest.approx(recorded.seconds, rel=0.02)
     assert found["extra_flops"] == pytest.approx(recorded.extra_flops)

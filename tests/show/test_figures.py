@@ -150,7 +150,7 @@ TAPE = Object(
     peak=5 * GIB,
 )
 BLOCK = [
-    {"part": "attention", "name": "scores", "bytes": 2 * GIB, "saved": False},
+    {"part": "attention", "name": "scores", "bytes": GIB // 2, "again": 2 * GIB},
     {"part": "attention", "name": "output layer", "bytes": 0},
     {"part": "MLP", "name": "hidden layer", "bytes": GIB},
 ]
@@ -405,10 +405,11 @@ def test_a_heap_timeline_marks_each_peak():
 def test_a_block_shows_how_much_each_operation_saves_and_says_what_is_computed_again():
     figure = figures.block(BLOCK)
     bars = figure.axes[1].patches
-    assert [bar.get_width() for bar in bars] == [2 * GIB, 0, GIB]
-    assert [bar.get_facecolor()[3] for bar in bars] == [0, 1, 1]
+    assert [bar.get_width() for bar in bars] == [GIB // 2, 2 * GIB, 0, GIB]
+    assert [bar.get_x() for bar in bars] == [0, GIB // 2, 0, 0]
+    assert [bar.get_facecolor()[3] for bar in bars] == [1, 0, 1, 1]
     labels = {t.get_text() for t in texts(figure)}
-    assert {"2.0 GiB, computed again", "nothing", "1.0 GiB", "scores"} <= labels
+    assert {"512 MiB, 2.0 GiB again", "nothing", "1.0 GiB", "scores"} <= labels
 
 
 def test_a_tape_stacks_its_kinds_up_to_the_peak_and_marks_it():

@@ -33,9 +33,9 @@ from course_lib.lessons.check.gradient_accumulation import (
     smallest_number_of_minibatches,
 )
 from course_lib.lessons.check.mixed_precision import (
-    half_the_activations,
     loss_scale_range,
     scaled_step,
+    small_tanh,
     stochastic_round,
 )
 from course_lib.lessons.check.profiling import (
@@ -74,7 +74,6 @@ __all__ = [
     "dropped",
     "forgotten_division",
     "gated_mlp",
-    "half_the_activations",
     "hidden_with_latency",
     "keep_one_value",
     "looks_ahead",
@@ -90,6 +89,7 @@ __all__ = [
     "scaled_step",
     "scan_over_layers",
     "scores_outgrow_mlp",
+    "small_tanh",
     "smallest_number_of_minibatches",
     "square_root",
     "stack_less",

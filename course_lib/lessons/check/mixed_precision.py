@@ -12,7 +12,7 @@ from course_lib.lessons.check.answers import (
     require,
     same_shapes,
 )
-from course_lib.one_device import mixed_precision, rematerialization
+from course_lib.one_device import mixed_precision
 
 
 @exercise
@@ -156,60 +156,49 @@ def stochastic_round(your_round):
 
 
 @exercise
-def half_the_activations(your_loss):
-    """Checks `your_loss(params, x, y)`: activations in bfloat16, loss and gradients in float32.
+def small_tanh(your_forward, your_backward):
+    """Checks the two halves of a tanh that saves 2 bytes per number.
 
-    `params` is `{"in": [64 256], "out": [256 64]}` in float32, x and y are [512 64].
+    `your_forward(x) -> (result, saved)` and `your_backward(saved, g) -> gradient`, where x, the
+    result, g (the gradient of the result) and the gradient are float32 [4096].
     """
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "in": jax.random.normal(keys[0], (64, 256)) / 8,
-        "out": jax.random.normal(keys[1], (256, 64)) / 16,
-    }
-    x, y = jax.random.normal(keys[2], (512, 64)), jax.random.normal(keys[3], (512, 64))
-
-    def float32_loss(params, x, y):
-        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
-
-    yours = call(
-        your_loss,
-        params,
-        x,
-        y,
-        hint="Cast the parameters and x inside the function, and only there.",
+    x = jnp.linspace(-4, 4, 4096)
+    g = jnp.where(jnp.arange(x.size) % 2, -3.0, 2.0)
+    hint = "forward returns the result and what the backward pass needs."
+    pair = call(your_forward, x, hint=hint)
+    require(
+        isinstance(pair, tuple) and len(pair) == 2,
+        "forward should return two things: the result, and what is saved.",
+    )
+    result, saved = pair
+    same_shapes(result, x, "the result")
+    require(
+        close(result, jnp.tanh(x), 1e-6),
+        "The result is not the tanh of float32. Round what is saved, not the result.",
+    )
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(saved)) / x.size
+    require(num_bytes <= 2, f"{num_bytes:g} bytes per number are saved; 2 are enough.")
+    hint = "backward returns the derivative of the tanh, times g."
+    yours = call(your_backward, saved, g, hint=hint)
+    same_shapes(yours, x, "the gradient")
+    derivative = 1 - jnp.tanh(x) ** 2
+    require(
+        not close(yours, derivative, 0.01),
+        "This is the derivative of the tanh. The chain rule multiplies it by g.",
+    )
+    ratio = np.asarray(yours / (derivative * g))
+    off = np.abs(ratio - 1)
+    typical, worst = np.argsort(off)[[off.size // 2, -1]]
+    require(
+        off[typical] < 0.1,
+        f"The gradient at x = {x[typical]:.2f} is {ratio[typical]:.3g} times the right one.",
     )
     require(
-        jnp.shape(yours) == (), f"A loss is one number; yours has shape {jnp.shape(yours)}."
+        off[worst] < 0.005,
+        f"The gradient at x = {x[worst]:.2f} is {ratio[worst]:.3g} times the right one. There"
+        " tanh is near 1 or -1, and a small rounding of what you saved is a large one of 1 -"
+        " tanh^2. Which number could you round instead?",
     )
-    require(
-        yours.dtype == jnp.float32,
-        f"The loss is {yours.dtype}: cast to float32 before the mean, or its sum loses bits.",
+    return (
+        f"{num_bytes:g} bytes per number, and the gradient is off by {off[worst]:.2%} at most."
     )
-    expected = float32_loss(params, x, y)
-    require(
-        abs(yours / expected - 1) < 0.02,
-        f"The loss is {yours:.4f}; in float32 it is {expected:.4f}.",
-    )
-    grads, right = jax.grad(your_loss)(params, x, y), jax.grad(float32_loss)(params, x, y)
-    same_shapes(grads, params, "the gradient")
-    require(close(grads, right, 0.05), "The gradients are more than 5% away from float32's.")
-
-    def hidden_bytes(loss):
-        saved = rematerialization.residuals(loss, params, x, y)
-        return sum(array.bytes for array in saved if array.shape == (512, 256))
-
-    before, after = hidden_bytes(float32_loss), hidden_bytes(your_loss)
-    require(
-        after > 0,
-        "No hidden activations are saved: they are recomputed. Save them in bfloat16.",
-    )
-    require(
-        after < before,
-        f"The hidden activations still take {after:,} bytes. bfloat16 times float32 gives"
-        " float32: cast both factors.",
-    )
-    require(
-        after <= before / 2,
-        f"The hidden activations take {after:,} bytes; {before // 2:,} are enough.",
-    )
-    return f"{after:,} bytes of hidden activations instead of {before:,}."

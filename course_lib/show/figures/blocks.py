@@ -14,21 +14,21 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
 
     Args:
       operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"),
-        "name", "bytes" saved for the backward pass, and optionally "saved": False for what a
-        rematerialization policy drops. Neighbours of one part form a branch, which the residual
-        stream passes by.
+        "name", "bytes" saved for the backward pass, and optionally "again": the bytes that a
+        rematerialization policy drops and computes again. Neighbours of one part form a branch,
+        which the residual stream passes by.
       title: of the picture.
 
     Raises:
       ValueError: if there is none.
     """
-    rows = [{"saved": True, **row} for row in operations]
+    rows = [{"again": 0, **row} for row in operations]
     style.refuse_empty("operations", {"operations": len(rows)}, "operations")
     figure = Figure(figsize=(8.5, 1.0 + 0.42 * len(rows)), layout="constrained")
     flow, bars = figure.subplots(1, 2, width_ratios=(1, 1.6), sharey=True)
     flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
     flow.axis("off")
-    most = max(row["bytes"] for row in rows) or 1
+    most = max(row["bytes"] + row["again"] for row in rows) or 1
     for y, row in enumerate(rows):
         color, hatch = style.KINDS[row["part"]]
         box = FancyBboxPatch(
@@ -40,11 +40,13 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
         if y and rows[y - 1]["part"] == row["part"]:
             flow.add_patch(_arrow((0.64, y - 0.7), (0.64, y - 0.3)))
         bar = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-        if not row["saved"]:
-            bar = {"facecolor": "none", "edgecolor": color, "linestyle": "--", "linewidth": 1.2}
         bars.barh(y, row["bytes"], height=0.6, **bar)
         text = style.size(row["bytes"]) if row["bytes"] else "nothing"
-        style.write(bars, text if row["saved"] else f"{text}, computed again", row["bytes"], y)
+        if row["again"]:
+            bar = {"facecolor": "none", "edgecolor": color, "linestyle": "--", "linewidth": 1.2}
+            bars.barh(y, row["again"], height=0.6, left=row["bytes"], **bar)
+            text += f", {style.size(row['again'])} again"
+        style.write(bars, text, row["bytes"] + row["again"], y)
     for first, last in _branches(rows):
         flow.add_patch(_arrow((0.12, first - 0.75), (0.12, last + 0.75)))
         flow.add_patch(_arrow((0.12, first - 0.5), (0.3, first)))
