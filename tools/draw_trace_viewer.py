@@ -1,4 +1,4 @@
-"""Draws docs/trace_viewer.png: TensorBoard's trace viewer, as a browser shows it.
+"""Draws the picture of TensorBoard's trace viewer in notebook 6, as a browser shows it.
 
     python tools/draw_trace_viewer.py
 
@@ -11,6 +11,7 @@ Needs TensorBoard with its profile plugin (in the course's environment), Playwri
 Run it on an idle machine, since the picture shows times.
 """
 
+import base64
 import contextlib
 import os
 import pathlib
@@ -25,12 +26,14 @@ import urllib.request
 from collections.abc import Iterator
 
 import jax
+import nbformat
 
 from course_lib import configs, training
 from course_lib.one_device import profiling
 from course_lib.text import data
 
-PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "trace_viewer.png"
+NOTEBOOK = pathlib.Path(__file__).parent.parent / "notebooks" / "06_profiling.ipynb"
+PICTURE = "trace_viewer.png"
 STEPS = 3
 SECONDS = 120  # until everything is on the screen
 
@@ -100,8 +103,8 @@ def tensorboard(folder: pathlib.Path) -> Iterator[str]:
         server.wait()
 
 
-def draw(page: str) -> str:
-    """Stores a picture of the trace viewer and returns what is in it."""
+def draw(page: str) -> tuple[bytes, str]:
+    """Returns a picture of the trace viewer as a PNG, and what is in it."""
     from playwright import sync_api
 
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
@@ -121,13 +124,23 @@ def draw(page: str) -> str:
         tab.wait_for_load_state("networkidle")
         shown = viewer.evaluate(ZOOM)
         viewer.wait_for_selector("text=hlo_module", timeout=1e3 * SECONDS)
-        inner.screenshot(path=PICTURE)
+        picture = inner.screenshot()
         browser.close()
-    return shown
+    return picture, shown
+
+
+def store(picture: bytes) -> None:
+    """Attaches the picture to the notebook's cell that shows it."""
+    notebook = nbformat.read(NOTEBOOK, 4)
+    [cell] = [cell for cell in notebook.cells if f"attachment:{PICTURE}" in cell.source]
+    cell.attachments = {PICTURE: {"image/png": base64.b64encode(picture).decode()}}
+    NOTEBOOK.write_text(nbformat.writes(notebook) + "\n")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         record(pathlib.Path(folder))
         with tensorboard(pathlib.Path(folder)) as page:
-            print(f"drew {PICTURE.name}: {draw(page)}")
+            picture, shown = draw(page)
+    store(picture)
+    print(f"drew {shown}")
