@@ -50,7 +50,8 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
         highest = int(np.sum(list(levels.values()), axis=0).argmax())
         peak = row["peak"] / unit
         axes.plot(highest, peak, marker="v", color="black", markersize=7)
-        style.write(axes, f"peak {peak:.3g} {unit_name}", highest, peak, shift=8)
+        number = f"{peak:,.0f}" if peak >= 100 else f"{peak:.3g}"
+        style.write(axes, f"peak {number} {unit_name}", highest, peak, shift=8)
         if row["backward"] is not None:
             axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
             after = " backward and update" if "optimizer state" in row["bytes"] else " backward"
