@@ -25,6 +25,7 @@ TECHNIQUE_LINES = {
     "04_buffer_donation": 25,
     "05_transformer": 60,
     "06_profiling": 25,
+    "07_collectives": 30,
     "10_tensor_parallel": 30,
     "11_async_tensor_parallel": 30,
 }

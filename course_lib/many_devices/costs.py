@@ -247,7 +247,11 @@ def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:
 
 
 def gradients(step: Step, params: Sequence[Leaf]) -> int:
-    """Returns the bytes of gradients: of one part of the batch, and of the sum over several."""
+    """Returns the bytes of gradients: of one part of the batch, and of the sum over several.
+
+    Stage 2 never holds a whole gradient. But its update gathers the new parameters beside the
+    old ones, which takes as much at the end of the step, so they are counted all the same.
+    """
     total = 0
     for leaf in params:
         # Stage 2 adds up slices, the other stages full gradients.

@@ -10,16 +10,19 @@ what it sends. P parameters, n devices:
     1      all         all        1/n        reduce-scatter of gradients, all-gather of new
                                              parameters: the same
     2      all         1/n        1/n        the same; with accumulation, a reduce-scatter per
-                                             minibatch (a minibatch has all gradients, their
-                                             sum 1/n)
+                                             minibatch
     3      1/n         1/n        1/n        all-gather twice (forward, backward) and
                                              reduce-scatter: 3 (n - 1) / n P
 
-Stage 3 is also called FSDP. Parameters are cut along the model's width (`sharding.ZERO`). The
+Stage 3 is also called FSDP. In stage 2 a layer's gradient is reduce-scattered inside of the
+backward pass, as soon as it is computed: no device ever holds more than one layer's gradient
+and its own slices. Parameters are cut along the model's width (`sharding.ZERO`). The
 few vectors without that dimension (biases of the hidden MLP, of queries, keys and values, and
 of the output) stay whole.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,12 +30,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 
 from course_lib.many_devices.meshes import vary
-from course_lib.many_devices.sharding import dim_of
+from course_lib.many_devices.sharding import dim_of, place
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 
@@ -56,9 +59,11 @@ def gradient(
     Each device draws dropout from its own key: `rng` with the device's index folded in.
 
     Args:
-      loss_fn: one device's loss, of its parts of the parameters and its share of the batch. If
-        all weights are 0 it must be 0 with gradient 0, as in `losses`: a device may have no
-        labels, and one NaN from 0 / 0 would reach all devices.
+      loss_fn: one device's loss, of its parts of the parameters and its share of the batch. In
+        stage 2 a parameter whose gradient is cut arrives as a `Scattered`, which
+        `scatter_layers` and `scatter_around` make whole again. If all weights are 0 it must be
+        0 with gradient 0, as in `losses`: a device may have no labels, and one NaN from 0 / 0
+        would reach all devices.
       mesh: with an axis "data".
       param_specs: specs of the parameters.
       grad_specs: specs of the returned gradients: cut over "data" from stage 1 on.
@@ -157,18 +162,96 @@ def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
 
 
 def _summed_gradient(loss_fn: LossFn, param_specs: PyTree, grad_specs: PyTree) -> GradFn:
-    """Returns a gradient function that sums over devices, and returns this device's part."""
+    """Returns a gradient function that sums over devices, and returns this device's part.
 
-    def share_of_mean(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
-        loss, metrics = loss_fn(params, batch, rng)
+    It differentiates with respect to the slices of `grad_specs`. In stage 2 these are cut from
+    the whole parameters, in stage 3 they are the parameters.
+    """
+
+    def share_of_mean(
+        slices: PyTree, params: PyTree, batch: PyTree, rng: Any
+    ) -> tuple[Array, PyTree]:
+        loss, metrics = loss_fn(jax.tree.map(beside, slices, params), batch, rng)
         total = _sum_of_metrics(metrics, AXIS)
         return loss * label_share(metrics, total), total
 
+    def beside(own: Array, param: Array) -> Any:
+        return own if own.shape == param.shape else Scattered(own, param)
+
     def grad_fn(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
-        grads, metrics = jax.grad(share_of_mean, has_aux=True)(params, batch, rng)
-        return sum_over_devices(grads, param_specs, grad_specs), metrics
+        slices = jax.tree.map(_own_slice, params, param_specs, grad_specs)
+        grads, metrics = jax.grad(share_of_mean, has_aux=True)(slices, params, batch, rng)
+        return sum_over_devices(grads, grad_specs, grad_specs), metrics
 
     return grad_fn
+
+
+def _own_slice(param: Array, param_spec: P, grad_spec: P) -> Array:
+    """Returns the slice of a parameter whose gradient this device keeps."""
+    dim = dim_of(grad_spec, AXIS)
+    if dim is None or dim_of(param_spec, AXIS) is not None:
+        return param
+    size = param.shape[dim] // jax.lax.axis_size(AXIS)
+    start = jax.lax.axis_index(AXIS) * size
+    return jax.lax.dynamic_slice_in_dim(param, start, size, dim)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scattered:
+    """A whole parameter, of which a device keeps a slice of the gradient (ZeRO stage 2).
+
+    Attributes:
+      own: this device's slice. Nothing reads its values: it is there to be differentiated.
+      whole: the parameter.
+    """
+
+    own: Array
+    whole: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scatter_gradient(own: Array, whole: Array, dim: int) -> Array:
+    """Returns the whole parameter. Its gradient is reduce-scattered, and is that of the slice.
+
+    A gather without a transfer: the transpose is that of an all-gather, and the whole is there
+    already.
+
+    Args:
+      own: this device's slice, along `dim`.
+      whole: the parameter.
+      dim: the dimension that "data" cuts.
+    """
+    return whole
+
+
+def _scatter_forward(own: Array, whole: Array, dim: int) -> tuple[Array, None]:
+    return whole, None
+
+
+def _scatter_backward(dim: int, _: None, grad: Array) -> tuple[Array, None]:
+    scattered = jax.lax.psum_scatter(grad, AXIS, scatter_dimension=dim, tiled=True)
+    return scattered, None  # the whole parameter is not differentiated
+
+
+scatter_gradient.defvjp(_scatter_forward, _scatter_backward)
+
+
+def scatter(params: PyTree, specs: PyTree) -> PyTree:
+    """Makes each `Scattered` parameter whole; others stay as they are.
+
+    Args:
+      params: pytree of arrays and `Scattered`.
+      specs: of the gradients.
+    """
+
+    def of_leaf(leaf: Any, spec: P) -> Array:
+        if not isinstance(leaf, Scattered):
+            return leaf
+        dim = dim_of(spec, AXIS)
+        return scatter_gradient(leaf.own, leaf.whole, dim)
+
+    return jax.tree.map(of_leaf, params, specs, is_leaf=lambda x: isinstance(x, Scattered))
 
 
 def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
@@ -228,13 +311,58 @@ def gather_around(
     """Returns a model that gathers the parameters outside of its layers: embeddings, last norm,
     output layer.
     """
+    return _around(apply_fn, specs, lambda params, specs: gather(params, specs, dtype))
 
-    def gathering(params: PyTree, inputs: Array, rng: Any) -> Any:
+
+def scatter_around(apply_fn: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
+    """Returns a model that scatters the gradients of the parameters outside of its layers.
+
+    `specs` are those of the gradients.
+    """
+    return _around(apply_fn, specs, scatter)
+
+
+def _around(
+    apply_fn: Callable[..., Any], specs: PyTree, change: Callable[[PyTree, PyTree], PyTree]
+) -> Callable[..., Any]:
+    def changed(params: PyTree, inputs: Array, rng: Any) -> Any:
         outside = {name: params[name] for name in params if not name.startswith("block")}
-        gathered = gather(outside, {name: specs[name] for name in outside}, dtype)
-        return apply_fn(params | gathered, inputs, rng)
+        of_outside = change(outside, {name: specs[name] for name in outside})
+        return apply_fn(params | of_outside, inputs, rng)
 
-    return gathering
+    return changed
+
+
+def of_layer(specs: PyTree, scanned: bool) -> PyTree:
+    """Returns the specs of one layer's parameters from those of all.
+
+    Those of scanned layers begin with the dimension of layers, which a layer does not see.
+    """
+    if not scanned:
+        return specs["block_0"]
+    return jax.tree.map(
+        lambda spec: P(*spec[1:]), specs["block"], is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def scatter_layers(
+    specs: PyTree, scanned: bool
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Returns a wrapper for `hooks.Hooks.layer`: a wrapped layer reduce-scatters its gradients
+    as soon as the backward pass has computed them.
+
+    Args:
+      specs: of all gradients.
+      scanned: whether the layers are scanned.
+    """
+    per_layer = of_layer(specs, scanned)
+
+    def wrap(module: type[nn.Module]) -> type[nn.Module]:
+        return nn.map_variables(
+            module, "params", lambda tree: {"params": scatter(tree["params"], per_layer)}
+        )
+
+    return wrap
 
 
 def gather_layers(
@@ -248,20 +376,63 @@ def gather_layers(
       dtype: as for `gather`.
       again: whether to drop the gathered parameters after the forward pass, and gather the
         kernels again in the backward pass. Else those of all layers stay until then.
-      scanned: whether the layers are scanned. Their specs then begin with the dimension of
-        layers, which a layer does not see.
+      scanned: whether the layers are scanned.
     """
-    of_layer = (
-        jax.tree.map(lambda spec: P(*spec[1:]), specs["block"]) if scanned else specs["block_0"]
-    )
+    per_layer = of_layer(specs, scanned)
 
     def wrap(module: type[nn.Module]) -> type[nn.Module]:
         gathering = nn.map_variables(
-            module, "params", lambda tree: {"params": gather(tree["params"], of_layer, dtype)}
+            module, "params", lambda tree: {"params": gather(tree["params"], per_layer, dtype)}
         )
         if not again:
             return gathering
         return nn.remat(gathering, prevent_cse=not scanned, policy=save_all_but_gathered)
+
+    return wrap
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def constrain_gradient(params: PyTree, places: tuple[NamedSharding, ...]) -> PyTree:
+    """Returns the parameters, whose gradients lie as `places` says, one per leaf.
+
+    The compiler then sums a gradient over devices where it is computed, and each device keeps a
+    slice.
+    """
+    return params
+
+
+def _constrain_forward(params: PyTree, places: Any) -> tuple[PyTree, None]:
+    return params, None
+
+
+def _constrain_backward(places: Any, _: None, grads: PyTree) -> tuple[PyTree]:
+    leaves, tree = jax.tree.flatten(grads)
+    return (jax.tree.unflatten(tree, map(jax.lax.with_sharding_constraint, leaves, places)),)
+
+
+constrain_gradient.defvjp(_constrain_forward, _constrain_backward)
+
+
+def constrain_layers(
+    specs: PyTree, mesh: Mesh, scanned: bool
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Returns the compiler's form of `scatter_layers`: a wrapped layer constrains its gradients
+    to the slices of the devices.
+
+    Args:
+      specs: of all gradients.
+      mesh: of the devices.
+      scanned: whether the layers are scanned.
+    """
+    per_layer = place(of_layer(specs, scanned), mesh)
+    places = tuple(jax.tree.leaves(per_layer))
+
+    def wrap(module: type[nn.Module]) -> type[nn.Module]:
+        return nn.map_variables(
+            module,
+            "params",
+            lambda tree: {"params": constrain_gradient(tree["params"], places)},
+        )
 
     return wrap
 

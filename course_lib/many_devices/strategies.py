@@ -257,7 +257,7 @@ def _ways(
             pipeline.loss(loss_fn, *parts),
         )
     if strategy.by == "hand":
-        loss_fn = _local_loss(model, mesh, strategy, param_specs)
+        loss_fn = _local_loss(model, mesh, strategy, specs)
         by_hand = functools.partial(
             data_parallel.gradient,
             mesh=mesh,
@@ -267,15 +267,22 @@ def _ways(
             cut=cut,
         )
         return loss_fn, by_hand, data_parallel.loss(loss_fn, mesh, param_specs)
-    loss_fn, placed = _constrained_loss(model, mesh, strategy), sharding.place(grad_specs, mesh)
+    placed = sharding.place(grad_specs, mesh)
+    loss_fn = _constrained_loss(model, mesh, strategy, grad_specs)
     return loss_fn, lambda loss_fn: cut(_gradient_by_compiler(placed, loss_fn)), loss_fn
 
 
 def _local_loss(
-    model: ConfigDict, mesh: Mesh, strategy: Strategy, param_specs: PyTree
+    model: ConfigDict, mesh: Mesh, strategy: Strategy, specs: tuple[PyTree, PyTree]
 ) -> LossFn:
-    """Returns one device's share of the loss, on its part of parameters and sequences."""
+    """Returns one device's share of the loss, on its part of parameters and sequences. Takes
+    the specs of the parameters, and of their gradients.
+    """
+    param_specs, grad_specs = specs
     hooks, score = _tensor(mesh, strategy)
+    if strategy.zero == 2:
+        layer = data_parallel.scatter_layers(grad_specs, scanned=model.scan_layers)
+        hooks = dataclasses.replace(hooks, layer=layer)
     if strategy.zero == 3:
         # A rematerialized block gathers again anyway.
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
@@ -289,6 +296,8 @@ def _local_loss(
     if "expert" in mesh.shape:
         hooks = expert_parallel.hooks(hooks)
     apply_fn = training.as_function(Transformer(model, hooks), balance=model.num_experts > 0)
+    if strategy.zero == 2:
+        apply_fn = data_parallel.scatter_around(apply_fn, grad_specs)
     if strategy.zero == 3:
         apply_fn = data_parallel.gather_around(apply_fn, param_specs, model.dtype)
     if strategy.sequence:
@@ -329,9 +338,11 @@ def _pipeline(
     return apply_part, mesh, param_specs, schedule
 
 
-def _constrained_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy) -> LossFn:
+def _constrained_loss(
+    model: ConfigDict, mesh: Mesh, strategy: Strategy, grad_specs: PyTree
+) -> LossFn:
     """Returns the loss of one device, with sharding constraints on the values that the model
-    names.
+    names, and in ZeRO stage 2 on the gradients of each layer.
     """
     rules = sharding.activation_rules(mesh, strategy.sequence)
 
@@ -344,7 +355,11 @@ def _constrained_loss(model: ConfigDict, mesh: Mesh, strategy: Strategy) -> Loss
         dispatched = named(named(tokens, "dispatched"), "at_experts")
         return named(named(run(dispatched), "at_experts"), "dispatched")
 
-    return training.loss_of(model, Hooks(named=named, experts=at_experts))
+    hooks = Hooks(named=named, experts=at_experts)
+    if strategy.zero == 2:
+        layer = data_parallel.constrain_layers(grad_specs, mesh, scanned=model.scan_layers)
+        hooks = dataclasses.replace(hooks, layer=layer)
+    return training.loss_of(model, hooks)
 
 
 def _gradient_by_compiler(placed: PyTree, loss_fn: LossFn) -> GradFn:

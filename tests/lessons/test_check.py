@@ -14,6 +14,7 @@ import tensor_answers
 
 from course_lib.lessons import check, three_axes
 from course_lib.lessons.check import answers, profiling, rematerialization
+from course_lib.many_devices import meshes
 
 
 def unfinished(*arguments):
@@ -42,6 +43,11 @@ FUNCTIONS = [
     check.mfu,
     check.three_axes,
     *tensor_answers.FUNCTIONS,
+    check.cut_norm,
+    check.two_levels,
+    check.mean_gradient,
+    check.fsdp,
+    check.summed_once,
 ]
 PREDICTIONS = {
     check.loss_scale_range: 2,
@@ -52,6 +58,7 @@ PREDICTIONS = {
     check.stacked: 1,
     check.twice_the_gpus: 2,
     **tensor_answers.PREDICTIONS,
+    check.traffic_of_minibatches: 2,
 }
 
 
@@ -343,6 +350,49 @@ def three_axes_with(line, changed):
     return scope["make_gradient"]
 
 
+def norm(total, columns):
+    return lambda x: x / jnp.sqrt(total((x**2).sum(1, keepdims=True)) / columns)
+
+
+def norm_of_gathered(x):
+    x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+    right = x / jnp.sqrt((x**2).mean(1, keepdims=True))
+    return jax.lax.dynamic_slice_in_dim(right, 16 * jax.lax.axis_index("tensor"), 16, 1)
+
+
+def over_tensor(total):
+    return jax.lax.psum(total, "tensor")
+
+
+def of_mean(scale):
+    return lambda loss, w, x, y: scale * jax.grad(loss)(w, x, y)
+
+
+def gathered_first(shards, x, y):
+    kernels = jax.lax.all_gather(shards, "data", axis=1, tiled=True)
+    x, _ = jax.lax.scan(lambda x, kernel: (x + jnp.tanh(x @ kernel), None), x, kernels)
+    return jax.lax.psum(jnp.sum((x - y) ** 2), "data")
+
+
+def fsdp_loss(again, total=jax.lax.psum):
+    def loss(shards, x, y):
+        def add_layer(x, shard):
+            return x + jnp.tanh(x @ jax.lax.all_gather(shard, "data", tiled=True)), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(add_layer) if again else add_layer, x, shards)
+        return total(jnp.sum((x - y) ** 2), "data")
+
+    return loss
+
+
+def sums(kernel=lambda grad: grad, bias=lambda grad: jax.lax.psum(grad, "data")):
+    def gradient(loss, params, batch):
+        grads = jax.grad(loss)(params, batch)
+        return {"kernel": kernel(grads["kernel"]), "bias": bias(grads["bias"])}
+
+    return gradient
+
+
 WRONG = [
     (check.loss_scale_range, (14, 6), "above"),
     (check.loss_scale_range, (6, 15), "infinite"),
@@ -526,6 +576,31 @@ WRONG = [
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
     *tensor_answers.WRONG,
+    (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
+    (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
+    (check.cut_norm, (norm_of_gathered,), "one number per row"),
+    (check.two_levels, (over_tensor,), "inside each host"),
+    (check.two_levels, (lambda x: jax.lax.psum(x, ("data", "tensor")),), "both axes"),
+    (check.two_levels, (lambda x: jax.lax.psum(over_tensor(x), "data"),), "16 suffice"),
+    (check.mean_gradient, (of_mean(1),), "8 times too large"),
+    (check.mean_gradient, (of_mean(1 / 64),), "0.125 times"),
+    (
+        check.mean_gradient,
+        (lambda loss, w, x, y: jax.grad(loss)(meshes.vary(w, "data"), x, y),),
+        "different gradients",
+    ),
+    (check.fsdp, (gathered_first,), "inside of the scan"),
+    (check.fsdp, (fsdp_loss(again=False),), "jax.checkpoint"),
+    (check.fsdp, (fsdp_loss(True, lambda loss, axis: loss),), "Sum them"),
+    (check.fsdp, (fsdp_loss(True, jax.lax.pmean),), "not `pmean`"),
+    (check.traffic_of_minibatches, (2 * 6144, 4 * 6144), "one minibatch gathers"),
+    (check.traffic_of_minibatches, (4 * 6144, 4 * 6144), "backward"),
+    (check.traffic_of_minibatches, (8 * 6144, 6144), "no room"),
+    (check.traffic_of_minibatches, (1, 4 * 6144), "Count layers"),
+    (check.summed_once, (sums(kernel=lambda g: jax.lax.psum(g, "data")),), "summed twice"),
+    (check.summed_once, (sums(kernel=lambda g: g / 8),), "an eighth"),
+    (check.summed_once, (sums(bias=lambda g: g),), "differs between devices"),
+    (check.summed_once, (sums(bias=lambda g: jax.lax.pmean(g, "data")),), "a mean"),
 ]
 
 

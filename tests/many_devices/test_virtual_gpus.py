@@ -231,3 +231,31 @@ def test_along_the_sequence_it_scatters_four_residuals_a_block_and_gathers_six(p
     assert found.bytes() == sum(
         found.bytes(kind, "tensor") for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
+
+
+@functools.cache
+def gradient_memory(by, stage, minibatches):
+    """Returns the temporaries of the gradient of eight rematerialized layers, and the bytes of
+    the layers' gradients.
+    """
+    whole, grid = large(), meshes.make({"data": 8}, virtual.devices("h100", 8))
+    whole.model.update(num_layers=8, scan_layers=True, remat=("Block",))
+    whole.data.batch_size = 32
+    whole.training.num_minibatches = minibatches
+    chosen = Strategy(by=by, zero=stage)
+    state, batch = strategies.build(whole, grid, chosen).abstract()
+    grad_fn = jax.jit(strategies.gradient(whole, grid, chosen))
+    compiled = virtual.compile(grad_fn.lower(state.params, batch, jax.random.key(0)))
+    layers = sum(4 * leaf.size for leaf in jax.tree.leaves(state.params["block"]))
+    return compiled.memory_analysis().temp_size_in_bytes, layers
+
+
+@pytest.mark.parametrize(("by", "minibatches"), [("hand", 1), ("hand", 4), ("compiler", 1)])
+def test_zero_two_never_holds_more_than_an_nth_of_the_gradients_and_one_layers(by, minibatches):
+    """Compared with stage 1 by hand, which holds all of them: the compiler may scatter early in
+    stage 1, too. A layer's gradient is whole until it is scattered; two may be, while one
+    travels.
+    """
+    stage_1, layers = gradient_memory("hand", 1, minibatches)
+    stage_2, _ = gradient_memory(by, 2, minibatches)
+    assert stage_1 - stage_2 > 7 / 8 * layers - 2 * layers / 8, (stage_1, stage_2, layers)

@@ -17,10 +17,20 @@ from course_lib.lessons.check.buffer_donation import (
     all_of_the_state,
     best_state,
 )
+from course_lib.lessons.check.collectives import (
+    cut_norm,
+    mean_gradient,
+    two_levels,
+)
 from course_lib.lessons.check.context_parallel import (
     merge,
     ulysses,
     work_in_order,
+)
+from course_lib.lessons.check.data_parallel import (
+    fsdp,
+    summed_once,
+    traffic_of_minibatches,
 )
 from course_lib.lessons.check.expert_parallel import (
     dropped,
@@ -69,15 +79,18 @@ __all__ = [
     "all_of_the_state",
     "best_state",
     "count_parameters",
+    "cut_norm",
     "depth",
     "divided_embedding",
     "dropped",
     "forgotten_division",
+    "fsdp",
     "gated_mlp",
     "hidden_with_latency",
     "keep_one_value",
     "looks_ahead",
     "loss_scale_range",
+    "mean_gradient",
     "merge",
     "mfu",
     "missing_sum",
@@ -95,8 +108,11 @@ __all__ = [
     "stack_less",
     "stacked",
     "stochastic_round",
+    "summed_once",
     "three_axes",
+    "traffic_of_minibatches",
     "twice_the_gpus",
+    "two_levels",
     "two_way_product",
     "ulysses",
     "work_in_order",

@@ -1,0 +1,212 @@
+"""Checks of notebook 08's exercises. They run and compile for eight devices, simulated where
+there are no eight accelerators.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from course_lib import measure
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.many_devices import meshes
+
+
+@exercise
+def fsdp(your_loss):
+    """Checks `your_loss(shards, x, y)`: one device's part of FSDP, run inside `jax.shard_map`
+    over the axis "data".
+
+    On each of eight devices `shards` is [6 2 16], its rows of six layers' kernels, and x and y
+    are [2 16], its rows of the batch. A layer maps x to `x + tanh(x @ kernel)`; the loss is the
+    sum of `(x - y) ** 2` after the last layer, over the whole batch.
+    """
+    mesh = meshes.make({"data": 8}, meshes.devices(8))
+    keys = jax.random.split(jax.random.key(0), 3)
+    kernels = 0.3 * jax.random.normal(keys[0], (6, 16, 16))
+    x, y = jax.random.normal(keys[1], (16, 16)), jax.random.normal(keys[2], (16, 16))
+    layer_bytes = 4 * 16 * 16
+
+    def one_device(kernels, x, y):
+        for kernel in kernels:
+            x = x + jnp.tanh(x @ kernel)
+        return jnp.sum((x - y) ** 2)
+
+    def on_each(shards, x, y):
+        hint = "Scan over the layers; a layer gathers its kernel with `jax.lax.all_gather`."
+        return call(your_loss, shards, x, y, hint=hint)
+
+    cut = P(None, "data")
+    in_specs = (cut, P("data"), P("data"))
+    loss = jax.shard_map(
+        lambda *args: meshes.vary(on_each(*args), "data").reshape(1),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=P("data"),
+    )
+    places = [NamedSharding(mesh, spec) for spec in in_specs]
+    arguments = jax.device_put((kernels, x, y), tuple(places))
+    with jax.default_matmul_precision("highest"):
+        right, expected = jax.value_and_grad(one_device)(kernels, x, y)
+        losses = jax.device_get(jax.jit(loss)(*arguments))
+        require(
+            not (abs(sum(losses) / right - 1) < 1e-4 and np.ptp(losses) > 0),
+            "Each device returns the loss of its own rows. Sum them over the devices.",
+        )
+        require(
+            abs(losses[0] * 8 / right - 1) > 1e-4,
+            "An eighth of the loss: a sum over the batch is `psum`, not `pmean`.",
+        )
+        require(
+            np.allclose(losses, right, rtol=1e-4),
+            f"The loss on device 0 is {losses[0]:.2f}; on one device it is {right:.2f}.",
+        )
+        total = jax.shard_map(on_each, mesh=mesh, in_specs=in_specs, out_specs=P())
+        compiled = jax.jit(jax.grad(total)).lower(*arguments).compile()
+        grads = jax.device_get(compiled(*arguments))
+    require(close(grads, expected), "The loss is right, the gradient is not.")
+
+    ledger = measure.ledger(compiled, mesh)
+    gathers = [entry for entry in ledger.entries if entry.kind == "all-gather"]
+    most = max((entry.payload_bytes for entry in gathers), default=0)
+    gathered = ledger.bytes("all-gather", "data")
+    require(
+        most <= layer_bytes,
+        f"Right, but one all-gather makes {most // layer_bytes} layers whole at once. Gather a"
+        " layer inside of the scan.",
+    )
+    require(
+        gathered > 6 * layer_bytes,
+        "Right, but each kernel is gathered once: all six stay whole until the backward pass."
+        " Wrap the layer in `jax.checkpoint`.",
+    )
+    require(
+        gathered <= 12 * layer_bytes,
+        f"Right, but {gathered // layer_bytes} kernels are gathered per step; six layers need"
+        " 12, each once forward and once backward.",
+    )
+    return (
+        "one device's gradient; per step, 12 kernels are gathered and"
+        f" {ledger.bytes('reduce-scatter', 'data') // layer_bytes} gradients reduce-scattered."
+    )
+
+
+@exercise
+def traffic_of_minibatches(gathered, scattered):
+    """Checks the bytes that FSDP gathers and reduce-scatters per step, for six layers of
+    [16 16] float32 and four minibatches. Payloads, as in the ledger.
+    """
+    predicted(
+        gathered, scattered, hint="A kernel has 1,024 bytes. How often does each one travel?"
+    )
+    mesh = meshes.make({"data": 8}, meshes.devices(8))
+
+    @jax.checkpoint
+    def add_layer(x, shard):
+        return x + jnp.tanh(x @ jax.lax.all_gather(shard, "data", tiled=True)), None
+
+    def own_gradient(shards, x):
+        def loss_sum(shards, x):
+            return jnp.sum(jax.lax.scan(add_layer, x, shards)[0] ** 2)
+
+        def add(total, minibatch):
+            return total + jax.grad(loss_sum)(shards, minibatch), None
+
+        return jax.lax.scan(add, jnp.zeros_like(shards), x.reshape(4, -1, 16))[0]
+
+    cut = P(None, "data")
+    gradient = jax.shard_map(own_gradient, mesh=mesh, in_specs=(cut, P("data")), out_specs=cut)
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((6, 16, 16), cut), ((64, 16), P("data")))
+    ]
+    ledger = measure.ledger(jax.jit(gradient).lower(*shapes).compile(), mesh)
+    right = {kind: ledger.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter")}
+    require(
+        gathered != right["all-gather"] / 4,
+        "This is what one minibatch gathers. No layer stays whole until the next minibatch.",
+    )
+    require(
+        gathered != right["all-gather"] / 2,
+        "Each minibatch has a backward pass, too, which gathers again.",
+    )
+    require(
+        gathered == right["all-gather"],
+        f"Not {gathered:,} bytes gathered. Count layers, passes and minibatches.",
+    )
+    require(
+        scattered != right["reduce-scatter"] / 4,
+        "This is what one minibatch scatters. A device has no room for the whole gradient, so"
+        " it cannot add up four of them first.",
+    )
+    require(
+        scattered == right["reduce-scatter"],
+        f"Not {scattered:,} bytes scattered. Each minibatch has one gradient per layer.",
+    )
+    return (
+        f"compiled, {right['all-gather']:,} bytes are gathered and"
+        f" {right['reduce-scatter']:,} reduce-scattered."
+    )
+
+
+@exercise
+def summed_once(your_gradient):
+    """Checks `your_gradient(loss, params, batch)`, run on each of eight devices inside
+    `jax.shard_map`, with the kernel's rows cut over "data" and the bias whole.
+
+    `loss(params, batch)` gathers the kernel and returns the sum over the device's own rows.
+    """
+    mesh = meshes.make({"data": 8}, meshes.devices(8))
+    specs = {"kernel": P("data"), "bias": P()}
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"kernel": jax.random.normal(keys[0], (16, 4)), "bias": jnp.ones(4)}
+    batch = jax.random.normal(keys[1], (32, 16)), jax.random.normal(keys[2], (32, 4))
+
+    def one_device(params, batch):
+        x, y = batch
+        return jnp.sum((x @ params["kernel"] + params["bias"] - y) ** 2)
+
+    def own_rows(params, batch):
+        kernel = jax.lax.all_gather(params["kernel"], "data", tiled=True)
+        return one_device({**params, "kernel": kernel}, batch)
+
+    def on_each(params, batch):
+        own = meshes.vary(params, "data")
+        hint = "Begin with `jax.grad(loss)(params, batch)`: which leaf is not summed yet?"
+        grads = call(your_gradient, own_rows, own, batch, hint=hint)
+        return jax.tree.map(lambda g: meshes.vary(g, "data")[None], grads)
+
+    run = jax.shard_map(on_each, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+    with jax.default_matmul_precision("highest"):
+        right = jax.grad(one_device)(params, batch)
+        grads = jax.device_get(jax.jit(run)(params, batch))
+    own_slices = right["kernel"].reshape(8, 2, 4)
+    bias = jnp.broadcast_to(right["bias"], (8, 4))
+    yours = {name: jnp.asarray(grads[name]) for name in params}
+    require(
+        yours["kernel"].shape == own_slices.shape,
+        f"The kernel's gradient is {yours['kernel'].shape[1:]} on a device; its slice is"
+        " (2, 4).",
+    )
+    require(
+        not close(yours["kernel"], jnp.broadcast_to(own_slices.sum(0), (8, 2, 4))),
+        "The kernel's gradient is summed twice: it came reduce-scattered, and `psum` added"
+        " eight different slices.",
+    )
+    require(
+        not close(yours["kernel"], own_slices / 8),
+        "The kernel's gradient is an eighth of the right one: it came summed, not averaged.",
+    )
+    require(close(yours["kernel"], own_slices), "The kernel's gradient is wrong.")
+    require(
+        float(jnp.ptp(yours["bias"], axis=0).max()) < 1e-3,
+        "The bias's gradient differs between devices: every device has its own rows, so it"
+        " must be summed.",
+    )
+    require(
+        not close(yours["bias"], bias / 8),
+        "The bias's gradient is a mean over devices; the loss is a sum.",
+    )
+    require(close(yours["bias"], bias), "The bias's gradient is wrong.")
+    return "the kernel's gradient came summed, the bias's is summed by you."
