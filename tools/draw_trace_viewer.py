@@ -24,6 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import nbformat
@@ -71,7 +72,8 @@ def record(folder: pathlib.Path) -> None:
         steps=1,
     )
     state = run.init(jax.random.key(0))
-    compiled = run.train_step.lower(state, batch).compile()
+    step: Any = run.train_step
+    compiled = step.lower(state, batch).compile()
     profiling.trace(folder, compiled, state, batch, steps=STEPS)
 
 
