@@ -248,14 +248,20 @@ def test_activations_are_passed_in_the_dtype_that_layers_compute_in():
     )
 
 
-def test_layers_of_a_device_lie_together_and_come_back_in_order():
+@pytest.mark.parametrize(
+    ("stages", "chunks", "order"),
+    [
+        (2, 2, [0, 1, 4, 5, 2, 3, 6, 7]),
+        (2, 4, [0, 2, 4, 6, 1, 3, 5, 7]),
+        (4, 2, [0, 4, 1, 5, 2, 6, 3, 7]),
+    ],
+)
+def test_layers_of_a_device_lie_together_and_come_back_in_order(stages, chunks, order):
     params = {"block": {"kernel": np.arange(8)[:, None]}, "embed": np.ones(3)}
-    placed = pipeline.to_stages(params, 2, 2)
-    np.testing.assert_array_equal(placed["block"]["kernel"][:, 0], [0, 1, 4, 5, 2, 3, 6, 7])
-    assert (
-        pipeline.from_stages(placed, 2, 2)["block"]["kernel"].tolist()
-        == params["block"]["kernel"].tolist()
-    )
+    placed = pipeline.to_stages(params, stages, chunks)
+    np.testing.assert_array_equal(placed["block"]["kernel"][:, 0], order)
+    back = pipeline.from_stages(placed, stages, chunks)
+    np.testing.assert_array_equal(back["block"]["kernel"], params["block"]["kernel"])
     assert pipeline.to_stages(params, 4, 1) is params
 
 
