@@ -376,12 +376,18 @@ def large(**changes):
         (dict(data=2, pipe=2, tensor=2), Strategy(zero=1, sequence=True, microbatches=4), {}),
         (dict(data=4), Strategy(zero=2), {"training.num_minibatches": 4}),
         (dict(data=4), Strategy(zero=3, gather_again=False), {"model.remat": ()}),
-        (
+        pytest.param(
             dict(data=2, context=4),
             Strategy(zero=1),
             {"data.seq_len": 1024, "model.remat": (), "model.attention": "reference"},
+            marks=pytest.mark.slow,
         ),
-        (dict(data=1, expert=4), Strategy(), {"model.num_experts": 4}),
+        pytest.param(
+            dict(data=1, expert=4),
+            Strategy(),
+            {"model.num_experts": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["pipeline", "zero2", "zero3", "context", "expert"],
 )

@@ -54,20 +54,6 @@ def ledger(name):
     return measure.ledger(virtual.compile(run.train_step.lower(*run.abstract())), grid)
 
 
-def test_a_mesh_of_one_device_has_the_program_of_one_device_and_sends_nothing():
-    whole, [device] = large(), virtual.devices("h100")
-    whole.training.num_minibatches = 2
-    one, run = (
-        training.build(whole),
-        strategies.build(whole, meshes.make({"data": 1}, [device]), Strategy(zero=3)),
-    )
-    expected = virtual.compile(one.train_step.lower(*virtual.abstract(one.abstract(), device)))
-    found = virtual.compile(run.train_step.lower(*run.abstract()))
-    assert measure.memory(found) == measure.memory(expected)
-    assert measure.traffic(found).bytes == measure.traffic(expected).bytes
-    assert not measure.ledger(found, run.mesh).entries
-
-
 def moved(found, kind, dtype, inside=None):
     """Returns the payload in bytes; inside of the layers, which run as a loop, or outside; or
     both.
@@ -120,6 +106,7 @@ def test_data_parallelism_reduces_each_gradient_once_in_the_dtype_that_it_comes_
     assert found.bytes() == found.bytes("all-reduce", "data")
 
 
+@pytest.mark.slow
 def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parameters_in_theirs(
     p,
 ):
@@ -139,7 +126,9 @@ def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parame
     )
 
 
-@pytest.mark.parametrize("name", ["zero 3", "zero 3 by hand"])
+@pytest.mark.parametrize(
+    "name", ["zero 3", pytest.param("zero 3 by hand", marks=pytest.mark.slow)]
+)
 def test_every_kernel_is_gathered_in_the_dtype_that_the_layers_compute_in_and_none_in_another(
     name, p
 ):
@@ -203,6 +192,7 @@ def test_tensor_parallelism_reduces_four_residuals_a_block():
     )
 
 
+@pytest.mark.slow
 def test_along_the_sequence_it_scatters_four_residuals_a_block_and_gathers_six(p):
     """By hand four and four. The compiler gathers the inputs of the two column products again
     for the backward pass.

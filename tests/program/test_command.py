@@ -249,6 +249,7 @@ def test_a_dry_run_that_does_not_fit_has_its_own_exit_code(
     assert capsys.readouterr().out == "found\n"
 
 
+@pytest.mark.slow
 def test_the_program_trains_on_simulated_devices_ends_at_sigterm_and_goes_on(
     programs_kept, tmp_path
 ):

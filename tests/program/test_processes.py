@@ -256,6 +256,7 @@ def test_an_error_in_one_process_ends_both(launch):
     assert re.search(OTHER_ENDED, both[0].output())
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_and_its_children_ends_both_after_the_same_step(launch):
     both = pair(launch, "preempt", WHO="2")
     os.killpg(pids(*both)[1], signal.SIGTERM)
@@ -265,6 +266,7 @@ def test_sigterm_to_one_process_and_its_children_ends_both_after_the_same_step(l
     assert not any(re.search(OTHER_ENDED, each.output()) for each in both)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(launch):
     both = pair(launch, "prepare")
     os.kill(pids(*both)[1], signal.SIGTERM)
