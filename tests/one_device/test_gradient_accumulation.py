@@ -185,12 +185,12 @@ def scanned_loss_fn(params, batch, rng):
 
 
 def temporaries_beside_one_minibatch(device, method, scanned):
-    """Returns what 16 minibatches take more than one of them does, in trees of gradients.
+    """Returns what 8 minibatches take more than one of them does, in trees of gradients.
 
     The accumulator is an output and takes the place of that one's gradients: what is left are
     the gradients at work.
     """
-    width, layers, size = 256, 2, 32
+    width, layers, size = 256, 2, 16
     params = example_params(width, layers)
     params, loss_fn = (
         (jnp.stack(params), scanned_loss_fn) if scanned else (params, make_loss_fn())
@@ -203,8 +203,8 @@ def temporaries_beside_one_minibatch(device, method, scanned):
         )
         return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    all_of_them = temporaries(compiled_step(grad_fn, num_minibatches=16, method=method), size)
-    return (all_of_them - temporaries(jax.jit(grad_fn), size // 16)) / (
+    all_of_them = temporaries(compiled_step(grad_fn, num_minibatches=8, method=method), size)
+    return (all_of_them - temporaries(jax.jit(grad_fn), size // 8)) / (
         layers * width * width * 4
     )
 
