@@ -28,6 +28,7 @@ TECHNIQUE_LINES = {
     "07_collectives": 30,
     "10_tensor_parallel": 30,
     "11_async_tensor_parallel": 30,
+    "13_context_and_experts": 30,
 }
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
 CLOSING = ["Summary", "Exercises", "References"]
