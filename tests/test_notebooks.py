@@ -26,6 +26,7 @@ TECHNIQUE_LINES = {
     "05_transformer": 60,
     "06_profiling": 25,
     "07_collectives": 30,
+    "08_data_parallel": 30,
     "10_tensor_parallel": 30,
     "11_async_tensor_parallel": 30,
     "13_context_and_experts": 30,
