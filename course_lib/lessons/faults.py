@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array
 
@@ -285,11 +284,9 @@ def balance_on_every_shard(right: Any) -> Any:
 def next_microbatch(right: Any) -> Any:
     """Computes the backward pass of a microbatch with the next one's labels."""
 
-    def wrong(
-        self: stage.Device, wrt: str, state: Any, waiting: Any, op: PyTree
-    ) -> stage.Result:
+    def wrong(self: stage.Device, state: stage.State, op: PyTree) -> stage.State:
         following = (op["microbatch"] + 1) % self.batch.inputs.shape[0]
-        return right(self, wrt, state, waiting, op | {"microbatch": following})
+        return right(self, state, op | {"microbatch": following})
 
     return wrong
 
@@ -301,13 +298,7 @@ def small_stash(right: Any) -> Any:
     def wrong(schedule: Any) -> slots.Program:
         program = right(schedule)
         size = max(1, program.sizes["stash"] - 1)
-        put = program.columns["stash_put"]
-        put = np.where(put < program.sizes["stash"], put % size, size)
-        columns = {
-            **program.columns,
-            "stash": program.columns["stash"] % size,
-            "stash_put": put,
-        }
+        columns = {**program.columns, "stash": program.columns["stash"] % size}
         return dataclasses.replace(
             program, columns=columns, sizes={**program.sizes, "stash": size}
         )

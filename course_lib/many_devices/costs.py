@@ -188,11 +188,9 @@ def sent_inside_layers(step: Step, params: Sequence[Leaf]) -> float:
         again = 0.5 * pairs * (strategy.sequence and strategy.overlap == "none")
     else:
         again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * strategy.sequence
-    layers = model.num_layers // n["pipe"] * (2 * pairs + again + step.piped * pairs)
-    head = 1.5 if step.piped and strategy.sequence else 1
-    total = step.tokens * (
-        model.hidden_size * ((layers + head) * step.width + 4) + 4 * (6 if step.piped else 4)
-    )
+    layers = model.num_layers // n["pipe"] * (2 * pairs + again)
+    # Outside of the layers: one activation of the head, and four numbers per label.
+    total = step.tokens * (model.hidden_size * ((layers + 1) * step.width + 4) + 4 * 4)
     # Each device has a part of the gradients of shared parameters: of its tokens, or its heads.
     for leaf in params:
         of_all = strategy.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path
@@ -248,17 +246,22 @@ def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:
 
 def gradients(step: Step, params: Sequence[Leaf]) -> int:
     """Returns the bytes of gradients: of one part of the batch, and of the sum over several.
+    A pipeline adds each layer's to the sum at once.
 
     Stage 2 never holds a whole gradient. But its update gathers the new parameters beside the
     old ones, which takes as much at the end of the step, so they are counted all the same.
     """
     total = 0
     for leaf in params:
+        if step.piped:
+            layers = step.layers * step.strategy.chunks if "['block" in leaf.path else 1
+            total += leaf.bytes + leaf.bytes // layers
+            continue
         # Stage 2 adds up slices, the other stages full gradients.
         sliced = step.strategy.zero == 2 and dim_of(leaf.grad_spec, "data") is not None
         slices = step.n["data"] if sliced else 1
         total += leaf.bytes
-        total += leaf.bytes // slices if step.parts > 1 or step.piped else 0
+        total += leaf.bytes // slices if step.parts > 1 else 0
     return total
 
 
@@ -280,15 +283,22 @@ def copies(step: Step, params: Sequence[Leaf]) -> int:
             continue
         per_layer = size * step.n["pipe"] / model.num_layers
         module = "MLP" if "['mlp']" in leaf.path else "Attn"
-        again = "Block" in model.remat or (
-            step.strategy.gather_again if cut else module in model.remat
+        again = (
+            "Block" in model.remat
+            or step.piped  # each op casts for itself
+            or (step.strategy.gather_again if cut else module in model.remat)
         )
         total += per_layer * (2 if again else 2 + step.layers)
     return int(total)
 
 
-def activations(step: Step) -> int:
-    """Estimates the bytes that a device keeps inside its layers, and works on at once."""
+def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
+    """Estimates the bytes that a device keeps inside its layers, and works on at once.
+
+    Args:
+      step: the device's part of a training step.
+      waiting: in a pipeline, the number of slots in each buffer (`slots.Program.sizes`).
+    """
     model, shards, width = step.model, step.n["tensor"], step.model.hidden_size
     tokens, size, residual = step.tokens // step.parts, step.width, step.residual
     of_attention = 2 * model.num_heads * model.head_dim + 2 * step.kv_width
@@ -315,4 +325,16 @@ def activations(step: Step) -> int:
     logits = 3 * 4 * tokens * model.num_outputs / shards
     # Everything of one layer, and the gradients inside one of its modules.
     at_work = layer + max(inside.values())
-    return int(step.layers * per_layer + max(at_work, logits))
+    if waiting is None:
+        return int(step.layers * per_layer + max(at_work, logits))
+    # From B to W wait the gradients of the products' results; and where B recomputed the
+    # products' inputs, these inputs.
+    heads, mlp = model.num_heads * model.head_dim, model.mlp_expansion * width
+    results = {"MLP": mlp, "Attn": heads + 2 * step.kv_width}
+    inputs = {"MLP": mlp, "Attn": heads}
+    again = results if "Block" in model.remat else set(model.remat)
+    passed = 4 * residual + tokens * size * sum(results.values()) / shards
+    passed += tokens * size * sum(width + inputs[name] / shards for name in again)
+    between = residual * (waiting["inbox"] + waiting["gradient"] + waiting["stash"] + 2)
+    inside_layers = waiting["stash"] * per_layer + waiting["passed"] * passed
+    return int(between + step.layers * inside_layers + max(at_work, logits))

@@ -174,7 +174,7 @@ def estimate(
         piped="pipe" in axes,
     )
     params = costs.leaves(state.params, param_specs.params, grad_specs, n)
-    slots_of_time, waiting = _pipeline(strategy, n["pipe"]) if step.piped else (0, 0)
+    slots_of_time, waiting = _pipeline(strategy, n["pipe"]) if step.piped else (0, None)
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, param_specs))
     bytes_by_use = {
         "parameters": sum(leaf.bytes for leaf in params),
@@ -182,7 +182,7 @@ def estimate(
         "batch": 3 * 4 * config.data.batch_size // n["data"] * config.data.seq_len,
         "gradients": costs.gradients(step, params),
         "copies": costs.copies(step, params),
-        "activations": waiting * step.residual + costs.activations(step),
+        "activations": costs.activations(step, waiting),
     }
     sent = {
         "data": costs.sent_for_gradients(step, params),
@@ -323,7 +323,7 @@ def _schedule(strategy: Strategy, stages: int) -> Schedule:
 
 
 @functools.cache
-def _pipeline(strategy: Strategy, stages: int) -> tuple[int, int]:
-    """Returns the number of time slots, and of activations that wait on a device."""
+def _pipeline(strategy: Strategy, stages: int) -> tuple[int, Mapping[str, int]]:
+    """Returns the number of time slots, and of the slots of each buffer."""
     schedule = _schedule(strategy, stages)
-    return len(schedule.table[0]), sum(slots.program(schedule).sizes.values())
+    return len(schedule.table[0]), slots.program(schedule).sizes

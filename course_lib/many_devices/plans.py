@@ -122,8 +122,8 @@ class Plan:
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
       dtype: of the operands of matmuls. If they have eight bits, the matmuls with weights have
         them, inside the layers; attention and the output layer compute in bfloat16.
-      schedule: of this course's pipeline, where neighbours wait for each other and a stage is
-        recomputed from its input. None: Megatron-LM's, whose bubble is (p-1)/v stages.
+      schedule: of this course's pipeline, where neighbours wait for each other. None:
+        Megatron-LM's, whose bubble is (p-1)/v stages.
       dense_dispatch: whether products send tokens to their experts, as in this course.
     """
 

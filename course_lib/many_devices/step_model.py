@@ -169,8 +169,9 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     )
     # The mean over stages. Only the last stage has the head, so each stage gets 1/p of it.
     microbatch = (forward + backward) * per_stage + head * (1 / p)
+    pieces = (*seconds, _busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster))
     pipe, hidden_pipe, bubble = pipeline(
-        plan, cluster, _activation(shape, plan), *seconds, _busy(head, plan, cluster)
+        plan, cluster, _activation(shape, plan), *pieces, _busy(head, plan, cluster)
     )
     data, hidden = along_data(shape, plan, cluster, *seconds)
     _, memory = _rates(plan, cluster)
@@ -261,13 +262,19 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     forward = work(projections + mlp, scores, moved)
     if plan.fused_attention:  # its backward pass recomputes the scores: 5 matmuls, not 4
         again += Cost(scores / 2)
-    if plan.schedule is not None:  # each stage is recomputed from its input
-        # Zero-bubble: B and W each recompute the stage, and W repeats B's gradients (see
-        # `stage`).
-        pieces = plan.schedule.name == "zero_bubble"
-        again = again * (2 if pieces else 1) + forward * (3 if pieces else 1)
     # Gradients of weights are summed in float32: 4 bytes read, 4 written.
     return forward, forward * 2 + Cost(0, 8 * weights) + again
+
+
+def weight_gradient_work(shape: Shape, plan: Plan) -> Cost:
+    """Returns the part of a layer's backward pass that a pipeline computes in W: the gradients
+    of weights, with half of the traffic that does not come from recomputation.
+    """
+    tokens = plan.microbatch * shape.seq_len / plan.size("context")
+    products = 2 * tokens * (shape.attention + shape.slots * shape.expert) / plan.size("tensor")
+    forward, _ = layer_work(shape, plan)
+    moved = forward.bytes + 8 * _weights(shape, plan)
+    return Cost(0, moved, narrow_flops=products) if plan.eight_bit else Cost(products, moved)
 
 
 def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]:
@@ -291,9 +298,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         to_experts = all_to_all(group["expert"], item * own * shape.slots * shape.width)
         sent += Cost(exposed={"expert": 2 * to_experts})
     again = {"full": 1.0, "half": 0.5}.get(plan.recompute, 0.0)  # forward passes repeated
-    again += plan.schedule is not None
-    pieces = 2 if plan.schedule is not None and plan.schedule.name == "zero_bubble" else 1
-    forward, backward = sent, sent * ((1 + again) * pieces)
+    forward, backward = sent, sent * (1 + again)
     if plan.wgrad_overlap:
         # The gradient's all-reduce, or its reduce-scatter, runs beside the next matmul.
         beside = tensor / 2 if plan.sequence_parallel else tensor
@@ -310,7 +315,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         ring_cost = Cost(
             exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)}
         )
-        forward, backward = forward + ring_cost, backward + ring_cost * ((2 + again) * pieces)
+        forward, backward = forward + ring_cost, backward + ring_cost * (2 + again)
     return forward, backward
 
 
@@ -360,6 +365,7 @@ def pipeline(
     activation: float,
     forward: float,
     backward: float,
+    of_weights: float,
     head: float,
 ) -> tuple[float, float, float]:
     """Returns three numbers of seconds: exposed transfers between stages, hidden ones, and the
@@ -371,6 +377,7 @@ def pipeline(
       activation: bytes of a microbatch's residual stream.
       forward: seconds of one stage's forward pass of one microbatch.
       backward: seconds of its backward pass.
+      of_weights: seconds of the part of it that computes the gradients of weights, W.
       head: seconds of the output layer, which only the last stage has.
     """
     p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
@@ -391,12 +398,9 @@ def pipeline(
         exposed, hidden = _overlap(steady * m * one, steady * m * mean)
         return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
-    busy = {"F": forward, "BW": backward}
-    busy |= {"B": (backward - forward) / 2, "W": (backward + forward) / 2}
-    # F computes the loss, and each piece of a backward pass computes it again.
-    thirds_of_head = {"F": 1, "BW": 3, "B": 2, "W": 3}
+    busy = {"F": forward, "B": backward - of_weights, "W": of_weights}
     busy = {kind: time / v for kind, time in busy.items()}
-    last = {kind: time + thirds_of_head[kind] * head / 3 for kind, time in busy.items()}
+    last = busy | {"B": busy["B"] + head}  # forward, backward and the gradients of its weights
     waiting = slots.lockstep(plan.schedule, busy, last) - m * mean
     return len(plan.schedule.table[0]) * one, 0.0, waiting
 

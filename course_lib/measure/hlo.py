@@ -12,7 +12,7 @@ instructions, in order of execution. A fusion, a loop or a conditional calls oth
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 HOST_SPACE = 5  # XLA's number for the host's memory, in a layout such as {1,0:S(5)}
 
@@ -27,6 +27,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+_ONLY_IF = re.compile(r"only_if_(\w*)/while$")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -219,17 +220,18 @@ def trip_count(loop: Instruction) -> int:
 def scheduled(
     module: Module,
     weight: Callable[[Instruction], int] | None = None,
-    taken: Mapping[int, Sequence[int]] | None = None,
+    taken: Mapping[str, int] | None = None,
 ) -> list[tuple[Instruction, int]]:
     """Lists the instructions that a program executes, inside loops and calls too, but not
     inside fusions.
 
+    A loop in the scope `only_if_NAME` has one turn or none: it counts as one.
+
     Args:
       module: a parsed program.
       weight: the cost of an instruction. Then a conditional counts as its most expensive
-        branch.
-      taken: number of branches of a conditional -> how often the program takes each. Without
-        both, all branches are listed.
+        branch; without it, all branches are listed.
+      taken: NAME of a loop of one turn or none -> how often the program takes that turn.
 
     Returns:
       (instruction, number of executions), in program order.
@@ -243,12 +245,12 @@ def scheduled(
         for i in computation.instructions:
             executed.append((i, executions))
             if i.opcode == "while":
-                trips = trip_count(i)
-                executed += walk(i.calls["condition"][0], executions * (trips + 1))
-                executed += walk(i.calls["body"][0], executions * trips)
-            elif i.opcode == "conditional" and taken and len(i.called) in taken:
-                for branch, times in zip(i.called, taken[len(i.called)], strict=True):
-                    executed += walk(branch, times)
+                if match := _ONLY_IF.search(i.scope):
+                    turns = (taken or {}).get(match[1], executions)
+                else:
+                    turns = executions * trip_count(i)
+                executed += walk(i.calls["condition"][0], executions + turns)
+                executed += walk(i.calls["body"][0], turns)
             elif i.opcode == "conditional":
                 branches = [walk(branch, executions) for branch in i.called]
                 if weight is not None:

@@ -150,18 +150,19 @@ def ledger(
     compiled: jax.stages.Compiled,
     mesh: jax.sharding.Mesh | None = None,
     *,
-    taken: Mapping[int, Sequence[int]] | None = None,
+    taken: Mapping[str, int] | None = None,
 ) -> Ledger:
     """Lists the communication of a compiled program.
 
-    A conditional counts as the branch that communicates most. A collective along an axis of one
-    device sends nothing and is left out.
+    A conditional counts as the branch that communicates most, and a loop of one turn or none
+    (`stage.only_if`) as one turn. A collective along an axis of one device sends nothing and is
+    left out.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
       mesh: the mesh of the program's arrays. Without it, the entries have no axes.
-      taken: number of branches of a conditional -> how often a step takes each. The program
-        does not tell; a pipeline's schedule does: `slots.taken`.
+      taken: name of a loop of one turn or none -> how often a step takes that turn. The
+        program does not tell; a pipeline's schedule does: `slots.taken`.
 
     Raises:
       ValueError: if it is not compiled, the mesh is not of the program's devices, or the
@@ -177,7 +178,7 @@ def ledger(
 def entries(
     module: hlo.Module,
     mesh: jax.sharding.Mesh | None = None,
-    taken: Mapping[int, Sequence[int]] | None = None,
+    taken: Mapping[str, int] | None = None,
 ) -> tuple[Collective, ...]:
     """Lists the collectives of a parsed program; the rest is as in `ledger`."""
     if mesh is not None and mesh.size != module.devices:

@@ -86,17 +86,12 @@ class Transformer(nn.Module):
                 x = x + pos_emb(hooks.positions(length))[None]
             x = x.astype(dtype)
         if "layers" in parts:
-            chosen = layers.ParallelBlock if config.parallel_block else layers.Block
-            block = layers.rematerialized(hooks.layer(chosen), "Block", config)
+            block = _block(config, hooks)
             # Scanned: one traced and compiled block; its parameters have a leading axis of N.
             if config.scan_layers:
-                scan = nn.scan(
-                    lambda block, x, _: (block(x), None),
-                    variable_axes={"params": 0, "balance": 0},
-                    split_rngs={"params": True, "dropout": True},
-                    length=config.num_layers,
+                x = _scanned(
+                    block(config, train, hooks, name="block"), x, length=config.num_layers
                 )
-                x, _ = scan(block(config, train, hooks, name="block"), x, None)
             else:
                 for layer in range(config.num_layers):
                     x = block(config, train, hooks, name=f"block_{layer}")(x)
@@ -109,6 +104,46 @@ class Transformer(nn.Module):
             x = nn.Dense(outputs, **common, name="output_layer")(x)
             x = x.astype(jnp.float32)
         return x
+
+
+class Layer(nn.Module):
+    """One layer of a Transformer whose layers are scanned: a scan of one turn.
+
+    Its parameters are `{"block": ...}` with a leading axis of 1. It takes the random key of its
+    layer, `jax.random.split(key, num_layers)[layer]`, and draws from it what the scan over all
+    layers draws. Attributes are as for `Transformer`.
+    """
+
+    config: ConfigDict
+    hooks: Hooks = Hooks()
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B _ D"], *, train: bool = True
+    ) -> Float[Array, "B _ D"]:
+        """Applies the layer to activations. `train` is as for `Transformer`."""
+        hooks = with_products(self.hooks, self.config.flat_products)
+        block = _block(self.config, hooks)(self.config, train, hooks, name="block")
+        return _scanned(block, x, length=1, split=False)
+
+
+def _scanned(block: nn.Module, x: Array, *, length: int, split: bool = True) -> Array:
+    """Applies a block so many times, each time with its own parameters and, with `split`, its
+    own random key.
+    """
+    scan = nn.scan(
+        lambda block, x, _: (block(x), None),
+        variable_axes={"params": 0, "balance": 0},
+        split_rngs={"params": split, "dropout": split},
+        length=length,
+    )
+    return scan(block, x, None)[0]
+
+
+def _block(config: ConfigDict, hooks: Hooks) -> type[nn.Module]:
+    """Returns the class of a layer, rematerialized if the configuration says so."""
+    chosen = layers.ParallelBlock if config.parallel_block else layers.Block
+    return layers.rematerialized(hooks.layer(chosen), "Block", config)
 
 
 def _check_tokens(tokens, vocab_size):

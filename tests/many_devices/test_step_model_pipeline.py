@@ -86,43 +86,44 @@ def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_
 ):
     m = 4
     layer, more, traffic, head = parts_by_hand(t, sequence_parallel)
-    # A stage runs again before its backward pass, and sends along "tensor" what it sent.
-    forward = N / 2 * (layer + traffic)
-    backward = N / 2 * (3 * layer + more + 2 * traffic)
-    # The output layer runs in the forward pass, and once more with its two gradients.
-    last_forward, last_backward = forward + head / 3, backward + head
-    if name == "1f1b":  # two stages that wait for each other are never busy together
-        seconds = forward + m * (last_forward + last_backward + backward)
-    else:  # all but one of the first stage's are beside one of the last, which take longer
-        seconds = forward + m * (last_forward + last_backward) + backward
+    scores = 4 * L * L * D / t / RATE
+    # W has the products with weights, and adds up their gradients; B all other work.
+    F = N / 2 * (layer + traffic)
+    W = N / 2 * (layer - scores + 8 * 12 * D * D / t / MEMORY)
+    backward = N / 2 * (2 * layer + more + traffic)
+    B, last = backward - W, backward - W + head  # the last stage's B has the output layer
+    seconds = by_columns(schedules.make(name, 2, m), F, B, W, last)
     (bandwidth, latency), _ = LINKS[2, t]
     # 3 (m + p - 1) columns; after each, activations go on and gradients go back
     part = t if sequence_parallel else 1
     seconds += 3 * (m + 1) * 2 * (2 * L * D / part / bandwidth + latency / 2)
-    seconds += along_data_by_hand(2, t, forward, backward)
+    seconds += along_data_by_hand(2, t, F, backward)
     planned = schedules.make(name, 2, m)
     found = step(2, t, m, schedule=planned, sequence_parallel=sequence_parallel)
     assert found.total == pytest.approx(seconds, rel=1e-9)
 
 
-def test_a_backward_in_two_pieces_computes_the_stage_twice_more_and_the_loss_too():
-    # Products alone: memory is so fast that it takes no time. In forward passes of the layers,
-    # F takes 1; B 1 again and 1; W 1 again, 1 that B had found, and 1. Thirds of the head, too.
+def by_columns(planned, F, B, W, last):
+    """Returns the time of two stages that wait for each other after each column: BW is B in its
+    first column, and W in its second.
+    """
+    first, second = (
+        [{None: 0, "F": F, "-": b, "B": b, "BW": W, "W": W}[op and op.kind] for op in row]
+        for row, b in zip(planned.table, (B, last), strict=True)
+    )
+    return sum(map(max, zip(first, second, strict=True)))
+
+
+def test_a_backward_in_two_pieces_computes_nothing_twice():
+    # Products alone: memory is so fast that it takes no time.
     fast = dataclasses.replace(H100, memory_bandwidth=1e24)
-    F = N / 2 * (24 * L * D * D + 4 * L * L * D) / RATE
-    scores = N / 2 * 2 * L * L * D / RATE  # FlashAttention's fifth product, in each piece
-    head = 2 * L * D * V / RATE
-    B, W = 2 * F + scores, 3 * F + scores
+    scores = N / 2 * 4 * L * L * D / RATE
+    F = N / 2 * 24 * L * D * D / RATE + scores
+    head = 6 * L * D * V / RATE
+    # FlashAttention computes the scores again: 5 products in B for 2 in F.
+    B, W = F + 1.5 * scores, F - scores
     # Two stages and microbatches, column by column: the first stage beside the last.
-    table = [
-        (F, 0),
-        (F, F + head),
-        (0, B + 2 * head),
-        (B, F + head),
-        (W, B + 2 * head),
-        (B, W + 3 * head),
-        (W, W + 3 * head),
-    ]
+    table = [(F, 0), (F, F), (0, B + head), (B, F), (W, B + head), (B, W), (W, W)]
     planned = schedules.make("zero_bubble", 2, 2)
     found = step(2, 1, 2, accelerator=fast, data=1, schedule=planned)
     waited = sum(found.parts[part] for part in ("products", "bubble"))
@@ -135,12 +136,12 @@ def test_a_stage_in_chunks_goes_through_the_table_in_steps_of_a_chunk():
         dataclasses.replace(UNEVEN, vocab=1),
         dataclasses.replace(H100, memory_bandwidth=1e24),
     )
-    F = N / 4 * (24 * L * D * D + 4 * L * L * D) / RATE
-    BW = 3 * F + N / 4 * 2 * L * L * D / RATE
-    # Two stages of two chunks, two microbatches: the first stage beside the last. A backward
-    # stands in two columns, and is computed in the second.
-    table = [(F, 0), (F, F), (F, F), (F, F), (0, 0), (0, BW), (0, F), (BW, 0), (0, BW)]
-    table += [(0, 0), (BW, BW), (0, 0), (BW, BW), (0, 0), (BW, 0)]
+    scores = N / 4 * 4 * L * L * D / RATE
+    F = N / 4 * 24 * L * D * D / RATE + scores
+    B, W = F + 1.5 * scores, F - scores
+    # Two stages of two chunks, two microbatches: the first stage beside the last.
+    table = [(F, 0), (F, F), (F, F), (F, F), (0, B), (0, W), (B, F), (W, B), (0, W)]
+    table += [(B, B), (W, W), (B, B), (W, W), (B, 0), (W, 0)]
     planned = schedules.make("depth_first", 2, 2, 2)
     found = step(2, 1, 2, even, fast, data=1, chunks=2, schedule=planned)
     waited = sum(found.parts[part] for part in ("products", "bubble"))

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from course_lib.measure import hlo, virtual
+from course_lib.many_devices.pipeline_parallel import stage
+from course_lib.measure import hlo, origin, virtual
 
 NO_VIRTUAL = virtual.why_unavailable()
 A5000 = pytest.param(
@@ -106,17 +107,22 @@ def test_of_a_conditional_the_heaviest_branch_runs_if_there_are_weights_else_all
     assert "neg" in weighed and "p.0" not in weighed
 
 
-def test_of_a_conditional_each_branch_runs_as_often_as_it_is_said_to_be_taken():
-    module = hlo.parse(TEXT)
-    counts = {
-        i.name: times
-        for i, times in hlo.scheduled(module, weight=lambda i: i.bytes, taken={2: (5, 7)})
-    }
-    assert (counts["p.0"], counts["neg"]) == (5, 7)
-    other = {
-        i.name for i, _ in hlo.scheduled(module, weight=lambda i: i.bytes, taken={3: (1, 2, 3)})
-    }
-    assert "neg" in other and "p.0" not in other  # it has two branches
+def test_a_loop_of_one_turn_or_none_counts_as_one_unless_it_is_told_how_often_it_runs():
+    def program(wanted, x):
+        def slot(x, wanted):
+            return stage.only_if(wanted, lambda x, turn: jnp.sin(x + turn), x, "F"), None
+
+        return jax.lax.scan(slot, x, wanted)[0]
+
+    inputs = jnp.ones(6, bool), jnp.ones(1000)
+    module = hlo.parse(jax.jit(program).lower(*inputs).compile().as_text())
+
+    def sines(taken):
+        executed = hlo.scheduled(module, taken=taken)
+        inside = [(j, times) for i, times in executed for j in origin.body(i)]
+        return sum(times for i, times in inside if i.opcode == "sine")
+
+    assert (sines(None), sines({"F": 4}), sines({"B": 4})) == (6, 4, 6)
 
 
 def test_a_loop_that_stops_on_data_is_refused_by_name():

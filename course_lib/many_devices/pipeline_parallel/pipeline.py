@@ -2,26 +2,28 @@
 devices.
 
 `gradient` executes the table of any schedule, slot by slot (`jax.lax.scan`). In each slot a
-device runs one op (`stage`), then passes an activation to the next device on the ring and a
-gradient to the previous one. The table sets the order of the backward pass; JAX does not derive
-it from a forward pass. JAX differentiates one stage at a time (`jax.vjp`), from its input, the
-only stored activation (Huang et al., 2018, https://arxiv.org/abs/1811.06965).
+device runs one op, F, B or W (`stage`), then passes an activation to the next device on the
+ring and a gradient to the previous one. The table sets the order of the backward pass; JAX
+differentiates one layer at a time, and `split` cuts that into F, B and W, which compute nothing
+twice. From F to W a microbatch's activations wait, or the inputs of its layers where the model
+rematerializes them (Huang et al., 2018, https://arxiv.org/abs/1811.06965).
 
 One program runs on all devices, and that has a price. All devices have the parameters of
 embedding and head, though only the first and the last use them; their gradients are summed over
 "pipe" once per step. Every slot sends, even if there is nothing to send. Neighbours wait for
-each other, so a slot lasts as long as the longest op in it. GPipe takes as long as its table
-says. 1F1B, whose backwards lie on a diagonal, takes 1.6 times as long with 4 stages and 16
-microbatches (`slots.lockstep`), and saves memory. Zero-bubble takes longest: B and W both
-recompute the stage. Parameters of layers never move.
+each other, so a slot lasts as long as the longest op in it: if F, B and W last equally long, a
+step lasts as long as its table, and if B recomputes, longer (`slots.lockstep`). Parameters of
+layers never move.
 
     sent per step per device, along "pipe"    2 * slots * activation bytes of a microbatch, and
                                               2 (S-1)/S of the gradient bytes of embedding and
                                               head
-    stored per device                         as many activations as its buffers have slots
+    stored per device                         the saved values of as many microbatches as are
+                                              live, and those that B passes on to W
                                               (`slots.program`)
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -37,10 +39,10 @@ from course_lib import training
 from course_lib.many_devices import data_parallel, meshes
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
-from course_lib.many_devices.pipeline_parallel import schedules, slots, stage
+from course_lib.many_devices.pipeline_parallel import schedules, slots, split, stage
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 from course_lib.models.hooks import Hooks
-from course_lib.models.transformer import Transformer
+from course_lib.models.transformer import Layer, Transformer
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 
@@ -51,23 +53,28 @@ AXIS = "pipe"
 
 
 def parts(config: ConfigDict, stages: int, hooks: Hooks) -> ApplyPart:
-    """Returns the Transformer in parts, `apply_part(part, params, x, rng)`. The part "layers"
-    has the layers of one stage.
+    """Returns the Transformer in parts, `apply_part(part, params, x, layer, rng)`.
+
+    The parts are "embed", "layer" and "head". For one layer, `params` are `{"block": ...}`
+    without an axis of layers, `layer` is its index within its stage, and `rng` is the key of
+    the stage, from which it takes its own. The other parts need neither.
 
     Args:
       config: the `model` part of a configuration.
       stages: S v.
       hooks: those of tensor parallelism, or `Hooks()`.
     """
-    model = Transformer(
-        FrozenConfigDict({**config.to_dict(), "num_layers": config.num_layers // stages}), hooks
-    )
+    frozen = FrozenConfigDict(config.to_dict())
+    model, one_layer = Transformer(frozen, hooks), Layer(frozen, hooks)
+    per_stage = config.num_layers // stages
 
-    def apply_part(part: str, params: PyTree, x: Array, rng: Any) -> Any:
-        rngs = {} if rng is None else {"dropout": rng}
-        return model.apply(
-            {"params": params}, x, train=rng is not None, parts=(part,), rngs=rngs
-        )
+    def apply_part(part: str, params: PyTree, x: Array, layer: Any, rng: Any) -> Any:
+        if part != "layer":
+            return model.apply({"params": params}, x, train=False, parts=(part,))
+        # The keys that a scan over the layers of a stage would give them.
+        rngs = {} if rng is None else {"dropout": jax.random.split(rng, per_stage)[layer]}
+        params = jax.tree.map(lambda leaf: leaf[None], params)
+        return one_layer.apply({"params": params}, x, train=rng is not None, rngs=rngs)
 
     return apply_part
 
@@ -79,7 +86,7 @@ def loss_of_head(
     activations.
     """
     return training.next_token_loss(
-        lambda params, x, rng: apply_part("head", params, x, None), score
+        lambda params, x, rng: apply_part("head", params, x, None, None), score
     )
 
 
@@ -142,21 +149,22 @@ def count(
 ) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
     """Returns a gradient function that also counts each device's ops while they run.
 
-    The counts do not come from the table: each branch counts its runs and its use of the stash.
+    The counts do not come from the table: each op counts its runs and its use of the stash.
     Arguments and errors as for `gradient`.
 
     Returns:
       `counted(params, batch, rng) -> (grads, metrics, counts)`. `counts["slots"]` has the
-      number of slots of time of each kind in the schedule and of "idle",
+      number of slots of time by kind, "idle", "F", "B" and "W",
       `counts["peak_live"]` the most slots of the stash in use at once: int32 [S] each, by
       device along "pipe".
     """
-    kinds = slots.program(schedule).kinds
+    kinds, length = slots.program(schedule).kinds, len(schedule.table[0])
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree, PyTree]:
         state = _execute(loss_fn, apply_part, schedule, params, batch, rng)
+        taken = state["taken"].at[0].set(length - state["taken"].sum())
         counts = {
-            "slots": dict(zip(kinds, state["taken"][:, None], strict=True)),
+            "slots": dict(zip(kinds, taken[:, None], strict=True)),
             "peak_live": state["peak"][None],
         }
         return *_sum(state, param_specs, param_specs), counts
@@ -201,59 +209,85 @@ def _execute(
         part: {name: params[name] for name in names if name in params}
         for part, names in stage.PARTS.items()
     }
-    params["layers"] = jax.tree.map(
-        lambda x: x.reshape(schedule.chunks, -1, *x.shape[1:]), params["layers"]
+    batch = jax.tree.map(lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:]), batch)
+    if rng is not None:
+        rng = vary(jax.random.fold_in(rng, jax.lax.axis_index("data")), AXIS)
+    nothing = stage.zeros_like(
+        lambda: apply_part("embed", params["embed"], batch.inputs[0], None, None)
     )
+    weights = stage.take(params["layers"], 0)
+    first = jnp.zeros((), jnp.int32)
+    layer = split.split(functools.partial(apply_part, "layer"), weights, nothing, first, rng)
     device = stage.Device(
         apply_part=apply_part,
         loss_fn=loss_fn,
+        split=layer,
         params=params,
-        batch=jax.tree.map(lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:]), batch),
+        per_chunk=len(jax.tree.leaves(params["layers"])[0]) // schedule.chunks,
+        batch=batch,
         total=jax.lax.psum(batch.weights.astype(jnp.float32).sum(), "data"),
-        rng=None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index("data")),
+        rng=rng,
         last=schedule.stages * schedule.chunks - 1,
     )
-    nothing = device.activation()
-    branches = {"idle": device.idle, "-": device.idle, "F": device.forward}
-    branches |= {wrt: functools.partial(device.backward, wrt) for wrt in ("B", "W", "BW")}
+    backward = "B" in program.kinds
+    runs = {"F": device.forward if backward else device.evaluate}
+    runs |= {"B": device.backward, "W": device.weight_gradient}
 
-    def branch(number: int, run: Callable[..., stage.Result]) -> Callable[..., stage.Result]:
-        def taken(state: stage.State, waiting: dict[str, Array], op: PyTree) -> stage.Result:
-            state, out = run(state | {"taken": state["taken"].at[number].add(1)}, waiting, op)
-            return state, {name: out.get(name, nothing) for name in waiting}
+    def slot(state: stage.State, op: PyTree) -> tuple[stage.State, None]:
+        for number, kind in enumerate(program.kinds[1:], 1):
 
-        return taken
+            def run(
+                state: stage.State, turn: Array, number: int = number, kind: str = kind
+            ) -> stage.State:
+                taken = state["taken"].at[number].add(1)
+                return runs[kind](state | {"taken": taken}, stage.at(turn, op))
 
-    choices = [branch(number, branches[kind]) for number, kind in enumerate(program.kinds)]
+            state = stage.only_if(op["kind"] == number, run, state, kind)
+        state = dict(state)
+        for name, source, distance in (
+            ("inbox", "to_next", 1),
+            ("gradient", "to_previous", -1),
+        ):
+            arrived = shift(state[source], AXIS, distance)
+            state[name] = stage.put(state[name], op[f"{name}_put"], arrived)
+        return state, None
 
-    def slot(
-        carry: tuple[stage.State, dict[str, Array]], op: PyTree
-    ) -> tuple[tuple[stage.State, dict[str, Array]], None]:
-        state, waiting = carry
-        state, out = jax.lax.switch(op["kind"], choices, state, waiting, op)
-        out |= {
-            "inbox": shift(out["inbox"], AXIS, 1),
-            "gradient": shift(out["gradient"], AXIS, -1),
-        }
-        # Buffers are written here, in place: a GPU copies each value that a branch returns.
-        waiting = {
-            name: stage.put(buffer, op[f"{name}_put"], out[name])
-            for name, buffer in waiting.items()
-        }
-        return (state, waiting), None
-
-    state = device.state(program.sizes["stash"]) | {
-        "taken": vary(jnp.zeros(len(choices), jnp.int32), AXIS)
+    sizes = program.sizes
+    state = {
+        "grads": stage.zeros_like(lambda: params),
+        "metrics": stage.zeros_like(
+            lambda: loss_fn(
+                params["head"],
+                dataclasses.replace(stage.take(batch, 0), inputs=nothing),
+                None,
+            )[1]
+        ),
+        "to_next": nothing,
+        "to_previous": nothing,
+        "inbox": stage.zeros_like(lambda: nothing, sizes["inbox"]),
+        "gradient": stage.zeros_like(lambda: nothing, sizes["gradient"]),
+        "taken": vary(jnp.zeros(len(program.kinds), jnp.int32), AXIS),
+        "live": vary(jnp.zeros(sizes["stash"], bool), AXIS),  # which of the stash's slots
+        "peak": vary(jnp.zeros((), jnp.int32), AXIS),  # most of them at once so far
     }
-    waiting = {
-        name: jnp.broadcast_to(nothing, (size, *nothing.shape))
-        for name, size in program.sizes.items()
-    }
+    if backward:
+
+        def waiting() -> tuple[Any, Any]:
+            _, saved = layer.forward(weights, nothing, first, rng)
+            _, passed = layer.backward(weights, saved, nothing, first, rng)
+            return saved, passed
+
+        per_chunk = device.per_chunk
+        state |= {
+            "stash": stage.zeros_like(lambda: waiting()[0], sizes["stash"] * per_chunk),
+            "output": stage.zeros_like(lambda: nothing, sizes["stash"]),
+            "passed": stage.zeros_like(lambda: waiting()[1], sizes["passed"] * per_chunk),
+        }
     rows = {
         name: jnp.asarray(column)[jax.lax.axis_index(AXIS)]
         for name, column in program.columns.items()
     }
-    (state, _), _ = jax.lax.scan(slot, (state, waiting), rows)
+    state, _ = jax.lax.scan(slot, state, rows)
     return state
 
 
@@ -262,8 +296,7 @@ def _sum(state: stage.State, param_specs: PyTree, grad_specs: PyTree) -> tuple[P
     over stages.
     """
     grads = state["grads"]
-    layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), grads["layers"])
-    grads = layers | jax.lax.psum(grads["embed"] | grads["head"], AXIS)
+    grads = grads["layers"] | jax.lax.psum(grads["embed"] | grads["head"], AXIS)
     return (
         data_parallel.sum_over_devices(grads, param_specs, grad_specs),
         jax.lax.psum(state["metrics"], ("data", AXIS)),

@@ -1,11 +1,14 @@
 """A schedule as arrays, with assigned slots in the buffers that it needs.
 
-Each device has three buffers. Their slots are assigned before anything runs:
+Each device has four buffers. Their slots are assigned before anything runs:
 
-    inbox       activations that have arrived, until their F
-    stash       the input of each stage, from its F until its W, for recomputation. It has as
-                many slots as microbatches are live at once, `schedules.peak_live`
-    gradients   gradients that have arrived, until their W
+    inbox      activations that have arrived, until their F
+    stash      what F saves for B and W, until W. It has as many slots as microbatches are live
+               at once, `schedules.peak_live`
+    gradient   gradients that have arrived, until their B
+    passed     what B passes on to W, until W
+
+A backward in one piece, "BW", is executed as B and then W, each in its own slot of time.
 
 Two values share a slot only if one is gone before the other comes. If intervals of time get
 slots in the order in which they begin, they need no more slots than there are values at once
@@ -31,11 +34,11 @@ class Program:
     Attributes:
       kinds: "idle", and the kinds that occur; the column "kind" has indices into it.
       columns: int32 [S, T] by name. "kind", "microbatch", "stage" (of the model) and "chunk" of
-        the op. "inbox", "stash" and "gradient" are the slots that the op reads; "inbox_put",
-        "stash_put" and "gradient_put" are the slots written at the end of this slot of time.
-        One past the end means none.
-      sizes: number of slots of "inbox", "stash" and "gradient", on the device that needs most:
-        all devices run one program.
+        the op. "inbox", "stash", "gradient" and "passed" are the slots that the op reads or
+        writes; "inbox_put" and "gradient_put" are the slots for what arrives at the end of this
+        slot of time. One past the end means none.
+      sizes: number of slots of each buffer, on the device that needs most: all devices run one
+        program.
     """
 
     kinds: tuple[str, ...]
@@ -43,17 +46,25 @@ class Program:
     sizes: Mapping[str, int]
 
 
+def executed(schedule: Schedule) -> Schedule:
+    """Returns the table that is executed: B and then W in the two slots of a BW."""
+    pieces = {"-": "B", "BW": "W"}
+    table = tuple(
+        tuple(op and dataclasses.replace(op, kind=pieces.get(op.kind, op.kind)) for op in row)
+        for row in schedule.table
+    )
+    return dataclasses.replace(schedule, table=table)
+
+
 def program(schedule: Schedule) -> Program:
     """Assigns slots to all values that wait in a legal schedule, or in its forward part."""
+    schedule = executed(schedule)
     cells = schedules.cells(schedule)
     place = {(op.microbatch, schedule.stage(d, op.chunk)): d for d, _, op in cells}
-    when = {
-        (part, op.microbatch, schedule.stage(d, op.chunk)): t
-        for d, t, op in cells
-        for part in op.kind.strip("-")
-    }
+    when = {(op.kind, op.microbatch, schedule.stage(d, op.chunk)): t for d, t, op in cells}
+    names = "inbox", "stash", "gradient", "passed"
     waiting: dict[str, list[dict[tuple[int, int], Interval]]] = {
-        name: [{} for _ in range(schedule.stages)] for name in ("inbox", "stash", "gradient")
+        name: [{} for _ in range(schedule.stages)] for name in names
     }
     for (m, stage), device in place.items():
         start = when["F", m, stage]
@@ -61,8 +72,13 @@ def program(schedule: Schedule) -> Program:
         waiting["stash"][device][m, stage] = (start, end)
         if ("F", m, stage - 1) in when:
             waiting["inbox"][device][m, stage] = (when["F", m, stage - 1] + 1, start)
+        if ("B", m, stage) in when:
+            waiting["passed"][device][m, stage] = (when["B", m, stage], end)
         if ("B", m, stage + 1) in when:
-            waiting["gradient"][device][m, stage] = (when["B", m, stage + 1] + 1, end)
+            waiting["gradient"][device][m, stage] = (
+                when["B", m, stage + 1] + 1,
+                when["B", m, stage],
+            )
     slots = {
         name: [colour(intervals) for intervals in devices] for name, devices in waiting.items()
     }
@@ -71,47 +87,33 @@ def program(schedule: Schedule) -> Program:
         for name, devices in slots.items()
     }
 
+    sources = {"inbox": ("F", -1), "gradient": ("B", 1)}  # of what arrives
     shape = schedule.stages, len(schedule.table[0])
     columns = {
         name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "stage", "chunk")
     }
     columns |= {name: np.full(shape, size, np.int32) for name, size in sizes.items()}
-    columns |= {f"{name}_put": np.full(shape, size, np.int32) for name, size in sizes.items()}
-    kinds = (
-        "idle",
-        *(kind for kind in schedules.KINDS if any(op.kind == kind for _, _, op in cells)),
-    )
+    columns |= {f"{name}_put": np.full(shape, sizes[name], np.int32) for name in sources}
+    kinds = ("idle", *(kind for kind in "FBW" if any(op.kind == kind for _, _, op in cells)))
     for device, time, op in cells:
         key = m, stage = op.microbatch, schedule.stage(device, op.chunk)
         cell = dict(kind=kinds.index(op.kind), microbatch=m, stage=stage, chunk=op.chunk)
         cell |= {name: slots[name][device].get(key, sizes[name]) for name in sizes}
         for name, value in cell.items():
             columns[name][device, time] = value
-    sources = ("inbox", "F", -1), ("stash", "F", 0), ("gradient", "B", 1)
-    for buffer, made_by, distance in sources:
+    for buffer, (made_by, distance) in sources.items():
         for device, of_device in enumerate(slots[buffer]):
             for (m, stage), slot in of_device.items():
                 columns[f"{buffer}_put"][device, when[made_by, m, stage + distance]] = slot
     return Program(kinds, columns, sizes)
 
 
-def taken(schedule: Schedule) -> dict[int, tuple[int, ...]]:
-    """Returns how often a device takes each branch of the program per step, by the number of
-    branches, for `measure.ledger(..., taken=...)`. The same for all devices: each does every
-    microbatch once with each of its chunks.
-
-    Raises:
-      ValueError: if the schedule has only forwards: its conditional has two branches, like
-        others of the program, and the ledger tells conditionals apart by that number.
+def taken(schedule: Schedule) -> dict[str, int]:
+    """Returns how often a device runs each kind of op per step, for
+    `measure.ledger(..., taken=...)`. The same for all devices: each does every microbatch once
+    with each of its chunks.
     """
-    compiled = program(schedule)
-    count = len(compiled.kinds)
-    if count < 3:
-        raise ValueError(
-            "schedule must be a whole one: branches of forwards only are like other"
-            " conditionals"
-        )
-    return {count: tuple(np.bincount(compiled.columns["kind"][0], minlength=count).tolist())}
+    return dict.fromkeys(program(schedule).kinds[1:], schedule.microbatches * schedule.chunks)
 
 
 def colour(intervals: Mapping[tuple[int, int], Interval]) -> dict[tuple[int, int], int]:
@@ -147,14 +149,13 @@ def lockstep(
     """Returns the time of a step of the program that `pipeline` runs: until its last device has
     finished.
 
-    Neighbours exchange activations and gradients after every column of the table, so a device
-    begins a column when it and both neighbours have finished the column before. A backward in
-    one piece occupies two columns and is computed in the second. If the backwards lie on a
-    diagonal, as in 1F1B, hardly two columns overlap.
+    Neighbours exchange activations and gradients after every column of the executed table, so a
+    device begins a column when it and both neighbours have finished the column before. If F, B
+    and W last equally long, nobody waits, and the step lasts as long as its table.
 
     Args:
       schedule: a legal one.
-      durations: seconds by kind, of "F" and "BW", or "F", "B" and "W". Transfers take none.
+      durations: seconds by kind, of "F", "B" and "W". Transfers take none.
       of_last: durations on the last stage of the model, which has the output layer. None: those
         of the other stages.
     """
@@ -164,10 +165,10 @@ def lockstep(
         if op is None:
             return 0.0
         is_last = of_last is not None and schedule.stage(device, op.chunk) == last
-        return (of_last if is_last else durations).get(op.kind, 0.0)
+        return (of_last if is_last else durations)[op.kind]
 
     ready = [0.0] * schedule.stages
-    for column in zip(*schedule.table, strict=True):
+    for column in zip(*executed(schedule).table, strict=True):
         ends = [
             begin + duration(device, op)
             for device, (begin, op) in enumerate(zip(ready, column, strict=True))

@@ -1,14 +1,15 @@
-"""The work of a pipeline's device in one slot of time: one branch per kind of op, from which
-the schedule chooses (`pipeline`).
+"""The work of a pipeline's device in one slot of time. The schedule chooses one of three ops
+(`pipeline`):
 
-    F    runs the stage on its input, from the embedding or the inbox, and stashes that input;
-         the last stage adds to the loss
-    B    runs the stage again from the stash, and back to the gradient of its input
-    W    the same, to the gradient of its weights, which is added up on the device
-    BW   both at once
+    F   runs the layers of the stage on its input, from the embedding or the inbox, and stashes
+        what B and W will read
+    B   runs back through the layers to the gradient of the input, which the previous stage
+        waits for; on the last stage, it begins with the head and the loss
+    W   adds the gradients of the layers' weights to those of earlier microbatches
 
-Only inputs of stages are stored from F to W. W repeats the recomputation and the gradients of
-B: storing them would cost memory.
+No op computes anything that an earlier one has computed (`split`), unless the model
+rematerializes its layers. Logits never wait: the loss, its gradient and the head's gradients
+are computed together.
 """
 
 import dataclasses
@@ -20,12 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from course_lib.many_devices.meshes import vary, varying
-from course_lib.one_device.gradient_accumulation import LossFn
+from course_lib.many_devices.pipeline_parallel.split import Split
+from course_lib.one_device.gradient_accumulation import LossFn, nonzero
 
 PyTree = Any
 State = dict[str, Any]
-# The new state; values for the own "stash", the next "inbox", the previous "gradient".
-Result = tuple[State, dict[str, Array]]
 
 PARTS = {
     "embed": ("embed", "pos_emb"),
@@ -39,15 +39,14 @@ PARTS = {
 class Device:
     """Model and data of one device, inside `jax.shard_map`: the same in all slots of a step.
 
-    Its methods take a state, the buffers ("inbox": activations that arrived, "stash": inputs to
-    recompute from, "gradient": gradients that arrived), and an op, a column of `slots.Program`.
-    They read the buffers, and `pipeline` writes them.
+    Its methods take a state and an op, a column of `slots.Program`, and return the new state.
 
     Attributes:
-      apply_part: the model in parts, `apply_part(part, params, x, rng)`; its layers are those
-        of one stage.
+      apply_part: the model in parts, `apply_part(part, params, x, layer, rng)`.
       loss_fn: of the head's parameters, on a batch whose inputs are activations.
-      params: by part. Layers have the device's chunks in front, [v, n, ...].
+      split: the gradient of one layer in three programs.
+      params: by part. Layers are the device's, one chunk after the other.
+      per_chunk: number of layers in a chunk.
       batch: the device's share, in microbatches [M, b, ...].
       total: the summed weights of the labels of all devices.
       rng: key for dropout, of this device's share; None without dropout.
@@ -56,96 +55,126 @@ class Device:
 
     apply_part: Callable[..., Any]
     loss_fn: LossFn
+    split: Split
     params: PyTree
+    per_chunk: int
     batch: PyTree
     total: Array
     rng: Any
     last: int
 
-    def activation(self) -> Array:
-        """Returns zeros like the activation between stages: [b, L, D], or this device's part of
-        it along "tensor".
-        """
-        return zeros_like(
-            lambda: self.apply_part("embed", self.params["embed"], self.batch.inputs[0], None)
-        )
+    def forward(self, state: State, op: PyTree) -> State:
+        """Runs F: stashes what B and W will read, and the output, for the head."""
+        rng = self._rng(op)
 
-    def state(self, stash: int) -> State:
-        """Returns the state before the first slot, for a stash of that many slots."""
-        empty = self.activation()
-        return {
-            "live": vary(jnp.zeros(stash, bool), "pipe"),  # whether a slot of it is in use
-            "peak": vary(jnp.zeros((), jnp.int32), "pipe"),  # most slots in use so far
-            "grads": zeros_like(lambda: self.params),
-            "metrics": zeros_like(
-                lambda: self._loss(self.params["head"], take(self.batch, 0), empty)[1]
-            ),
-        }
+        def layer(i: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+            x, stash = carry
+            x, saved = self.split.forward(self._weights(op, i), x, i, rng)
+            return x, put_all(stash, self._place(op["stash"], i), saved)
 
-    def forward(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """Runs F: returns the stage's input, for the stash, and its output."""
-        microbatch, layers, rng = self._of(op)
-        x = jax.lax.cond(
-            op["stage"] == 0,
-            lambda: self.apply_part("embed", self.params["embed"], microbatch.inputs, None),
-            lambda: take(waiting["inbox"], op["inbox"]),
-        )
-        y = self.apply_part("layers", layers, x, rng)
-        metrics = jax.lax.cond(
-            op["stage"] == self.last,
-            lambda: add(state["metrics"], self._loss(self.params["head"], microbatch, y)[1]),
-            lambda: state["metrics"],
+        y, stash = jax.lax.fori_loop(
+            0, self.per_chunk, layer, (self._input(state, op), state["stash"])
         )
         live = state["live"].at[op["stash"]].set(True)
-        peak = jnp.maximum(state["peak"], live.sum())
-        return state | {"live": live, "peak": peak, "metrics": metrics}, {
-            "stash": x,
-            "inbox": y,
+        return state | {
+            "stash": stash,
+            "output": put_all(state["output"], op["stash"], y),
+            "to_next": y,
+            "live": live,
+            "peak": jnp.maximum(state["peak"], live.sum()),
         }
 
-    def backward(self, wrt: str, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """Runs B, W or BW, as `wrt` says: adds the gradients of weights to the state, and
-        returns the gradient of the input.
+    def backward(self, state: State, op: PyTree) -> State:
+        """Runs B, and on the last stage the head and the loss first, on the first stage the
+        embedding's gradient last.
         """
-        microbatch, layers, rng = self._of(op)
-        x, grads = take(waiting["stash"], op["stash"]), dict(state["grads"])
-        inputs = ({"x": x} if "B" in wrt else {}) | ({"layers": layers} if "W" in wrt else {})
-        y, pull_back = jax.vjp(
-            lambda inputs: self.apply_part(
-                "layers", inputs.get("layers", layers), inputs.get("x", x), rng
-            ),
-            inputs,
-        )
-        gradient, grads["head"] = jax.lax.cond(
+        rng, grads = self._rng(op), dict(state["grads"])
+        arrived = take(state["gradient"], op["gradient"]), grads["head"], state["metrics"]
+        gradient, grads["head"], metrics = only_if(
             op["stage"] == self.last,
-            lambda: self._from_loss(wrt, grads["head"], microbatch, y),
-            lambda: (take(waiting["gradient"], op["gradient"]), grads["head"]),
+            lambda carry, turn: self._from_loss(at(turn, op), state["output"], *carry[1:]),
+            arrived,
         )
-        (of_inputs,) = pull_back(gradient)
-        # The embedding's weights need only the gradient of its output, which B has computed.
-        if "B" in wrt:
-            grads["embed"] = jax.lax.cond(
-                op["stage"] == 0,
-                lambda: self._from_embedding(grads["embed"], microbatch.inputs, of_inputs["x"]),
-                lambda: grads["embed"],
-            )
-        if "W" in wrt:
-            grads["layers"] = jax.tree.map(
-                lambda sum, x: sum.at[op["chunk"]].add(x), grads["layers"], of_inputs["layers"]
-            )
-            state = state | {"live": state["live"].at[op["stash"]].set(False)}
-        return state | {"grads": grads}, {"gradient": of_inputs["x"]} if "B" in wrt else {}
 
-    def idle(self, state: State, waiting: dict[str, Array], op: PyTree) -> Result:
-        """Does nothing: an idle slot, or the first slot of a BW, which runs in its second."""
-        return state, {}
+        def layer(back: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+            gradient, waiting = carry
+            i = self.per_chunk - 1 - back
+            saved = take(state["stash"], self._place(op["stash"], i))
+            gradient, passed = self.split.backward(
+                self._weights(op, i), saved, gradient, i, rng
+            )
+            return gradient, put_all(waiting, self._place(op["passed"], i), passed)
 
-    def _of(self, op: PyTree) -> tuple[PyTree, PyTree, Any]:
-        """Returns an op's microbatch, parameters and key: the same ones in its F, B and W."""
-        rng = self.rng
-        if rng is not None:
-            rng = jax.random.fold_in(jax.random.fold_in(rng, op["microbatch"]), op["stage"])
-        return take(self.batch, op["microbatch"]), take(self.params["layers"], op["chunk"]), rng
+        gradient, passed = jax.lax.fori_loop(
+            0, self.per_chunk, layer, (gradient, state["passed"])
+        )
+        grads["embed"] = only_if(
+            op["stage"] == 0,
+            lambda sums, turn: self._from_embedding(at(turn, op), sums, gradient),
+            grads["embed"],
+        )
+        return state | {
+            "grads": grads,
+            "metrics": metrics,
+            "passed": passed,
+            "to_previous": gradient,
+        }
+
+    def weight_gradient(self, state: State, op: PyTree) -> State:
+        """Runs W: adds the gradients of the stage's weights, in place."""
+        rng = self._rng(op)
+
+        def layer(i: Array, sums: PyTree) -> PyTree:
+            saved = take(state["stash"], self._place(op["stash"], i))
+            passed = take(state["passed"], self._place(op["passed"], i))
+            new = self.split.weight_gradient(self._weights(op, i), saved, passed, i, rng)
+            place = self._place(op["chunk"], i)
+            return put_all(sums, place, add(take(sums, place), new))
+
+        sums = jax.lax.fori_loop(0, self.per_chunk, layer, state["grads"]["layers"])
+        live = state["live"].at[op["stash"]].set(False)
+        return state | {"grads": state["grads"] | {"layers": sums}, "live": live}
+
+    def evaluate(self, state: State, op: PyTree) -> State:
+        """Runs F of a program without backwards, which keeps nothing: on the last stage, it
+        adds the loss to the metrics.
+        """
+        rng = self._rng(op)
+        y = jax.lax.fori_loop(
+            0,
+            self.per_chunk,
+            lambda i, x: self.apply_part("layer", self._weights(op, i), x, i, rng),
+            self._input(state, op),
+        )
+
+        def with_loss(sums: PyTree, turn: Array) -> PyTree:
+            microbatch, x = self._microbatch(at(turn, op)), y + turn.astype(y.dtype)
+            return add(sums, self._loss(self.params["head"], microbatch, x)[1])
+
+        metrics = only_if(op["stage"] == self.last, with_loss, state["metrics"])
+        return state | {"metrics": metrics, "to_next": y}
+
+    def _microbatch(self, op: PyTree) -> PyTree:
+        return take(self.batch, op["microbatch"])
+
+    def _rng(self, op: PyTree) -> Any:
+        """Returns the key of a microbatch in a stage: the same one in its F, B and W."""
+        if self.rng is None:
+            return None
+        return jax.random.fold_in(jax.random.fold_in(self.rng, op["microbatch"]), op["stage"])
+
+    def _place(self, slot: Array, layer: Array) -> Array:
+        return slot * self.per_chunk + layer
+
+    def _weights(self, op: PyTree, layer: Array) -> PyTree:
+        return take(self.params["layers"], self._place(op["chunk"], layer))
+
+    def _input(self, state: State, op: PyTree) -> Array:
+        def embedded(_: Array, turn: Array) -> Array:
+            tokens = self._microbatch(at(turn, op)).inputs
+            return self.apply_part("embed", self.params["embed"], tokens, None, None)
+
+        return only_if(op["stage"] == 0, embedded, take(state["inbox"], op["inbox"]))
 
     def _loss(
         self, head: PyTree, microbatch: PyTree, activations: Array
@@ -153,32 +182,56 @@ class Device:
         return self.loss_fn(head, dataclasses.replace(microbatch, inputs=activations), None)
 
     def _from_loss(
-        self, wrt: str, grads: PyTree, microbatch: PyTree, y: Array
-    ) -> tuple[Array, PyTree]:
-        """Returns the gradient of the last stage's output, and the head's gradients plus those
-        of this microbatch.
+        self, op: PyTree, outputs: Array, grads: PyTree, metrics: PyTree
+    ) -> tuple[Array, PyTree, PyTree]:
+        """Returns the gradient of the last stage's output, the head's gradients plus those of
+        this microbatch, and the metrics plus its own.
 
         It differentiates the microbatch's share of the mean over the whole batch, so that the
         gradients of microbatches add up.
         """
 
-        def share_of_mean(inputs: PyTree) -> Array:
-            mean, metrics = self._loss(
-                inputs.get("head", self.params["head"]), microbatch, inputs["y"]
-            )
-            return mean * metrics["loss"][1] / jnp.where(self.total != 0, self.total, 1)
+        microbatch = self._microbatch(op)
 
-        of_inputs = jax.grad(share_of_mean)(
-            {"y": y} | ({"head": self.params["head"]} if "W" in wrt else {})
+        def share_of_mean(head: PyTree, y: Array) -> tuple[Array, PyTree]:
+            mean, metrics = self._loss(head, microbatch, y)
+            return mean * metrics["loss"][1] / nonzero(self.total), metrics
+
+        (of_head, of_y), new = jax.grad(share_of_mean, argnums=(0, 1), has_aux=True)(
+            self.params["head"], take(outputs, op["stash"])
         )
-        return of_inputs["y"], add(grads, of_inputs["head"]) if "W" in wrt else grads
+        return of_y, add(grads, of_head), add(metrics, new)
 
-    def _from_embedding(self, grads: PyTree, tokens: Array, gradient: Array) -> PyTree:
+    def _from_embedding(self, op: PyTree, grads: PyTree, gradient: Array) -> PyTree:
         """Adds this microbatch's gradients of the embedding."""
+        tokens = self._microbatch(op).inputs
         _, pull_back = jax.vjp(
-            lambda embed: self.apply_part("embed", embed, tokens, None), self.params["embed"]
+            lambda embed: self.apply_part("embed", embed, tokens, None, None),
+            self.params["embed"],
         )
         return add(grads, pull_back(gradient)[0])
+
+
+def only_if(
+    wanted: Array, run: Callable[[PyTree, Array], PyTree], carry: PyTree, name: str = ""
+) -> PyTree:
+    """Returns `run(carry, turn)` if wanted, else the carry.
+
+    A loop of one turn or none: XLA updates the carry of a loop in place, but copies what a
+    conditional (`jax.lax.cond`) returns. `turn` is 0, which XLA does not know. All that depends
+    on it stays in the loop; XLA moves the rest in front of the loop, where it always runs.
+
+    The scope tells `measure.ledger` that there is at most one turn, and `name` which op it is.
+    """
+    with jax.named_scope(f"only_if_{name}"):
+        return jax.lax.fori_loop(
+            0, wanted.astype(jnp.int32), lambda turn, carry: run(carry, turn), carry
+        )
+
+
+def at(turn: Array, op: PyTree) -> PyTree:
+    """Returns an op that depends on the turn of `only_if`."""
+    return jax.tree.map(lambda index: index + turn, op)
 
 
 def take(tree: PyTree, index: Any) -> PyTree:
@@ -191,14 +244,23 @@ def put(buffer: Array, slot: Array, value: Array) -> Array:
     return buffer.at[slot].set(value, mode="drop")
 
 
+def put_all(buffers: PyTree, slot: Array, values: PyTree) -> PyTree:
+    """Puts each leaf of the values into a slot of its buffer, in place."""
+    return jax.tree.map(
+        lambda buffer, value: jax.lax.dynamic_update_index_in_dim(buffer, value, slot, 0),
+        buffers,
+        values,
+    )
+
+
 def add(first: PyTree, second: PyTree) -> PyTree:
     """Adds two trees, leaf by leaf."""
     return jax.tree.map(jnp.add, first, second)
 
 
-def zeros_like(function: Callable[[], PyTree]) -> PyTree:
+def zeros_like(function: Callable[[], PyTree], slots: int = 0) -> PyTree:
     """Returns zeros like a function's result, varying over the same mesh axes, without
-    computing the result.
+    computing the result. With slots, each leaf is a buffer [slots, ...] of such values.
     """
     axes: list[list[str]] = []
 
@@ -208,8 +270,9 @@ def zeros_like(function: Callable[[], PyTree]) -> PyTree:
         return result
 
     leaves, tree = jax.tree.flatten(jax.eval_shape(traced))
+    lead = (slots,) if slots else ()
     zeros = [
-        vary(jnp.zeros(leaf.shape, leaf.dtype), over)
+        vary(jnp.zeros((*lead, *leaf.shape), leaf.dtype), over)
         for leaf, over in zip(leaves, axes, strict=True)
     ]
     return jax.tree.unflatten(tree, zeros)

@@ -1,0 +1,151 @@
+"""F, B and W of a layer compute what `jax.vjp` computes, and nothing twice."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_device
+import pytest
+from ml_collections import FrozenConfigDict
+
+from course_lib.many_devices.pipeline_parallel import split
+from course_lib.models.transformer import Layer
+from course_lib.one_device import rematerialization
+
+B, L, D = 2, 8, 16
+MODELS = {
+    "plain": {},
+    "dropout": {"dropout_rate": 0.5},
+    "remat": {"remat": ("Block",), "dropout_rate": 0.5},
+    "remat of the MLP": {"remat": ("MLP",)},
+    "remat by name": {
+        "remat": ("Block",),
+        "remat_policy": "names",
+        "remat_names": ("qkv",),
+    },
+    "parallel": {"parallel_block": True, "qk_norm": True, "num_kv_heads": 2},
+    "rotary": {"positions": "rotary", "mlp_activation": "squared_relu", "use_bias": False},
+}
+
+
+@functools.cache
+def cut(name):
+    """Returns a layer as a function, its arguments and its split."""
+    changes = {"max_seq_len": L} | MODELS[name]
+    whole = one_device.small(**{f"model.{field}": new for field, new in changes.items()})
+    layer = Layer(FrozenConfigDict(whole.model))
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, dy = (jax.random.normal(key, (B, L, D)) for key in keys[:2])
+    params = layer.init(keys[2], x, train=False)["params"]
+    params = jax.tree.map(lambda leaf: leaf[0], params)
+    # biases and scales start at 0 and 1, where an error could hide
+    flat, tree = jax.tree.flatten(params)
+    random = jax.random.split(keys[3], len(flat))
+    params = tree.unflatten(
+        [
+            leaf + 0.1 * jax.random.normal(k, leaf.shape)
+            for k, leaf in zip(random, flat, strict=True)
+        ]
+    )
+
+    def apply(params, x, rng):
+        params = jax.tree.map(lambda leaf: leaf[None], params)
+        return layer.apply({"params": params}, x, train=True, rngs={"dropout": rng})
+
+    return apply, (params, x, keys[4]), dy, split.split(apply, params, x, keys[4])
+
+
+def run(name):
+    _, (params, x, rng), dy, programs = cut(name)
+    y, saved = programs.forward(params, x, rng)
+    dx, passed = programs.backward(params, saved, dy, rng)
+    return y, dx, programs.weight_gradient(params, saved, passed, rng), saved, passed
+
+
+def products(equations):
+    """Counts matmuls in a list of equations, inside its loops and calls too."""
+    count = 0
+    for equation in equations:
+        count += equation.primitive.name == "dot_general"
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            count += products(inner.eqns) if hasattr(inner, "eqns") else 0
+    return count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_three_programs_compute_what_jax_computes(name):
+    apply, (params, x, rng), dy, _ = cut(name)
+    with jax.default_matmul_precision("highest"):
+        y, pull_back = jax.vjp(lambda params, x: apply(params, x, rng), params, x)
+        expected = (y, *pull_back(dy)[::-1])
+        found = run(name)[:3]
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        norm = np.linalg.norm(other)
+        assert np.linalg.norm(leaf - other) <= 1e-5 * norm + 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_matmul_of_the_gradient_is_in_one_program(name):
+    apply, (params, x, rng), dy, programs = cut(name)
+
+    def gradient(params, x, rng, dy):
+        y, pull_back = jax.vjp(lambda params, x: apply(params, x, rng), params, x)
+        return y, pull_back(dy)
+
+    traced = jax.make_jaxpr(gradient)(params, x, rng, dy)
+    counts = {kind: products(program) for kind, program in programs.equations.items()}
+    assert sum(counts.values()) == products(traced.jaxpr.eqns)
+    assert counts["F"] == 6 + (name == "parallel")  # with grouped queries, q and kv apart
+
+
+def test_without_rematerialization_b_has_two_matmuls_more_than_w_inside_of_attention():
+    counts = {kind: products(program) for kind, program in cut("plain")[3].equations.items()}
+    assert counts == {"F": 6, "B": 8, "W": 4}
+
+
+def test_a_rematerialized_layer_saves_its_input_and_recomputes_in_b():
+    _, (_, x, _), _, programs = cut("remat")
+    *_, saved, passed = run("remat")
+    assert [leaf.shape for leaf in saved] == [x.shape]
+    counts = {kind: products(program) for kind, program in programs.equations.items()}
+    # all but the last matmul of F again; the one before the last only W needs
+    assert counts == {"F": 6, "B": 8 + 4, "W": 4 + 1}
+    assert sum(leaf.nbytes for leaf in passed) > sum(leaf.nbytes for leaf in run("plain")[4])
+
+
+def test_no_weight_is_saved_and_not_more_than_jax_saves():
+    apply, args, _, _ = cut("plain")
+    *_, saved, passed = run("plain")
+    weights = collections.Counter(leaf.shape for leaf in jax.tree.leaves(args[0]))
+    assert all(leaf.shape[0] == B for leaf in (*saved, *passed)), weights
+    by_jax = rematerialization.residuals(lambda params, x: apply(params, x, args[2]), *args[:2])
+    kept = sum(each.bytes for each in by_jax if "argument [0]" not in each.why)
+    assert sum(leaf.nbytes for leaf in saved) <= kept
+
+
+def test_a_mask_is_made_again_and_a_dropout_mask_is_saved_in_one_byte_each():
+    *_, plain, _ = run("plain")
+    *_, dropped, _ = run("dropout")
+    extra = collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in dropped)
+    extra -= collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in plain)
+    assert extra[(B, L, D), "bool"] == 2
+    assert not any(leaf.shape == (L, L) for leaf in (*plain, *dropped))
+
+
+def test_gradients_that_one_call_computes_together_are_cut_apart():
+    @jax.jit
+    def layer(weights, x):
+        return jnp.tanh(x @ weights)
+
+    weights, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    programs = split.split(layer, weights, x)
+    assert {kind: products(program) for kind, program in programs.equations.items()} == {
+        "F": 1,
+        "B": 1,
+        "W": 1,
+    }
