@@ -25,7 +25,14 @@ MODELS = {
         "remat_policy": "names",
         "remat_names": ("qkv",),
     },
-    "parallel": {"parallel_block": True, "qk_norm": True, "num_kv_heads": 2},
+    # Heads of two numbers could not be normalized: the gradient would cancel.
+    "parallel": {
+        "parallel_block": True,
+        "qk_norm": True,
+        "num_heads": 2,
+        "head_dim": 8,
+        "num_kv_heads": 1,
+    },
     "rotary": {"positions": "rotary", "mlp_activation": "squared_relu", "use_bias": False},
 }
 
