@@ -330,7 +330,7 @@ def test_few_tokens_want_data_parallelism_inside_of_hosts_and_the_pipeline_acros
     usual = estimate.choose(whole, cluster, reorder=False)
     assert ("data", "pipe") in {tuple(each.axes) for each in usual}
     found = estimate.choose(whole, cluster)
-    orders = {tuple(each.axes) for each in found}
+    orders = {tuple(each.axes) for each in found if each.axes["data"] > 1}
     assert ("pipe", "data") in orders and ("data", "pipe") not in orders
 
 
