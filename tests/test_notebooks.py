@@ -29,6 +29,7 @@ TECHNIQUE_LINES = {
     "08_data_parallel": 30,
     "10_tensor_parallel": 30,
     "11_async_tensor_parallel": 30,
+    "12_3d_parallelism": 30,
     "13_context_and_experts": 30,
 }
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
