@@ -332,8 +332,8 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
 def check(
     model: ConfigDict, mesh: meshes.Shape, chunks: int = 1, num_minibatches: int = 1
 ) -> None:
-    """Refuses a model whose layers cannot be cut into the stages of a pipeline, and minibatches
-    beside its microbatches.
+    """Refuses a model whose layers cannot be cut into the stages of a pipeline, offloading, and
+    minibatches beside its microbatches.
 
     Args:
       model: the `model` part of a configuration.
@@ -355,6 +355,11 @@ def check(
         raise ValueError(
             "scan_layers=False must be True for a pipeline: it cuts the stacked parameters of"
             " all layers"
+        )
+    if model.remat and model.remat_policy == "offload":
+        raise ValueError(
+            "remat_policy='offload' must be another policy for a pipeline: it stores what a"
+            " backward reads in the device's memory; 'names' keeps the same values there"
         )
     if rest := layers % stages:
         below = layers - rest

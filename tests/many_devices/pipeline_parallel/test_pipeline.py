@@ -375,6 +375,15 @@ def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
         ),
         ({"model.scan_layers": False}, {}, "scan_layers=False must be True"),
         (
+            {
+                "model.remat": ("MLP",),
+                "model.remat_policy": "offload",
+                "model.remat_names": ("mlp_hidden",),
+            },
+            {},
+            "remat_policy='offload'",
+        ),
+        (
             {"training.accumulator_dtype": "bfloat16"},
             {},
             "accumulator_dtype='bfloat16' must be 'float32' with a pipeline",
