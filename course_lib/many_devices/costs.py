@@ -334,6 +334,8 @@ def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
     inputs = {"MLP": mlp, "Attn": heads}
     again = results if "Block" in model.remat else set(model.remat)
     passed = 4 * residual + tokens * size * sum(results.values()) / shards
+    if step.strategy.sequence:  # the gradients of both row products, gathered
+        passed += 2 * tokens * width * size
     passed += tokens * size * sum(width + inputs[name] / shards for name in again)
     between = residual * (waiting["inbox"] + waiting["gradient"] + waiting["stash"] + 2)
     inside_layers = waiting["stash"] * per_layer + waiting["passed"] * passed

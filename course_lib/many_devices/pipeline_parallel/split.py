@@ -7,7 +7,7 @@
 JAX traces the layer and its gradient (`jax.vjp`) to one list of equations. Each equation
 belongs to the first program that needs its result, so nothing is computed twice. A layer that
 rematerializes does so in B: JAX's list then has the equations that compute its activations
-again, and B needs them. Zero-bubble schedules rest on this cut
+again, and B runs them, also those that only W needs. Zero-bubble schedules rest on this cut
 (Qi et al., 2023, https://arxiv.org/abs/2401.10241).
 
 Three kinds of equations are repeated where a result is read, since saving it would cost more:
@@ -88,6 +88,10 @@ def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> S
     from_f = {input, *_results(F, again)}
     B = _needed(jaxpr.eqns, [gradient_of_input], {*known, *from_f, gradient_of_output})
     from_b = {gradient_of_output, *_results(B, again)} - from_f
+    W = _needed(jaxpr.eqns, of_weights, {*known, *from_f, *from_b})
+    moved = _results(_recomputed(W, from_b, _depend(jaxpr.eqns, gradient_of_output)), again)
+    B = _needed(jaxpr.eqns, [gradient_of_input, *moved], {*known, *from_f, gradient_of_output})
+    from_b |= set(moved)
     W = _needed(jaxpr.eqns, of_weights, {*known, *from_f, *from_b})
     read_by_b, read_by_w = _read(B, [gradient_of_input]), _read(W, of_weights)
     saved = [v for v in dict.fromkeys([*read_by_b, *read_by_w]) if v in from_f]
@@ -191,6 +195,31 @@ def _read(equations: Iterable[JaxprEqn], outputs: Sequence[Any] = ()) -> list[Va
 def _results(equations: Iterable[JaxprEqn], again: set[Var]) -> list[Var]:
     """Returns the results of equations that are not repeated."""
     return [v for equation in equations for v in equation.outvars if v not in again]
+
+
+def _depend(equations: Iterable[JaxprEqn], value: Var) -> set[Var]:
+    """Returns the value and all that depends on it."""
+    late = {value}
+    for equation in equations:
+        if late & set(_read([equation])):
+            late |= set(equation.outvars)
+    return late
+
+
+def _recomputed(
+    equations: Iterable[JaxprEqn], from_b: set[Var], late: set[Var]
+) -> list[JaxprEqn]:
+    """Returns the equations of W that belong to B: they go on with what B recomputes, and do
+    not depend on dy. Attention's output is one. It is much smaller than the probabilities that
+    it is computed from, so B passes on the output.
+    """
+    moved, there = [], from_b - late
+    for equation in equations:
+        read = set(_read([equation]))
+        if read & there and not read & late:
+            moved.append(equation)
+            there |= set(equation.outvars)
+    return moved
 
 
 def _repeated(equations: Iterable[JaxprEqn], activations: Iterable[Var]) -> set[Var]:
