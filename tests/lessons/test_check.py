@@ -331,7 +331,11 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("the_check", "right"), RIGHT, ids=lambda v: name(v)[:30])
+@pytest.mark.parametrize(
+    ("the_check", "right"),
+    RIGHT,
+    ids=[f"{name(the_check)}-{number}" for number, (the_check, _) in enumerate(RIGHT)],
+)
 def test_a_right_answer_written_in_another_way_passes(the_check, right, capsys):
     assert answer(capsys, the_check, *right).startswith("✓ ")
 
