@@ -25,7 +25,7 @@ c S + d of the model, so that activations run around the ring of devices v times
     zero_bubble     (S-1) / (3M+S-1)   min(S, M)                        Qi et al., 2023 (ZB-H1)
 
 The last three bubbles need M >= S microbatches; with fewer, `bubble` counts more. A microbatch
-is live in a chunk from its F to its W: its input of the chunk is stored, for 1/v of the layers
+is live in a chunk from its F to its W: what its backward reads is stored, for 1/v of the layers
 of a device without chunks. The table has the most that are live at once.
 
 Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503,
