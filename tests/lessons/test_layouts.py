@@ -44,7 +44,7 @@ def test_the_planners_best_wins_and_is_not_beaten_by_a_submission_that_does_not_
         (({"data": 1, "tensor": 8}, Strategy(by="compiler")), {}, "cannot be"),
         (({"data": 8}, Strategy(zero=0), 8), {}, "optimizer"),
         (({"data": 2, "pipe": 4}, Strategy(zero=1, microbatches=32)), {}, "bubble"),
-        (({"data": 64}, Strategy(zero=3)), {"level": 3}, "memory"),
+        (({"data": 64}, Strategy(zero=3)), {"level": 3}, "data"),
         (({"data": 8, "tensor": 8}, Strategy(zero=1, sequence=True)), {"level": 3}, "data"),
         (({"data": 1, "tensor": 8}, Strategy(sequence=True), 4), {}, "tensor"),
     ],

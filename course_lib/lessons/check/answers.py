@@ -35,14 +35,22 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
     @functools.wraps(check)
     def answer(*args: Any, **kwargs: Any) -> None:
         try:
-            args, kwargs = jax.tree.map(_as_number, (args, kwargs))
-            print(f"✓ Right: {check(*args, **kwargs)}")
+            numbers = [_with_numbers(value) for value in args]
+            named = {name: _with_numbers(value) for name, value in kwargs.items()}
+            print(f"✓ Right: {check(*numbers, **named)}")
         except WrongAnswer as wrong:
             print(f"✗ {' '.join(str(wrong).split())}")
         except Exception as error:
             print(f"✗ The check could not read your answer: {in_one_line(error)}")
 
     return answer
+
+
+def _with_numbers(value: Any) -> Any:
+    """Returns the value with numbers in place of arrays of no dimension. A dict stays as it is:
+    JAX would sort its keys.
+    """
+    return jax.tree.map(_as_number, value, is_leaf=lambda leaf: isinstance(leaf, dict))
 
 
 def _as_number(value: Any) -> Any:
