@@ -14,7 +14,9 @@ from course_lib.measure import virtual
 NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>(.*?)</details>", re.S)
 CODE = re.compile(r"```python\n(.*?)```", re.S)
-ANSWERED = re.compile(r"^(?:check\.|lessons\.submit\()", re.M)  # what answers with ✓ or ✗
+ANSWERED = re.compile(
+    r"^(?:check\.|lessons\.submit\(|layouts\.submit\()", re.M
+)  # what answers with ✓ or ✗
 
 
 def solutions(path: pathlib.Path) -> list[str]:
