@@ -51,9 +51,13 @@ OTHER_SIZES = {
         {"T": 4, "L": 32, "D": 8, "F": 16},
         {"T": 5, "L": 20, "D": 6, "F": 40},
     ],
-    "13_context_and_experts": [
-        {"T": 4, "N": 1, "D": 16, "H": 2, "L": 32, "S": 16},
-        {"T": 3, "L": 48, "E": 6, "S": 20, "CAPACITY_FACTOR": 1.0},
+    "13_context_parallel": [
+        {"T": 4, "N": 1, "D": 16, "H": 2, "L": 32},
+        {"T": 3, "L": 48},
+    ],
+    "14_expert_parallel": [
+        {"T": 4, "D": 16, "S": 16},
+        {"T": 3, "E": 6, "S": 20, "CAPACITY_FACTOR": 1.0},
     ],
 }
 

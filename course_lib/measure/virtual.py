@@ -48,7 +48,7 @@ NEVER_RUN = {"xla_backend_optimization_level": 0}
 """Compiler options of programs that never run: do not optimize their machine code.
 
 `xla_gpu_autotune_level=0` would save more time, but JAX 0.12 then refuses some programs, such
-as that of notebook 13's experts ("No supported config found").
+as that of notebook 14's experts ("No supported config found").
 """
 
 

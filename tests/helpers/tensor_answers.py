@@ -1,4 +1,4 @@
-"""Right and wrong answers to the exercises of notebooks 10, 11 and 13, for `test_check`."""
+"""Right and wrong answers to the exercises of notebooks 10, 11, 13 and 14, for `test_check`."""
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ PREDICTIONS = {
     check.hidden_with_latency: 1,
     check.work_in_order: 1,
     check.dropped: 2,
+    check.least_room: 1,
 }
 
 
@@ -165,6 +166,7 @@ RIGHT = [
     (check.ulysses, (exchanged(),)),
     (check.places, (placed(),)),
     (check.dropped, (5, 0)),
+    (check.least_room, (1.12,)),
 ]
 WRONG = [
     (check.gated_mlp, (share,), "different arrays"),
@@ -215,4 +217,7 @@ WRONG = [
     (check.dropped, (0.043, 0), "Percentages"),
     (check.dropped, (50, 0), "Too many"),
     (check.dropped, (4.3, 2), "factor 2"),
+    (check.least_room, (0.9,), "even choices"),
+    (check.least_room, (1.03,), "are dropped"),
+    (check.least_room, (1.5,), "can be smaller"),
 ]

@@ -140,6 +140,11 @@ INTENSITIES = [
     {"name": "a sum", "dtype": "bfloat16", "intensity": 0.2, "rate": 2e11},
 ]
 
+PAIRS = [
+    {"queries": 0, "keys": 0, "device": 0, "step": 0},
+    {"queries": 1, "keys": 0, "device": 1, "step": 1},
+    {"queries": 1, "keys": 1, "device": 1, "step": 0},
+]
 TAPE = Object(
     bytes={
         "parameters": [GIB] * 6,
@@ -155,6 +160,10 @@ BLOCK = [
     {"part": "MLP", "name": "hidden layer", "bytes": GIB},
 ]
 PICTURES = {
+    "attention_pairs": lambda: figures.attention_pairs({"in order": PAIRS}, title="a mask"),
+    "token_routing": lambda: figures.token_routing(
+        [0, 1, 0, 0], [0, 0, 1, -1], experts=2, capacity=2, title="two places per expert"
+    ),
     "formats": lambda: figures.formats(FORMATS),
     "gradient_histogram": lambda: figures.gradient_histogram(
         {"plain": [1e-9, 1e-4], "scaled": [1e-4, 1e5]}, FLOAT16
@@ -614,6 +623,22 @@ def test_rings_that_leave_each_host_at_another_gpu_use_every_port_in_both_direct
     assert used["inside a host"] == {}
 
 
+def test_a_step_of_a_ring_shows_its_own_pairs_strongly_and_later_ones_not_at_all():
+    every = PICTURES["attention_pairs"]().axes[0].patches
+    assert [(p.get_x() + 0.5, p.get_y() + 0.5) for p in every] == [(0, 0), (0, 1), (1, 1)]
+    assert len(figures.attention_pairs({"in order": PAIRS}, step=0).axes[0].patches) == 2
+    last = figures.attention_pairs({"in order": PAIRS}, step=1).axes[0].patches
+    assert [p.get_alpha() == 1 for p in last] == [False, True, False]
+
+
+def test_a_token_without_a_place_has_a_cross_and_an_empty_place_a_hatch():
+    axes = PICTURES["token_routing"]().axes[0]
+    ends = [line.get_xdata() for line in axes.lines]
+    assert len(ends) == 3 + 2  # three tokens with a place, and one cross
+    places = [p for p in axes.patches if p.get_y() == 0]
+    assert [bool(p.get_hatch()) for p in places] == [False, False, False, True]
+
+
 def test_what_runs_while_a_device_sends_stands_below_it():
     waits, ring = PICTURES["overlap"]().axes
     for axes, spans in ((waits, [(0, 20), (20, 40)]), (ring, [(0, 10), (0, 20), (20, 20)])):
@@ -686,6 +711,8 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
 @pytest.mark.parametrize(
     "draw_nothing",
     [
+        lambda: figures.attention_pairs({}),
+        lambda: figures.token_routing([], [], experts=2, capacity=1),
         lambda: figures.block([]),
         lambda: figures.formats([]),
         lambda: figures.gradient_histogram({"g": [0.0, np.nan]}, FLOAT16),

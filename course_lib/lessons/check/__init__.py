@@ -34,6 +34,7 @@ from course_lib.lessons.check.data_parallel import (
 )
 from course_lib.lessons.check.expert_parallel import (
     dropped,
+    least_room,
     places,
 )
 from course_lib.lessons.check.gradient_accumulation import (
@@ -88,6 +89,7 @@ __all__ = [
     "gated_mlp",
     "hidden_with_latency",
     "keep_one_value",
+    "least_room",
     "looks_ahead",
     "loss_scale_range",
     "mean_gradient",

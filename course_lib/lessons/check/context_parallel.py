@@ -1,4 +1,4 @@
-"""Checks of notebook 13's exercises about context parallelism."""
+"""Checks of notebook 13's exercises."""
 
 import jax
 import jax.numpy as jnp

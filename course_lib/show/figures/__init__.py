@@ -23,6 +23,7 @@ from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
 from course_lib.show.figures.moving import moving
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
+from course_lib.show.figures.positions import attention_pairs, token_routing
 from course_lib.show.figures.schedules import schedule
 from course_lib.show.figures.style import PHASES as PHASES
 from course_lib.show.figures.style import use_style
@@ -30,6 +31,7 @@ from course_lib.show.figures.tapes import tape
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
 
 __all__ = [
+    "attention_pairs",
     "block",
     "formats",
     "gradient_histogram",
@@ -50,6 +52,7 @@ __all__ = [
     "seconds_by_devices",
     "step_timeline",
     "tape",
+    "token_routing",
     "trace",
     "tradeoff",
     "use_style",
