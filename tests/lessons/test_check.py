@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import program_answers
 import pytest
 import tensor_answers
 
@@ -43,6 +44,7 @@ FUNCTIONS = [
     check.mfu,
     check.three_axes,
     *tensor_answers.FUNCTIONS,
+    *program_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
@@ -58,6 +60,7 @@ PREDICTIONS = {
     check.stacked: 1,
     check.twice_the_gpus: 2,
     **tensor_answers.PREDICTIONS,
+    **program_answers.PREDICTIONS,
     check.traffic_of_minibatches: 2,
 }
 
@@ -328,6 +331,7 @@ RIGHT = [
     (check.square_root, (looped(8),)),
     (check.named_part, (penalized(True),)),
     *tensor_answers.RIGHT,
+    *program_answers.RIGHT,
 ]
 
 
@@ -580,6 +584,7 @@ WRONG = [
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
     *tensor_answers.WRONG,
+    *program_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

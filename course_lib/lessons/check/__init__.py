@@ -67,6 +67,7 @@ from course_lib.lessons.check.tensor_parallel import (
     missing_sum,
     padded_vocabulary,
 )
+from course_lib.lessons.check.train_for_real import lost_time, may_change, noise_scale
 from course_lib.lessons.check.transformer import (
     count_parameters,
     looks_ahead,
@@ -92,12 +93,15 @@ __all__ = [
     "least_room",
     "looks_ahead",
     "loss_scale_range",
+    "lost_time",
+    "may_change",
     "mean_gradient",
     "merge",
     "mfu",
     "missing_sum",
     "multi_steps_share",
     "named_part",
+    "noise_scale",
     "order_of_arrival",
     "padded_vocabulary",
     "places",

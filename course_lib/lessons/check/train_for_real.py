@@ -1,0 +1,126 @@
+"""Checks of notebook 21's exercises."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from course_lib import configs
+from course_lib.lessons.check.answers import call, exercise, predicted, require, run
+from course_lib.one_device import gradient_noise
+from course_lib.program import checkpoints, settings
+
+LLAMA_3 = 54 * 24 * 3600 / 419
+"""Seconds between failures (https://arxiv.org/abs/2407.21783, section 3.3.4)."""
+
+
+@exercise
+def lost_time(your_lost):
+    """Checks `your_lost(interval, write, between)`: the share of time that checkpoints and
+    failures cost.
+
+    A checkpoint takes `write` seconds, the program writes one every `interval` seconds, and
+    failures come every `between` seconds and lose half an interval each.
+    """
+    hint = "Add two shares: one for writing, one for the work that a failure loses."
+    yours = call(your_lost, 100.0, 10.0, 1000.0, hint=hint)
+    require(
+        not _near(yours, 0.1) and not _near(yours, 10.0),
+        "Failures cost time, too: each loses half an interval.",
+    )
+    require(not _near(yours, 0.05), "Writing costs time, too: `write` seconds per interval.")
+    require(
+        not _near(yours, 0.2), "A failure loses half an interval on average, not all of it."
+    )
+    require(
+        not _near(yours, 60.0),
+        "These are seconds per interval. Divide each cost by the time in which it comes once.",
+    )
+    for interval, write, between in ((100.0, 10.0, 1000.0), (600.0, 30.0, 9000.0)):
+        yours, right = (
+            run(your_lost, interval, write, between),
+            write / interval + interval / (2 * between),
+        )
+        require(
+            _near(yours, right),
+            f"Every {interval:.0f} s, {write:.0f} s to write, a failure every {between:.0f} s:"
+            f" {right:.2%} is lost, not {yours}.",
+        )
+    best = min(range(10, 20_000, 10), key=lambda interval: your_lost(interval, 10.0, LLAMA_3))
+    return (
+        f"save every {best / 60:.1f} minutes, and {your_lost(best, 10.0, LLAMA_3):.1%} is lost;"
+        f" every hour, {your_lost(3600.0, 10.0, LLAMA_3):.1%}."
+    )
+
+
+def _near(yours, right):
+    return math.isclose(float(yours), right, rel_tol=1e-6)
+
+
+@exercise
+def noise_scale(signal, trace, scale):
+    """Checks |G|^2, tr Sigma and their ratio for points of 500 coordinates with standard
+    deviation 2, and parameters that are 0.5 off in each.
+    """
+    predicted(signal, trace, scale, hint="Both are sums over 500 coordinates.")
+
+    def gradient(params, batch, rng):
+        return params - batch.mean(axis=0), {}
+
+    points = 2.0 * jax.random.normal(jax.random.key(0), (64, 4, 500))
+    noise = gradient_noise.measure(gradient, jnp.full(500, 0.5), list(points))
+    require(
+        not math.isclose(signal, 250),
+        "250 is the sum of the offsets. |G|^2 is the sum of their squares.",
+    )
+    require(
+        not math.isclose(trace, 1000),
+        "1000 is the sum of the standard deviations. The trace is the sum of the variances.",
+    )
+    require(
+        not math.isclose(trace, 500),
+        "500 would be the trace for one batch of 4. Sigma belongs to one example.",
+    )
+    require(
+        abs(signal / noise.signal - 1) < 0.3,
+        f"Measured, |G|^2 = {noise.signal:.0f}; you said {signal:g}.",
+    )
+    require(
+        abs(trace / noise.noise - 1) < 0.1,
+        f"Measured, tr Sigma = {noise.noise:.0f}; you said {trace:g}.",
+    )
+    require(
+        math.isclose(scale, trace / signal, rel_tol=0.05),
+        f"The noise scale is tr Sigma / |G|^2 = {trace / signal:.1f}; you said {scale:g}.",
+    )
+    return (
+        f"measured, |G|^2 = {noise.signal:.0f}, tr Sigma = {noise.noise:.0f}, scale"
+        f" {noise.scale:.1f}; the squared norm of one batch would give"
+        f" {noise.noise / noise.square_norm(4):.1f}."
+    )
+
+
+FIELDS = {
+    "training.steps": "more steps change none of those already taken.",
+    "mesh.tensor": "a mesh changes the order of sums, not what is computed.",
+    "run.log_every": "logging changes no number.",
+    "data.batch_size": "each step would see other examples.",
+    "optimizer.learning_rate": "no configuration would describe the curve.",
+    "optimizer.total_steps": "the schedule would have another rate at each step.",
+}
+
+
+@exercise
+def may_change(your_rule):
+    """Checks `your_rule(field)`: whether a run can continue after a change of this field."""
+    call(your_rule, "training.steps", hint="Ask whether the numbers of a step depend on it.")
+    saved = settings.complete(configs.get("cpu"))
+    for field, why in FIELDS.items():
+        changed = settings.complete(saved)
+        settings.set_field(changed, field, "0.5" if field == "optimizer.learning_rate" else "2")
+        allowed = not checkpoints.differences(settings.fixed(saved), settings.fixed(changed))
+        require(
+            bool(run(your_rule, field)) == allowed,
+            f"{field} {'may' if allowed else 'must not'} change: {why}",
+        )
+    return "three may change, three must not."

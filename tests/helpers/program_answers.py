@@ -1,0 +1,37 @@
+"""Right and wrong answers to the exercises of notebook 21, for `test_check`."""
+
+from course_lib.lessons import check
+
+FUNCTIONS = [check.lost_time, check.may_change]
+PREDICTIONS = {check.noise_scale: 3}
+CHANGEABLE = ("training.steps", "mesh.tensor", "run.log_every")
+
+
+def share(interval, write, between):
+    return write / interval + interval / (2 * between)
+
+
+def one_of(*fields):
+    return lambda field: field in fields
+
+
+RIGHT = [
+    (check.lost_time, (share,)),
+    (check.noise_scale, (125, 2000, 16)),
+    (check.may_change, (one_of(*CHANGEABLE),)),
+]
+WRONG = [
+    (check.lost_time, (lambda interval, write, between: write / interval,), "Failures"),
+    (check.lost_time, (lambda interval, write, between: interval / (2 * between),), "Writing"),
+    (check.lost_time, (lambda i, write, b: write / i + i / b,), "not all"),
+    (check.lost_time, (lambda i, write, b: write + i / 2,), "per interval"),
+    (check.lost_time, (lambda i, write, b: 10 / i + i / (2 * b),), "30 s to write"),
+    (check.noise_scale, (250, 2000, 8), "squares"),
+    (check.noise_scale, (125, 1000, 8), "variances"),
+    (check.noise_scale, (125, 500, 4), "one example"),
+    (check.noise_scale, (125, 2000, 4), "tr Sigma / |G|^2"),
+    (check.may_change, (one_of("training.steps", "run.log_every"),), "order of sums"),
+    (check.may_change, (one_of("mesh.tensor", "run.log_every"),), "already taken"),
+    (check.may_change, (one_of(*CHANGEABLE, "data.batch_size"),), "other examples"),
+    (check.may_change, (one_of(*CHANGEABLE, "optimizer.total_steps"),), "schedule"),
+]
