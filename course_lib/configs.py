@@ -62,6 +62,8 @@ def published_155m() -> ConfigDict:
         remat_policy="nothing",  # what a rematerialized module keeps all the same
         remat_names=(),  # which named values the policies "names" and "offload" keep
         attention="reference",  # see course_lib.models.attention
+        loss_chunks=1,  # pieces of the logits, one at a time; more take less memory
+        loss_along="vocabulary",  # or "tokens": see smaller_and_faster.large_vocabulary
         flat_products=False,  # B and L as one dimension: faster on a CPU, see models.hooks
         # the next six are explained in course_lib.models.layers
         qk_norm=False,  # normalizes queries and keys, so that scores stay small

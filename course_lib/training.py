@@ -41,6 +41,7 @@ from course_lib.models.losses import next_token_loss as next_token_loss
 from course_lib.models.transformer import Transformer
 from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
+from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.text.data import Batch
 
 
@@ -329,8 +330,12 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
 
 def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
     """Returns the loss of the Transformer of a configuration's `model` part."""
-    module = Transformer(model, hooks or Hooks())
-    return losses.of_model(model, as_function(module, balance=model.num_experts > 0))
+    hooks, score = hooks or Hooks(), cross_entropy
+    if model.loss_chunks > 1:
+        hooks = dataclasses.replace(hooks, output=large_vocabulary.Factors)
+        score = losses.in_chunks(model)
+    apply_fn = as_function(Transformer(model, hooks), balance=model.num_experts > 0)
+    return losses.of_model(model, apply_fn, score)
 
 
 def minibatches(config: ConfigDict) -> dict[str, Any]:
@@ -367,15 +372,17 @@ def build(config: ConfigDict) -> Run:
 
 
 def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the FLOPs of the matrix products in one step, with attention written out.
+    """Counts the FLOPs of the matrix products in one step, with attention and logits written
+    out.
 
     Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
-    out, every kind of attention counts alike.
+    out, every kind of attention counts alike. A loss in chunks computes the logits twice; they
+    count once.
 
     Args:
       config: a configuration that can work.
     """
     written_out = ConfigDict(config)
-    written_out.model.attention = "reference"
+    written_out.model.update(attention="reference", loss_chunks=1)
     run = build(written_out)
     return measure.flops(run.train_step, *run.abstract())

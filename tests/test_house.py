@@ -21,7 +21,7 @@ PARTS = sorted(
 # The sentence of docs/design.md about imports, clause by clause, with the imports that each
 # clause allows.
 TOOLS = {"measure", "text", "show", "files"}
-MODELS = TOOLS | {"one_device", "models", "optimizers"}
+MODELS = TOOLS | {"one_device", "smaller_and_faster", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
 MAY_IMPORT = {
     "`measure`, `text` and `show` know nothing of models": {
@@ -30,10 +30,10 @@ MAY_IMPORT = {
         "text": {"measure", "files"},
         "show": {"measure"},
     },
-    "`one_device` knows those three": {"one_device": TOOLS},
+    "`one_device` knows those three": {"one_device": TOOLS, "smaller_and_faster": TOOLS},
     "`models` and `optimizers` may use them all": {
-        "models": TOOLS | {"one_device"},
-        "optimizers": TOOLS | {"one_device"},
+        "models": TOOLS | {"one_device", "smaller_and_faster"},
+        "optimizers": TOOLS | {"one_device", "smaller_and_faster"},
     },
     "`configs` and `training` join these": {
         "configs": MODELS,

@@ -321,8 +321,12 @@ def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
     layer = 2 * residual + sum(inside.values())
     rematerialized = sum(inside[name] for name in set(model.remat) - {"Block"})
     per_layer = residual if "Block" in model.remat else layer - rematerialized
-    # The logits, their softmax and their gradient, in float32.
-    logits = 3 * 4 * tokens * model.num_outputs / shards
+    # The logits, their softmax and their gradient, in float32; in chunks, of one chunk, beside
+    # a sum over chunks in float32.
+    logits = 3 * 4 * tokens * model.num_outputs / shards / model.loss_chunks
+    if model.loss_chunks > 1:
+        summed = tokens if model.loss_along == "vocabulary" else model.num_outputs / shards
+        logits += 4 * summed * width
     # Everything of one layer, and the gradients inside one of its modules.
     at_work = layer + max(inside.values())
     if waiting is None:

@@ -132,6 +132,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         parameter_bytes=width if sharded else 4,
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
+        chunked_loss=model.loss_chunks > 1,
         dense_dispatch=True,
     )
 

@@ -17,6 +17,7 @@ from course_lib.many_devices import (
     tensor_parallel,
 )
 from course_lib.many_devices.pipeline_parallel import pipeline, schedules
+from course_lib.smaller_and_faster import large_vocabulary
 
 BY = ("hand", "compiler")
 
@@ -140,6 +141,8 @@ def check(
             f" {num_minibatches} minibatches x {strategy.microbatches} microbatches of one"
             f" size; take {meshes.nearest(batch_size, parts)}"
         )
+    if model.loss_chunks > 1:
+        _check_loss(model, mesh, by_hand, seq_len)
     if "context" in mesh.shape:
         _check_context(mesh, strategy)
         context_parallel.check(model, seq_len, mesh, by_hand)
@@ -147,6 +150,26 @@ def check(
         _check_experts(mesh, model.num_experts)
     if "expert" in mesh.shape:
         expert_parallel.check(model, batch_size // (n * num_minibatches), mesh)
+
+
+def _check_loss(model: ConfigDict, mesh: meshes.Shape, by_hand: bool, seq_len: int) -> None:
+    """Refuses a loss in chunks that a device cannot cut from its own part of the logits."""
+    n = {axis: mesh.shape.get(axis, 1) for axis in ("context", "tensor")}
+    axis = {"vocabulary": "tensor", "tokens": "context"}[model.loss_along]
+    if n[axis] > 1 and not by_hand:
+        raise ValueError(
+            f"loss_along={model.loss_along!r} must not come with by='compiler' and a mesh axis"
+            f" {axis!r}, which divides the same dimension: the compiler would gather all of it"
+            f" for each chunk; take by='hand', or loss_along="
+            f"{'tokens' if axis == 'tensor' else 'vocabulary'!r}"
+        )
+    large_vocabulary.check(
+        model.loss_chunks,
+        model.loss_along,
+        tokens=seq_len // n["context"],
+        vocabulary=model.num_outputs // n["tensor"],
+        prefix="loss_",
+    )
 
 
 def _check_context(mesh: meshes.Shape, strategy: Strategy) -> None:

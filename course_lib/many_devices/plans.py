@@ -124,6 +124,7 @@ class Plan:
         them, inside the layers; attention and the output layer compute in bfloat16.
       schedule: of this course's pipeline, where neighbours wait for each other. None:
         Megatron-LM's, whose bubble is (p-1)/v stages.
+      chunked_loss: whether the backward pass computes the logits again, chunk by chunk.
       dense_dispatch: whether products send tokens to their experts, as in this course.
     """
 
@@ -145,6 +146,7 @@ class Plan:
     parameter_bytes: int = 2
     dtype: str = "bfloat16"
     schedule: Schedule | None = None
+    chunked_loss: bool = False
     dense_dispatch: bool = False
 
     def __post_init__(self) -> None:

@@ -349,8 +349,14 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     # One all-reduce of the embedding in the forward pass, one of the output layer's gradient in
     # the backward pass. Each costs two all-gathers: 4 in all.
     sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), _activation(shape, plan))
-    # Memory moves the logits once in bfloat16 and five times in float32.
-    cost = Cost(6 * logits * shape.width, 22 * logits + 3 * item * weights, {"tensor": sent})
+    # Memory moves the logits once in bfloat16 and five times in float32. In chunks, they are
+    # written and read as often: twice written, but never kept.
+    products = 4 if plan.chunked_loss else 3
+    cost = Cost(
+        2 * products * logits * shape.width,
+        22 * logits + products * item * weights,
+        {"tensor": sent},
+    )
     if plan.size("fsdp") > 1:
         group = cluster.group(plan.axes, "fsdp")
         gather = all_gather(group, plan.parameter_bytes * weights)

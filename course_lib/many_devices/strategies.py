@@ -45,6 +45,7 @@ from course_lib.models.hooks import Hooks
 from course_lib.models.transformer import Transformer
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
+from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.training import Run as Run
 
 PyTree = Any
@@ -250,7 +251,7 @@ def _ways(
         return loss_fn, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), loss_fn
     if _piped(mesh):
         parts = _pipeline(model, mesh, strategy, param_specs)
-        loss_fn = pipeline.loss_of_head(parts[0], _tensor(mesh, strategy)[1])
+        loss_fn = pipeline.loss_of_head(parts[0], _tensor(model, mesh, strategy)[1])
         return (
             loss_fn,
             lambda loss_fn: pipeline.gradient(loss_fn, *parts, grad_specs),
@@ -279,7 +280,7 @@ def _local_loss(
     the specs of the parameters, and of their gradients.
     """
     param_specs, grad_specs = specs
-    hooks, score = _tensor(mesh, strategy)
+    hooks, score = _tensor(model, mesh, strategy)
     if strategy.zero == 2:
         layer = data_parallel.scatter_layers(grad_specs, scanned=model.scan_layers)
         hooks = dataclasses.replace(hooks, layer=layer)
@@ -310,18 +311,29 @@ def _local_loss(
     return loss_fn
 
 
-def _tensor(mesh: Mesh, strategy: Strategy) -> tuple[Hooks, Callable[..., Any]]:
+def _tensor(
+    model: ConfigDict, mesh: Mesh, strategy: Strategy
+) -> tuple[Hooks, Callable[..., Any]]:
     """Returns the hooks and the cross entropy of one device along "tensor"; of a full model,
     without that axis.
     """
+    in_chunks = model.loss_chunks > 1
     if "tensor" not in mesh.shape:
+        if in_chunks:
+            return Hooks(output=large_vocabulary.Factors), losses.in_chunks(model)
         return Hooks(), training.cross_entropy
     if strategy.overlap == "none":
         hooks = tensor_parallel.hooks(mesh, sequence=strategy.sequence)
     else:
         two_way = strategy.overlap == "two-way"
         hooks = async_tensor_parallel.hooks(mesh, bidirectional=two_way)
-    return hooks, tensor_parallel.cross_entropy
+    if not in_chunks:
+        return hooks, tensor_parallel.cross_entropy
+    factors = tensor_parallel.gather_factors if strategy.sequence else tensor_parallel.factors
+    score = functools.partial(
+        tensor_parallel.linear_cross_entropy, chunks=model.loss_chunks, along=model.loss_along
+    )
+    return dataclasses.replace(hooks, output=factors), score
 
 
 def _pipeline(
@@ -331,7 +343,7 @@ def _pipeline(
     parameters and the schedule.
     """
     stages, chunks = mesh.shape["pipe"], strategy.chunks
-    apply_part = pipeline.parts(model, stages * chunks, _tensor(mesh, strategy)[0])
+    apply_part = pipeline.parts(model, stages * chunks, _tensor(model, mesh, strategy)[0])
     if strategy.sequence:
         apply_part = tensor_parallel.own_dropout(apply_part)
     schedule = schedules.make(strategy.schedule, stages, strategy.microbatches, chunks)

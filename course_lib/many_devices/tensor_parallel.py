@@ -27,6 +27,8 @@ from jaxtyping import Array, Float, Int
 from course_lib.many_devices import meshes
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
+from course_lib.smaller_and_faster import large_vocabulary
+from course_lib.smaller_and_faster.large_vocabulary import Factors
 
 AXIS = "tensor"
 LENGTH = 1  # sequence parallelism cuts this dimension of an activation [B, L, ...]
@@ -115,6 +117,46 @@ def cross_entropy(
     best = jnp.where(
         own_top == top, offset + jnp.argmax(logits, axis=-1), jnp.iinfo(jnp.int32).max
     )
+    correct = jax.lax.pmin(best, AXIS) == labels
+    return jnp.log(total) - of_label + _zero_or_nan(places, size), correct.astype(jnp.float32)
+
+
+def factors(x: Array, kernel: Array, bias: Array | None) -> Factors:
+    """Returns the factors of this device's logits, whose product is as that of `column`."""
+    return Factors(vary(x, AXIS), kernel, bias)
+
+
+def gather_factors(x: Array, kernel: Array, bias: Array | None) -> Factors:
+    """Does the same as `factors` for an input that is cut along the sequence. The gather is not
+    overlapped with anything.
+    """
+    return Factors(jax.lax.all_gather(x, AXIS, axis=LENGTH, tiled=True), kernel, bias)
+
+
+def linear_cross_entropy(
+    logits: Factors, labels: Int[Array, "..."], *, chunks: int, along: str = "vocabulary"
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns what `cross_entropy` returns, and never holds all of this device's logits either.
+
+    Each device cuts its own part of the vocabulary, or the tokens, into chunks. Only then the
+    devices exchange the same four numbers per label.
+
+    Args:
+      logits: factors of this device's logits.
+      labels: from the whole vocabulary.
+      chunks: into how many a device cuts its logits.
+      along: "vocabulary" or "tokens".
+    """
+    size = logits.head.shape[1]
+    offset = jax.lax.axis_index(AXIS) * size
+    places = _from_the_end(labels, size)
+    index = vary(places, AXIS) - offset
+    mine = (index >= 0) & (index < size)
+    own = large_vocabulary.statistics(logits, index, chunks=chunks, along=along)
+    top = jax.lax.pmax(own.top, AXIS)
+    total = jax.lax.psum(jnp.exp(own.logsumexp - top), AXIS)
+    of_label = jax.lax.psum(jnp.where(mine, own.of_label - top, 0), AXIS)
+    best = jnp.where(own.top == top, offset + own.best, jnp.iinfo(jnp.int32).max)
     correct = jax.lax.pmin(best, AXIS) == labels
     return jnp.log(total) - of_label + _zero_or_nan(places, size), correct.astype(jnp.float32)
 

@@ -5,6 +5,7 @@ A parallel strategy passes `Hooks` to the model; by default they change nothing.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ class Hooks:
       column: the matrix multiplication of a layer whose outputs are cut over devices
         (column-parallel), with the arguments of `jax.lax.dot_general`; None for the model's
         own.
+      output: takes the activations, the kernel and the bias (or None) of the output layer, and
+        returns the model's output in place of logits; None for logits.
       row: the same for a layer whose inputs are cut (row-parallel). The bias is added once, to
         the sum over devices.
       lookup: reads rows of the token table.
@@ -47,6 +50,7 @@ class Hooks:
     shards: int = 1
     column: Callable[..., Array] | None = None
     row: Callable[..., Array] | None = None
+    output: Callable[..., Any] | None = None
     lookup: Callable[..., Array] = _lookup
     positions: Callable[[int], Array] = jnp.arange
     attend_positions: Callable[[int], Array] = jnp.arange

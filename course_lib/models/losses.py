@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from course_lib.one_device.gradient_accumulation import LossFn, nonzero
+from course_lib.smaller_and_faster import large_vocabulary
 
 ApplyFn = Callable[..., Any]
 Score = Callable[..., tuple[Array, Array]]
@@ -106,13 +107,35 @@ def cross_entropy(
     return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
 
 
+def in_chunks(config: ConfigDict) -> Score:
+    """Returns the cross entropy of logits that come as their factors, as the model leaves them
+    with the hook `output=large_vocabulary.Factors`.
+
+    Args:
+      config: the `model` part of a configuration: `loss_chunks` and `loss_along`.
+    """
+
+    def score(logits: large_vocabulary.Factors, labels: Array) -> tuple[Array, Array]:
+        return large_vocabulary.linear_cross_entropy(
+            logits.x,
+            logits.head,
+            labels,
+            logits.bias,
+            chunks=config.loss_chunks,
+            along=config.loss_along,
+        )
+
+    return score
+
+
 def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
     """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights
     [B], none negative.
 
     Args:
       apply_fn: the model as a function.
-      score: gives loss and correctness of each label, as `cross_entropy` does.
+      score: gives loss and correctness of each label, as `cross_entropy` does, from what the
+        model returns: logits, or their factors.
     """
 
     def loss_fn(params, batch, rng):
@@ -126,7 +149,9 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
                 f"labels {labels.shape} and weights {weights.shape} must have the first axes of"
                 f" logits {logits.shape}: each label belongs to one row of logits"
             )
-        loss, correct = score(logits.astype(jnp.float32), labels)
+        if isinstance(logits, jax.Array):
+            logits = logits.astype(jnp.float32)
+        loss, correct = score(logits, labels)
         weights = weights.astype(jnp.float32)
         count = weights.sum()
         metrics = {

@@ -21,6 +21,7 @@ from course_lib.models import attention, layers
 from course_lib.models.hooks import Hooks
 from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
+from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.text import data
 
 PyTree = Any
@@ -50,14 +51,15 @@ class Transformer(nn.Module):
         *,
         train: bool = True,
         parts: Sequence[str] = PARTS,
-    ) -> Float[Array, "B _ V"] | Float[Array, "B _ D"]:
-        """Returns float32 logits of the token at each position, given those before it.
+    ) -> Any:
+        """Returns float32 logits [B L V] of the token at each position, given those before it.
 
         Args:
           x: the tokens before each position, B sequences of L. Activations if `parts` does not
             begin with "embed", of a device's part of the sequences if the hooks divide them.
           train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
-          parts: those of `PARTS` to run, in that order; without "head" it returns activations.
+          parts: those of `PARTS` to run, in that order; without "head" it returns activations
+            [B L D].
 
         Raises:
           ValueError: if L exceeds `max_seq_len`, an option or part does not exist, tokens are
@@ -98,12 +100,37 @@ class Transformer(nn.Module):
         if "head" in parts:
             x = nn.LayerNorm(dtype=dtype, use_bias=config.use_bias, name="post_norm")(x)
             outputs = config.num_outputs // hooks.shards
+            if hooks.output:
+                weights = OutputWeights(outputs, config.use_bias, name="output_layer")
+                return hooks.output(x, *weights(config.hidden_size))
             common: dict[str, Any] = dict(
                 dtype=dtype, use_bias=config.use_bias, dot_general=hooks.column
             )
             x = nn.Dense(outputs, **common, name="output_layer")(x)
             x = x.astype(jnp.float32)
         return x
+
+
+class OutputWeights(nn.Module):
+    """The weights of the output layer, as `nn.Dense` has them, without its product.
+
+    Attributes:
+      outputs: V, on one device.
+      use_bias: whether there is a bias.
+    """
+
+    outputs: int
+    use_bias: bool
+
+    @nn.compact
+    def __call__(self, width: int) -> tuple[Array, Array | None]:
+        """Returns the kernel [D, V] and the bias [V], or None. `width` is D."""
+        kernel = self.param(
+            "kernel", nn.initializers.lecun_normal(), (width, self.outputs), jnp.float32
+        )
+        if not self.use_bias:
+            return kernel, None
+        return kernel, self.param("bias", nn.initializers.zeros, (self.outputs,), jnp.float32)
 
 
 class Layer(nn.Module):
@@ -178,6 +205,13 @@ def check(config: ConfigDict, seq_len: int) -> None:
             f" / {config.num_heads}: the heads share the width of the model"
         )
     layers.check(config, seq_len)
+    large_vocabulary.check(
+        config.loss_chunks,
+        config.loss_along,
+        tokens=seq_len,
+        vocabulary=config.num_outputs,
+        prefix="loss_",
+    )
     rematerialization.check(config.remat, config.remat_policy, config.remat_names)
     for name in config.remat_names:
         if name not in layers.NAMES:

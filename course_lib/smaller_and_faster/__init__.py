@@ -1,0 +1,1 @@
+"""Techniques that make a step smaller or faster, without changing what it computes."""
