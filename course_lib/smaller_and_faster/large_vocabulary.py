@@ -11,7 +11,8 @@ exponentials (*logsumexp*). So the logits can be computed in chunks, each used a
                           chunk to chunk (*online*), as in flash attention. Each chunk gives its
                           columns of the gradient of W, and adds to the gradient of x.
     along="tokens"        a chunk has some tokens and all of W. Each chunk gives its rows of the
-                          gradient of x, and adds to the gradient of W.
+                          gradient of x, and adds to the gradient of W: all of it is read and
+                          written once per chunk, so take few.
 
 The backward pass computes the logits of each chunk again, from x, W and the logsumexp: 8 D V
 FLOPs per token in place of 6 D V. One can also compute the gradients in the forward pass and
@@ -182,14 +183,17 @@ def _statistics(x, head, bias, labels, chunks, along):
     return jax.lax.fori_loop(0, chunks, add, _of_nothing(x))
 
 
-def _forward(x, head, bias, labels, chunks, along):
+def forward(x, head, bias, labels, chunks, along):
+    """Returns the statistics, and what the backward pass reads: one number per token besides
+    the arguments.
+    """
     found = _statistics(x, head, bias, labels, chunks, along)
     return found, (x, head, bias, labels, found.logsumexp)
 
 
-def _backward(chunks, along, saved, gradient):
-    """Computes each chunk of logits again, then its gradient, then what that gives x and the
-    head. Sums over chunks are in float32.
+def backward(chunks, along, saved, gradient):
+    """Returns the gradients of x, head and bias: computes each chunk of logits again, then its
+    gradient, then what that gives x and the head. Sums over chunks are in float32.
     """
     x, head, bias, labels, logsumexp = saved
     of_tokens = labels, logsumexp, gradient.logsumexp, gradient.of_label
@@ -200,7 +204,7 @@ def _backward(chunks, along, saved, gradient):
         def add_rows(i, so_far):
             dx, dhead, dbias = so_far
             rows = _cut(x, i, chunks, 1)
-            dlogits = _gradient_of_logits(
+            dlogits = gradient_of_logits(
                 _logits(rows, head, bias), *(_cut(number, i, chunks, 1) for number in of_tokens)
             )
             dx = _put(dx, _times_head(dlogits, head, x.dtype), i, 1)
@@ -215,7 +219,7 @@ def _backward(chunks, along, saved, gradient):
         def add_columns(i, so_far):
             dx, dhead, dbias = so_far
             columns, added = _cut(head, i, chunks, 1), _cut(bias, i, chunks, 0)
-            dlogits = _gradient_of_logits(
+            dlogits = gradient_of_logits(
                 _logits(x, columns, added), labels - i * size, *of_tokens[1:]
             )
             dhead = _put(dhead, _times_rows(x, dlogits), i, 1)
@@ -228,7 +232,7 @@ def _backward(chunks, along, saved, gradient):
     return dx.astype(x.dtype), dhead.astype(head.dtype), dbias, None
 
 
-_statistics.defvjp(_forward, _backward)
+_statistics.defvjp(forward, backward)
 
 
 def _logits(x: Array, head: Array, bias: Array | None) -> Float[Array, "B L v"]:
@@ -266,7 +270,7 @@ def _of_nothing(x: Float[Array, "B L D"]) -> Statistics:
     return Statistics(low, number(jnp.nan, dtype=jnp.float32), low, number(0, dtype=jnp.int32))
 
 
-def _gradient_of_logits(
+def gradient_of_logits(
     logits: Array, labels: Array, logsumexp: Array, dlogsumexp: Array, dlabel: Array
 ) -> Float[Array, "B L v"]:
     """The gradient of the logsumexp is the softmax, that of the label's logit is one-hot."""

@@ -12,6 +12,7 @@ import optax
 import program_answers
 import pytest
 import tensor_answers
+import vocabulary_answers
 
 from course_lib.lessons import check, three_axes
 from course_lib.lessons.check import answers, profiling, rematerialization
@@ -45,6 +46,7 @@ FUNCTIONS = [
     check.three_axes,
     *tensor_answers.FUNCTIONS,
     *program_answers.FUNCTIONS,
+    *vocabulary_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
@@ -61,6 +63,7 @@ PREDICTIONS = {
     check.twice_the_gpus: 2,
     **tensor_answers.PREDICTIONS,
     **program_answers.PREDICTIONS,
+    **vocabulary_answers.PREDICTIONS,
     check.traffic_of_minibatches: 2,
 }
 
@@ -332,6 +335,7 @@ RIGHT = [
     (check.named_part, (penalized(True),)),
     *tensor_answers.RIGHT,
     *program_answers.RIGHT,
+    *vocabulary_answers.RIGHT,
 ]
 
 
@@ -585,6 +589,7 @@ WRONG = [
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
     *tensor_answers.WRONG,
     *program_answers.WRONG,
+    *vocabulary_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

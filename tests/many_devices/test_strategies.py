@@ -77,7 +77,12 @@ def same_as_one_device(axes, chosen, num_minibatches, **changes):
     parameters.
     """
     whole = one_device.small(**changes)
-    params, expected, expected_metrics = one_device.reference(FrozenConfigDict(whole))
+    reference = one_device.reference(FrozenConfigDict(whole))
+    same_as(reference, whole, axes, chosen, num_minibatches)
+
+
+def same_as(reference, whole, axes, chosen, num_minibatches):
+    params, expected, expected_metrics = reference
     whole.training.num_minibatches = num_minibatches
     with jax.default_matmul_precision("highest"):
         grad_fn = one_device.jit(strategies.gradient(whole, one_device.grid(**axes), chosen))
@@ -135,6 +140,73 @@ def test_what_is_computed_or_gathered_again_and_how_minibatches_are_added_change
     axes, chosen, num_minibatches, changes
 ):
     same_as_one_device(axes, chosen, num_minibatches, **changes)
+
+
+LOSS = {"vocabulary": 4, "tokens": 2}
+"""Chunks along each dimension; four devices along "tensor" have eight columns each."""
+
+
+@pytest.mark.parametrize(
+    ("axes", "chosen", "num_minibatches", "along"),
+    [
+        (dict(data=1), Strategy(), 2, "vocabulary"),
+        (dict(data=1), Strategy(), 1, "tokens"),
+        (dict(data=4), Strategy(), 2, "tokens"),
+        (dict(data=4), Strategy(zero=2), 2, "vocabulary"),
+        (dict(data=4), Strategy(zero=3), 2, "tokens"),
+        (dict(data=4), Strategy(by="compiler", zero=3), 1, "vocabulary"),
+        (dict(data=2, tensor=2), Strategy(by="compiler", sequence=True), 1, "tokens"),
+        (dict(data=2, tensor=4), Strategy(zero=1, sequence=True), 2, "vocabulary"),
+        (dict(data=1, tensor=4), Strategy(sequence=True, overlap="one-way"), 1, "vocabulary"),
+        (dict(data=2, context=2, tensor=2), Strategy(zero=3), 1, "tokens"),
+        (dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), 1, "vocabulary"),
+        (dict(data=1, pipe=2), Strategy(microbatches=2), 1, "tokens"),
+    ],
+    ids=name,
+)
+def test_a_loss_in_chunks_gives_the_gradient_of_all_logits(
+    axes, chosen, num_minibatches, along
+):
+    whole = one_device.small()
+    reference = one_device.reference(FrozenConfigDict(whole))
+    whole.model.update(loss_chunks=LOSS[along], loss_along=along)
+    same_as(reference, whole, axes, chosen, num_minibatches)
+
+
+def test_a_loss_in_chunks_gives_the_gradient_of_all_logits_with_experts_and_remat():
+    changes = EXPERTS | {"model.remat": ("Block",), "model.use_bias": False}
+    whole = one_device.small(**changes)
+    reference = one_device.reference(FrozenConfigDict(whole))
+    whole.model.update(loss_chunks=8)
+    same_as(reference, whole, dict(data=2, expert=2), Strategy(zero=3), 1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "by", "changes", "message"),
+    [
+        (dict(tensor=4), "hand", dict(loss_chunks=16), "loss_chunks=16 .* 8 columns .* take 8"),
+        (
+            dict(context=4),
+            "hand",
+            dict(loss_chunks=8, loss_along="tokens"),
+            "loss_chunks=8 .* 4 tokens .* take 4",
+        ),
+        (dict(tensor=4), "compiler", dict(loss_chunks=2), "loss_along='vocabulary' must not"),
+        (
+            dict(context=4),
+            "compiler",
+            dict(loss_chunks=2, loss_along="tokens"),
+            "loss_along='tokens' must not .*'vocabulary'",
+        ),
+    ],
+)
+def test_chunks_that_a_device_cannot_cut_from_its_own_logits_are_refused(
+    axes, by, changes, message
+):
+    whole = one_device.small()
+    whole.model.update(changes)
+    with pytest.raises(ValueError, match=message):
+        strategies.build(whole, one_device.grid(data=1, **axes), Strategy(by=by))
 
 
 def test_parameters_start_from_the_same_numbers_on_every_mesh():

@@ -38,11 +38,9 @@ def on_devices(fn, mesh, in_specs, out_specs):
 
 
 @functools.cache
-def ledger(sequence, parallel_block=False):
-    whole, grid = (
-        one_device.small(**{"model.parallel_block": parallel_block}),
-        one_device.grid(data=1, tensor=4),
-    )
+def ledger(sequence, parallel_block=False, loss_chunks=1):
+    changes = {"model.parallel_block": parallel_block, "model.loss_chunks": loss_chunks}
+    whole, grid = one_device.small(**changes), one_device.grid(data=1, tensor=4)
     chosen = Strategy(sequence=sequence)
     state, batch = strategies.build(whole, grid, chosen).abstract()
     grad_fn = one_device.jit(strategies.gradient(whole, grid, chosen))
@@ -90,6 +88,17 @@ def test_a_parallel_block_exchanges_half_as_much():
         == found.bytes("reduce-scatter", "tensor")
         == (2 * layers + 2) * residual
     )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_loss_in_chunks_sends_the_same_bytes(sequence):
+    """Each device cuts its own part of the vocabulary; four numbers per token are exchanged
+    after the last chunk.
+    """
+    found, expected = ledger(sequence, loss_chunks=4), ledger(sequence)
+    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        assert found.bytes(kind, "tensor") == expected.bytes(kind, "tensor")
+    assert found.bytes() == expected.bytes()
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,26 @@ def test_cross_entropy_of_a_divided_vocabulary_is_that_of_the_whole(n):
     # One device takes a logit from the logarithm of a sum, both about 50, in float32.
     np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=np.spacing(np.float32(50)))
     np.testing.assert_array_equal(correct, expected_correct)
+
+
+@pytest.mark.parametrize(("along", "chunks"), [("vocabulary", 2), ("tokens", 3)])
+def test_a_divided_head_in_chunks_gives_the_loss_of_all_logits(along, chunks):
+    keys = jax.random.split(jax.random.key(0))
+    x, head = jax.random.normal(keys[0], (2, 3, 8)), jax.random.normal(keys[1], (8, 16))
+    head = head.at[:, 12].set(head[:, 3])  # of two equal logits the first counts
+    labels = jnp.array([[0, 12, 3], [16, -1, -17]])
+
+    def score(x, head, labels):
+        factors = tensor_parallel.factors(x, head, None)
+        return tensor_parallel.linear_cross_entropy(factors, labels, chunks=chunks, along=along)
+
+    found = on_devices(
+        score, one_device.grid(tensor=4), (P(), P(None, "tensor"), P()), (P(), P())
+    )(x, head, labels)
+    expected = training.cross_entropy(x @ head, labels)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert np.isnan(expected[0][1]).tolist() == [True, False, True]
 
 
 def test_large_logits_do_not_overflow_on_any_device():

@@ -43,6 +43,11 @@ from course_lib.lessons.check.gradient_accumulation import (
     multi_steps_share,
     smallest_number_of_minibatches,
 )
+from course_lib.lessons.check.large_vocabulary import (
+    bytes_of_logits,
+    one_pass,
+    online_logsumexp,
+)
 from course_lib.lessons.check.mixed_precision import (
     loss_scale_range,
     scaled_step,
@@ -80,6 +85,7 @@ __all__ = [
     "aliased_bytes",
     "all_of_the_state",
     "best_state",
+    "bytes_of_logits",
     "count_parameters",
     "cut_norm",
     "depth",
@@ -102,6 +108,8 @@ __all__ = [
     "multi_steps_share",
     "named_part",
     "noise_scale",
+    "one_pass",
+    "online_logsumexp",
     "order_of_arrival",
     "padded_vocabulary",
     "places",
