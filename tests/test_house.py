@@ -30,7 +30,10 @@ MAY_IMPORT = {
         "text": {"measure", "files"},
         "show": {"measure"},
     },
-    "`one_device` knows those three": {"one_device": TOOLS, "smaller_and_faster": TOOLS},
+    "`one_device` and `smaller_and_faster` know those three": {
+        "one_device": TOOLS,
+        "smaller_and_faster": TOOLS,
+    },
     "`models` and `optimizers` may use them all": {
         "models": TOOLS | {"one_device", "smaller_and_faster"},
         "optimizers": TOOLS | {"one_device", "smaller_and_faster"},
