@@ -27,6 +27,7 @@ TECHNIQUE_LINES = {
     "06_profiling": 25,
     "07_collectives": 30,
     "08_data_parallel": 30,
+    "09_pipeline_parallel": 30,
     "10_tensor_parallel": 30,
     "11_async_tensor_parallel": 30,
     "12_3d_parallelism": 30,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pipeline_answers
 import program_answers
 import pytest
 import tensor_answers
@@ -47,6 +48,7 @@ FUNCTIONS = [
     *tensor_answers.FUNCTIONS,
     *program_answers.FUNCTIONS,
     *vocabulary_answers.FUNCTIONS,
+    *pipeline_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
@@ -64,6 +66,7 @@ PREDICTIONS = {
     **tensor_answers.PREDICTIONS,
     **program_answers.PREDICTIONS,
     **vocabulary_answers.PREDICTIONS,
+    **pipeline_answers.PREDICTIONS,
     check.traffic_of_minibatches: 2,
 }
 
@@ -336,6 +339,7 @@ RIGHT = [
     *tensor_answers.RIGHT,
     *program_answers.RIGHT,
     *vocabulary_answers.RIGHT,
+    *pipeline_answers.RIGHT,
 ]
 
 
@@ -590,6 +594,7 @@ WRONG = [
     *tensor_answers.WRONG,
     *program_answers.WRONG,
     *vocabulary_answers.WRONG,
+    *pipeline_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

@@ -113,6 +113,13 @@ TABLES = {
         ]
     ],
 }
+LANES = {
+    "ring": {
+        "device 0": figures.Lane([(0, 1, "sends", "a")], [(0, 1), (1, 2)]),
+        "device 1": figures.Lane([(0, 1, "sends", "b"), (1, 1, "adds", "a")], [(0, 1), (1, 4)]),
+    },
+    "table": figures.lanes_of_schedule(TABLES["in one go"]),
+}
 SPANS = {
     "waits": {"sends": [(0.0, 2e-5)], "multiplies": [(2e-5, 4e-5)]},
     "ring": {"sends": [(0.0, 1e-5)], "multiplies": [(0.0, 2e-5), (2e-5, 2e-5)]},
@@ -170,6 +177,9 @@ PICTURES = {
     ),
     "heap_timeline": lambda: figures.heap_timeline({"a": [0, 2 * GIB, GIB], "b": [0, GIB]}),
     "hosts": lambda: figures.hosts(GROUPS, gpus_per_host=4),
+    "lanes": lambda: figures.lanes(
+        LANES, passes={"ring": [(1, "device 0", 1, "device 1")]}, amount="shards", title="two"
+    ),
     "ladder": lambda: figures.ladder(LADDER, limit=21 * GIB, small=4 * GIB, fast=0.4),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
     "trace": lambda: figures.trace(
@@ -255,7 +265,9 @@ def boxes(figure) -> list:
 
 
 def test_every_picture_of_the_package_is_checked_here():
-    assert set(PICTURES) | {"use_style", "moving"} == set(figures.__all__)
+    assert set(PICTURES) | {"use_style", "moving", "Lane", "lanes_of_schedule"} == set(
+        figures.__all__
+    )
 
 
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
@@ -276,7 +288,8 @@ def test_letters_are_large_enough_lie_inside_and_do_not_cover_each_other(picture
 
 
 @pytest.mark.parametrize(
-    "name", ["formats", "memory_bars", "memory_breakdown", "overlap", "roofline", "schedule"]
+    "name",
+    ["formats", "lanes", "memory_bars", "memory_breakdown", "overlap", "roofline", "schedule"],
 )
 def test_bars_of_different_kinds_have_different_hatches(name):
     figure = PICTURES[name]()
@@ -679,6 +692,36 @@ def test_cells_of_a_schedule_say_microbatch_and_chunk_if_they_are_wide_enough():
     assert not figures.schedule({"narrow": many}).axes[0].texts
 
 
+def test_a_lane_shows_what_it_does_and_how_much_it_keeps():
+    ring, table = PICTURES["lanes"]().axes
+    blocks = [(box.get_x(), box.get_width()) for box in ring.patches if box.get_width() > 0]
+    assert blocks[:3] == [(0, 1), (0, 1), (1, 1)]
+    assert {"a", "b", " 2 shards", " 4 shards"} <= {t.get_text() for t in ring.texts}
+    assert ring.get_xlim() == table.get_xlim() == (0, 6)
+
+
+def test_lanes_of_a_schedule_keep_a_microbatch_from_its_forward_to_its_last_backward():
+    one_go = figures.lanes_of_schedule(TABLES["in one go"])
+    assert one_go["device 0"].blocks == [(0, 1, "forward", "0"), (4, 2, "backward", "0")]
+    assert one_go["device 0"].kept == [(0, 0), (0, 1), (6, 0)]
+    split = figures.lanes_of_schedule(TABLES["split"])["device 1"]
+    assert [kind for _, _, kind, _ in split.blocks] == [
+        "forward",
+        "backward to the input",
+        "backward to the weights",
+    ]
+    assert split.kept == [(0, 0), (1, 1), (3, 1), (4, 0)]
+    chunks = figures.lanes_of_schedule(TABLES["two chunks"])["device 0"]
+    assert max(live for _, live in chunks.kept) == 2
+
+
+def test_lanes_until_a_time_hide_what_is_later_and_keep_their_axes():
+    early, late = (figures.lanes(LANES, until=until) for until in (1, None))
+    for a, b in zip(early.axes, late.axes, strict=True):
+        assert a.get_xlim() == b.get_xlim() and a.get_ylim() == b.get_ylim()
+        assert len(a.patches) < len(b.patches)
+
+
 def test_labels_that_would_collide_are_spread_in_their_order():
     low, high, middle = style.spread([0.50, 0.99, 0.51], gap=0.1)
     assert low == 0.50 and middle == pytest.approx(0.60) and high == pytest.approx(0.99)
@@ -724,6 +767,8 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.memory_bars([]),
         lambda: figures.residuals([]),
         lambda: figures.step_timeline([]),
+        lambda: figures.lanes({}),
+        lambda: figures.lanes({"idle": {"device 0": figures.Lane([])}}),
         lambda: figures.overlap({}),
         lambda: figures.overlap({"idle": {"sends": []}}),
         lambda: figures.schedule({}),

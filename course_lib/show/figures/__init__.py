@@ -20,6 +20,7 @@ from course_lib.show.figures.curves import (
     tradeoff,
 )
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
+from course_lib.show.figures.lanes import Lane, lanes, lanes_of_schedule
 from course_lib.show.figures.moving import moving
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
@@ -31,6 +32,7 @@ from course_lib.show.figures.tapes import tape
 from course_lib.show.figures.timelines import heap_timeline, step_timeline
 
 __all__ = [
+    "Lane",
     "attention_pairs",
     "block",
     "formats",
@@ -38,6 +40,8 @@ __all__ = [
     "heap_timeline",
     "hosts",
     "ladder",
+    "lanes",
+    "lanes_of_schedule",
     "largest_arrays",
     "lines",
     "loss_curve",

@@ -1,0 +1,363 @@
+"""Checks of notebook 09's exercises. One of them runs on four devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.many_devices import compiled, normal, row_of_devices
+from course_lib.many_devices import meshes
+from course_lib.many_devices.pipeline_parallel import schedules, slots
+
+Order = list[tuple[str, int]]  # ("F" or "B", microbatch)
+
+# The exercise of the fastest pipeline.
+SEQUENCES = 64
+STAGES = 8
+FIXED = 0.25  # milliseconds of a slot, however small its microbatch
+MOST_LIVE = 24  # sequences whose activations fit on a device
+MOST_MILLISECONDS = 240
+
+
+@exercise
+def bubble_to_order(share, microbatches, split_microbatches):
+    """Checks predictions for eight stages: the bubble's share with 1F1B and 24 microbatches,
+    and the fewest microbatches for a bubble below 5%, with 1F1B and with zero-bubble.
+    """
+    predicted(
+        share,
+        microbatches,
+        split_microbatches,
+        hint="The table of formulas has S - 1 idle slots in each row.",
+    )
+    right = schedules.bubble(schedules.one_f_one_b(8, 24))
+    require(
+        abs(share - 7 / 24) > 1e-3,
+        "7/24 compares idle with busy time, as Megatron-LM does. The share is of the whole"
+        " step.",
+    )
+    require(share <= 1, "A share is at most 1: 5% is 0.05.")
+    require(
+        abs(share - right) < 5e-3,
+        f"{share:.3g} is not the share of idle cells. With 24 microbatches a device works"
+        " 3 x 24 slots and idles 3 x 7.",
+    )
+    for name, number in (("1f1b", microbatches), ("zero_bubble", split_microbatches)):
+        require(
+            number == int(number) and number >= 1, f"{number} is no number of microbatches."
+        )
+        bubble = schedules.bubble(schedules.make(name, 8, int(number)))
+        require(
+            bubble < 0.05,
+            f"{name} with {number} microbatches idles {bubble:.1%} of the time: not below 5%.",
+        )
+        require(
+            schedules.bubble(schedules.make(name, 8, int(number) - 1)) >= 0.05,
+            f"{name}: fewer than {number} are enough. How many idle slots does its row have,"
+            " and how many busy ones?",
+        )
+    return f"{right:.0%}; counted in the tables, 134 and 45 microbatches are the fewest."
+
+
+@exercise
+def one_f_one_b(your_order):
+    """Checks `your_order(device, S, M)`, what a device does in 1F1B, one after another: a list
+    like `["F0", "F1", "B0", "B1"]`.
+
+    The orders of all devices are put into one table, each op as early as its inputs allow, with
+    one slot for a forward and two for a backward. Legality, live microbatches and slots are
+    compared with those of `schedules.one_f_one_b`.
+    """
+    for S, M in ((4, 8), (3, 5), (4, 2)):
+        orders = [_order(your_order, device, S, M) for device in range(S)]
+        where = f"S = {S}, M = {M}: "
+        time = _slots(orders)
+        require(
+            time is not None,
+            f"{where}the devices wait for each other forever. A backward needs the forward of"
+            " the same microbatch on the last device.",
+        )
+        planned = schedules.one_f_one_b(S, M)
+        for device, (order, fewest) in enumerate(
+            zip(orders, schedules.peak_live(planned), strict=True)
+        ):
+            live = _most_live(order)
+            require(
+                live <= fewest,
+                f"{where}device {device} has {live} live microbatches at once; 1F1B has"
+                f" {fewest}. Run a backward as soon as the first one can come.",
+            )
+        fewest = len(planned.table[0])
+        require(
+            time <= fewest,
+            f"{where}the step lasts {time} slots; 1F1B lasts {fewest}. Device d begins with"
+            " S - d forwards, so that nobody waits for them.",
+        )
+    return "legal, with at most S - d live microbatches on device d, in 3 (M + S - 1) slots."
+
+
+def _order(your_order, device: int, S: int, M: int) -> Order:
+    """Calls the learner's function and reads its list."""
+    hint = "Begin with the forwards that device d runs before its first backward."
+    words = call(your_order, device, S, M, hint=hint)
+    spelled = isinstance(words, list | tuple) and all(
+        isinstance(word, str) and re.fullmatch(r"[FB]\d+", word) for word in words
+    )
+    require(spelled, f'Return a list like ["F0", "F1", "B0", "B1"], not {words!r}.')
+    order = [(word[0], int(word[1:])) for word in words]
+    for kind in "FB":
+        numbers = [m for k, m in order if k == kind]
+        require(
+            sorted(numbers) == list(range(M)),
+            f"S = {S}, M = {M}: device {device} runs {kind} of the microbatches {numbers}. Each"
+            f" of 0 to {M - 1} comes once.",
+        )
+    return order
+
+
+def _slots(orders: list[Order]) -> int | None:
+    """Returns the slots of a step in which each device works in its order, each op as early as
+    its inputs allow. None if the devices wait for each other forever.
+    """
+    ends: dict[tuple[str, int, int], int] = {}  # when an op of a microbatch in a stage ends
+    clock, done = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for d, order in enumerate(orders):
+            while done[d] < len(order):
+                kind, m = order[done[d]]
+                needs = [("F", m, d)] if kind == "B" else []
+                neighbour = d - 1 if kind == "F" else d + 1
+                if 0 <= neighbour < len(orders):
+                    needs.append((kind, m, neighbour))
+                if any(need not in ends for need in needs):
+                    break
+                start = max([clock[d], *(ends[need] for need in needs)])
+                clock[d] = ends[kind, m, d] = start + {"F": 1, "B": 2}[kind]
+                done[d] += 1
+                moved = True
+    finished = all(done[d] == len(order) for d, order in enumerate(orders))
+    return max(clock) if finished else None
+
+
+def _most_live(order: Order) -> int:
+    live = most = 0
+    for kind, _ in order:
+        live += 1 if kind == "F" else -1
+        most = max(most, live)
+    return most
+
+
+@exercise
+def gpipe(your_loss):
+    """Checks `your_loss(kernel, x, y)`, one device's part of GPipe, run inside `jax.shard_map`
+    over the axis "pipe".
+
+    Four devices have one layer each: kernel is [1 8 8], and a layer maps h to
+    `h + tanh(h @ kernel[0])`. x and y are [6 2 8] on all devices: six microbatches. The loss is
+    the sum of `(h - y) ** 2` after the last layer. Compared are loss, gradient and the bytes
+    passed on.
+    """
+    S, M = 4, 6
+    mesh = row_of_devices("pipe", S)
+    kernels, x, y = normal(3, (S, 8, 8), (M, 2, 8), (M, 2, 8))
+    kernels = 0.3 * kernels
+    hint = "Scan over M + S - 1 slots of time; `jax.lax.ppermute` passes the activation on."
+
+    def one_device(kernels, x, y):
+        for kernel in kernels:
+            x = x + jnp.tanh(x @ kernel)
+        return jnp.sum((x - y) ** 2)
+
+    def on_each(kernel, x, y):
+        loss = call(your_loss, kernel, x, y, hint=hint)
+        require(
+            jnp.shape(loss) == (),
+            f"The loss is one number, not an array of shape {jnp.shape(loss)}.",
+        )
+        return loss
+
+    specs = (P("pipe"), P(), P())
+    each = jax.shard_map(
+        lambda *args: meshes.vary(on_each(*args), "pipe").reshape(1),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P("pipe"),
+    )
+    with jax.default_matmul_precision("highest"):
+        right, expected = jax.value_and_grad(one_device)(kernels, x, y)
+    losses, _ = compiled(each, mesh, kernels, x, y)
+    same = abs(losses - right) < 1e-4 * right
+    require(
+        not same[-1] or same.all(),
+        "The last device has the loss, the others have not. Sum it over the devices: the others"
+        " add 0.",
+    )
+    require(
+        abs(S * losses[0] - right) > 1e-4 * right,
+        "A quarter of the loss: the devices' terms are parts of a sum, not of a mean.",
+    )
+    require(
+        losses[0] < right * (1 + 1e-4),
+        f"The loss is {losses[0]:.2f}, on one device {right:.2f}: too much is added. Only the"
+        " last stage finishes a microbatch, the first one in slot S - 1.",
+    )
+    require(
+        same.all(),
+        f"The loss is {losses[0]:.2f}, on one device {right:.2f}. Does the last microbatch"
+        " reach the last stage? It needs M + S - 1 slots.",
+    )
+    loss = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P())
+    grads, ledger = compiled(jax.grad(loss), mesh, kernels, x, y)
+    require(
+        ledger.bytes("all-gather") == 0,
+        "Right numbers, but kernels are gathered. In a pipeline parameters stay where they are,"
+        " and activations travel.",
+    )
+    require(close(grads, expected), "The loss is right, the gradient is not.")
+    activation = x[0].nbytes
+    sent, enough = ledger.bytes("collective-permute", "pipe") // activation, 2 * (M + S - 1)
+    require(
+        sent <= enough,
+        f"Right numbers, but {sent} activations of a microbatch are passed on; {enough} are"
+        " enough: in each slot one forward, and one gradient back.",
+    )
+    require(
+        sent > 0 and ledger.bytes() <= enough * activation + 64,
+        f"Right numbers, but {ledger.bytes():,} bytes are sent; {enough * activation:,} are"
+        " enough, if each device sends to the next one only.",
+    )
+    return f"one device's gradient, and {sent} activations are passed on."
+
+
+@exercise
+def stash(gpipe, one_f_one_b):
+    """Checks the MiB of stash on the first of eight devices: 32 layers that rematerialize, 32
+    microbatches of 4 sequences, 1,024 tokens of 2,560 bfloat16 numbers each.
+    """
+    predicted(gpipe, one_f_one_b, hint="How many MiB has one activation, 4 x 1024 x 2560 x 2?")
+    activation = 4 * 1024 * 2560 * 2 / 2**20
+    live = {
+        name: slots.program(schedules.make(name, 8, 32)).sizes["stash"]
+        for name in ("gpipe", "1f1b")
+    }
+    right = {name: count * (32 // 8 + 1) * activation for name, count in live.items()}
+    require(
+        gpipe not in (32 * activation, 32 * 4 * activation),
+        "Of a microbatch a device keeps the input of each of its four layers, and the output of"
+        " the last: five activations.",
+    )
+    require(
+        gpipe != 32 * 33 * activation,
+        "This is the whole model's. A device has 32 / 8 layers.",
+    )
+    require(
+        gpipe == right["gpipe"],
+        f"GPipe: not {gpipe:,} MiB. All microbatches are live before the first backward.",
+    )
+    require(
+        one_f_one_b != gpipe,
+        "1F1B has its first backward long before the last forward. How many forwards does the"
+        " first device run before it?",
+    )
+    require(
+        one_f_one_b == right["1f1b"],
+        f"1F1B: not {one_f_one_b:,} MiB. Its first device has as many live microbatches as"
+        " there are stages.",
+    )
+    return f"the executor reserves {live['gpipe']} and {live['1f1b']} slots for it."
+
+
+@exercise
+def shared_slots(wrong_of_4, wrong_of_8, enough):
+    """Checks predictions about 1F1B on four devices whose stash slot is `microbatch % 3`: how
+    many microbatches of 4, and of 8, have a wrong gradient on device 0; and the least n for
+    which `microbatch % n` is right.
+    """
+    predicted(
+        wrong_of_4,
+        wrong_of_8,
+        enough,
+        hint="Which forward writes into slot 0 before the backward of microbatch 0?",
+    )
+    require(
+        wrong_of_4 != 0,
+        "Device 0 runs four forwards before its first backward, and has 3 slots.",
+    )
+    require(
+        wrong_of_4 == _overwritten(4, 3),
+        f"Not {wrong_of_4} of 4: microbatch 3 overwrites one input, and nobody comes after it.",
+    )
+    require(
+        wrong_of_8 != 8,
+        "Not all 8: nobody overwrites the inputs of the last three microbatches.",
+    )
+    require(
+        wrong_of_8 == _overwritten(8, 3),
+        f"Not {wrong_of_8} of 8. Forward m + 3 comes just before backward m, for each m whose"
+        " m + 3 exists.",
+    )
+    require(
+        enough <= 4 or _overwritten(8, int(enough)),
+        f"{enough} slots are right, but not the fewest. How many microbatches are live?",
+    )
+    require(
+        enough >= 1 and _overwritten(8, int(enough)) == 0,
+        f"With {enough} slots a live microbatch still loses its input.",
+    )
+    return "1 of 4 and 5 of 8; four slots, as many as are live at once."
+
+
+def _overwritten(M: int, slots: int) -> int:
+    """Returns how many backwards of device 0 of 1F1B find another microbatch in their slot."""
+    stash: dict[int, int] = {}
+    wrong = 0
+    for op in schedules.order_1f1b(M, ahead=4, backward="BW"):
+        if op.kind == "F":
+            stash[op.microbatch % slots] = op.microbatch
+        else:
+            wrong += stash[op.microbatch % slots] != op.microbatch
+    return wrong
+
+
+@exercise
+def fast_pipeline(schedule, microbatches, chunks):
+    """Checks a choice of schedule, microbatches and chunks for 64 sequences on eight stages: a
+    step of at most 240 ms, and at most 24 sequences' activations on a device.
+
+    An op of the whole stage takes 1 ms for each sequence of the microbatch, and 0.25 ms however
+    small it is. The time is `slots.lockstep`'s, in which neighbours wait for each other.
+    """
+    predicted(microbatches, chunks, hint="Compute the time of 1F1B with 32 microbatches first.")
+    require(
+        schedule in schedules.SCHEDULES,
+        f"`schedule` is one of {', '.join(schedules.SCHEDULES)}, not {schedule!r}.",
+    )
+    require(
+        microbatches >= 1 and SEQUENCES % microbatches == 0,
+        f"{microbatches} microbatches do not divide {SEQUENCES} sequences.",
+    )
+    try:
+        planned = schedules.make(schedule, STAGES, int(microbatches), int(chunks))
+    except ValueError as error:
+        require(False, f"This schedule does not exist: {error}.")
+    of_a_chunk = SEQUENCES / microbatches / chunks
+    live = max(schedules.peak_live(planned)) * of_a_chunk
+    milliseconds = slots.lockstep(planned, dict.fromkeys("FBW", of_a_chunk + FIXED))
+    name = f"{schedule} with M = {microbatches} and v = {chunks}"
+    require(
+        live <= MOST_LIVE,
+        f"{name}: {milliseconds:.0f} ms, but a device keeps the activations of {live:g}"
+        f" sequences; {MOST_LIVE} fit.",
+    )
+    ops = 3 * microbatches * chunks
+    require(
+        milliseconds <= MOST_MILLISECONDS,
+        f"{name}: {milliseconds:.0f} ms. {ops * of_a_chunk:.0f} of them are work,"
+        f" {ops * FIXED:.0f} the fixed part of {ops} ops, and"
+        f" {milliseconds - ops * (of_a_chunk + FIXED):.0f} the bubble.",
+    )
+    return f"{name}: {milliseconds:.0f} ms, with {live:g} sequences live."
