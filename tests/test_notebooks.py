@@ -33,6 +33,7 @@ TECHNIQUE_LINES = {
     "12_3d_parallelism": 30,
     "13_context_parallel": 30,
     "14_expert_parallel": 30,
+    "15_large_vocabulary": 25,
 }
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
 CLOSING = ["Summary", "Exercises", "References"]

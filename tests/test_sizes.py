@@ -63,6 +63,10 @@ OTHER_SIZES = {
         {"T": 4, "D": 16, "S": 16},
         {"T": 3, "E": 6, "S": 20, "CAPACITY_FACTOR": 1.0},
     ],
+    "15_large_vocabulary": [
+        {"T": 1_024, "D": 256, "V": 32_768, "CHUNKS": 16, "TENSOR": 2},
+        {"T": 512, "V": 65_536, "CHUNKS": 64, "FEW": 32, "SMALL": 2_000},
+    ],
 }
 
 

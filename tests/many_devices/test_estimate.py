@@ -406,8 +406,19 @@ def large(**changes):
             {"model.num_experts": 4},
             marks=pytest.mark.slow,
         ),
+        # All logits would take 6 GB of 17.
+        (
+            dict(data=2),
+            Strategy(zero=1),
+            {
+                "data.seq_len": 1024,
+                "model.vocab_size": 64_000,
+                "model.num_outputs": 64_000,
+                "model.loss_chunks": 16,
+            },
+        ),
     ],
-    ids=["pipeline", "zero2", "zero3", "context", "expert"],
+    ids=["pipeline", "zero2", "zero3", "context", "expert", "loss in chunks"],
 )
 def test_memory_is_that_of_a_compiled_step_within_a_fifth(axes, chosen, changes):
     whole = large(**changes)
