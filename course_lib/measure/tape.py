@@ -38,7 +38,8 @@ KINDS = (
 # The first pattern found in a value's scope names its kind. Flax writes a module's name into
 # the scope, plain JAX what `jax.named_scope` says.
 _SCOPES = {
-    "logits and loss": "logits|loss|cross_entropy|softmax_xent|output_embed|unembed",
+    # the output layer of the model, not that of an MLP
+    "logits and loss": r"logits|loss|cross_entropy|unembed|(?<!mlp/)output_layer",
     "attention": r"\battn\b|attention",
     "MLP": r"\bmlp\b|\bMLP\b",
     "residual stream": r"norm|block|embed|residual|layer",

@@ -149,9 +149,10 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
                 f"labels {labels.shape} and weights {weights.shape} must have the first axes of"
                 f" logits {logits.shape}: each label belongs to one row of logits"
             )
-        if isinstance(logits, jax.Array):
-            logits = logits.astype(jnp.float32)
-        loss, correct = score(logits, labels)
+        with jax.named_scope("loss"):  # `measure.tape` reads this name
+            if isinstance(logits, jax.Array):
+                logits = logits.astype(jnp.float32)
+            loss, correct = score(logits, labels)
         weights = weights.astype(jnp.float32)
         count = weights.sum()
         metrics = {
