@@ -42,7 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no donation": {"training.donate": False},
     "attention xla": {"model.attention": "xla"},
     "attention cudnn": {"model.attention": "cudnn"},
-    "attention pallas": {"model.attention": "pallas"},
+    "attention flash": {"model.attention": "flash"},
 }
 """Case -> what it changes in the preset. Where the preset has it already, the case measures the
 preset again.

@@ -64,7 +64,7 @@ def test_results_say_what_was_measured_where_and_what_could_not_be(monkeypatch, 
         "--cases",
     ]
     monkeypatch.setattr(
-        "sys.argv", ["benchmarks.gpu", *arguments, "the preset", "attention pallas"]
+        "sys.argv", ["benchmarks.gpu", *arguments, "the preset", "attention cudnn"]
     )
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
         gpu.main()

@@ -152,8 +152,8 @@ def test_a_preset_still_learns_halfway(name):
     ("changes", "message"),
     [
         (
-            {"model.attention": "pallas", "data.seq_len": 200},
-            "seq_len=200 must be a multiple of 128 for attention='pallas'",
+            {"model.attention": "flash", "data.seq_len": 200},
+            "seq_len=200 must be a multiple of 64, the tile of flash attention",
         ),
         (
             {"model.attention": "cudnn", "model.dtype": "float32"},

@@ -304,7 +304,7 @@ def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
     of_attention = 2 * model.num_heads * model.head_dim + 2 * step.kv_width
     hidden = KEPT_BY_MLP[model.mlp_activation] * model.mlp_expansion * width
     # Fused kernels and rings keep no scores.
-    fused = model.attention in ("cudnn", "pallas") or step.n["context"] > 1
+    fused = model.attention in ("cudnn", "flash") or step.n["context"] > 1
     scores = 0 if fused else model.num_heads * step.seq_len
     if model.num_experts:
         # A slot has an input and an output. Two masks, in float32 and in the model's dtype,

@@ -125,7 +125,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         chunks=strategy.chunks,
         zero=0 if sharded else strategy.zero,
         recompute=recompute,
-        fused_attention=model.attention in ("cudnn", "pallas"),
+        fused_attention=model.attention in ("cudnn", "flash"),
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
         gradient_bytes=width if sharded else 4,

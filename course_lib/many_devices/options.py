@@ -107,9 +107,9 @@ def check(
     n = meshes.axis_size(mesh, "data")
     if mesh.size == 1:
         return
-    if model.attention == "pallas":
+    if model.attention == "flash":
         raise ValueError(
-            "attention='pallas' must be 'reference' or 'xla' on several devices: the kernel"
+            "attention='flash' must be 'reference' or 'xla' on several devices: the kernel"
             " does not say how it is divided, nor over which devices its results vary; a"
             " compiler would gather all queries, keys and values on every device"
         )

@@ -24,6 +24,7 @@ reads when it first looks for devices, unless they are set already:
   and there is no TPU: it would otherwise look for its TPU machine, and complain.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import numbers
@@ -179,6 +180,23 @@ def compile(
     """
     quickly: Mapping[str, Any] = NEVER_RUN if _is_for_virtual_gpus(lowered) else {}
     return lowered.compile(compiler_options={**quickly, **(options or {})} or None)
+
+
+@contextlib.contextmanager
+def lowering_kernels() -> Iterator[None]:
+    """Lets Pallas lower a Triton kernel where no GPU is: put it around `pallas_call`.
+
+    From JAX 0.11 on, Pallas asks which GPU a kernel is for, and does not ask the device that
+    the program is lowered for. The answer decides only whether a kernel may convert numbers of
+    eight bits, so the name of one GPU serves for all; XLA compiles for the right one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.__version_info__ < (0, 11) or mesh.shape or jax.default_backend() == "gpu":
+        yield
+        return
+    gpu = jax.sharding.AbstractDevice("NVIDIA A10", None, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        yield
 
 
 def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:

@@ -3,7 +3,7 @@
 Every position takes a weighted mean of values, with weights that are a softmax of products of
 queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). Written out, as in
 "reference", the weights stand in memory, B x H x L x L numbers. Flash attention (Dao et al.,
-2022, https://arxiv.org/abs/2205.14135) goes through them block by block and never stores them.
+2022, https://arxiv.org/abs/2205.14135) goes through them tile by tile and never stores them.
 """
 
 import ctypes.util
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
 from course_lib.one_device import mixed_precision
+from course_lib.smaller_and_faster import flash_attention
 
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
@@ -25,16 +26,15 @@ IMPLEMENTATIONS = {
     ),
     "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
     "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
-    "pallas": "flash attention as a Triton kernel, written in JAX's Pallas",
+    "flash": (
+        "flash attention of course_lib.smaller_and_faster: a kernel on NVIDIA GPUs, the same"
+        " tiles in JAX elsewhere"
+    ),
 }
 """The implementations of attention, by name."""
 
 # Queries of "blocks"; half of the scores are left out in the end, less half a block a query.
 BLOCK = 64
-PALLAS_BLOCK = 128  # the kernel works on tiles of so many queries and keys
-# Later versions deprecate the kernel, and warn where it is imported
-# (https://docs.jax.dev/en/latest/pallas/CHANGELOG.html).
-_PALLAS_UNTIL = (0, 11, 0)
 
 
 def why_unavailable(
@@ -66,7 +66,10 @@ def why_unavailable(
             f"xla attention asks for products of bfloat16 numbers, and the {accelerator.title}"
             " has no unit for them: use 'reference' or 'blocks', or dtype 'float16'"
         )
-    if implementation in ("reference", "blocks", "xla"):
+    on_gpu = accelerator and isinstance(accelerator.target, GpuTarget)
+    if implementation in ("reference", "blocks", "xla") or (
+        implementation == "flash" and not on_gpu
+    ):
         return None
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
         return (
@@ -91,12 +94,19 @@ def _why_not_installed(implementation: str) -> str | None:
                 "cudnn attention needs cuDNN's library, also to compile: install jax[cuda13],"
                 " or use 'xla'"
             )
-    if implementation == "pallas" and jax.__version_info__ > _PALLAS_UNTIL:
-        return (
-            f"pallas attention is deprecated: JAX {jax.__version__} warns, or has removed it;"
-            " use 'cudnn' or 'xla'"
-        )
     return None
+
+
+def stand_in(implementation: str, accelerator: Accelerator | None) -> str | None:
+    """Returns a sentence about what runs in place of a kernel, or None if nothing does.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      accelerator: the target of the compiler; None for a CPU or an unknown one.
+    """
+    if implementation != "flash" or not (reason := flash_attention.why_no_kernel(accelerator)):
+        return None
+    return f"flash attention runs as tiles in JAX, not as a kernel: {reason}"
 
 
 def check(
@@ -105,7 +115,7 @@ def check(
     dtype: Any,
     softmax_dtype: Any = jnp.float32,
     seq_len: int,
-    grouped: bool = False,
+    head_dim: int,
 ) -> None:
     """Refuses options that an implementation does not have, on any accelerator.
 
@@ -114,7 +124,7 @@ def check(
       dtype: of queries, keys and values.
       softmax_dtype: of the scores and of the softmax.
       seq_len: L.
-      grouped: whether several query heads read the same keys and values.
+      head_dim: K.
 
     Raises:
       ValueError: naming the argument, its value and the fix.
@@ -134,16 +144,8 @@ def check(
             f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or"
             " use 'xla'"
         )
-    if implementation == "pallas" and grouped:
-        raise ValueError(
-            "num_kv_heads must be 0 for attention='pallas': its kernel has keys for each query;"
-            " use 'xla'"
-        )
-    if implementation == "pallas" and seq_len % PALLAS_BLOCK:
-        raise ValueError(
-            f"seq_len={seq_len} must be a multiple of {PALLAS_BLOCK} for attention='pallas': "
-            "its kernel works on whole tiles; pad the sequences, or use 'xla'"
-        )
+    if implementation == "flash":
+        flash_attention.check(seq_len=seq_len, head_dim=head_dim, dtype=dtype)
 
 
 def attend(
@@ -181,29 +183,24 @@ def attend(
             f"key of shape {key.shape} must have a number of heads that divides the query's"
             f" {heads}"
         )
-    grouped = groups != heads
     check(
         implementation,
         dtype=query.dtype,
         softmax_dtype=softmax_dtype,
         seq_len=query.shape[1],
-        grouped=grouped,
+        head_dim=query.shape[3],
     )
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
     if implementation in ("reference", "blocks"):
-        if grouped:
+        if groups != heads:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         written_out = _blocks if implementation == "blocks" and causal else reference
         return written_out(
             query, key, value, causal=causal, mask=None, softmax_dtype=softmax_dtype
         )
-    if implementation == "pallas":
-        # Imported here only: newer versions of JAX warn, or lack it.
-        from jax.experimental.pallas.ops.gpu.attention import mha
-
-        width = query.shape[-1]
-        return mha(query, key, value, segment_ids=None, sm_scale=width**-0.5, causal=causal)
+    if implementation == "flash":
+        return flash_attention.attend(query, key, value, causal=causal)
     options: dict[str, Any] = {"is_causal": causal, "implementation": implementation}
     return jax.nn.dot_product_attention(query, key, value, **options)
 

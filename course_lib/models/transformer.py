@@ -226,13 +226,12 @@ def check(config: ConfigDict, seq_len: int) -> None:
                 f" remat_names to hold {name!r}: that value is made there, and is kept anyway"
                 " where nothing is rematerialized"
             )
-    grouped = config.num_kv_heads not in (0, config.num_heads)
     attention.check(
         config.attention,
         dtype=config.dtype,
         softmax_dtype=config.softmax_dtype,
         seq_len=seq_len,
-        grouped=grouped,
+        head_dim=config.head_dim,
     )
 
 

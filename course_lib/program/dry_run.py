@@ -23,6 +23,7 @@ from course_lib.many_devices import estimate as estimates
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
+from course_lib.models import attention
 from course_lib.program import loop, settings
 
 GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
@@ -46,6 +47,7 @@ class DryRun:
       suggested: fields to change, and their values, for a step that is estimated to be faster,
         or to fit.
       advice: the same in words; "" if mesh or strategy were given.
+      note: what runs in place of a kernel that the target cannot run, if anything; else "".
     """
 
     target: str
@@ -59,6 +61,7 @@ class DryRun:
     refused: str
     suggested: dict[str, Any]
     advice: str
+    note: str = ""
 
     @property
     def fits(self) -> bool:
@@ -87,6 +90,7 @@ class DryRun:
             *[f"{'':21}and {small} sums of a few numbers"] * bool(small),
             f"time of a step       {_time(self.estimate)}",
         ]
+        lines += [f"note                 {self.note}"] * bool(self.note)
         if self.refused:
             refused = f"REFUSED              {self.refused}"
             return "\n".join([refused, f"instead              {self.advice}", *lines])
@@ -131,6 +135,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         usable = int(GPU_SHARE * accelerator.memory_bytes)
         accelerator = dataclasses.replace(accelerator, memory_bytes=usable)
     check_attention(config.model, accelerator)
+    note = attention.stand_in(config.model.attention, accelerator) or ""
     devices, cluster = virtual.devices(target, count), Cluster(accelerator, count)
     open_to_advice = all(
         config[part].to_dict() == settings.defaults()[part].to_dict()
@@ -170,6 +175,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         refused,
         suggested,
         advice,
+        note,
     )
 
 

@@ -35,6 +35,7 @@ from course_lib import files, optimizers, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
+from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, settings
 from course_lib.program.checkpoints import CheckpointError, Checkpoints, Saved
@@ -153,6 +154,9 @@ def train(
             book.say(f"{folder}: begins, {total} steps")
             if first and (baseline := observe.bigram_loss(inputs.tokens, config)):
                 book.write(0, **baseline)
+        device = inputs.place.mesh.devices.flat[0]
+        if note := attention.stand_in(config.model.attention, hardware.recognize(device)):
+            book.say(note)
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()

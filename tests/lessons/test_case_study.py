@@ -126,8 +126,8 @@ def test_recording_keeps_the_rows_of_cases_that_this_jax_cannot_compile_and_says
     monkeypatch.setattr(virtual, "devices", lambda name: [mock.Mock()])
     monkeypatch.setattr(
         case_study.attention,
-        "why_unavailable",
-        lambda name, gpu: "gone" if name == "pallas" else None,
+        "stand_in",
+        lambda name, gpu: "gone" if name == "flash" else None,
     )
     monkeypatch.setattr(
         case_study, "compile_case", lambda case, device: by_case[case.name] | {"peak_bytes": 1}

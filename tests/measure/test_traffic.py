@@ -13,7 +13,7 @@ from course_lib.measure.traffic import KINDS, moves
 from course_lib.models import attention
 
 NO_VIRTUAL = virtual.why_unavailable()
-NO_PALLAS = attention.why_unavailable("pallas", hardware.get("a5000"))
+NO_KERNEL = attention.stand_in("flash", hardware.get("a5000"))
 NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
 DEVICES = pytest.mark.parametrize(
     "device", ["here", pytest.param("a5000", marks=NEEDS_VIRTUAL)]
@@ -203,9 +203,9 @@ def test_an_array_that_is_two_operands_of_a_fusion_is_read_once(second, arrays):
 
 
 @NEEDS_VIRTUAL
-@pytest.mark.skipif(NO_PALLAS is not None, reason=str(NO_PALLAS))
+@pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 def test_a_flash_attention_kernel_reads_queries_keys_and_values_and_writes_its_result():
-    attend = functools.partial(attention.attend, implementation="pallas")
+    attend = functools.partial(attention.attend, implementation="flash")
     x = array(2, 256, 4, 64, dtype=jnp.bfloat16)
     found = measured(attend, x, x, x, device="a5000")
     assert found.by_kind() == {"kernel": found.bytes}

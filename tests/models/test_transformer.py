@@ -303,12 +303,12 @@ def test_flat_products_and_attention_in_blocks_change_the_time_and_not_the_numbe
             {"parallel_block": True, "remat": ("MLP",)},
             r"remat=\('MLP',\) must be \(\) or \('Block',\) for parallel_block",
         ),
+        ({"attention": "pallas"}, "attention='pallas' must be one of"),
+        ({"attention": "flash"}, "head_dim=4 must be a power of two, at least 16, for flash"),
         (
-            {"attention": "pallas", "num_kv_heads": 1},
-            "num_kv_heads must be 0 for attention='pallas'",
+            {"attention": "flash", "head_dim": 16},
+            "seq_len=6 must be a multiple of 64, the tile",
         ),
-        ({"attention": "flash"}, "attention='flash' must be one of"),
-        ({"attention": "pallas"}, "seq_len=6 must be a multiple of 128 for attention='pallas'"),
         (
             {"attention": "cudnn"},
             "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'",

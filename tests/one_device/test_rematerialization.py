@@ -11,8 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from course_lib.measure import hardware
-from course_lib.models import attention
 from course_lib.one_device import rematerialization
+from course_lib.smaller_and_faster import flash_attention
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -79,13 +79,13 @@ def test_residuals_of_a_scan_are_listed_once_with_the_axis_of_its_iterations():
     }
 
 
-NO_PALLAS = attention.why_unavailable("pallas", hardware.get("a5000"))
+NO_KERNEL = flash_attention.why_no_kernel(hardware.get("a5000"))
 
 
-@pytest.mark.skipif(NO_PALLAS is not None, reason=str(NO_PALLAS))
+@pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 def test_what_a_kernel_leaves_is_listed_with_the_kernel_as_its_origin():
     x = jax.ShapeDtypeStruct((1, 128, 2, 32), jnp.bfloat16)
-    attend = functools.partial(attention.attend, implementation="pallas")
+    attend = functools.partial(flash_attention.attend, by="kernel")
     kept = rematerialization.residuals(
         lambda query, key, value: attend(query, key, value).astype(jnp.float32).sum(), x, x, x
     )

@@ -1,0 +1,329 @@
+"""Flash attention: exact attention that never stores its scores.
+
+Attention's scores take B x H x L x L numbers. Flash attention (Dao et al., 2022,
+https://arxiv.org/abs/2205.14135) computes them tile by tile. The *online softmax* (Milakov and
+Gimelshein, 2018, https://arxiv.org/abs/1805.02867) corrects what was summed up so far whenever
+a later tile has a larger score. Beside the output, one number per query remains for the
+backward pass, the logsumexp of its scores; from it the backward pass computes each tile of
+weights again.
+
+`attend` runs as a kernel on NVIDIA GPUs (`flash_kernels`), and as `forward_by_tiles` and
+`backward_by_tiles`, plain JAX, everywhere else. Memory grows linearly with L in both.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from course_lib.measure import hardware
+from course_lib.measure.hardware import Accelerator, GpuTarget
+
+TILES = (64, 32, 16)
+"""Positions per tile, the best first. A GPU's matrix units want at least 16."""
+BY = ("either", "kernel", "tiles", "interpreter")
+"""Ways to run it: the kernel where the program is compiled for an NVIDIA GPU and tiles in JAX
+elsewhere; one of the two; or the kernel as plain JAX (Pallas' `interpret`)."""
+_CAPABILITY = (8, 0)  # of the GPUs that the kernels are compiled for in the tests, and newer
+_SMALLEST = "a5000"  # has the least shared memory of them
+
+
+def attend(
+    query: Float[Array, "B L H K"],
+    key: Float[Array, "B L G K"],
+    value: Float[Array, "B L G K"],
+    *,
+    causal: bool = True,
+    tile: int | None = None,
+    by: str = "either",
+) -> Float[Array, "B L H K"]:
+    """Computes softmax(Q K^T / sqrt(K)) V for every head, without storing the scores.
+
+    Args:
+      query: B sequences of L positions, H heads of width K.
+      key: the same dtype; G heads, each read by H / G heads of queries in a row.
+      value: the same shape and dtype as the key.
+      causal: whether a position sees only itself and the positions before it.
+      tile: positions per tile; `tile_for` if None.
+      by: one of `BY`.
+
+    Returns:
+      The attended values, in the dtype of `query`. Scores and sums are float32.
+
+    Raises:
+      ValueError: if `by` is unknown or cannot be had, or `check` refuses the shapes.
+    """
+    if by not in BY:
+        raise ValueError(f"by={by!r} must be one of {BY}")
+    if by == "kernel" and (reason := _why_no_triton()):
+        raise ValueError(f"by='kernel' cannot be had: {reason}; by='either' takes tiles in JAX")
+    _, length, heads, width = query.shape
+    if heads % key.shape[2]:
+        raise ValueError(
+            f"key of shape {key.shape} must have a number of heads that divides the query's"
+            f" {heads}"
+        )
+    tile = tile_for(width, query.dtype) if tile is None else tile
+    check(seq_len=length, head_dim=width, dtype=query.dtype, tile=tile)
+    return _attend(query, key, value, causal, tile, by)
+
+
+def tile_for(head_dim: int, dtype: Any) -> int:
+    """Returns the largest tile of `TILES` that fits every GPU with compute capability 8.0.
+
+    Raises:
+      ValueError: if not even the smallest fits.
+    """
+    gpu = hardware.get(_SMALLEST)
+    for tile in TILES:
+        if shared_memory(tile, head_dim, dtype, gpu) <= _gpu(gpu).shared_memory_per_block:
+            return tile
+    check_fits(TILES[-1], head_dim, dtype, gpu)
+    raise AssertionError("check_fits refuses a tile that does not fit")
+
+
+def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -> None:
+    """Refuses shapes that the tiles cannot have, on any device.
+
+    Args:
+      seq_len: L.
+      head_dim: K.
+      dtype: of queries, keys and values.
+      tile: positions per tile; `tile_for` if None.
+
+    Raises:
+      ValueError: naming the argument, its value and the fix.
+    """
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"head_dim={head_dim} must be a power of two, at least 16, for flash attention:"
+            " matrix units multiply such tiles; use 'reference' or 'xla' attention"
+        )
+    tile = tile_for(head_dim, dtype) if tile is None else tile
+    if tile < 16 or tile & (tile - 1):
+        raise ValueError(f"tile={tile} must be a power of two, at least 16, such as 64")
+    if seq_len % tile:
+        raise ValueError(
+            f"seq_len={seq_len} must be a multiple of {tile}, the tile of flash attention: pad"
+            " the sequences, or use 'reference' or 'xla' attention"
+        )
+
+
+def shared_memory(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -> int:
+    """Returns the bytes of shared memory that a tile of the largest kernel takes.
+
+    The gradient of keys and values holds four tiles: of queries, keys, values and of the
+    output's gradient. From Hopper on, matrix units read operands from shared memory, and more
+    copies lie there. With 16 bits, a tile of weights goes through it too. Compared with
+    Triton's compiler in the tests: exact before Hopper, and an upper bound from Hopper on.
+    """
+    target = _gpu(accelerator)
+    size, copies = jnp.dtype(dtype).itemsize, 4
+    if target.compute_capability >= (9, 0) and tile >= 64:
+        copies = 6 if size < 4 else 8
+    weights = tile * tile * size if size < 4 else 0
+    return copies * tile * head_dim * size + weights + 2 * tile * 4
+
+
+def check_fits(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -> None:
+    """Refuses a tile that a GPU's shared memory has no room for.
+
+    Raises:
+      ValueError: naming the tile, the bytes, and the GPU's limit.
+    """
+    needed = shared_memory(tile, head_dim, dtype, accelerator)
+    limit = _gpu(accelerator).shared_memory_per_block
+    if needed > limit:
+        raise ValueError(
+            f"tile={tile} needs {needed:,} bytes of shared memory for"
+            f" head_dim={head_dim} in {jnp.dtype(dtype).name}, and a block of the"
+            f" {accelerator.title} has {limit:,}: take a smaller tile or narrower heads"
+        )
+
+
+def _gpu(accelerator: Accelerator) -> GpuTarget:
+    hardware.check(accelerator)
+    if not isinstance(accelerator.target, GpuTarget):
+        raise ValueError(
+            f"accelerator={accelerator.title!r} must be an NVIDIA GPU: only these have the"
+            " shared memory that the kernel's tiles lie in"
+        )
+    return accelerator.target
+
+
+def why_no_kernel(accelerator: Accelerator | None) -> str | None:
+    """Returns why tiles in JAX stand in for the kernel, or None where the kernel runs.
+
+    Args:
+      accelerator: the target of the compiler; None for a CPU or an unknown device.
+    """
+    hardware.check(accelerator)
+    if accelerator is None or not isinstance(accelerator.target, GpuTarget):
+        return "the kernel is for NVIDIA GPUs that course_lib.measure.hardware knows"
+    return _why_no_triton()
+
+
+def _why_no_triton() -> str | None:
+    """Returns why this JAX cannot compile the kernel, on any GPU."""
+    if jax.__version_info__ < (0, 9):
+        return f"the kernel needs JAX 0.9 or newer, this is {jax.__version__}"
+    if not importlib.util.find_spec("jax.experimental.pallas.triton"):
+        return f"JAX {jax.__version__} has no Triton backend in Pallas"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _attend(query, key, value, causal, tile, by):
+    return _forward(query, key, value, causal, tile, by)[0]
+
+
+def _forward(query, key, value, causal, tile, by):
+    out, logsumexp = _choose("forward", by, causal, tile)(query, key, value)
+    return out, (query, key, value, out, logsumexp)
+
+
+def _backward(causal, tile, by, saved, d_out):
+    return _choose("backward", by, causal, tile)(*saved, d_out)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _choose(which: str, by: str, causal: bool, tile: int) -> Callable[..., Any]:
+    """Returns the forward or the backward pass, run as `by` says."""
+    in_jax: Any = forward_by_tiles if which == "forward" else backward_by_tiles
+    tiles = functools.partial(in_jax, causal=causal, tile=tile)
+    if by == "tiles" or (by == "either" and _why_no_triton()):
+        return tiles
+    from course_lib.smaller_and_faster import flash_kernels
+
+    kernel = functools.partial(getattr(flash_kernels, which), causal=causal, tile=tile)
+    if by == "interpreter":
+        return functools.partial(kernel, interpret=True)
+    if by == "kernel":
+        return kernel
+    # JAX traces both, and lowers the one for the platform that the program is compiled for.
+    return lambda *arrays: lax.platform_dependent(*arrays, cuda=kernel, default=tiles)
+
+
+def forward_by_tiles(
+    query: Float[Array, "B L H K"],
+    key: Float[Array, "B L G K"],
+    value: Float[Array, "B L G K"],
+    *,
+    causal: bool,
+    tile: int,
+) -> tuple[Float[Array, "B L H K"], Float[Array, "B H L"]]:
+    """Attends with one scan over all pairs of tiles that are not masked entirely.
+
+    Returns:
+      The attended values in the query's dtype, and in float32 the logsumexp of each query's
+        scores: as `flash_kernels.forward`.
+    """
+    groups = key.shape[2]
+    q, k, v = (_cut(x, groups, tile) for x in (query, key, value))
+    k, v = k[:, :, :, 0], v[:, :, :, 0]
+
+    def step(state, pair):
+        i, j = pair
+        top, total, out = (x[i] for x in state)
+        s = _scores(q[i], k[j], i, j, causal)
+        new_top = jnp.maximum(top, s.max(axis=-1))
+        shrink, weights = jnp.exp(top - new_top), jnp.exp(s - new_top[..., None])
+        total = total * shrink + weights.sum(axis=-1)
+        out = out * shrink[..., None] + _product(
+            "bgrts,bgsk->bgrtk", weights.astype(v.dtype), v[j]
+        )
+        new = new_top, total, out
+        return tuple(_put(x, i, x_i) for x, x_i in zip(state, new, strict=True)), None
+
+    numbers = jnp.zeros(q.shape[:-1], jnp.float32)
+    state = numbers - jnp.inf, numbers, jnp.zeros(q.shape, jnp.float32)
+    (top, total, out), _ = lax.scan(step, state, _pairs(len(q), causal))
+    logsumexp = _join((top + jnp.log(total))[..., None])[..., 0].swapaxes(1, 2)
+    return _join(out / total[..., None]).astype(query.dtype), logsumexp
+
+
+def backward_by_tiles(
+    query: Float[Array, "B L H K"],
+    key: Float[Array, "B L G K"],
+    value: Float[Array, "B L G K"],
+    out: Float[Array, "B L H K"],
+    logsumexp: Float[Array, "B H L"],
+    d_out: Float[Array, "B L H K"],
+    *,
+    causal: bool,
+    tile: int,
+) -> tuple[Float[Array, "B L H K"], Float[Array, "B L G K"], Float[Array, "B L G K"]]:
+    """Returns the gradients of query, key and value: one scan over the same pairs of tiles,
+    which computes their weights again.
+    """
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2)  # [B H L]
+    groups = key.shape[2]
+    q, k, v, d_o = (_cut(x, groups, tile) for x in (query, key, value, d_out))
+    k, v = k[:, :, :, 0], v[:, :, :, 0]
+    logsumexp, delta = (
+        _cut(x.swapaxes(1, 2)[..., None], groups, tile)[..., 0] for x in (logsumexp, delta)
+    )
+
+    def step(gradients, pair):
+        i, j = pair
+        d_q, d_k, d_v = gradients
+        weights = jnp.exp(_scores(q[i], k[j], i, j, causal) - logsumexp[i][..., None])
+        d_weights = _product("bgrtk,bgsk->bgrts", d_o[i], v[j])
+        d_scores = (weights * (d_weights - delta[i][..., None])).astype(q.dtype)
+        to_q = _product("bgrts,bgsk->bgrtk", d_scores, k[j])
+        to_k = _product("bgrts,bgrtk->bgsk", d_scores, q[i])
+        to_v = _product("bgrts,bgrtk->bgsk", weights.astype(q.dtype), d_o[i])
+        d_q = _put(d_q, i, d_q[i] + to_q)
+        return (d_q, _put(d_k, j, d_k[j] + to_k), _put(d_v, j, d_v[j] + to_v)), None
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    (d_q, d_k, d_v), _ = lax.scan(step, zeros, _pairs(len(q), causal))
+    scale = query.shape[-1] ** -0.5
+    joined = (_join(x) for x in (d_q * scale, d_k[:, :, :, None] * scale, d_v[:, :, :, None]))
+    return tuple(x.astype(query.dtype) for x in joined)
+
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _pairs(n: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Lists the pairs (tile of queries, tile of keys) that are not masked entirely."""
+    seen = np.tri(n, dtype=bool) if causal else np.ones((n, n), bool)
+    i, j = np.nonzero(seen)
+    return i.astype(np.int32), j.astype(np.int32)
+
+
+def _scores(q, k, i, j, causal):
+    """Computes the scores of tile i of queries and tile j of keys; -inf where masked."""
+    s = _product("bgrtk,bgsk->bgrts", q, k) * q.shape[-1] ** -0.5
+    if not causal:
+        return s
+    tile = q.shape[-2]
+    row, column = i * tile + jnp.arange(tile), j * tile + jnp.arange(tile)
+    return jnp.where((row[:, None] >= column[None, :])[None, None, None], s, -jnp.inf)
+
+
+def _cut(x, groups, tile):
+    """Cuts [B, L, G R, K] into tiles [n, B, G, R, tile, K]; R heads share keys and values."""
+    batch, length, heads, width = x.shape
+    x = x.reshape(batch, length // tile, tile, groups, heads // groups, width)
+    return x.transpose(1, 0, 3, 4, 2, 5)
+
+
+def _join(x):
+    """Joins tiles [n, B, G, R, tile, K] to [B, L, G R, K]."""
+    n, batch, groups, shared, tile, width = x.shape
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, n * tile, groups * shared, width)
+
+
+def _put(x, i, new):
+    return lax.dynamic_update_index_in_dim(x, new, i, axis=0)

@@ -1,0 +1,257 @@
+"""Laws of flash attention: the reference's numbers, without its scores."""
+
+import dataclasses
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from course_lib import measure
+from course_lib.measure import hardware, virtual
+from course_lib.models import attention
+from course_lib.smaller_and_faster import flash_attention
+
+B, L, H, G, K = 2, 64, 4, 2, 16
+TILE = 16
+NEEDS_VIRTUAL = pytest.mark.skipif(
+    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
+)
+NEEDS_TRITON = pytest.mark.skipif(
+    flash_attention.why_no_kernel(hardware.get("a5000")) is not None,
+    reason=str(flash_attention.why_no_kernel(hardware.get("a5000"))),
+)
+WAYS = pytest.mark.parametrize("by", ["tiles", "interpreter"])
+
+
+def arrays(groups=G, dtype=jnp.float32):
+    """Queries, keys, values, and weights of a loss that differ for each number."""
+    shapes = [(B, L, H, K), (B, L, groups, K), (B, L, groups, K), (B, L, H, K)]
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+def out_and_gradients(attend, query, key, value, weights):
+    def loss(qkv):
+        out = attend(*qkv)
+        return jnp.sum(out.astype(jnp.float32) * weights.astype(jnp.float32)), out
+
+    with jax.default_matmul_precision("highest"):
+        gradients, out = jax.jit(jax.grad(loss, has_aux=True))((query, key, value))
+    return out, *gradients
+
+
+def error(ours, exact):
+    """The distance, as a fraction of the norm of what is right."""
+    ours, exact = (np.asarray(x, np.float64) for x in (ours, exact))
+    return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+
+
+@WAYS
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_values_and_gradients_are_those_of_the_reference(by, causal, groups):
+    given = arrays(groups)
+    reference = functools.partial(attention.attend, causal=causal)
+    flash = functools.partial(flash_attention.attend, causal=causal, tile=TILE, by=by)
+    both = out_and_gradients(flash, *given), out_and_gradients(reference, *given)
+    for ours, exact in zip(*both, strict=True):
+        assert error(ours, exact) < 2e-6
+
+
+@WAYS
+def test_in_bfloat16_it_is_as_close_to_the_exact_result_as_the_reference(by):
+    given = arrays(dtype=jnp.bfloat16)
+    exact = out_and_gradients(attention.attend, *(x.astype(jnp.float32) for x in given))
+    flash = functools.partial(flash_attention.attend, tile=TILE, by=by)
+    ours, theirs = (out_and_gradients(attend, *given) for attend in (flash, attention.attend))
+    for a, b, right in zip(ours, theirs, exact, strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert error(a, right) < 1.2 * error(b, right)
+
+
+@WAYS
+def test_large_scores_do_not_overflow(by):
+    query, key, value, weights = arrays()
+    given = [1e4 * query, key, value, weights]
+    flash = functools.partial(flash_attention.attend, tile=TILE, by=by)
+    for x in out_and_gradients(flash, *given):
+        assert jnp.all(jnp.isfinite(x))
+
+
+@WAYS
+def test_the_loop_reads_no_tile_that_is_masked_entirely(by):
+    """Not-a-numbers in later tiles would spread, even with a weight of 0."""
+    query, key, value, _ = arrays()
+    key, value = (x.at[:, TILE:].set(jnp.nan) for x in (key, value))
+    out = flash_attention.attend(query, key, value, tile=TILE, by=by)
+    assert jnp.all(jnp.isfinite(out[:, :TILE])) and jnp.all(jnp.isnan(out[:, TILE:]))
+
+
+@pytest.mark.parametrize(("by", "backward"), [("tiles", 5), ("interpreter", 7)])
+def test_flops_count_each_pair_of_tiles_that_some_query_sees(by, backward):
+    """Two products forward. Backward: scores, weights' gradient, and three gradients in one
+    loop; the kernels compute the first two twice.
+    """
+    given = arrays()
+
+    def flops(fn, *args):
+        return measure.flops(fn, *args).total["float32"]
+
+    def gradients(*args, **options):
+        attend = functools.partial(flash_attention.attend, tile=TILE, by=by, **options)
+        return jax.vjp(attend, *args[:3])[1](args[3])
+
+    n = L // TILE
+    per_pair = 2 * B * H * TILE**2 * K
+    once = functools.partial(flash_attention.attend, tile=TILE, by=by)
+    assert flops(once, *given[:3]) == 2 * per_pair * n * (n + 1) // 2
+    assert flops(gradients, *given) == (2 + backward) * per_pair * n * (n + 1) // 2
+    full = functools.partial(gradients, causal=False)
+    assert flops(full, *given) == (2 + backward) * per_pair * n * n
+
+
+@NEEDS_TRITON
+def test_what_may_become_a_kernel_counts_as_the_kernel():
+    given = arrays()[:3]
+    counts = [
+        measure.flops(functools.partial(flash_attention.attend, by=by), *given)
+        for by in ("either", "kernel")
+    ]
+    assert counts[0] == counts[1]
+
+
+def temporaries(attend, length, device, dtype=jnp.bfloat16, heads=(8, 4), width=64):
+    query, key = (jax.ShapeDtypeStruct((2, length, h, width), dtype) for h in heads)
+    qkv = virtual.abstract((query, key, key), device)
+
+    def loss(qkv):
+        return attend(*qkv).astype(jnp.float32).sum()
+
+    compiled = virtual.compile(jax.jit(jax.grad(loss)).lower(qkv))
+    return measure.memory(compiled).temporaries, compiled
+
+
+@NEEDS_VIRTUAL
+@NEEDS_TRITON
+@pytest.mark.parametrize("name", ["a5000", "a100-80", "h100"])
+def test_a_gradient_s_temporaries_grow_linearly_with_the_kernel_and_squared_without(name):
+    device = virtual.devices(name)[0]
+
+    def grow(attend):
+        short, long = (temporaries(attend, length, device)[0] for length in (1024, 2048))
+        return long / short
+
+    assert grow(flash_attention.attend) == pytest.approx(2, rel=0.05)
+    assert grow(attention.attend) > 3.5
+
+
+@NEEDS_VIRTUAL
+def test_tiles_in_jax_grow_linearly_on_a_gpu_too():
+    device, tiles = (
+        virtual.devices("a5000")[0],
+        functools.partial(flash_attention.attend, by="tiles"),
+    )
+    short, long = (temporaries(tiles, length, device)[0] for length in (1024, 2048))
+    assert long / short == pytest.approx(2, rel=0.05)
+
+
+@NEEDS_VIRTUAL
+@NEEDS_TRITON
+def test_the_program_for_a_gpu_has_three_kernels_and_that_for_a_cpu_none():
+    compiled = temporaries(flash_attention.attend, 256, virtual.devices("a5000")[0])[1]
+    assert compiled.as_text().count("__gpu$xla.gpu.triton") == 3
+    here = jax.jit(flash_attention.attend).lower(*arrays()[:3])
+    assert "triton" not in here.compile().as_text()
+
+
+@NEEDS_VIRTUAL
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    ("name", "dtype", "tile"),
+    [
+        ("a5000", jnp.bfloat16, 64),
+        ("a5000", jnp.float32, 32),
+        ("h100", jnp.bfloat16, 64),
+        ("h100", jnp.float32, 64),
+    ],
+)
+def test_shared_memory_is_what_the_compiler_asks_for(name, dtype, tile):
+    """With a limit one byte below the formula's figure, the A5000's compiler refuses. On
+    Hopper the formula is an upper bound.
+    """
+    row, width = hardware.get(name), 64
+    needed = flash_attention.shared_memory(tile, width, dtype, row)
+
+    def compile_with(limit):
+        target = dataclasses.replace(row.target, shared_memory_per_block=limit)
+        text = target.text(row.device_kinds[0], row.memory_bytes, row.memory_bandwidth)
+        virtual.devices(name)
+        place = topologies.get_topology_desc(
+            platform="cuda", target_config=text, topology="1x1x1"
+        ).devices[0]
+        attend = functools.partial(flash_attention.attend, tile=tile, by="kernel")
+        temporaries(attend, 256, place, dtype, width=width)
+
+    compile_with(needed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="[Ss]hared memory") as refused:
+        compile_with(1024 if name == "h100" else needed - 1)
+    asked = max(int(n) for n in re.findall(r"[Rr]equested:? ?(\d+)", str(refused.value)))
+    assert asked <= needed
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "tile"),
+    [(64, "bfloat16", 64), (128, "bfloat16", 64), (128, "float32", 32), (256, "float32", 16)],
+)
+def test_the_default_tile_is_the_largest_that_every_gpu_has_room_for(width, dtype, tile):
+    assert flash_attention.tile_for(width, dtype) == tile
+    flash_attention.check_fits(tile, width, dtype, hardware.get("a5000"))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda f: f.check(seq_len=96, head_dim=64, dtype="bfloat16"),
+            "seq_len=96 must be a m",
+        ),
+        (
+            lambda f: f.check(seq_len=64, head_dim=48, dtype="float32"),
+            "head_dim=48 must be a p",
+        ),
+        (lambda f: f.check(seq_len=64, head_dim=64, dtype="float32", tile=48), "tile=48 must"),
+        (lambda f: f.tile_for(512, "float32"), "tile=16 needs 131,200 bytes of shared memory"),
+        (
+            lambda f: f.check_fits(128, 128, "bfloat16", hardware.get("a5000")),
+            "tile=128 needs 164,864 bytes of shared memory for head_dim=128 in bfloat16, and a"
+            " block of the NVIDIA RTX A5000 has 101,376",
+        ),
+        (lambda f: f.check_fits(64, 64, "float32", hardware.get("v5e")), "must be an NVIDIA"),
+        (lambda f: inspect.unwrap(f.attend)(*arrays()[:3], by="cuda"), "by='cuda' must be one"),
+        (
+            lambda f: inspect.unwrap(f.attend)(arrays()[0][:, :, :3], *arrays()[1:3]),
+            "number of heads that divides the query's 3",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_compiled(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(flash_attention)
+
+
+def test_where_no_kernel_compiles_the_reason_is_said_and_the_tiles_stand_in(monkeypatch):
+    assert "NVIDIA GPUs" in flash_attention.why_no_kernel(None)
+    assert "NVIDIA GPUs" in flash_attention.why_no_kernel(hardware.get("v5e"))
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    assert "JAX 0.9 or newer" in flash_attention.why_no_kernel(hardware.get("a100-80"))
+    given = arrays()[:3]
+    with pytest.raises(ValueError, match="by='kernel' cannot be had"):
+        flash_attention.attend(*given, by="kernel")
+    np.testing.assert_array_equal(
+        flash_attention.attend(*given), flash_attention.attend(*given, by="tiles")
+    )
