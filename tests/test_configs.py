@@ -94,7 +94,7 @@ def test_a_missing_field_is_refused():
         ("model.remat", ("mlp",), r"remat=\('mlp',\) must hold names from"),
         ("model.remat_policy", "dot", "remat_policy='dot' must be one of"),
         ("model.remat_names", ("qkv",), "must be empty for remat_policy='nothing'"),
-        ("model.attention", "flash", "attention='flash' must be one of"),
+        ("model.attention", "pallas", "attention='pallas' must be one of"),
         ("model.num_outputs", 2000, "model.num_outputs=2000 must be vocab_size=2048"),
         ("model.num_outputs", 2056, "model.num_outputs=2056 must be vocab_size=2048"),
         ("model.loss_chunks", 3, "loss_chunks=3 must divide the 2048 .* take 2"),

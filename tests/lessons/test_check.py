@@ -5,6 +5,7 @@ Solutions are checked in `tests/test_solutions.py`, where they stand in the note
 
 import inspect
 
+import flash_answers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +50,7 @@ FUNCTIONS = [
     *program_answers.FUNCTIONS,
     *vocabulary_answers.FUNCTIONS,
     *pipeline_answers.FUNCTIONS,
+    *flash_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
@@ -67,6 +69,7 @@ PREDICTIONS = {
     **program_answers.PREDICTIONS,
     **vocabulary_answers.PREDICTIONS,
     **pipeline_answers.PREDICTIONS,
+    **flash_answers.PREDICTIONS,
     check.traffic_of_minibatches: 2,
 }
 
@@ -340,6 +343,7 @@ RIGHT = [
     *program_answers.RIGHT,
     *vocabulary_answers.RIGHT,
     *pipeline_answers.RIGHT,
+    *flash_answers.RIGHT,
 ]
 
 
@@ -595,6 +599,7 @@ WRONG = [
     *program_answers.WRONG,
     *vocabulary_answers.WRONG,
     *pipeline_answers.WRONG,
+    *flash_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

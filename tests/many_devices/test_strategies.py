@@ -306,7 +306,14 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
         (
             dict(data=1, tensor=2),
             Strategy(by="compiler"),
-            {"model.attention": "flash", "model.max_seq_len": 128, "data.seq_len": 128},
+            {
+                "model.attention": "flash",
+                "model.hidden_size": 32,
+                "model.num_heads": 2,
+                "model.head_dim": 16,
+                "model.max_seq_len": 128,
+                "data.seq_len": 128,
+            },
             r"attention='flash' must be 'reference' or 'xla' on several devices",
         ),
         (dict(tensor=2), Strategy(), {}, r"axis='data' must be an axis of the mesh"),

@@ -304,9 +304,9 @@ def test_flat_products_and_attention_in_blocks_change_the_time_and_not_the_numbe
             r"remat=\('MLP',\) must be \(\) or \('Block',\) for parallel_block",
         ),
         ({"attention": "pallas"}, "attention='pallas' must be one of"),
-        ({"attention": "flash"}, "head_dim=4 must be a power of two, at least 16, for flash"),
+        ({"attention": "flash"}, "head_dim=8 must be a power of two, at least 16, for flash"),
         (
-            {"attention": "flash", "head_dim": 16},
+            {"attention": "flash", "num_heads": 1, "head_dim": 16},
             "seq_len=6 must be a multiple of 64, the tile",
         ),
         (

@@ -37,6 +37,11 @@ from course_lib.lessons.check.expert_parallel import (
     least_room,
     places,
 )
+from course_lib.lessons.check.flash_attention import (
+    largest_tiles,
+    query_gradient,
+    window_pairs,
+)
 from course_lib.lessons.check.gradient_accumulation import (
     accumulation,
     forgotten_division,
@@ -107,6 +112,7 @@ __all__ = [
     "gpipe",
     "hidden_with_latency",
     "keep_one_value",
+    "largest_tiles",
     "least_room",
     "looks_ahead",
     "loss_scale_range",
@@ -125,6 +131,7 @@ __all__ = [
     "order_of_arrival",
     "padded_vocabulary",
     "places",
+    "query_gradient",
     "scaled_step",
     "scan_over_layers",
     "scores_outgrow_mlp",
@@ -143,5 +150,6 @@ __all__ = [
     "two_levels",
     "two_way_product",
     "ulysses",
+    "window_pairs",
     "work_in_order",
 ]
