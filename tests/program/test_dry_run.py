@@ -53,6 +53,9 @@ def test_the_step_that_is_compiled_is_the_one_that_the_program_builds(monkeypatc
     )
     large = dataclasses.replace(found, memory=found.memory | {"peak": found.capacity + 1})
     assert not large.fits and "DOES NOT FIT" in large.text()
+    noted = dataclasses.replace(found, note="tiles in JAX, not a kernel")
+    assert "note                 tiles in JAX, not a kernel" in noted.text()
+    assert "\nnote " not in found.text()
 
 
 @needs_virtual
