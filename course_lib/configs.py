@@ -88,6 +88,7 @@ def published_155m() -> ConfigDict:
         b2=0.999,  # Adam's memory of their squares
         weight_decay=0.0,  # "adamw": pulls parameters towards 0 by that share of the rate
         clip_norm=0.0,  # scales gradients down to that norm; 0 leaves them
+        offload=False,  # moments in the host's memory, streamed layer by layer
     )
     data = dict(
         batch_size=64,  # B sequences per step
@@ -372,6 +373,23 @@ def _check_pairs(config: ConfigDict) -> None:
             f"optimizer.weight_decay={optimizer.weight_decay!r} must be 0 for"
             f" optimizer.name={optimizer.name!r}, which ignores it; take 'adamw'"
         )
+    if optimizer.offload:
+        if optimizer.name == "sgd":
+            raise ValueError(
+                "optimizer.offload=True must be False for optimizer.name='sgd': it has no"
+                " moments that could be on the host"
+            )
+        if not model.scan_layers:
+            raise ValueError(
+                "optimizer.offload=True must have model.scan_layers=True: moments are fetched"
+                " layer by layer from stacked arrays, which a model has only then"
+            )
+        if config.training.loss_scale != "none":
+            raise ValueError(
+                f"optimizer.offload=True must have training.loss_scale='none', not"
+                f" {config.training.loss_scale!r}: a loss scale skips updates after they are"
+                " computed, when the old moments on the host are overwritten"
+            )
     if optimizer.schedule == "warmup_cosine" and steps > optimizer.total_steps:
         raise ValueError(
             f"training.steps={steps} must be at most"

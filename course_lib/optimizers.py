@@ -5,6 +5,8 @@
 import optax
 from ml_collections import ConfigDict
 
+from course_lib.smaller_and_faster import offload
+
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
     "warmup_exponential": lambda config: optax.warmup_exponential_decay_schedule(
@@ -42,7 +44,8 @@ def from_config(config: ConfigDict) -> optax.GradientTransformation:
 
     Args:
       config: the `optimizer` part of a configuration: `name`, `schedule`, `clip_norm` (0: no
-        clipping), and the fields that name and schedule read.
+        clipping), `offload` (whether its moments are on the host), and the fields that name and
+        schedule read.
 
     Raises:
       ValueError: if `name` or `schedule` is unknown, or the warm-up does not end.
@@ -58,6 +61,8 @@ def from_config(config: ConfigDict) -> optax.GradientTransformation:
             f" total_steps={config.total_steps}: the rate would never come down"
         )
     update = OPTIMIZERS[config.name](config, SCHEDULES[config.schedule](config))
+    if config.offload:
+        update = offload.streamed(update)  # after the norm, which needs all gradients
     if not config.clip_norm:
         return update
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)

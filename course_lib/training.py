@@ -292,7 +292,7 @@ class Run:
         """Returns the shapes of the state and of a batch, to lower the step with. They are
         placed on the mesh, if it names devices; nothing is computed or allocated.
         """
-        state = jax.eval_shape(self.init, jax.random.key(0))
+        state = virtual.shapes(self.init, jax.random.key(0))  # moments may be on the host
         size = self.config.data.batch_size, self.config.data.seq_len
         tokens, weights = (
             jax.ShapeDtypeStruct(size, kind) for kind in (jnp.int32, jnp.float32)

@@ -166,11 +166,14 @@ def of_checked(
     `skip_not_finite` is that of `training.make_train_step`.
     """
     _check_strategy(config, mesh, strategy)
+    _check_offload(config, mesh, skip_not_finite)
     config = FrozenConfigDict(config)
     apply_fn, _, init = training.functions(config)
     optimizer = optimizers.from_config(config.optimizer)
     specs, grad_specs = layout_of(_shapes(init), optimizer, mesh, strategy)
     placed = sharding.place(specs, mesh)
+    if config.optimizer.offload:
+        placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it
     cut = functools.partial(
         gradient_accumulation.in_minibatches, **training.minibatches(config)
     )
@@ -190,6 +193,21 @@ def of_checked(
         init, apply_fn = _in_stages(init, apply_fn, mesh, strategy, placed)
     init = jax.jit(init, out_shardings=placed)
     return Run(config, apply_fn, evaluated, train_step, init, mesh, specs)
+
+
+def _check_offload(config: ConfigDict, mesh: Mesh, skip_not_finite: bool) -> None:
+    if not config.optimizer.offload:
+        return
+    if mesh.size > 1:
+        raise ValueError(
+            f"optimizer.offload=True must be False on {mesh.size} devices: moments are streamed"
+            " to one device; divide them instead, with ZeRO (strategy.zero=1)"
+        )
+    if skip_not_finite:
+        raise ValueError(
+            "optimizer.offload=True must have run.non_finite='stop': an update is skipped after"
+            " it is computed, when the old moments on the host are overwritten"
+        )
 
 
 def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:

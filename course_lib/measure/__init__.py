@@ -7,6 +7,7 @@ These read the compiled program; the device need not be there:
     tape(lowered)           the memory at each instruction, by kind
     heap(lowered)           the arrays alive at the peak, and the memory over the program
     traffic(compiled)       the bytes that it moves through device memory
+    host_traffic(compiled)  the bytes that it moves between host and device
     ledger(compiled, mesh)  the bytes that the devices send each other
     roofline(...)           the least time that FLOPs and bytes allow
 
@@ -29,7 +30,7 @@ from course_lib.measure.timing import (
     step_time,
     time,
 )
-from course_lib.measure.traffic import Move, Traffic, traffic
+from course_lib.measure.traffic import HostTraffic, Move, Traffic, host_traffic, traffic
 from course_lib.measure.units import GIB, MIB
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Collective",
     "Flops",
     "Heap",
+    "HostTraffic",
     "Ledger",
     "LiveArray",
     "Memory",
@@ -53,6 +55,7 @@ __all__ = [
     "gib",
     "heap",
     "hlo",
+    "host_traffic",
     "ledger",
     "memory",
     "mfu",

@@ -97,6 +97,35 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
     return Traffic(sum(move.bytes for move in all_moves), all_moves)
 
 
+@dataclasses.dataclass(frozen=True)
+class HostTraffic:
+    """Bytes that a program sends over the link between the host and one device."""
+
+    to_host: int
+    to_device: int
+
+
+def host_traffic(compiled: jax.stages.Compiled) -> HostTraffic:
+    """Counts the bytes that a compiled program moves between the memories of host and device.
+
+    Arguments and errors as for `traffic`, whose kind "offload" is the sum of both directions.
+    """
+    check_compiled(compiled)
+    totals = {True: 0, False: 0}
+    for i, n in hlo.scheduled(hlo.parse(compiled.as_text()), weight=_bytes):
+        if kind_of(i) == "offload":
+            totals[_writes_to_host(i)] += _bytes(i) * n
+    return HostTraffic(to_host=totals[True], to_device=totals[False])
+
+
+def _writes_to_host(i: hlo.Instruction) -> bool:
+    body = origin.body(i)
+    root = next((part for part in body if part.is_root), i)
+    # the shapes of a copy-start are the result, the operand, and a semaphore
+    shapes = root.shapes[:1] if root.opcode == "copy-start" else root.shapes
+    return any(shape.space == hlo.HOST_SPACE for shape in shapes)
+
+
 def moves(module: hlo.Module) -> tuple[Move, ...]:
     """Lists the traffic of each instruction of a parsed program, as `traffic` counts it."""
     executed = hlo.scheduled(module, weight=_bytes)

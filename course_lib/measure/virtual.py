@@ -32,13 +32,21 @@ import os
 import pathlib
 import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from course_lib.measure import hardware
 
@@ -51,6 +59,8 @@ NEVER_RUN = {"xla_backend_optimization_level": 0}
 `xla_gpu_autotune_level=0` would save more time, but JAX 0.12 then refuses some programs, such
 as that of notebook 14's experts ("No supported config found").
 """
+HOST_MEMORY = "pinned_host"
+"""JAX's name for the memory of the host that a device can copy from by itself."""
 
 
 class Unavailable(RuntimeError):
@@ -144,26 +154,116 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
     Args:
       tree: pytree of arrays, typed random keys, `jax.ShapeDtypeStruct`s, NumPy arrays and
         Python numbers.
-      place: a device, real or virtual, or one sharding for all leaves.
+      place: a device, real or virtual, or one sharding for all leaves. Leaves that are in the
+        host's memory stay there (`on_host`).
 
     Returns:
       The same tree of `jax.ShapeDtypeStruct`, ready for `.lower()`. Nothing is copied or
         computed.
 
     Raises:
-      ValueError: if `place` is neither, as a list of devices or a name.
+      ValueError: if `place` is neither, as a list of devices or a name; or if a leaf is on the
+        host, and `place` a sharding that `on_host` refuses.
     """
     if not isinstance(place, jax.Device | Sharding):
         raise ValueError(
             f"place={place!r} must be a device, as devices('h100')[0], or a sharding"
         )
     sharding = place if isinstance(place, Sharding) else SingleDeviceSharding(place)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
-        ),
-        jax.eval_shape(lambda tree: tree, tree),
+
+    def of_leaf(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        where = on_host(sharding) if _is_on_host(leaf) else sharding
+        return jax.ShapeDtypeStruct(
+            shape.shape, shape.dtype, sharding=where, weak_type=shape.weak_type
+        )
+
+    return jax.tree.map(of_leaf, tree, jax.eval_shape(lambda tree: tree, tree))
+
+
+def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
+    """Returns the shapes of a function's results, as `jax.eval_shape` does, and keeps in mind
+    which of them are on the host.
+
+    `jax.eval_shape` forgets it, and a step that is lowered for its shapes would have all of its
+    arguments on the device.
+
+    Returns:
+      A tree of `jax.ShapeDtypeStruct`. Results on the host have a sharding that says so, on
+        JAX's default device; `abstract` places them elsewhere.
+    """
+    traced, tree = jax.make_jaxpr(function, return_shape=True)(*args)
+    here = on_host(_named(jax.devices()[0]))
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=here if _memory_space(aval) == "host" else None,
+            weak_type=leaf.weak_type,
+        )
+        for leaf, aval in zip(leaves, traced.out_avals, strict=True)
     )
+
+
+def _memory_space(aval: Any) -> str:
+    space = getattr(aval, "memory_space", None)  # JAX 0.7 has none for results
+    return getattr(space, "name", "device").lower()
+
+
+def _is_on_host(leaf: Any) -> bool:
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST_MEMORY
+
+
+def on_host(place: jax.Device | Sharding) -> NamedSharding:
+    """Returns the same place in the memory of the host, for arguments of a step that offloads.
+
+    Compile-only devices list no memories, and JAX drops the memory kind of their shardings:
+    `NamedSharding(mesh, P(), memory_kind="pinned_host").memory_kind` is None, and what is
+    placed by it is on the device. This function returns a sharding that keeps it.
+
+    Such a sharding cannot be among a jitted function's `out_shardings`: leave None there, and
+    move the result with `jax.device_put(x, jax.memory.Space.Host)` inside the function.
+
+    Args:
+      place: a device, real or virtual, or a `NamedSharding` or `SingleDeviceSharding`.
+
+    Raises:
+      ValueError: if it is none of these.
+    """
+    if isinstance(place, SingleDeviceSharding):
+        place = next(iter(place.device_set))
+    sharding = _named(place) if isinstance(place, jax.Device) else place
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(
+            f"place={place!r} must be a device, a NamedSharding or a SingleDeviceSharding: JAX"
+            " drops the memory kind of other shardings of virtual devices"
+        )
+    kept = sharding.with_memory_kind(HOST_MEMORY)
+    return kept if kept.memory_kind == HOST_MEMORY else _OnHost(sharding.mesh, sharding.spec)
+
+
+def _named(device: jax.Device) -> NamedSharding:
+    """Returns the sharding of one device from which JAX reads the memory of an argument: of a
+    `SingleDeviceSharding` it ignores it.
+    """
+    return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
+
+
+class _OnHost(NamedSharding):
+    """A sharding in the host's memory that JAX does not move to the device.
+
+    It differs from the sharding of the same spec on the device.
+    """
+
+    @property
+    def memory_kind(self) -> str:
+        return HOST_MEMORY
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnHost) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((HOST_MEMORY, super().__hash__()))
 
 
 def compile(

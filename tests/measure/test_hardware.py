@@ -184,3 +184,11 @@ def test_cores_are_counted_as_xla_counts_them(monkeypatch):
     assert hardware.cores() == 3
     monkeypatch.setenv("PJRT_NPROC", "5")
     assert hardware.cores() == 5
+
+
+def test_links_to_the_host_count_one_direction():
+    rates = {name: link.bandwidth for name, link in hardware.HOST_LINKS.items()}
+    assert rates == {"pcie4": 32e9, "pcie5": 64e9, "nvlink-c2c": 450e9}
+    assert rates["pcie4"] == hardware.get("a5000").link_bandwidth  # its link to all others
+    with pytest.raises(ValueError, match="name='pcie3' must be a link of the table"):
+        hardware.host_link("pcie3")

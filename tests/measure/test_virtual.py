@@ -372,3 +372,40 @@ def test_a_list_of_devices_is_no_place():
     # ValueError.
     with pytest.raises((ValueError, TypeError), match="place"):
         virtual.abstract(jnp.ones(3), jax.devices())
+
+
+# The host's memory
+
+
+@needs_virtual
+def test_jax_drops_the_memory_kind_of_a_virtual_sharding_and_on_host_keeps_it():
+    mesh = jax.sharding.Mesh(np.array(virtual.devices("a5000")), ("x",))
+    plain = NamedSharding(mesh, PartitionSpec(), memory_kind=virtual.HOST_MEMORY)
+    assert plain.memory_kind is None, "JAX keeps it now: on_host is no longer needed"
+    kept = virtual.on_host(plain)
+    assert kept.memory_kind == virtual.HOST_MEMORY
+    assert kept != plain and plain != kept and kept == virtual.on_host(plain)
+
+
+@needs_virtual
+@pytest.mark.parametrize("place", ["device", "sharding"])
+def test_arguments_on_the_host_stay_there(place):
+    gpu = virtual.devices("a5000")[0]
+    mesh = jax.sharding.Mesh(np.array([gpu]), ("x",))
+    place = gpu if place == "device" else NamedSharding(mesh, PartitionSpec())
+
+    def two_arrays():
+        on_host = jax.device_put(jnp.ones((512, 256)), jax.memory.Space.Host)
+        return jnp.ones((256, 256)), on_host
+
+    shapes = virtual.shapes(two_arrays)
+    arguments = virtual.abstract(shapes, place)
+    function = jax.jit(lambda a, b: a.sum() + jax.device_put(b, jax.memory.Space.Device).sum())
+    need = function.lower(*arguments).compile().memory_analysis()
+    assert need.argument_size_in_bytes == 256 * 256 * 4
+    assert need.host_argument_size_in_bytes == 512 * 256 * 4
+
+
+def test_a_place_that_has_no_host_is_refused():
+    with pytest.raises(ValueError, match="must be a device, a NamedSharding or"):
+        inspect.unwrap(virtual.on_host)("h100")

@@ -8,8 +8,8 @@ The figures of each row come from its `source`. Three pitfalls of such documents
 - GB or GiB. An H100's "80 GB" are about 80 GiB of chips, minus a little for firmware and
   driver. `memory_bytes` is the memory left for a program, as the CUDA driver reports it, or the
   TPU's compiler.
-- One direction or both. NVLink's "900 GB/s" counts both directions. `link_bandwidth` and
-  `network_bandwidth` count one.
+- One direction or both. NVLink's "900 GB/s" counts both directions. `link_bandwidth`,
+  `network_bandwidth` and the `bandwidth` of a link to the host count one.
 """
 
 from course_lib.measure.hardware.accelerator import (
@@ -18,16 +18,20 @@ from course_lib.measure.hardware.accelerator import (
     GpuTarget,
     TpuTarget,
 )
+from course_lib.measure.hardware.host_link import HOST_LINKS, HostLink, host_link
 from course_lib.measure.hardware.table import check, cores, get, names, recognize
 
 __all__ = [
+    "HOST_LINKS",
     "PRECISIONS",
     "Accelerator",
     "GpuTarget",
+    "HostLink",
     "TpuTarget",
     "check",
     "cores",
     "get",
+    "host_link",
     "names",
     "recognize",
 ]

@@ -1,0 +1,245 @@
+"""Offload: keeps arrays in the host's memory, and fetches them when a step needs them.
+
+The host of a GPU has more memory than the GPU, behind a link that is 10 to 60 times slower than
+device memory. Offload pays where few bytes cross this link for much memory saved:
+
+- activations, by a checkpoint policy: `model.remat_policy="offload"`
+  (`course_lib.one_device.rematerialization`);
+- the optimizer's moments, which a step reads and writes once: `streamed`.
+
+An array that is fetched at once takes all of its device memory for a moment, and the peak is
+higher than without offload. A loop over layers fetches one layer, uses it, sends it back, and
+overwrites the old one: this is *streaming*.
+
+Sources: https://docs.jax.dev/en/latest/notebooks/host-offloading.html; ZeRO-Offload (Ren et
+al., 2021, https://arxiv.org/abs/2101.06840), which also runs Adam on the host.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from course_lib.measure import hardware
+
+PyTree = Any
+
+LAYERS, REST, ALONE = "layers", "rest", "alone"  # what `streamed` does with a leaf
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Moves arrays to the host's memory, in a compiled function or outside of it.
+
+    Raises:
+      RuntimeError: if JAX would leave them on the device (`why_unavailable`).
+    """
+    check_available()
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """Moves arrays to the device's memory, in a compiled function or outside of it."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Returns None if compiled functions can keep arrays in the host's memory, else the reason.
+
+    The first call compiles a tiny program for JAX's default device. Some versions leave an
+    array on the device, and raise no error.
+    """
+    device, moved = jax.devices()[0], jnp.float32(0)
+    try:
+        program = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))
+        kind = program.lower(moved).compile().output_shardings.memory_kind
+    except Exception as error:  # any error of the compiler is a reason
+        return f"JAX {jax.__version__} fails on this {device.platform}: {str(error)[:200]}"
+    if kind == "pinned_host":
+        return None
+    return (
+        f"JAX {jax.__version__} on this {device.platform} leaves arrays in its memory"
+        f" {kind!r}; JAX 0.10 and newer moves them, on a GPU, a TPU and a CPU"
+    )
+
+
+def check_available() -> None:
+    """Refuses to offload where it would do nothing.
+
+    Raises:
+      RuntimeError: with the reason.
+    """
+    if reason := why_unavailable():
+        raise RuntimeError(f"nothing can be offloaded here: {reason}")
+
+
+def streamed(
+    optimizer: optax.GradientTransformation, stacked: Sequence[str] = ("block",)
+) -> optax.GradientTransformation:
+    """Keeps an optimizer's values per parameter on the host, and updates one layer at a time.
+
+    The update is a loop over stacked layers: it fetches the moments of one layer, computes its
+    updates, and sends the new moments back to their old place. The updates overwrite the
+    gradients. All other parameters, such as embeddings, are updated together after it.
+
+    The updates are those of `optimizer`, if it treats each parameter by itself, as SGD, Adam,
+    AdamW and Lion do. A norm over all gradients is none of that: put it in front,
+    `optax.chain(optax.clip_by_global_norm(1.0), streamed(optax.adam(1e-3)))`.
+
+    Args:
+      optimizer: what to compute. The state has its structure, so it can be stored and restored
+        with the same optimizer that is not streamed.
+      stacked: the entries of the parameters whose leaves have a leading axis of layers, as
+        `nn.scan` makes them.
+
+    Returns:
+      The optimizer. Its `init` and `update` raise a RuntimeError where JAX has no host memory,
+      and its `update` a ValueError if the parameters have no such entry, their leaves have
+      different numbers of layers, or the moments are not on the host.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return optax.tree_map_params(optimizer, to_host, optimizer.init(params))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        check_available()
+        num_layers = _num_layers(grads, stacked)
+        place = {
+            name: jax.tree.map(lambda _, name=name: LAYERS if name in stacked else REST, part)
+            for name, part in grads.items()
+        }
+        place_in_state = optax.tree_map_params(
+            optimizer,
+            lambda _, where: where,
+            state,
+            place,
+            transform_non_params=lambda _: ALONE,
+        )
+        _check_on_host(state, place_in_state)
+
+        def choose(where, tree, places, read):
+            """Reads the leaves of one place, hides those of the other, keeps step counts."""
+
+            def one(here, leaf):
+                if here == ALONE:
+                    return leaf
+                return read(leaf) if here == where else optax.MaskedNode()
+
+            return jax.tree.map(one, places, tree)
+
+        def update_part(where, updates, state, read, write):
+            new_updates, new_state = optimizer.update(
+                choose(where, updates, place, read),
+                choose(where, state, place_in_state, lambda leaf: to_device(read(leaf))),
+                None if params is None else choose(where, params, place, read),
+            )
+            # The count of steps changes once, with the rest.
+            changed = (where,) if where == LAYERS else (where, ALONE)
+
+            def put(moved):
+                def one(here, old, new):
+                    if here not in changed:
+                        return old
+                    return new if here == ALONE else write(old, moved(new))
+
+                return one
+
+            return (
+                jax.tree.map(put(lambda new: new), place, updates, new_updates),
+                jax.tree.map(put(to_host), place_in_state, state, new_state),
+            )
+
+        def update_layer(carry, i):
+            read = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+            return update_part(LAYERS, *carry, read, write), None
+
+        with jax.named_scope("streamed"):
+            # Layers first: they read the old count of steps.
+            carry, _ = jax.lax.scan(update_layer, (grads, state), jnp.arange(num_layers))
+            return update_part(REST, *carry, lambda leaf: leaf, lambda old, new: new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _num_layers(grads: PyTree, stacked: Sequence[str]) -> int:
+    names = list(grads) if isinstance(grads, Mapping) else None
+    if not names or not set(stacked) <= set(names):
+        raise ValueError(
+            f"stacked={tuple(stacked)!r} must name entries of the parameters with a leading"
+            f" axis of layers; they have {names}. A model has one with scan_layers=True"
+        )
+    lengths = {leaf.shape[:1] for name in stacked for leaf in jax.tree.leaves(grads[name])}
+    if len(lengths) != 1 or lengths == {()}:
+        raise ValueError(
+            f"stacked={tuple(stacked)!r} must have one number of layers, not {sorted(lengths)}"
+        )
+    return lengths.pop()[0]
+
+
+def _check_on_host(state: PyTree, places: PyTree) -> None:
+    for where, leaf in zip(jax.tree.leaves(places), jax.tree.leaves(state), strict=True):
+        if where != ALONE and jax.typeof(leaf).memory_space != jax.memory.Space.Host:
+            raise ValueError(
+                f"the optimizer's state has {jax.typeof(leaf).str_short()} on the device, and"
+                " must have it on the host: take the state of this optimizer's `init`, or move"
+                " it with `to_host`; on virtual devices, `virtual.abstract` keeps the place"
+            )
+
+
+def bytes_each_way(optimizer: optax.GradientTransformation, params: PyTree) -> int:
+    """Returns the bytes that a streamed update fetches from the host; it sends back as many.
+
+    Args:
+      optimizer: one that `streamed` takes.
+      params: pytree of parameters, or their shapes.
+    """
+    sizes: list[int] = []
+    optax.tree_map_params(
+        optimizer,
+        lambda leaf: sizes.append(leaf.size * leaf.dtype.itemsize),
+        jax.eval_shape(optimizer.init, params),
+    )
+    return sum(sizes)
+
+
+def break_even_width(
+    flops_per_second: float, link: hardware.HostLink, *, itemsize: int = 2
+) -> float:
+    """Returns the width at which moving a dense layer's result takes as long as making it
+    again.
+
+    One number of the result is a sum over `width` inputs: `2 * width` FLOPs. Moving it costs
+    `itemsize` bytes to the host, and later as many back. Wider layers are cheaper to move.
+
+    Args:
+      flops_per_second: of matrix products.
+      link: between the host and the device.
+      itemsize: bytes per number.
+    """
+    return 2 * itemsize / link.bandwidth * flops_per_second / 2
+
+
+def tokens_to_hide(
+    flops_per_second: float,
+    link: hardware.HostLink,
+    *,
+    bytes_each_way: float = 8,
+    flops_per_token: float = 6,
+) -> float:
+    """Returns the tokens per step from which a step's matrix products take longer than the
+    streaming of its moments, if both run at the same time and the link runs both ways at once.
+
+    Transfers grow with the parameters, FLOPs with parameters times tokens: the parameters
+    cancel.
+
+    Args:
+      flops_per_second: of matrix products.
+      link: between the host and the device.
+      bytes_each_way: per parameter: 8 for float32 Adam, 4 for momentum.
+      flops_per_token: per parameter: 6 forward and backward, 8 if all is computed twice.
+    """
+    return bytes_each_way / link.bandwidth * flops_per_second / flops_per_token

@@ -1,0 +1,247 @@
+"""Laws of offload."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from course_lib import configs, measure, training
+from course_lib.many_devices import meshes, strategies
+from course_lib.measure import GIB, hardware, virtual
+from course_lib.smaller_and_faster import offload
+from course_lib.text.data import Batch
+
+needs_virtual = pytest.mark.skipif(
+    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
+)
+needs_host = pytest.mark.skipif(
+    offload.why_unavailable() is not None, reason=str(offload.why_unavailable())
+)
+N, D = 16, 4096  # layers and width of the large example
+OPTIMIZERS = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2, weight_decay=0.1),
+    "lion": optax.lion(1e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax raises a float to the power of an int32 step count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def example_params(layers=3):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "block": {
+            "kernel": jax.random.normal(keys[0], (layers, 5, 7)),
+            "bias": jax.random.normal(keys[1], (layers, 7)),
+        },
+        "embed": jax.random.normal(keys[2], (11, 5)),
+    }
+
+
+def after_steps(optimizer, steps=3):
+    """Returns parameters and optimizer state after steps with gradients that are given."""
+    params = example_params()
+    state = jax.jit(optimizer.init)(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(steps):
+        grads = jax.tree.map(lambda p, i=i: jnp.cos((i + 1) * p), example_params())
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def memory_kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+# The streamed update.
+
+
+@needs_host
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_streamed_optimizer_makes_the_updates_of_the_same_optimizer(optimizer):
+    ordinary, streamed = after_steps(optimizer), after_steps(offload.streamed(optimizer))
+    assert jax.tree.structure(ordinary) == jax.tree.structure(streamed)
+    for leaf, expected in zip(
+        jax.tree.leaves(streamed), jax.tree.leaves(ordinary), strict=True
+    ):
+        # equal operations; XLA:CPU may fuse them differently, which rounds the last bit
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(expected), rtol=1e-6, atol=1e-6)
+
+
+@needs_host
+def test_moments_stay_on_the_host_and_the_count_of_steps_on_the_device():
+    params, state = after_steps(offload.streamed(optax.adam(1e-2)))
+    adam = state[0]
+    assert memory_kinds((adam.mu, adam.nu)) == {"pinned_host"}
+    assert memory_kinds((params, adam.count)) == {"device"}
+    assert adam.count == 3
+
+
+@needs_host
+def test_a_norm_over_all_gradients_belongs_in_front():
+    clip, adam = optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)
+    ordinary = after_steps(optax.chain(clip, adam))[0]
+    in_front = after_steps(optax.chain(clip, offload.streamed(adam)))[0]
+    inside = after_steps(offload.streamed(optax.chain(clip, adam)))[0]
+    np.testing.assert_allclose(in_front["embed"], ordinary["embed"], rtol=1e-6)
+    assert not np.allclose(inside["embed"], ordinary["embed"], rtol=1e-3)
+
+
+@needs_host
+def test_what_cannot_be_streamed_is_refused():
+    optimizer, params = offload.streamed(optax.adam(1e-2)), example_params()
+    with pytest.raises(ValueError, match=r"stacked=\('block',\) must name .* \['w'\]"):
+        optimizer.update({"w": jnp.ones(3)}, optimizer.init({"w": jnp.ones(3)}))
+    uneven = params | {"block": {"a": jnp.ones((3, 2)), "b": jnp.ones((4, 2))}}
+    with pytest.raises(ValueError, match="must have one number of layers"):
+        optimizer.update(uneven, optimizer.init(uneven))
+    with pytest.raises(ValueError, match="must have it on the host"):
+        optimizer.update(params, optax.adam(1e-2).init(params))
+
+
+def test_where_jax_has_no_host_memory_nothing_is_offloaded_in_silence(monkeypatch):
+    monkeypatch.setattr(offload, "why_unavailable", lambda: "this JAX leaves it on the device")
+    for offloads in (offload.to_host, offload.streamed(optax.adam(1e-2)).init):
+        with pytest.raises(RuntimeError, match="nothing can be offloaded here: this JAX"):
+            offloads(example_params())
+
+
+# Formulas.
+
+
+def test_a_streamed_update_fetches_what_the_optimizer_keeps_per_parameter():
+    params = jax.eval_shape(example_params)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    for name, per_parameter in (("momentum", 4), ("adam", 8), ("adamw", 8), ("lion", 4)):
+        assert offload.bytes_each_way(OPTIMIZERS[name], params) == per_parameter * size
+
+
+def test_break_even_on_three_links():
+    a5000, h100 = (hardware.get(name).peak("bfloat16") for name in ("a5000", "h100"))
+    pcie4, pcie5, c2c = map(hardware.host_link, ("pcie4", "pcie5", "nvlink-c2c"))
+    pairs = ((a5000, pcie4), (h100, pcie5), (h100, c2c))
+    widths = [offload.break_even_width(*pair) for pair in pairs]
+    np.testing.assert_allclose(widths, [6_938, 30_906, 4_396], rtol=1e-3)
+    # there and back takes as long as the products
+    for (rate, link), width in zip(pairs, widths, strict=True):
+        np.testing.assert_allclose(2 * 2 / link.bandwidth, 2 * width / rate)
+    tokens = [offload.tokens_to_hide(*pair) for pair in pairs]
+    np.testing.assert_allclose(tokens, [4_625, 20_604, 2_930], rtol=1e-3)
+
+
+# Compiled for a GPU that is not there.
+
+
+def compiled_adam(optimizer):
+    shapes = {"block": {"w": jax.ShapeDtypeStruct((N, D, D), jnp.float32)}}
+    state = virtual.shapes(optimizer.init, shapes)
+    gpu = virtual.devices("a5000")[0]
+    arguments = virtual.abstract((shapes, state, shapes), gpu)
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, updates  # in place of gradients
+
+    step = jax.jit(step, donate_argnums=(0, 1, 2))
+    return virtual.compile(step.lower(*arguments))
+
+
+@needs_virtual
+def test_streamed_moments_need_one_layer_of_device_memory_and_cross_the_link_twice():
+    ordinary, streamed = optax.adam(1e-3), offload.streamed(optax.adam(1e-3))
+    memory = {}
+    for name, optimizer in (("device", ordinary), ("streamed", streamed)):
+        compiled = compiled_adam(optimizer)
+        need = measure.memory(compiled)
+        memory[name] = need.arguments + need.outputs - need.aliased + need.temporaries
+        sent = measure.host_traffic(compiled)
+    assert memory["device"] == pytest.approx(4 * GIB, rel=1e-3)
+    one_layer = 2 * D * D * 4  # both moments
+    assert memory["streamed"] < 2 * GIB + 2.5 * one_layer
+    assert need.host == pytest.approx(2 * GIB, rel=1e-3)
+    predicted = offload.bytes_each_way(
+        ordinary, {"w": jax.ShapeDtypeStruct((N, D, D), jnp.float32)}
+    )
+    assert sent.to_device == pytest.approx(predicted, rel=1e-3)
+    assert sent.to_host == pytest.approx(predicted, rel=1e-3)
+
+
+# As an option of the train step.
+
+
+def small_config(**changes):
+    config = configs.get("cpu")
+    config.model.update(
+        num_layers=2, hidden_size=32, num_heads=1, max_seq_len=16, scan_layers=True
+    )
+    config.model.update(vocab_size=64, num_outputs=64)
+    config.data.update(batch_size=2, seq_len=16)
+    config.optimizer.update(offload=True)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def steps_of(run):
+    state = run.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 64)
+    for _ in range(2):
+        state, _ = run.train_step(state, Batch(tokens, tokens, jnp.ones((2, 16))))
+    return state
+
+
+@needs_host
+def test_a_run_with_offload_trains_like_one_without_on_both_ways_to_build_it():
+    # moments are compared: they are linear in gradients, or in their squares
+    ordinary = steps_of(training.build(small_config(**{"optimizer.offload": False})))
+    offloaded = steps_of(training.build(small_config()))
+    mesh = meshes.make({"data": 1}, jax.devices()[:1])
+    on_mesh = steps_of(strategies.build(small_config(), mesh))
+    assert memory_kinds(on_mesh.opt_state) == {"pinned_host", "device"}
+    for state in (offloaded, on_mesh):
+        for leaf, expected in zip(
+            jax.tree.leaves(state.opt_state), jax.tree.leaves(ordinary.opt_state), strict=True
+        ):
+            leaf, expected = np.asarray(leaf), np.asarray(expected)
+            scale = np.linalg.norm(expected) + 1e-6
+            assert np.linalg.norm(leaf - expected) <= 1e-3 * scale
+
+
+@needs_host
+def test_a_run_s_shapes_say_what_is_on_the_host():
+    state, _ = training.build(small_config()).abstract()
+    kinds = {leaf.sharding and leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)}
+    assert kinds == {None, "pinned_host"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}, "it has no moments"),
+        ({"model.scan_layers": False}, "must have model.scan_layers=True"),
+        ({"training.loss_scale": "dynamic"}, "must have training.loss_scale='none'"),
+    ],
+)
+def test_options_that_do_not_go_with_offload_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"optimizer.offload=True .*{message}"):
+        configs.check(small_config(**changes))
+
+
+def test_several_devices_and_skipped_updates_are_refused():
+    config = small_config()
+    with pytest.raises(ValueError, match="optimizer.offload=True must be False on 2 devices"):
+        strategies.build(config, meshes.make({"data": 2}, jax.devices()[:2]))
+    mesh = meshes.make({"data": 1}, jax.devices()[:1])
+    with pytest.raises(ValueError, match="must have run.non_finite='stop'"):
+        strategies.of_checked(config, mesh, strategies.Strategy(), skip_not_finite=True)
