@@ -1,4 +1,5 @@
-"""Reads the tape of a step: what a compiled step holds in memory at each instruction, by kind.
+"""Reads the tape of a step: what a compiled step holds in device memory at each instruction, by
+kind.
 
 XLA plans the memory of a program before it runs. Its dump says from which instruction to which
 each value lives (`...live-range.txt`), how large it is, and which values take the place of an
@@ -110,6 +111,8 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     levels = {kind: np.zeros(len(order), np.int64) for kind in KINDS}
     for allocation in re.split(r"^allocation \d+: ", buffers, flags=re.M)[1:]:
         head = allocation.partition("\n")[0]
+        if f"color {hlo.HOST_SPACE}," in head:  # in the memory of the host
+            continue
         values = _values(allocation, lifetimes)
         size = int(re.match(r"size (\d+)", allocation)[1])
         # Arguments and results have their places from the first to the last instruction.

@@ -194,7 +194,7 @@ def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
     traced, tree = jax.make_jaxpr(function, return_shape=True)(*args)
     here = on_host(_named(jax.devices()[0]))
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(
+    placed = [
         jax.ShapeDtypeStruct(
             leaf.shape,
             leaf.dtype,
@@ -202,7 +202,8 @@ def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
             weak_type=leaf.weak_type,
         )
         for leaf, aval in zip(leaves, traced.out_avals, strict=True)
-    )
+    ]
+    return jax.tree.unflatten(structure, placed)
 
 
 def _memory_space(aval: Any) -> str:
@@ -257,6 +258,7 @@ class _OnHost(NamedSharding):
 
     @property
     def memory_kind(self) -> str:
+        """The memory of the host, which JAX's own property forgets."""
         return HOST_MEMORY
 
     def __eq__(self, other: object) -> bool:

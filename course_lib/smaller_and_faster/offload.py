@@ -152,7 +152,7 @@ def streamed(
                 jax.tree.map(put(to_host), place_in_state, state, new_state),
             )
 
-        def update_layer(carry, i):
+        def update_layer(carry: tuple[PyTree, PyTree], i: Any) -> tuple[Any, None]:
             read = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
             write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
             return update_part(LAYERS, *carry, read, write), None

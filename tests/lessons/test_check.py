@@ -9,6 +9,7 @@ import flash_answers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import offload_answers
 import optax
 import pipeline_answers
 import program_answers
@@ -51,6 +52,7 @@ FUNCTIONS = [
     *vocabulary_answers.FUNCTIONS,
     *pipeline_answers.FUNCTIONS,
     *flash_answers.FUNCTIONS,
+    *offload_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
@@ -70,6 +72,7 @@ PREDICTIONS = {
     **vocabulary_answers.PREDICTIONS,
     **pipeline_answers.PREDICTIONS,
     **flash_answers.PREDICTIONS,
+    **offload_answers.PREDICTIONS,
     check.traffic_of_minibatches: 2,
 }
 
@@ -344,6 +347,7 @@ RIGHT = [
     *vocabulary_answers.RIGHT,
     *pipeline_answers.RIGHT,
     *flash_answers.RIGHT,
+    *offload_answers.RIGHT,
 ]
 
 
@@ -600,6 +604,7 @@ WRONG = [
     *vocabulary_answers.WRONG,
     *pipeline_answers.WRONG,
     *flash_answers.WRONG,
+    *offload_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

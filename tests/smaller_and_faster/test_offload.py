@@ -155,7 +155,8 @@ def compiled_adam(optimizer):
         return optax.apply_updates(params, updates), state, updates  # in place of gradients
 
     step = jax.jit(step, donate_argnums=(0, 1, 2))
-    return virtual.compile(step.lower(*arguments))
+    lowered = step.lower(*arguments)
+    return virtual.compile(lowered), measure.tape(lowered)
 
 
 @needs_virtual
@@ -163,10 +164,11 @@ def test_streamed_moments_need_one_layer_of_device_memory_and_cross_the_link_twi
     ordinary, streamed = optax.adam(1e-3), offload.streamed(optax.adam(1e-3))
     memory = {}
     for name, optimizer in (("device", ordinary), ("streamed", streamed)):
-        compiled = compiled_adam(optimizer)
+        compiled, tape = compiled_adam(optimizer)
         need = measure.memory(compiled)
         memory[name] = need.arguments + need.outputs - need.aliased + need.temporaries
         sent = measure.host_traffic(compiled)
+        assert tape.peak == pytest.approx(memory[name], rel=0.01)  # arrays on the host are not
     assert memory["device"] == pytest.approx(4 * GIB, rel=1e-3)
     one_layer = 2 * D * D * 4  # both moments
     assert memory["streamed"] < 2 * GIB + 2.5 * one_layer
@@ -176,6 +178,7 @@ def test_streamed_moments_need_one_layer_of_device_memory_and_cross_the_link_twi
     )
     assert sent.to_device == pytest.approx(predicted, rel=1e-3)
     assert sent.to_host == pytest.approx(predicted, rel=1e-3)
+    assert measure.traffic(compiled).by_kind()["offload"] == sent.to_host + sent.to_device
 
 
 # As an option of the train step.

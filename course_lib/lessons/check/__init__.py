@@ -59,6 +59,11 @@ from course_lib.lessons.check.mixed_precision import (
     small_tanh,
     stochastic_round,
 )
+from course_lib.lessons.check.offload import (
+    streamed_bytes,
+    streamed_momentum,
+    what_to_offload,
+)
 from course_lib.lessons.check.pipeline_parallel import (
     bubble_to_order,
     fast_pipeline,
@@ -143,6 +148,8 @@ __all__ = [
     "stacked",
     "stash",
     "stochastic_round",
+    "streamed_bytes",
+    "streamed_momentum",
     "summed_once",
     "three_axes",
     "traffic_of_minibatches",
@@ -151,5 +158,6 @@ __all__ = [
     "two_way_product",
     "ulysses",
     "window_pairs",
+    "what_to_offload",
     "work_in_order",
 ]
