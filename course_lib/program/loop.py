@@ -39,6 +39,7 @@ from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, settings
 from course_lib.program.checkpoints import CheckpointError, Checkpoints, Saved
+from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
@@ -46,6 +47,7 @@ PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
 BEHIND = 2  # how many steps may run while the metrics of the step before them are read
 
 finite = jax.jit(all_finite)
+finite_with_offload = jax.jit(lambda tree: all_finite(offload.to_device(tree)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +302,8 @@ class Loop:
             stops = bool(why or due - {"log"})
             if not self.read_metrics(behind=0 if stops else BEHIND):
                 return NOT_FINITE
-            if stops and not finite((self.state.params, self.state.opt_state)):
+            check = finite_with_offload if self.config.optimizer.offload else finite
+            if stops and not check((self.state.params, self.state.opt_state)):
                 self.book.say(f"the parameters after step {self.step} are not finite")
                 return NOT_FINITE
             self.caught_up = not due & {"validate", "sample"}

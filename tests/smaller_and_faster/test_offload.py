@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_run
 
 from course_lib import configs, measure, training
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import GIB, hardware, virtual
+from course_lib.program import loop
 from course_lib.smaller_and_faster import offload
 from course_lib.text.data import Batch
 
@@ -248,3 +250,23 @@ def test_several_devices_and_skipped_updates_are_refused():
     mesh = meshes.make({"data": 1}, jax.devices()[:1])
     with pytest.raises(ValueError, match="must have run.non_finite='stop'"):
         strategies.of_checked(config, mesh, strategies.Strategy(), skip_not_finite=True)
+
+
+@needs_host
+def test_the_program_trains_with_offload_and_continues_from_a_checkpoint(tmp_path):
+    text = small_run.corpus(tmp_path / "text")
+
+    def train(folder, steps, offloads):
+        config = small_run.configuration(
+            text,
+            optimizer__offload=offloads,
+            model__scan_layers=True,
+            training__steps=steps,
+            run__checkpoint_every=2,
+        )
+        loop.train(config, tmp_path / folder, devices=jax.devices()[:1])
+        return (tmp_path / folder / "metrics.jsonl").read_text().splitlines()[-1]
+
+    ordinary = train("ordinary", 4, False)
+    train("continued", 2, True)
+    assert train("continued", 4, True) == ordinary
