@@ -66,6 +66,7 @@ OTHER_SIZES = {
     "15_large_vocabulary": [
         {"T": 1_024, "D": 256, "V": 32_768, "CHUNKS": 16, "TENSOR": 2},
         {"T": 512, "V": 65_536, "CHUNKS": 64, "FEW": 32, "SMALL": 2_000},
+    ],
     "16_flash_attention": [
         {"L": 128, "K": 16, "TILE": 16, "B": 1, "H": 2, "G": 1, "LENGTHS": (128, 256)},
         {"L": 96, "K": 64, "TILE": 32, "H": 6, "G": 3, "LENGTHS": (256, 512)},

@@ -6,7 +6,8 @@
     metrics    name -> (sum, count)
 
 A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
-means evaluation, without dropout; `as_function` makes one from a Flax model.
+means evaluation, without dropout; `as_function` makes one from a Flax model. A model whose loss
+is computed in chunks returns the factors of its logits (`large_vocabulary.Factors`) instead.
 """
 
 from collections.abc import Callable

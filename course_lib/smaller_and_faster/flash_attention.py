@@ -82,7 +82,7 @@ def tile_for(head_dim: int, dtype: Any) -> int:
     """
     gpu = hardware.get(_SMALLEST)
     for tile in TILES:
-        if shared_memory(tile, head_dim, dtype, gpu) <= _gpu(gpu).shared_memory_per_block:
+        if shared_memory(tile, head_dim, dtype, gpu) <= shared_memory_limit(gpu):
             return tile
     check_fits(TILES[-1], head_dim, dtype, gpu)
     raise AssertionError("check_fits refuses a tile that does not fit")
@@ -138,13 +138,22 @@ def check_fits(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -
       ValueError: naming the tile, the bytes, and the GPU's limit.
     """
     needed = shared_memory(tile, head_dim, dtype, accelerator)
-    limit = _gpu(accelerator).shared_memory_per_block
+    limit = shared_memory_limit(accelerator)
     if needed > limit:
         raise ValueError(
             f"tile={tile} needs {needed:,} bytes of shared memory for"
             f" head_dim={head_dim} in {jnp.dtype(dtype).name}, and a block of the"
             f" {accelerator.title} has {limit:,}: take a smaller tile or narrower heads"
         )
+
+
+def shared_memory_limit(accelerator: Accelerator) -> int:
+    """Returns the bytes of shared memory that one block of threads may take.
+
+    Raises:
+      ValueError: if the accelerator is no NVIDIA GPU.
+    """
+    return _gpu(accelerator).shared_memory_per_block
 
 
 def _gpu(accelerator: Accelerator) -> GpuTarget:

@@ -157,7 +157,7 @@ __all__ = [
     "two_levels",
     "two_way_product",
     "ulysses",
-    "window_pairs",
     "what_to_offload",
+    "window_pairs",
     "work_in_order",
 ]

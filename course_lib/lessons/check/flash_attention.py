@@ -93,13 +93,13 @@ def largest_tiles(on_a5000, on_h100):
             tile
             for tile in (16, 32, 64, 128, 256)
             if flash_attention.shared_memory(tile, 128, jnp.bfloat16, gpu)
-            <= gpu.target.shared_memory_per_block
+            <= flash_attention.shared_memory_limit(gpu)
         ]
         require(
             yours == int(yours) and int(yours).bit_count() == 1, "A tile is a power of two."
         )
         needed = flash_attention.shared_memory(int(yours), 128, jnp.bfloat16, gpu)
-        limit = gpu.target.shared_memory_per_block
+        limit = flash_attention.shared_memory_limit(gpu)
         require(
             yours <= fits[-1],
             f"{gpu.title}: a tile of {yours} needs {needed:,} bytes, too many for {limit:,}.",

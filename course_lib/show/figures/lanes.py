@@ -167,8 +167,8 @@ def _draw_kept(
     times, values = [*points, shown], list(points.values())
     base = y + 0.46
     heights = [base - KEPT * value / most for value in [*values, values[-1]]]
-    look = {"facecolor": style.GREY, "alpha": 0.35, "edgecolor": "black", "linewidth": 0.8}
-    axes.fill_between(times, heights, base, step="post", **look)
+    area = axes.fill_between(times, heights, base, step="post")
+    area.set(facecolor=style.GREY, alpha=0.35, edgecolor="black", linewidth=0.8)
     axes.annotate(
         f" {max(values):g} {amount}".rstrip(),
         (end, base - KEPT / 2),
