@@ -78,7 +78,8 @@ def published_155m() -> ConfigDict:
         balance_weight=0.01,  # of the load-balancing loss; at 0 few experts may do all
     )
     optimizer = dict(
-        name="adam",  # two more float32 numbers per parameter
+        name="adam",  # two more float32 numbers per parameter; see course_lib.optimizers
+        param_dtype="float32",  # bfloat16: half the bytes, rounded stochastically
         learning_rate=4e-4,  # the peak of the schedule
         schedule="warmup_exponential",  # "constant", "warmup_exponential" or "warmup_cosine"
         warmup_steps=10,  # "warmup_exponential", "warmup_cosine": from 0 to the peak
@@ -86,7 +87,8 @@ def published_155m() -> ConfigDict:
         total_steps=1000,  # "warmup_cosine": when the rate reaches 0
         b1=0.9,  # Adam's memory of gradients, about 1 / (1 - b1) steps
         b2=0.999,  # Adam's memory of their squares
-        weight_decay=0.0,  # "adamw": pulls parameters towards 0 by that share of the rate
+        weight_decay=0.0,  # pulls parameters towards 0 by that share of the rate
+        block_size=256,  # "adamw_8bit": numbers per scale; a block lies on one device
         clip_norm=0.0,  # scales gradients down to that norm; 0 leaves them
         offload=False,  # moments in the host's memory, streamed layer by layer
     )
@@ -368,10 +370,16 @@ def _check_pairs(config: ConfigDict) -> None:
             "training.loss_scale='none' must be 'static' or 'dynamic' for"
             " model.dtype='float16': small gradients become 0"
         )
-    if optimizer.weight_decay and optimizer.name != "adamw":
+    if optimizer.weight_decay and optimizer.name not in optimizers.DECAYING:
         raise ValueError(
             f"optimizer.weight_decay={optimizer.weight_decay!r} must be 0 for"
-            f" optimizer.name={optimizer.name!r}, which ignores it; take 'adamw'"
+            f" optimizer.name={optimizer.name!r}, which ignores it; take one of"
+            f" {optimizers.DECAYING}"
+        )
+    if optimizer.param_dtype == "bfloat16" and model.dtype == "float16":
+        raise ValueError(
+            "optimizer.param_dtype='bfloat16' must come with model.dtype='bfloat16' or"
+            " 'float32', not 'float16': most devices that compute in float16 have no bfloat16"
         )
     if optimizer.offload:
         if optimizer.name == "sgd":

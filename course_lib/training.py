@@ -323,6 +323,7 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
         param_rng, state_rng = jax.random.split(rng)
         tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
         params = model.init(param_rng, tokens, train=False)["params"]
+        params = optimizers.cast_params(config.optimizer, params)
         return init_state(params, optimizer, state_rng, scale)
 
     return as_function(model), loss_of(config.model), init

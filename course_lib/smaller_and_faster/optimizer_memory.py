@@ -1,0 +1,362 @@
+"""The optimizer's memory: how many bytes per parameter its state takes, and ways to take fewer.
+
+AdamW keeps two float32 moments, 8 bytes per parameter. Three ways to fewer bytes are here:
+
+    scale_by_adam_bf16    both moments in bfloat16, rounded stochastically: 4 bytes
+    scale_by_adam_8bit    both moments in 8 bits, with one float32 scale per block of numbers:
+                          2.03 bytes with blocks of 256 (Dettmers et al., 2022,
+                          https://arxiv.org/abs/2110.02861)
+    round_stochastically  around any optimizer: the parameters themselves in bfloat16, 2 bytes
+                          fewer
+
+They are Optax transformations (https://optax.readthedocs.io). Optax itself has Lion, Muon and
+Adafactor, which keep 4, 4 and nearly 0 bytes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Key, UInt8
+from optax.contrib import MuonDimensionNumbers
+
+PyTree = Any
+
+SMALLEST = 4096
+"""Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
+sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes."""
+
+
+def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
+    """Returns the bytes of an optimizer's state, divided by the number of parameters.
+
+    Nothing is computed or allocated.
+
+    Args:
+      optimizer: any of Optax.
+      params: pytree of arrays or of their shapes.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return state_bytes / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def stochastic_round(key: Key[Array, ""], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Rounds float32 numbers to one of their two bfloat16 neighbours, so that the mean is right.
+
+    A number that lies a quarter of the way to the upper neighbour becomes that with probability
+    1/4. bfloat16 is the upper half of a float32: adding a random number to the lower half
+    carries into the upper half with this probability. Numbers that are not finite stay as they
+    are.
+
+    Args:
+      key: typed random key.
+      x: float32.
+
+    Returns:
+      bfloat16, of the same shape.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+class RoundedState(NamedTuple):
+    """State of `round_stochastically`: a random key, and the state of the optimizer inside."""
+
+    key: Any
+    inner: Any
+
+
+def round_stochastically(
+    optimizer: optax.GradientTransformation, seed: int = 0
+) -> optax.GradientTransformation:
+    """Lets an optimizer train bfloat16 parameters that have no float32 copy.
+
+    Near 1, bfloat16 numbers are 2^-7 apart. An update of 1e-4 is lost each time if the sum is
+    rounded to the nearest one. Rounded stochastically, it is right on average (Gupta et al.,
+    2015, https://arxiv.org/abs/1502.02551).
+
+    Args:
+      optimizer: sees gradients and parameters in float32, so its state is what it is for
+        float32 parameters.
+      seed: of the random numbers.
+
+    Returns:
+      A transformation for bfloat16 parameters. Its updates are float32 differences of bfloat16
+      numbers: `optax.apply_updates` rounds nothing after that.
+    """
+
+    def init(params: PyTree) -> RoundedState:
+        _check_bfloat16(params)
+        return RoundedState(jax.random.key(seed), optimizer.init(_float32(params)))
+
+    def update(grads: PyTree, state: RoundedState, params: PyTree) -> Any:
+        key, noise = jax.random.split(state.key)
+        wide = _float32(params)
+        updates, inner = optimizer.update(_float32(grads), state.inner, wide)
+
+        def between_neighbours(key: Any, update: Array, param: Array) -> Array:
+            return stochastic_round(key, param + update).astype(jnp.float32) - param
+
+        updates = jax.tree.map(between_neighbours, _keys(noise, params), updates, wide)
+        return updates, RoundedState(key, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _float32(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def _keys(key: Any, tree: PyTree) -> PyTree:
+    """Returns a tree of keys, one per leaf."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, list(jax.random.split(key, structure.num_leaves)))
+
+
+def _check_bfloat16(params: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.dtype != jnp.bfloat16:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {leaf.dtype} and must be bfloat16: only"
+                " bfloat16 parameters are rounded"
+            )
+
+
+@functools.cache
+def dynamic_map(signed: bool) -> np.ndarray:
+    """Returns the 256 numbers that 8 bits stand for, in increasing order (float32).
+
+    Seven decades from 1e-7 to 1. Each decade has twice as many numbers as the one below it, so
+    large numbers are precise to 1% and small ones still differ from 0.
+
+    Args:
+      signed: for first moments, with half of the numbers below 0. Second moments are never
+        negative.
+
+    Source: the paper, section 1.3, and `create_dynamic_map` in bitsandbytes.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = np.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        middles = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
+        values += [*middles, *-middles] if signed else [*middles]
+    return np.sort(np.array(values, np.float32))
+
+
+class Quantized(NamedTuple):
+    """An array in 8 bits per number.
+
+    Attributes:
+      codes: of the array's shape.
+      scales: the largest absolute number of each block; the array's shape with the last
+        dimension divided by the block size.
+    """
+
+    codes: UInt8[Array, "..."]
+    scales: Float[Array, "..."]
+
+
+def block_length(width: int, block_size: int) -> int:
+    """Returns the numbers per block: the largest divisor of `width` up to `block_size`.
+
+    Raises:
+      ValueError: if `block_size` is not positive, or the blocks would have less than 16
+        numbers, which spends more than 2 bits per number on scales.
+    """
+    if block_size < 16:
+        raise ValueError(f"block_size={block_size} must be at least 16: each block has a scale")
+    length = max(d for d in range(1, min(width, block_size) + 1) if width % d == 0)
+    if length < 16:
+        raise ValueError(
+            f"block_size={block_size} must have a divisor of the last dimension {width} between"
+            f" 16 and itself, but only {length} divides it; pad that dimension"
+        )
+    return length
+
+
+def quantize(
+    x: Float[Array, "..."], *, signed: bool = True, block_size: int = 256
+) -> Quantized:
+    """Stores an array in 8 bits per number: scaled to [-1, 1] in each block, then rounded to
+    the nearest number of `dynamic_map`.
+
+    Blocks are runs along the last dimension, so a device that holds whole blocks needs nothing
+    from another one. A positive number of an unsigned array never becomes 0: Adam divides by
+    its root.
+
+    Args:
+      x: float32, at least one dimension.
+      signed: whether `x` has negative numbers.
+      block_size: largest number of elements per block; see `block_length`.
+    """
+    length = block_length(x.shape[-1], block_size)
+    blocks = x.reshape(*x.shape[:-1], -1, length)
+    scales = jnp.abs(blocks).max(axis=-1)
+    units = blocks / jnp.where(scales > 0, scales, 1)[..., None]
+    numbers = dynamic_map(signed)
+    middles = jnp.asarray((numbers[1:] + numbers[:-1]) / 2)
+    codes = jnp.zeros(units.shape, jnp.int32)
+    for bit in (128, 64, 32, 16, 8, 4, 2, 1):  # a binary search
+        codes = codes + jnp.where(units > middles[codes + (bit - 1)], bit, 0)
+    if not signed:
+        codes = jnp.where(units > 0, jnp.maximum(codes, 1), codes)
+    return Quantized(codes.astype(jnp.uint8).reshape(x.shape), scales)
+
+
+def dequantize(quantized: Quantized, *, signed: bool = True) -> Float[Array, "..."]:
+    """Returns the float32 array that 8 bits per number stand for."""
+    codes, scales = quantized
+    units = jnp.asarray(dynamic_map(signed))[codes.astype(jnp.int32)]
+    blocks = units.reshape(*scales.shape, -1) * scales[..., None]
+    return blocks.reshape(codes.shape)
+
+
+class AdamState(NamedTuple):
+    """State of the two Adams below.
+
+    Attributes:
+      count: int32, steps so far.
+      key: typed random key, if moments are rounded stochastically.
+      mu: means of the gradients, one entry per parameter, as they are stored.
+      nu: means of their squares.
+    """
+
+    count: Any
+    key: Any
+    mu: PyTree
+    nu: PyTree
+
+
+def scale_by_adam_bf16(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, seed: int = 0
+) -> optax.GradientTransformation:
+    """Adam's update, with both moments stored in bfloat16: 4 bytes per parameter.
+
+    With b2=0.999 a second moment changes by less than a thousandth per step, and neighbouring
+    bfloat16 numbers differ by 1/256 to 1/128: rounded to the nearest one, it would never fall.
+    So moments are rounded stochastically.
+
+    Args:
+      b1: share of the old mean in the new one.
+      b2: the same for the mean square.
+      eps: added to the root of the mean square.
+      seed: of the random numbers.
+    """
+
+    def pack(moment: Array, signed: bool, key: Any) -> Array:
+        return stochastic_round(key, moment)
+
+    def unpack(moment: Array, signed: bool) -> Array:
+        return moment.astype(jnp.float32)
+
+    return _adam(b1, b2, eps, pack, unpack, seed)
+
+
+def scale_by_adam_8bit(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, block_size: int = 256
+) -> optax.GradientTransformation:
+    """Adam's update, with both moments stored in 8 bits: 2 + 8 / block bytes per parameter.
+
+    Each step unpacks the moments of an array to float32, computes Adam's update from them, and
+    packs them again. Arrays of less than `SMALLEST` numbers keep float32 moments.
+
+    Args:
+      b1: share of the old mean in the new one.
+      b2: the same for the mean square.
+      eps: added to the root of the mean square.
+      block_size: see `quantize`; bitsandbytes takes 256, the paper 2048.
+
+    Raises:
+      ValueError: in `init`, if a parameter cannot be cut into blocks.
+    """
+
+    def pack(moment: Array, signed: bool, key: Any) -> Any:
+        if moment.size < SMALLEST:
+            return moment
+        return quantize(moment, signed=signed, block_size=block_size)
+
+    def unpack(moment: Any, signed: bool) -> Array:
+        if isinstance(moment, Quantized):
+            return dequantize(moment, signed=signed)
+        return moment
+
+    return _adam(b1, b2, eps, pack, unpack, None)
+
+
+def _adam(
+    b1: float,
+    b2: float,
+    eps: float,
+    pack: Callable[[Array, bool, Any], Any],
+    unpack: Callable[[Any, bool], Array],
+    seed: int | None,
+) -> optax.GradientTransformation:
+    """Adam with moments that `pack` stores and `unpack` returns as float32."""
+
+    def init(params: PyTree) -> AdamState:
+        key = None if seed is None else jax.random.key(seed)
+
+        def packed(signed: bool) -> PyTree:
+            zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+            return jax.tree.map(lambda zero: pack(zero, signed, jax.random.key(0)), zeros)
+
+        return AdamState(jnp.zeros((), jnp.int32), key, packed(True), packed(False))
+
+    def update(grads: PyTree, state: AdamState, params: PyTree = None) -> Any:
+        count = state.count + 1
+        leaves, structure = jax.tree.flatten(grads)
+        moments = (structure.flatten_up_to(tree) for tree in (state.mu, state.nu))
+        key, *noise = [None] * (2 * len(leaves) + 1)
+        if state.key is not None:
+            key, *noise = jax.random.split(state.key, 2 * len(leaves) + 1)
+        corrections = 1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count
+
+        def of_leaf(grad: Array, mu: Any, nu: Any, keys: Any) -> tuple[Array, Any, Any]:
+            grad = grad.astype(jnp.float32)
+            mean = b1 * unpack(mu, True) + (1 - b1) * grad
+            square = b2 * unpack(nu, False) + (1 - b2) * grad**2
+            root = jnp.sqrt(square / corrections[1])
+            update = mean / corrections[0] / (root + eps)
+            return update, pack(mean, True, keys[0]), pack(square, False, keys[1])
+
+        pairs = zip(noise[::2], noise[1::2], strict=True)
+        results = map(of_leaf, leaves, *moments, pairs)
+        updates, mu, nu = map(structure.unflatten, zip(*results, strict=True))
+        return updates, AdamState(count, key, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def matrices(params: PyTree) -> PyTree:
+    """Says which parameters of the Transformer Muon treats as matrices, and how.
+
+    Those are the kernels inside the layers; layers that are scanned, and experts, are matrices
+    of their own. Embeddings, the output layer, norms and biases are left to Adam, as Muon's
+    author does (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
+
+    Args:
+      params: the Transformer's parameters, or their shapes.
+
+    Returns:
+      A tree like `params`, with `MuonDimensionNumbers` for matrices and None for the rest.
+    """
+
+    def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        names = [str(key.key) for key in path]
+        if not names[0].startswith("block") or names[-1] != "kernel":
+            return None
+        module = names[-2]
+        batch = (names[0] == "block") + module.startswith("expert")  # layers, experts
+        axes = tuple(range(batch, leaf.ndim))
+        inputs = axes[:-1] if module == "output_layer" else axes[:1]
+        return MuonDimensionNumbers(inputs, axes[len(inputs) :])
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
