@@ -41,9 +41,7 @@ OPTIMIZERS = {
         optimizer_memory.scale_by_adam_bf16(config.b1, config.b2), config, rate
     ),
     "adamw_8bit": lambda config, rate: _adamw(
-        optimizer_memory.scale_by_adam_8bit(
-            config.b1, config.b2, block_size=config.block_size
-        ),
+        optimizer_memory.scale_by_adam_8bit(config.b1, config.b2, block_size=config.block_size),
         config,
         rate,
     ),

@@ -56,16 +56,16 @@ class Case:
 
 HALF = {"param_dtype": "bfloat16"}
 CASES = (
-    Case("AdamW", {"name": "adamw"}, 3e-3),
-    Case("AdamW, bf16 moments", {"name": "adamw_bf16"}, 3e-3),
-    Case("AdamW, 8-bit moments", {"name": "adamw_8bit"}, 3e-3),
-    Case("Lion", {"name": "lion", "b2": 0.99}, 3e-4),
-    Case("Muon", {"name": "muon"}, 3e-3),
-    Case("Adafactor", {"name": "adafactor", "weight_decay": 0.0}, 3e-2),
-    Case("AdamW, bf16 parameters", {"name": "adamw"} | HALF, 3e-3),
-    Case("AdamW, bf16 parameters, nearest", {"name": "adamw"} | HALF, 3e-3, nearest=True),
-    Case("8-bit AdamW, bf16 parameters", {"name": "adamw_8bit"} | HALF, 3e-3),
-    Case("Adafactor, bf16 parameters", {"name": "adafactor", "weight_decay": 0.0} | HALF, 3e-2),
+    Case("AdamW", {"name": "adamw"}, 1e-2),
+    Case("AdamW, bf16 moments", {"name": "adamw_bf16"}, 1e-2),
+    Case("AdamW, 8-bit moments", {"name": "adamw_8bit"}, 1e-2),
+    Case("Lion", {"name": "lion", "b2": 0.99}, 1e-3),
+    Case("Muon", {"name": "muon"}, 1e-2),
+    Case("Adafactor", {"name": "adafactor", "weight_decay": 0.0}, 1e-1),
+    Case("AdamW, bf16 parameters", {"name": "adamw"} | HALF, 1e-2),
+    Case("AdamW, bf16 parameters, nearest", {"name": "adamw"} | HALF, 1e-2, nearest=True),
+    Case("8-bit AdamW, bf16 parameters", {"name": "adamw_8bit"} | HALF, 1e-2),
+    Case("Adafactor, bf16 parameters", {"name": "adafactor", "weight_decay": 0.0} | HALF, 1e-1),
 )
 """All cases. Weight decay is 0.1 where the optimizer has it."""
 
@@ -202,7 +202,9 @@ def study(case: Case) -> dict[str, Any]:
     rate = _rate(case, best)
     return {
         "case": case.name,
-        "grid": {f"{_rate(case, step):.1e}": tried[step]["validation"] for step in sorted(tried)},
+        "grid": {
+            f"{_rate(case, step):.1e}": tried[step]["validation"] for step in sorted(tried)
+        },
         "rate": rate,
         "runs": [tried[best], *(train(case, rate, seed) for seed in SEEDS[1:])],
     }

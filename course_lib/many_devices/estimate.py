@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import optimizers, training
+from course_lib import training
 from course_lib.many_devices import costs, meshes, step_model, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
@@ -213,8 +213,7 @@ def _divided(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) ->
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     strategies.check(config, mesh, strategy)
     state = _state(FrozenConfigDict(_with_minibatches(config, 1, batch_size=1)))
-    optimizer = optimizers.from_config(config.optimizer)
-    return state, *strategies.layout_of(state, optimizer, mesh, strategy)
+    return state, *strategies.layout_of(state, mesh, strategy)
 
 
 def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> list[Estimate]:

@@ -16,11 +16,12 @@ The same specs serve both ways to write a strategy: by hand, as the `in_specs` o
 (https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html).
 """
 
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -158,30 +159,60 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def state_specs(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    moment_specs: PyTree,
+    state: TrainState, params: PyTree, moment_specs: PyTree, mesh: meshes.Shape
 ) -> TrainState:
     """Returns the specs of a train state.
 
+    In an optimizer's state, an array belongs to the parameter whose path its own path contains.
+    If it has the parameter's shape, as Adam's moments and 8-bit codes do, it is divided like
+    that parameter's gradient. The scales of 8-bit blocks are, too. Anything else is small, and
+    whole on each device: counts, keys, and the row and column means of Adafactor.
+
     Args:
       state: the state, or its shapes.
-      optimizer: the optimizer of the state.
       params: specs of the parameters.
-      moment_specs: specs of the optimizer's values per parameter, such as Adam's two moments.
+      moment_specs: specs of their gradients.
+      mesh: the mesh, or its shape.
+
+    Raises:
+      ValueError: if a block of 8-bit moments would straddle devices.
     """
-    opt_state = optax.tree_map_params(
-        optimizer,
-        lambda _, spec: spec,
-        state.opt_state,
-        moment_specs,
-        transform_non_params=lambda _: P(),
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))
+    by_path = {
+        path: (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)
+    }
+
+    def of_leaf(path: Any, leaf: Any) -> P:
+        slices = itertools.combinations(range(len(path) + 1), 2)
+        inside = (path[start:end] for start, end in slices)
+        shape, spec = next((by_path[part] for part in inside if part in by_path), ((), P()))
+        if path[-1] == jax.tree_util.GetAttrKey("scales"):
+            _check_blocks(path, shape, leaf.shape, spec, mesh)
+            return spec
+        return spec if leaf.shape == shape else P()
+
     alone = jax.tree.map(
         lambda _: P(), dict(step=state.step, rng=state.rng, loss_scale=state.loss_scale)
     )
+    opt_state = jax.tree_util.tree_map_with_path(of_leaf, state.opt_state)
     return TrainState(params=params, opt_state=opt_state, **alone)
+
+
+def _check_blocks(
+    path: Any, shape: tuple[int, ...], scales: tuple[int, ...], spec: P, mesh: meshes.Shape
+) -> None:
+    """Refuses blocks of 8-bit moments that would lie on two devices: see `optimizer_memory`."""
+    axis = spec[-1] if len(spec) == len(shape) else None
+    if axis is None or scales[-1] % meshes.axis_size(mesh, axis) == 0:
+        return
+    own, block = shape[-1] // meshes.axis_size(mesh, axis), shape[-1] // scales[-1]
+    raise ValueError(
+        f"optimizer.block_size={block} must divide the {own} numbers that a device keeps of the"
+        f" last dimension of {jax.tree_util.keystr(path[:-1])}, cut over {axis!r}: else a block"
+        " straddles devices, which would have to send moments; take"
+        f" optimizer.block_size={math.gcd(own, block)}"
+    )
 
 
 def place(specs: PyTree, mesh: Mesh) -> PyTree:

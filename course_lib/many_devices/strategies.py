@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -85,7 +84,7 @@ def layout(
     """
     check(config, mesh, strategy)
     state = _shapes(training.functions(FrozenConfigDict(config))[2])
-    return layout_of(state, optimizers.from_config(config.optimizer), mesh, strategy)
+    return layout_of(state, mesh, strategy)
 
 
 def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
@@ -93,16 +92,12 @@ def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
 
 
 def layout_of(
-    state: training.TrainState,
-    optimizer: optax.GradientTransformation,
-    mesh: meshes.Shape,
-    strategy: Strategy,
+    state: training.TrainState, mesh: meshes.Shape, strategy: Strategy
 ) -> tuple[training.TrainState, PyTree]:
     """Returns the specs of a train state, and of its gradients, for a checked strategy.
 
     Args:
       state: a train state, or its shapes.
-      optimizer: made its `opt_state`.
       mesh: the mesh, or its shape.
       strategy: how its axes are used.
     """
@@ -116,7 +111,7 @@ def layout_of(
     divided = {**model, **sharding.ZERO}
     params = sharding.specs(state.params, divided if strategy.zero == 3 else model, mesh)
     grads = sharding.specs(state.params, divided if strategy.zero else model, mesh)
-    return sharding.state_specs(state, optimizer, params, grads), grads
+    return sharding.state_specs(state, params, grads, mesh), grads
 
 
 def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
@@ -170,7 +165,7 @@ def of_checked(
     config = FrozenConfigDict(config)
     apply_fn, _, init = training.functions(config)
     optimizer = optimizers.from_config(config.optimizer)
-    specs, grad_specs = layout_of(_shapes(init), optimizer, mesh, strategy)
+    specs, grad_specs = layout_of(_shapes(init), mesh, strategy)
     placed = sharding.place(specs, mesh)
     if config.optimizer.offload:
         placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it

@@ -47,7 +47,7 @@ def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree)
 
 
 def stochastic_round(key: Key[Array, ""], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Rounds float32 numbers to one of their two bfloat16 neighbours, so that the mean is right.
+    """Rounds float32 numbers to one of their two bfloat16 neighbours, without bias.
 
     A number that lies a quarter of the way to the upper neighbour becomes that with probability
     1/4. bfloat16 is the upper half of a float32: adding a random number to the lower half
