@@ -304,11 +304,14 @@ def _adam(
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
 
-        def packed(signed: bool) -> PyTree:
-            zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
-            return jax.tree.map(lambda zero: pack(zero, signed, jax.random.key(0)), zeros)
+        def packed_zeros(param: Array) -> Any:
+            """Zeros in the shapes of a packed moment: all-zero codes with scales of 0 are 0."""
+            moment = jax.ShapeDtypeStruct(param.shape, jnp.float32)
+            packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0)), moment)
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
 
-        return AdamState(jnp.zeros((), jnp.int32), key, packed(True), packed(False))
+        mu, nu = (jax.tree.map(packed_zeros, params) for _ in range(2))
+        return AdamState(jnp.zeros((), jnp.int32), key, mu, nu)
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> Any:
         count = state.count + 1

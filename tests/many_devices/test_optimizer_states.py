@@ -1,0 +1,135 @@
+"""Laws of optimizers whose state is divided over devices (ZeRO): the same updates, less memory.
+
+The update itself is compared, for the same gradients: a trajectory through Adam would hide or
+enlarge differences.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course_lib import configs, measure, optimizers, training
+from course_lib.many_devices import meshes, sharding, strategies
+from course_lib.many_devices.options import Strategy
+from course_lib.text.data import Batch
+
+DEVICES = 4
+EXACT = ("adamw", "adamw_bf16", "adamw_8bit", "lion")
+ROUNDED = {"adafactor": 1e-5, "muon": 1e-4}  # sums over shards, in another order
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_flax_and_optax_need_it():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def config_of(name, **options):
+    config = configs.get("cpu")
+    config.model.update(
+        num_layers=2, hidden_size=128, vocab_size=128, num_outputs=128, max_seq_len=8
+    )
+    config.model.scan_layers = True
+    config.data.update(batch_size=8, seq_len=8)
+    config.optimizer.update(name=name, block_size=32, schedule="constant", clip_norm=0.0)
+    if name not in optimizers.DECAYING:
+        config.optimizer.weight_decay = 0.0
+    config.optimizer.update(options)
+    return config
+
+
+def mesh():
+    return meshes.make({"data": DEVICES}, meshes.devices(DEVICES))
+
+
+def second_update(name, config, place):
+    """Returns the update and the state after two steps with random gradients; `place` puts
+    gradients, state and parameters somewhere.
+    """
+    optimizer = optimizers.from_config(config.optimizer)
+    params = training.functions(config)[2](jax.random.key(0)).params
+    state = optimizer.init(params)
+    leaves, tree = jax.tree.flatten(params)
+
+    def gradients(step):
+        keys = jax.random.split(jax.random.key(step), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        return jax.tree.unflatten(
+            tree, [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in pairs]
+        )
+
+    update, (params, state) = None, place(params, state)
+    step = jax.jit(optimizer.update)
+    for number in (1, 2):
+        grads, _ = place(gradients(number), None)
+        update, state = step(grads, state, params)
+    return update, state, step.lower(grads, state, params).compile()
+
+
+def divided(config):
+    specs, grads = strategies.layout(config, mesh(), Strategy(zero=1))
+    places = sharding.place((grads, specs.opt_state), mesh())
+
+    def place(tree, state):
+        placed = jax.tree.map(jax.device_put, tree, places[0])
+        return placed, state and jax.tree.map(jax.device_put, state, places[1])
+
+    return place
+
+
+@pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
+def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name):
+    config = config_of(name)
+    alone, _, _ = second_update(name, config, lambda tree, state: (tree, state))
+    update, state, compiled = second_update(name, config, divided(config))
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(alone), jax.tree.leaves(update), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        if name in EXACT:
+            np.testing.assert_array_equal(one, other, err_msg=where)
+        else:
+            assert np.linalg.norm(one - other) <= ROUNDED[name] * np.linalg.norm(one), where
+    sent = measure.ledger(compiled, mesh()).bytes()
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(alone))
+    if name in EXACT:
+        assert sent == 0, "an update of each number by itself needs no other device"
+    elif name == "adafactor":
+        assert 0 < sent < 0.1 * whole, "row and column means are sums over devices"
+    else:
+        assert sent > 0.5 * whole, "Muon needs whole matrices"
+    if name != "adafactor":
+        own = sum(leaf.addressable_shards[0].data.nbytes for leaf in _arrays(state))
+        assert own < 1.2 * sum(leaf.nbytes for leaf in _arrays(state)) / DEVICES
+
+
+def _arrays(state):
+    return [
+        leaf
+        for leaf in jax.tree.leaves(state)
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+
+
+def test_a_block_that_would_straddle_devices_is_refused_with_a_size_that_works():
+    config = config_of("adamw_8bit", block_size=128)
+    with pytest.raises(ValueError, match=r"block_size=128 must divide the 32.*block_size=32"):
+        strategies.build(config, mesh(), Strategy(zero=1))
+    strategies.layout(config, mesh(), Strategy(zero=0))  # nothing is divided
+
+
+@pytest.mark.parametrize(("name", "zero"), [("adamw_8bit", 2), ("adafactor", 3)])
+def test_a_step_by_hand_trains_bfloat16_parameters_with_a_light_state(name, zero):
+    config = config_of(name, param_dtype="bfloat16")
+    run = strategies.build(config, mesh(), Strategy(zero=zero))
+    tokens = np.random.default_rng(0).integers(0, 128, (8, 9)).astype(np.int32)
+    weights = np.ones((8, 8), np.float32)
+    batch = Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
+    state, losses = run.init(jax.random.key(0)), []
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    for _ in range(5):
+        state, metrics = run.train_step(state, batch)
+        losses.append(training.mean_metrics(metrics)["loss"])
+    assert losses[-1] < losses[0]
