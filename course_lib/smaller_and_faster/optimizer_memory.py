@@ -354,7 +354,7 @@ def matrices(params: PyTree) -> PyTree:
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
         names = [str(key.key) for key in path]
-        if not names[0].startswith("block") or names[-1] != "kernel":
+        if not names or not names[0].startswith("block") or names[-1] != "kernel":
             return None
         module = names[-2]
         batch = (names[0] == "block") + module.startswith("expert")  # layers, experts

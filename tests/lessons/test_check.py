@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import offload_answers
 import optax
+import optimizer_answers
 import pipeline_answers
 import program_answers
 import pytest
@@ -47,6 +48,7 @@ FUNCTIONS = [
     check.named_part,
     check.mfu,
     check.three_axes,
+    *optimizer_answers.FUNCTIONS,
     *tensor_answers.FUNCTIONS,
     *program_answers.FUNCTIONS,
     *vocabulary_answers.FUNCTIONS,
@@ -67,6 +69,7 @@ PREDICTIONS = {
     check.scores_outgrow_mlp: 1,
     check.stacked: 1,
     check.twice_the_gpus: 2,
+    **optimizer_answers.PREDICTIONS,
     **tensor_answers.PREDICTIONS,
     **program_answers.PREDICTIONS,
     **vocabulary_answers.PREDICTIONS,
@@ -342,6 +345,7 @@ RIGHT = [
     (check.scores_outgrow_mlp, (jnp.int32(256),)),
     (check.square_root, (looped(8),)),
     (check.named_part, (penalized(True),)),
+    *optimizer_answers.RIGHT,
     *tensor_answers.RIGHT,
     *program_answers.RIGHT,
     *vocabulary_answers.RIGHT,
@@ -599,6 +603,7 @@ WRONG = [
     ),
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
+    *optimizer_answers.WRONG,
     *tensor_answers.WRONG,
     *program_answers.WRONG,
     *vocabulary_answers.WRONG,

@@ -64,6 +64,11 @@ from course_lib.lessons.check.offload import (
     streamed_momentum,
     what_to_offload,
 )
+from course_lib.lessons.check.optimizer_memory import (
+    lion_8bit,
+    lost_updates,
+    state_of_a_matrix,
+)
 from course_lib.lessons.check.pipeline_parallel import (
     bubble_to_order,
     fast_pipeline,
@@ -119,9 +124,11 @@ __all__ = [
     "keep_one_value",
     "largest_tiles",
     "least_room",
+    "lion_8bit",
     "looks_ahead",
     "loss_scale_range",
     "lost_time",
+    "lost_updates",
     "may_change",
     "mean_gradient",
     "merge",
@@ -147,6 +154,7 @@ __all__ = [
     "stack_less",
     "stacked",
     "stash",
+    "state_of_a_matrix",
     "stochastic_round",
     "streamed_bytes",
     "streamed_momentum",
