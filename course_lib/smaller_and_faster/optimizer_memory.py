@@ -117,7 +117,7 @@ def _float32(tree: PyTree) -> PyTree:
 
 def _keys(key: Any, tree: PyTree) -> PyTree:
     """Returns a tree of keys, one per leaf."""
-    structure = jax.tree.structure(tree)
+    structure: Any = jax.tree.structure(tree)
     return jax.tree.unflatten(structure, list(jax.random.split(key, structure.num_leaves)))
 
 
@@ -315,9 +315,10 @@ def _adam(
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> Any:
         count = state.count + 1
+        structure: Any
         leaves, structure = jax.tree.flatten(grads)
         moments = (structure.flatten_up_to(tree) for tree in (state.mu, state.nu))
-        key, *noise = [None] * (2 * len(leaves) + 1)
+        key, noise = None, [None] * (2 * len(leaves))
         if state.key is not None:
             key, *noise = jax.random.split(state.key, 2 * len(leaves) + 1)
         corrections = 1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count
