@@ -387,6 +387,17 @@ def _check_pairs(config: ConfigDict) -> None:
                 "optimizer.offload=True must be False for optimizer.name='sgd': it has no"
                 " moments that could be on the host"
             )
+        if optimizer.name not in ("adam", "adamw", "lion"):
+            raise ValueError(
+                f"optimizer.offload=True must come with 'adam', 'adamw' or 'lion', not"
+                f" optimizer.name={optimizer.name!r}, whose state has other shapes than the"
+                " parameters, so that it cannot be streamed layer by layer"
+            )
+        if optimizer.param_dtype != "float32":
+            raise ValueError(
+                "optimizer.offload=True must come with optimizer.param_dtype='float32', not"
+                f" {optimizer.param_dtype!r}: rounding needs the updates of all layers at once"
+            )
         if not model.scan_layers:
             raise ValueError(
                 "optimizer.offload=True must have model.scan_layers=True: moments are fetched"

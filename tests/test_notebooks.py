@@ -35,6 +35,7 @@ TECHNIQUE_LINES = {
     "14_expert_parallel": 30,
     "15_large_vocabulary": 25,
     "16_flash_attention": 25,
+    "17_optimizer_memory": 25,
     "18_offload": 25,
 }
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5

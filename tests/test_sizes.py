@@ -71,6 +71,10 @@ OTHER_SIZES = {
         {"L": 128, "K": 16, "TILE": 16, "B": 1, "H": 2, "G": 1, "LENGTHS": (128, 256)},
         {"L": 96, "K": 64, "TILE": 32, "H": 6, "G": 3, "LENGTHS": (256, 512)},
     ],
+    "17_optimizer_memory": [
+        {"ROWS": 64, "WIDTH": 256, "BLOCK": 64, "STEPS": 5},
+        {"ROWS": 128, "UPDATE": 1e-3, "TIMES": 50},
+    ],
     "18_offload": [{"N": 4, "D": 256}, {"N": 3, "D": 128, "ACCELERATOR": "h100"}],
 }
 
