@@ -3,7 +3,7 @@
     make optimizers     # or: python -m course_lib.lessons.optimizer_study
 
 It trains each case at several learning rates, then at the best one with two more seeds, and
-writes `optimizer_curves.json` beside the other recorded tables. Read it with `recorded()`.
+writes `optimizer_study.json`, which `recorded()` reads.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import pathlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,10 +26,9 @@ from jaxtyping import Array
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import configs, optimizers, training
-from course_lib.measure import recorded as tables
 from course_lib.text import data
 
-FILE = tables.FOLDER / "optimizer_curves.json"
+FILE = pathlib.Path(__file__).with_suffix(".json")
 STEPS, EVERY, SEEDS = 250, 10, (0, 1, 2)
 FACTOR = math.sqrt(10)
 """Between two learning rates of the grid."""

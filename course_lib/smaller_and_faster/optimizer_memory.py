@@ -318,23 +318,23 @@ def _adam(
         structure: Any
         leaves, structure = jax.tree.flatten(grads)
         moments = (structure.flatten_up_to(tree) for tree in (state.mu, state.nu))
-        key, noise = None, [None] * (2 * len(leaves))
+        keys: list[Any] = [None] * (2 * len(leaves) + 1)
         if state.key is not None:
-            key, *noise = jax.random.split(state.key, 2 * len(leaves) + 1)
+            keys = list(jax.random.split(state.key, 2 * len(leaves) + 1))
         corrections = 1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count
 
-        def of_leaf(grad: Array, mu: Any, nu: Any, keys: Any) -> tuple[Array, Any, Any]:
+        def of_leaf(grad: Array, mu: Any, nu: Any, pair: Any) -> tuple[Array, Any, Any]:
             grad = grad.astype(jnp.float32)
             mean = b1 * unpack(mu, True) + (1 - b1) * grad
             square = b2 * unpack(nu, False) + (1 - b2) * grad**2
             root = jnp.sqrt(square / corrections[1])
             update = mean / corrections[0] / (root + eps)
-            return update, pack(mean, True, keys[0]), pack(square, False, keys[1])
+            return update, pack(mean, True, pair[0]), pack(square, False, pair[1])
 
-        pairs = zip(noise[::2], noise[1::2], strict=True)
+        pairs = zip(keys[1::2], keys[2::2], strict=True)
         results = map(of_leaf, leaves, *moments, pairs)
         updates, mu, nu = map(structure.unflatten, zip(*results, strict=True))
-        return updates, AdamState(count, key, mu, nu)
+        return updates, AdamState(count, keys[0], mu, nu)
 
     return optax.GradientTransformation(init, update)
 
