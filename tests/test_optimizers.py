@@ -115,3 +115,17 @@ def test_bfloat16_parameters_with_float16_activations_are_refused():
     config.optimizer.param_dtype = "bfloat16"
     with pytest.raises(ValueError, match="optimizer.param_dtype='bfloat16' must come with"):
         configs.check(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "adamw_8bit"}, "optimizer.offload=True must come with 'adam'"),
+        ({"param_dtype": "bfloat16"}, "must come with optimizer.param_dtype='float32'"),
+    ],
+)
+def test_a_state_that_cannot_be_streamed_is_not_offloaded(change, message):
+    config = configs.get("155m")
+    config.optimizer.update(offload=True, **change)
+    with pytest.raises(ValueError, match=message):
+        configs.check(config)
