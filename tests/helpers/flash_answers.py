@@ -40,6 +40,7 @@ WRONG = [
         (pairs(lambda i, tile, window: i - window // tile + 1),),
         "is missing",
     ),
+    (check.window_pairs, (pairs(lambda i, tile, window: i - window // tile),), "is missing"),
     (check.window_pairs, (whole_sequence,), "future"),
     (check.window_pairs, (pairs(twice=2),), "listed twice"),
     (check.query_gradient, (gradient(delta=0.0),), "own derivative"),

@@ -60,6 +60,14 @@ def cheaper(times=2, swap=False, everything=False):
     return choice
 
 
+def most_flops(values, rate, link):
+    return [max(values, key=lambda name: values[name][0])]
+
+
+def dense(values, rate, link):
+    return [name for name, (flops, size) in values.items() if flops / size > 1e4]
+
+
 RIGHT = [
     (check.streamed_bytes, (16, 8)),
     (check.streamed_momentum, (streamed(),)),
@@ -79,4 +87,6 @@ WRONG = [
     (check.what_to_offload, (cheaper(swap=True),), "turn the comparison"),
     (check.what_to_offload, (cheaper(everything=True),), "is possible"),
     (check.what_to_offload, (lambda values, rate, link: ["all"],), "names of"),
+    (check.what_to_offload, (most_flops,), "both rates"),
+    (check.what_to_offload, (dense,), "both rates"),
 ]
