@@ -27,6 +27,7 @@ WRONG = [
     (check.lost_time, (lambda i, write, b: write + i / 2,), "per interval"),
     (check.lost_time, (lambda i, write, b: 10 / i + i / (2 * b),), "30 s to write"),
     (check.noise_scale, (250, 2000, 8), "squares"),
+    (check.noise_scale, (150, 2000, 13), "Measured"),
     (check.noise_scale, (125, 1000, 8), "variances"),
     (check.noise_scale, (125, 500, 4), "one example"),
     (check.noise_scale, (125, 2000, 4), "tr Sigma / |G|^2"),

@@ -338,6 +338,13 @@ def misnamed(w, x):
     return w - 0.1 * jax.grad(loss)(w)
 
 
+def in_four_collectives(x):
+    part = jax.lax.psum_scatter(x, "tensor", tiled=True)
+    own = jax.lax.psum_scatter(part, "data", tiled=True)
+    part = jax.lax.all_gather(own, "data", tiled=True)
+    return jax.lax.all_gather(part, "tensor", tiled=True)
+
+
 RIGHT = [
     (check.all_of_the_state, (jax.jit(state_step(), donate_argnums=0),)),
     (check.loss_scale_range, (2**6, 2**14)),
@@ -346,6 +353,7 @@ RIGHT = [
     (check.square_root, (looped(8),)),
     (check.named_part, (penalized(True),)),
     *optimizer_answers.RIGHT,
+    (check.two_levels, (in_four_collectives,)),
     *tensor_answers.RIGHT,
     *program_answers.RIGHT,
     *vocabulary_answers.RIGHT,

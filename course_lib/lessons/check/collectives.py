@@ -101,7 +101,7 @@ def two_levels(your_all_reduce):
         "The sum is right, but one collective runs over both axes: it does not say what stays"
         " inside a host.",
     )
-    across = ledger.bytes(axis="data")
+    across = ledger.sent(axis="data")
     require(
         across <= 16,
         f"The sum is right, but each GPU sends {across} bytes across hosts: reduce-scatter"

@@ -82,7 +82,7 @@ def noise_scale(signal, trace, scale):
         "500 would be the trace for one batch of 4. Sigma belongs to one example.",
     )
     require(
-        abs(signal / noise.signal - 1) < 0.3,
+        abs(signal / noise.signal - 1) < 0.1,
         f"Measured, |G|^2 = {noise.signal:.0f}; you said {signal:g}.",
     )
     require(
