@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict, FrozenConfigDict
@@ -130,6 +131,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         tensor_overlap=strategy.overlap != "none",
         gradient_bytes=width if sharded else 4,
         parameter_bytes=width if sharded else 4,
+        update_bytes=_update_bytes(config),
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
         chunked_loss=model.loss_chunks > 1,
@@ -151,7 +153,7 @@ def estimate(
 
     Raises:
       ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
-        which decides by itself; if the axes do not multiply to the cluster's devices, the
+        which decides by itself; if the optimizer's moments are on the host; if the axes do not multiply to the cluster's devices, the
         accelerator has no unit for a product's dtype, or there is no figure for a link.
     """
     if few := {axis: size for axis, size in axes.items() if size < 1}:
@@ -163,6 +165,11 @@ def estimate(
         raise ValueError(
             f"by={strategy.by!r} must be 'hand' for an estimate: the compiler decides what is"
             " sent; read it from the ledger of the compiled step"
+        )
+    if config.optimizer.offload:
+        raise ValueError(
+            "optimizer.offload=True must be False for an estimate: no formula here counts the"
+            " link to the host (notebook 18 does)"
         )
     n = {axis: axes.get(axis, 1) for axis in meshes.AXES}
     step = costs.Step(
@@ -315,6 +322,14 @@ def _candidates(config: ConfigDict, axes: Mapping[str, int]) -> list[tuple[Strat
 def _state(config: FrozenConfigDict) -> training.TrainState:
     """Returns the shapes of the train state, computed once for all sizes of the batch."""
     return training.build(ConfigDict(config.to_dict())).abstract()[0]
+
+
+def _update_bytes(config: ConfigDict) -> float:
+    """Returns the bytes per parameter that read and write it and the optimizer's state."""
+    state = _state(FrozenConfigDict(_with_minibatches(config, 1, batch_size=1)))
+    held = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in held) / count
 
 
 @functools.cache

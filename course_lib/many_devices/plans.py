@@ -120,6 +120,8 @@ class Plan:
       pipe_overlap: whether interleaved stages send to each other while they compute another
         chunk, as with Megatron-LM's `overlap_p2p_comm`.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
+      update_bytes: that the optimizer reads and writes per parameter, without its gradient. Adam
+        in float32: 24, for the parameter and two moments.
       dtype: of the operands of matmuls. If they have eight bits, the matmuls with weights have
         them, inside the layers; attention and the output layer compute in bfloat16.
       schedule: of this course's pipeline, where neighbours wait for each other. None:
@@ -144,6 +146,7 @@ class Plan:
     pipe_overlap: bool = False
     gradient_bytes: int = 2
     parameter_bytes: int = 2
+    update_bytes: float = 24.0
     dtype: str = "bfloat16"
     schedule: Schedule | None = None
     chunked_loss: bool = False
@@ -161,6 +164,8 @@ class Plan:
         for name in ("gradient_bytes", "parameter_bytes"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{name}={getattr(self, name)} must be 1, 2 or 4")
+        if self.update_bytes < 0:
+            raise ValueError(f"update_bytes={self.update_bytes} must be at least 0")
         if self.batch % (self.replicas * self.microbatch):
             raise ValueError(
                 f"batch={self.batch} must be a multiple of {self.replicas * self.microbatch}:"

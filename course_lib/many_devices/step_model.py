@@ -472,14 +472,13 @@ def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, 
 
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:
-    """Returns the bytes that Adam moves on one device. Per parameter, 24 bytes read and write
-    it and its two moments in float32 (ZeRO divides these 24), and 8 read and zero its float32
-    gradient.
+    """Returns the bytes that the optimizer moves on one device. Per parameter, `update_bytes`
+    of the plan (ZeRO divides them), and 8 that read and zero its float32 gradient.
     """
     total = 0.0
     for parameters, axes in device_parameters(shape, plan):
         copies = math.prod(plan.size(axis) for axis in axes) if plan.zero else 1
-        total += parameters * (24 / copies + 8)
+        total += parameters * (plan.update_bytes / copies + 8)
     return total
 
 

@@ -283,6 +283,28 @@ def test_the_time_is_that_of_the_step_model_and_flops_are_those_that_are_counted
             assert found.time == expected and found.step == expected.total
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 24),  # the parameter and two moments, 4 bytes each, read and written
+        ({"optimizer.name": "sgd"}, 8),
+        ({"optimizer.name": "lion"}, 16),
+        ({"optimizer.name": "adamw_bf16"}, 2 * (4 + 2 + 2)),
+        ({"optimizer.name": "lion", "optimizer.param_dtype": "bfloat16"}, 2 * (2 + 4)),
+    ],
+)
+def test_an_update_moves_the_parameters_and_the_state_of_its_optimizer(changes, expected):
+    plan = estimate.plan_of(small(changes), {"data": 1}, Strategy())
+    assert plan.update_bytes == expected
+
+
+def test_moments_on_the_host_have_no_estimate():
+    with pytest.raises(ValueError, match="optimizer.offload=True"):
+        estimate.estimate(
+            small({"optimizer.offload": True}), {"data": 1}, Strategy(), h100s({"data": 1})
+        )
+
+
 def test_each_stage_of_zero_holds_less_and_the_third_sends_half_more_in_numbers_of_half_size():
     held = [half({"data": 8}, Strategy(zero=stage)) for stage in (0, 1, 3)]
     assert held[0].memory > held[1].memory > held[2].memory
