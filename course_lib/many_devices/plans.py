@@ -146,7 +146,7 @@ class Plan:
     pipe_overlap: bool = False
     gradient_bytes: int = 2
     parameter_bytes: int = 2
-    update_bytes: float = 24.0
+    update_bytes: int | float = 24
     dtype: str = "bfloat16"
     schedule: Schedule | None = None
     chunked_loss: bool = False
