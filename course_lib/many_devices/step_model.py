@@ -228,12 +228,6 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     mlp = 2 * tokens * k * shape.expert / t
     mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
 
-    def work(linear: float | int, scores: float | int = 0, moved: float | int = 0) -> Cost:
-        # Only matmuls with weights can have eight-bit operands, not those of attention.
-        if plan.eight_bit:
-            return Cost(scores, moved, narrow_flops=linear)
-        return Cost(linear + scores, moved)
-
     # Bytes: operands and results of matmuls; norms, residuals and activations; scores.
     weights = _weights(shape, plan)
     operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
@@ -251,19 +245,28 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         "none": Cost(),
         "minimal": Cost(0, moved / 4),
         "selective": Cost(scores, core),
-        "attention": work(projections - out, scores, core + moved / 4),
-        "mlp": work(mlp_again, 0, moved / 4),
-        "mlp-in": work(mlp_again, scores, core + moved / 4),
-        "all-but-qkv": work(mlp_again + out, scores, moved / 2),
-        "op": work((projections + mlp) / 2, 0, moved / 2),
-        "half": work((projections + mlp) / 2, scores / 2, moved / 2),
-        "full": work(projections + mlp, scores, moved),
+        "attention": _work(plan, projections - out, scores, core + moved / 4),
+        "mlp": _work(plan, mlp_again, 0, moved / 4),
+        "mlp-in": _work(plan, mlp_again, scores, core + moved / 4),
+        "all-but-qkv": _work(plan, mlp_again + out, scores, moved / 2),
+        "op": _work(plan, (projections + mlp) / 2, 0, moved / 2),
+        "half": _work(plan, (projections + mlp) / 2, scores / 2, moved / 2),
+        "full": _work(plan, projections + mlp, scores, moved),
     }[plan.recompute]
-    forward = work(projections + mlp, scores, moved)
+    forward = _work(plan, projections + mlp, scores, moved)
     if plan.fused_attention:  # its backward pass recomputes the scores: 5 matmuls, not 4
         again += Cost(scores / 2)
     # Gradients of weights are summed in float32: 4 bytes read, 4 written.
     return forward, forward * 2 + Cost(0, 8 * weights) + again
+
+
+def _work(plan: Plan, linear: float | int, scores: float | int, moved: float | int) -> Cost:
+    """Returns the cost of matmuls with weights and of attention's (FLOPs), and of bytes moved.
+    Only matmuls with weights can have eight-bit operands.
+    """
+    if plan.eight_bit:
+        return Cost(scores, moved, narrow_flops=linear)
+    return Cost(linear + scores, moved)
 
 
 def weight_gradient_work(shape: Shape, plan: Plan) -> Cost:
