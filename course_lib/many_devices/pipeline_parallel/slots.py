@@ -46,11 +46,14 @@ class Program:
     sizes: Mapping[str, int]
 
 
+PIECES = {"-": "B", "BW": "W"}
+"""What is executed in the two slots of a BW: B, then W."""
+
+
 def executed(schedule: Schedule) -> Schedule:
     """Returns the table that is executed: B and then W in the two slots of a BW."""
-    pieces = {"-": "B", "BW": "W"}
     table = tuple(
-        tuple(op and dataclasses.replace(op, kind=pieces.get(op.kind, op.kind)) for op in row)
+        tuple(op and dataclasses.replace(op, kind=PIECES.get(op.kind, op.kind)) for op in row)
         for row in schedule.table
     )
     return dataclasses.replace(schedule, table=table)
@@ -149,7 +152,7 @@ def lockstep(
     """Returns the time of a step of the program that `pipeline` runs: until its last device has
     finished.
 
-    Neighbours exchange activations and gradients after every column of the executed table, so a
+    Neighbours exchange activations and gradients after every column of the table, so a
     device begins a column when it and both neighbours have finished the column before. If F, B
     and W last equally long, nobody waits, and the step lasts as long as its table.
 
@@ -160,18 +163,13 @@ def lockstep(
         of the other stages.
     """
     last = schedule.stages * schedule.chunks - 1
-
-    def duration(device: int, op: schedules.Op | None) -> float:
-        if op is None:
-            return 0.0
-        is_last = of_last is not None and schedule.stage(device, op.chunk) == last
-        return (of_last if is_last else durations)[op.kind]
-
     ready = [0.0] * schedule.stages
-    for column in zip(*executed(schedule).table, strict=True):
-        ends = [
-            begin + duration(device, op)
-            for device, (begin, op) in enumerate(zip(ready, column, strict=True))
-        ]
+    for column in zip(*schedule.table, strict=True):
+        ends = list(ready)
+        for device, op in enumerate(column):
+            if op is not None:
+                is_last = schedule.stage(device, op.chunk) == last
+                seconds = of_last if of_last is not None and is_last else durations
+                ends[device] += seconds[PIECES.get(op.kind, op.kind)]
         ready = [max(ends[d - 1], end, ends[(d + 1) % len(ends)]) for d, end in enumerate(ends)]
     return max(ready)
