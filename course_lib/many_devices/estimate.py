@@ -153,8 +153,9 @@ def estimate(
 
     Raises:
       ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
-        which decides by itself; if the optimizer's moments are on the host; if the axes do not multiply to the cluster's devices, the
-        accelerator has no unit for a product's dtype, or there is no figure for a link.
+        which decides by itself; if the optimizer's moments are on the host; if the axes do not
+        multiply to the cluster's devices, the accelerator has no unit for a product's dtype, or
+        there is no figure for a link.
     """
     if few := {axis: size for axis, size in axes.items() if size < 1}:
         raise ValueError(f"axes={few} must be at least 1 device each")
