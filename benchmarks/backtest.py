@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from course_lib.lessons import backtest
 from course_lib.lessons.backtest import Prediction, Row
-from course_lib.many_devices import cluster_model, step_model
+from course_lib.many_devices import cluster_model, layer_model, step_model
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
 from course_lib.measure import hardware
 from course_lib.show import figures
@@ -187,11 +187,11 @@ def summary() -> str:
 
 
 ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
-    "MEMORY_SHARE": (step_model, (0.75, 0.95)),
-    "UNFUSED_FACTOR": (step_model, (1, 3)),
-    "OVERLAP_COST": (step_model, (0.0, 0.5)),
+    "MEMORY_SHARE": (layer_model, (0.75, 0.95)),
+    "UNFUSED_FACTOR": (layer_model, (1, 3)),
+    "OVERLAP_COST": (layer_model, (0.0, 0.5)),
     "GRADIENT_BUCKETS": (step_model, (2, 32)),
-    "TENSOR_OVERLAP": (step_model, (0.5, 0.9)),
+    "TENSOR_OVERLAP": (layer_model, (0.5, 0.9)),
     "NVLINK_SHARE": (cluster_model, (0.7, 0.9)),
     "NETWORK_LATENCY": (cluster_model, (0.0, 80e-6)),
 }

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from course_lib.many_devices import cluster_model, step_model
+from course_lib.many_devices import cluster_model, layer_model, step_model
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.pipeline_parallel import schedules
 from course_lib.many_devices.plans import RECOMPUTE, Plan, Shape
@@ -203,9 +203,9 @@ def test_an_overlapping_recipe_hides_its_share_of_tensor_traffic():
     head = 64 * 4 * cluster_model.all_gather(h100s(axes).group(axes, "tensor"), 2 * 4096 * 4096)
     layers = plain.parts["tensor"] - head
     assert hiding.parts["tensor"] - head == pytest.approx(
-        (1 - step_model.TENSOR_OVERLAP) * layers
+        (1 - layer_model.TENSOR_OVERLAP) * layers
     )
-    assert hiding.hidden["tensor"] == pytest.approx(step_model.TENSOR_OVERLAP * layers)
+    assert hiding.hidden["tensor"] == pytest.approx(layer_model.TENSOR_OVERLAP * layers)
 
 
 def test_a_parallel_block_halves_what_layers_send_along_tensor():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from course_lib.many_devices import cluster_model, step_model
+from course_lib.many_devices import cluster_model, layer_model, step_model
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure import hardware
@@ -41,7 +41,7 @@ def mixed(context=2, tensor=2, **plan):
     """Returns the work of a layer of MIXED, four sequences at once, three experts a device."""
     axes = {"expert": 2, "context": context, "tensor": tensor}
     plan = Plan(axes, **{"batch": 8, "microbatch": 4, "sequence_parallel": True, **plan})
-    return step_model.layer_work(MIXED, plan)
+    return layer_model.layer_work(MIXED, plan)
 
 
 def mixed_by_hand(fused):
@@ -200,7 +200,7 @@ def test_an_eight_bit_step_sends_and_computes_its_output_layer_in_bfloat16():
     assert narrow.parts["tensor"] == wide.parts["tensor"]
     layers = 6 * 8 * 2048 * 8 * (1024 * 4 * 1536 + EXPERT) / 8
     rate = cluster_model.PRODUCTS_SHARE * 989e12
-    faster = layers / rate * (1 - 1 / step_model.EIGHT_BIT_SPEEDUP)
+    faster = layers / rate * (1 - 1 / layer_model.EIGHT_BIT_SPEEDUP)
     assert wide.parts["products"] - narrow.parts["products"] == pytest.approx(faster)
 
 
