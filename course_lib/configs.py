@@ -30,6 +30,7 @@ from course_lib.measure import virtual as virtual  # must act before JAX looks f
 from course_lib.measure.hardware import Accelerator
 from course_lib.models import attention, transformer
 from course_lib.one_device import gradient_accumulation, mixed_precision
+from course_lib.smaller_and_faster import smallest_step
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROGRAM = ("run", "mesh", "strategy")  # parts of the program's own: course_lib.program.settings
@@ -101,6 +102,7 @@ def published_155m() -> ConfigDict:
         num_minibatches=4,  # M: activations of B / M sequences at a time
         accumulation="scan",  # "scan" compiles one minibatch, "loop" all M
         accumulator_dtype="float32",  # 4 bytes per parameter while M > 1
+        backward="autodiff",  # "in_place" has one tree of gradients: see smallest_step
         loss_scale="none",  # "dynamic" for float16
         donate=True,  # without it, two states are in memory: 12 more bytes per parameter
     )
@@ -241,6 +243,10 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     gradient_accumulation.check_divides(
         jax.ShapeDtypeStruct((config.data.batch_size,), jnp.int32), training.num_minibatches
     )
+    if training.backward not in smallest_step.BACKWARD:
+        raise ValueError(
+            f"training.backward={training.backward!r} must be one of {smallest_step.BACKWARD}"
+        )
     mixed_precision.loss_scale(training.loss_scale)
     optimizers.from_config(config.optimizer)
     _check_pairs(config)
@@ -409,9 +415,36 @@ def _check_pairs(config: ConfigDict) -> None:
                 f" {config.training.loss_scale!r}: a loss scale skips updates after they are"
                 " computed, when the old moments on the host are overwritten"
             )
+    if config.training.backward == "in_place":
+        _check_in_place(config)
     if optimizer.schedule == "warmup_cosine" and steps > optimizer.total_steps:
         raise ValueError(
             f"training.steps={steps} must be at most"
             f" optimizer.total_steps={optimizer.total_steps}: from there on the rate is 0;"
             " raise both, as another run if this one has begun"
         )
+
+
+def _check_in_place(config: ConfigDict) -> None:
+    """Refuses what a backward pass by hand cannot do."""
+    model, training = config.model, config.training
+    for field, value, needed, why in (
+        ("model.scan_layers", model.scan_layers, True, "it walks through stacked layers"),
+        ("model.num_experts", model.num_experts, 0, "only the last layer leads to the loss"),
+        (
+            "model.remat",
+            tuple(model.remat),
+            ("Block",),
+            "it keeps the input of each layer, and what model.remat_policy names",
+        ),
+        (
+            "training.loss_scale",
+            training.loss_scale,
+            "none",
+            "it begins with the loss of the head, which is not scaled",
+        ),
+    ):
+        if value != needed:
+            raise ValueError(
+                f"{field}={value!r} must be {needed!r} for training.backward='in_place': {why}"
+            )

@@ -38,10 +38,10 @@ from course_lib.models.losses import as_function as as_function  # these belong 
 from course_lib.models.losses import classification_loss as classification_loss
 from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
-from course_lib.models.transformer import Transformer
-from course_lib.one_device import gradient_accumulation, mixed_precision
+from course_lib.models.transformer import Layer, Transformer
+from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
-from course_lib.smaller_and_faster import large_vocabulary
+from course_lib.smaller_and_faster import large_vocabulary, smallest_step
 from course_lib.text.data import Batch
 
 
@@ -339,6 +339,55 @@ def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
     return losses.of_model(model, apply_fn, score)
 
 
+def parts_of(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
+    """Returns the Transformer as the functions that `smallest_step.gradient_in_place` takes:
+    embed, one layer, and head with loss.
+
+    A layer is rematerialized as `model.remat_policy` says. Its dropout is that of `loss_of`.
+
+    Args:
+      model: the `model` part of a configuration, with scanned layers.
+    """
+    hooks, score = Hooks(), cross_entropy
+    if model.loss_chunks > 1:
+        hooks = dataclasses.replace(hooks, output=large_vocabulary.Factors)
+        score = losses.in_chunks(model)
+    no_remat: dict[str, Any] = {"remat": (), "remat_policy": "nothing", "remat_names": ()}
+    plain = FrozenConfigDict(model.to_dict() | no_remat)
+    network, one_layer = Transformer(plain, hooks), Layer(plain, hooks)
+
+    def embed(rest, batch):
+        return network.apply({"params": rest}, batch.inputs, train=False, parts=("embed",))
+
+    def layer(weights, x, key):
+        params = {"block": jax.tree.map(lambda leaf: leaf[None], weights)}
+        return one_layer.apply({"params": params}, x, train=True, rngs={"dropout": key})
+
+    def head(rest, x, batch):
+        logits = network.apply({"params": rest}, x, train=False, parts=("head",))
+        return next_token_loss(lambda *_: logits, score)(rest, batch, None)
+
+    policy = rematerialization.policy(model.remat_policy, model.remat_names)
+    return embed, jax.checkpoint(layer, prevent_cse=False, policy=policy), head
+
+
+def gradient_of(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
+    """Returns what makes the gradient function of a batch on one device: of a loss function by
+    autodiff, or by hand (`training.backward`).
+
+    Args:
+      config: a frozen, checked configuration.
+    """
+    parts = minibatches(config)
+    if config.training.backward == "in_place":
+        add = smallest_step.gradient_in_place(*parts_of(config.model))
+        grad_fn = functools.partial(gradient_accumulation.accumulate_in_place, add, **parts)
+        return lambda loss_fn: grad_fn
+    return lambda loss_fn: gradient_accumulation.in_minibatches(
+        gradient_accumulation.gradient(loss_fn), **parts
+    )
+
+
 def minibatches(config: ConfigDict) -> dict[str, Any]:
     """Returns how a configuration cuts a batch: arguments of
     `gradient_accumulation.in_minibatches`.
@@ -368,7 +417,9 @@ def build(config: ConfigDict) -> Run:
     config = FrozenConfigDict(config)  # later changes of the argument do not reach this run
     apply_fn, loss_fn, init = functions(config)
     optimizer, donate = optimizers.from_config(config.optimizer), config.training.donate
-    train_step = make_train_step(loss_fn, optimizer, donate=donate, **minibatches(config))
+    train_step = make_train_step(
+        loss_fn, optimizer, donate=donate, gradient_fn=gradient_of(config)
+    )
     return Run(config, apply_fn, loss_fn, train_step, jax.jit(init))
 
 
@@ -383,7 +434,8 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     Args:
       config: a configuration that can work.
     """
-    written_out = ConfigDict(config)
+    written_out = ConfigDict(config.to_dict())  # a copy: the caller's stays as it is
     written_out.model.update(attention="reference", loss_chunks=1)
+    written_out.training.backward = "autodiff"  # which tells recomputed products from others
     run = build(written_out)
     return measure.flops(run.train_step, *run.abstract())

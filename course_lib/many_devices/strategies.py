@@ -63,6 +63,12 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
 
 
 def _check_strategy(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+    if config.training.backward == "in_place" and mesh.size > 1:
+        raise ValueError(
+            f"training.backward='in_place' must be 'autodiff' on {mesh.size} devices: the"
+            " backward pass by hand does not sum gradients over devices; ZeRO stage 2 divides"
+            " them (strategy.zero=2)"
+        )
     options.check(
         config.model,
         mesh,
@@ -130,6 +136,8 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     loss_fn, gradient_fn, _ = _ways(
         config.model, mesh, strategy, (specs.params, grad_specs), cut
     )
+    if config.training.backward == "in_place":
+        gradient_fn = training.gradient_of(config)
     return gradient_fn(loss_fn)
 
 
@@ -175,6 +183,8 @@ def of_checked(
     loss_fn, gradient_fn, evaluated = _ways(
         config.model, mesh, strategy, (specs.params, grad_specs), cut
     )
+    if config.training.backward == "in_place":
+        gradient_fn = training.gradient_of(config)
     by_hand = mesh.size > 1 and strategy.by == "hand"
     train_step = training.make_train_step(
         loss_fn,

@@ -127,6 +127,62 @@ def accumulate(
     return grads, metrics
 
 
+def accumulate_in_place(
+    add: Callable[..., tuple[PyTree, Metrics]],
+    params: PyTree,
+    batch: PyTree,
+    rng: Key[Array, ""],
+    *,
+    num_minibatches: int,
+    method: str = "scan",
+    accumulator_dtype: Any = jnp.float32,
+) -> tuple[PyTree, Metrics]:
+    """Computes the gradient of a batch with a function that adds to the sum by itself.
+
+    The result is that of `accumulate`, with the same keys. Only one tree of gradients exists.
+
+    Args:
+      add: `add(total, params, minibatch, rng) -> (total, metrics)`, which adds the gradient of
+        the weighted sum over labels (`smallest_step.gradient_in_place`).
+      params: pytree of parameters.
+      batch: pytree of arrays that share their first axis, of size B.
+      rng: typed random key.
+      num_minibatches: M, a divisor of B.
+      method: one of `METHODS`.
+      accumulator_dtype: one of `ACCUMULATOR_DTYPES`.
+
+    Returns:
+      The gradient of the weighted mean over the batch, in the dtypes of the parameters, and the
+        summed metrics.
+
+    Raises:
+      ValueError: as `accumulate`.
+    """
+    dtype = check_options(num_minibatches, method, accumulator_dtype)
+    check_divides(batch, num_minibatches)
+    rngs = jax.random.split(rng, num_minibatches)
+    minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
+    grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+    shapes = jax.eval_shape(
+        lambda batches, rngs: add(grads, params, _take(batches, 0), rngs[0])[1],
+        minibatches,
+        rngs,
+    )
+
+    def add_minibatch(total, params, minibatch, rng):
+        grads, metrics = add(total[0], params, minibatch, rng)
+        return grads, jax.tree.map(jnp.add, total[1], metrics)
+
+    run = scan_minibatches if method == "scan" else loop_minibatches
+    zeros = grads, jax.tree.map(jnp.zeros_like, shapes)
+    grads, metrics = run(add_minibatch, zeros, params, minibatches, rngs)
+    count = nonzero(metrics["loss"][1])
+    mean = jax.tree.map(
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), grads, params
+    )
+    return mean, metrics
+
+
 def in_minibatches(
     grad_fn: GradFn,
     *,

@@ -172,7 +172,7 @@ def fixed(config: ConfigDict) -> dict[str, Any]:
 
 
 _ROUNDING = {
-    "training": ("accumulation",),
+    "training": ("accumulation", "backward"),
     "model": (
         "remat",
         "remat_policy",

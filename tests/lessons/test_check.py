@@ -15,6 +15,7 @@ import optimizer_answers
 import pipeline_answers
 import program_answers
 import pytest
+import smallest_answers
 import tensor_answers
 import vocabulary_answers
 
@@ -55,6 +56,7 @@ FUNCTIONS = [
     *pipeline_answers.FUNCTIONS,
     *flash_answers.FUNCTIONS,
     *offload_answers.FUNCTIONS,
+    *smallest_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
@@ -76,6 +78,7 @@ PREDICTIONS = {
     **pipeline_answers.PREDICTIONS,
     **flash_answers.PREDICTIONS,
     **offload_answers.PREDICTIONS,
+    **smallest_answers.PREDICTIONS,
     check.traffic_of_minibatches: 2,
 }
 
@@ -360,6 +363,7 @@ RIGHT = [
     *pipeline_answers.RIGHT,
     *flash_answers.RIGHT,
     *offload_answers.RIGHT,
+    *smallest_answers.RIGHT,
 ]
 
 
@@ -618,6 +622,7 @@ WRONG = [
     *pipeline_answers.WRONG,
     *flash_answers.WRONG,
     *offload_answers.WRONG,
+    *smallest_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

@@ -88,6 +88,11 @@ from course_lib.lessons.check.rematerialization import (
     keep_one_value,
     square_root,
 )
+from course_lib.lessons.check.smallest_step import (
+    add_in_place,
+    bytes_of_state,
+    update_in_backward,
+)
 from course_lib.lessons.check.strategies import three_axes, twice_the_gpus
 from course_lib.lessons.check.tensor_parallel import (
     divided_embedding,
@@ -166,6 +171,9 @@ __all__ = [
     "two_way_product",
     "ulysses",
     "what_to_offload",
+    "bytes_of_state",
+    "add_in_place",
+    "update_in_backward",
     "window_pairs",
     "work_in_order",
 ]

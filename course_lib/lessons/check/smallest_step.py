@@ -1,0 +1,123 @@
+"""Checks of notebook 19's exercises."""
+
+import jax
+import jax.numpy as jnp
+
+from course_lib import measure
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+
+
+@exercise
+def bytes_of_state(autodiff, in_place, on_host):
+    """Checks the bytes per parameter on the device, of a float32 Adam step with many
+    minibatches: by autodiff, with gradients in place, and with the moments on the host as well.
+    """
+    predicted(
+        autodiff, in_place, on_host, hint="Count the trees of 4 bytes that exist at once."
+    )
+    for name, guess, right, trees in (
+        ("By autodiff", autodiff, 20, "parameters, two moments, the sum, a new gradient"),
+        ("In place", in_place, 16, "parameters, two moments, the sum"),
+        ("Moments on the host", on_host, 8, "parameters, the sum"),
+    ):
+        require(
+            guess != right - 4,
+            f"{name}: {guess} is one tree too few: {trees}.",
+        )
+        require(
+            guess == right,
+            f"{name}: {guess} is too {'many' if guess > right else 'few'}: {trees}, 4 bytes"
+            " each.",
+        )
+    return "with gradients in place, 16 bytes per parameter; without the moments, 8."
+
+
+def _example():
+    """Returns a stack of 8 layers [64 64], a sum of gradients, and activations."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (8, 64, 64)) / 8
+    return w, jax.random.normal(keys[1], w.shape), jax.random.normal(keys[2], (4, 64))
+
+
+def _loss(w, x):
+    y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)
+    return 0.5 * jnp.sum(y**2)
+
+
+def _trees(function, *args):
+    """Returns the temporaries of a program that overwrites its first argument, in trees."""
+    compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
+    return measure.memory(compiled).temporaries / args[0].nbytes
+
+
+@exercise
+def add_in_place(your_add):
+    """Checks `your_add(total, w, x) -> total`: adds the gradient of 0.5 sum(y^2) to `total`,
+    for layers y = x + tanh(x @ w[i]), with w and total [N D D].
+    """
+    w, total, x = _example()
+    gradient = jax.grad(_loss)(w, x)
+    result = call(your_add, total, w, x, hint="Begin with `add_gradient` above.")
+    require(
+        jnp.shape(result) == w.shape, f"Return `total`, {w.shape}, not {jnp.shape(result)}."
+    )
+    require(
+        not close(result, gradient),
+        "This is the gradient alone: `total` had the gradients of earlier minibatches.",
+    )
+    require(
+        not close(result, total + gradient[::-1]),
+        "The layers are in the wrong order: the backward pass begins with the last one.",
+    )
+    require(close(result, total + gradient), "The result is not total + gradient.")
+    trees = _trees(your_add, total, w, x)
+    require(
+        trees < 0.9,
+        f"Right numbers, but {trees:.1f} more trees of gradients exist. Carry `total` through"
+        " the scan, and add to it at one index.",
+    )
+    return f"temporaries take {trees:.1f} trees of gradients."
+
+
+@exercise
+def update_in_backward(your_update):
+    """Checks `your_update(w, x) -> w`: w - 0.1 gradient, of the same loss, with each layer
+    updated inside the backward pass.
+    """
+    w, _, x = _example()
+    w = w / 2
+    right = w - 0.1 * jax.grad(_loss)(w, x)
+    result = call(your_update, w, x, hint="The carry is dx and w: overwrite w at one index.")
+    require(jnp.shape(result) == w.shape, f"Return w, {w.shape}, not {jnp.shape(result)}.")
+    require(
+        not close(result, w + 0.1 * jax.grad(_loss)(w, x)),
+        "The parameters went up the slope: subtract the gradient.",
+    )
+    require(
+        not close(result, _after(w, x)),
+        "dx went through updated weights: `pull_back` must use the weights that the forward"
+        " pass used.",
+    )
+    require(close(result, right), "The result is not w - 0.1 gradient.")
+    trees = _trees(your_update, w, x)
+    require(
+        trees < 0.9,
+        f"Right numbers, but {trees:.1f} trees of temporaries exist. Update each layer in the"
+        " scan of the backward pass, and read it from the carry: a stack that is scanned over"
+        " and carried exists twice.",
+    )
+    return f"temporaries take {trees:.1f} trees: there is no tree of gradients."
+
+
+def _after(w, x):
+    """Returns the weights if dx goes through each layer after its update."""
+    inputs = [x]
+    for layer in w:
+        inputs.append(inputs[-1] + jnp.tanh(inputs[-1] @ layer))
+    dx, new = inputs[-1], []
+    for layer, x in zip(w[::-1], inputs[-2::-1], strict=True):
+        _, back = jax.vjp(lambda w, x: x + jnp.tanh(x @ w), layer, x)
+        new.append(layer - 0.1 * back(dx)[0])
+        _, back = jax.vjp(lambda w, x: x + jnp.tanh(x @ w), new[-1], x)
+        dx = back(dx)[1]
+    return jnp.stack(new[::-1])

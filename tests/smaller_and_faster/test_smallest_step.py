@@ -1,0 +1,210 @@
+"""A backward pass by hand gives the gradient of autodiff, and holds one tree of gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course_lib import configs, measure, training
+from course_lib.many_devices import meshes, strategies
+from course_lib.smaller_and_faster import smallest_step
+from course_lib.text.data import Batch
+
+TINY = dict(num_layers=2, hidden_size=32, head_dim=16, num_heads=2, max_seq_len=16)
+
+
+def config_of(backward="in_place", **changes):
+    config = configs.get("155m")
+    config.model.update(vocab_size=64, num_outputs=64, dtype="float32", remat=("Block",))
+    config.model.update(TINY | {"dropout_rate": 0.0})
+    config.optimizer.update(name="sgd", schedule="constant")
+    config.data.update(batch_size=4, seq_len=16)
+    config.training.update(num_minibatches=2)
+    config.training.update(backward=backward)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def batch_of(config, weights=None):
+    size = config.data.batch_size, config.data.seq_len
+    tokens = jax.random.randint(jax.random.key(3), (*size, 2), 0, config.model.vocab_size)
+    if weights is None:
+        weights = jax.random.uniform(jax.random.key(4), size)
+    return Batch(tokens[..., 0], tokens[..., 1], weights)
+
+
+def params_of(config):
+    """Returns random parameters: none is 0, as biases are at the start of a run."""
+    rng = np.random.default_rng(0)
+
+    def one(path, leaf):
+        mean = 1 if path[-1].key == "scale" else 0
+        return jnp.asarray(rng.normal(mean, 0.2, leaf.shape), leaf.dtype)
+
+    params = training.build(config).abstract()[0].params
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def gradients(*cases, batch=None):
+    """Returns gradients and metrics of each configuration, for the same parameters."""
+
+    def compute(params, batch, rng):
+        runs = [training.build(config) for config in cases]
+        return [
+            training.gradient_of(run.config)(run.loss_fn)(params, batch, rng) for run in runs
+        ]
+
+    batch = batch_of(cases[0]) if batch is None else batch
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(compute)(params_of(cases[0]), batch, jax.random.key(5))
+
+
+def assert_close(ours, wanted, rtol=1e-5):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        mine = dict(jax.tree_util.tree_leaves_with_path(ours))[path]
+        assert mine.dtype == leaf.dtype
+        far = jnp.linalg.norm((mine - leaf).ravel().astype(jnp.float32))
+        size = jnp.linalg.norm(leaf.ravel().astype(jnp.float32))
+        assert far <= rtol * size + 1e-9, (path, float(far / size))
+
+
+CASES = {
+    "one minibatch": {"training.num_minibatches": 1},
+    "two minibatches": {},
+    "a loop": {"training.accumulation": "loop"},
+    "dropout": {"model.dropout_rate": 0.1},
+    "products are kept": {"model.remat_policy": "dots_no_batch", "model.dropout_rate": 0.1},
+    "values are kept by name": {"model.remat_policy": "names", "model.remat_names": ("qkv",)},
+    "flash attention": {
+        "model.attention": "flash",
+        "model.max_seq_len": 64,
+        "data.seq_len": 64,
+    },
+    "loss in chunks": {"model.loss_chunks": 4},
+    "parallel blocks": {"model.parallel_block": True, "model.positions": "rotary"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_equals_that_of_autodiff(name):
+    cases = (config_of(way, **CASES[name]) for way in ("in_place", "autodiff"))
+    (ours, metrics), (wanted, expected) = gradients(*cases)
+    assert_close(ours, wanted)
+    for key, pair in expected.items():
+        np.testing.assert_allclose(metrics[key], pair, rtol=1e-6)
+
+
+def test_in_bfloat16_the_gradient_is_as_close_to_the_exact_one_as_that_of_autodiff():
+    half = {"model.dtype": "bfloat16"}
+    cases = config_of("autodiff"), config_of(**half), config_of("autodiff", **half)
+    with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
+        (exact, _), (ours, _), (autodiff, _) = gradients(*cases)
+    leaves = map(jax.tree.leaves, (exact, ours, autodiff))
+    for right, mine, other in zip(*leaves, strict=True):
+        error, usual = (float(jnp.linalg.norm((x - right).ravel())) for x in (mine, other))
+        assert 0 < usual < 0.2 * float(jnp.linalg.norm(right.ravel()))
+        assert error < 2 * usual
+
+
+def test_a_minibatch_without_labels_adds_nothing():
+    config = config_of()
+    weights = jnp.ones((4, 16)).at[2:].set(0)  # the second of two minibatches
+    (ours, metrics), (wanted, _) = gradients(
+        config, config_of("autodiff"), batch=batch_of(config, weights)
+    )
+    assert metrics["loss"][1] == 32
+    assert_close(ours, wanted)
+
+
+def test_embeddings_can_be_tied():
+    def embed(rest, batch):
+        return rest["table"][batch.inputs]
+
+    def layer(weights, x, key):
+        return x + jnp.tanh(x @ weights["w"])
+
+    def head(rest, x, batch):
+        return training.next_token_loss(lambda *_: x @ rest["table"].T)(rest, batch, None)
+
+    def loss(params, batch):
+        x = embed(params, batch)
+        for i in range(3):
+            x = layer({"w": params["layers"]["w"][i]}, x, None)
+        return head(params, x, batch)
+
+    table, w = (
+        0.3 * jax.random.normal(jax.random.key(i), s)
+        for i, s in enumerate(((64, 8), (3, 8, 8)))
+    )
+    params, batch = {"table": table, "layers": {"w": w}}, batch_of(config_of())
+    add = smallest_step.gradient_in_place(embed, layer, head, stacked="layers")
+    start = jax.tree.map(jnp.ones_like, params)
+    with jax.default_matmul_precision("highest"):
+        total, metrics = add(start, params, batch, None)
+        wanted = jax.grad(loss, has_aux=True)(params, batch)[0]
+    count = metrics["loss"][1]
+    assert_close(jax.tree.map(lambda sum: (sum - 1) / count, total), wanted)
+
+
+def test_only_one_tree_of_gradients_exists():
+    def peak(backward):
+        wide = {"model.hidden_size": 128, "model.num_heads": 8, "model.num_layers": 4}
+        run = training.build(config_of(backward, **wide))
+        state, batch = run.abstract()
+        tree = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
+        return measure.heap(run.train_step.lower(state, batch)).peak, tree
+
+    (ours, tree), (autodiff, _) = peak("in_place"), peak("autodiff")
+    assert autodiff - ours > 0.7 * tree
+
+
+def test_weights_are_not_saved_for_the_backward_pass():
+    def layer(weights, x, key):
+        return jnp.tanh(x @ weights)
+
+    stack, x = jnp.ones((5, 16, 16)), jnp.ones((4, 16))
+    _, saved, _ = smallest_step._forward(jax.checkpoint(layer), stack, x, None)
+    assert [leaf.shape for leaf in saved] == [(5, 4, 16)]
+
+
+def test_one_device_of_a_mesh_computes_the_same():
+    config = config_of()
+    on_mesh = strategies.gradient(config, meshes.make({"data": 1}, jax.devices()[:1]))
+    with jax.default_matmul_precision("highest"):
+        ours, _ = jax.jit(on_mesh)(params_of(config), batch_of(config), jax.random.key(5))
+    assert_close(ours, gradients(config)[0][0])
+
+
+def test_several_devices_are_refused():
+    with pytest.raises(ValueError, match="must be 'autodiff' on 2 devices"):
+        strategies.check(
+            config_of(), meshes.make({"data": 2}, jax.devices()[:2]), strategies.Strategy()
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"training.backward": "by hand"}, "training.backward='by hand' must be one of"),
+        ({"model.scan_layers": False}, "model.scan_layers=False must be True"),
+        ({"model.num_experts": 2}, "model.num_experts=2 must be 0"),
+        ({"model.remat": ()}, r"model.remat=\(\) must be \('Block',\)"),
+        ({"training.loss_scale": "static"}, "training.loss_scale='static' must be 'none'"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_it_compiles(change, message):
+    with pytest.raises(ValueError, match=message):
+        configs.check(config_of(**change))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"rest": jnp.ones(3)}, "stacked='block' must name"),
+        ({"block": {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}}, "must have one number"),
+    ],
+)
+def test_parameters_without_stacked_layers_are_refused(params, message):
+    add = smallest_step.gradient_in_place(lambda *_: 0, lambda *_: 0, lambda *_: 0)
+    with pytest.raises(ValueError, match=message):
+        add(params, params, None, None)
