@@ -165,6 +165,8 @@ RIGHT = [
     (check.merge, (merged(),)),
     (check.ulysses, (exchanged(),)),
     (check.places, (placed(),)),
+    (check.dropped, (4.3, 0)),
+    (check.dropped, (4.7, 0)),  # of a normal distribution
     (check.dropped, (5, 0)),
     (check.least_room, (1.12,)),
 ]
@@ -216,7 +218,11 @@ WRONG = [
     (check.dropped, (0, 0), "chance"),
     (check.dropped, (0.043, 0), "Percentages"),
     (check.dropped, (50, 0), "Too many"),
+    (check.dropped, (100 * 7.5 / 64 / 2, 0), "not by a whole one"),
+    (check.dropped, (100 * 7.5 / 64, 0), "not by a whole one"),
+    (check.dropped, (2.3, 0), "exceeds its mean"),
     (check.dropped, (4.3, 2), "factor 2"),
+    (check.dropped, (4.3, 0.4), "factor 2"),
     (check.least_room, (0.9,), "even choices"),
     (check.least_room, (1.03,), "are dropped"),
     (check.least_room, (1.5,), "can be smaller"),

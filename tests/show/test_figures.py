@@ -15,7 +15,8 @@ import numpy as np
 import PIL.Image
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from matplotlib.colors import to_hex
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgba
 from matplotlib.text import Annotation, Text
 from traitlets.config import Config
 
@@ -594,6 +595,20 @@ def test_no_two_devices_of_a_host_look_the_same():
     for axes in PICTURES["who_holds_what"]().axes[:4]:
         looks = [(patch.get_facecolor(), patch.get_hatch()) for patch in axes.patches]
         assert len(set(looks)) == len(looks)
+    eight = {"x": [Object(device=d, ranges=((d, d + 1), (0, 1))) for d in range(8)]}
+    colors = {patch.get_facecolor() for patch in figures.who_holds_what(eight).axes[0].patches}
+    assert len(colors) == 8
+
+
+def test_a_forward_and_a_backward_keep_their_colours_in_schedules_lanes_and_timelines():
+    def looks(figure):
+        return {p.get_facecolor() for p in figure.axes[0].patches if p.get_width() > 0}
+
+    table = TABLES["in one go"]
+    of_schedule = looks(figures.schedule({"": table}))
+    of_lanes = looks(figures.lanes({"": figures.lanes_of_schedule(table)}))
+    phases = {to_rgba(figures.PHASES[name]) for name in ("forward", "backward")}
+    assert of_schedule == of_lanes == phases
 
 
 def test_an_array_that_has_no_flat_picture_is_refused():
@@ -634,6 +649,20 @@ def test_rings_that_leave_each_host_at_another_gpu_use_every_port_in_both_direct
     assert used["whole hosts"] == {gpu: {"out", "in"} for gpu in range(8)}
     assert used["one ring"] == {3: {"out"}, 4: {"in"}, 7: {"out"}, 0: {"in"}}
     assert used["inside a host"] == {}
+
+
+def test_the_masks_of_two_layouts_fit_into_their_picture():
+    many = [
+        {"queries": q, "keys": k, "device": q // 2, "step": 0}
+        for q in range(8)
+        for k in range(q + 1)
+    ]
+    figure = figures.attention_pairs({"in order": many, "zigzag": many})
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    drawn, inches = figure.get_tightbbox(canvas.get_renderer()), figure.get_size_inches()
+    assert drawn.x0 >= 0 and drawn.y0 >= 0
+    assert drawn.x1 <= inches[0] and drawn.y1 <= inches[1]
 
 
 def test_a_step_of_a_ring_shows_its_own_pairs_strongly_and_later_ones_not_at_all():

@@ -42,7 +42,8 @@ def two_way_product(your_product):
         mesh,
         specs,
         P(None, "tensor"),
-        hint="Split x along its features and the kernel along its rows, then two rings.",
+        hint="Write one ring first, for half of the features. Which rows of the kernel does it"
+        " need?",
     )
     yours, ledger = compiled(divided, mesh, x, kernel)
     with jax.default_matmul_precision("highest"):
@@ -143,7 +144,10 @@ def hidden_with_latency(positions):
     """Checks from how many positions per part on a transfer hides, if each message takes 5 µs
     before its first byte: width 8,192, 4,096 columns per device, rated H100s, bfloat16.
     """
-    predicted(positions, hint="Set positions x p equal to 5 µs + positions x t.")
+    predicted(
+        positions,
+        hint="Compute first how long the product of one position takes, and its transfer.",
+    )
     h100, width, columns = hardware.get("h100"), 8192, 4096
     product = 2 * width * columns / h100.peak("bfloat16")
     transfer = 2 * width / h100.link_bandwidth

@@ -41,7 +41,7 @@ def cut_norm(your_norm):
     x = jnp.asarray(
         np.random.default_rng(0).normal(size=(16, 64)) * np.arange(1, 65), "float32"
     )
-    hint = "Sum the squares over the device's columns, then over the devices."
+    hint = "The mean runs over 64 columns. Which number per row can a device not know alone?"
     yours, ledger = _run(lambda x: call(your_norm, x, hint=hint), mesh, P(None, "tensor"), x)
     require(
         yours.shape == (8, 16, 16),
@@ -80,7 +80,10 @@ def two_levels(your_all_reduce):
     """
     mesh = meshes.make({"data": 2, "tensor": 4}, meshes.devices(8))
     x = np.random.default_rng(0).integers(-50, 50, (8, 16)).astype(np.float32)
-    hint = 'Begin with a reduce-scatter over "tensor", inside the host.'
+    hint = (
+        "Decide first: which part of its host's sum should a GPU hold before it sends to the"
+        " other host?"
+    )
     yours, ledger = _run(
         lambda x: call(your_all_reduce, x[0], hint=hint), mesh, P(("data", "tensor")), x
     )

@@ -46,7 +46,9 @@ def merge(your_merge):
     right = summary(scores, values)
     parts = [summary(scores[:, i : i + 3], values[i : i + 3]) for i in (0, 3)]
     yours = call(
-        your_merge, *parts, hint="The new top is the larger one; both blocks shrink to it."
+        your_merge,
+        *parts,
+        hint="If top becomes larger, by which factor does a sum of exp(s - top) change?",
     )
     same_shapes(yours, right, "the merged block")
     added = tuple(a + b for a, b in zip(*parts, strict=True))
@@ -144,7 +146,10 @@ def work_in_order(pairs):
     """Checks how many pairs of parts a ring of eight devices waits for, if device i has the
     neighbouring parts 2i and 2i + 1.
     """
-    predicted(pairs, hint="In each step all wait for the device with the most pairs.")
+    predicted(
+        pairs,
+        hint="Count first for device 7: which pairs does it compute in step 0, and in step 1?",
+    )
     n = 8
     steps = np.array(
         [

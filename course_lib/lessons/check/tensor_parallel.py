@@ -42,7 +42,8 @@ def gated_mlp(your_mlp):
         mesh,
         (P(), columns, columns, P("tensor")),
         P(),
-        hint="Two column matmuls, SiLU of one times the other, a row matmul, and one sum.",
+        hint="Decide first: which of the three products is complete on a device, and which is"
+        " one term of a sum?",
     )
     yours, ledger = compiled(divided, mesh, x, gate, up, down)
 
@@ -89,7 +90,10 @@ def padded_vocabulary(your_padded):
     """Checks `your_padded(V, n, multiple)`, the least vocabulary of which each of n devices
     gets a multiple of `multiple` entries.
     """
-    hint = "The vocabulary must be a multiple of n times `multiple`. Round up."
+    hint = (
+        "50,304 is the next multiple of 128. Compute first how many of these entries each of 8"
+        " devices gets."
+    )
     yours = call(your_padded, 50_257, 8, 128, hint=hint)
     require(yours == int(yours), f"A vocabulary is an integer, not {yours}.")
     require(
@@ -133,7 +137,8 @@ def divided_embedding(your_lookup):
         mesh,
         (P("tensor"), P()),
         P(),
-        hint="Look up the tokens whose rows this device has, take zeros for others, and sum.",
+        hint="Decide first: at which token do the rows of this device begin?"
+        ' `jax.lax.axis_index("tensor")` says which device runs.',
     )
     yours, ledger = compiled(divided, mesh, table, tokens)
     right = table[tokens]

@@ -85,7 +85,7 @@ def _draw_parts(axes: Axes, name: str, holdings: Sequence[Any]) -> None:
     for part, devices in parts.items():
         (top, bottom), (left, right) = rectangles[part]
         axes.add_patch(
-            Rectangle((left, top), right - left, bottom - top, **_look(min(devices)))
+            Rectangle((left, top), right - left, bottom - top, **style.device(min(devices)))
         )
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         middle = ((left + right) / 2, (top + bottom) / 2)
@@ -100,11 +100,6 @@ def _draw_parts(axes: Axes, name: str, holdings: Sequence[Any]) -> None:
     axes.tick_params(labelsize=9)
     axes.grid(False)
     axes.set_title(name, fontsize=10)
-
-
-def _look(device: int) -> dict[str, Any]:
-    """Returns the colour and hatch of a device; no two of the first 49 look the same."""
-    return style.fill(device) | {"hatch": style.HATCHES[(device + device // 7) % 7]}
 
 
 def spell(devices: Sequence[int]) -> str:

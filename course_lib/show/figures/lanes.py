@@ -18,14 +18,6 @@ LETTERS = 9  # points
 WIDTH = 5.6  # inches: a picture that a telephone shows at two thirds of its size is readable
 BLOCKS, KEPT = 0.42, 0.34  # heights in a lane of height 1
 
-KINDS = {
-    "F": "forward",
-    "BW": "backward",
-    "B": "backward to the input",
-    "W": "backward to the weights",
-}
-"""Ops of a pipeline, as the legend names them."""
-
 Number = int | float
 Block = tuple[Number, Number, str, str]  # start, duration, kind, text in it
 Pass = tuple[Number, str, Number, str]  # time and lane where it leaves, and where it arrives
@@ -74,7 +66,11 @@ def lanes(
     end = max(start + length for lane in every for start, length, _, _ in lane.blocks)
     most = max((value for lane in every for _, value in lane.kept), default=0)
     kinds = dict.fromkeys(kind for lane in every for _, _, kind, _ in lane.blocks)
-    looks = {kind: style.fill(i, kind) for i, kind in enumerate(kinds)}
+    ops = {name: kind for kind, (name, *_) in style.OPS.items()}
+    looks = {
+        kind: style.op(ops[kind]) if kind in ops else style.fill(i, kind)
+        for i, kind in enumerate(kinds)
+    }
     figure, panels = _panels(programs)
     shown = end if until is None else until
     for axes, (name, rows) in zip(panels, programs.items(), strict=True):
@@ -116,7 +112,7 @@ def lanes_of_schedule(table: Sequence[Sequence[Any]]) -> dict[str, Lane]:
                 continue
             slots = len(op.kind)
             text = f"{op.microbatch}" + "'" * op.chunk
-            blocks.append((time + 1 - slots, slots, KINDS[op.kind], text))
+            blocks.append((time + 1 - slots, slots, style.OPS[op.kind][0], text))
             live += (op.kind == "F") - op.kind.count("W")
             kept.append((time + (op.kind != "F"), live))
         rows[f"device {device}"] = Lane(blocks, kept)

@@ -30,7 +30,7 @@ def attention_pairs(
     """
     sizes = {name: len(pairs) for name, pairs in layouts.items()}
     style.refuse_empty("layouts", sizes, "pairs")
-    figure = Figure(figsize=(3.5 * len(layouts), 3.6), layout="constrained")
+    figure = Figure(figsize=(3.5 * len(layouts), 3.6), layout="compressed")
     panels = figure.subplots(1, len(layouts), squeeze=False).ravel()
     for axes, (name, pairs) in zip(panels, layouts.items(), strict=True):
         axes.set_title(name, fontsize=10)
@@ -46,7 +46,7 @@ def _draw_pairs(axes: Axes, pairs: list[dict[str, Any]], step: int | None) -> No
             continue
         alpha = 1.0 if step in (None, pair["step"]) else PALE
         corner = (pair["keys"] - 0.5, pair["queries"] - 0.5)
-        axes.add_patch(Rectangle(corner, 1, 1, alpha=alpha, **style.fill(pair["device"])))
+        axes.add_patch(Rectangle(corner, 1, 1, alpha=alpha, **style.device(pair["device"])))
         axes.text(
             pair["keys"],
             pair["queries"],

@@ -10,14 +10,6 @@ from matplotlib.ticker import MaxNLocator
 
 from course_lib.show.figures import style
 
-KINDS = {
-    "F": ("F: forward", style.fill(4) | {"hatch": ""}),
-    "BW": ("BW: backward, both gradients in two slots", style.fill(1) | {"hatch": "////"}),
-    "B": ("B: backward to the input", style.fill(3) | {"hatch": "...."}),
-    "W": ("W: backward to the weights", style.fill(2) | {"hatch": "xxx"}),
-}
-"""The name of each kind of cell in the legend, and its look."""
-
 LETTERS = 9  # points
 
 
@@ -49,7 +41,12 @@ def schedule(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Figure:
     panels[-1].set_xlabel("time, in forwards of all layers of a device")
     drawn = {op.kind for table in tables.values() for row in table for op in row if op}
     shown = [
-        Patch(label=label, **look) for kind, (label, look) in KINDS.items() if kind in drawn
+        Patch(
+            label=f"{kind}: {name}{', both gradients in two slots' * (kind == 'BW')}",
+            **style.op(kind),
+        )
+        for kind, (name, *_) in style.OPS.items()
+        if kind in drawn
     ]
     figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=LETTERS)
     return figure
@@ -70,7 +67,7 @@ def _draw(axes: Axes, table: Sequence[Sequence[Any]], points: float) -> None:
             width = 2 if op.kind == "BW" else 1
             left = (time + 1 - width) * slot
             axes.add_patch(
-                Rectangle((left, device - 0.45), width * slot, 0.9, **KINDS[op.kind][1])
+                Rectangle((left, device - 0.45), width * slot, 0.9, **style.op(op.kind))
             )
             text = f"{op.microbatch}" + "'" * op.chunk
             if points * width >= LETTERS * 0.65 * len(text):

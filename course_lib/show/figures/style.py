@@ -22,6 +22,8 @@ from course_lib.measure.units import GIB, MIB
 Number = int | float
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+DEVICES = (*COLORS, "#999999")
+"""One colour for each device of a host: Okabe and Ito's seven, and grey."""
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
 
 # Phases, formats and kinds of memory keep their colours in all pictures of the course.
@@ -33,6 +35,13 @@ PHASES = {
     "other": "#999999",
 }
 """The parts of a train step, in the order of a picture, with their colours."""
+OPS = {
+    "F": ("forward", PHASES["forward"], ""),
+    "BW": ("backward", PHASES["backward"], "////"),
+    "B": ("backward to the input", "#BF812D", "...."),
+    "W": ("backward to the weights", "#DFC27D", "xxx"),
+}
+"""The ops of a pipeline, with names, colours and hatches; backward is a shade of one colour."""
 FORMATS = {"float32": "#1A1A1A", "bfloat16": "#00838F", "float16": "#B2182B"}
 """Number formats, with their colours."""
 KINDS = {
@@ -140,6 +149,20 @@ def fill(i: int, name: str = "") -> dict[str, Any]:
         "edgecolor": "black",
         "linewidth": 0.6,
     }
+
+
+def device(number: int) -> dict[str, Any]:
+    """Returns the look of a device's bar; no two of the first 56 look the same."""
+    return fill(number) | {
+        "facecolor": DEVICES[number % 8],
+        "hatch": HATCHES[(number + number // 8) % 7],
+    }
+
+
+def op(kind: str) -> dict[str, Any]:
+    """Returns the look of a pipeline's op: "F", "BW", "B" or "W"."""
+    _, facecolor, hatch = OPS[kind]
+    return fill(0) | {"facecolor": facecolor, "hatch": hatch}
 
 
 def stroke(i: int, name: str = "") -> dict[str, Any]:
