@@ -4,8 +4,9 @@ records the same ladder in float16 for a T4.
     python tools/draw_game.py                    # from the record
     COURSE_RECORD=1 python tools/draw_game.py    # compiles the moves first: minutes
 
-The moves are those of tests/lessons/moves, the folded solutions of notebooks 1 to 6. The
-picture carries a digest of its rows, so that a test can tell whether it is up to date.
+The moves are those of tests/lessons/moves, the folded solutions of notebooks 1 to 6 and 15 to
+18. The T4 has those of notebooks 1 to 6. The picture carries a digest of its rows, so that a
+test can tell whether it is up to date.
 """
 
 import dataclasses
@@ -20,14 +21,14 @@ import jax
 
 from course_lib import lessons
 from course_lib.lessons import game
-from course_lib.lessons.game import score, submission
-from course_lib.measure import recorded
+from course_lib.lessons.game import ladder, score, setups, submission
 from course_lib.show import figures
 
 ROOT = Path(__file__).parent.parent
 MOVES = sorted((ROOT / "tests" / "lessons" / "moves").glob("move_*.py"))
 PICTURE = ROOT / "docs" / "game.png"
 GPU = "a5000"
+LAST_OF_T4 = "move_06"  # the levels after it are for GPUs with bfloat16
 
 # A T4 multiplies no bfloat16, and float16 needs a loss scale (notebook 1).
 SCALED = """
@@ -52,54 +53,43 @@ def source(path: Path, gpu: str) -> str:
     return SCALED + scaled.replace("jax.value_and_grad(loss)", "value_and_grad(loss)")
 
 
-def moves(gpu: str = GPU) -> dict[str, Any]:
-    """Returns the `make_step` of the first step and of each move, by name."""
-    by_name = {"first step": game.first_step}
+def moves(gpu: str = GPU) -> dict[str, tuple[Any, setups.Setup]]:
+    """Returns the `make_step` and the setup of the first step and of each move, by name."""
+    by_name = {"first step": (game.first_step, setups.Setup())}
 
-    def submit(make_step, name):
-        by_name[name] = make_step
+    def submit(make_step, name, **options):
+        by_name[name] = make_step, setups.Setup(**options)
 
     with mock.patch.object(lessons, "submit", submit):
         for path in MOVES:
-            exec(compile(source(path, gpu), path.name, "exec"), {"jax": jax})
+            if path.stem <= LAST_OF_T4 or gpu != "t4":
+                exec(compile(source(path, gpu), path.name, "exec"), {"jax": jax})
     return by_name
 
 
 def compiled(name: str, gpu: str = GPU) -> dict[str, Any]:
     """Returns the row of a move, compiled here."""
-    result, _ = score.compile_step(moves(gpu)[name], gpu, name)
+    make_step, setup = moves(gpu)[name]
+    result, _ = score.compile_step(make_step, gpu, name, setup)
     return {"case": name, **dataclasses.asdict(result)}
 
 
 def scores(gpu: str = GPU) -> list[score.Score]:
     """Returns the recorded ladder; compiles and records it under `COURSE_RECORD=1`."""
-    sizes = dataclasses.asdict(game.REAL)
-    del sizes["optimizer"]
-    table = recorded.partly_live(
-        f"game_{gpu}",
-        functools.partial(compiled, gpu=gpu),
-        [],
-        cases=list(moves(gpu)),
-        sizes=sizes,
-        accelerator=gpu,
-    )
-    return [
-        score.Score(**{key: value for key, value in row.items() if key != "case"})
-        for row in table.rows
-    ]
+    return ladder.recorded_moves(gpu, list(moves(gpu)), functools.partial(compiled, gpu=gpu))
 
 
-def digest(ladder: list[score.Score]) -> str:
+def digest(rows: list[score.Score]) -> str:
     """Returns the SHA-256 of a ladder."""
-    text = json.dumps([dataclasses.asdict(one) for one in ladder])
+    text = json.dumps([dataclasses.asdict(one) for one in rows])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 if __name__ == "__main__":
     figures.use_style()
-    ladder = scores()
-    submission.table(ladder, GPU)
-    figure = submission.picture(ladder, GPU)
-    figure.savefig(PICTURE, dpi=150, metadata={"Description": digest(ladder)})
+    rows = scores()
+    submission.table(rows, GPU)
+    figure = ladder.picture(rows)
+    figure.savefig(PICTURE, dpi=150, metadata={"Description": digest(rows)})
     print(f"drew {PICTURE.name}")
     submission.table(scores("t4"), "t4")

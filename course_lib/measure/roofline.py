@@ -58,17 +58,30 @@ def roofline(flops: Flops, traffic: Traffic, accelerator: Accelerator) -> Roofli
     return Roofline(compute, memory, max(compute, memory))
 
 
-def attainable_seconds(flops: Flops, traffic: Traffic, accelerator: Accelerator) -> float:
+def attainable_seconds(
+    flops: Flops,
+    traffic: Traffic,
+    accelerator: Accelerator,
+    link: hardware.HostLink | None = None,
+) -> float:
     """Returns the time of a step whose kernels are good and do not overlap.
 
-    Products run at 77% of the peak rate, then bytes move at 85% of the peak bandwidth. Use it
-    to compare two ways to write one step: it counts recomputation and memory traffic in one
-    unit. It is no measurement.
+    Products run at 77% of the peak rate, then bytes move at 85% of the peak bandwidth, then
+    bytes cross the link between host and device, to one side after the other. Use it to compare
+    two ways to write one step: it counts recomputation, memory traffic and offload in one unit.
+    It is no measurement.
 
-    Arguments and errors are those of `roofline`.
+    Args:
+      flops: as for `roofline`, with the same errors.
+      traffic: the same.
+      accelerator: the same.
+      link: to the host; None leaves out the time of the transfers.
     """
     limits = roofline(flops, traffic, accelerator)
-    return limits.compute_seconds / 0.77 + limits.memory_seconds / 0.85
+    seconds = limits.compute_seconds / 0.77 + limits.memory_seconds / 0.85
+    if link is not None:
+        seconds += traffic.by_kind().get("offload", 0) / link.bandwidth
+    return seconds
 
 
 def mfu(flops: Flops, seconds: float, accelerator: Accelerator | None) -> float | None:

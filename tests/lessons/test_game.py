@@ -20,8 +20,9 @@ import pytest
 
 from course_lib import lessons, measure
 from course_lib.lessons import game
-from course_lib.lessons.game import hints, score, scoreboard, submission, updates
-from course_lib.measure import virtual
+from course_lib.lessons.game import hints, score, scoreboard, setups, submission, updates
+from course_lib.measure import hardware, virtual
+from course_lib.smaller_and_faster import offload
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOVES = draw_game.MOVES
@@ -69,16 +70,21 @@ def half(loss, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize("path", MOVES, ids=lambda path: path.stem)
 def test_each_reference_move_has_the_updates_of_the_first_step(path, capsys, no_virtual_gpu):
+    source = path.read_text()
+    if "moments=" in source and (reason := offload.why_unavailable()):
+        pytest.skip(f"nothing can be on the host: {reason}")
     capsys.readouterr()
-    exec(compile(path.read_text(), path.name, "exec"), {})
-    assert capsys.readouterr().out.startswith("✓ The updates equal")
+    exec(compile(source, path.name, "exec"), {})
+    words = "are those of adamw_8bit. The grad" if "optimizer=" in source else "equal the first"
+    assert capsys.readouterr().out.startswith(f"✓ The updates {words}")
 
 
 @pytest.mark.parametrize("name", draw_game.moves("t4"))
 def test_each_reference_move_passes_in_float16_with_a_loss_scale_for_a_t4(
     name, capsys, no_virtual_gpu
 ):
-    printed = submit(capsys, draw_game.moves("t4")[name], "t4")
+    make_step, _ = draw_game.moves("t4")[name]
+    printed = submit(capsys, make_step, "t4")
     dtype = "float32" if name == "first step" else "float16"
     assert printed.startswith("✓ The updates equal") and f"{dtype} may differ" in printed
 
@@ -217,6 +223,111 @@ def test_a_wrong_step_is_told_what_is_wrong(case, capsys):
     assert words in printed
 
 
+# Other optimizers, and moments on the host.
+
+needs_host_memory = pytest.mark.skipif(
+    offload.why_unavailable() is not None, reason=f"no host memory: {offload.why_unavailable()}"
+)
+
+
+def changed(update_of):
+    """Returns a submission whose update is another one wherever the optimizer is not SGD, with
+    which the gradient is checked.
+    """
+
+    def submission(config):
+        update = config.optimizer.update
+        return make_step(update=update if config == game.SMALL else update_of(update))(config)
+
+    return submission
+
+
+def twice_as_far(update):
+    def further(grads, opt_state, params):
+        updates, opt_state = update(grads, opt_state, params)
+        return jax.tree.map(lambda u: 2 * u, updates), opt_state
+
+    return further
+
+
+def counted_twice(update):
+    """Updates the state twice per step, as a loop over layers may do by mistake."""
+
+    def twice(grads, opt_state, params):
+        updates, new = update(grads, opt_state, params)
+        return updates, update(grads, new, params)[1]
+
+    return twice
+
+
+@pytest.mark.parametrize("name", setups.OPTIMIZERS)
+def test_a_step_that_uses_the_optimizer_of_its_config_passes_with_each(
+    name, capsys, no_virtual_gpu
+):
+    printed = submit(capsys, make_step(), optimizer=name)
+    words = "equal the first" if name == "adamw" else f"are those of {name}. The gradient eq"
+    assert printed.startswith(f"✓ The updates {words}"), printed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (twice_as_far, "✗ The gradient is right, but adamw_8bit makes other updates"),
+        (counted_twice, "✗ The parameters are right, but the new state of adamw_8bit is not"),
+    ],
+)
+def test_wrong_updates_and_states_of_another_optimizer_are_found(
+    wrong, words, capsys, no_virtual_gpu
+):
+    assert words in submit(capsys, changed(wrong), optimizer="adamw_8bit")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "sgd"}, "optimizer='sgd' must be one of adamw, "),
+        ({"moments": "disk"}, "moments='disk' must be one of device, host."),
+        ({"optimizer": "adafactor", "moments": "host"}, "'adamw' or 'lion', not 'adafactor'"),
+    ],
+)
+def test_an_unknown_optimizer_or_memory_is_named_with_the_ones_that_are(options, words, capsys):
+    assert words in submit(capsys, game.first_step, **options)
+
+
+def kept_on(space):
+    """Returns a submission that fetches all moments at once and leaves the new ones in a
+    memory.
+    """
+
+    def submission(config):
+        def update(grads, opt_state, params):
+            moved = optax.tree_map_params(config.optimizer, offload.to_device, opt_state)
+            updates, moved = config.optimizer.update(grads, moved, params)
+            back = offload.to_host if space == "host" else offload.to_device
+            return updates, optax.tree_map_params(config.optimizer, back, moved)
+
+        return make_step(update=update)(config)
+
+    return submission
+
+
+@needs_host_memory
+def test_moments_on_the_host_may_be_fetched_at_once_but_must_go_back(capsys, no_virtual_gpu):
+    printed = submit(capsys, kept_on("host"), moments="host")
+    assert printed.startswith("✓ The updates equal the first step's"), printed
+    printed = submit(capsys, kept_on("device"), moments="host")
+    assert "✗ The new state is in other memories" in printed, printed
+    assert "Moments go back to the host" in printed
+
+
+def test_without_host_memory_a_line_says_that_nothing_is_checked(capsys, monkeypatch):
+    monkeypatch.setattr(offload, "why_unavailable", lambda: "arrays stay where they are")
+    printed = submit(capsys, game.first_step, moments="host")
+    assert (
+        printed == "Moments on the host cannot be checked here: arrays stay where they are.\n"
+    )
+
+
 @pytest.mark.parametrize("precision", [jnp.bfloat16, jnp.float32])
 def test_a_mistake_is_found_in_bfloat16_too(precision, capsys):
     wrong = make_step(half(lambda p, b: game.loss(p, b[:12]), precision))
@@ -255,8 +366,8 @@ def test_importing_lessons_imports_neither_jax_nor_the_game():
 GIB = measure.GIB
 
 
-def scored(name="mine", peak=30.0, seconds=0.6, gpu="a5000", extra=0.0):
-    return score.Score(name, gpu, int(peak * GIB), seconds, extra, 0)
+def scored(name="mine", peak=30.0, seconds=0.6, gpu="a5000", extra=0.0, **setup):
+    return score.Score(name, gpu, int(peak * GIB), seconds, extra, 0, **setup)
 
 
 def program(shape, dtype="bfloat16", scope="", recomputed=0, aliased=2 * GIB, bytes=8):
@@ -274,7 +385,11 @@ HINTS = [
     (scored(peak=4.8), program((4, *LOGITS[1:]), recomputed=2, aliased=0), "(Notebook 4.)"),
     (scored(peak=3.9), program((4, *LOGITS[1:]), recomputed=2), "(Notebook 5.)"),
     (scored(peak=3.4), program((4, 12, 1024, 1024), recomputed=2), "(Notebook 6.)"),
-    (scored(peak=16.4, seconds=0.37), program(LOGITS), "Both targets"),
+    (scored(peak=16.4, seconds=0.37), program(LOGITS), "(Notebook 15.)"),
+    (scored(peak=4.2, seconds=0.43), program((16, 12, 1024, 1024)), "(Notebook 16.)"),
+    (scored(peak=3.1, seconds=0.34), program(LOGITS), "(Notebook 17.)"),
+    (scored(peak=2.2, seconds=0.35, optimizer="lion"), program(LOGITS), "(Notebook 18.)"),
+    (scored(peak=1.9, seconds=0.43), program(LOGITS), "All targets are reached"),
 ]
 
 
@@ -301,6 +416,30 @@ def test_the_fast_target_is_that_of_the_first_steps_flops_in_16_bits():
     N, D, V, T = 12, 768, 50_257, 16 * 1024
     forward = 2 * T * (N * (12 * D**2 + 2 * 1024 * D) + D * V)
     assert score.reference_flops() == 3 * forward
+
+
+def test_the_levels_of_part_three_open_one_by_one_after_a_small_and_a_fast_step():
+    small, fast = scored(peak=3.4), scored(peak=16.4, seconds=0.37)
+    assert score.open_levels([small]) == score.open_levels([fast]) == []
+    assert score.open_levels([small, fast]) == list(score.LEVELS[:1])
+    both = scored(peak=3.1, seconds=0.34)  # as small as 15 and 16 ask for
+    assert score.open_levels([small, fast, both]) == list(score.LEVELS[:3])
+    on_t4 = [dataclasses.replace(one, gpu="t4", seconds=0.1) for one in (small, fast)]
+    assert score.open_levels(on_t4) == []
+
+
+def test_the_last_level_asks_for_adamw_whatever_else_is_as_small():
+    [*_, lighter, on_host] = score.LEVELS
+    small = scored(peak=1.9, seconds=0.35, optimizer="adafactor")
+    assert lighter.is_reached(small) and not on_host.is_reached(small)
+    assert on_host.is_reached(scored(peak=1.9, seconds=0.43, moments="host"))
+
+
+def test_a_score_that_was_stored_before_optimizers_counts_as_adamw_on_the_device(board):
+    old = dataclasses.asdict(scored())
+    del old["optimizer"], old["moments"]
+    board.write_text(json.dumps([old]))
+    assert scoreboard.read() == [scored()]
 
 
 def test_the_scoreboard_outlives_the_process(board):
@@ -347,10 +486,10 @@ def test_a_submission_stands_in_the_table_below_the_targets_with_the_earlier_one
     capsys, monkeypatch
 ):
     monkeypatch.setattr(virtual, "why_unavailable", lambda name: None)
-    monkeypatch.setattr(updates, "check", lambda make_step: "are equal.")
+    monkeypatch.setattr(updates, "check", lambda make_step, setup: "are equal.")
     rows = iter(HINTS)
 
-    def compile_step(make_step, gpu, name):
+    def compile_step(make_step, gpu, name, setup):
         one, its_program, _ = next(rows)
         return dataclasses.replace(one, name=name, gpu=gpu), its_program
 
@@ -362,6 +501,28 @@ def test_a_submission_stands_in_the_table_below_the_targets_with_the_earlier_one
     assert re.search(r"^ *1  first_step .*\n *2  half +32.6 +no", second, re.M), second
     other = submit(capsys, game.first_step, "t4")
     assert "half" not in other and "NVIDIA T4" in other
+
+
+def test_the_table_names_optimizers_and_the_next_target_once_there_are_any(capsys):
+    small, fast = scored(peak=3.4), scored(peak=16.4, seconds=0.37)
+    submission.table([small, fast], "a5000")
+    printed = capsys.readouterr().out
+    assert "target 15: a loss in chunks" in printed and "target 16" not in printed
+    assert "optimizer" not in printed
+    submission.table([small, scored(optimizer="lion"), scored(moments="host")], "a5000")
+    printed = capsys.readouterr().out
+    assert "lion" in printed and "adamw, moments on the host" in printed
+    assert "target 15" not in printed
+
+
+def test_the_picture_has_a_corner_for_the_next_target():
+    small, fast = scored(peak=3.4), scored(peak=16.4, seconds=0.37)
+    texts = [
+        text.get_text() for text in submission.picture([small, fast], "a5000").axes[0].texts
+    ]
+    assert any(text.startswith("next target: ") for text in texts)
+    texts = [text.get_text() for text in submission.picture([small], "a5000").axes[0].texts]
+    assert not any(text.startswith("next target: ") for text in texts)
 
 
 def test_the_picture_has_a_number_and_a_name_for_each_submission():
@@ -407,10 +568,12 @@ def test_a_step_that_fails_at_the_real_size_or_leaves_work_out_is_told_so(capsys
 # The ladder of the reference moves.
 
 
+PART_ONE = 7  # the first step, and the moves of notebooks 1 to 6
+
+
 def test_the_moves_lead_down_the_ladder_and_the_last_is_the_fastest_that_fits():
-    ladder = draw_game.scores()
+    ladder = draw_game.scores()[:PART_ONE]
     *down, last = ladder
-    assert len(ladder) == 1 + len(MOVES) == 7
     assert all(above.peak > below.peak for above, below in itertools.pairwise(down))
     assert [one.fits for one in ladder] == [False, False, True, True, True, True, True]
     assert down[-1].small and not any(one.small for one in down[:-1])
@@ -422,11 +585,34 @@ def test_in_float16_the_same_moves_lead_to_both_targets_on_a_t4():
     ladder = draw_game.scores("t4")
     first, *others = ladder
     *down, last = ladder
-    assert {one.gpu for one in ladder} == {"t4"} and len(ladder) == 1 + len(MOVES)
+    assert {one.gpu for one in ladder} == {"t4"} and len(ladder) == PART_ONE
     assert all(above.peak > below.peak for above, below in itertools.pairwise(down))
     assert [one.fits for one in ladder] == [False, False, True, True, True, True, True]
     assert down[-1].small and last.fast and last.extra_flops == 0
     assert all(one.seconds < first.seconds / 2 for one in others)
+
+
+def test_each_move_of_part_three_reaches_the_level_of_its_notebook_and_none_before_it_does():
+    ladder = draw_game.scores()
+    assert len(ladder) == 1 + len(MOVES) == PART_ONE + len(score.LEVELS)
+    for i, level in enumerate(score.LEVELS, PART_ONE):
+        assert MOVES[i - 1].stem.endswith(str(level.notebook))
+        assert level.is_reached(ladder[i]), ladder[i]
+        assert not any(level.is_reached(one) for one in ladder[:i]), level
+    peaks = [one.peak for one in ladder[PART_ONE:]]
+    assert peaks == sorted(peaks, reverse=True)
+    both = ladder[PART_ONE + 1]
+    assert both.small and both.fast
+
+
+def test_bytes_to_the_host_are_timed_by_the_link():
+    on_host = draw_game.scores()[-1]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(score.arguments()[0][0]))
+    assert on_host.host_bytes == pytest.approx(16 * parameters, rel=1e-3)
+    flops, link = measure.Flops({"bfloat16": 1}, {}), hardware.host_link("pcie4")
+    moved = measure.Traffic(0, (measure.Move("copy", "offload", on_host.host_bytes, 1, ""),))
+    seconds = measure.attainable_seconds(flops, moved, hardware.get("a5000"), link)
+    assert seconds == pytest.approx(16 * parameters / 32e9, rel=1e-3)
 
 
 def test_the_picture_of_the_ladder_is_that_of_the_recorded_rows():

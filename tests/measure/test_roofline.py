@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.measure import Flops, Traffic, attainable_seconds, hardware, mfu, roofline
+from course_lib.measure import Flops, Move, Traffic, attainable_seconds, hardware, mfu, roofline
 
 A5000, T4, V5E = (hardware.get(name) for name in ("a5000", "t4", "v5e"))
 NOTHING = Traffic(0, ())
@@ -36,6 +36,15 @@ def test_attainable_time_adds_products_at_77_percent_and_memory_at_85_percent_of
     flops = products("bfloat16", 2 * second, recomputed=second)
     three_seconds = Traffic(int(3 * 0.85 * A5000.memory_bandwidth), ())
     assert attainable_seconds(flops, three_seconds, A5000) == pytest.approx(5.0)
+
+
+def test_transfers_to_the_host_take_time_only_where_a_link_is_given():
+    moves = (Move("copy", "offload", 64 * 10**9, 1, ""), Move("dot", "matmul", 10**9, 1, ""))
+    moved = Traffic(0, moves)
+    link = hardware.host_link("pcie4")  # 32 GB/s
+    nothing = products("bfloat16", 0)
+    assert attainable_seconds(nothing, moved, A5000, link) == pytest.approx(2.0)
+    assert attainable_seconds(nothing, moved, A5000) == 0
 
 
 def test_dtypes_add_up_each_at_its_own_rate():

@@ -182,6 +182,7 @@ PICTURES = {
         LANES, passes={"ring": [(1, "device 0", 1, "device 1")]}, amount="shards", title="two"
     ),
     "ladder": lambda: figures.ladder(LADDER, limit=21 * GIB, small=4 * GIB, fast=0.4),
+    "rungs": lambda: figures.rungs(LADDER, limit=21 * GIB, title="steps"),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
     "trace": lambda: figures.trace(
         [(step, 4e-4 * 0.99**step) for step in range(300)],
@@ -341,6 +342,25 @@ def test_a_ladder_numbers_its_steps_in_order_and_leaves_those_hollow_that_do_not
     joined, *points = [line for line in axes.lines if len(line.get_xdata()) != 2]
     assert joined.get_xydata().tolist() == [[1000, 46], [600, 8], [600, 3.5]]
     assert [p.get_markerfacecolor() == "white" for p in points] == [True, False, False]
+
+
+def test_rungs_have_a_bar_of_memory_and_one_of_time_hatched_where_a_step_does_not_fit():
+    memory, time = figures.rungs(LADDER, limit=21 * GIB).axes
+    assert [bar.get_width() for bar in memory.patches] == [46, 8, 3.5]
+    assert [bar.get_width() for bar in time.patches] == [1000, 600, 600]
+    for axes in (memory, time):
+        assert [bar.get_hatch() for bar in axes.patches] == ["///", None, None]
+    assert [label.get_text() for label in memory.get_yticklabels()] == [
+        "1. first",
+        "2. second",
+        "3. third",
+    ]
+
+
+def test_a_tradeoff_may_have_a_logarithmic_axis_of_memory():
+    rows = [{"name": "a", "memory": GIB, "recomputed": 1}]
+    assert figures.tradeoff(rows, logy=True).axes[0].get_yscale() == "log"
+    assert figures.tradeoff(rows).axes[0].get_yscale() == "linear"
 
 
 def test_memory_breakdown_stacks_its_parts_up_to_the_sum():
@@ -792,6 +812,7 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.hosts({}),
         lambda: figures.hosts({"nobody": [[]]}),
         lambda: figures.ladder([], limit=1, small=1, fast=1),
+        lambda: figures.rungs([], limit=1),
         lambda: figures.lines({}, "x", "y"),
         lambda: figures.memory_bars([]),
         lambda: figures.residuals([]),

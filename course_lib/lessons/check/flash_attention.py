@@ -15,7 +15,9 @@ def window_pairs(your_pairs):
     attention needs if each position sees only itself and the `window - 1` positions before it.
     """
     for n, tile, window in ((8, 4, 8), (6, 4, 5), (6, 4, 7), (5, 2, 3), (4, 4, 1)):
-        hint = "Begin with the causal pairs, and leave out those whose keys are all too old."
+        hint = (
+            "Draw the mask for n=4, tile=4, window=5, and mark the tiles with anything in them."
+        )
         yours = call(your_pairs, n, tile, window, hint=hint)
         yours = sorted((int(i), int(j)) for i, j in yours)
         position = np.arange(n * tile)

@@ -87,7 +87,11 @@ def online_logsumexp(your_add):
     first = np.array([[1.0, 3.0, 2.0], [500.0, 499.0, 0.0], [-700.0, -701.0, -702.0]])
     chunks = jnp.float32([first, first[:, ::-1] + 3, first - 40])
     largest, total = jnp.full(3, -jnp.inf), jnp.zeros(3)
-    hint = "The new maximum first; then the old sum, rescaled to it, plus the chunk's."
+    hint = (
+        "`total` is relative to the old maximum, the chunk's sum to another one. Which one"
+        " number can both be made relative to? Try it by hand: maximum 1 and sum 1, then the"
+        " logits 3 and 2."
+    )
     for chunk in chunks:
         result = call(your_add, largest, total, chunk, hint=hint)
         require(

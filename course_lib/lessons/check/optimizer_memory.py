@@ -16,8 +16,8 @@ def lost_updates(near_one, near_three):
     predicted(
         near_one,
         near_three,
-        hint="Half of the distance to the next number is lost. bfloat16 keeps 8 significant"
-        " bits: how far apart are numbers from 1 to 2, and from 2 to 4?",
+        hint="The section on parameters in bfloat16 says how far apart its numbers are from 1"
+        " to 2. How far is it from 2 to 4, and which sums round back to the old number?",
     )
     for value, yours, name in ((1.0, near_one, "1"), (3.0, near_three, "3")):
         updates = np.arange(1, 2**12, dtype=np.float32) * np.float32(2.0**-16)
@@ -45,8 +45,8 @@ def state_of_a_matrix(adamw, eight_bits, adafactor):
         adamw,
         eight_bits,
         adafactor,
-        hint="Two float32 numbers per parameter; two bytes per parameter and two scales per"
-        " block; one float32 number per row and per column.",
+        hint="For each optimizer, list the arrays that it keeps for this matrix, with their"
+        " shapes and dtypes: the notebook describes all three.",
     )
     size = 4096 * 11008
     right = {"AdamW": 8 * size, "8-bit AdamW": 2 * size + 8 * size // 256}

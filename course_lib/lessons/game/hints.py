@@ -3,6 +3,7 @@
 from course_lib import measure
 from course_lib.lessons.game import model, score
 from course_lib.lessons.game.score import Program, Score
+from course_lib.lessons.game.setups import Setup
 
 
 def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
@@ -55,7 +56,38 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
         return f"{largest}. Is there a way to hold a smaller piece of it at a time?"
     if not fast:
         return _slow(submission, program)
-    return "Both targets are reached. Another GPU has others: submit(make_step, gpu='t4')."
+    ahead = [
+        level for level in score.open_levels(so_far) if not score.is_reached(level, so_far)
+    ]
+    if not ahead:
+        return "All targets are reached. Another GPU has others: submit(make_step, gpu='t4')."
+    level = ahead[0]
+    return (
+        f"Both targets are reached, each by a step of its own. The next one is a pair:"
+        f" {measure.gib(level.peak)} and {1e3 * level.seconds(submission.gpu):.0f} ms."
+        f" {_where_to_look(level.notebook, largest, submission, program)}"
+        f" (Notebook {level.notebook}.)"
+    )
+
+
+def _where_to_look(notebook: int, largest: str, submission: Score, program: Program) -> str:
+    """Returns what the compiled step shows about the next level of Part III."""
+    if notebook == 15:
+        return (
+            f"{largest}. Minibatches make everything smaller, and add up gradients in a second"
+            " set of arrays. Which arrays really need to be cut?"
+        )
+    if notebook == 16:
+        by_kind = program.traffic.by_kind()
+        moved = ", ".join(
+            f"{kind} {n / program.traffic.bytes:.0%}" for kind, n in list(by_kind.items())[:3]
+        )
+        return f"{largest}. The bytes are moved by {moved}. Which arrays grow with L squared?"
+    state = score.state_bytes(Setup(submission.optimizer))
+    share = f"Parameters and optimizer state take {measure.gib(state)} of the peak."
+    if notebook == 17:
+        return f"{share} How many bits does each of these numbers need between two steps?"
+    return f"{share} For how much of the step does the GPU need each of them?"
 
 
 def _slow(submission: Score, program: Program) -> str:

@@ -1,6 +1,7 @@
 """The costs of a submission: the real step, compiled for a GPU that is not there."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from course_lib import measure
 from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
 from course_lib.lessons.game import model
+from course_lib.lessons.game.setups import FIRST, Setup
 from course_lib.measure import hardware, virtual
 from course_lib.measure.roofline import peak
 
@@ -19,6 +21,15 @@ SMALL_PEAK = int(3.5 * measure.GIB)
 FAST_BYTES = 150 * 10**9
 """The bytes that a fast step may move; with the FLOPs of the first step they are the target for
 the time."""
+
+HOST_LINKS = {
+    "l4": "pcie4",
+    "a5000": "pcie4",
+    "a100-40": "pcie4",
+    "a100-80": "pcie4",
+    "h100": "pcie5",
+}
+"""The link between a GPU and its host, by name in `hardware.HOST_LINKS`."""
 
 SECONDS, SECONDS_PER_LINE = 7, 0.003  # to compile a lowered program, on two idle cores
 
@@ -34,6 +45,8 @@ class Score:
       seconds: attainable time of the step: `measure.attainable_seconds`.
       extra_flops: FLOPs beyond the first step's, as a share of them.
       host_bytes: moved between the host's memory and the GPU's, per step.
+      optimizer: that it trains with.
+      moments: the memory that the optimizer's moments are in.
     """
 
     name: str
@@ -42,6 +55,8 @@ class Score:
     seconds: float
     extra_flops: float
     host_bytes: int
+    optimizer: str = "adamw"
+    moments: str = "device"
 
     @property
     def fits(self) -> bool:
@@ -76,6 +91,68 @@ class Program:
     largest: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A target of Part III: memory and time at once.
+
+    Attributes:
+      notebook: its number.
+      name: for the table.
+      peak: most bytes of the GPU's memory.
+      traffic: bytes that the step may move; the time follows from them as for `FAST_BYTES`.
+      optimizer: that the step must train with; None for any.
+    """
+
+    notebook: int
+    name: str
+    peak: int
+    traffic: int
+    optimizer: str | None = "adamw"
+
+    def seconds(self, gpu: str) -> float:
+        """Returns the attainable time that a step may have on a GPU."""
+        return seconds_for(self.traffic, gpu)
+
+    def is_reached(self, one: Score) -> bool:
+        """Whether a submission reaches it."""
+        return (
+            one.fits
+            and one.peak <= self.peak
+            and one.seconds <= self.seconds(one.gpu)
+            and self.optimizer in (None, one.optimizer)
+        )
+
+
+LEVELS = (
+    Level(15, "a loss in chunks", int(4.9 * measure.GIB), 200 * 10**9),
+    Level(16, "small and fast", SMALL_PEAK, FAST_BYTES),
+    Level(17, "lighter moments", int(2.4 * measure.GIB), FAST_BYTES, None),
+    Level(18, "AdamW, moments on the host", int(2.1 * measure.GIB), 200 * 10**9),
+)
+"""The targets of Part III, in their order: about a tenth looser than the reference moves. They
+are for the GPUs of `HOST_LINKS`."""
+
+
+def open_levels(submissions: Sequence[Score]) -> list[Level]:
+    """Returns the levels that were reached and the next one.
+
+    The first one opens when one submission is small, and one is fast.
+
+    Args:
+      submissions: for one GPU.
+    """
+    small, fast = (any(getattr(one, goal) for one in submissions) for goal in ("small", "fast"))
+    if not (small and fast) or submissions[0].gpu not in HOST_LINKS:
+        return []
+    reached = [is_reached(level, submissions) for level in LEVELS]
+    return [level for i, level in enumerate(LEVELS) if all(reached[:i])]
+
+
+def is_reached(level: Level, submissions: Sequence[Score]) -> bool:
+    """Whether any submission reaches a level."""
+    return any(level.is_reached(one) for one in submissions)
+
+
 def limit(gpu: str) -> int:
     """Returns the bytes of a GPU's memory that a step may use."""
     return int(SHARE * hardware.get(gpu).memory_bytes)
@@ -83,9 +160,13 @@ def limit(gpu: str) -> int:
 
 def fast_seconds(gpu: str) -> float:
     """Returns the target for the time: no extra FLOPs, in 16 bits, and `FAST_BYTES`."""
-    accelerator = hardware.get(gpu)
+    return seconds_for(FAST_BYTES, gpu)
+
+
+def seconds_for(traffic: int, gpu: str) -> float:
+    """Returns the attainable time of the first step's FLOPs in 16 bits and so many bytes."""
     half = measure.Flops({half_dtype(gpu): reference_flops()}, {})
-    return measure.attainable_seconds(half, measure.Traffic(FAST_BYTES, ()), accelerator)
+    return measure.attainable_seconds(half, measure.Traffic(traffic, ()), hardware.get(gpu))
 
 
 def half_dtype(gpu: str) -> str:
@@ -98,21 +179,28 @@ def reference_flops() -> int:
     return sum(measure.flops(model.first_step(model.REAL), *arguments()).total.values())
 
 
-def arguments() -> tuple[Any, Any]:
-    """Returns the shapes of the real state and batch."""
+def arguments(setup: Setup = FIRST) -> tuple[Any, Any]:
+    """Returns the shapes of the real state and batch, and where they are."""
+    optimizer = setup.config(model.REAL).optimizer
     params = jax.eval_shape(lambda: model.init(model.REAL, jax.random.key(0)))
-    state = params, jax.eval_shape(model.REAL.optimizer.init, params)
+
+    def init(params: Any) -> Any:
+        return setup.place(optimizer, optimizer.init(params))
+
+    state = params, virtual.shapes(init, params)
     shape = model.REAL.batch_size, model.REAL.length + 1
     return state, jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def state_bytes() -> int:
-    """Returns the bytes of the parameters and of AdamW's two moments."""
-    state, _ = arguments()
+def state_bytes(setup: Setup = FIRST) -> int:
+    """Returns the bytes of the parameters and of the optimizer's state."""
+    state, _ = arguments(setup)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
+def compile_step(
+    make_step: Any, gpu: str, name: str, setup: Setup = FIRST
+) -> tuple[Score, Program]:
     """Compiles a learner's real step for a virtual GPU, and says before how long that takes.
 
     Raises:
@@ -120,9 +208,15 @@ def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
     """
     accelerator = hardware.get(gpu)
     [device] = virtual.devices(gpu)
-    state, batch = virtual.abstract(arguments(), device)
+    link = hardware.host_link(HOST_LINKS[gpu]) if gpu in HOST_LINKS else None
+    require(
+        link or setup.moments == "device",
+        f"moments='host' needs a GPU whose link to the host is known: one of"
+        f" {', '.join(HOST_LINKS)}.",
+    )
+    state, batch = virtual.abstract(arguments(setup), device)
     try:
-        step = make_step(model.REAL)
+        step = make_step(setup.config(model.REAL))
         step = step if hasattr(step, "lower") else jax.jit(step)
         flops = measure.flops(step, state, batch)
         lowered = step.lower(state, batch)
@@ -158,9 +252,11 @@ def compile_step(make_step: Any, gpu: str, name: str) -> tuple[Score, Program]:
         name=name,
         gpu=gpu,
         peak=heap.peak,
-        seconds=measure.attainable_seconds(flops, traffic, accelerator),
+        seconds=measure.attainable_seconds(flops, traffic, accelerator, link),
         extra_flops=extra,
         host_bytes=traffic.by_kind().get("offload", 0),
+        optimizer=setup.optimizer,
+        moments=setup.moments,
     )
     aliased = measure.memory(heap.compiled).aliased
     return score, Program(flops, traffic, aliased, next(iter(temporaries), None))

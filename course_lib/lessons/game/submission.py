@@ -5,16 +5,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
-from course_lib.lessons.game import hints, score, scoreboard, updates
+from course_lib.lessons.game import hints, score, scoreboard, setups, updates
 from course_lib.lessons.game.score import Score
 from course_lib.measure import MIB, gib, hardware, virtual
 from course_lib.measure.units import GIB
 from course_lib.show import figures, notebook
+from course_lib.smaller_and_faster import offload
 
 MOST_DRAWN = 12
 
 
-def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
+def submit(
+    make_step: Any,
+    gpu: str = "a5000",
+    name: str = "",
+    optimizer: str = "adamw",
+    moments: str = "device",
+) -> None:
     """Checks and scores a training step of the game. Prints; never raises.
 
     First it compares the updates on a small model. Then it compiles the step of
@@ -28,13 +35,28 @@ def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
         batch is int32 tokens [batch_size length+1]. Begin with `game.first_step`.
       gpu: the name of a GPU in `hardware`.
       name: of the submission in the table; the function's if it is empty.
+      optimizer: the `config.optimizer` of the step, one of `setups.OPTIMIZERS`. The score names
+        it: any but "adamw" makes other updates than the first step.
+      moments: the memory that the optimizer's moments are in before and after a step, "device"
+        or "host".
     """
     try:
         require(
             gpu in _gpus(),
             f"gpu={gpu!r} must be one of {', '.join(_gpus())}.",
         )
-        print(f"✓ The updates equal the first step's: they {updates.check(make_step)}")
+        setup = setups.read(optimizer, moments)
+        if moments == "host" and (reason := offload.why_unavailable()):
+            print(f"Moments on the host cannot be checked here: {reason}.")
+            return
+        right = updates.check(make_step, setup)
+        if optimizer == "adamw":
+            print(f"✓ The updates equal the first step's: they {right}")
+        else:
+            print(
+                f"✓ The updates are those of {optimizer}. The gradient equals the first"
+                f" step's: the two {right}"
+            )
         if reason := virtual.why_unavailable(gpu):
             print(
                 f"There is no score, because here {reason}. Where virtual GPUs work, submit"
@@ -42,7 +64,7 @@ def submit(make_step: Any, gpu: str = "a5000", name: str = "") -> None:
             )
             return
         named = str(name or getattr(make_step, "__name__", type(make_step).__name__))
-        submission, program = score.compile_step(make_step, gpu, named)
+        submission, program = score.compile_step(make_step, gpu, named, setup)
         of_this_gpu = [one for one in scoreboard.add(submission) if one.gpu == gpu]
         table(of_this_gpu, gpu)
         print(f"Hint: {hints.hint(submission, program, of_this_gpu[:-1])}")
@@ -59,6 +81,14 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
         {"name": "target: small", "peak GiB": score.SMALL_PEAK / GIB},
         {"name": "target: fast", "attainable ms": 1e3 * score.fast_seconds(gpu)},
     ]
+    for level in score.open_levels(submissions):
+        targets.append(
+            {
+                "name": f"target {level.notebook}: {level.name}",
+                "peak GiB": level.peak / GIB,
+                "attainable ms": 1e3 * level.seconds(gpu),
+            }
+        )
     rows = [
         {
             "#": number,
@@ -68,9 +98,12 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
             "attainable ms": 1e3 * one.seconds,
             "extra FLOPs %": 100 * one.extra_flops,
             "host MiB per step": one.host_bytes / MIB,
+            "optimizer": _optimizer(one),
         }
         for number, one in enumerate(submissions, 1)
     ]
+    if all(row["optimizer"] == "adamw" for row in rows):
+        rows = [{key: row[key] for key in row if key != "optimizer"} for row in rows]
     empty = dict.fromkeys(rows[0])
     memory = gib(score.limit(gpu))
     notebook.table(
@@ -83,14 +116,24 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
 def picture(submissions: Sequence[Score], gpu: str) -> Any:
     """Returns the picture of the last submissions for one GPU."""
     last = submissions[-MOST_DRAWN:]
+    ahead = [
+        level
+        for level in score.open_levels(submissions)
+        if not score.is_reached(level, submissions)
+    ]
     return figures.ladder(
         [{"name": one.name, "seconds": one.seconds, "peak": one.peak} for one in last],
         first=len(submissions) - len(last) + 1,
         limit=score.limit(gpu),
         small=score.SMALL_PEAK,
         fast=score.fast_seconds(gpu),
+        next_target=(ahead[0].seconds(gpu), ahead[0].peak) if ahead else None,
         title=f"One training step on an {hardware.get(gpu).title}",
     )
+
+
+def _optimizer(one: Score) -> str:
+    return one.optimizer if one.moments == "device" else f"{one.optimizer}, moments on the host"
 
 
 def _gpus() -> list[str]:

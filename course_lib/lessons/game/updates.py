@@ -4,6 +4,9 @@ The optimizer is SGD with momentum: Adam would hide a wrong scale. The new momen
 step's gradient, which is compared with that of `model.loss` in float32 at the highest
 precision. If it differs, least squares tell how much each sequence of the batch counts in it:
 minibatches that were forgotten, or not divided by, show there.
+
+A step with another optimizer, or with moments on the host, then runs once more, with that
+optimizer. Its updates have to be those which the optimizer makes of the step's own gradient.
 """
 
 import functools
@@ -17,6 +20,7 @@ import optax
 from course_lib import measure
 from course_lib.lessons.check.answers import WrongAnswer, call, require, same_shapes
 from course_lib.lessons.game import model
+from course_lib.lessons.game.setups import FIRST, Setup
 
 PyTree = Any
 
@@ -36,20 +40,53 @@ detached 0.39; a sum of four minibatches 3.
 """
 
 
-def check(make_step: Any) -> str:
+def check(make_step: Any, setup: Setup = FIRST) -> str:
     """Returns how close the updates of a learner's step are to the first step's.
+
+    Args:
+      make_step: the submission.
+      setup: its optimizer, and where the moments are.
 
     Raises:
       WrongAnswer: saying what differs.
     """
-    hint = "Begin with a copy of `game.first_step`, and change one thing."
-    step = call(make_step, SMALL, hint=hint)
-    require(callable(step), f"make_step should return the function `step`, not {step!r}.")
-    state, batch = start()
+    state, _ = start()
     old, (old_momentum, _) = state
+    step, (new, (momentum, _)) = one_step(make_step, SMALL, state, setup)
+    yours = jax.tree.map(lambda m, o: m - DECAY * o, momentum.trace, old_momentum.trace)
+    dtype, off = dtype_of_products(step, setup), difference(yours, gradient())
+    if not off <= TOLERANCE[dtype]:
+        raise WrongAnswer(explain(yours))
+    moved = jax.tree.map(lambda n, o: n - o, new, old)
+    require(
+        difference(moved, jax.tree.map(lambda m: -RATE * m, momentum.trace)) < 1e-3,
+        "The gradient is right, but the parameters do not follow it: add the updates of"
+        " config.optimizer to the parameters, once, in float32.",
+    )
+    if setup != FIRST:
+        check_optimizer(make_step, setup, yours)
+    return f"differ by {off:.1e}, and {dtype} may differ by {TOLERANCE[dtype]:g}."
+
+
+def one_step(
+    make_step: Any, config: model.Config, state: PyTree, setup: Setup
+) -> tuple[Any, PyTree]:
+    """Makes a learner's step and runs it once.
+
+    Returns:
+      The step, and the new state, NumPy's arrays.
+
+    Raises:
+      WrongAnswer: if the new state is not built like the old one, or not where that was.
+    """
+    hint = "Begin with a copy of `game.first_step`, and change one thing."
+    step = call(make_step, config, hint=hint)
+    require(callable(step), f"make_step should return the function `step`, not {step!r}.")
+    copies = copy_of(config, state, setup)
+    places = memories(copies)
     with jax.default_matmul_precision("highest"):
-        copies = jax.tree.map(jnp.array, (state, batch))  # the step may donate them
-        result = call(step, *copies, hint="A step returns the new state and the loss.")
+        batch = jnp.array(start()[1])
+        result = call(step, copies, batch, hint="A step returns the new state and the loss.")
     require(
         isinstance(result, tuple) and len(result) == 2,
         "A step returns two things: the new state and the loss.",
@@ -60,23 +97,85 @@ def check(make_step: Any) -> str:
         " config.optimizer.",
     )
     same_shapes(result[0], state, "the new state")
-    new, (momentum, _) = jax.tree.map(np.asarray, result[0])
-    yours = jax.tree.map(lambda m, o: m - DECAY * o, momentum.trace, old_momentum.trace)
-    dtype, off = dtype_of_products(step), difference(yours, gradient())
-    if not off <= TOLERANCE[dtype]:
-        raise WrongAnswer(explain(yours))
-    moved = jax.tree.map(lambda n, o: n - o, new, old)
     require(
-        difference(moved, jax.tree.map(lambda m: -RATE * m, momentum.trace)) < 1e-3,
-        "The gradient is right, but the parameters do not follow it: add the updates of"
-        " config.optimizer to the parameters, once, in float32.",
+        setup.moments == "device" or memories(result[0]) == places,
+        f"The new state is in other memories than the old one: {memories(result[0])} in place"
+        f" of {places}. Moments go back to the host, everything else stays on the device.",
     )
-    return f"differ by {off:.1e}, and {dtype} may differ by {TOLERANCE[dtype]:g}."
+    return step, jax.tree.map(_numbers, result[0])
 
 
-def dtype_of_products(step: Any) -> str:
+def copy_of(config: model.Config, state: PyTree, setup: Setup) -> PyTree:
+    """Returns a copy of a state, which the step may donate, with its moments in their place."""
+    params, opt_state = jax.tree.map(jnp.array, state)
+    return params, setup.place(config.optimizer, opt_state)
+
+
+def memories(tree: PyTree) -> dict[str, int]:
+    """Counts a tree's arrays by the memory that they are in."""
+    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def _numbers(leaf: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
+    """Compares a step's updates with those that its optimizer makes of the step's gradient.
+
+    Args:
+      make_step: the submission.
+      setup: its optimizer, and where the moments are.
+      yours: the gradient of the step.
+
+    Raises:
+      WrongAnswer: if they differ.
+    """
+    config = setup.config(SMALL)
+    update = jax.jit(config.optimizer.update)
+    params = jax.tree.map(jnp.array, start()[0][0])
+    _, opt_state = update(gradient(), config.optimizer.init(params), params)
+    _, (new, new_state) = one_step(make_step, config, (params, opt_state), setup)
+    updates, expected = update(yours, opt_state, params)
+    moved = jax.tree.map(lambda n, o: n - np.asarray(o), new, params)
+    name = setup.optimizer
+    require(
+        difference(moved, updates) < 0.1,
+        f"The gradient is right, but {name} makes other updates of it than your step. Do the"
+        " old state and the parameters go into config.optimizer.update, and all updates into"
+        " the parameters, once?",
+    )
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(new_state),
+        jax.tree.leaves(jax.tree.map(_numbers, expected)),
+        strict=True,
+    )
+    wrong = [jax.tree_util.keystr(path) for (path, a), b in pairs if not _close(a, b)]
+    require(
+        not wrong,
+        f"The parameters are right, but the new state of {name} is not: {len(wrong)} of its"
+        f" arrays differ, the first is {(wrong or [''])[0]}. Each step changes the state once.",
+    )
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of an optimizer's state are equal to rounding: counts and keys are
+    equal, and codes of 8 bits differ by one step in a few places.
+    """
+    if a.dtype == np.uint8:
+        return bool(np.mean(np.abs(a.astype(int) - b.astype(int)) > 1) < 0.05)
+    if a.dtype.kind in "iu":
+        return bool(np.array_equal(a, b))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return bool(np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b))
+
+
+def dtype_of_products(step: Any, setup: Setup = FIRST) -> str:
     """Returns the dtype with the fewest bits that the step multiplies."""
-    flops = measure.flops(step, *start())
+    state, batch = start()
+    flops = measure.flops(step, copy_of(SMALL, state, setup), batch)
     dtypes = [dtype for dtype in ("bfloat16", "float16", "float32") if flops.total.get(dtype)]
     require(dtypes, "This step multiplies no matrices. It should train the model: `game.loss`.")
     return dtypes[0]

@@ -25,6 +25,7 @@ from course_lib.show.figures.moving import moving
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
 from course_lib.show.figures.positions import attention_pairs, token_routing
+from course_lib.show.figures.rungs import rungs
 from course_lib.show.figures.schedules import schedule
 from course_lib.show.figures.style import PHASES as PHASES
 from course_lib.show.figures.style import use_style
@@ -52,6 +53,7 @@ __all__ = [
     "residuals",
     "roofline",
     "roofline_plot",
+    "rungs",
     "schedule",
     "seconds_by_devices",
     "step_timeline",

@@ -140,6 +140,7 @@ def tradeoff(
     *,
     xlabel: str = "recomputed FLOPs (% of the model's)",
     ylabel: str = "memory (GiB)",
+    logy: bool = False,
     title: str = "",
 ) -> Figure:
     """Draws one point per row, with its name beside it: recomputation against memory.
@@ -149,6 +150,7 @@ def tradeoff(
         `memory` (in bytes, drawn in GiB).
       xlabel: label of the first axis, with its unit.
       ylabel: label of the second.
+      logy: whether the second axis is logarithmic.
       title: of the picture.
 
     Raises:
@@ -165,7 +167,11 @@ def tradeoff(
             **style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"},
         )
     axes.margins(x=0.08, y=0.12)
-    axes.set_ylim(bottom=0)
+    if logy:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     style.label_points(axes, points, [str(row["name"]) for row in rows])
     return figure
@@ -178,6 +184,7 @@ def ladder(
     small: style.Number,
     fast: style.Number,
     first: int = 1,
+    next_target: tuple[style.Number, style.Number] | None = None,
     title: str = "",
 ) -> Figure:
     """Draws one numbered point per version of a training step, joined in their order: the
@@ -189,6 +196,8 @@ def ladder(
       small: the target for `peak`, in bytes.
       fast: the target for `seconds`.
       first: the number of the first row.
+      next_target: the most seconds and the most bytes of a target for both at once, drawn as a
+        corner; None if there is no such target.
       title: of the picture.
 
     Raises:
@@ -220,6 +229,10 @@ def ladder(
         style.write(axes, f"{text}: {y:.1f} GiB", 0, y)
     at_top = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "top"}
     axes.annotate(f" target: fast\n {1e3 * fast:.0f} ms", (1e3 * fast, 1), **at_top)
+    if next_target is not None:
+        x, y = 1e3 * next_target[0], next_target[1] / GIB
+        axes.plot([0, x, x], [y, y, axes.get_ylim()[0]], color=style.COLORS[2], linewidth=1.5)
+        style.write(axes, f"next target: {y:.1f} GiB in {x:.0f} ms", 0, y)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="attainable time per step (ms)", ylabel="peak memory (GiB)", title=title)
     names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]

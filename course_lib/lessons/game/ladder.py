@@ -1,0 +1,56 @@
+"""The ladder of the game: the reference moves of all notebooks, recorded, as one picture."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course_lib.lessons.game import model, score
+from course_lib.lessons.game.score import Score
+from course_lib.measure import hardware, recorded
+from course_lib.show import figures
+
+
+def recorded_moves(
+    gpu: str = "a5000",
+    names: Sequence[str] = (),
+    compute: Callable[[str], dict[str, Any]] | None = None,
+) -> list[Score]:
+    """Returns the first step and the reference moves, in the order of the notebooks.
+
+    Args:
+      gpu: "a5000", or "t4" for the moves of Part I in float16.
+      names: of the moves, for `tools/draw_game.py`, which records them.
+      compute: returns the row of a move, likewise.
+
+    Raises:
+      FileNotFoundError: if no ladder was recorded for this GPU.
+    """
+    sizes = dataclasses.asdict(model.REAL)
+    del sizes["optimizer"]
+
+    def refuse(name: str) -> dict[str, Any]:
+        raise ValueError(f"name={name!r}: tools/draw_game.py computes moves")
+
+    table = recorded.partly_live(
+        f"game_{gpu}", compute or refuse, [], cases=names, sizes=sizes, accelerator=gpu
+    )
+    return [
+        Score(**{key: value for key, value in row.items() if key != "case"})
+        for row in table.rows
+    ]
+
+
+def picture(moves: Sequence[Score]) -> Figure:
+    """Returns the picture of moves for one GPU, from the first to the last.
+
+    Raises:
+      ValueError: if there are no moves.
+    """
+    gpu = moves[0].gpu if moves else "a5000"
+    return figures.rungs(
+        moves,
+        limit=score.limit(gpu),
+        title=f"One training step on an {hardware.get(gpu).title}",
+    )

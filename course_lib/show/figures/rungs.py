@@ -1,0 +1,49 @@
+"""The versions of a training step below each other: memory and time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course_lib.measure.units import GIB
+from course_lib.show.figures import style
+
+
+def rungs(rows: Sequence[Any], *, limit: style.Number, title: str = "") -> Figure:
+    """Draws two bars per version of a training step, the first version at the top: the peak
+    memory and the attainable time. Narrow enough for the screen of a phone.
+
+    Args:
+      rows: mappings or dataclasses with `name`, `seconds` and `peak` (in bytes).
+      limit: the bytes of the GPU's memory that a step may use. The bar of a step that needs
+        more is hatched.
+      title: of the picture.
+
+    Raises:
+      ValueError: if there are no rows.
+    """
+    if not rows:
+        raise ValueError("rows=[] must hold at least one mapping: there is nothing to draw")
+    rows = style.as_dicts(rows)
+    figure, panels = style.canvas(width=5.4, height=1.2 + 0.3 * len(rows), columns=(1, 1))
+    memory, time = panels
+    names = [f"{i}. {row['name']}" for i, row in enumerate(rows, 1)]
+    memory.set_yticks(range(len(rows)), names, fontsize=9)
+    memory.set_ylim(len(rows) - 0.4, -0.6)
+    panels_of = (
+        (memory, [float(row["peak"]) / GIB for row in rows], ".1f", style.COLORS[0]),
+        (time, [1e3 * float(row["seconds"]) for row in rows], ".0f", style.COLORS[1]),
+    )
+    for axes, values, format, color in panels_of:
+        for y, (row, value) in enumerate(zip(rows, values, strict=True)):
+            fits = float(row["peak"]) <= limit
+            look = {"facecolor": color if fits else "white", "edgecolor": color}
+            axes.barh(y, value, height=0.7, hatch=None if fits else "///", **look)
+            style.write(axes, f"{value:{format}}", value, y, shift=3)
+        axes.set_xlim(0, 1.28 * max(values))
+        axes.grid(visible=False, axis="y")
+    memory.axvline(float(limit) / GIB, color=style.COLORS[5], linewidth=1.5)
+    memory.set_xlabel("peak memory (GiB)", fontsize=10)
+    time.set_xlabel("attainable time (ms)", fontsize=10)
+    figure.suptitle(title, fontsize=11)
+    return figure
