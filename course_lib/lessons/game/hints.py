@@ -74,8 +74,8 @@ def _where_to_look(notebook: int, largest: str, submission: Score, program: Prog
     """Returns what the compiled step shows about the next level of Part III."""
     if notebook == 15:
         return (
-            f"{largest}. Minibatches make everything smaller, and add up gradients in a second"
-            " set of arrays. Which arrays really need to be cut?"
+            "The small step has more FLOPs than the first one: blocks and logits are computed"
+            " twice. Does the gradient of the logits have to wait for the backward pass?"
         )
     if notebook == 16:
         by_kind = program.traffic.by_kind()

@@ -49,4 +49,4 @@ def make_step(config):
     return step
 
 
-lessons.submit(make_step, name="8-bit moments", optimizer="adamw_8bit")
+lessons.submit(make_step, name="bfloat16 moments", optimizer="adamw_bf16")
