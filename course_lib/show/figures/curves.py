@@ -219,9 +219,12 @@ def ladder(
             str(i), point, ha="center", va="center", color="white" if fits else "black",
             fontsize=9, zorder=4,
         )  # fmt: skip
-    lowest, highest = (f(y for _, y in [*points, (0, small / GIB)]) for f in (min, max))
-    axes.set_ylim(lowest / 1.5, 1.5 * max(highest, limit / GIB))
-    axes.set_xlim(0, 1.12 * max(x for x, _ in [*points, (1e3 * fast, 0)]))
+    corner = [(1e3 * next_target[0], next_target[1] / GIB)] if next_target else []
+    shown = [*points, *corner, (1e3 * fast, small / GIB)]
+    axes.set_ylim(
+        min(y for _, y in shown) / 1.5, 1.5 * max(limit / GIB, *(y for _, y in shown))
+    )
+    axes.set_xlim(0, 1.12 * max(x for x, _ in shown))
     axes.axhline(limit / GIB, color=style.COLORS[5], linewidth=1.5)
     axes.axhline(small / GIB, color="black", linestyle=":", linewidth=1.2)
     axes.axvline(1e3 * fast, color="black", linestyle=":", linewidth=1.2)
@@ -229,10 +232,10 @@ def ladder(
         style.write(axes, f"{text}: {y:.1f} GiB", 0, y)
     at_top = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "top"}
     axes.annotate(f" target: fast\n {1e3 * fast:.0f} ms", (1e3 * fast, 1), **at_top)
-    if next_target is not None:
-        x, y = 1e3 * next_target[0], next_target[1] / GIB
-        axes.plot([0, x, x], [y, y, axes.get_ylim()[0]], color=style.COLORS[2], linewidth=1.5)
-        style.write(axes, f"next target: {y:.1f} GiB in {x:.0f} ms", 0, y)
+    for x, y in corner:
+        bottom = axes.get_ylim()[0]
+        axes.plot([0, x, x], [y, y, bottom], color=style.COLORS[2], linewidth=1.5)
+        style.write(axes, f"next target: {y:.1f} GiB in {x:.0f} ms", x, 1.15 * bottom)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="attainable time per step (ms)", ylabel="peak memory (GiB)", title=title)
     names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]

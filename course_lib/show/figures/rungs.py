@@ -43,7 +43,8 @@ def rungs(rows: Sequence[Any], *, limit: style.Number, title: str = "") -> Figur
         axes.set_xlim(0, 1.28 * max(values))
         axes.grid(visible=False, axis="y")
     memory.axvline(float(limit) / GIB, color=style.COLORS[5], linewidth=1.5)
-    memory.set_xlabel("peak memory (GiB)", fontsize=10)
-    time.set_xlabel("attainable time (ms)", fontsize=10)
+    at_limit = f"line: the GPU's limit, {float(limit) / GIB:.1f}"
+    memory.set_xlabel(f"peak memory (GiB)\n{at_limit}", fontsize=10)
+    time.set_xlabel("attainable time (ms)\nper step", fontsize=10)
     figure.suptitle(title, fontsize=11)
     return figure
