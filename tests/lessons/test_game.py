@@ -511,7 +511,7 @@ def test_the_table_names_optimizers_and_the_next_target_once_there_are_any(capsy
     assert "optimizer" not in printed
     submission.table([small, scored(optimizer="lion"), scored(moments="host")], "a5000")
     printed = capsys.readouterr().out
-    assert "lion" in printed and "adamw, moments on the host" in printed
+    assert "lion" in printed and "adamw, on the host" in printed
     assert "target 15" not in printed
 
 

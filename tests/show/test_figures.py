@@ -345,15 +345,15 @@ def test_a_ladder_numbers_its_steps_in_order_and_leaves_those_hollow_that_do_not
 
 
 def test_rungs_have_a_bar_of_memory_and_one_of_time_hatched_where_a_step_does_not_fit():
-    memory, time = figures.rungs(LADDER, limit=21 * GIB).axes
+    memory, time = figures.rungs(LADDER, limit=21 * GIB, first=0).axes
     assert [bar.get_width() for bar in memory.patches] == [46, 8, 3.5]
     assert [bar.get_width() for bar in time.patches] == [1000, 600, 600]
     for axes in (memory, time):
         assert [bar.get_hatch() for bar in axes.patches] == ["///", None, None]
     assert [label.get_text() for label in memory.get_yticklabels()] == [
-        "1. first",
-        "2. second",
-        "3. third",
+        "0. first",
+        "1. second",
+        "2. third",
     ]
 
 

@@ -7,6 +7,10 @@
 
 A submission is a function `make_step(config) -> step`. `submit` checks that its updates are
 those of `first_step`, compiles the real step for a GPU that need not be there, and scores it.
+In Part III a submission may train with another optimizer, or keep AdamW's moments on the host:
+
+    lessons.submit(make_step, optimizer="lion")
+    lessons.submit(make_step, moments="host")
 """
 
 from course_lib.lessons.game.model import (

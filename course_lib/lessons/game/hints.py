@@ -63,7 +63,7 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
         return "All targets are reached. Another GPU has others: submit(make_step, gpu='t4')."
     level = ahead[0]
     return (
-        f"Both targets are reached, each by a step of its own. The next one is a pair:"
+        f"The first two targets are reached. The next one asks for two things at once:"
         f" {measure.gib(level.peak)} and {1e3 * level.seconds(submission.gpu):.0f} ms."
         f" {_where_to_look(level.notebook, largest, submission, program)}"
         f" (Notebook {level.notebook}.)"

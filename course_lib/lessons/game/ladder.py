@@ -43,7 +43,7 @@ def recorded_moves(
 
 
 def picture(moves: Sequence[Score]) -> Figure:
-    """Returns the picture of moves for one GPU, from the first to the last.
+    """Returns the picture of moves for one GPU, numbered; the first step has the number 0.
 
     Raises:
       ValueError: if there are no moves.
@@ -52,5 +52,6 @@ def picture(moves: Sequence[Score]) -> Figure:
     return figures.rungs(
         moves,
         limit=score.limit(gpu),
+        first=0,
         title=f"One training step on an {hardware.get(gpu).title}",
     )

@@ -133,7 +133,7 @@ def picture(submissions: Sequence[Score], gpu: str) -> Any:
 
 
 def _optimizer(one: Score) -> str:
-    return one.optimizer if one.moments == "device" else f"{one.optimizer}, moments on the host"
+    return one.optimizer if one.moments == "device" else f"{one.optimizer}, on the host"
 
 
 def _gpus() -> list[str]:

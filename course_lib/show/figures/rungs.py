@@ -9,7 +9,9 @@ from course_lib.measure.units import GIB
 from course_lib.show.figures import style
 
 
-def rungs(rows: Sequence[Any], *, limit: style.Number, title: str = "") -> Figure:
+def rungs(
+    rows: Sequence[Any], *, limit: style.Number, first: int = 1, title: str = ""
+) -> Figure:
     """Draws two bars per version of a training step, the first version at the top: the peak
     memory and the attainable time. Narrow enough for the screen of a phone.
 
@@ -17,6 +19,7 @@ def rungs(rows: Sequence[Any], *, limit: style.Number, title: str = "") -> Figur
       rows: mappings or dataclasses with `name`, `seconds` and `peak` (in bytes).
       limit: the bytes of the GPU's memory that a step may use. The bar of a step that needs
         more is hatched.
+      first: the number of the first row.
       title: of the picture.
 
     Raises:
@@ -27,7 +30,7 @@ def rungs(rows: Sequence[Any], *, limit: style.Number, title: str = "") -> Figur
     rows = style.as_dicts(rows)
     figure, panels = style.canvas(width=5.4, height=1.2 + 0.3 * len(rows), columns=(1, 1))
     memory, time = panels
-    names = [f"{i}. {row['name']}" for i, row in enumerate(rows, 1)]
+    names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]
     memory.set_yticks(range(len(rows)), names, fontsize=9)
     memory.set_ylim(len(rows) - 0.4, -0.6)
     panels_of = (
