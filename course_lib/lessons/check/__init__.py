@@ -110,11 +110,13 @@ from course_lib.lessons.check.transformer import (
 
 __all__ = [
     "accumulation",
+    "add_in_place",
     "aliased_bytes",
     "all_of_the_state",
     "best_state",
     "bubble_to_order",
     "bytes_of_logits",
+    "bytes_of_state",
     "count_parameters",
     "cut_norm",
     "depth",
@@ -170,10 +172,8 @@ __all__ = [
     "two_levels",
     "two_way_product",
     "ulysses",
-    "what_to_offload",
-    "bytes_of_state",
-    "add_in_place",
     "update_in_backward",
+    "what_to_offload",
     "window_pairs",
     "work_in_order",
 ]
