@@ -331,15 +331,22 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
 
 def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
     """Returns the loss of the Transformer of a configuration's `model` part."""
-    hooks, score = hooks or Hooks(), cross_entropy
-    if model.loss_chunks > 1:
-        hooks = dataclasses.replace(hooks, output=large_vocabulary.Factors)
-        score = losses.in_chunks(model)
+    hooks, score = _hooks_and_score(model, hooks or Hooks())
     apply_fn = as_function(Transformer(model, hooks), balance=model.num_experts > 0)
     return losses.of_model(model, apply_fn, score)
 
 
-def parts_of(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
+def _hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..., Any]]:
+    """Returns the hooks of a Transformer, and the score of its outputs: with a loss in chunks,
+    it returns the factors of the logits.
+    """
+    if model.loss_chunks == 1:
+        return hooks, cross_entropy
+    output = large_vocabulary.Factors
+    return dataclasses.replace(hooks, output=output), losses.in_chunks(model)
+
+
+def embed_layer_head(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
     """Returns the Transformer as the functions that `smallest_step.gradient_in_place` takes:
     embed, one layer, and head with loss.
 
@@ -348,10 +355,7 @@ def parts_of(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
     Args:
       model: the `model` part of a configuration, with scanned layers.
     """
-    hooks, score = Hooks(), cross_entropy
-    if model.loss_chunks > 1:
-        hooks = dataclasses.replace(hooks, output=large_vocabulary.Factors)
-        score = losses.in_chunks(model)
+    hooks, score = _hooks_and_score(model, Hooks())
     no_remat: dict[str, Any] = {"remat": (), "remat_policy": "nothing", "remat_names": ()}
     plain = FrozenConfigDict(model.to_dict() | no_remat)
     network, one_layer = Transformer(plain, hooks), Layer(plain, hooks)
@@ -371,7 +375,7 @@ def parts_of(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
     return embed, jax.checkpoint(layer, prevent_cse=False, policy=policy), head
 
 
-def gradient_of(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
+def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
     """Returns what makes the gradient function of a batch on one device: of a loss function by
     autodiff, or by hand (`training.backward`).
 
@@ -380,7 +384,7 @@ def gradient_of(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.
     """
     parts = minibatches(config)
     if config.training.backward == "in_place":
-        add = smallest_step.gradient_in_place(*parts_of(config.model))
+        add = smallest_step.gradient_in_place(*embed_layer_head(config.model))
         grad_fn = functools.partial(gradient_accumulation.accumulate_in_place, add, **parts)
         return lambda loss_fn: grad_fn
     return lambda loss_fn: gradient_accumulation.in_minibatches(
@@ -418,7 +422,7 @@ def build(config: ConfigDict) -> Run:
     apply_fn, loss_fn, init = functions(config)
     optimizer, donate = optimizers.from_config(config.optimizer), config.training.donate
     train_step = make_train_step(
-        loss_fn, optimizer, donate=donate, gradient_fn=gradient_of(config)
+        loss_fn, optimizer, donate=donate, gradient_fn=gradient_from(config)
     )
     return Run(config, apply_fn, loss_fn, train_step, jax.jit(init))
 

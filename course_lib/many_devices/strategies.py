@@ -137,7 +137,7 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
         config.model, mesh, strategy, (specs.params, grad_specs), cut
     )
     if config.training.backward == "in_place":
-        gradient_fn = training.gradient_of(config)
+        gradient_fn = training.gradient_from(config)
     return gradient_fn(loss_fn)
 
 
@@ -184,7 +184,7 @@ def of_checked(
         config.model, mesh, strategy, (specs.params, grad_specs), cut
     )
     if config.training.backward == "in_place":
-        gradient_fn = training.gradient_of(config)
+        gradient_fn = training.gradient_from(config)
     by_hand = mesh.size > 1 and strategy.by == "hand"
     train_step = training.make_train_step(
         loss_fn,

@@ -51,7 +51,7 @@ def gradients(*cases, batch=None):
     def compute(params, batch, rng):
         runs = [training.build(config) for config in cases]
         return [
-            training.gradient_of(run.config)(run.loss_fn)(params, batch, rng) for run in runs
+            training.gradient_from(run.config)(run.loss_fn)(params, batch, rng) for run in runs
         ]
 
     batch = batch_of(cases[0]) if batch is None else batch
