@@ -56,6 +56,19 @@ class LiveArray:
     kind: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """XLA's plan of a program's memory, as it writes it into a dump.
+
+    Attributes:
+      lifetimes: from which instruction to which each value lives; empty before JAX 0.10.
+      places: where each value lies.
+    """
+
+    lifetimes: str
+    places: str
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Heap:
     """The memory of one device while it runs a program.
@@ -66,12 +79,16 @@ class Heap:
         loop's body occurs once; a program without temporaries has one point.
       arrays: the arrays alive at the peak, largest first. They add up to the peak.
       compiled: the program, for other measurements.
+      program: the program as XLA dumps it (`HloProto`), for `write_session`.
+      plan: of its memory; `measure.tape` reads it without compiling again.
     """
 
     peak: int
     timeline: np.ndarray
     arrays: tuple[LiveArray, ...]
     compiled: jax.stages.Compiled = dataclasses.field(repr=False)
+    program: bytes = dataclasses.field(repr=False)
+    plan: Plan = dataclasses.field(repr=False)
 
 
 def heap(lowered: jax.stages.Lowered) -> Heap:
@@ -88,10 +105,9 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
       RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
         cache.
     """
-    check_lowered(lowered)
+    compiled, program, plan = compile_with_plan(lowered)
     with tempfile.TemporaryDirectory() as folder:
-        compiled = write_session(lowered, folder, "step")
-        record = _memory_viewer(pathlib.Path(folder) / "plugins" / "profile" / "step" / RECORD)
+        record = _memory_viewer(_write_record(program, pathlib.Path(folder)))
     # XLA also dumps a program that it loads, but without the plan of its memory.
     if "peakHeapMib" not in record:
         raise RuntimeError(NO_PLAN)
@@ -108,11 +124,13 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
         timeline=timeline,
         arrays=tuple(_live_array(entry, scopes) for entry in record["maxHeapBySize"]),
         compiled=compiled,
+        program=program,
+        plan=plan,
     )
 
 
 def write_session(
-    lowered: jax.stages.Lowered, logdir: str | os.PathLike[str], name: str
+    step: jax.stages.Lowered | Heap, logdir: str | os.PathLike[str], name: str
 ) -> jax.stages.Compiled:
     """Compiles a step and writes a record for TensorBoard's memory viewer and graph viewer.
 
@@ -120,7 +138,8 @@ def write_session(
     times of their operations. This one holds the program only: nothing runs.
 
     Args:
-      lowered: `jax.jit(f).lower(...)`, for a real or a virtual device.
+      step: `jax.jit(f).lower(...)`, for a real or a virtual device; or its `heap`, which is
+        not compiled again.
       logdir: TensorBoard's `--logdir`. The record goes into `logdir/plugins/profile/name/`.
       name: of the record in TensorBoard. It replaces an older one that this function wrote.
 
@@ -129,28 +148,58 @@ def write_session(
         the step is compiled already.
       RuntimeError: if XLA wrote no dump.
     """
-    check_lowered(lowered)
+    if not isinstance(step, Heap):
+        check_lowered(step)
     session = pathlib.Path(logdir) / "plugins" / "profile" / name
     if session.exists() and [path.name for path in session.glob("*.xplane.pb")] != [RECORD]:
         raise ValueError(
             f"name={name!r} must be new: {str(session)!r} holds something else; take another"
             " name"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = virtual.compile(
-            lowered, {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        )
-        protos = [*pathlib.Path(folder).glob("*after_optimizations.hlo.pb")]
-        if not protos:
-            raise RuntimeError(NO_PLAN)
-        # The smaller ones are programs that a GPU times to choose kernels.
-        largest = max(protos, key=lambda path: path.stat().st_size)
-        record = _as_record(largest.read_bytes())
+    compiled, program = (
+        (step.compiled, step.program) if isinstance(step, Heap) else compile_with_plan(step)[:2]
+    )
     # Viewing an older record has unpacked its program there.
     shutil.rmtree(session, ignore_errors=True)
     session.mkdir(parents=True)
-    (session / RECORD).write_bytes(record)
+    _write_record(program, session)
     return compiled
+
+
+def compile_with_plan(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes, Plan]:
+    """Compiles a program, and reads from XLA's dump the program (`HloProto`) and the plan of
+    its memory.
+
+    Raises:
+      ValueError: if it is compiled already.
+      RuntimeError: if XLA wrote no dump.
+    """
+    check_lowered(lowered)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
+        compiled = virtual.compile(lowered, {"xla_dump_to": folder, **options})
+        program = _largest(folder, "after_optimizations.hlo.pb")
+        if program is None:
+            raise RuntimeError(NO_PLAN)
+        places = _largest(folder, "buffer-assignment.txt")
+        if places is None:
+            return compiled, program.read_bytes(), Plan("", "")
+        lifetimes = places.with_name(places.name.replace("buffer-assignment", "live-range"))
+        written = lifetimes.read_text() if lifetimes.exists() else ""
+        return compiled, program.read_bytes(), Plan(written, places.read_text())
+
+
+def _largest(folder: str, ending: str) -> pathlib.Path | None:
+    """Returns the largest file whose name ends so. Smaller ones are of programs that a GPU
+    times to choose kernels.
+    """
+    files = pathlib.Path(folder).glob(f"*{ending}")
+    return max(files, key=lambda path: path.stat().st_size, default=None)
+
+
+def _write_record(program: bytes, folder: pathlib.Path) -> pathlib.Path:
+    (folder / RECORD).write_bytes(_as_record(program))
+    return folder / RECORD
 
 
 def _as_record(program: bytes) -> bytes:

@@ -104,6 +104,18 @@ class Ledger:
         """
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
+    def beside_matmuls(
+        self, kind: str | None = None, axis: str | Sequence[str] | None = None
+    ) -> int:
+        """Returns the payload of the executions during which a device computes matmuls;
+        arguments and errors as in `bytes`.
+        """
+        return sum(
+            entry.payload_bytes * entry.executions
+            for entry in self._select(kind, axis)
+            if "matmul" in entry.overlapped
+        )
+
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each kind, axes and dtype, for `notebook.table`, most bytes first.
 
@@ -173,6 +185,33 @@ def ledger(
     return Ledger(
         entries(module, mesh, taken), None if mesh is None else tuple(mesh.axis_names)
     )
+
+
+def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
+    """Lists the kernels of the first loop that starts a collective, in their order; or those of
+    the whole program, if it starts the collective outside of loops.
+
+    Args:
+      compiled: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start.
+      kind: of the collective, one of KINDS.
+
+    Returns:
+      For each kernel what it does (`traffic.KINDS`), or "all-gather-start" and
+        "all-gather-done" for the ends of a collective.
+
+    Raises:
+      ValueError: if the program starts no collective of this kind, or is not compiled.
+    """
+    check_compiled(compiled)
+    for computation in hlo.parse(compiled.as_text()).computations.values():
+        opcodes = {i.opcode for i in computation.instructions}
+        if f"{kind}-start" in opcodes:
+            return [
+                i.opcode if i.opcode.startswith(kind) else kind_of(i)
+                for i in computation.instructions
+                if i.opcode.startswith(kind) or i.opcode not in FREE
+            ]
+    raise ValueError(f"kind={kind!r} must be a collective that the program starts: none is")
 
 
 def entries(

@@ -7,17 +7,14 @@ argument (`...buffer-assignment.txt`). JAX's scopes say what the value is for.
 """
 
 import dataclasses
-import pathlib
 import re
-import tempfile
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 
-from course_lib.measure import hlo, origin, virtual
-from course_lib.measure.heap import NO_PLAN
-from course_lib.measure.memory import check_lowered
+from course_lib.measure import hlo, origin
+from course_lib.measure.heap import NO_PLAN, Heap, compile_with_plan
 
 REST = "other activations, batch"
 
@@ -68,7 +65,7 @@ class Tape:
     peak: int
 
 
-def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
+def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
     """Compiles a step and reads what it holds at each instruction.
 
     Gradients are the values with the shape of a parameter, or of one layer of it, that the
@@ -78,9 +75,9 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
     `jax.named_scope("attention")` in plain JAX.
 
     Args:
-      lowered: `jax.jit(step).lower(...)`, for a real or a virtual device. Its arguments are
-        told apart by their names: "params"; "opt_state", or "mu" and "nu"; or "state", a pair
-        of parameters and optimizer state.
+      step: `jax.jit(step).lower(...)`, for a real or a virtual device; or its `measure.heap`,
+        which is not compiled again. Its arguments are told apart by their names: "params";
+        "opt_state", or "mu" and "nu"; or "state", a pair of parameters and optimizer state.
       points: the most instructions to return. Longer programs are cut into as many parts, and
         each shows its instruction with the most bytes.
 
@@ -89,27 +86,17 @@ def tape(lowered: jax.stages.Lowered, *, points: int = 400) -> Tape:
       RuntimeError: if XLA wrote no plan, as for a program out of JAX's persistent compilation
         cache, or no lifetimes, as before JAX 0.10.
     """
-    check_lowered(lowered)
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = virtual.compile(lowered, options)
-        plans = sorted(
-            pathlib.Path(folder).glob("*live-range.txt"), key=lambda p: p.stat().st_size
-        )
-        if not plans:
-            # older versions of XLA write where each value lies, but not how long it lives
-            old = any(pathlib.Path(folder).glob("*buffer-assignment.txt"))
-            raise RuntimeError(TOO_OLD if old else NO_PLAN)
-        live = plans[-1].read_text()  # smaller ones are programs that try kernels
-        buffers = (
-            plans[-1]
-            .with_name(plans[-1].name.replace("live-range", "buffer-assignment"))
-            .read_text()
-        )
-    order, lifetimes = _lifetimes(live)
+    if isinstance(step, Heap):
+        compiled, plan = step.compiled, step.plan
+    else:
+        compiled, _, plan = compile_with_plan(step)
+    if not plan.lifetimes:
+        # older versions of XLA write where each value lies, but not how long it lives
+        raise RuntimeError(TOO_OLD if plan.places else NO_PLAN)
+    order, lifetimes = _lifetimes(plan.lifetimes)
     kinds = _Kinds(hlo.parse(compiled.as_text()))
     levels = {kind: np.zeros(len(order), np.int64) for kind in KINDS}
-    for allocation in re.split(r"^allocation \d+: ", buffers, flags=re.M)[1:]:
+    for allocation in re.split(r"^allocation \d+: ", plan.places, flags=re.M)[1:]:
         head = allocation.partition("\n")[0]
         if f"color {hlo.HOST_SPACE}," in head:  # in the memory of the host
             continue

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib.measure import hlo, ledger, virtual
-from course_lib.measure.ledger import KINDS, Collective, Ledger, entries
+from course_lib.measure.ledger import KINDS, Collective, Ledger, entries, order_around
 from course_lib.show import notebook
 
 NO_VIRTUAL = virtual.why_unavailable()
@@ -364,15 +364,22 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
         mapped = jax.shard_map(
             fn, mesh=mesh, in_specs=(P("tensor"), P(None, "tensor")), out_specs=out
         )
-        return ledger(jax.jit(mapped).lower(x, w).compile(), mesh)
+        compiled = virtual.compile(jax.jit(mapped).lower(x, w))
+        return ledger(compiled, mesh), compiled
 
-    ring = measured(ring_matmul, P(None, None, "tensor"))
-    gather = measured(
+    ring, compiled = measured(ring_matmul, P(None, None, "tensor"))
+    gather, _ = measured(
         lambda x, w: jax.lax.all_gather(x, "tensor", tiled=True) @ w, P(None, "tensor")
     )
     assert [entry.kind for entry in ring.entries] == ["collective-permute"] * 7
     assert all(entry.asynchronous and "matmul" in entry.overlapped for entry in ring.entries)
     assert ring.rows()[0]["overlapped"] == 7
+    assert ring.beside_matmuls() == ring.bytes() and gather.beside_matmuls() == 0
+    order = order_around(compiled, "collective-permute")
+    start = order.index("collective-permute-start")
+    assert "matmul" in order[start : order.index("collective-permute-done")]
+    with pytest.raises(ValueError, match="none is"):
+        order_around(compiled, "all-reduce")
     (blocking,) = gather.entries
     assert not blocking.asynchronous and "matmul" not in blocking.overlapped
     assert ring.sent() == gather.sent() == 7 / 8 * 4096 * 2048 * BFLOAT16  # the same bytes

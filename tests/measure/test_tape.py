@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from course_lib import measure
 from course_lib.measure import memory, tape, virtual
 from course_lib.measure.tape import KINDS
 
@@ -176,3 +177,15 @@ def test_minibatches_keep_one_tree_of_gradients_and_scanned_layers_fill_one(devi
     for options in ({"minibatches": 4}, {"scan": True}):
         gradients = max(read(device, **options).bytes["gradients"])
         assert 0.9 * WEIGHT_BYTES < gradients < 2.1 * WEIGHT_BYTES
+
+
+@DEVICES
+def test_a_heap_has_the_tape_of_its_program_without_another_compilation(device, monkeypatch):
+    program = measure.heap(lowered(device))
+    expected = tape(lowered(device))
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(virtual, "compile", refuse)
+    assert tape(program) == expected

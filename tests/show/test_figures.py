@@ -267,9 +267,13 @@ def boxes(figure) -> list:
 
 
 def test_every_picture_of_the_package_is_checked_here():
-    assert set(PICTURES) | {"use_style", "moving", "Lane", "lanes_of_schedule"} == set(
-        figures.__all__
-    )
+    assert set(PICTURES) | {
+        "use_style",
+        "moving",
+        "Lane",
+        "lanes_of_schedule",
+        "lanes_of_step",
+    } == set(figures.__all__)
 
 
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
@@ -762,6 +766,29 @@ def test_lanes_of_a_schedule_keep_a_microbatch_from_its_forward_to_its_last_back
     assert split.kept == [(0, 0), (1, 1), (3, 1), (4, 0)]
     chunks = figures.lanes_of_schedule(TABLES["two chunks"])["device 0"]
     assert max(live for _, live in chunks.kept) == 2
+
+
+def test_lanes_of_a_step_add_up_to_its_parts_and_hidden_traffic_stands_above_computing():
+    parts = {"products": 4.0, "memory": 2.0, "bubble": 2.0, "optimizer": 0.5}
+    parts |= {"data": 2.0, "pipe": 1.0, "tensor": 0.25}
+    hidden = {"data": 1.0, "pipe": 0.75, "tensor": 3.0}
+    rows = figures.lanes_of_step(parts, hidden)
+    blocks = [(name, *block) for name, lane in rows.items() for block in lane.blocks]
+    end = max(start + seconds for _, start, seconds, *_ in blocks)
+    assert end == pytest.approx(sum(parts.values()) - parts["optimizer"])
+    [(begin, busy)] = [block[1:3] for block in blocks if block[3] == "computes"]
+    for axis in ("data", "pipe", "tensor"):
+        for kind, expected in (("exposed", parts[axis]), ("hidden", hidden[axis])):
+            drawn = [block[1:3] for block in blocks if (block[0], block[3]) == (axis, kind)]
+            assert sum(seconds for _, seconds in drawn) == pytest.approx(expected)
+            beside = [begin <= start and start + s <= begin + busy for start, s in drawn]
+            assert all(beside) if kind == "hidden" else not any(beside)
+    waits = [seconds for *_, seconds, kind, _ in blocks if kind == "bubble"]
+    assert sum(waits) == parts["bubble"]
+
+
+def test_waiting_is_white_in_every_picture():
+    assert {style.fill(i, "bubble")["facecolor"] for i in range(4)} == {"white"}
 
 
 def test_lanes_until_a_time_hide_what_is_later_and_keep_their_axes():

@@ -34,7 +34,10 @@ def fsdp(your_loss):
         return jnp.sum((x - y) ** 2)
 
     def on_each(shards, x, y):
-        hint = "Scan over the layers; a layer gathers its kernel with `jax.lax.all_gather`."
+        hint = (
+            "Write it for one device with whole kernels. Then ask: which rows does a device"
+            " lack when a layer runs, and until when does it need them?"
+        )
         return call(your_loss, shards, x, y, hint=hint)
 
     cut = P(None, "data")

@@ -22,7 +22,7 @@ def lost_time(your_lost):
     A checkpoint takes `write` seconds, the program writes one every `interval` seconds, and
     failures come every `between` seconds and lose half an interval each.
     """
-    hint = "Add two shares: one for writing, one for the work that a failure loses."
+    hint = "Take one day: how many seconds go into writing, and how many do failures cost?"
     yours = call(your_lost, 100.0, 10.0, 1000.0, hint=hint)
     require(
         not _near(yours, 0.1) and not _near(yours, 10.0),

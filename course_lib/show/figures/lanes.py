@@ -119,6 +119,48 @@ def lanes_of_schedule(table: Sequence[Sequence[Any]]) -> dict[str, Lane]:
     return rows
 
 
+def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> dict[str, Lane]:
+    """Returns the lanes of a training step whose parts are laid end to end: what the device
+    computes, and its traffic along "tensor", "pipe" and "data".
+
+    Traffic that is spread over the step is drawn in one piece. Half of the waiting in the
+    pipeline, and half of the exposed traffic along "data" and "pipe", stand before computing,
+    the other half after it. Exposed traffic along "tensor" follows computing. Hidden traffic
+    stands above computing, that along "data" at both of its ends.
+
+    Args:
+      parts: seconds of "products", "memory", "bubble", and of exposed traffic by axis
+        (`step_model.Breakdown.parts`). The optimizer is left out.
+      hidden: seconds of hidden traffic by axis (`Breakdown.hidden`).
+    """
+    waits, data, pipe = parts["bubble"] / 2, parts["data"] / 2, parts["pipe"] / 2
+    begin = data + waits + pipe
+    end = begin + parts["products"] + parts["memory"]
+    drain = end + parts["tensor"]
+    last = drain + pipe + waits
+    at_an_end = hidden["data"] / 2
+    blocks = {
+        "compute": [
+            (data, waits, style.IDLE),
+            (begin, end - begin, "computes"),
+            (drain + pipe, waits, style.IDLE),
+        ],
+        "tensor": [(begin, hidden["tensor"], "hidden"), (end, parts["tensor"], "exposed")],
+        "pipe": [
+            (data + waits, pipe, "exposed"),
+            (begin, hidden["pipe"], "hidden"),
+            (drain, pipe, "exposed"),
+        ],
+        "data": [
+            (0, data, "exposed"),
+            (begin, at_an_end, "hidden"),
+            (end - at_an_end, at_an_end, "hidden"),
+            (last, data, "exposed"),
+        ],
+    }
+    return {name: Lane([(*block, "") for block in row]) for name, row in blocks.items()}
+
+
 def _panels(programs: Mapping[str, Mapping[str, Lane]]) -> tuple[Figure, Sequence[Axes]]:
     heights = [
         sum(1.0 if lane.kept else 0.6 for lane in rows.values()) for rows in programs.values()

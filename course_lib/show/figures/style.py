@@ -56,6 +56,8 @@ KINDS = {
     "other activations, batch": ("#D9D9D9", ""),
 }
 """What memory is for (`measure.tape`), in the order of a picture, with colours and hatches."""
+IDLE = "bubble"
+"""A device that waits, drawn white as in the pictures of schedules."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
 GREY = "#5F5F5F"
@@ -144,8 +146,8 @@ def color(i: int, name: str = "") -> str:
 def fill(i: int, name: str = "") -> dict[str, Any]:
     """Returns the look of the i-th kind of bar: colour (`color`), hatch, dark edge."""
     return {
-        "facecolor": color(i, name),
-        "hatch": HATCHES[i % 7],
+        "facecolor": "white" if name == IDLE else color(i, name),
+        "hatch": "" if name == IDLE else HATCHES[i % 7],
         "edgecolor": "black",
         "linewidth": 0.6,
     }
