@@ -161,12 +161,25 @@ def estimate(
         raise ValueError(f"axes={few} must be at least 1 device each")
     if unknown := set(axes) - set(meshes.AXES):
         raise ValueError(f"axes={dict(axes)} must be of {meshes.AXES}, not {sorted(unknown)}")
-    state, param_specs, grad_specs = _divided(config, axes, strategy)
+    divided = _divided(config, axes, strategy)
     if strategy.by != "hand":
         raise ValueError(
             f"by={strategy.by!r} must be 'hand' for an estimate: the compiler decides what is"
             " sent; read it from the ledger of the compiled step"
         )
+    return _estimate(config, axes, strategy, cluster, *divided)
+
+
+def _estimate(
+    config: ConfigDict,
+    axes: Mapping[str, int],
+    strategy: Strategy,
+    cluster: Cluster,
+    state: Any,
+    param_specs: Any,
+    grad_specs: Any,
+) -> Estimate:
+    """Estimates a step whose state has been divided (`_divided`)."""
     if config.optimizer.offload:
         raise ValueError(
             "optimizer.offload=True must be False for an estimate: no formula here counts the"
@@ -257,10 +270,11 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
         for strategy, minibatches in _candidates(config, axes):
             changed = _with_minibatches(config, minibatches)
             try:
-                _divided(changed, axes, strategy)
+                divided = _divided(changed, axes, strategy)
             except ValueError:
                 continue
-            guess, key = estimate(changed, axes, strategy, cluster), (*axes.items(), strategy)
+            guess = _estimate(changed, axes, strategy, cluster, *divided)
+            key = (*axes.items(), strategy)
             if guess.fits and reorder:
                 guess = _fastest_order(guess, changed, cluster)
             if guess.fits and (key not in best or guess.step < best[key].step):

@@ -105,6 +105,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
       RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
         cache.
     """
+    check_lowered(lowered)
     compiled, program, plan = compile_with_plan(lowered)
     with tempfile.TemporaryDirectory() as folder:
         record = _memory_viewer(_write_record(program, pathlib.Path(folder)))
@@ -171,10 +172,8 @@ def compile_with_plan(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled,
     its memory.
 
     Raises:
-      ValueError: if it is compiled already.
       RuntimeError: if XLA wrote no dump.
     """
-    check_lowered(lowered)
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
         compiled = virtual.compile(lowered, {"xla_dump_to": folder, **options})

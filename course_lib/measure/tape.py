@@ -15,6 +15,7 @@ import numpy as np
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.heap import NO_PLAN, Heap, compile_with_plan
+from course_lib.measure.memory import check_lowered
 
 REST = "other activations, batch"
 
@@ -89,6 +90,7 @@ def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
     if isinstance(step, Heap):
         compiled, plan = step.compiled, step.plan
     else:
+        check_lowered(step)
         compiled, _, plan = compile_with_plan(step)
     if not plan.lifetimes:
         # older versions of XLA write where each value lies, but not how long it lives
