@@ -47,10 +47,6 @@ OTHER_SIZES = {
         {"n": 4, "K": 512},
         {"n": 6, "K": 1_536},
     ],
-    "08_data_parallel": [
-        {"N": 2, "D": 32, "V": 64, "L": 16, "B": 8},
-        {"WIDE_N": 4, "WIDE_D": 256, "WIDE_L": 128, "DDP_N": 2},
-    ],
     "09_pipeline_parallel": [
         {"S": 2, "M": 4, "N": 4, "B": 8, "D": 16},
         {"S": 3, "M": 2, "N": 3, "L": 8},
@@ -62,10 +58,6 @@ OTHER_SIZES = {
     "11_async_tensor_parallel": [
         {"T": 4, "L": 32, "D": 8, "F": 16},
         {"T": 5, "L": 20, "D": 6, "F": 40},
-    ],
-    "12_3d_parallelism": [
-        {"N": 2, "D": 32, "V": 48, "B": 8, "TENSOR": 4},
-        {"L": 16, "TENSOR": 1, "LEARNING_RATE": 0.05},
     ],
     "13_context_parallel": [
         {"T": 4, "N": 1, "D": 16, "H": 2, "L": 32},
