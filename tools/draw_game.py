@@ -5,7 +5,7 @@ records the same ladder in float16 for a T4.
     COURSE_RECORD=1 python tools/draw_game.py    # compiles the moves first: minutes
 
 The moves are those of tests/lessons/moves, the folded solutions of notebooks 1 to 6 and 15 to
-18. The T4 has those of notebooks 1 to 6. The picture carries a digest of its rows, so that a
+19. The T4 has those of notebooks 1 to 6. The picture carries a digest of its rows, so that a
 test can tell whether it is up to date.
 """
 

@@ -83,6 +83,11 @@ def _where_to_look(notebook: int, largest: str, submission: Score, program: Prog
             f"{kind} {n / program.traffic.bytes:.0%}" for kind, n in list(by_kind.items())[:3]
         )
         return f"{largest}. The bytes are moved by {moved}. Which arrays grow with L squared?"
+    if notebook == 19:
+        return (
+            f"{largest}. With minibatches, all gradients of one stand beside the sum of those"
+            " before it. Which of them does the backward pass of one layer make?"
+        )
     state = score.state_bytes(Setup(submission.optimizer))
     share = f"Parameters and optimizer state take {measure.gib(state)} of the peak."
     if notebook == 17:

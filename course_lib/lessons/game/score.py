@@ -128,6 +128,7 @@ LEVELS = (
     Level(16, "small and fast", SMALL_PEAK, FAST_BYTES),
     Level(17, "lighter moments", int(2.6 * measure.GIB), FAST_BYTES, None),
     Level(18, "AdamW, moments on the host", int(2.1 * measure.GIB), 200 * 10**9),
+    Level(19, "AdamW, gradients in place", int(1.7 * measure.GIB), 285 * 10**9),
 )
 """The targets of Part III, in their order, a little looser than the reference moves. They are
 for the GPUs of `HOST_LINKS`."""
