@@ -13,7 +13,7 @@ In Part III a submission may train with another optimizer, or keep AdamW's momen
     lessons.submit(make_step, moments="host")
 """
 
-from course_lib.lessons.game.light import light_loss
+from course_lib.lessons.game.light import light_block, light_embed, light_head, light_loss
 from course_lib.lessons.game.model import (
     REAL,
     Config,
@@ -40,6 +40,9 @@ __all__ = [
     "embed",
     "first_step",
     "init",
+    "light_block",
+    "light_embed",
+    "light_head",
     "light_loss",
     "loss",
     "mlp",
