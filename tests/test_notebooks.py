@@ -37,6 +37,7 @@ TECHNIQUE_LINES = {
     "16_flash_attention": 25,
     "17_optimizer_memory": 25,
     "18_offload": 25,
+    "19_smallest_step": 25,
 }
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
 CLOSING = ["Summary", "Exercises", "References"]

@@ -72,7 +72,7 @@ def gradient_in_place(
         keys = None if rng is None else jax.random.split(rng, num_layers)
         with jax.named_scope("forward"):
             x, from_embed = jax.vjp(lambda rest: embed(rest, batch), rest)
-            x, saved, pull_back = _forward(layer, stack, x, keys)
+            x, saved, pull_back = forward_and_saved(layer, stack, x, keys)
             _, from_head, metrics = jax.vjp(
                 lambda rest, x: head(rest, x, batch), rest, x, has_aux=True
             )
@@ -101,8 +101,14 @@ def gradient_in_place(
     return add
 
 
-def _forward(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any, PyTree, Any]:
-    """Applies all layers.
+def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any, PyTree, Any]:
+    """Applies all layers, and saves what the backward pass reads, except the weights.
+
+    Args:
+      layer: `layer(weights, x, key) -> x`.
+      stack: the weights of all layers, stacked.
+      x: activations.
+      keys: one random key per layer, or None.
 
     Returns:
       The result; the values that the backward pass reads, stacked; and a function

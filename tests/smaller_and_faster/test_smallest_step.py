@@ -163,7 +163,7 @@ def test_weights_are_not_saved_for_the_backward_pass():
         return jnp.tanh(x @ weights)
 
     stack, x = jnp.ones((5, 16, 16)), jnp.ones((4, 16))
-    _, saved, _ = smallest_step._forward(jax.checkpoint(layer), stack, x, None)
+    _, saved, _ = smallest_step.forward_and_saved(jax.checkpoint(layer), stack, x, None)
     assert [leaf.shape for leaf in saved] == [(5, 4, 16)]
 
 

@@ -1,0 +1,156 @@
+"""The ladder of notebook 19: the step of 155.9 million parameters, compiled for an A5000, from
+the first writing to the smallest step.
+
+    python -m course_lib.lessons.ladder    # many minutes: compiles and records every rung
+
+Each rung changes one thing of the rung that it stands on, so each rung has one gain.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from course_lib import configs, measure, training
+from course_lib.measure import hardware, recorded, virtual
+from course_lib.measure.roofline import peak
+
+TABLE, ACCELERATOR = "smallest_step_a5000", "a5000"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A configuration, as a change of another one.
+
+    Attributes:
+      name: unique; says what changes.
+      changes: fields of the configuration, with their values.
+      on: the name of the rung that it changes; "" for the preset `155m`.
+    """
+
+    name: str
+    changes: Mapping[str, Any] = field(hash=False)
+    on: str = ""
+
+
+RUNGS = (
+    Rung("first writing", {"model.dtype": "float32", "model.remat": ()}),
+    Rung("bfloat16", {"model.dtype": "bfloat16"}, "first writing"),
+    Rung("rematerialized blocks", {"model.remat": ("Block",)}, "bfloat16"),
+    Rung("flash attention", {"model.attention": "flash"}, "rematerialized blocks"),
+    Rung("no dropout", {"model.dropout_rate": 0.0}, "flash attention"),
+    Rung("16 minibatches", {"training.num_minibatches": 16}, "no dropout"),
+    Rung("gradients in place", {"training.backward": "in_place"}, "16 minibatches"),
+    Rung("64 minibatches", {"training.num_minibatches": 64}, "gradients in place"),
+    Rung("moments on the host", {"optimizer.offload": True}, "64 minibatches"),
+    Rung("Adafactor", {"optimizer.name": "adafactor"}, "64 minibatches"),
+    Rung("bfloat16 parameters", {"optimizer.param_dtype": "bfloat16"}, "Adafactor"),
+    Rung(
+        "products once, 16 minibatches",
+        {"model.remat_policy": "dots_no_batch"},
+        "gradients in place",
+    ),
+    Rung(
+        "products once, 4 minibatches",
+        {"training.num_minibatches": 4},
+        "products once, 16 minibatches",
+    ),
+    Rung("flash attention, all kept", {"model.remat": ()}, "flash attention"),
+    Rung("unrolled", {"model.scan_layers": False}, "flash attention, all kept"),
+)
+"""The rungs. Each stands on one above it."""
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+
+
+def config_of(name: str) -> ConfigDict:
+    """Returns the configuration of a rung, checked.
+
+    Raises:
+      ValueError: if there is no such rung.
+    """
+    if name not in BY_NAME:
+        raise ValueError(f"name={name!r} must be one of {list(BY_NAME)}: there is no such rung")
+    chain = [BY_NAME[name]]
+    while chain[-1].on:
+        chain.append(BY_NAME[chain[-1].on])
+    config = configs.get("155m")
+    for rung in reversed(chain):
+        config.update_from_flattened_dict(dict(rung.changes))
+    configs.check(config)
+    return config
+
+
+def flops_of(config: ConfigDict) -> float:
+    """Returns the FLOPs of a step, recomputed ones included.
+
+    Attention that is written out multiplies masked scores too. Flash attention leaves the
+    masked half out, and computes the scores once more in its backward pass.
+    """
+    total = float(sum(training.step_flops(config).total.values()))
+    if config.model.attention != "flash":
+        return total
+    model, tokens = config.model, config.data.batch_size * config.data.seq_len
+    product = 2.0 * tokens * config.data.seq_len * model.hidden_size * model.num_layers
+    products = 8 if model.remat else 6  # two forward, four backward, two again
+    return total - products * product + (products + 1) * product / 2
+
+
+def compile_rung(name: str) -> dict[str, Any]:
+    """Compiles a rung for a virtual A5000.
+
+    Returns:
+      A row: "bytes" on the device at the peak, "host_bytes" that cross the link in each
+        direction, "flops", "traffic_bytes", and "seconds", the time of good kernels that do not
+        overlap (`measure.roofline.attainable_seconds`).
+    """
+    config, accelerator = config_of(name), hardware.get(ACCELERATOR)
+    run = training.build(config)
+    step: Any = run.train_step
+    heap = measure.heap(
+        step.lower(*virtual.abstract(run.abstract(), virtual.devices(ACCELERATOR)[0]))
+    )
+    traffic, flops = measure.traffic(heap.compiled), flops_of(config)
+    rate = peak(accelerator, config.model.dtype)
+    return {
+        "case": name,
+        "bytes": heap.peak,
+        "host_bytes": measure.host_traffic(heap.compiled).to_host,
+        "flops": flops,
+        "traffic_bytes": traffic.bytes,
+        "seconds": flops / rate / 0.77 + traffic.bytes / accelerator.memory_bandwidth / 0.85,
+    }
+
+
+def table(live: Sequence[str] = ()) -> recorded.Table:
+    """Returns the rows of all rungs: those in `live` compiled anew where possible, the others
+    recorded.
+
+    Raises:
+      ValueError: if `live` names no rung.
+    """
+    unknown = [name for name in live if name not in BY_NAME]
+    if unknown:
+        raise ValueError(f"live={unknown} must be among {list(BY_NAME)}: no other is a rung")
+    return recorded.partly_live(TABLE, compile_rung, live, accelerator=ACCELERATOR)
+
+
+def main() -> None:
+    """Compiles every rung, prints a line each, and records the table."""
+    os.environ["COURSE_RECORD"] = "1"
+
+    def compute() -> list[dict[str, Any]]:
+        rows = []
+        for rung in RUNGS:
+            rows.append(compile_rung(rung.name))
+            gigabytes, seconds = rows[-1]["bytes"] / 1e9, rows[-1]["seconds"]
+            print(f"{rung.name}: {gigabytes:.3f} GB, {seconds:.3f} s", flush=True)
+        return rows
+
+    print(recorded.live_or_recorded(TABLE, compute, ACCELERATOR).note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The ladder of notebook 19: each rung changes one thing, and the records hold."""
+
+import jax
+import pytest
+
+from course_lib import configs, training
+from course_lib.lessons import ladder
+
+MOST = {  # GB, of issue and notebook
+    "64 minibatches": 2.60,
+    "moments on the host": 1.60,
+    "bfloat16 parameters": 1.20,
+    "products once, 16 minibatches": 3.10,
+    "products once, 4 minibatches": 5.50,
+}
+
+
+@pytest.mark.parametrize("name", ladder.BY_NAME)
+def test_each_rung_is_a_configuration_that_works(name):
+    configs.check(ladder.config_of(name))
+
+
+def test_each_rung_changes_the_rung_that_it_stands_on():
+    for rung in ladder.RUNGS:
+        before = ladder.config_of(rung.on) if rung.on else configs.get("155m")
+        assert ladder.config_of(rung.name) != before, rung.name
+
+
+def test_the_table_has_every_rung_in_order():
+    assert [row["case"] for row in ladder.table().rows] == list(ladder.BY_NAME)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_records_hold(name):
+    [row] = [row for row in ladder.table().rows if row["case"] == name]
+    assert row["bytes"] <= MOST[name] * 1e9
+
+
+def test_flash_attention_leaves_out_masked_scores_and_computes_scores_twice():
+    config = ladder.config_of("unrolled")
+    with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
+        written_out = sum(training.step_flops(config).total.values())
+        flops = ladder.flops_of(config)
+    score_product = 2 * 64 * 512 * 512 * 1024 * 12
+    # six products of which half is masked, and one more, half of it
+    assert written_out - flops == (6 - 3.5) * score_product
+
+
+def test_a_rung_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="must be one of"):
+        ladder.config_of("65 minibatches")
+    with pytest.raises(ValueError, match="must be among"):
+        ladder.table(live=("65 minibatches",))
