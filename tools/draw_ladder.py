@@ -15,8 +15,11 @@ PICTURE = Path(__file__).parent.parent / "docs" / "smallest_step.png"
 
 
 def rows() -> list[dict[str, Any]]:
-    """Returns one bar per rung: a name and a size in bytes."""
-    return [{"name": row["case"], "peak": row["bytes"]} for row in ladder.table().rows]
+    """Returns one row per rung: its name, its peak in bytes and its seconds."""
+    return [
+        {"name": row["case"], "peak": row["bytes"], "seconds": row["seconds"]}
+        for row in ladder.table().rows
+    ]
 
 
 def digest() -> str:
@@ -26,10 +29,7 @@ def digest() -> str:
 
 if __name__ == "__main__":
     figures.use_style()
-    figure = figures.memory_bars(
-        rows(),
-        values=("peak",),
-        title="One training step, 155.9M parameters, compiled for an A5000",
-    )
+    title = "One training step, 155.9M parameters, compiled for an A5000"
+    figure = figures.rungs(rows(), title=title, unit="GB")
     figure.savefig(PICTURE, metadata={"Description": digest()})
     print(f"drew {PICTURE.name}")

@@ -5,8 +5,9 @@ import pytest
 
 from course_lib import configs, training
 from course_lib.lessons import ladder
+from course_lib.measure import virtual
 
-MOST = {  # GB, of issue and notebook
+MOST = {  # GB, as notebook 19 asserts
     "64 minibatches": 2.60,
     "moments on the host": 1.60,
     "bfloat16 parameters": 1.20,
@@ -34,6 +35,20 @@ def test_the_table_has_every_rung_in_order():
 def test_the_records_hold(name):
     [row] = [row for row in ladder.table().rows if row["case"] == name]
     assert row["bytes"] <= MOST[name] * 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(virtual.why_unavailable() is not None, reason="needs virtual GPUs")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the records are of the reference, JAX 0.12"
+)
+@pytest.mark.parametrize("name", ladder.BY_NAME)
+def test_a_rung_compiles_to_its_record(name):
+    [recorded] = [row for row in ladder.table().rows if row["case"] == name]
+    found = ladder.compile_rung(name)
+    assert found["bytes"] == pytest.approx(recorded["bytes"], rel=0.01)
+    assert found["seconds"] == pytest.approx(recorded["seconds"], rel=0.01)
+    assert found["host_bytes"] == recorded["host_bytes"]
 
 
 def test_flash_attention_leaves_out_masked_scores_and_computes_scores_twice():

@@ -361,6 +361,15 @@ def test_rungs_have_a_bar_of_memory_and_one_of_time_hatched_where_a_step_does_no
     ]
 
 
+def test_rungs_may_have_no_limit_and_decimal_units():
+    memory, _ = figures.rungs(LADDER, unit="GB").axes
+    sizes = [round(bar.get_width(), 2) for bar in memory.patches]
+    assert sizes == [round(gib * GIB / 1e9, 2) for gib in (46, 8, 3.5)]
+    assert {bar.get_hatch() for bar in memory.patches} == {None} and not memory.lines
+    with pytest.raises(ValueError, match="unit='MB'"):
+        figures.rungs(LADDER, unit="MB")
+
+
 def test_a_tradeoff_may_have_a_logarithmic_axis_of_memory():
     rows = [{"name": "a", "memory": GIB, "recomputed": 1}]
     assert figures.tradeoff(rows, logy=True).axes[0].get_yscale() == "log"
