@@ -28,7 +28,10 @@ from course_lib.many_devices import meshes
 
 AXES = {"data": 2, "pipe": 2, "tensor": 2}
 M = 4
-QUICK = {"xla_backend_optimization_level": 0}  # the program runs once: compiling takes longer
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # programs run once: compiling takes longer
+}
 
 _candidates = (20_000 + (97 * os.getpid() + number) % 12_000 for number in itertools.count())
 
@@ -64,7 +67,7 @@ def work(process: int, processes: int, address: str, path: str) -> None:
     params, inputs, labels = example()
     placed = {name: place(value, specs[name]) for name, value in params.items()}
     with jax.default_matmul_precision("highest"):
-        loss, grads = jax.jit(gradient, compiler_options=QUICK)(
+        loss, grads = jax.jit(gradient)(
             placed, place(inputs, P("data")), place(labels, P("data"))
         )
     whole = multihost_utils.process_allgather({"loss": loss, **grads}, tiled=True)
@@ -111,7 +114,7 @@ def run(processes: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
                 [sys.executable, "-m", __name__, str(process), str(processes), address, path],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                env=os.environ | ENVIRONMENT,
             )
             for process, log in enumerate(logs)
         ]
