@@ -331,12 +331,12 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
 
 def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
     """Returns the loss of the Transformer of a configuration's `model` part."""
-    hooks, score = _hooks_and_score(model, hooks or Hooks())
+    hooks, score = hooks_and_score(model, hooks or Hooks())
     apply_fn = as_function(Transformer(model, hooks), balance=model.num_experts > 0)
     return losses.of_model(model, apply_fn, score)
 
 
-def _hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..., Any]]:
+def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..., Any]]:
     """Returns the hooks of a Transformer, and the score of its outputs: with a loss in chunks,
     it returns the factors of the logits.
     """
@@ -355,7 +355,7 @@ def embed_layer_head(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
     Args:
       model: the `model` part of a configuration, with scanned layers.
     """
-    hooks, score = _hooks_and_score(model, Hooks())
+    hooks, score = hooks_and_score(model, Hooks())
     no_remat: dict[str, Any] = {"remat": (), "remat_policy": "nothing", "remat_names": ()}
     plain = FrozenConfigDict(model.to_dict() | no_remat)
     network, one_layer = Transformer(plain, hooks), Layer(plain, hooks)
