@@ -29,7 +29,7 @@ anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 .NOTPARALLEL:
 .PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
-	case-study optimizers soak badges environment pins clean another-python
+	case-study ladder optimizers soak badges environment pins clean another-python
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
@@ -102,6 +102,10 @@ soak: .venv/.installed ## kill a small training run 100 times and check that not
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.lessons.case_study
 	$(PY) tools/draw_case_study.py
+
+ladder: .venv/.installed ## compile every rung of notebook 19 and write the recorded table and its picture (minutes)
+	$(PY) -m course_lib.lessons.ladder
+	$(PY) tools/draw_ladder.py
 
 optimizers: .venv/.installed ## train a small model with each optimizer and write the recorded curves of notebook 17 (10 minutes of one core)
 	$(PY) -m course_lib.lessons.optimizer_study

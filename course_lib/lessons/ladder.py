@@ -1,7 +1,7 @@
 """The ladder of notebook 19: the step of 155.9 million parameters, compiled for an A5000, from
 the first writing to the smallest step.
 
-    python -m course_lib.lessons.ladder    # many minutes: compiles and records every rung
+    python -m course_lib.lessons.ladder    # minutes: compiles and records every rung
 
 Each rung changes one thing of the rung that it stands on, so each rung has one gain.
 """

@@ -1,6 +1,8 @@
 """The ladder of notebook 19: each rung changes one thing, and the records hold."""
 
+import draw_ladder
 import jax
+import PIL.Image
 import pytest
 
 from course_lib import configs, training
@@ -35,6 +37,11 @@ def test_the_table_has_every_rung_in_order():
 def test_the_records_hold(name):
     [row] = [row for row in ladder.table().rows if row["case"] == name]
     assert row["bytes"] <= MOST[name] * 1e9
+
+
+def test_the_picture_is_that_of_the_recorded_rows():
+    with PIL.Image.open(draw_ladder.PICTURE) as picture:
+        assert picture.text["Description"] == draw_ladder.digest(), "make ladder"
 
 
 @pytest.mark.slow
