@@ -85,7 +85,7 @@ def output_text(output):
 def test_they_are_numbered_and_the_readme_links_to_each():
     numbers = [int(name[:2]) for name in NAMES]
     *lessons, for_real = numbers
-    # 19 and 20 are kept free
+    # 20 is kept free
     assert (lessons, for_real) == (list(range(1, len(numbers))), 21)
     readme = (FOLDER.parent / "README.md").read_text()
     assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", readme) == NAMES

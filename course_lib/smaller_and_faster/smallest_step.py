@@ -16,6 +16,11 @@ XLA overwrites the carry of a scan in place, so 16 bytes per parameter remain.
 `jax.checkpoint`, only its input and what the policy saves are kept (see
 `course_lib.one_device.rematerialization`).
 
+JAX has this too: `jax.vjp(f, params)` returns a function whose method `with_refs` takes
+references to arrays, and the backward pass adds to them (JAX 0.10 has it, 0.7 does not). It
+takes any function, and its references have the dtype of the parameters. The functions here may
+sum gradients of bfloat16 parameters in float32, layer by layer.
+
 The order of work is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174). LOMO (Lv et
 al., 2023, https://arxiv.org/abs/2306.09782) goes one step further and updates each layer inside
 the backward pass, which needs no sum of gradients, but excludes minibatches and a norm over all

@@ -1,5 +1,6 @@
 """Right and wrong answers to the exercises of notebook 16, for `test_check`."""
 
+import jax
 import jax.numpy as jnp
 
 from course_lib.lessons import check
@@ -28,6 +29,10 @@ def gradient(delta=1.0, scale=0.5, axis=1, stored=True):
     return of_queries
 
 
+def from_a_softmax(q, k, v, out, logsumexp, d_out):
+    return jax.vjp(lambda q: jax.nn.softmax(q @ k.T / 2) @ v, q)[1](d_out)[0]
+
+
 def whole_sequence(n, tile, window):
     return [(i, j) for i in range(n) for j in range(n)]
 
@@ -48,6 +53,7 @@ WRONG = [
     (check.query_gradient, (gradient(axis=0),), "one number per row"),
     (check.query_gradient, (gradient(stored=False),), "Not the gradient"),
     (check.query_gradient, (lambda q, *rest: q.sum(1),), "not [L K]"),
+    (check.query_gradient, (from_a_softmax,), "without a softmax"),
     (check.largest_tiles, (128, 128), "too many for"),
     (check.largest_tiles, (32, 128), "a larger one fits"),
     (check.largest_tiles, (64, 64), "a larger one fits"),

@@ -89,7 +89,7 @@ RIGHT = [
 ]
 WRONG = [
     (check.bytes_of_state, (16, 16, 8), "one tree too few"),
-    (check.bytes_of_state, (20, 8, 8), "too few: parameters"),
+    (check.bytes_of_state, (20, 8, 8), "too few"),
     (check.bytes_of_state, (20, 16, 16), "too many"),
     (check.add_in_place, (with_autodiff,), "more trees"),
     (check.add_in_place, (instead,), "gradient alone"),

@@ -56,8 +56,10 @@ def query_gradient(your_gradient):
         out, pull = jax.vjp(attend, q)
         (right,) = pull(d_out)
         logsumexp = jax.nn.logsumexp(q @ k.T / 2, axis=1)
-        hint = "The weights are exp(scores - logsumexp), with one logsumexp per row."
+        hint = "Which weight does a score have, if the logsumexp of its row is known?"
         yours = call(your_gradient, q, k, v, out, logsumexp, d_out, hint=hint)
+        # With another logsumexp the weights are others: who computes them anew does not see it.
+        other = call(your_gradient, q, k, v, out, logsumexp + 1, d_out, hint=hint)
         weights = jnp.exp(q @ k.T / 2 - logsumexp[:, None])
         without_delta = (weights * (d_out @ v.T)) @ k / 2
     require(
@@ -77,6 +79,11 @@ def query_gradient(your_gradient):
         close(yours, right),
         "Not the gradient of the queries. Is delta one number per row, and is the logsumexp"
         " subtracted from the scores of its own row?",
+    )
+    require(
+        not close(other, right),
+        "Right numbers, but not from the logsumexp: with another one they stay the same. Take"
+        " the weights from it, without a softmax.",
     )
     return "the weights were never stored, only one number per row."
 

@@ -18,7 +18,11 @@ def bytes_of_logits(all_logits, in_chunks):
     x.
     """
     tokens, width, vocab, chunks = 8_192, 4_096, 128_256, 32
-    predicted(all_logits, in_chunks, hint="8,192 tokens, 128,256 logits each, 4 bytes.")
+    predicted(
+        all_logits,
+        in_chunks,
+        hint="How many logits does one token have, and how many bytes does each take?",
+    )
     right = measured_bytes(tokens, width, vocab, 1)[0] / MIB
     require(
         abs(all_logits / right * 2 - 1) > 0.03,

@@ -13,21 +13,24 @@ def bytes_of_state(autodiff, in_place, on_host):
     minibatches: by autodiff, with gradients in place, and with the moments on the host as well.
     """
     predicted(
-        autodiff, in_place, on_host, hint="Count the trees of 4 bytes that exist at once."
+        autodiff,
+        in_place,
+        on_host,
+        hint="Which trees exist when the last layer's backward pass of a minibatch ends?",
     )
-    for name, guess, right, trees in (
-        ("By autodiff", autodiff, 20, "parameters, two moments, the sum, a new gradient"),
-        ("In place", in_place, 16, "parameters, two moments, the sum"),
-        ("Moments on the host", on_host, 8, "parameters, the sum"),
+    for name, guess, right in (
+        ("By autodiff", autodiff, 20),
+        ("In place", in_place, 16),
+        ("Moments on the host", on_host, 8),
     ):
         require(
             guess != right - 4,
-            f"{name}: {guess} is one tree too few: {trees}.",
+            f"{name}: {guess} is one tree too few. Which one did you leave out?",
         )
         require(
             guess == right,
-            f"{name}: {guess} is too {'many' if guess > right else 'few'}: {trees}, 4 bytes"
-            " each.",
+            f"{name}: {guess} is too {'many' if guess > right else 'few'}. A tree takes 4 bytes"
+            " per parameter: list those that exist at once.",
         )
     return "with gradients in place, 16 bytes per parameter; without the moments, 8."
 
@@ -57,7 +60,9 @@ def add_in_place(your_add):
     """
     w, total, x = _example()
     gradient = jax.grad(_loss)(w, x)
-    result = call(your_add, total, w, x, hint="Begin with `add_gradient` above.")
+    result = call(
+        your_add, total, w, x, hint="What does the forward pass have to keep of each layer?"
+    )
     require(
         jnp.shape(result) == w.shape, f"Return `total`, {w.shape}, not {jnp.shape(result)}."
     )
@@ -87,7 +92,12 @@ def update_in_backward(your_update):
     w, _, x = _example()
     w = w / 2
     right = w - 0.1 * jax.grad(_loss)(w, x)
-    result = call(your_update, w, x, hint="The carry is dx and w: overwrite w at one index.")
+    result = call(
+        your_update,
+        w,
+        x,
+        hint="What did the carry of exercise 2 hold that is not needed any more?",
+    )
     require(jnp.shape(result) == w.shape, f"Return w, {w.shape}, not {jnp.shape(result)}.")
     require(
         not close(result, w + 0.1 * jax.grad(_loss)(w, x)),

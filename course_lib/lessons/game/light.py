@@ -30,7 +30,9 @@ def light_loss(params: PyTree, batch: jax.Array) -> jax.Array:
 
 
 def light_embed(params: PyTree, batch: jax.Array) -> jax.Array:
-    """Returns the vectors [B L D] of a batch's tokens [B L+1], the last of each aside."""
+    """Returns the vectors [B L D] of a batch's tokens [B L+1], without the last token of each
+    sequence.
+    """
     return model.embed(_half(params), batch[:, :-1])
 
 
@@ -48,7 +50,7 @@ def light_head(
     params: PyTree, x: jax.Array, batch: jax.Array
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """Returns the mean loss of predicting the labels of a batch [B L+1] from the last layer's x
-    [B L D]; and, under "loss", its sum and the number of labels.
+    [B L D]; and, under "loss", its sum and the number of labels. All labels count alike.
     """
     params, labels = _half(params), batch[:, 1:]
     per_label, _ = large_vocabulary.linear_cross_entropy(
