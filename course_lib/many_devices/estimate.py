@@ -153,10 +153,11 @@ def estimate(
 
     Raises:
       ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
-        which decides by itself; if the optimizer's moments are on the host; if the axes do not
-        multiply to the cluster's devices, the accelerator has no unit for a product's dtype, or
-        there is no figure for a link.
+        which decides by itself; if the optimizer's moments are on the host, or gradients are
+        added in place; if the axes do not multiply to the cluster's devices, the accelerator
+        has no unit for a product's dtype, or there is no figure for a link.
     """
+    _check_counted(config)
     if few := {axis: size for axis, size in axes.items() if size < 1}:
         raise ValueError(f"axes={few} must be at least 1 device each")
     if unknown := set(axes) - set(meshes.AXES):
@@ -179,12 +180,7 @@ def _estimate(
     param_specs: Any,
     grad_specs: Any,
 ) -> Estimate:
-    """Estimates a step whose state has been divided (`_divided`)."""
-    if config.optimizer.offload:
-        raise ValueError(
-            "optimizer.offload=True must be False for an estimate: no formula here counts the"
-            " link to the host (notebook 18 does)"
-        )
+    """Estimates a step, from the shapes and specs that `_divided` returns."""
     n = {axis: axes.get(axis, 1) for axis in meshes.AXES}
     step = costs.Step(
         config.model,
@@ -225,6 +221,20 @@ def _estimate(
     )
 
 
+def _check_counted(config: ConfigDict) -> None:
+    """Refuses options that no formula of `costs` and `step_model` counts."""
+    if config.optimizer.offload:
+        raise ValueError(
+            "optimizer.offload=True must be False for an estimate: no formula here counts the"
+            " link to the host (notebook 18 does)"
+        )
+    if config.training.backward != "autodiff":
+        raise ValueError(
+            f"training.backward={config.training.backward!r} must be 'autodiff' for an"
+            " estimate: the formulas count a minibatch's gradients beside their sum"
+        )
+
+
 def _divided(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> Any:
     """Returns the shapes of the train state, its specs, and the specs of the gradients.
 
@@ -259,8 +269,10 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
 
     Raises:
       ValueError: if the model cannot work on any number of devices; or, as in `estimate`, if
-        the accelerator has no figure for a link.
+        moments are on the host, gradients are added in place, or the accelerator has no figure
+        for a link.
     """
+    _check_counted(config)
     training.check(_with_minibatches(config, 1))  # below, errors only mean "does not divide"
     best: dict[Any, Estimate] = {}
     inside_host = _divisors(math.gcd(cluster.count, cluster.per_switch))
@@ -340,11 +352,13 @@ def _state(config: FrozenConfigDict) -> training.TrainState:
 
 
 def _update_bytes(config: ConfigDict) -> float:
-    """Returns the bytes per parameter that read and write it and the optimizer's state."""
+    """Returns the bytes per parameter that an update reads and writes: the parameter and its
+    share of the optimizer's state, without the gradient.
+    """
     state = _state(FrozenConfigDict(_with_minibatches(config, 1, batch_size=1)))
-    held = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in held) / count
+    arrays = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) / parameters
 
 
 @functools.cache

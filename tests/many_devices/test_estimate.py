@@ -298,11 +298,19 @@ def test_an_update_moves_the_parameters_and_the_state_of_its_optimizer(changes, 
     assert plan.update_bytes == expected
 
 
-def test_moments_on_the_host_have_no_estimate():
-    with pytest.raises(ValueError, match="optimizer.offload=True"):
-        estimate.estimate(
-            small({"optimizer.offload": True}), {"data": 1}, Strategy(), h100s({"data": 1})
-        )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer.offload": True}, "optimizer.offload=True must be False"),
+        ({"training.backward": "in_place"}, "training.backward='in_place' must be 'autodiff'"),
+    ],
+)
+def test_what_no_formula_counts_has_no_estimate_and_no_choice(changes, message):
+    config, cluster = small({"model.remat": ("Block",), **changes}), h100s({"data": 1})
+    with pytest.raises(ValueError, match=message):
+        estimate.estimate(config, {"data": 1}, Strategy(), cluster)
+    with pytest.raises(ValueError, match=message):
+        estimate.choose(config, cluster)
 
 
 def test_each_stage_of_zero_holds_less_and_the_third_sends_half_more_in_numbers_of_half_size():
