@@ -346,14 +346,25 @@ def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..
     return dataclasses.replace(hooks, output=output), losses.in_chunks(model)
 
 
-def embed_layer_head(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
-    """Returns the Transformer as the functions that `smallest_step.gradient_in_place` takes:
-    embed, one layer, and head with loss.
+def embed_layer_head(
+    model: ConfigDict,
+) -> tuple[
+    Callable[[PyTree, Batch], Array],
+    Callable[[PyTree, Array, Any], Array],
+    Callable[[PyTree, Array, Batch], tuple[Array, Metrics]],
+]:
+    """Returns the Transformer as three functions, for `smallest_step.gradient_in_place`.
 
-    A layer is rematerialized as `model.remat_policy` says. Its dropout is that of `loss_of`.
+    A layer is rematerialized as `model.remat_policy` says. It draws the same dropout masks as
+    the loss of `loss_of`.
 
     Args:
-      model: the `model` part of a configuration, with scanned layers.
+      model: the `model` part of a frozen configuration, with scanned layers.
+
+    Returns:
+      `embed(rest, batch) -> x`, `layer(weights, x, key) -> x` and `head(rest, x, batch) ->
+        (loss, metrics)`. x are activations [B L D]; `rest` are the parameters without "block",
+        and `weights` those of one layer.
     """
     hooks, score = hooks_and_score(model, Hooks())
     no_remat: dict[str, Any] = {"remat": (), "remat_policy": "nothing", "remat_names": ()}
@@ -376,8 +387,10 @@ def embed_layer_head(model: ConfigDict) -> tuple[Callable, Callable, Callable]:
 
 
 def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
-    """Returns what makes the gradient function of a batch on one device: of a loss function by
-    autodiff, or by hand (`training.backward`).
+    """Returns a function that makes the gradient function of a batch on one device from a loss.
+
+    With `training.backward="in_place"` the gradient is that of the model's own loss, and the
+    loss function that it is called with is not used.
 
     Args:
       config: a frozen, checked configuration.
@@ -433,13 +446,14 @@ def step_flops(config: ConfigDict) -> measure.Flops:
 
     Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
     out, every kind of attention counts alike. A loss in chunks computes the logits twice; they
-    count once.
+    count once. `training.backward` does not matter.
 
     Args:
       config: a configuration that can work.
     """
     written_out = ConfigDict(config.to_dict())  # a copy: the caller's stays as it is
     written_out.model.update(attention="reference", loss_chunks=1)
-    written_out.training.backward = "autodiff"  # which tells recomputed products from others
+    # By hand, the last product of each block is traced twice; XLA removes the unused one.
+    written_out.training.backward = "autodiff"
     run = build(written_out)
     return measure.flops(run.train_step, *run.abstract())

@@ -130,14 +130,7 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     specs, grad_specs = layout(config, mesh, strategy)
     # Later changes of the argument do not reach the gradient function.
     config = FrozenConfigDict(config)
-    cut = functools.partial(
-        gradient_accumulation.in_minibatches, **training.minibatches(config)
-    )
-    loss_fn, gradient_fn, _ = _ways(
-        config.model, mesh, strategy, (specs.params, grad_specs), cut
-    )
-    if config.training.backward == "in_place":
-        gradient_fn = training.gradient_from(config)
+    loss_fn, gradient_fn, _ = _ways(config, mesh, strategy, (specs.params, grad_specs))
     return gradient_fn(loss_fn)
 
 
@@ -177,14 +170,7 @@ def of_checked(
     placed = sharding.place(specs, mesh)
     if config.optimizer.offload:
         placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it
-    cut = functools.partial(
-        gradient_accumulation.in_minibatches, **training.minibatches(config)
-    )
-    loss_fn, gradient_fn, evaluated = _ways(
-        config.model, mesh, strategy, (specs.params, grad_specs), cut
-    )
-    if config.training.backward == "in_place":
-        gradient_fn = training.gradient_from(config)
+    loss_fn, gradient_fn, evaluated = _ways(config, mesh, strategy, (specs.params, grad_specs))
     by_hand = mesh.size > 1 and strategy.by == "hand"
     train_step = training.make_train_step(
         loss_fn,
@@ -249,11 +235,10 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
 
 
 def _ways(
-    model: ConfigDict,
+    config: ConfigDict,
     mesh: Mesh,
     strategy: Strategy,
     specs: tuple[PyTree, PyTree],
-    cut: Callable[[GradFn], GradFn],
 ) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
     """Returns the loss to differentiate, a function that makes its gradient function, and the
     loss of global arrays.
@@ -262,16 +247,18 @@ def _ways(
     what all of them need. One device has nobody to send to: its program has no `jax.shard_map`.
 
     Args:
-      model: the `model` part of a configuration.
+      config: a frozen, checked configuration.
       mesh: of the devices.
       strategy: how its axes are used.
       specs: of the parameters, and of their gradients.
-      cut: makes a gradient function of a batch from one of a minibatch.
     """
-    param_specs, grad_specs = specs
+    model, (param_specs, grad_specs) = config.model, specs
     if mesh.size == 1:
         loss_fn = training.loss_of(model)
-        return loss_fn, lambda loss_fn: cut(gradient_accumulation.gradient(loss_fn)), loss_fn
+        return loss_fn, training.gradient_from(config), loss_fn
+    cut: Callable[[GradFn], GradFn] = functools.partial(
+        gradient_accumulation.in_minibatches, **training.minibatches(config)
+    )
     if _piped(mesh):
         parts = _pipeline(model, mesh, strategy, param_specs)
         loss_fn = pipeline.loss_of_head(parts[0], _tensor(model, mesh, strategy)[1])
