@@ -56,12 +56,9 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
         return f"{largest}. Is there a way to hold a smaller piece of it at a time?"
     if not fast:
         return _slow(submission, program)
-    ahead = [
-        level for level in score.open_levels(so_far) if not score.is_reached(level, so_far)
-    ]
-    if not ahead:
+    level = score.next_level(so_far)
+    if level is None:
         return "All targets are reached. Another GPU has others: submit(make_step, gpu='t4')."
-    level = ahead[0]
     return (
         f"The first two targets are reached. The next one asks for two things at once:"
         f" {measure.gib(level.peak)} and {1e3 * level.seconds(submission.gpu):.0f} ms."
@@ -71,7 +68,14 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
 
 
 def _where_to_look(notebook: int, largest: str, submission: Score, program: Program) -> str:
-    """Returns what the compiled step shows about the next level of Part III."""
+    """Returns what to look at for the level of a notebook of Part III.
+
+    Args:
+      notebook: its number.
+      largest: the largest temporary of the compiled step, as a sentence without its end.
+      submission: the newest.
+      program: its program.
+    """
     if notebook == 15:
         return (
             "The small step has more FLOPs than the first one: blocks and logits are computed"
@@ -88,6 +92,8 @@ def _where_to_look(notebook: int, largest: str, submission: Score, program: Prog
             f"{largest}. With minibatches, all gradients of one stand beside the sum of those"
             " before it. Which of them does the backward pass of one layer make?"
         )
+    if submission.moments == "host":
+        return f"{largest}. Which part of the moments does the GPU need at one time?"
     state = score.state_bytes(Setup(submission.optimizer))
     share = f"Parameters and optimizer state take {measure.gib(state)} of the peak."
     if notebook == 17:

@@ -21,8 +21,8 @@ def recorded_moves(
 
     Args:
       gpu: "a5000", or "t4" for the moves of Part I in float16.
-      names: of the moves, for `tools/draw_game.py`, which records them.
-      compute: returns the row of a move, likewise.
+      names: of the moves. `tools/draw_game.py` passes both to record them.
+      compute: returns the row of a move.
 
     Raises:
       FileNotFoundError: if no ladder was recorded for this GPU.
@@ -30,11 +30,8 @@ def recorded_moves(
     sizes = dataclasses.asdict(model.REAL)
     del sizes["optimizer"]
 
-    def refuse(name: str) -> dict[str, Any]:
-        raise ValueError(f"name={name!r}: tools/draw_game.py computes moves")
-
     table = recorded.partly_live(
-        f"game_{gpu}", compute or refuse, [], cases=names, sizes=sizes, accelerator=gpu
+        f"game_{gpu}", compute or _refuse, [], cases=names, sizes=sizes, accelerator=gpu
     )
     return [
         Score(**{key: value for key, value in row.items() if key != "case"})
@@ -42,8 +39,12 @@ def recorded_moves(
     ]
 
 
+def _refuse(name: str) -> dict[str, Any]:
+    raise ValueError(f"name={name!r} cannot be computed here: run tools/draw_game.py")
+
+
 def picture(moves: Sequence[Score]) -> Figure:
-    """Returns the picture of moves for one GPU, numbered; the first step has the number 0.
+    """Draws moves for one GPU, numbered from 0, the first step.
 
     Raises:
       ValueError: if there are no moves.

@@ -1,5 +1,5 @@
-"""The model of move 8: the game's, in bfloat16, with rematerialized blocks, flash attention and
-the loss in chunks. Later moves begin with it.
+"""The model of move 8, with which later moves begin: the game's model in bfloat16, with
+rematerialized blocks, flash attention and the loss in chunks.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from course_lib.smaller_and_faster import flash_attention, large_vocabulary
 PyTree = Any
 
 CHUNKS = 8
-"""Parts into which the loss cuts each sequence."""
+"""The number of chunks into which the loss cuts each sequence."""
 
 
 def light_loss(params: PyTree, batch: jax.Array) -> jax.Array:
@@ -30,15 +30,13 @@ def light_loss(params: PyTree, batch: jax.Array) -> jax.Array:
 
 
 def light_embed(params: PyTree, batch: jax.Array) -> jax.Array:
-    """Returns the vectors [B L D] of a batch's tokens [B L+1], without the last token of each
-    sequence.
-    """
+    """Returns the embeddings [B L D] of a batch's tokens [B L+1] without the last column."""
     return model.embed(_half(params), batch[:, :-1])
 
 
 @jax.checkpoint  # saves its input alone
 def light_block(layer: PyTree, x: jax.Array, key: None = None) -> jax.Array:
-    """Applies one layer to x [B L D]. Nothing is random: `key` is not read."""
+    """Applies one layer to x [B L D]. `key`, which `smallest_step` passes, is not used."""
     layer = _half(layer)
     q, k, v = jnp.einsum("bld,dchk->cblhk", model.norm(layer["norm_1"], x), layer["qkv"])
     y = flash_attention.attend(q, k, v, tile=min(64, x.shape[1]))
@@ -49,8 +47,12 @@ def light_block(layer: PyTree, x: jax.Array, key: None = None) -> jax.Array:
 def light_head(
     params: PyTree, x: jax.Array, batch: jax.Array
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-    """Returns the mean loss of predicting the labels of a batch [B L+1] from the last layer's x
-    [B L D]; and, under "loss", its sum and the number of labels. All labels count alike.
+    """Returns the mean loss, and the metrics {"loss": (sum, number of labels)}.
+
+    Args:
+      params: as `game.init` returns them.
+      x: the last layer's activations [B L D]; `CHUNKS` divides L.
+      batch: tokens [B L+1]; all but the first column are the labels.
     """
     params, labels = _half(params), batch[:, 1:]
     per_label, _ = large_vocabulary.linear_cross_entropy(

@@ -45,8 +45,8 @@ class Score:
       seconds: attainable time of the step: `measure.attainable_seconds`.
       extra_flops: FLOPs beyond the first step's, as a share of them.
       host_bytes: moved between the host's memory and the GPU's, per step.
-      optimizer: that it trains with.
-      moments: the memory that the optimizer's moments are in.
+      optimizer: its name, one of `setups.OPTIMIZERS`.
+      moments: the memory of the optimizer's moments, one of `setups.MOMENTS`.
     """
 
     name: str
@@ -98,9 +98,10 @@ class Level:
     Attributes:
       notebook: its number.
       name: for the table.
-      peak: most bytes of the GPU's memory.
-      traffic: bytes that the step may move; the time follows from them as for `FAST_BYTES`.
-      optimizer: that the step must train with; None for any.
+      peak: bytes of the GPU's memory that the step may use.
+      traffic: bytes that the step may move. The time that it may take follows from them, as
+        with `FAST_BYTES`.
+      optimizer: the one that the step must train with; None: any.
     """
 
     notebook: int
@@ -110,7 +111,7 @@ class Level:
     optimizer: str | None = "adamw"
 
     def seconds(self, gpu: str) -> float:
-        """Returns the attainable time that a step may have on a GPU."""
+        """Returns the attainable time that a step may take on a GPU."""
         return seconds_for(self.traffic, gpu)
 
     def is_reached(self, one: Score) -> bool:
@@ -130,8 +131,8 @@ LEVELS = (
     Level(18, "AdamW, moments on the host", int(2.1 * measure.GIB), 200 * 10**9),
     Level(19, "AdamW, gradients in place", int(1.7 * measure.GIB), 285 * 10**9),
 )
-"""The targets of Part III, in their order, a little looser than the reference moves. They are
-for the GPUs of `HOST_LINKS`."""
+"""The targets of Part III in order, for the GPUs of `HOST_LINKS`. The reference moves need a
+little less memory and time."""
 
 
 def open_levels(submissions: Sequence[Score]) -> list[Level]:
@@ -147,6 +148,12 @@ def open_levels(submissions: Sequence[Score]) -> list[Level]:
         return []
     reached = [is_reached(level, submissions) for level in LEVELS]
     return [level for i, level in enumerate(LEVELS) if all(reached[:i])]
+
+
+def next_level(submissions: Sequence[Score]) -> Level | None:
+    """Returns the open level that no submission reaches yet; None if there is none."""
+    ahead = [level for level in open_levels(submissions) if not is_reached(level, submissions)]
+    return ahead[0] if ahead else None
 
 
 def is_reached(level: Level, submissions: Sequence[Score]) -> bool:
@@ -165,7 +172,12 @@ def fast_seconds(gpu: str) -> float:
 
 
 def seconds_for(traffic: int, gpu: str) -> float:
-    """Returns the attainable time of the first step's FLOPs in 16 bits and so many bytes."""
+    """Returns the attainable time of the first step's FLOPs, in 16 bits, and of some traffic.
+
+    Args:
+      traffic: bytes read from and written to the GPU's memory.
+      gpu: name in `hardware`.
+    """
     half = measure.Flops({half_dtype(gpu): reference_flops()}, {})
     return measure.attainable_seconds(half, measure.Traffic(traffic, ()), hardware.get(gpu))
 
@@ -181,7 +193,7 @@ def reference_flops() -> int:
 
 
 def arguments(setup: Setup = FIRST) -> tuple[Any, Any]:
-    """Returns the shapes of the real state and batch, and where they are."""
+    """Returns the abstract state and batch of the real step, each array with its memory."""
     optimizer = setup.config(model.REAL).optimizer
     params = jax.eval_shape(lambda: model.init(model.REAL, jax.random.key(0)))
 

@@ -1,7 +1,7 @@
-"""The optimizers that a submission may take, and the memory that its moments may be in.
+"""The optimizers that a submission may use, and the memories that may hold their moments.
 
-Both are arguments of `submit`, and not the learner's own code: the score has to say which
-optimizer a step trains with. The step still gets it as `config.optimizer`.
+Both are arguments of `submit`, not the learner's own code: the score has to name the optimizer.
+The step gets it as `config.optimizer`.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_8bit", "lion", "adafactor")
 """Names of `course_lib.optimizers`. All but "adamw" make other updates than the first step."""
 
 MOMENTS = ("device", "host")
-"""Memories that the optimizer's moments are in when the step gets them, and when it ends."""
+"""Memories for the optimizer's moments, before and after a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a step trains with.
+    """An optimizer, and the memory of its moments.
 
     Attributes:
       optimizer: one of `OPTIMIZERS`.
@@ -36,22 +36,22 @@ class Setup:
     moments: str = "device"
 
     def config(self, sizes: model.Config) -> model.Config:
-        """Returns the sizes, with this optimizer."""
+        """Returns a configuration with this optimizer."""
         return dataclasses.replace(sizes, optimizer=make(self.optimizer))
 
     def place(self, optimizer: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """Returns an optimizer's state with its moments where they belong."""
+        """Moves an optimizer's moments to the memory `moments`."""
         if self.moments == "device":
             return opt_state
         return optax.tree_map_params(optimizer, offload.to_host, opt_state)
 
 
 FIRST = Setup()
-"""That of the first step."""
+"""The setup of the first step."""
 
 
 def make(name: str) -> optax.GradientTransformation:
-    """Returns an optimizer by its name."""
+    """Returns an optimizer by name, with the first step's learning rate."""
     if name == "adamw":
         return model.REAL.optimizer
     config = configs.get("155m").optimizer
@@ -63,8 +63,8 @@ def read(optimizer: str, moments: str) -> Setup:
     """Returns the setup of a submission.
 
     Raises:
-      WrongAnswer: if there is no such optimizer or memory, or the optimizer has no moments that
-        a step could fetch by layers.
+      WrongAnswer: if there is no such optimizer or memory, or moments on the host cannot be
+        fetched layer by layer with this optimizer.
     """
     for argument, value, known in (
         ("optimizer", optimizer, OPTIMIZERS),

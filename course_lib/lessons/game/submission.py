@@ -35,8 +35,8 @@ def submit(
         batch is int32 tokens [batch_size length+1]. Begin with `game.first_step`.
       gpu: the name of a GPU in `hardware`.
       name: of the submission in the table; the function's if it is empty.
-      optimizer: the `config.optimizer` of the step, one of `setups.OPTIMIZERS`. The score names
-        it: any but "adamw" makes other updates than the first step.
+      optimizer: the name of `config.optimizer`, one of `setups.OPTIMIZERS`. All but "adamw"
+        make other updates than the first step, so the score names it.
       moments: the memory that the optimizer's moments are in before and after a step, "device"
         or "host".
     """
@@ -116,18 +116,14 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
 def picture(submissions: Sequence[Score], gpu: str) -> Any:
     """Returns the picture of the last submissions for one GPU."""
     last = submissions[-MOST_DRAWN:]
-    ahead = [
-        level
-        for level in score.open_levels(submissions)
-        if not score.is_reached(level, submissions)
-    ]
+    level = score.next_level(submissions)
     return figures.ladder(
         [{"name": one.name, "seconds": one.seconds, "peak": one.peak} for one in last],
         first=len(submissions) - len(last) + 1,
         limit=score.limit(gpu),
         small=score.SMALL_PEAK,
         fast=score.fast_seconds(gpu),
-        next_target=(ahead[0].seconds(gpu), ahead[0].peak) if ahead else None,
+        next_target=(level.seconds(gpu), level.peak) if level else None,
         title=f"One training step on an {hardware.get(gpu).title}",
     )
 

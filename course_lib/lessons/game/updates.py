@@ -6,7 +6,7 @@ precision. If it differs, least squares tell how much each sequence of the batch
 minibatches that were forgotten, or not divided by, show there.
 
 A step with another optimizer, or with moments on the host, then runs once more, with that
-optimizer. Its updates have to be those which the optimizer makes of the step's own gradient.
+optimizer. Its updates must be those that the optimizer computes from the step's own gradient.
 """
 
 import functools
@@ -74,10 +74,10 @@ def one_step(
     """Makes a learner's step and runs it once.
 
     Returns:
-      The step, and the new state, NumPy's arrays.
+      The step, and the new state as NumPy arrays.
 
     Raises:
-      WrongAnswer: if the new state is not built like the old one, or not where that was.
+      WrongAnswer: if the new state has another structure or other memories than the old one.
     """
     hint = "Begin with a copy of `game.first_step`, and change one thing."
     step = call(make_step, config, hint=hint)
@@ -106,13 +106,13 @@ def one_step(
 
 
 def copy_of(config: model.Config, state: PyTree, setup: Setup) -> PyTree:
-    """Returns a copy of a state, which the step may donate, with its moments in their place."""
+    """Copies a state, because the step may donate it, and moves its moments to their memory."""
     params, opt_state = jax.tree.map(jnp.array, state)
     return params, setup.place(config.optimizer, opt_state)
 
 
 def memories(tree: PyTree) -> dict[str, int]:
-    """Counts a tree's arrays by the memory that they are in."""
+    """Returns the number of a tree's arrays in each memory."""
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
@@ -123,7 +123,7 @@ def _numbers(leaf: jax.Array) -> np.ndarray:
 
 
 def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
-    """Compares a step's updates with those that its optimizer makes of the step's gradient.
+    """Compares a step's updates with those that its optimizer computes from its gradient.
 
     Args:
       make_step: the submission.
@@ -161,8 +161,8 @@ def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays of an optimizer's state are equal to rounding: counts and keys are
-    equal, and codes of 8 bits differ by one step in a few places.
+    """Whether two arrays of an optimizer's state are equal to rounding. Counts and keys must be
+    equal. Of 8-bit codes, fewer than 5% may differ by more than one.
     """
     if a.dtype == np.uint8:
         return bool(np.mean(np.abs(a.astype(int) - b.astype(int)) > 1) < 0.05)
