@@ -796,8 +796,14 @@ def test_lanes_of_a_step_add_up_to_its_parts_and_hidden_traffic_stands_above_com
     assert sum(waits) == parts["bubble"]
 
 
-def test_waiting_is_white_in_every_picture():
-    assert {style.fill(i, "bubble")["facecolor"] for i in range(4)} == {"white"}
+def test_lanes_of_a_step_refuse_traffic_that_has_no_lane():
+    nothing = dict.fromkeys(("products", "memory", "bubble", "data", "pipe", "tensor"), 0.0)
+    with pytest.raises(ValueError, match=r"no traffic along \['context'\]"):
+        figures.lanes_of_step(nothing | {"context": 1.0}, nothing)
+
+
+def test_a_bar_of_waiting_is_white_whatever_its_number():
+    assert {style.fill(i, style.IDLE)["facecolor"] for i in range(4)} == {"white"}
 
 
 def test_lanes_until_a_time_hide_what_is_later_and_keep_their_axes():

@@ -196,8 +196,8 @@ def ladder(
       small: the target for `peak`, in bytes.
       fast: the target for `seconds`.
       first: the number of the first row.
-      next_target: the most seconds and the most bytes of a target for both at once, drawn as a
-        corner; None if there is no such target.
+      next_target: the seconds and the bytes that the next target allows, drawn as a corner;
+        None: no corner.
       title: of the picture.
 
     Raises:

@@ -123,22 +123,31 @@ def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> 
     """Returns the lanes of a training step whose parts are laid end to end: what the device
     computes, and its traffic along "tensor", "pipe" and "data".
 
-    Traffic that is spread over the step is drawn in one piece. Half of the waiting in the
-    pipeline, and half of the exposed traffic along "data" and "pipe", stand before computing,
-    the other half after it. Exposed traffic along "tensor" follows computing. Hidden traffic
-    stands above computing, that along "data" at both of its ends.
+    Traffic that is spread over the step is drawn in one piece. Half of the bubble, and half of
+    the exposed traffic along "data" and "pipe", comes before computing, the other half after
+    it. Exposed traffic along "tensor" follows computing. Hidden traffic runs beside computing,
+    that along "data" at both of its ends.
 
     Args:
       parts: seconds of "products", "memory", "bubble", and of exposed traffic by axis
         (`step_model.Breakdown.parts`). The optimizer is left out.
       hidden: seconds of hidden traffic by axis (`Breakdown.hidden`).
+
+    Raises:
+      ValueError: if there is traffic along another axis, which has no lane.
     """
+    others = [axis for axis in ("context", "expert") if parts.get(axis) or hidden.get(axis)]
+    if others:
+        raise ValueError(
+            f'parts, hidden must have no traffic along {others}: only "tensor", "pipe" and'
+            ' "data" have lanes'
+        )
     waits, data, pipe = parts["bubble"] / 2, parts["data"] / 2, parts["pipe"] / 2
     begin = data + waits + pipe
     end = begin + parts["products"] + parts["memory"]
     drain = end + parts["tensor"]
     last = drain + pipe + waits
-    at_an_end = hidden["data"] / 2
+    at_each_end = hidden["data"] / 2
     blocks = {
         "compute": [
             (data, waits, style.IDLE),
@@ -153,8 +162,8 @@ def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> 
         ],
         "data": [
             (0, data, "exposed"),
-            (begin, at_an_end, "hidden"),
-            (end - at_an_end, at_an_end, "hidden"),
+            (begin, at_each_end, "hidden"),
+            (end - at_each_end, at_each_end, "hidden"),
             (last, data, "exposed"),
         ],
     }

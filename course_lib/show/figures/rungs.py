@@ -1,4 +1,4 @@
-"""The versions of a training step below each other: memory and time."""
+"""The versions of a training step below each other, with bars of memory and time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from course_lib.measure.units import GIB
 from course_lib.show.figures import style
 
 UNITS = {"GiB": (GIB, ".1f"), "GB": (10**9, ".2f")}
-"""Bytes of a unit of memory, and how it is written."""
+"""Units of memory: their bytes, and the format of a number of them."""
 
 
 def rungs(
@@ -25,8 +25,8 @@ def rungs(
 
     Args:
       rows: mappings or dataclasses with `name`, `seconds` and `peak` (in bytes).
-      limit: the bytes of the GPU's memory that a step may use. The bar of a step that needs
-        more is hatched. None: no limit is drawn.
+      limit: the bytes of the GPU's memory that a step may use. The bars of a step that needs
+        more are hatched. None: no limit is drawn.
       first: the number of the first row.
       title: of the picture.
       unit: of the memory: "GiB" or "GB".
@@ -44,17 +44,17 @@ def rungs(
     names = [f"{i}. {row['name']}" for i, row in enumerate(rows, first)]
     memory.set_yticks(range(len(rows)), names, fontsize=9)
     memory.set_ylim(len(rows) - 0.4, -0.6)
-    size, digits = UNITS[unit]
-    panels_of = (
-        (memory, [float(row["peak"]) / size for row in rows], digits, style.COLORS[0]),
+    size, memory_digits = UNITS[unit]
+    bars = (
+        (memory, [float(row["peak"]) / size for row in rows], memory_digits, style.COLORS[0]),
         (time, [1e3 * float(row["seconds"]) for row in rows], ".0f", style.COLORS[1]),
     )
-    for axes, values, format, color in panels_of:
+    for axes, values, digits, color in bars:
         for y, (row, value) in enumerate(zip(rows, values, strict=True)):
             fits = limit is None or float(row["peak"]) <= limit
             look = {"facecolor": color if fits else "white", "edgecolor": color}
             axes.barh(y, value, height=0.7, hatch=None if fits else "///", **look)
-            style.write(axes, f"{value:{format}}", value, y, shift=3)
+            style.write(axes, f"{value:{digits}}", value, y, shift=3)
         axes.set_xlim(0, 1.28 * max(values))
         axes.grid(visible=False, axis="y")
     label = f"peak memory ({unit})"

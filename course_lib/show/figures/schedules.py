@@ -42,7 +42,7 @@ def schedule(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Figure:
     drawn = {op.kind for table in tables.values() for row in table for op in row if op}
     shown = [
         Patch(
-            label=f"{kind}: {name}{', both gradients in two slots' * (kind == 'BW')}",
+            label=f"{kind}: {name}" + (", both gradients in two slots" if kind == "BW" else ""),
             **style.op(kind),
         )
         for kind, (name, *_) in style.OPS.items()

@@ -41,7 +41,8 @@ OPS = {
     "B": ("backward to the input", "#BF812D", "...."),
     "W": ("backward to the weights", "#DFC27D", "xxx"),
 }
-"""The ops of a pipeline, with names, colours and hatches; backward is a shade of one colour."""
+"""The ops of a pipeline: name, colour and hatch. The two parts of a backward pass have lighter
+shades of its colour."""
 FORMATS = {"float32": "#1A1A1A", "bfloat16": "#00838F", "float16": "#B2182B"}
 """Number formats, with their colours."""
 KINDS = {
@@ -57,7 +58,7 @@ KINDS = {
 }
 """What memory is for (`measure.tape`), in the order of a picture, with colours and hatches."""
 IDLE = "bubble"
-"""A device that waits, drawn white as in the pictures of schedules."""
+"""The name of a bar of waiting. It is white, as an empty cell of a schedule is."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
 GREY = "#5F5F5F"
@@ -144,17 +145,20 @@ def color(i: int, name: str = "") -> str:
 
 
 def fill(i: int, name: str = "") -> dict[str, Any]:
-    """Returns the look of the i-th kind of bar: colour (`color`), hatch, dark edge."""
+    """Returns the look of the i-th kind of bar: colour (`color`), hatch, dark edge. A bar with
+    the name `IDLE` is white.
+    """
+    idle = name == IDLE
     return {
-        "facecolor": "white" if name == IDLE else color(i, name),
-        "hatch": "" if name == IDLE else HATCHES[i % 7],
+        "facecolor": "white" if idle else color(i, name),
+        "hatch": "" if idle else HATCHES[i % 7],
         "edgecolor": "black",
         "linewidth": 0.6,
     }
 
 
 def device(number: int) -> dict[str, Any]:
-    """Returns the look of a device's bar; no two of the first 56 look the same."""
+    """Returns the look of a device's bar or rectangle; no two of the first 56 are alike."""
     return fill(number) | {
         "facecolor": DEVICES[number % 8],
         "hatch": HATCHES[(number + number // 8) % 7],
