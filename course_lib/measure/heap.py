@@ -57,12 +57,13 @@ class LiveArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """XLA's plan of a program's memory, as it writes it into a dump.
+class MemoryPlan:
+    """XLA's plan of a program's memory, as text of its dump. Both are empty if it wrote none.
 
     Attributes:
-      lifetimes: from which instruction to which each value lives; empty before JAX 0.10.
-      places: where each value lies.
+      lifetimes: the first and last instruction of each value (`live-range.txt`); also empty
+        before JAX 0.10.
+      places: the allocation and offset of each value (`buffer-assignment.txt`).
     """
 
     lifetimes: str
@@ -79,8 +80,8 @@ class Heap:
         loop's body occurs once; a program without temporaries has one point.
       arrays: the arrays alive at the peak, largest first. They add up to the peak.
       compiled: the program, for other measurements.
-      program: the program as XLA dumps it (`HloProto`), for `write_session`.
-      plan: of its memory; `measure.tape` reads it without compiling again.
+      program: the program as a serialized `HloProto`, for `write_session`.
+      plan: of its memory, for `measure.tape`.
     """
 
     peak: int
@@ -88,7 +89,7 @@ class Heap:
     arrays: tuple[LiveArray, ...]
     compiled: jax.stages.Compiled = dataclasses.field(repr=False)
     program: bytes = dataclasses.field(repr=False)
-    plan: Plan = dataclasses.field(repr=False)
+    plan: MemoryPlan = dataclasses.field(repr=False)
 
 
 def heap(lowered: jax.stages.Lowered) -> Heap:
@@ -157,9 +158,10 @@ def write_session(
             f"name={name!r} must be new: {str(session)!r} holds something else; take another"
             " name"
         )
-    compiled, program = (
-        (step.compiled, step.program) if isinstance(step, Heap) else compile_with_plan(step)[:2]
-    )
+    if isinstance(step, Heap):
+        compiled, program = step.compiled, step.program
+    else:
+        compiled, program, _ = compile_with_plan(step)
     # Viewing an older record has unpacked its program there.
     shutil.rmtree(session, ignore_errors=True)
     session.mkdir(parents=True)
@@ -167,9 +169,16 @@ def write_session(
     return compiled
 
 
-def compile_with_plan(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes, Plan]:
-    """Compiles a program, and reads from XLA's dump the program (`HloProto`) and the plan of
-    its memory.
+def compile_with_plan(
+    lowered: jax.stages.Lowered,
+) -> tuple[jax.stages.Compiled, bytes, MemoryPlan]:
+    """Compiles a program, and reads XLA's dump.
+
+    Args:
+      lowered: not yet compiled, for a real or a virtual device.
+
+    Returns:
+      The compiled program; the same as a serialized `HloProto`; and the plan of its memory.
 
     Raises:
       RuntimeError: if XLA wrote no dump.
@@ -182,21 +191,22 @@ def compile_with_plan(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled,
             raise RuntimeError(NO_PLAN)
         places = _largest(folder, "buffer-assignment.txt")
         if places is None:
-            return compiled, program.read_bytes(), Plan("", "")
-        lifetimes = places.with_name(places.name.replace("buffer-assignment", "live-range"))
-        written = lifetimes.read_text() if lifetimes.exists() else ""
-        return compiled, program.read_bytes(), Plan(written, places.read_text())
+            return compiled, program.read_bytes(), MemoryPlan("", "")
+        ranges = places.with_name(places.name.replace("buffer-assignment", "live-range"))
+        lifetimes = ranges.read_text() if ranges.exists() else ""
+        return compiled, program.read_bytes(), MemoryPlan(lifetimes, places.read_text())
 
 
 def _largest(folder: str, ending: str) -> pathlib.Path | None:
-    """Returns the largest file whose name ends so. Smaller ones are of programs that a GPU
-    times to choose kernels.
+    """Returns the largest file with an ending, None without one. Smaller files belong to
+    programs that a GPU times to choose kernels.
     """
     files = pathlib.Path(folder).glob(f"*{ending}")
     return max(files, key=lambda path: path.stat().st_size, default=None)
 
 
 def _write_record(program: bytes, folder: pathlib.Path) -> pathlib.Path:
+    """Writes a profiler's record of a program (`HloProto`), and returns its file."""
     (folder / RECORD).write_bytes(_as_record(program))
     return folder / RECORD
 

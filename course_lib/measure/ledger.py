@@ -107,8 +107,8 @@ class Ledger:
     def beside_matmuls(
         self, kind: str | None = None, axis: str | Sequence[str] | None = None
     ) -> int:
-        """Returns the payload of the executions during which a device computes matmuls;
-        arguments and errors as in `bytes`.
+        """Returns the payload bytes of the executions that overlap with matmuls; arguments and
+        errors as in `bytes`.
         """
         return sum(
             entry.payload_bytes * entry.executions
@@ -188,16 +188,16 @@ def ledger(
 
 
 def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
-    """Lists the kernels of the first loop that starts a collective, in their order; or those of
-    the whole program, if it starts the collective outside of loops.
+    """Lists the kernels of a loop that starts a collective, in the order in which they run.
+    Takes the first such loop, or the main program if no loop starts one.
 
     Args:
       compiled: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start.
       kind: of the collective, one of KINDS.
 
     Returns:
-      For each kernel what it does (`traffic.KINDS`), or "all-gather-start" and
-        "all-gather-done" for the ends of a collective.
+      For each kernel its kind (`traffic.KINDS`); for the start and the end of the collective,
+        as of an all-gather, "all-gather-start" and "all-gather-done".
 
     Raises:
       ValueError: if the program starts no collective of this kind, or is not compiled.

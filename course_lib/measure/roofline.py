@@ -67,15 +67,18 @@ def attainable_seconds(
     """Returns the time of a step whose kernels are good and do not overlap.
 
     Products run at 77% of the peak rate, then bytes move at 85% of the peak bandwidth, then
-    bytes cross the link between host and device, to one side after the other. Use it to compare
-    two ways to write one step: it counts recomputation, memory traffic and offload in one unit.
-    It is no measurement.
+    bytes cross the link to the host, in one direction at a time. Use it to compare two ways to
+    write one step: it counts recomputation, memory traffic and offload in one unit. It is no
+    measurement.
 
     Args:
-      flops: as for `roofline`, with the same errors.
-      traffic: the same.
-      accelerator: the same.
-      link: to the host; None leaves out the time of the transfers.
+      flops: as for `roofline`.
+      traffic: as for `roofline`. Moves of the kind "offload" cross the link.
+      accelerator: as for `roofline`.
+      link: to the host; None leaves out the time of these moves on the link.
+
+    Raises:
+      ValueError: as `roofline`.
     """
     limits = roofline(flops, traffic, accelerator)
     seconds = limits.compute_seconds / 0.77 + limits.memory_seconds / 0.85
