@@ -426,11 +426,15 @@ def _check_pairs(config: ConfigDict) -> None:
 
 
 def _check_in_place(config: ConfigDict) -> None:
-    """Refuses what a backward pass by hand cannot do."""
+    """Refuses what `smallest_step.gradient_in_place` cannot do for the course's Transformer.
+
+    Raises:
+      ValueError: the field, its value, the one that it needs, and why.
+    """
     model, training = config.model, config.training
     for field, value, needed, why in (
         ("model.scan_layers", model.scan_layers, True, "it walks through stacked layers"),
-        ("model.num_experts", model.num_experts, 0, "only the last layer leads to the loss"),
+        ("model.num_experts", model.num_experts, 0, "a layer returns activations only"),
         (
             "model.remat",
             tuple(model.remat),

@@ -1,6 +1,6 @@
 """Draws docs/smallest_step.png from the recorded ladder of notebook 19.
 
-The picture carries a digest of its rows, so that one can tell whether it is up to date.
+The picture carries a digest of its rows, so that a test can tell whether it is up to date.
 """
 
 import hashlib

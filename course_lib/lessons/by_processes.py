@@ -30,7 +30,7 @@ AXES = {"data": 2, "pipe": 2, "tensor": 2}
 M = 4
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # programs run once: compiling takes longer
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # each program runs once: compiling is the cost
 }
 
 _candidates = (20_000 + (97 * os.getpid() + number) % 12_000 for number in itertools.count())

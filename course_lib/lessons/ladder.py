@@ -1,9 +1,10 @@
-"""The ladder of notebook 19: the step of 155.9 million parameters, compiled for an A5000, from
-the first writing to the smallest step.
+"""The ladder of notebook 19: configurations of a step of 155.9 million parameters, compiled for
+an A5000, from the first writing to the smallest step and to the fastest.
 
     python -m course_lib.lessons.ladder    # minutes: compiles and records every rung
 
-Each rung changes one thing of the rung that it stands on, so each rung has one gain.
+Each rung but the first changes one field of the rung that it stands on: the difference of their
+rows is the effect of this field.
 """
 
 import os
@@ -24,9 +25,9 @@ class Rung:
     """A configuration, as a change of another one.
 
     Attributes:
-      name: unique; says what changes.
+      name: unique.
       changes: fields of the configuration, with their values.
-      on: the name of the rung that it changes; "" for the preset `155m`.
+      on: the name of the rung that it stands on; "" for the preset `155m`.
     """
 
     name: str
@@ -85,15 +86,15 @@ def config_of(name: str) -> ConfigDict:
 def flops_of(config: ConfigDict) -> int:
     """Returns the FLOPs of a step, recomputed ones included.
 
-    Attention that is written out multiplies masked scores too. Flash attention leaves the
-    masked half out, and computes the scores once more in its backward pass.
+    Attention that is written out computes masked scores too. Flash attention leaves the masked
+    half out, and computes the scores once more in its backward pass.
     """
     total = sum(training.step_flops(config).total.values())
     if config.model.attention != "flash":
         return total
     model, tokens = config.model, config.data.batch_size * config.data.seq_len
     product = 2 * tokens * config.data.seq_len * model.hidden_size * model.num_layers
-    products = 8 if model.remat else 6  # two forward, four backward, two again
+    products = 8 if model.remat else 6  # two forward, four backward, two recomputed
     return total - products * product + (products + 1) * product // 2
 
 
@@ -101,9 +102,10 @@ def compile_rung(name: str) -> dict[str, Any]:
     """Compiles a rung for a virtual A5000.
 
     Returns:
-      A row: "bytes" on the device at the peak, "host_bytes" that cross the link in each
-        direction, "flops", "traffic_bytes", and "seconds", the attainable time
-        (`measure.attainable_seconds`) with PCIe 4.0 to the host.
+      A row: "bytes", the peak of device memory; "host_bytes" that cross the link to the host in
+        each direction; "flops"; "traffic_bytes"; and "seconds", the attainable time
+        (`measure.attainable_seconds`), all products in `model.dtype`, with PCIe 4.0 to the
+        host.
     """
     config, accelerator = config_of(name), hardware.get(ACCELERATOR)
     run = training.build(config)

@@ -187,7 +187,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     # side by side they share one. With sequence parallelism a pair ends in a reduce-scatter,
     # and the next pair begins with an all-gather: the same bytes.
     pairs = 1 if shape.parallel else 2
-    tensor = pairs * all_reduce(group["tensor"], activation(shape, plan))
+    tensor = pairs * all_reduce(group["tensor"], activation_bytes(shape, plan))
     hidden = TENSOR_OVERLAP * tensor if plan.tensor_overlap else 0.0
     sent = Cost(exposed={"tensor": tensor - hidden}, hidden={"tensor": hidden})
     if shape.experts:
@@ -232,7 +232,7 @@ def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
 
 
 def overlap(traffic: float, computing: float) -> tuple[float, float]:
-    """Splits seconds of traffic, which run beside seconds of computing: exposed, hidden."""
+    """Returns the exposed and the hidden seconds of traffic that runs beside computing."""
     hidden = (1 - OVERLAP_COST) * min(traffic, computing)
     return traffic - hidden, hidden
 
@@ -246,7 +246,7 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
     # One all-reduce of the embedding in the forward pass, one of the output layer's gradient in
     # the backward pass. Each costs two all-gathers: 4 in all.
-    sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), activation(shape, plan))
+    sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), activation_bytes(shape, plan))
     # Memory moves the logits once in bfloat16 and five times in float32. In chunks, they are
     # written and read as often: twice written, but never kept.
     products = 4 if plan.chunked_loss else 3
@@ -263,7 +263,7 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     return cost
 
 
-def activation(shape: Shape, plan: Plan) -> float:
+def activation_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes of a microbatch's residual stream [b, L, D] on a device."""
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     return _item(plan) * tokens * shape.width

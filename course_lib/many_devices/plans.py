@@ -120,8 +120,8 @@ class Plan:
       pipe_overlap: whether interleaved stages send to each other while they compute another
         chunk, as with Megatron-LM's `overlap_p2p_comm`.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
-      update_bytes: that the optimizer reads and writes per parameter, its gradient aside. For
-        Adam in float32: 24, of the parameter and two moments.
+      update_bytes: bytes per parameter that the optimizer reads and writes, without the
+        gradient. Adam in float32: 24, of the parameter and two moments.
       dtype: of the operands of matmuls. If they have eight bits, the matmuls with weights have
         them, inside the layers; attention and the output layer compute in bfloat16.
       schedule: of this course's pipeline, where neighbours wait for each other. None:

@@ -33,7 +33,7 @@ from course_lib.many_devices.cluster_model import (
     shift,
 )
 from course_lib.many_devices.layer_model import (
-    activation,
+    activation_bytes,
     busy,
     head_cost,
     layer_costs,
@@ -114,7 +114,7 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     microbatch = (forward + backward) * per_stage + head * (1 / p)
     pieces = (*seconds, busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster))
     pipe, hidden_pipe, bubble = pipeline(
-        plan, cluster, activation(shape, plan), *pieces, busy(head, plan, cluster)
+        plan, cluster, activation_bytes(shape, plan), *pieces, busy(head, plan, cluster)
     )
     data, hidden = along_data(shape, plan, cluster, *seconds)
     _, memory = rates(plan, cluster)
@@ -177,9 +177,8 @@ def pipeline(
         return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
     usual = {"F": forward / v, "B": (backward - of_weights) / v, "W": of_weights / v}
-    last = usual | {
-        "B": usual["B"] + head
-    }  # forward, backward and the gradients of its weights
+    # The head adds its forward and backward pass, and the gradients of its weights.
+    last = usual | {"B": usual["B"] + head}
     waiting = slots.lockstep(plan.schedule, usual, last) - m * mean
     return len(plan.schedule.table[0]) * one, 0.0, waiting
 
@@ -210,11 +209,11 @@ def along_data(
             traffic = [(all_gather(group, new), 1), (reduce_scatter(group, gradients), times)]
         else:
             traffic = [(0.0, 1), (all_reduce(group, gradients), 1)]
-        hides = plan.data_overlap and plan.parameter_overlap, plan.data_overlap
-        for (sent, count), computing, hidden_too in zip(
-            traffic, (forward, backward), hides, strict=True
+        overlaps = plan.data_overlap and plan.parameter_overlap, plan.data_overlap
+        for (sent, count), computing, is_overlapped in zip(
+            traffic, (forward, backward), overlaps, strict=True
         ):
-            beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * hidden_too
+            beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * is_overlapped
             a, b = overlap(sent, beside)
             exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:

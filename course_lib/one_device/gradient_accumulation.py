@@ -128,7 +128,7 @@ def accumulate(
 
 
 def accumulate_in_place(
-    add: Callable[..., tuple[PyTree, Metrics]],
+    add: Callable[[PyTree, PyTree, PyTree, Key[Array, ""]], tuple[PyTree, Metrics]],
     params: PyTree,
     batch: PyTree,
     rng: Key[Array, ""],
@@ -137,9 +137,11 @@ def accumulate_in_place(
     method: str = "scan",
     accumulator_dtype: Any = jnp.float32,
 ) -> tuple[PyTree, Metrics]:
-    """Computes the gradient of a batch with a function that adds to the sum by itself.
+    """Computes the gradient of a batch with a function that adds to the sum of the gradients.
 
     The result is that of `accumulate`, with the same keys. Only one tree of gradients exists.
+    A minibatch whose weights are all 0 must have a finite gradient, as with the losses of
+    `models.losses`.
 
     Args:
       add: `add(total, params, minibatch, rng) -> (total, metrics)`, which adds the gradient of
@@ -149,38 +151,39 @@ def accumulate_in_place(
       rng: typed random key.
       num_minibatches: M, a divisor of B.
       method: one of `METHODS`.
-      accumulator_dtype: one of `ACCUMULATOR_DTYPES`.
+      accumulator_dtype: one of `ACCUMULATOR_DTYPES`, of the sum.
 
     Returns:
       The gradient of the weighted mean over the batch, in the dtypes of the parameters, and the
         summed metrics.
 
     Raises:
-      ValueError: as `accumulate`.
+      ValueError: if the batch cannot be cut into M equal parts, or `method` or
+        `accumulator_dtype` is unknown.
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
     rngs = jax.random.split(rng, num_minibatches)
     minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
-    grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
-    shapes = jax.eval_shape(
-        lambda batches, rngs: add(grads, params, _take(batches, 0), rngs[0])[1],
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+    metrics = jax.eval_shape(
+        lambda batches, rngs: add(zeros, params, _take(batches, 0), rngs[0])[1],
         minibatches,
         rngs,
     )
 
     def add_minibatch(total, params, minibatch, rng):
-        grads, metrics = add(total[0], params, minibatch, rng)
-        return grads, jax.tree.map(jnp.add, total[1], metrics)
+        sums, metrics = add(total[0], params, minibatch, rng)
+        return sums, jax.tree.map(jnp.add, total[1], metrics)
 
     run = scan_minibatches if method == "scan" else loop_minibatches
-    zeros = grads, jax.tree.map(jnp.zeros_like, shapes)
-    grads, metrics = run(add_minibatch, zeros, params, minibatches, rngs)
+    start = zeros, jax.tree.map(jnp.zeros_like, metrics)
+    total, metrics = run(add_minibatch, start, params, minibatches, rngs)
     count = nonzero(metrics["loss"][1])
-    mean = jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), grads, params
+    grads = jax.tree.map(
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), total, params
     )
-    return mean, metrics
+    return grads, metrics
 
 
 def in_minibatches(

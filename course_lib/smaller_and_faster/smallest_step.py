@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 PyTree = Any
-Add = Callable[..., tuple[PyTree, dict[str, Any]]]
+Add = Callable[[PyTree, PyTree, Any, Any], tuple[PyTree, dict[str, Any]]]
 
 BACKWARD = ("autodiff", "in_place")
 """Ways to compute the gradient of a step: by `jax.grad`, or by `gradient_in_place`."""
@@ -141,11 +141,12 @@ def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any
     return x, saved, pull_back
 
 
-def _without(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _without(tree: Mapping[str, PyTree], name: str) -> dict[str, PyTree]:
     return {key: part for key, part in tree.items() if key != name}
 
 
 def _num_layers(params: PyTree, stacked: str) -> int:
+    """Returns the length of the leading axis that all leaves of an entry share."""
     names = list(params) if isinstance(params, Mapping) else None
     if not names or stacked not in names:
         raise ValueError(

@@ -1,15 +1,15 @@
-"""The ladder of notebook 19: each rung changes one thing, and the records hold."""
+"""The ladder of notebook 19: each rung changes one field, and the records reach the goals."""
 
 import draw_ladder
 import jax
 import PIL.Image
 import pytest
 
-from course_lib import configs, training
+from course_lib import training
 from course_lib.lessons import ladder
 from course_lib.measure import virtual
 
-MOST = {  # GB, as notebook 19 asserts
+MOST = {  # GB, the goals of notebook 19
     "64 minibatches": 2.60,
     "moments on the host": 1.60,
     "bfloat16 parameters": 1.20,
@@ -18,15 +18,14 @@ MOST = {  # GB, as notebook 19 asserts
 }
 
 
-@pytest.mark.parametrize("name", ladder.BY_NAME)
-def test_each_rung_is_a_configuration_that_works(name):
-    configs.check(ladder.config_of(name))
-
-
-def test_each_rung_changes_the_rung_that_it_stands_on():
-    for rung in ladder.RUNGS:
-        before = ladder.config_of(rung.on) if rung.on else configs.get("155m")
-        assert ladder.config_of(rung.name) != before, rung.name
+def test_each_rung_but_the_first_changes_one_field_of_the_rung_that_it_stands_on():
+    first, *others = ladder.RUNGS
+    assert not first.on
+    for rung in others:
+        [(field, value)] = rung.changes.items()
+        part, name = field.split(".")
+        before, after = (ladder.config_of(each)[part][name] for each in (rung.on, rung.name))
+        assert before != value == after, rung.name
 
 
 def test_the_table_has_every_rung_in_order():
@@ -34,7 +33,7 @@ def test_the_table_has_every_rung_in_order():
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_the_records_hold(name):
+def test_the_recorded_rungs_reach_the_goals_of_the_notebook(name):
     [row] = [row for row in ladder.table().rows if row["case"] == name]
     assert row["bytes"] <= MOST[name] * 1e9
 
@@ -52,13 +51,13 @@ def test_the_picture_is_that_of_the_recorded_rows():
 @pytest.mark.parametrize("name", ladder.BY_NAME)
 def test_a_rung_compiles_to_its_record(name):
     [recorded] = [row for row in ladder.table().rows if row["case"] == name]
-    found = ladder.compile_rung(name)
-    assert found["bytes"] == pytest.approx(recorded["bytes"], rel=0.01)
-    assert found["seconds"] == pytest.approx(recorded["seconds"], rel=0.01)
-    assert found["host_bytes"] == recorded["host_bytes"]
+    compiled = ladder.compile_rung(name)
+    assert compiled["bytes"] == pytest.approx(recorded["bytes"], rel=0.01)
+    assert compiled["seconds"] == pytest.approx(recorded["seconds"], rel=0.01)
+    assert compiled["host_bytes"] == recorded["host_bytes"]
 
 
-def test_flash_attention_leaves_out_masked_scores_and_computes_scores_twice():
+def test_flash_attention_leaves_out_masked_scores_and_computes_scores_again_in_its_backward():
     config = ladder.config_of("unrolled")
     with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
         written_out = sum(training.step_flops(config).total.values())

@@ -36,19 +36,22 @@ def bytes_of_state(autodiff, in_place, on_host):
 
 
 def _example():
-    """Returns a stack of 8 layers [64 64], a sum of gradients, and activations."""
+    """Returns layers and a sum of their gradients, both [8 64 64], and activations [4 64]."""
     keys = jax.random.split(jax.random.key(0), 3)
     w = jax.random.normal(keys[0], (8, 64, 64)) / 8
     return w, jax.random.normal(keys[1], w.shape), jax.random.normal(keys[2], (4, 64))
 
 
 def _loss(w, x):
+    """Returns 0.5 sum(y^2) for layers y = x + tanh(x @ w[i]), w [N D D]."""
     y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)
     return 0.5 * jnp.sum(y**2)
 
 
 def _trees(function, *args):
-    """Returns the temporaries of a program that overwrites its first argument, in trees."""
+    """Returns a program's temporaries in trees: in multiples of its first argument, which it
+    overwrites.
+    """
     compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
     return measure.memory(compiled).temporaries / args[0].nbytes
 
@@ -91,7 +94,7 @@ def update_in_backward(your_update):
     """
     w, _, x = _example()
     w = w / 2
-    right = w - 0.1 * jax.grad(_loss)(w, x)
+    gradient = jax.grad(_loss)(w, x)
     result = call(
         your_update,
         w,
@@ -100,15 +103,15 @@ def update_in_backward(your_update):
     )
     require(jnp.shape(result) == w.shape, f"Return w, {w.shape}, not {jnp.shape(result)}.")
     require(
-        not close(result, w + 0.1 * jax.grad(_loss)(w, x)),
+        not close(result, w + 0.1 * gradient),
         "The parameters went up the slope: subtract the gradient.",
     )
     require(
-        not close(result, _after(w, x)),
+        not close(result, _through_updated_weights(w, x)),
         "dx went through updated weights: `pull_back` must use the weights that the forward"
         " pass used.",
     )
-    require(close(result, right), "The result is not w - 0.1 gradient.")
+    require(close(result, w - 0.1 * gradient), "The result is not w - 0.1 gradient.")
     trees = _trees(your_update, w, x)
     require(
         trees < 0.9,
@@ -119,8 +122,8 @@ def update_in_backward(your_update):
     return f"temporaries take {trees:.1f} trees: there is no tree of gradients."
 
 
-def _after(w, x):
-    """Returns the weights if dx goes through each layer after its update."""
+def _through_updated_weights(w, x):
+    """Returns the wrong new weights: dx goes through each layer after its update."""
     inputs = [x]
     for layer in w:
         inputs.append(inputs[-1] + jnp.tanh(inputs[-1] @ layer))

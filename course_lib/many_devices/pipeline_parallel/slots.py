@@ -47,7 +47,7 @@ class Program:
 
 
 PIECES = {"-": "B", "BW": "W"}
-"""What is executed in the two slots of a BW: B, then W."""
+"""The ops that are executed in the two slots of a BW: B, then W."""
 
 
 def executed(schedule: Schedule) -> Schedule:
@@ -152,8 +152,8 @@ def lockstep(
     """Returns the time of a step of the program that `pipeline` runs: until its last device has
     finished.
 
-    Neighbours exchange activations and gradients after every column of the table, so a
-    device begins a column when it and both neighbours have finished the column before. If F, B
+    Neighbours exchange activations and gradients after every column of the table, so a device
+    begins a column when it and both neighbours have finished the column before. If F, B
     and W last equally long, nobody waits, and the step lasts as long as its table.
 
     Args:
