@@ -67,6 +67,13 @@ def test_flash_attention_leaves_out_masked_scores_and_computes_scores_again_in_i
     assert written_out - flops == (6 - 3.5) * score_product
 
 
+def test_where_dense_products_are_kept_the_two_of_attention_are_recomputed():
+    config = ladder.config_of("products once, 16 minibatches")
+    with jax.numpy_dtype_promotion("standard"):
+        recomputed = sum(training.step_flops(config).recomputed.values())
+    assert recomputed == 2 * (2 * 64 * 512 * 512 * 1024 * 12)
+
+
 def test_a_rung_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="must be one of"):
         ladder.config_of("65 minibatches")

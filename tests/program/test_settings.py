@@ -278,6 +278,7 @@ def test_what_only_says_who_computes_or_how_or_how_long_may_change_and_all_else_
         "training.accumulation": "loop",
     }
     assert settings.fixed(small(**free)) == same
+    assert settings.fixed(small(**{"training.backward": "in_place"})) == same
     for changes in (
         {"seed": 1},
         {"data.batch_size": 8},
