@@ -595,8 +595,12 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
     (check.twice_the_gpus, (2, "data"), "every part"),
     (check.twice_the_gpus, (1.75, "products"), "becomes shorter, by a factor of 2.00"),
+    (check.twice_the_gpus, (1.75, "bubble"), "becomes shorter, by a factor of 1.62"),
+    (check.twice_the_gpus, (1.75, "optimizer"), "takes only 0.012 s"),
     (check.twice_the_gpus, (1.75, "pipes"), "is one of"),
     (check.twice_the_gpus, (1.2, "data"), "more than 1.20"),
+    (check.twice_the_gpus, (1.66, "data"), "more than 1.66"),  # no part of the bubble halved
+    (check.twice_the_gpus, (1.91, "data"), "less than 1.91"),  # all but "data" halved
     (
         check.three_axes,
         (three_axes_with('"pipe", None, None, "tensor"', '"pipe"'),),
@@ -644,7 +648,7 @@ WRONG = [
     (check.traffic_of_minibatches, (4 * 6144, 4 * 6144), "backward"),
     (check.traffic_of_minibatches, (8 * 6144, 6144), "no room"),
     (check.traffic_of_minibatches, (1, 4 * 6144), "Count layers"),
-    (check.summed_once, (sums(kernel=lambda g: jax.lax.psum(g, "data")),), "summed twice"),
+    (check.summed_once, (sums(kernel=lambda g: jax.lax.psum(g, "data")),), "same two rows"),
     (check.summed_once, (sums(kernel=lambda g: g / 8),), "an eighth"),
     (check.summed_once, (sums(bias=lambda g: g),), "differs between devices"),
     (check.summed_once, (sums(bias=lambda g: jax.lax.pmean(g, "data")),), "a mean"),

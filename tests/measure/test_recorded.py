@@ -155,6 +155,7 @@ def test_of_a_partly_live_table_some_rows_are_computed_and_the_others_read_in_th
     assert (
         "computed here" in mixed.note and ": 'kept'; the other rows: recorded on " in mixed.note
     )
+    assert mixed.note.endswith(", because here only some are computed, to save time")
 
 
 def test_where_nothing_can_be_computed_all_rows_are_read(table):
@@ -181,6 +182,8 @@ def test_recording_a_partly_live_table_computes_and_writes_all_of_its_rows(
     monkeypatch.setenv("COURSE_RECORD", "1")
     recorded.partly_live("table", compute, live=["new"], cases=["kept", "new"])
     assert json.loads(table.read_text())["rows"] == [compute("kept"), compute("new")]
+    read = recorded.partly_live("table", compute, live=[], cases=["kept", "new"])
+    assert read.note.endswith(", because here no new row was requested")
 
 
 def test_a_table_that_is_recorded_elsewhere_is_not_written(table, here, monkeypatch):
