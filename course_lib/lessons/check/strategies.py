@@ -79,8 +79,8 @@ def twice_the_gpus(speedup, part):
     )
     require(
         speedup >= 0.96 * ratio,
-        f"The part is right. The step becomes more than {speedup:.2f} times as fast. Look at the"
-        " parts of the run with 6,144 GPUs: which are halved, and how much of the bubble?",
+        f"The part is right. The step becomes more than {speedup:.2f} times as fast. Look at"
+        " the parts of the run with 6,144 GPUs: which are halved, and how much of the bubble?",
     )
     return f"{ratio:.2f} times as fast, since {part!r} and a part of the bubble stay."
 
