@@ -16,6 +16,7 @@ import numpy as np
 from course_lib.measure import hlo, origin
 from course_lib.measure.heap import NO_PLAN, Heap, compile_with_plan
 from course_lib.measure.memory import check_lowered
+from course_lib.measure.traffic import kind_of
 
 REST = "other activations, batch"
 
@@ -227,9 +228,14 @@ class _Kinds:
         return next(kinds, REST)
 
     def is_backward(self, name: str) -> bool:
-        """Returns whether an instruction is a product of the backward pass. (XLA may compute
-        small things of the backward pass long before.)
+        """Returns whether an instruction is a product of the backward pass.
+
+        The scope alone does not tell: XLA gives it to zeros and changes of layout, too, and
+        puts those long before the backward pass.
         """
+        instruction = self.instructions.get(name)
+        if instruction is None or kind_of(instruction) != "matmul":
+            return False
         scope = self._scope(name)
         return "transpose(" in scope and "dot_general" in scope
 

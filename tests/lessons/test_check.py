@@ -70,6 +70,7 @@ PREDICTIONS = {
     check.aliased_bytes: 2,
     check.scores_outgrow_mlp: 1,
     check.stacked: 1,
+    check.on_h100: 2,
     check.twice_the_gpus: 2,
     **optimizer_answers.PREDICTIONS,
     **tensor_answers.PREDICTIONS,
@@ -253,6 +254,11 @@ def state_step(mean_dtype=jnp.bfloat16, rate=0.9, weight=lambda w: w):
 
 
 def parameters(N, D, V, L):
+    return N * (12 * D**2 + 2 * D) + V * D + L * D + D
+
+
+def parameters_with_biases(N, D, V, L):
+    """The formula of the case study."""
     return N * (12 * D**2 + 13 * D) + 2 * V * D + L * D + 2 * D + V
 
 
@@ -558,9 +564,16 @@ WRONG = [
         (state_step(weight=lambda w: w.astype(jnp.bfloat16)),),
         "float32 is expected",
     ),
-    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - V * D,), "two"),
-    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - 13 * N * D,), "13 D"),
-    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - 9 * N * D,), "9 D"),
+    (check.count_parameters, (parameters_with_biases,), "case study"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) + V * D,), "once"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) + 9 * N * D,), "dense"),
+    (
+        check.count_parameters,
+        (lambda N, D, V, L: parameters(N, D, V, L) + (2 * N + 1) * D,),
+        "RMS norm",
+    ),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - N * D,), "two norms"),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - D,), "last layer"),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - L * D,), "positions"),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) + 1,), "too many"),
     (check.scores_outgrow_mlp, (512,), "float32"),
@@ -593,6 +606,12 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
     (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
     (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
+    (check.on_h100, (0.73 * 989 / 111, "memory"), "higher peak rate"),
+    (check.on_h100, (0.73 * 768 / 3350, "memory"), "bandwidths"),
+    (check.on_h100, (0.73 * 27.8 / 67, "memory"), "of float32"),
+    (check.on_h100, (0.2, "memory"), "too long"),
+    (check.on_h100, (0.08, "compute"), "not 'compute'"),
+    (check.on_h100, (0.082, "products"), "which factor"),
     (check.twice_the_gpus, (2, "data"), "every part"),
     (check.twice_the_gpus, (1.75, "products"), "becomes shorter, by a factor of 2.00"),
     (check.twice_the_gpus, (1.75, "bubble"), "becomes shorter, by a factor of 1.62"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from course_lib import measure
-from course_lib.measure import memory, tape, virtual
-from course_lib.measure.tape import KINDS
+from course_lib.measure import hlo, memory, tape, virtual
+from course_lib.measure.tape import KINDS, _Kinds
 
 OLD = jax.__version_info__ < (0, 10)
 pytestmark = pytest.mark.skipif(OLD, reason="XLA writes no lifetimes before JAX 0.10")
@@ -153,6 +153,34 @@ def test_a_shortened_tape_keeps_its_peak_and_where_the_backward_pass_begins():
 def test_a_step_without_a_backward_pass_has_no_place_where_it_begins():
     found = tape(jax.jit(lambda x: jnp.sin(x) @ x.T).lower(jnp.ones((64, 64))))
     assert found.backward is None
+
+
+PROGRAM = """HloModule step
+
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4] parameter(0)
+  %zero = f32[] constant(0)
+  %zeros = f32[4,4] broadcast(%zero), metadata={op_name="transpose(jvp(f))/dot_general"}
+  %ahead = f32[4,4] dot(%x, %zeros), metadata={op_name="jvp(f)/dot_general"}
+  %turned = f32[4,4] copy(%ahead), metadata={op_name="transpose(jvp(f))/dot_general"}
+  ROOT %back = f32[4,4] dot(%ahead, %turned), metadata={op_name="transpose(jvp(f))/dot_general"}
+}
+"""
+
+
+def test_the_backward_pass_begins_with_a_product_not_with_zeros_of_the_same_scope():
+    program = hlo.parse(PROGRAM)
+    kinds = _Kinds(program)
+    names = [instruction.name for instruction in program.entry.instructions]
+    assert [name for name in names if kinds.is_backward(name)] == ["back"]
+    assert not kinds.is_backward("an instruction that the text does not name")
+
+
+@pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+def test_scanned_rematerialized_layers_run_forward_before_the_backward_pass_begins():
+    found = read("a5000", scan=True, remat=True)
+    before = np.array(found.bytes["MLP"])[: found.backward]
+    assert max(before) >= HIDDEN_BYTES
 
 
 @DEVICES

@@ -80,6 +80,7 @@ from course_lib.lessons.check.pipeline_parallel import (
 from course_lib.lessons.check.profiling import (
     mfu,
     named_part,
+    on_h100,
     stack_less,
     stacked,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "multi_steps_share",
     "named_part",
     "noise_scale",
+    "on_h100",
     "one_f_one_b",
     "one_pass",
     "online_logsumexp",

@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from course_lib.lessons import case_study
 from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.measure import hardware
 from course_lib.one_device import profiling, rematerialization
 
 N, B, D = 8, 256, 512
+UNROLLED = "bfloat16, unrolled"  # a case of the case study
 _W, _X = (
     jax.ShapeDtypeStruct((N, D, D), jnp.float32),
     jax.ShapeDtypeStruct((B, D), jnp.float32),
@@ -30,7 +33,11 @@ def _stacked_mib(loss):
 @exercise
 def stacked(mib):
     """Checks how many MiB the differentiated scan stacks: saved arrays and gradients."""
-    predicted(mib, hint="Per layer: the input, the derivative of the tanh, the gradient of w.")
+    predicted(
+        mib,
+        hint="Differentiate one layer on paper: which arrays of the forward pass are in its"
+        " derivatives?",
+    )
     right = _stacked_mib(_loss)
     gradients, one = 4 * N * D * D / 2**20, 4 * N * B * D / 2**20
     require(
@@ -60,7 +67,7 @@ def stack_less(your_loss):
     """
     keys = jax.random.split(jax.random.key(0))
     w, x = jax.random.normal(keys[0], (3, 16, 16)) / 4, jax.random.normal(keys[1], (8, 16))
-    yours = call(your_loss, w, x, hint="`jax.checkpoint` around the body of the scan.")
+    yours = call(your_loss, w, x, hint="Begin with the loss as it is in the stub.")
     require(
         jnp.shape(yours) == (), f"A loss is one number; yours has shape {jnp.shape(yours)}."
     )
@@ -88,12 +95,8 @@ def named_part(your_step):
     and backward.
     """
     w, x = jnp.full((32, 32), 0.01), jnp.ones((32, 32))
-    yours = call(
-        your_step,
-        w,
-        x,
-        hint='Put `with jax.named_scope("penalty"):` around the penalty inside of the loss.',
-    )
+    hint = "Write the step without the scope first. `mean_loss` above names its own parts."
+    yours = call(your_step, w, x, hint=hint)
     scopes = set(profiling.op_scopes(jax.jit(your_step).lower(w, x).compile()).values())
     named = [scope for scope in scopes if "penalty" in scope]
     require(named, f'No operation carries the name "penalty"; there are {len(scopes)} scopes.')
@@ -133,13 +136,8 @@ def mfu(your_mfu):
     """Checks `your_mfu(forward_flops, seconds, peak)`: the share of the peak rate that went
     into the model.
     """
-    yours = call(
-        your_mfu,
-        3e12,
-        0.5,
-        27.8e12,
-        hint="The backward pass has twice the FLOPs of the forward pass.",
-    )
+    hint = "The formula stands above. How many FLOPs does the whole step have?"
+    yours = call(your_mfu, 3e12, 0.5, 27.8e12, hint=hint)
     right = 3 * 3e12 / (0.5 * 27.8e12)
     for factor, reason in (
         (1 / 3, "only the forward pass is counted; the backward pass has twice as many FLOPs"),
@@ -164,3 +162,45 @@ def mfu(your_mfu):
         " is 0.150.",
     )
     return f"{right:.1%}."
+
+
+@exercise
+def on_h100(seconds, floor):
+    """Checks predictions about the published unrolled step, 0.73 s on an A5000, on an H100: its
+    seconds at the same MFU, and which of its floors is the longer one there, "products" or
+    "memory".
+    """
+    predicted(seconds, hint="`hardware.get` knows both GPUs. Print them.")
+    published = 0.73
+    a5000, h100 = hardware.get("a5000"), hardware.get("h100")
+    faster = h100.peak("bfloat16") / a5000.peak("bfloat16")
+    for factor, reason in (
+        (1 / faster, "an H100 has the higher peak rate, so the step becomes shorter"),
+        (
+            h100.memory_bandwidth / a5000.memory_bandwidth,
+            "this divides by the ratio of the bandwidths. MFU is a share of the peak rate",
+        ),
+        (
+            h100.peak("float32") / a5000.peak("float32"),
+            "these are the peak rates of float32. The step computes in bfloat16",
+        ),
+    ):
+        require(abs(seconds * factor / published - 1) > 0.02, f"{seconds:.3f} s: {reason}.")
+    right = published / faster
+    require(
+        abs(seconds / right - 1) < 0.05,
+        f"{seconds:.3f} s is too {'long' if seconds > right else 'short'}. At the same MFU,"
+        " seconds times peak rate are the same on both GPUs.",
+    )
+    require(
+        floor in ("products", "memory"),
+        f"The longer floor is 'products' or 'memory', not {floor!r}.",
+    )
+    [row] = [row for row in case_study.recorded_rows("h100") if row["case"] == UNROLLED]
+    floors = {"products": row["compute_seconds"], "memory": row["memory_seconds"]}
+    require(
+        floors[floor] == max(floors.values()),
+        "The seconds are right, the floor is not. By which factor does each floor of the A5000"
+        " become shorter?",
+    )
+    return f"{right:.3f} s; on an H100 the floor of {floor} is {floors[floor]:.3f} s."

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from course_lib import configs
+from course_lib.lessons import tiny_transformer
 from course_lib.lessons.check.answers import call, close, exercise, predicted, require
-from course_lib.models.transformer import Transformer, abstract_params, num_params
 
 
 @exercise
@@ -13,39 +12,46 @@ def count_parameters(your_count):
     """Checks `your_count(N, D, V, L)`: parameters of N layers of width D, V tokens, L learned
     positions.
 
-    The MLP is four times as wide, the output is a matrix of its own with a bias.
+    Norms have a scale alone, no dense layer has a bias, and the output is the embedding of the
+    tokens, used again. The MLP is four times as wide.
     """
-    hint = "One layer first: 4 D^2 for attention, 8 D^2 for the MLP, then biases and norms."
+    hint = "Read `init` at the top of this notebook. Which of its arrays does this model have?"
     for N, D, V, L in ((24, 512, 2048, 512), (6, 1024, 2048, 512), (2, 128, 1000, 64)):
         yours = call(your_count, N, D, V, L, hint=hint)
-        model = configs.get("155m").model
-        model.update(num_layers=N, hidden_size=D, num_heads=4, head_dim=D // 4)
-        model.update(vocab_size=V, num_outputs=V, max_seq_len=L)
-        tokens = jax.ShapeDtypeStruct((1, L), jnp.int32)
-        right = num_params(abstract_params(Transformer(model), tokens))
+        arrays = jax.eval_shape(
+            lambda key, sizes=(N, D, 4, V, L): tiny_transformer.init(key, *sizes),
+            jax.random.key(0),
+        )
+        right = sum(array.size for name, array in arrays.items() if name != "output")
         missing = right - yours
         case = f"{N} layers of width {D}"
         for amount, reason in (
-            (V * D, "embedding and output are two matrices of V x D"),
             (L * D, "each of the L positions has D parameters, too"),
-            (
-                N * 13 * D,
-                "a layer has 13 D beside its matrices: 4 D for two norms, 9 D of biases",
-            ),
-            (N * 9 * D, "each dense layer has biases: 9 D per layer"),
-            (N * 4 * D, "each layer has two norms of 2 D"),
-            (2 * D, "there is one more norm after the last layer, 2 D"),
-            (V, "the output has a bias of V numbers"),
-            (2 * D + V, "the last norm has 2 D, the output's bias V"),
+            (N * D, "each layer has two norms, and each of them a scale"),
+            (2 * N * D, "the norms of the layers have scales"),
+            (D, "one more norm follows the last layer"),
+            (8 * N * D**2, "each layer has an MLP: two matrices, one up and one down"),
+            (4 * N * D**2, "each layer has attention: queries, keys, values and the output"),
         ):
             require(missing != amount, f"{case}: {missing:,} too few: {reason}.")
+        for amount, reason in (
+            (V * D, "the output is the embedding of the tokens, and is counted once"),
+            (V * D + V, "the output is the embedding of the tokens, and has no bias"),
+            (9 * N * D, "no dense layer has a bias"),
+            ((2 * N + 1) * D, "an RMS norm has a scale and no bias"),
+            (
+                11 * N * D + D + V * D + V,
+                "this is the model of the case study, with biases and an output of its own",
+            ),
+        ):
+            require(missing != -amount, f"{case}: {-missing:,} too many: {reason}.")
         require(
             missing == 0,
             f"{case}: you count {yours:,}, the model has {right:,}; {abs(missing):,}"
             f" too {'few' if missing > 0 else 'many'}.",
         )
     return (
-        "24 layers of width 512 and 6 of 1024 differ by 3%: the wide one has larger embeddings."
+        "24 layers of width 512 and 6 of 1024 differ by 2%: the wide one's embedding is larger."
     )
 
 
@@ -54,7 +60,9 @@ def scores_outgrow_mlp(length):
     """Checks from which length on the float32 scores of a layer are as large as its bfloat16
     MLP activations.
     """
-    predicted(length, hint="Set 4 B H L^2 equal to 2 B L F, with H = 8 and F = 4096.")
+    predicted(
+        length, hint="Compute both for one sequence of 512 tokens first: which is larger?"
+    )
     require(
         length != 512,
         "512: the scores are float32, 4 bytes each; the MLP's activations have 2.",
@@ -102,8 +110,8 @@ def looks_ahead(your_test):
         return causal(x).at[1, 2].add(-0.1 * x[3, 3])
 
     hint = (
-        "Differentiate a function of the output at position t, and look at the gradient"
-        " after t."
+        "Take three positions and `lambda x: x[::-1]` first: which derivatives, of which output"
+        " with respect to which input, are not zero there?"
     )
     for name, forward, right in (
         ("a causal function", causal, False),
@@ -152,9 +160,8 @@ def scan_over_layers(your_forward):
         return y
 
     expected = one_after_another(w)
-    yours = call(
-        your_forward, layer, w, x, hint="The body of `jax.lax.scan` takes x and one layer's w."
-    )
+    hint = "Read `forward` at the top of this notebook: how does it apply its layers?"
+    yours = call(your_forward, layer, w, x, hint=hint)
     require(
         not isinstance(yours, tuple | list),
         "Return the last x alone. `jax.lax.scan` returns a pair: the carry and the outputs.",

@@ -51,7 +51,17 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
         peak = row["peak"] / unit
         axes.plot(highest, peak, marker="v", color="black", markersize=7)
         number = f"{peak:,.0f}" if peak >= 100 else f"{peak:.3g}"
-        style.write(axes, f"peak {number} {unit_name}", highest, peak, shift=8)
+        place = highest / max(length - 1, 1)
+        axes.annotate(  # above the highest point, where nothing is drawn
+            f"peak {number} {unit_name}",
+            (highest, peak),
+            (0, 6),
+            textcoords="offset points",
+            ha="left" if place < 0.15 else "right" if place > 0.85 else "center",
+            va="bottom",
+            fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        )
         if row["backward"] is not None:
             axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
             after = " backward and update" if "optimizer state" in row["bytes"] else " backward"
@@ -66,7 +76,7 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
                 )
         axes.set(title=name, ylabel=unit_name, xlim=(0, length - 1), xticks=[])
         axes.grid(visible=False)
-    panels[0].set_ylim(0, 1.18 * top / unit)
+    panels[0].set_ylim(0, 1.35 * top / unit)  # room for two lines of text
     panels[-1].set_xlabel("instructions, in the order of the program")
     handles: dict[str, Any] = {}
     for axes in panels:
