@@ -83,19 +83,22 @@ def config_of(name: str) -> ConfigDict:
     return config
 
 
-def flops_of(config: ConfigDict) -> int:
-    """Returns the FLOPs of a step, recomputed ones included.
+def flops_of(config: ConfigDict) -> dict[str, int]:
+    """Returns the FLOPs of a step by dtype of the operands, recomputed ones included.
 
-    Attention that is written out computes masked scores too. Flash attention leaves the masked
-    half out, and computes the scores once more in its backward pass.
+    Attention that is written out computes masked scores too, and some of its products in
+    float32. Flash attention computes all in the model's dtype, leaves the masked half out, and
+    computes the scores once more in its backward pass.
     """
-    total = sum(training.step_flops(config).total.values())
+    by_dtype = dict(training.step_flops(config).total)
     if config.model.attention != "flash":
-        return total
+        return by_dtype
+    total = sum(by_dtype.values())
     model, tokens = config.model, config.data.batch_size * config.data.seq_len
     product = 2 * tokens * config.data.seq_len * model.hidden_size * model.num_layers
     products = 8 if model.remat else 6  # two forward, four backward, two recomputed
-    return total - products * product + (products + 1) * product // 2
+    total += (products + 1) * product // 2 - products * product
+    return {config.model.dtype: total}
 
 
 def compile_rung(name: str) -> dict[str, Any]:
@@ -104,8 +107,7 @@ def compile_rung(name: str) -> dict[str, Any]:
     Returns:
       A row: "bytes", the peak of device memory; "host_bytes" that cross the link to the host in
         each direction; "flops"; "traffic_bytes"; and "seconds", the attainable time
-        (`measure.attainable_seconds`), all products in `model.dtype`, with PCIe 4.0 to the
-        host.
+        (`measure.attainable_seconds`) with PCIe 4.0 to the host.
     """
     config, accelerator = config_of(name), hardware.get(ACCELERATOR)
     run = training.build(config)
@@ -118,13 +120,10 @@ def compile_rung(name: str) -> dict[str, Any]:
         "case": name,
         "bytes": heap.peak,
         "host_bytes": measure.host_traffic(heap.compiled).to_host,
-        "flops": flops,
+        "flops": sum(flops.values()),
         "traffic_bytes": traffic.bytes,
         "seconds": measure.attainable_seconds(
-            measure.Flops({config.model.dtype: flops}, {}),
-            traffic,
-            accelerator,
-            hardware.host_link("pcie4"),
+            measure.Flops(flops, {}), traffic, accelerator, hardware.host_link("pcie4")
         ),
     }
 

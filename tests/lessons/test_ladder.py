@@ -61,7 +61,7 @@ def test_flash_attention_leaves_out_masked_scores_and_computes_scores_again_in_i
     config = ladder.config_of("unrolled")
     with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
         written_out = sum(training.step_flops(config).total.values())
-        flops = ladder.flops_of(config)
+        flops = ladder.flops_of(config)["bfloat16"]
     score_product = 2 * 64 * 512 * 512 * 1024 * 12
     # six products of which half is masked, and one more, half of it
     assert written_out - flops == (6 - 3.5) * score_product
