@@ -78,7 +78,7 @@ def _where_to_look(notebook: int, largest: str, submission: Score, program: Prog
     """
     if notebook == 15:
         return (
-            "The small step has more FLOPs than the first one: blocks and logits are computed"
+            "If the small step has more FLOPs than the first one, it computes blocks or logits"
             " twice. Does the gradient of the logits have to wait for the backward pass?"
         )
     if notebook == 16:
