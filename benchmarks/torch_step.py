@@ -4,6 +4,10 @@
     python -m benchmarks.torch_step    writes docs/results/benchmarks/torch_step.json,
                                        in minutes on two idle cores
 
+PyTorch may be installed for another Python, with the course's packages beside it:
+
+    python -m benchmarks.torch_step --torch-python .venv-py311/bin/python
+
 Before anything is timed, PyTorch gets the library's initial parameters, and gradients and the
 losses of the next steps have to agree. Each case is a process of its own that trains on while
 the others wait, a few steps in turn, so that a slow moment of the machine slows all of them.
@@ -17,19 +21,18 @@ import contextlib
 import datetime
 import importlib
 import importlib.metadata
-import importlib.util
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import random
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -125,23 +128,26 @@ def _by_name(tree: Any) -> dict[str, np.ndarray]:
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def serve(
-    case: Mapping[str, Any],
-    chosen: ConfigDict,
-    tokens: np.ndarray,
-    given: Mapping[str, Any],
-    connection: Any,
-) -> None:
-    """Does what it is told, in a process of its own: ("parameters" | "gradients" | "losses" |
-    "time", how many steps).
+def serve(pipe: int) -> None:
+    """Trains one case, in a process of its own, as it is asked through a pipe: ("version" |
+    "parameters" | "gradients" | "losses" | "time", the number of steps).
+
+    Args:
+      pipe: its file descriptor.
     """
+    connection = multiprocessing.connection.Connection(pipe)
+    case, fields, tokens, given = connection.recv()
     if "by" in case:
         torch_model = importlib.import_module("benchmarks.torch_model")
         trainer: Any = torch_model.Trainer(
-            chosen, given["params"], tokens, given["rates"], case["by"] == "compiled"
+            ConfigDict(fields),
+            given["params"],
+            tokens,
+            given["rates"],
+            case["by"] == "compiled",
         )
     else:
-        trainer = Trainer(chosen, tokens)
+        trainer = Trainer(ConfigDict(fields), tokens)
     while (asked := connection.recv()) is not None:
         what, steps = asked
         if what == "losses":
@@ -157,19 +163,38 @@ def serve(
                     (time.process_time() - processor) / steps,
                 )
             )
+        elif what == "version":
+            connection.send(importlib.metadata.version("torch"))
         else:
             connection.send(getattr(trainer, what)())
 
 
 @contextlib.contextmanager
-def started(case: Mapping[str, Any], *given: Any) -> Iterator[Any]:
-    """Starts a process that serves, and gives the function to tell it what to do."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(case, *given, theirs), daemon=True)
-    with mock.patch.dict(os.environ, KEEP if case.get("keep", True) else {}):
-        process.start()
-    theirs.close()
+def started(
+    case: Mapping[str, Any],
+    chosen: ConfigDict,
+    tokens: np.ndarray,
+    given: Mapping[str, Any],
+    torch_python: str,
+) -> Iterator[Any]:
+    """Starts the process of a case, and gives the function to ask it.
+
+    Args:
+      case: of `CASES`.
+      chosen: its configuration.
+      tokens: [B L+1], the batch of all steps.
+      given: for PyTorch the parameters "params" and the learning "rates" of the steps.
+      torch_python: the interpreter that has PyTorch; the library runs in this one.
+    """
+    python = torch_python if "by" in case else sys.executable
+    ours, theirs = multiprocessing.Pipe()
+    process = subprocess.Popen(
+        [python, "-m", "benchmarks.torch_step", "--serve", str(theirs.fileno())],
+        env=os.environ | (KEEP if case.get("keep", True) else {}),
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()  # if the process ends, `recv` fails and does not wait
+    ours.send((dict(case), chosen.to_dict(), tokens, dict(given)))
 
     def ask(what: str, steps: int = 0) -> Any:
         ours.send((what, steps))
@@ -180,8 +205,9 @@ def started(case: Mapping[str, Any], *given: Any) -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):
             ours.send(None)
-        process.join(60)
-        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
 
 
 def check_same(library: Any, torch: Any) -> dict[str, float]:
@@ -253,7 +279,11 @@ def rows_of(
 
 
 def measure_here(
-    chosen: ConfigDict, cases: Sequence[str], rounds: int, steps: int
+    chosen: ConfigDict,
+    cases: Sequence[str],
+    rounds: int,
+    steps: int,
+    torch_python: str = sys.executable,
 ) -> dict[str, Any]:
     """Checks that the models are the same, and times the cases in turn.
 
@@ -262,6 +292,7 @@ def measure_here(
       cases: of `CASES`.
       rounds: turns of each.
       steps: of a turn.
+      torch_python: the interpreter that has PyTorch.
     """
     size = chosen.data.batch_size, chosen.data.seq_len
     tokens = np.random.default_rng(0).integers(
@@ -273,14 +304,16 @@ def measure_here(
     }
     with contextlib.ExitStack() as stack:
         asks = {}
-        with started({}, chosen, tokens, given) as library:
+        with started({}, chosen, tokens, given, torch_python) as library:
             given["params"] = library("parameters")
-            with started({"by": "eager"}, chosen, tokens, given) as torch:
-                same = check_same(library, torch)
+            with started({"by": "eager"}, chosen, tokens, given, torch_python) as torch:
+                same, version = check_same(library, torch), torch("version")
         for case in cases:
             changed = ConfigDict(chosen.to_dict())
             changed.update_from_flattened_dict(CASES[case].get("changes", {}))
-            asks[case] = stack.enter_context(started(CASES[case], changed, tokens, given))
+            asks[case] = stack.enter_context(
+                started(CASES[case], changed, tokens, given, torch_python)
+            )
             asks[case]("time", 2)  # compiles
         times: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
         order, shuffle = list(asks), random.Random(0).shuffle
@@ -293,6 +326,7 @@ def measure_here(
     parameters = sum(leaf.size for leaf in given["params"].values())
     return (
         {"parameters": parameters, "batch": size, "rounds": rounds, "steps": steps}
+        | {"torch": version}
         | same
         | {"rows": rows_of(times, size[0] * size[1])}
     )
@@ -305,6 +339,12 @@ def processor() -> str:
         found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
         return f"{found[1] if found else 'CPU'}, {cores} cores"
     return f"CPU, {cores} cores"
+
+
+def has_torch(python: str) -> bool:
+    """Whether an interpreter finds PyTorch."""
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    return subprocess.run([python, "-c", find], check=False).returncode == 0
 
 
 def main() -> int:
@@ -330,21 +370,29 @@ def main() -> int:
         default=pathlib.Path("docs/results/benchmarks"),
         help="folder",
     )
+    parser.add_argument(
+        "--torch-python", default=sys.executable, help="the Python that has PyTorch"
+    )
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if importlib.util.find_spec("torch") is None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if options.serve is not None:
+        serve(options.serve)
+        return 0
+    if not has_torch(options.torch_python):
         print(
             "this comparison needs PyTorch, which the course does not: pip install"
             " torch==2.13.0",
             file=sys.stderr,
         )
         return 2
-    os.environ["JAX_PLATFORMS"] = "cpu"
     like = [LIKE_DROPOUT if "dropout" in case else LIKE_EAGER for case in options.cases]
     found = measure_here(
         model_of_6m(),
         list(dict.fromkeys([*like, *options.cases])),
         options.rounds,
         options.steps,
+        options.torch_python,
     )
     for row in found["rows"]:
         print(
@@ -357,8 +405,9 @@ def main() -> int:
         "device": processor(),
         "versions": {
             name: importlib.metadata.version(name)
-            for name in ("jax", "jaxlib", "flax", "optax", "torch")
-        },
+            for name in ("jax", "jaxlib", "flax", "optax")
+        }
+        | {"torch": found.pop("torch")},
         "notes": (
             "the step of the preset cpu with 6 layers of width 256: float32, AdamW, gradients"
             " clipped, no dropout unless named; as many threads as cores"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -39,9 +40,14 @@ def test_every_case_is_a_configuration_that_can_work():
 
 def test_without_pytorch_it_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmarks.torch_step"])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch_step, "has_torch", lambda python: False)
     assert torch_step.main() == 2
     assert "pip install torch==" in capsys.readouterr().err
+
+
+def test_it_is_told_which_python_has_pytorch():
+    without = importlib.util.find_spec("torch") is None
+    assert torch_step.has_torch(sys.executable) is not without
 
 
 @pytest.mark.skipif(

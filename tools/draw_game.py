@@ -1,5 +1,5 @@
-"""Draws the README's picture of the game, docs/game.png, from the recorded ladder of moves, and
-records the same ladder in float16 for a T4.
+"""Draws the README's picture of the game, docs/game.png, from the recorded reference moves, and
+records the same moves in float16 for a T4.
 
     python tools/draw_game.py                    # from the record
     COURSE_RECORD=1 python tools/draw_game.py    # compiles the moves first: minutes
@@ -21,7 +21,7 @@ import jax
 
 from course_lib import lessons
 from course_lib.lessons import game
-from course_lib.lessons.game import ladder, score, setups, submission
+from course_lib.lessons.game import reference_moves, score, setups, submission
 from course_lib.show import figures
 
 ROOT = Path(__file__).parent.parent
@@ -75,12 +75,12 @@ def compiled(name: str, gpu: str = GPU) -> dict[str, Any]:
 
 
 def scores(gpu: str = GPU) -> list[score.Score]:
-    """Returns the recorded ladder; compiles and records it under `COURSE_RECORD=1`."""
-    return ladder.recorded_moves(gpu, list(moves(gpu)), functools.partial(compiled, gpu=gpu))
+    """Returns the recorded moves; compiles and records them under `COURSE_RECORD=1`."""
+    return reference_moves.table(gpu, list(moves(gpu)), functools.partial(compiled, gpu=gpu))
 
 
 def digest(rows: list[score.Score]) -> str:
-    """Returns the SHA-256 of a ladder."""
+    """Returns the SHA-256 of some moves."""
     text = json.dumps([dataclasses.asdict(one) for one in rows])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     figures.use_style()
     rows = scores()
     submission.table(rows, GPU)
-    figure = ladder.picture(rows)
+    figure = reference_moves.picture(rows)
     figure.savefig(PICTURE, dpi=150, metadata={"Description": digest(rows)})
     print(f"drew {PICTURE.name}")
     submission.table(scores("t4"), "t4")

@@ -105,9 +105,9 @@ def compile_rung(name: str) -> dict[str, Any]:
     """Compiles a rung for a virtual A5000.
 
     Returns:
-      A row: "bytes", the peak of device memory; "host_bytes" that cross the link to the host in
-        each direction; "flops"; "traffic_bytes"; and "seconds", the attainable time
-        (`measure.attainable_seconds`) with PCIe 4.0 to the host.
+      A row: "bytes", the peak of device memory; "bytes_each_way" that cross the link between
+        the host and the GPU in each direction; "flops"; "traffic_bytes"; and "seconds", the
+        attainable time (`measure.attainable_seconds`) with PCIe 4.0 to the host.
     """
     config, accelerator = config_of(name), hardware.get(ACCELERATOR)
     run = training.build(config)
@@ -119,7 +119,7 @@ def compile_rung(name: str) -> dict[str, Any]:
     return {
         "case": name,
         "bytes": heap.peak,
-        "host_bytes": measure.host_traffic(heap.compiled).to_host,
+        "bytes_each_way": measure.host_traffic(heap.compiled).to_host,
         "flops": sum(flops.values()),
         "traffic_bytes": traffic.bytes,
         "seconds": measure.attainable_seconds(

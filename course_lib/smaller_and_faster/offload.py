@@ -106,7 +106,7 @@ def streamed(
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         check_available()
-        num_layers = _num_layers(grads, stacked)
+        length = num_layers(grads, stacked)
         place = {
             name: jax.tree.map(lambda _, name=name: LAYERS if name in stacked else REST, part)
             for name, part in grads.items()
@@ -159,20 +159,27 @@ def streamed(
 
         with jax.named_scope("streamed"):
             # Layers first: they read the old count of steps.
-            carry, _ = jax.lax.scan(update_layer, (grads, state), jnp.arange(num_layers))
+            carry, _ = jax.lax.scan(update_layer, (grads, state), jnp.arange(length))
             return update_part(REST, *carry, lambda leaf: leaf, lambda old, new: new)
 
     return optax.GradientTransformation(init, update)
 
 
-def _num_layers(grads: PyTree, stacked: Sequence[str]) -> int:
-    names = list(grads) if isinstance(grads, Mapping) else None
+def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
+    """Returns the length of the leading axis that all leaves of some entries share.
+
+    Raises:
+      ValueError: if the parameters have no such entry, or the lengths differ.
+    """
+    names = list(params) if isinstance(params, Mapping) else None
     if not names or not set(stacked) <= set(names):
         raise ValueError(
             f"stacked={tuple(stacked)!r} must name entries of the parameters with a leading"
             f" axis of layers; they have {names}. A model has one with scan_layers=True"
         )
-    lengths = {leaf.shape[:1] for name in stacked for leaf in jax.tree.leaves(grads[name])}
+    lengths = {
+        jnp.shape(leaf)[:1] for name in stacked for leaf in jax.tree.leaves(params[name])
+    }
     if len(lengths) != 1 or lengths == {()}:
         raise ValueError(
             f"stacked={tuple(stacked)!r} must have one number of layers, not {sorted(lengths)}"

@@ -33,6 +33,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from course_lib.smaller_and_faster import offload
+
 PyTree = Any
 Add = Callable[[PyTree, PyTree, Any, Any], tuple[PyTree, dict[str, Any]]]
 
@@ -72,7 +74,7 @@ def gradient_in_place(
     """
 
     def add(total: PyTree, params: PyTree, batch: Any, rng: Any) -> tuple[PyTree, Any]:
-        num_layers = _num_layers(params, stacked)
+        num_layers = offload.num_layers(params, (stacked,))
         stack, rest = params[stacked], _without(params, stacked)
         keys = None if rng is None else jax.random.split(rng, num_layers)
         with jax.named_scope("forward"):
@@ -143,19 +145,3 @@ def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any
 
 def _without(tree: Mapping[str, PyTree], name: str) -> dict[str, PyTree]:
     return {key: part for key, part in tree.items() if key != name}
-
-
-def _num_layers(params: PyTree, stacked: str) -> int:
-    """Returns the length of the leading axis that all leaves of an entry share."""
-    names = list(params) if isinstance(params, Mapping) else None
-    if not names or stacked not in names:
-        raise ValueError(
-            f"stacked={stacked!r} must name the entry of the parameters with a leading axis of"
-            f" layers; they have {names}. A model has one with scan_layers=True"
-        )
-    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[stacked])}
-    if len(lengths) != 1 or lengths == {()}:
-        raise ValueError(
-            f"stacked={stacked!r} must have one number of layers, not {sorted(lengths)}"
-        )
-    return lengths.pop()[0]

@@ -54,7 +54,7 @@ def test_a_rung_compiles_to_its_record(name):
     compiled = ladder.compile_rung(name)
     assert compiled["bytes"] == pytest.approx(recorded["bytes"], rel=0.01)
     assert compiled["seconds"] == pytest.approx(recorded["seconds"], rel=0.01)
-    assert compiled["host_bytes"] == recorded["host_bytes"]
+    assert compiled["bytes_each_way"] == recorded["bytes_each_way"]
 
 
 def test_flash_attention_leaves_out_masked_scores_and_computes_scores_again_in_its_backward():

@@ -9,11 +9,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from course_lib import measure
-from course_lib.lessons import three_axes, tiny_transformer
+from course_lib.lessons import compare, three_axes, tiny_transformer
 from course_lib.many_devices import meshes
 
 N, D, H, V, L, B = 6, 12, 6, 20, 8, 12
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def compiled(sizes, microbatches):
@@ -25,7 +24,7 @@ def compiled(sizes, microbatches):
     placed = jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in params})
     with jax.default_matmul_precision("highest"):
         expected = jax.value_and_grad(tiny_transformer.mean_loss)(params, *tokens)
-        program = jax.jit(gradient).lower(placed, *tokens).compile(QUICK)
+        program = jax.jit(gradient).lower(placed, *tokens).compile(compare.QUICK)
         return mesh, program, expected, program(placed, *tokens)
 
 

@@ -136,7 +136,7 @@ GROUPS = {
     "one per host": [[1, 5]],
     "inside a host": [[4, 5, 6, 7]],
 }
-LADDER = [
+VERSIONS = [
     {"name": "first", "seconds": 1.0, "peak": 46 * GIB},
     {"name": "second", "seconds": 0.6, "peak": 8 * GIB},
     {"name": "third", "seconds": 0.6, "peak": 3.5 * GIB},
@@ -181,8 +181,8 @@ PICTURES = {
     "lanes": lambda: figures.lanes(
         LANES, passes={"ring": [(1, "device 0", 1, "device 1")]}, amount="shards", title="two"
     ),
-    "ladder": lambda: figures.ladder(LADDER, limit=21 * GIB, small=4 * GIB, fast=0.4),
-    "rungs": lambda: figures.rungs(LADDER, limit=21 * GIB, title="steps"),
+    "progress": lambda: figures.progress(VERSIONS, limit=21 * GIB, small=4 * GIB, fast=0.4),
+    "rungs": lambda: figures.rungs(VERSIONS, limit=21 * GIB, title="steps"),
     "largest_arrays": lambda: figures.largest_arrays(ARRAYS, top=2),
     "trace": lambda: figures.trace(
         [(step, 4e-4 * 0.99**step) for step in range(300)],
@@ -339,8 +339,8 @@ def test_memory_bars_are_as_long_as_the_memory_in_gib():
     assert [line.get_xdata()[0] for line in axes.lines] == [24]
 
 
-def test_a_ladder_numbers_its_steps_in_order_and_leaves_those_hollow_that_do_not_fit():
-    [axes] = figures.ladder(LADDER, limit=21 * GIB, small=4 * GIB, fast=0.4, first=5).axes
+def test_progress_numbers_its_steps_in_order_and_leaves_those_hollow_that_do_not_fit():
+    [axes] = figures.progress(VERSIONS, limit=21 * GIB, small=4 * GIB, fast=0.4, first=5).axes
     written = [t.get_text() for t in axes.texts]
     assert {"5", "6", "7", "5. first", "6. second", "7. third"} <= set(written)
     joined, *points = [line for line in axes.lines if len(line.get_xdata()) != 2]
@@ -349,7 +349,7 @@ def test_a_ladder_numbers_its_steps_in_order_and_leaves_those_hollow_that_do_not
 
 
 def test_rungs_have_a_bar_of_memory_and_one_of_time_hatched_where_a_step_does_not_fit():
-    memory, time = figures.rungs(LADDER, limit=21 * GIB, first=0).axes
+    memory, time = figures.rungs(VERSIONS, limit=21 * GIB, first=0).axes
     assert [bar.get_width() for bar in memory.patches] == [46, 8, 3.5]
     assert [bar.get_width() for bar in time.patches] == [1000, 600, 600]
     for axes in (memory, time):
@@ -362,12 +362,12 @@ def test_rungs_have_a_bar_of_memory_and_one_of_time_hatched_where_a_step_does_no
 
 
 def test_rungs_may_have_no_limit_and_decimal_units():
-    memory, _ = figures.rungs(LADDER, unit="GB").axes
+    memory, _ = figures.rungs(VERSIONS, unit="GB").axes
     sizes = [round(bar.get_width(), 2) for bar in memory.patches]
     assert sizes == [round(gib * GIB / 1e9, 2) for gib in (46, 8, 3.5)]
     assert {bar.get_hatch() for bar in memory.patches} == {None} and not memory.lines
     with pytest.raises(ValueError, match="unit='MB'"):
-        figures.rungs(LADDER, unit="MB")
+        figures.rungs(VERSIONS, unit="MB")
 
 
 def test_a_tradeoff_may_have_a_logarithmic_axis_of_memory():
@@ -856,7 +856,7 @@ def test_in_a_notebook_use_style_makes_figures_display_as_png():
         lambda: figures.heap_timeline({"a": []}),
         lambda: figures.hosts({}),
         lambda: figures.hosts({"nobody": [[]]}),
-        lambda: figures.ladder([], limit=1, small=1, fast=1),
+        lambda: figures.progress([], limit=1, small=1, fast=1),
         lambda: figures.rungs([], limit=1),
         lambda: figures.lines({}, "x", "y"),
         lambda: figures.memory_bars([]),

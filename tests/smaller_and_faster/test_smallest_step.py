@@ -200,7 +200,7 @@ def test_what_it_cannot_do_is_refused_before_it_compiles(change, message):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"rest": jnp.ones(3)}, "stacked='block' must name"),
+        ({"rest": jnp.ones(3)}, r"stacked=\('block',\) must name"),
         ({"block": {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}}, "must have one number"),
     ],
 )

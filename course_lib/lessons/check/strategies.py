@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from course_lib import measure
-from course_lib.lessons import tiny_transformer
+from course_lib.lessons import compare, tiny_transformer
 from course_lib.lessons.check.answers import (
     call,
     close,
@@ -26,9 +26,6 @@ CUBE = {"data": 2, "pipe": 2, "tensor": 2}
 LONG = {"data": 1, "pipe": 4, "tensor": 2}
 M = 4
 LAYER = ("qkv", "out", "up", "down")
-
-# Programs that run once: their compilation is what takes time.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @exercise
@@ -146,7 +143,7 @@ class _compiled:
         step = jax.jit(gradient)
 
         def compile(*arguments: Any) -> Any:
-            return step.lower(*arguments).compile(QUICK)
+            return step.lower(*arguments).compile(compare.QUICK)
 
         self.program = call(compile, *self.placed, hint="")
         require(

@@ -22,7 +22,7 @@ FAST_BYTES = 150 * 10**9
 """The bytes that a fast step may move; with the FLOPs of the first step they are the target for
 the time."""
 
-HOST_LINKS = {
+LINK_OF = {
     "l4": "pcie4",
     "a5000": "pcie4",
     "a100-40": "pcie4",
@@ -44,7 +44,7 @@ class Score:
       peak: bytes of the GPU's memory.
       seconds: attainable time of the step: `measure.attainable_seconds`.
       extra_flops: FLOPs beyond the first step's, as a share of them.
-      host_bytes: moved between the host's memory and the GPU's, per step.
+      host_bytes: moved between the host's memory and the GPU's, both ways together, per step.
       optimizer: its name, one of `setups.OPTIMIZERS`.
       moments: the memory of the optimizer's moments, one of `setups.MOMENTS`.
     """
@@ -131,7 +131,7 @@ LEVELS = (
     Level(18, "AdamW, moments on the host", int(2.1 * measure.GIB), 200 * 10**9),
     Level(19, "AdamW, gradients in place", int(1.7 * measure.GIB), 285 * 10**9),
 )
-"""The targets of Part III in order, for the GPUs of `HOST_LINKS`. The reference moves need a
+"""The targets of Part III in order, for the GPUs of `LINK_OF`. The reference moves need a
 little less memory and time."""
 
 
@@ -144,7 +144,7 @@ def open_levels(submissions: Sequence[Score]) -> list[Level]:
       submissions: for one GPU.
     """
     small, fast = (any(getattr(one, goal) for one in submissions) for goal in ("small", "fast"))
-    if not (small and fast) or submissions[0].gpu not in HOST_LINKS:
+    if not (small and fast) or submissions[0].gpu not in LINK_OF:
         return []
     reached = [is_reached(level, submissions) for level in LEVELS]
     return [level for i, level in enumerate(LEVELS) if all(reached[:i])]
@@ -221,11 +221,11 @@ def compile_step(
     """
     accelerator = hardware.get(gpu)
     [device] = virtual.devices(gpu)
-    link = hardware.host_link(HOST_LINKS[gpu]) if gpu in HOST_LINKS else None
+    link = hardware.host_link(LINK_OF[gpu]) if gpu in LINK_OF else None
     require(
         link or setup.moments == "device",
         f"moments='host' needs a GPU whose link to the host is known: one of"
-        f" {', '.join(HOST_LINKS)}.",
+        f" {', '.join(LINK_OF)}.",
     )
     state, batch = virtual.abstract(arguments(setup), device)
     try:

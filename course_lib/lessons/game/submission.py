@@ -117,7 +117,7 @@ def picture(submissions: Sequence[Score], gpu: str) -> Any:
     """Returns the picture of the last submissions for one GPU."""
     last = submissions[-MOST_DRAWN:]
     level = score.next_level(submissions)
-    return figures.ladder(
+    return figures.progress(
         [{"name": one.name, "seconds": one.seconds, "peak": one.peak} for one in last],
         first=len(submissions) - len(last) + 1,
         limit=score.limit(gpu),

@@ -12,9 +12,9 @@ from course_lib.show.figures.bars import (
 from course_lib.show.figures.blocks import block
 from course_lib.show.figures.clusters import hosts
 from course_lib.show.figures.curves import (
-    ladder,
     lines,
     loss_curve,
+    progress,
     roofline_plot,
     trace,
     tradeoff,
@@ -40,7 +40,6 @@ __all__ = [
     "gradient_histogram",
     "heap_timeline",
     "hosts",
-    "ladder",
     "lanes",
     "lanes_of_schedule",
     "lanes_of_step",
@@ -51,6 +50,7 @@ __all__ = [
     "memory_breakdown",
     "moving",
     "overlap",
+    "progress",
     "residuals",
     "roofline",
     "roofline_plot",

@@ -177,7 +177,7 @@ def tradeoff(
     return figure
 
 
-def ladder(
+def progress(
     rows: Sequence[Any],
     *,
     limit: style.Number,

@@ -1,4 +1,4 @@
-"""The ladder of the game: the reference moves of all notebooks, recorded, as one picture."""
+"""The reference moves of the game, of all notebooks: recorded, and as one picture."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from course_lib.measure import hardware, recorded
 from course_lib.show import figures
 
 
-def recorded_moves(
+def table(
     gpu: str = "a5000",
     names: Sequence[str] = (),
     compute: Callable[[str], dict[str, Any]] | None = None,
@@ -25,17 +25,16 @@ def recorded_moves(
       compute: returns the row of a move.
 
     Raises:
-      FileNotFoundError: if no ladder was recorded for this GPU.
+      FileNotFoundError: if no moves were recorded for this GPU.
     """
     sizes = dataclasses.asdict(model.REAL)
     del sizes["optimizer"]
 
-    table = recorded.partly_live(
+    rows = recorded.partly_live(
         f"game_{gpu}", compute or _refuse, [], cases=names, sizes=sizes, accelerator=gpu
-    )
+    ).rows
     return [
-        Score(**{key: value for key, value in row.items() if key != "case"})
-        for row in table.rows
+        Score(**{key: value for key, value in row.items() if key != "case"}) for row in rows
     ]
 
 
