@@ -214,6 +214,28 @@ def accumulated(part, total):
     return accumulate
 
 
+def at_once(params, batch, M):
+    grads = jax.grad(loss_sum)(params, *batch)
+    return jax.tree.map(lambda g: g / batch[2].sum(), grads)
+
+
+def by_scan(params, batch, M):
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_sum)(params, *part)), None
+
+    parts = jax.tree.map(lambda a: a.reshape(M, -1, *a.shape[1:]), batch)
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+    return jax.tree.map(lambda g: g / batch[2].sum(), total)
+
+
+def skips_padding(params, batch, M):
+    total = jax.tree.map(jnp.zeros_like, params)
+    for part in zip(*(a.reshape(M, -1, *a.shape[1:]) for a in batch), strict=True):
+        if part[2].sum() > 0:
+            total = jax.tree.map(jnp.add, total, jax.grad(loss_sum)(params, *part))
+    return jax.tree.map(lambda g: g / batch[2].sum(), total)
+
+
 def smallest(fits, candidates=None):
     def answer(budget, arguments, parameters, activations, batch_size):
         allowed = candidates or [M for M in range(1, batch_size + 1) if batch_size % M == 0]
@@ -347,6 +369,24 @@ def misnamed(w, x):
     return w - 0.1 * jax.grad(loss)(w)
 
 
+def named_in_part(first, last):
+    """Names some of the penalty's three operations: product, sine, exponential."""
+    operations = [lambda w: w @ w, jnp.sin, jnp.exp]
+
+    def sgd(w, x):
+        def loss(w):
+            value = w
+            for i, operation in enumerate(operations):
+                name = "penalty" if first <= i <= last else "other"
+                with jax.named_scope(name):
+                    value = operation(value)
+            return jnp.mean(jnp.tanh(x @ w)) + jnp.mean(value)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    return sgd
+
+
 def in_four_collectives(x):
     part = jax.lax.psum_scatter(x, "tensor", tiled=True)
     own = jax.lax.psum_scatter(part, "data", tiled=True)
@@ -358,6 +398,7 @@ RIGHT = [
     (check.all_of_the_state, (jax.jit(state_step(), donate_argnums=0),)),
     (check.loss_scale_range, (2**6, 2**14)),
     (check.loss_scale_range, (jnp.int32(6), np.int64(14))),
+    (check.accumulation, (skips_padding,)),
     (check.scores_outgrow_mlp, (jnp.int32(256),)),
     (check.square_root, (looped(8),)),
     (check.named_part, (penalized(True),)),
@@ -542,6 +583,7 @@ WRONG = [
     ),
     (check.multi_steps_share, (lambda counts, m: counts[m] / sum(counts),), "multiply by M"),
     (check.multi_steps_share, (lambda counts, m: 1,), "equal"),
+    (check.multi_steps_share, (lambda counts, m: 3 * counts[m] / sum(counts),), "wrong for 2"),
     (
         check.multi_steps_share,
         (lambda counts, m: sum(counts) / len(counts) / counts[m],),
@@ -557,6 +599,8 @@ WRONG = [
     (check.best_state, (lambda step, w, n: best(jnp.copy)(step, w, n)[::-1],), "two things"),
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: -sum(g) / w),), "opposite"),
     (check.accumulation, (accumulated(lambda g, w: g / w, lambda g, w: sum(g)),), "weight 0"),
+    (check.accumulation, (at_once,), "all 8 examples"),
+    (check.accumulation, (by_scan,), "Python loop"),
     (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
     (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),
     (
@@ -585,7 +629,7 @@ WRONG = [
         (gradient_test(lambda y: jnp.sum(y**2), lambda L: range(3)),),
         "every position",
     ),
-    (check.looks_ahead, (lambda forward, x: True,), "causal function"),
+    (check.looks_ahead, (lambda forward, x: True,), "may read position t"),
     (check.looks_ahead, (lambda forward, x: False,), "mixes all"),
     (check.scan_over_layers, (one_by_one,), "reads every layer"),
     (check.scan_over_layers, (lambda layer, w, x: layer(w[0], x),), "Only one layer"),
@@ -598,6 +642,9 @@ WRONG = [
     (check.stack_less, (jax.checkpoint(scanned),), "around one layer"),
     (check.stack_less, (lambda w, x: 2 * scanned(w, x),), "the scan's is"),
     (check.stack_less, (lambda w, x: scanned(jax.lax.stop_gradient(w), x),), "gradient"),
+    (check.named_part, (named_in_part(1, 2),), "dot_general"),
+    (check.named_part, (named_in_part(2, 2),), "sin"),
+    (check.named_part, (named_in_part(0, 1),), "exp"),
     (check.named_part, (penalized(False),), "No operation"),
     (check.named_part, (penalized(False, outside=True),), "outside"),
     (check.named_part, (penalized(True, stop=True),), "backward"),

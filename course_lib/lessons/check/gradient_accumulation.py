@@ -1,5 +1,7 @@
 """Checks of notebook 03's exercises."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -82,7 +84,28 @@ def accumulation(your_accumulate):
         close(yours, right),
         f"Not the gradient of the whole batch: its norm is {ratio:.2f} times the right one.",
     )
-    return "the gradient of the whole batch, to rounding."
+    program = _traced(your_accumulate, params, batch)
+    require(
+        not re.search(r"f32\[8,5\] = tanh", program),
+        "The gradient is right, but all 8 examples go through the model at once, so no memory"
+        " is saved. How many examples does a part have?",
+    )
+    require(
+        "scan[" not in program,
+        "The gradient is right, but a scan made it, as at the top of the notebook. The task is"
+        " a Python loop.",
+    )
+    return "the gradient of the whole batch, to rounding, one part at a time."
+
+
+def _traced(your_accumulate, params, batch):
+    """Returns the program of a learner's gradient in 4 parts as text. It is empty if JAX cannot
+    trace it, as with a Python `if` on a weight.
+    """
+    try:
+        return str(jax.make_jaxpr(lambda *args: your_accumulate(*args, 4))(params, batch))
+    except Exception:
+        return ""
 
 
 @exercise
@@ -207,5 +230,11 @@ def multi_steps_share(your_share):
         abs(mean / right - 1) < 1e-4,
         f"With counts {counts} and your factors {[round(float(s), 3) for s in shares]} the"
         f" mean is {mean:.3f}; the gradient of the whole batch is {right:.3f}.",
+    )
+    two = [float(call(your_share, [6, 2], m, hint="")) for m in range(2)]
+    require(
+        close(jnp.array(two), jnp.array([1.5, 0.5])),
+        f"Right for {len(counts)} minibatches and wrong for 2: their number is the length"
+        " of the counts.",
     )
     return "the mean of the gradients is the gradient of the whole batch."

@@ -118,6 +118,12 @@ def named_part(your_step):
         not any(scope.endswith("/tanh") for scope in named),
         "The whole loss carries the name, its tanh too. Name the penalty alone.",
     )
+    operations = {scope.rsplit("/", 1)[-1] for scope in named}
+    missing = [name for name in ("dot_general", "sin", "exp") if name not in operations]
+    require(
+        not missing,
+        f"Only a part of the penalty carries the name: none of its operations {missing} does.",
+    )
 
     def loss(w):
         return jnp.mean(jnp.tanh(x @ w)) + jnp.mean(jnp.exp(jnp.sin(w @ w)))

@@ -129,7 +129,12 @@ def looks_ahead(your_test):
                 if forward is cancels
                 else ""
             )
-            + (" Look at every position t." if forward is only_the_last else ""),
+            + (" Look at every position t." if forward is only_the_last else "")
+            + (
+                " Position t may read position t and those before it."
+                if forward is causal
+                else ""
+            ),
         )
     return "every position and every feature is looked at."
 
