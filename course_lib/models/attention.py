@@ -33,7 +33,7 @@ IMPLEMENTATIONS = {
 }
 """The implementations of attention, by name."""
 
-# Queries of "blocks"; half of the scores are left out in the end, less half a block a query.
+# Queries per block of "blocks". It leaves out the later half of the keys, less half a block.
 BLOCK = 64
 
 

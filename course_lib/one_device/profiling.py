@@ -53,8 +53,8 @@ class OpTime:
     op: str
     program: str  # two programs may both have a "fusion.12"
     scope: str  # where in the source it comes from; empty if not known
-    calls: float  # executions a step
-    seconds: float  # self time a step
+    calls: float  # executions per step
+    seconds: float  # self time per step
     share: float  # of the self time of all operations
 
 
