@@ -461,10 +461,26 @@ def gathered_first(shards, x, y):
     return jax.lax.psum(jnp.sum((x - y) ** 2), "data")
 
 
-def fsdp_loss(again, total=jax.lax.psum):
+def gather_rows(shard):
+    return jax.lax.all_gather(shard, "data", tiled=True)
+
+
+def summed_parts(shard):
+    """Makes a kernel whole by a sum of arrays that have zeros in other devices' rows."""
+    start = (2 * jax.lax.axis_index("data"), 0)
+    rows = jax.lax.dynamic_update_slice(meshes.vary(jnp.zeros((16, 16)), "data"), shard, start)
+    return jax.lax.psum(rows, "data")
+
+
+def fsdp_loss(
+    again,
+    total=jax.lax.psum,
+    layer=lambda x, w: x + jnp.tanh(x @ w),
+    gather=gather_rows,
+):
     def loss(shards, x, y):
         def add_layer(x, shard):
-            return x + jnp.tanh(x @ jax.lax.all_gather(shard, "data", tiled=True)), None
+            return layer(x, gather(shard)), None
 
         x, _ = jax.lax.scan(jax.checkpoint(add_layer) if again else add_layer, x, shards)
         return total(jnp.sum((x - y) ** 2), "data")
@@ -706,16 +722,27 @@ WRONG = [
         (lambda loss, w, x, y: jax.grad(loss)(meshes.vary(w, "data"), x, y),),
         "different gradients",
     ),
-    (check.fsdp, (gathered_first,), "inside of the scan"),
-    (check.fsdp, (fsdp_loss(again=False),), "jax.checkpoint"),
+    (check.fsdp, (gathered_first,), "6 layers whole at once"),
+    (check.fsdp, (fsdp_loss(again=False),), "each kernel is gathered once"),
     (check.fsdp, (fsdp_loss(True, lambda loss, axis: loss),), "Sum them"),
     (check.fsdp, (fsdp_loss(True, jax.lax.pmean),), "not `pmean`"),
+    (check.fsdp, (fsdp_loss(True, lambda s, axis: jax.lax.psum(s / 32, axis)),), "their mean"),
+    (check.fsdp, (fsdp_loss(True, layer=lambda x, w: jnp.tanh(x @ w)),), "to its input"),
+    (check.fsdp, (fsdp_loss(True, gather=summed_parts),), "nothing is all-gathered"),
+    (
+        check.fsdp,
+        (fsdp_loss(True, gather=lambda s: gather_rows(jax.lax.stop_gradient(s))),),
+        "no gradient reaches",
+    ),
     (check.traffic_of_minibatches, (2 * 6144, 4 * 6144), "one minibatch gathers"),
     (check.traffic_of_minibatches, (4 * 6144, 4 * 6144), "backward"),
     (check.traffic_of_minibatches, (8 * 6144, 6144), "no room"),
     (check.traffic_of_minibatches, (1, 4 * 6144), "Count layers"),
     (check.summed_once, (sums(kernel=lambda g: jax.lax.psum(g, "data")),), "same two rows"),
+    (check.summed_once, (sums(kernel=lambda g: jax.lax.pmean(g, "data")),), "same two rows"),
     (check.summed_once, (sums(kernel=lambda g: g / 8),), "an eighth"),
+    (check.summed_once, (sums(kernel=lambda g: 8 * g),), "8 times the right one"),
+    (check.summed_once, (lambda loss, params, batch: params["bias"],), "Return a dict"),
     (check.summed_once, (sums(bias=lambda g: g),), "differs between devices"),
     (check.summed_once, (sums(bias=lambda g: jax.lax.pmean(g, "data")),), "a mean"),
 ]

@@ -13,6 +13,12 @@ from course_lib.lessons.check.answers import call, close, exercise, predicted, r
 from course_lib.many_devices import meshes
 
 
+def _without_residual(kernels, x):
+    for kernel in kernels:
+        x = jnp.tanh(x @ kernel)
+    return x
+
+
 @exercise
 def fsdp(your_loss):
     """Checks `your_loss(shards, x, y)`: one device's part of FSDP, run inside `jax.shard_map`
@@ -61,6 +67,15 @@ def fsdp(your_loss):
             abs(losses[0] * 8 / right - 1) > 1e-4,
             "An eighth of the loss: a sum over the batch is `psum`, not `pmean`.",
         )
+        entries = x.size // 8  # of a device's rows
+        require(
+            min(abs(losses[0] * n / right - 1) for n in (entries, 8 * entries)) > 1e-4,
+            "The loss is the sum over all entries, not their mean.",
+        )
+        require(
+            abs(losses[0] / jnp.sum((_without_residual(kernels, x) - y) ** 2) - 1) > 1e-4,
+            "A layer adds tanh(x W) to its input. Yours returns tanh(x W) alone.",
+        )
         require(
             np.allclose(losses, right, rtol=1e-4),
             f"The loss on device 0 is {losses[0]:.2f}; on one device it is {right:.2f}.",
@@ -68,21 +83,28 @@ def fsdp(your_loss):
         total = jax.shard_map(on_each, mesh=mesh, in_specs=in_specs, out_specs=P())
         compiled = jax.jit(jax.grad(total)).lower(*arguments).compile()
         grads = jax.device_get(compiled(*arguments))
+    require(np.any(grads), "The loss is right, but no gradient reaches the kernels.")
     require(close(grads, expected), "The loss is right, the gradient is not.")
 
     ledger = measure.ledger(compiled, mesh)
+    require(
+        ledger.bytes("all-gather", "data") > 0,
+        "Right, but nothing is all-gathered: the kernels travel by"
+        f" {', '.join(sorted({entry.kind for entry in ledger.entries}))}. Which collective puts"
+        " the devices' rows together, and sends each row once?",
+    )
     gathers = [entry for entry in ledger.entries if entry.kind == "all-gather"]
     most = max((entry.payload_bytes for entry in gathers), default=0)
     gathered = ledger.bytes("all-gather", "data")
     require(
         most <= layer_bytes,
-        f"Right, but one all-gather makes {most // layer_bytes} layers whole at once. Gather a"
-        " layer inside of the scan.",
+        f"Right, but one all-gather makes {most // layer_bytes} layers whole at once. When does"
+        " a device need each of them?",
     )
     require(
         gathered > 6 * layer_bytes,
         "Right, but each kernel is gathered once: all six stay whole until the backward pass."
-        " Wrap the layer in `jax.checkpoint`.",
+        " What does `jax.grad` save of each layer, and who could compute it again?",
     )
     require(
         gathered <= 12 * layer_bytes,
@@ -178,6 +200,10 @@ def summed_once(your_gradient):
         own = meshes.vary(params, "data")
         hint = "Begin with `jax.grad(loss)(params, batch)`: which leaf is not summed yet?"
         grads = call(your_gradient, own_rows, own, batch, hint=hint)
+        require(
+            isinstance(grads, dict) and set(grads) == set(params),
+            "Return a dict with the gradients of 'kernel' and 'bias', as `jax.grad` does.",
+        )
         return jax.tree.map(lambda g: meshes.vary(g, "data")[None], grads)
 
     run = jax.shard_map(on_each, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
@@ -193,7 +219,7 @@ def summed_once(your_gradient):
         " (2, 4).",
     )
     require(
-        not close(yours["kernel"], jnp.broadcast_to(own_slices.sum(0), (8, 2, 4))),
+        float(jnp.ptp(yours["kernel"], axis=0).max()) > 1e-3,
         "The kernel's gradient has the same two rows on all devices, though each device holds"
         " other rows of the kernel. Print what `jax.grad(loss)` returns on two devices: which"
         " sums does it have already?",
@@ -201,6 +227,11 @@ def summed_once(your_gradient):
     require(
         not close(yours["kernel"], own_slices / 8),
         "The kernel's gradient is an eighth of the right one: it came summed, not averaged.",
+    )
+    scale = float(jnp.vdot(yours["kernel"], own_slices) / jnp.vdot(own_slices, own_slices))
+    require(
+        abs(scale - 1) < 1e-4 or not close(yours["kernel"], scale * own_slices),
+        f"The kernel's gradient is {scale:.3g} times the right one: it came summed, once.",
     )
     require(close(yours["kernel"], own_slices), "The kernel's gradient is wrong.")
     require(
