@@ -271,6 +271,7 @@ def test_every_picture_of_the_package_is_checked_here():
         "use_style",
         "moving",
         "Lane",
+        "lanes_of_layers",
         "lanes_of_schedule",
         "lanes_of_step",
     } == set(figures.__all__)
@@ -757,6 +758,28 @@ def test_cells_of_a_schedule_say_microbatch_and_chunk_if_they_are_wide_enough():
     assert not figures.schedule({"narrow": many}).axes[0].texts
 
 
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((110, 1100), ["100", "200", "500", "1000"]),
+        ((0.3, 6), ["0.5", "1", "2", "5"]),
+        ((3e10, 9e11), ["5e+10", "1e+11", "2e+11", "5e+11"]),
+    ],
+)
+def test_a_short_logarithmic_axis_has_several_plain_labels(values, labels):
+    points = list(enumerate(values))
+    [axes] = figures.lines({"a": points}, "x", "y", logy=True).axes
+    low, high = axes.get_ylim()
+    shown = [axes.yaxis.get_major_formatter()(y) for y in axes.get_yticks() if low <= y <= high]
+    assert set(labels) <= set(shown)
+
+
+def test_a_long_logarithmic_axis_has_powers_of_ten_alone():
+    [axes] = figures.lines({"a": [(0, 1e-3), (1, 10.0)]}, "x", "y", logy=True).axes
+    ticks = [y for y in axes.get_yticks() if 1e-3 <= y <= 10]
+    np.testing.assert_allclose(ticks, [1e-3, 1e-2, 0.1, 1, 10])
+
+
 def test_a_lane_shows_what_it_does_and_how_much_it_keeps():
     ring, table = PICTURES["lanes"]().axes
     blocks = [(box.get_x(), box.get_width()) for box in ring.patches if box.get_width() > 0]
@@ -778,6 +801,17 @@ def test_lanes_of_a_schedule_keep_a_microbatch_from_its_forward_to_its_last_back
     assert split.kept == [(0, 0), (1, 1), (3, 1), (4, 0)]
     chunks = figures.lanes_of_schedule(TABLES["two chunks"])["device 0"]
     assert max(live for _, live in chunks.kept) == 2
+
+
+def test_lanes_of_layers_hold_a_layer_from_the_start_of_its_gather_until_it_is_computed():
+    # the second gather runs beside the first layer, the third begins when the second is done
+    rows = figures.lanes_of_layers([(0, 1), (1, 1), (5, 1)], [(1, 2), (3, 2), (6, 2)], 10)
+    assert rows["gather"].blocks[1] == (1, 1, "gather", "1")
+    assert rows["compute"].blocks[2] == (6, 2, "compute", "2")
+    over_time = dict(rows["memory"].kept)
+    assert over_time == {0: 10, 1: 20, 3: 10, 5: 10, 8: 0}
+    with pytest.raises(ValueError, match="gathers has 1 layers, computes 0"):
+        figures.lanes_of_layers([(0, 1)], [], 10)
 
 
 def test_lanes_of_a_step_add_up_to_its_parts_and_hidden_traffic_stands_above_computing():

@@ -20,7 +20,13 @@ from course_lib.show.figures.curves import (
     tradeoff,
 )
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
-from course_lib.show.figures.lanes import Lane, lanes, lanes_of_schedule, lanes_of_step
+from course_lib.show.figures.lanes import (
+    Lane,
+    lanes,
+    lanes_of_layers,
+    lanes_of_schedule,
+    lanes_of_step,
+)
 from course_lib.show.figures.moving import moving
 from course_lib.show.figures.numbers import formats, gradient_histogram
 from course_lib.show.figures.overlap import overlap
@@ -41,6 +47,7 @@ __all__ = [
     "heap_timeline",
     "hosts",
     "lanes",
+    "lanes_of_layers",
     "lanes_of_schedule",
     "lanes_of_step",
     "largest_arrays",

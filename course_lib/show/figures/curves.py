@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from course_lib.measure.units import GIB
 from course_lib.show.figures import style
@@ -30,7 +31,8 @@ def lines(
       xlabel: label of the x axis, with its unit.
       ylabel: label of the y axis, with its unit.
       logx: draw x on a logarithmic axis, with a tick at each of its values.
-      logy: draw y on a logarithmic axis; a linear one starts at 0.
+      logy: draw y on a logarithmic axis; a linear one starts at 0. An axis of less than two
+        powers of ten gets plain numbers at 1, 2 and 5 times each power.
       ylim: lowest and highest y, for a loss, whose 0 says nothing; points outside are drawn at
         the edge.
       title: of the picture.
@@ -61,6 +63,8 @@ def lines(
         axes.set_ylim(ylim)
     elif not logy:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    if logy:
+        _label_short_range(axes)
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     style.label_right(axes, [_end(points) for points in series.values()], list(series))
     return figure
@@ -305,6 +309,15 @@ def roofline_plot(
     ends = [(high, peak / 1e12) for peak in peaks.values()]
     style.label_right(axes, ends, [f"{d}: {p / 1e12:,.3g}" for d, p in peaks.items()])
     return figure
+
+
+def _label_short_range(axes: Axes) -> None:
+    """Labels 1, 2 and 5 times each power of ten, where powers alone would be too few."""
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _end(points: Points) -> Sequence[style.Number]:

@@ -119,6 +119,40 @@ def lanes_of_schedule(table: Sequence[Sequence[Any]]) -> dict[str, Lane]:
     return rows
 
 
+def lanes_of_layers(
+    gathers: Sequence[tuple[Number, Number]],
+    computes: Sequence[tuple[Number, Number]],
+    layer: Number,
+) -> dict[str, Lane]:
+    """Returns the lanes of layers that are gathered and then computed, as in FSDP, and the
+    memory of gathered layers: each counts from the start of its gather until it is computed.
+
+    Args:
+      gathers: start and duration of each layer's gather.
+      computes: start and duration of each layer's computing.
+      layer: the memory of one gathered layer, in the unit of the picture.
+
+    Raises:
+      ValueError: if a layer is gathered and not computed, or the reverse.
+    """
+    if len(gathers) != len(computes):
+        raise ValueError(
+            f"gathers has {len(gathers)} layers, computes {len(computes)}: each layer must be"
+            " gathered and computed"
+        )
+    changes = [(start, layer) for start, _ in gathers]
+    changes += [(start + length, -layer) for start, length in computes]
+    memory, over_time = 0, [(0, 0)]
+    for time, change in sorted(changes):  # at the same time, a layer is dropped first
+        memory += change
+        over_time.append((time, memory))
+    rows = {
+        name: Lane([(*span, name, str(i)) for i, span in enumerate(spans)])
+        for name, spans in (("gather", gathers), ("compute", computes))
+    }
+    return rows | {"memory": Lane((), over_time)}
+
+
 def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> dict[str, Lane]:
     """Returns the lanes of a training step whose parts are laid end to end: what the device
     computes, and its traffic along "tensor", "pipe" and "data".
