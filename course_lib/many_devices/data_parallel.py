@@ -260,9 +260,7 @@ def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
 
 
 def label_share(metrics: PyTree, total: PyTree) -> Array:
-    """Returns the weight of a device's mean in the mean over all: its count of labels by that
-    of all devices.
-    """
+    """Returns a device's share of all labels: the weight of its mean in the mean over all."""
     return metrics["loss"][1] / gradient_accumulation.nonzero(total["loss"][1])
 
 
@@ -291,7 +289,7 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
     Args:
       params: slices.
       specs: of the parameters.
-      dtype: in which layers compute. Kernels and their gradients are sent in it; the rest stays
+      dtype: that layers compute in. Kernels and their gradients are sent in it; the rest stays
         float32.
     """
 
@@ -438,8 +436,8 @@ def constrain_layers(
 
 
 def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A checkpoint policy: saves everything except gathered kernels, and except what
-    `products.columns` and `products.rows` reshape or join of them.
+    """A checkpoint policy: saves everything except gathered arrays, and except reshaped and
+    joined arrays, which `products.columns` and `products.rows` make of gathered kernels.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
     return (
