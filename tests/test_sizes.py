@@ -47,6 +47,9 @@ OTHER_SIZES = {
         {"n": 4, "K": 512},
         {"n": 6, "K": 1_536},
     ],
+    "08_data_parallel": [
+        dict(N=2, D=32, V=64, L=16, B=8, WIDE_N=4, WIDE_D=256, WIDE_L=128, DDP_N=2),
+    ],
     "09_pipeline_parallel": [
         {"S": 2, "M": 4, "N": 4, "B": 8, "D": 16},
         {"S": 3, "M": 2, "N": 3, "L": 8},
