@@ -142,7 +142,8 @@ def lanes_of_layers(
         )
     changes = [(start, layer) for start, _ in gathers]
     changes += [(start + length, -layer) for start, length in computes]
-    memory, over_time = 0, [(0, 0)]
+    memory: Number = 0
+    over_time: list[tuple[Number, Number]] = [(0, 0)]
     for time, change in sorted(changes):  # at the same time, a layer is dropped first
         memory += change
         over_time.append((time, memory))
