@@ -377,6 +377,18 @@ def test_a_tradeoff_may_have_a_logarithmic_axis_of_memory():
     assert figures.tradeoff(rows).axes[0].get_yscale() == "linear"
 
 
+def test_points_of_one_series_share_a_look_and_a_line_and_others_stand_alone():
+    rows = [
+        {"name": str(n), "memory": n * GIB, "recomputed": n, "series": series}
+        for n, series in ((1, "tokens"), (2, "tokens"), (3, "vocabulary"))
+    ]
+    alone = {"name": "all", "memory": GIB, "recomputed": 0}
+    single, tokens, vocabulary = figures.tradeoff([alone, *rows]).axes[0].lines[:3]
+    assert [len(line.get_xdata()) for line in (single, tokens, vocabulary)] == [1, 2, 1]
+    looks = {(line.get_color(), line.get_marker()) for line in (single, tokens, vocabulary)}
+    assert len(looks) == 3
+
+
 def test_memory_breakdown_stacks_its_parts_up_to_the_sum():
     [axes] = figures.memory_breakdown(ROWS).axes
     ends = [round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches]
@@ -700,6 +712,11 @@ def test_the_masks_of_two_layouts_fit_into_their_picture():
     drawn, inches = figure.get_tightbbox(canvas.get_renderer()), figure.get_size_inches()
     assert drawn.x0 >= 0 and drawn.y0 >= 0
     assert drawn.x1 <= inches[0] and drawn.y1 <= inches[1]
+
+
+def test_the_axes_of_a_mask_name_its_parts():
+    [axes] = figures.attention_pairs({"in order": PAIRS}, part="tile").axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("tile of the keys", "tile of the queries")
 
 
 def test_a_step_of_a_ring_shows_its_own_pairs_strongly_and_later_ones_not_at_all():

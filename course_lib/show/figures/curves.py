@@ -151,7 +151,8 @@ def tradeoff(
 
     Args:
       rows: mappings or dataclasses with `name`, `recomputed` (in the unit of `xlabel`) and
-        `memory` (in bytes, drawn in GiB).
+        `memory` (in bytes, drawn in GiB). Rows with the same `series` share colour and marker,
+        and a line joins them in their order; a row without one stands alone.
       xlabel: label of the first axis, with its unit.
       ylabel: label of the second.
       logy: whether the second axis is logarithmic.
@@ -165,10 +166,13 @@ def tradeoff(
     rows = style.as_dicts(rows)
     figure, axes = style.canvas(height=5)
     points = [(float(row["recomputed"]), float(row["memory"]) / GIB) for row in rows]
-    for i, point in enumerate(points):
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row, point in zip(rows, points, strict=True):
+        series.setdefault(str(row.get("series", row["name"])), []).append(point)
+    for i, joined in enumerate(series.values()):
         axes.plot(
-            *point,
-            **style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"},
+            *zip(*joined, strict=True),
+            **style.stroke(i) | {"markersize": 9, "markeredgecolor": "black"},
         )
     axes.margins(x=0.08, y=0.12)
     if logy:

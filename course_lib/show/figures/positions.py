@@ -13,7 +13,11 @@ PALE = 0.3  # how strongly a pair of an earlier step is drawn
 
 
 def attention_pairs(
-    layouts: Mapping[str, Sequence[Any]], *, step: int | None = None, title: str = ""
+    layouts: Mapping[str, Sequence[Any]],
+    *,
+    step: int | None = None,
+    part: str = "part",
+    title: str = "",
 ) -> Figure:
     """Draws a causal mask cut into pairs of parts: a panel per layout, a square per pair.
 
@@ -23,6 +27,7 @@ def attention_pairs(
       layouts: the title of a layout -> its pairs. A pair has the index of its part of the
         `queries` and of the `keys`, its `device`, and the `step` of the ring that computes it.
       step: draws only pairs up to this step, and those of earlier steps pale. None: all.
+      part: names a part on the axes.
       title: of the picture.
 
     Raises:
@@ -35,6 +40,7 @@ def attention_pairs(
     for axes, (name, pairs) in zip(panels, layouts.items(), strict=True):
         axes.set_title(name, fontsize=10)
         _draw_pairs(axes, style.as_dicts(pairs), step)
+        axes.set(xlabel=f"{part} of the keys", ylabel=f"{part} of the queries")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
@@ -58,7 +64,6 @@ def _draw_pairs(axes: Axes, pairs: list[dict[str, Any]], step: int | None) -> No
         )
     axes.plot([-0.5, parts - 0.5], [-0.5, parts - 0.5], color=style.GREY, linewidth=1)
     axes.set(xlim=(-0.5, parts - 0.5), ylim=(parts - 0.5, -0.5), aspect="equal")
-    axes.set(xlabel="part of the keys", ylabel="part of the queries")
     axes.set_xticks(range(parts))
     axes.set_yticks(range(parts))
     axes.grid(visible=False)
