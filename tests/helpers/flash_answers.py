@@ -37,6 +37,10 @@ def whole_sequence(n, tile, window):
     return [(i, j) for i in range(n) for j in range(n)]
 
 
+def without_diagonal(n, tile, window):
+    return [(i, j) for i, j in pairs()(n, tile, window) if i != j]
+
+
 RIGHT = [(check.window_pairs, (pairs(),)), (check.query_gradient, (gradient(),))]
 WRONG = [
     (check.window_pairs, (pairs(oldest=lambda i, tile, window: 0),), "masked entirely"),
@@ -46,6 +50,7 @@ WRONG = [
         "is missing",
     ),
     (check.window_pairs, (pairs(lambda i, tile, window: i - window // tile),), "is missing"),
+    (check.window_pairs, (without_diagonal,), "each position sees itself"),
     (check.window_pairs, (whole_sequence,), "future"),
     (check.window_pairs, (pairs(twice=2),), "listed twice"),
     (check.query_gradient, (gradient(delta=0.0),), "own derivative"),
@@ -54,8 +59,10 @@ WRONG = [
     (check.query_gradient, (gradient(stored=False),), "Not the gradient"),
     (check.query_gradient, (lambda q, *rest: q.sum(1),), "not [L K]"),
     (check.query_gradient, (from_a_softmax,), "without a softmax"),
-    (check.largest_tiles, (128, 128), "too many for"),
-    (check.largest_tiles, (32, 128), "a larger one fits"),
-    (check.largest_tiles, (64, 64), "a larger one fits"),
-    (check.largest_tiles, (48, 128), "power of two"),
+    (check.largest_tiles, (64, 64), "too many for"),
+    (check.largest_tiles, (32, 128), "too many for"),
+    (check.largest_tiles, (16, 64), "a larger one fits"),
+    (check.largest_tiles, (32, 32), "a larger one fits"),
+    (check.largest_tiles, (48, 64), "power of two"),
+    (check.largest_tiles, (-32, 64), "power of two"),
 ]

@@ -96,7 +96,7 @@ WRONG = [
     (check.add_in_place, (swapped,), "wrong order"),
     (check.add_in_place, (forwards,), "not total + gradient"),
     (check.update_in_backward, (after_autodiff,), "trees of temporaries"),
-    (check.update_in_backward, (scanned_and_carried,), "from the carry"),
+    (check.update_in_backward, (scanned_and_carried,), "scanned over and carried"),
     (check.update_in_backward, (uphill,), "up the slope"),
     (check.update_in_backward, (too_early,), "updated weights"),
 ]

@@ -71,11 +71,13 @@ RIGHT = [
 ]
 WRONG = [
     (check.bytes_of_logits, (ALL / 2, CHUNK + SUM), "2 bytes"),
-    (check.bytes_of_logits, (2 * ALL, CHUNK + SUM), "the float32 logits are 4,008"),
+    (check.bytes_of_logits, (2 * ALL, CHUNK + SUM), "too many"),
+    (check.bytes_of_logits, (4.008, CHUNK + SUM), "too few"),
+    (check.bytes_of_logits, (ALL * 2**20 / 1e6, CHUNK + SUM), "MB of 10^6"),
     (check.bytes_of_logits, (ALL, CHUNK), "is missing"),
     (check.bytes_of_logits, (ALL, CHUNK + SUM / 2), "bfloat16"),
-    (check.bytes_of_logits, (ALL, ALL / 8), "a chunk has 125 MiB"),
-    (check.online_logsumexp, (online(rescale=False),), "multiply it by exp"),
+    (check.bytes_of_logits, (ALL, ALL / 8), "too many for a chunk and the sum"),
+    (check.online_logsumexp, (online(rescale=False),), "what is the old sum relative to"),
     (check.online_logsumexp, (online(shift=False),), "overflows"),
     (check.online_logsumexp, (online(grow=False),), "maximum of all chunks"),
     (check.online_logsumexp, (lambda largest, total, logits: largest,), "two arrays"),

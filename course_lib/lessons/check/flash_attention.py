@@ -27,10 +27,15 @@ def window_pairs(your_pairs):
         at = f"With n={n}, tile={tile}, window={window}"
         missing, extra = sorted(set(needed) - set(yours)), sorted(set(yours) - set(needed))
         require(len(yours) == len(set(yours)), f"{at}, a pair is listed twice.")
+        diagonal = [pair for pair in missing if pair[0] == pair[1]]
+        require(
+            not diagonal,
+            f"{at}, the pair {diagonal[:1]} is missing: each position sees itself.",
+        )
         require(
             not missing,
             f"{at}, the pair {missing[:1]} is missing: its first query still sees its last key."
-            " The oldest key of a tile's first query is window - 1 positions before it.",
+            " Write down the positions of these two.",
         )
         future = [pair for pair in extra if pair[1] > pair[0]]
         require(not future, f"{at}, the pair {future[:1]} lies in the future: j <= i.")
@@ -72,8 +77,8 @@ def query_gradient(your_gradient):
     )
     require(
         not close(yours, without_delta),
-        "The softmax's own derivative is missing: from each weight's gradient subtract delta,"
-        " the row's sum of out * d_out.",
+        "The softmax's own derivative is missing: a score that grows takes weight from all"
+        " others of its row.",
     )
     require(
         close(yours, right),
@@ -90,7 +95,8 @@ def query_gradient(your_gradient):
 
 @exercise
 def largest_tiles(on_a5000, on_h100):
-    """Checks the predicted largest tiles, powers of two, for heads of 128 in bfloat16."""
+    """Checks the predicted largest tiles, powers of two, for heads of 256 in bfloat16."""
+    head_dim = 256
     predicted(
         on_a5000,
         on_h100,
@@ -101,13 +107,14 @@ def largest_tiles(on_a5000, on_h100):
         fits = [
             tile
             for tile in (16, 32, 64, 128, 256)
-            if flash_attention.shared_memory(tile, 128, jnp.bfloat16, gpu)
+            if flash_attention.shared_memory(tile, head_dim, jnp.bfloat16, gpu)
             <= flash_attention.shared_memory_limit(gpu)
         ]
         require(
-            yours == int(yours) and int(yours).bit_count() == 1, "A tile is a power of two."
+            yours == int(yours) > 0 and int(yours).bit_count() == 1,
+            "A tile is a power of two.",
         )
-        needed = flash_attention.shared_memory(int(yours), 128, jnp.bfloat16, gpu)
+        needed = flash_attention.shared_memory(int(yours), head_dim, jnp.bfloat16, gpu)
         limit = flash_attention.shared_memory_limit(gpu)
         require(
             yours <= fits[-1],

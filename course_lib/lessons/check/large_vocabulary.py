@@ -29,8 +29,13 @@ def bytes_of_logits(all_logits, in_chunks):
         f"{all_logits:,.0f} MiB would be logits of 2 bytes: the loss needs them in float32.",
     )
     require(
+        abs(all_logits / right * 1e6 / MIB - 1) > 0.01,
+        f"{all_logits:,.0f} would be MB of 10^6 bytes. One MiB has 2^20.",
+    )
+    require(
         abs(all_logits / right - 1) <= 0.03,
-        f"{all_logits:,.0f} MiB of logits: traced, the float32 logits are {right:,.0f} MiB.",
+        f"{all_logits:,.0f} MiB of logits are too {_many(all_logits, right)}, compared with the"
+        " traced program. It has one float32 number for each token and each column.",
     )
     chunk, summed = (size / MIB for size in measured_bytes(tokens, width, vocab, chunks))
     require(
@@ -44,10 +49,14 @@ def bytes_of_logits(all_logits, in_chunks):
     )
     require(
         abs(in_chunks / (chunk + summed) - 1) <= 0.03,
-        f"{in_chunks:,.0f} MiB: traced, a chunk has {chunk:,.0f} MiB, and the sum for the"
-        f" gradient of x {summed:,.0f}.",
+        f"{in_chunks:,.0f} MiB are too {_many(in_chunks, chunk + summed)} for a chunk and the"
+        " sum, compared with the traced program. Which shape has each of the two?",
     )
     return f"{right:,.0f} MiB become {chunk + summed:,.0f}."
+
+
+def _many(yours: float, right: float) -> str:
+    return "many" if yours > right else "few"
 
 
 def measured_bytes(tokens: int, width: int, vocab: int, chunks: int) -> tuple[int, int]:
@@ -60,8 +69,8 @@ def measured_bytes(tokens: int, width: int, vocab: int, chunks: int) -> tuple[in
     labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
     def loss(x, head, labels):
-        found = large_vocabulary.linear_cross_entropy(x, head, labels, chunks=chunks)
-        return found[0].sum()
+        per_label, _ = large_vocabulary.linear_cross_entropy(x, head, labels, chunks=chunks)
+        return per_label.sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, head, labels)
     values = [v for v in all_values(jaxpr.jaxpr) if v.dtype == jnp.float32]
@@ -118,7 +127,7 @@ def online_logsumexp(your_add):
     require(
         close(yours, expected, 1e-6),
         f"The logsumexp is {yours.tolist()}; {expected.tolist()} is right. When the maximum"
-        " grows, the old sum is relative to the old one: multiply it by exp(old - new).",
+        " grows, what is the old sum relative to?",
     )
     return "three chunks give the logsumexp of all logits, of any size."
 
@@ -177,6 +186,6 @@ def one_pass(your_gradient):
     require(
         products <= 3.01,
         f"{products:.1f} products per chunk: three are enough. Are the logits computed a second"
-        " time? Write the gradient of the logits, softmax minus one-hot, yourself.",
+        " time, by you or by autodiff?",
     )
     return "the same gradients, with three products in place of four."

@@ -81,8 +81,8 @@ def add_in_place(your_add):
     trees = _trees(your_add, total, w, x)
     require(
         trees < 0.9,
-        f"Right numbers, but {trees:.1f} more trees of gradients exist. Carry `total` through"
-        " the scan, and add to it at one index.",
+        f"Right numbers, but {trees:.1f} more trees of gradients exist. Where are the gradients"
+        " of a layer when the scan has passed it?",
     )
     return f"temporaries take {trees:.1f} trees of gradients."
 
@@ -115,9 +115,8 @@ def update_in_backward(your_update):
     trees = _trees(your_update, w, x)
     require(
         trees < 0.9,
-        f"Right numbers, but {trees:.1f} trees of temporaries exist. Update each layer in the"
-        " scan of the backward pass, and read it from the carry: a stack that is scanned over"
-        " and carried exists twice.",
+        f"Right numbers, but {trees:.1f} trees of temporaries exist. Do all gradients exist at"
+        " once, or is a stack both scanned over and carried? Such a stack exists twice.",
     )
     return f"temporaries take {trees:.1f} trees: there is no tree of gradients."
 
