@@ -55,7 +55,7 @@ def bytes_of_logits(all_logits, in_chunks):
     return f"{right:,.0f} MiB become {chunk + summed:,.0f}."
 
 
-def _many(yours: float, right: float) -> str:
+def _many(yours: int | float, right: int | float) -> str:
     return "many" if yours > right else "few"
 
 
