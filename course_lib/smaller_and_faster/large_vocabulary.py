@@ -61,7 +61,7 @@ class Factors:
 
     Attributes:
       x: activations [..., D].
-      head: kernel of the output layer, [D, V].
+      head: weights of the output layer, [D, V].
       bias: of the output layer, [V], or None.
     """
 
@@ -93,7 +93,7 @@ def linear_cross_entropy(
 
     Args:
       x: activations. Along "tokens", the last dimension before D is cut.
-      head: kernel of the output layer; for one that is tied to the token table [V, D], its
+      head: weights of the output layer; for one that is tied to the token table [V, D], its
         transpose.
       labels: columns of the head.
       bias: added to the logits.
@@ -104,9 +104,9 @@ def linear_cross_entropy(
       ValueError: if `along` does not exist, or `chunks` does not divide what it cuts.
     """
     places = jnp.where(labels < 0, labels + head.shape[1], labels)
-    found = statistics(Factors(x, head, bias), places, chunks=chunks, along=along)
-    correct = found.best == labels
-    return found.logsumexp - found.of_label, correct.astype(jnp.float32)
+    per_token = statistics(Factors(x, head, bias), places, chunks=chunks, along=along)
+    correct = per_token.best == labels
+    return per_token.logsumexp - per_token.of_label, correct.astype(jnp.float32)
 
 
 def statistics(
@@ -122,9 +122,9 @@ def statistics(
     check(chunks, along, tokens=length, vocabulary=head.shape[1])
     # B sequences of L: a batch that is divided over devices stays divided.
     rows, places = x.reshape(-1, length, width), labels.reshape(-1, length)
-    found = _statistics(rows, head, logits.bias, places, chunks, along)
-    found = Statistics(*(number.reshape(labels.shape) for number in found))
-    return found._replace(top=jax.lax.stop_gradient(found.top))
+    per_token = _statistics(rows, head, logits.bias, places, chunks, along)
+    per_token = Statistics(*(number.reshape(labels.shape) for number in per_token))
+    return per_token._replace(top=jax.lax.stop_gradient(per_token.top))
 
 
 def check(chunks: int, along: str, *, tokens: int, vocabulary: int, prefix: str = "") -> None:
@@ -163,7 +163,7 @@ def _statistics(x, head, bias, labels, chunks, along):
             return _of_chunk(logits, _cut(labels, i, chunks, 1))
 
         def write(i, so_far):
-            return jax.tree.map(lambda whole, new: _put(whole, new, i, 1), so_far, of_rows(i))
+            return jax.tree.map(lambda array, new: _put(array, new, i, 1), so_far, of_rows(i))
 
         return jax.lax.fori_loop(0, chunks, write, _of_nothing(x))
 
@@ -187,8 +187,8 @@ def forward(x, head, bias, labels, chunks, along):
     """Returns the statistics, and what the backward pass reads: one number per token besides
     the arguments.
     """
-    found = _statistics(x, head, bias, labels, chunks, along)
-    return found, (x, head, bias, labels, found.logsumexp)
+    per_token = _statistics(x, head, bias, labels, chunks, along)
+    return per_token, (x, head, bias, labels, per_token.logsumexp)
 
 
 def backward(chunks, along, saved, gradient):

@@ -300,6 +300,7 @@ def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequenc
             xycoords="axes fraction",
             va="center",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over lines
         )
         if not y - 6 <= box[1] + 6 <= y + 6:  # moved away: join them
             edge = (box[0] if box[0] > x else box[2]) / width
