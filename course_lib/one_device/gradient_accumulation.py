@@ -94,6 +94,7 @@ def accumulate(
     rngs = jax.random.split(rng, num_minibatches)
     if num_minibatches == 1:
         return _checked(grad_fn(params, batch, rngs[0]), params)
+    minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
 
     def add(total, params, minibatch, rng):
         grads, metrics = grad_fn(params, minibatch, rng)
@@ -104,14 +105,26 @@ def accumulate(
             # A gradient without weight may be 0 / 0.
             return jnp.where(count != 0, total + weighted, total)
 
-        return jax.tree.map(add_leaf, total, grads), metrics
+        return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
 
-    minibatches = _cut(batch, num_minibatches)
     shapes = jax.eval_shape(
         lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs
     )
     _checked(shapes, params)
-    return _sum_up(add, shapes, params, minibatches, rngs, method, dtype)
+    zeros = (
+        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
+        jax.tree.map(jnp.zeros_like, shapes[1]),
+    )
+    run = scan_minibatches if method == "scan" else loop_minibatches
+    total, metrics = run(add, zeros, params, minibatches, rngs)
+
+    count = nonzero(metrics["loss"][1])
+    grads = jax.tree.map(
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype),
+        total,
+        shapes[0],
+    )
+    return grads, metrics
 
 
 def accumulate_in_place(
@@ -150,39 +163,25 @@ def accumulate_in_place(
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
-    rngs, minibatches = jax.random.split(rng, num_minibatches), _cut(batch, num_minibatches)
-    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+    rngs = jax.random.split(rng, num_minibatches)
+    minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
     metrics = jax.eval_shape(
-        lambda batches, rngs: add(total, params, _take(batches, 0), rngs[0])[1],
+        lambda batches, rngs: add(zeros, params, _take(batches, 0), rngs[0])[1],
         minibatches,
         rngs,
     )
-    return _sum_up(add, (params, metrics), params, minibatches, rngs, method, dtype)
-
-
-def _cut(batch, num_minibatches):
-    """Gives each leaf a new first axis, of minibatches."""
-    return jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
-
-
-def _sum_up(add, shapes, params, minibatches, rngs, method, dtype):
-    """Adds up gradients and metrics like `shapes`, and divides by the weights at the end."""
 
     def add_minibatch(total, params, minibatch, rng):
         sums, metrics = add(total[0], params, minibatch, rng)
         return sums, jax.tree.map(jnp.add, total[1], metrics)
 
-    start = (
-        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
-        jax.tree.map(jnp.zeros_like, shapes[1]),
-    )
     run = scan_minibatches if method == "scan" else loop_minibatches
+    start = zeros, jax.tree.map(jnp.zeros_like, metrics)
     total, metrics = run(add_minibatch, start, params, minibatches, rngs)
     count = nonzero(metrics["loss"][1])
     grads = jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype),
-        total,
-        shapes[0],
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), total, params
     )
     return grads, metrics
 

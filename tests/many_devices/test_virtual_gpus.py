@@ -240,7 +240,10 @@ def gradient_memory(by, stage, minibatches):
     return compiled.memory_analysis().temp_size_in_bytes, layers
 
 
-@pytest.mark.parametrize(("by", "minibatches"), [("hand", 1), ("hand", 4), ("compiler", 1)])
+@pytest.mark.parametrize(
+    ("by", "minibatches"),
+    [pytest.param("hand", 1, marks=pytest.mark.slow), ("hand", 4), ("compiler", 1)],
+)
 def test_zero_two_never_holds_more_than_an_nth_of_the_gradients_and_one_layers(by, minibatches):
     """Compared with stage 1 by hand, which holds all of them: the compiler may scatter early in
     stage 1, too. A layer's gradient is whole until it is scattered; two may be, while one
