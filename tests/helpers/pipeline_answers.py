@@ -29,7 +29,11 @@ def order(ahead=lambda device, S: S - device, microbatches=lambda M: M, spell=st
     return one_f_one_b
 
 
-def pipeline(slots=3, masked=True, total=jax.lax.psum, stop=False, whole=False):
+def mean_of_six(error, axis):
+    return jax.lax.psum(error, axis) / 6
+
+
+def pipeline(slots=3, masked=True, total=jax.lax.psum, stop=False, whole=False, alike=False):
     """GPipe on four devices: the right one, or with a part changed."""
 
     def loss(kernel, x, y):
@@ -46,7 +50,7 @@ def pipeline(slots=3, masked=True, total=jax.lax.psum, stop=False, whole=False):
             error += jnp.where(finished, jnp.sum((h - y[(time - 3) % M]) ** 2), 0.0)
             return (jax.lax.ppermute(h, "pipe", [(0, 1), (1, 2), (2, 3)]), error), None
 
-        zero = 0.0 * stage
+        zero = 0.0 if alike else 0.0 * stage
         start = jnp.zeros(x.shape[1:]) + zero, zero
         (_, error), _ = jax.lax.scan(slot, start, jnp.arange(M + slots))
         return total(error, "pipe")
@@ -71,33 +75,35 @@ RIGHT = [
 WRONG = [
     (check.bubble_to_order, (7 / 24, 134, 45), "Megatron"),
     (check.bubble_to_order, (22.6, 134, 45), "at most 1"),
-    (check.bubble_to_order, (0.25, 134, 45), "idles 3 x 7"),
-    (check.bubble_to_order, (0.226, 133, 45), "5.0% of the time"),
+    (check.bubble_to_order, (0.25, 134, 45), "how many of them are empty"),
+    (check.bubble_to_order, (0.226, 133, 45), "5.00% of the time"),
     (check.bubble_to_order, (0.226, 200, 45), "1f1b: fewer"),
     (check.bubble_to_order, (0.226, 134, 134), "zero_bubble: fewer"),
     (check.one_f_one_b, (order(lambda device, S: 100),), "live microbatches at once"),
     (check.one_f_one_b, (order(lambda device, S: S),), "device 1 has 4 live"),
     (check.one_f_one_b, (order(lambda device, S: S - device - 1),), "forever"),
-    (check.one_f_one_b, (order(lambda device, S: max(1, S - device - 1)),), "lasts 33"),
+    (check.one_f_one_b, (order(lambda device, S: max(1, S - device - 1)),), "too few forwards"),
     (check.one_f_one_b, (order(microbatches=lambda M: M - 1),), "comes once"),
     (check.one_f_one_b, (order(spell=str.lower),), "Return a list"),
     (check.gpipe, (pipeline(slots=0),), "M + S - 1 slots"),
     (check.gpipe, (pipeline(masked=False),), "too much is added"),
     (check.gpipe, (pipeline(total=lambda error, axis: error),), "last device has the loss"),
     (check.gpipe, (pipeline(total=jax.lax.pmean),), "A quarter"),
+    (check.gpipe, (pipeline(total=mean_of_six),), "divided by 6"),
+    (check.gpipe, (pipeline(alike=True),), "starts with a value that is equal"),
     (check.gpipe, (pipeline(stop=True),), "the gradient is not"),
     (check.gpipe, (pipeline(whole=True),), "activations of a microbatch are passed on"),
     (check.gpipe, (gathered,), "kernels are gathered"),
     (check.gpipe, (lambda kernel, x, y: x,), "one number"),
-    (check.stash, (2560, 640), "five activations"),
+    (check.stash, (2560, 640), "4 of a microbatch's activations"),
     (check.stash, (32 * 33 * 20, 800), "whole model's"),
     (check.stash, (25600, 800), "before the first backward"),
     (check.stash, (3200, 3200), "long before"),
-    (check.stash, (3200, 100), "as many live"),
+    (check.stash, (3200, 100), "its first backward begins"),
     (check.shared_slots, (0, 5, 4), "four forwards"),
-    (check.shared_slots, (4, 5, 4), "nobody comes after"),
+    (check.shared_slots, (4, 5, 4), "takes its slot before its backward"),
     (check.shared_slots, (1, 8, 4), "Not all 8"),
-    (check.shared_slots, (1, 4, 4), "just before backward"),
+    (check.shared_slots, (1, 4, 4), "come before backward m"),
     (check.shared_slots, (1, 5, 8), "not the fewest"),
     (check.shared_slots, (1, 5, 3), "loses its input"),
     (check.fast_pipeline, ("gpipe", 32, 1), "64 sequences; 24 fit"),

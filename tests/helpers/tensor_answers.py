@@ -38,6 +38,10 @@ def three_thirds(x, gate, up, down):
     return summed(jnp.stack([share(x, gate, up, down) / 3] * 3)).sum(0)
 
 
+def exchanged_kernels(x, gate, up, down):
+    return summed(share(x, up, gate, down))
+
+
 def summed_too_early(x, gate, up, down):
     return summed((jax.nn.silu(summed(x @ gate)) * (x @ up)) @ down)
 
@@ -68,9 +72,9 @@ def around(n, by=1):
     return [(d, (d + by) % n) for d in range(n)]
 
 
-def halves(in_place=True):
-    def product(x, kernel):
-        n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
+def halves(in_place=True, n=None):
+    def product(x, kernel, n=n):
+        n, d = n or jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
         (right, left), (upper, lower) = jnp.split(x, 2, axis=1), jnp.split(kernel, 2)
         total = meshes.vary(jnp.zeros((n, len(x), kernel.shape[1])), "tensor")
         for step in range(n):
@@ -81,6 +85,18 @@ def halves(in_place=True):
         return total.reshape(-1, kernel.shape[1])
 
     return product
+
+
+def whole_parts(x, kernel):
+    """Sends whole parts, half of them each way: on four devices two right and one left."""
+    n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
+    total = meshes.vary(jnp.zeros((n, len(x), kernel.shape[1])), "tensor").at[d].set(x @ kernel)
+    for by, steps in ((1, n // 2), (-1, (n - 1) // 2)):
+        part = x
+        for step in range(1, steps + 1):
+            part = jax.lax.ppermute(part, "tensor", around(n, by))
+            total = total.at[(d - by * step) % n].set(part @ kernel)
+    return total.reshape(-1, kernel.shape[1])
 
 
 def one_ring(in_order=True):
@@ -173,11 +189,13 @@ RIGHT = [
 WRONG = [
     (check.gated_mlp, (share,), "different arrays"),
     (check.gated_mlp, (lambda *args: jax.lax.pmean(share(*args), "tensor"),), "A quarter"),
-    (check.gated_mlp, (summed_too_early,), "complete sums"),
+    (check.gated_mlp, (summed_too_early,), "the one that you add up"),
+    (check.gated_mlp, (exchanged_kernels,), "exchanged"),
     (check.gated_mlp, (three_thirds,), "bytes are sent"),
     (check.padded_vocabulary, (lambda V, n, m: -(-V // n) * n,), "6,283"),
     (check.padded_vocabulary, (lambda V, n, m: -(-V // m) * m,), "divide first"),
     (check.padded_vocabulary, (lambda V, n, m: V // (n * m) * n * m,), "have none"),
+    (check.padded_vocabulary, (lambda V, n, m: 65_536,), "not the least"),
     (check.padded_vocabulary, (lambda V, n, m: (V // (n * m) + 1) * n * m,), "should stay"),
     (check.divided_embedding, (looked_up(total=False),), "different arrays"),
     (check.divided_embedding, (looked_up(mask=False),), "other tokens"),
@@ -187,16 +205,22 @@ WRONG = [
     (check.missing_sum, (10,), "Not all ten"),
     (check.missing_sum, (1,), "in front"),
     (check.missing_sum, (8,), "Fewer"),
-    (check.missing_sum, (5,), "Measured"),
+    (check.missing_sum, (5,), "Go through the ten"),
     (check.two_way_product, (gathered_first,), "gathered at once"),
     (check.two_way_product, (one_ring(),), "one way around"),
     (check.two_way_product, (one_ring(False),), "wrong order"),
     (check.two_way_product, (halves(False),), "same positions"),
+    (check.two_way_product, (halves(n=4),), "wrong on two"),
+    (check.two_way_product, (whole_parts,), "one direction carries more"),
     (check.order_of_arrival, (arrivals(step=1),), "travelled left"),
     (check.order_of_arrival, (arrivals(begin=1),), "own part first"),
     (check.order_of_arrival, (arrivals(modulo=False),), "Modulo"),
     (check.order_of_arrival, (lambda device, n: [device],), "multiplies 8 parts"),
     (check.order_of_arrival, (arrivals(size=8),), "On 3 devices"),
+    (check.order_of_arrival, (lambda device, n: list(range(n)),), "begins with its own part"),
+    (check.order_of_arrival, (arrivals(step=-3),), "not multiply part 0 in step 1"),
+    (check.order_of_arrival, (lambda device, n: device,), "Return a list"),
+    (check.order_of_arrival, (lambda device, n: "ring",), "Return a list"),
     (check.hidden_with_latency, (74,), "take time too"),
     (check.hidden_with_latency, (1272,), "whole sequence"),
     (check.hidden_with_latency, (300,), "should be equal"),

@@ -94,7 +94,19 @@ def run(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        raise WrongAnswer(f"Your function raised {in_one_line(error)}") from error
+        reason = _of_a_carry(error)
+        raise WrongAnswer(f"Your function raised {in_one_line(error)}{reason}") from error
+
+
+def _of_a_carry(error: Exception) -> str:
+    """Says which types differ in a loop's carry: the first line of JAX's message does not."""
+    text = str(error)
+    if "manual ax" not in text or "do not match" not in text:
+        return ""
+    return (
+        " The loop's carry starts with a value that is equal on all devices, and a turn returns"
+        " one that differs from device to device."
+    )
 
 
 def predicted(*numbers: Any, hint: str) -> None:

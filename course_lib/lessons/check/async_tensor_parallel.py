@@ -1,5 +1,7 @@
 """Checks of notebook 11's exercises."""
 
+import math
+import numbers
 import re
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import (
+    WrongAnswer,
     call,
     close,
     exercise,
@@ -36,15 +39,18 @@ def two_way_product(your_product):
     n = 4
     mesh = row_of_devices("tensor", n)
     x, kernel, weights = normal(3, (8, 6), (6, 12), (8, 12))
-    specs = (P("tensor"), P(None, "tensor"))
-    divided = spread(
-        your_product,
-        mesh,
-        specs,
-        P(None, "tensor"),
-        hint="Write one ring first, for half of the features. Which rows of the kernel does it"
-        " need?",
-    )
+
+    def spread_on(mesh):
+        return spread(
+            your_product,
+            mesh,
+            (P("tensor"), P(None, "tensor")),
+            P(None, "tensor"),
+            hint="Write one ring first, for half of the features. Which rows of the kernel does"
+            " it need?",
+        )
+
+    divided = spread_on(mesh)
     yours, ledger = compiled(divided, mesh, x, kernel)
     with jax.default_matmul_precision("highest"):
         right = x @ kernel
@@ -75,9 +81,13 @@ def two_way_product(your_product):
             " right must be of the same positions before they are added.",
         )
     text = jax.jit(divided).lower(x, kernel).compile().as_text()
-    routes = "".join(re.findall(r"source_target_pairs=\{(\{.*?\})\}", text))
+    along = {"right": 0, "left": 0}  # that the transfers of a direction have in all
+    for line in text.splitlines():
+        if "source_target_pairs" in line:
+            sizes = re.findall(r"= \(?\w+\[([\d,]*)\]", line)[0].split(",")
+            along["right" if "{0,1}" in line else "left"] += math.prod(map(int, sizes))
     require(
-        "{0,1}" in routes and "{1,0}" in routes,
+        all(along.values()),
         "The right product, but everything travels one way around. Send one half the other"
         " way.",
     )
@@ -87,8 +97,24 @@ def two_way_product(your_product):
         f"The right product, but a device sends {sent} bytes. {n - 1} parts of {part} are"
         " enough: half of each part goes each way.",
     )
+    require(
+        along["right"] == along["left"],
+        "The right product, but one direction carries more than the other. Half of each part's"
+        " features goes each way.",
+    )
     grads, _ = compiled(gradient(divided, weights), mesh, x, kernel)
     require(close(grads, right_gradient), "The product is right, its gradient is not.")
+    two = row_of_devices("tensor", 2)
+    try:
+        of_two, _ = compiled(spread_on(two), two, x, kernel)
+        right_on_two = of_two.shape == right.shape and close(of_two, right)
+    except WrongAnswer:
+        right_on_two = False
+    require(
+        right_on_two,
+        "Right on four devices, wrong on two. Is the number of devices or of positions written"
+        " into your function?",
+    )
     return f"{sent} bytes, half of them each way: {n - 1} parts, as in one ring."
 
 
@@ -111,7 +137,7 @@ def order_of_arrival(your_order):
 
     seen = jax.shard_map(ring, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"))
     right = jax.jit(seen)(jnp.arange(n)).reshape(n, n).tolist()
-    yours = [list(call(your_order, d, n, hint=hint)) for d in range(n)]
+    yours = [_parts(call(your_order, d, n, hint=hint)) for d in range(n)]
     require(
         all(len(order) == n for order in yours),
         f"A device multiplies {n} parts; your list for device 0 has {len(yours[0])}.",
@@ -131,12 +157,31 @@ def order_of_arrival(your_order):
     )
     for d in (3, 0, 7, 1):
         require(
-            yours[d] == right[d],
-            f"Device {d} multiplies {right[d]}, measured; you said {yours[d]}.",
+            yours[d][0] == d,
+            f"Device {d} begins with its own part, not with part {yours[d][0]}.",
         )
-    few = list(run(your_order, 1, 3))
-    require(few == [1, 0, 2], f"On 3 devices, device 1 multiplies [1, 0, 2], not {few}.")
+        step = next((k for k in range(n) if yours[d][k] != right[d][k]), None)
+        require(
+            step is None,
+            f"Device {d} does not multiply part {yours[d][step or 0]} in step {step}. Which"
+            f" part did the device before it have in step {(step or 0) - 1}?",
+        )
+    few = _parts(run(your_order, 1, 3))
+    require(
+        few == [1, 0, 2],
+        f"Right on eight devices. On 3 devices, device 1 cannot multiply {few}.",
+    )
     return "so device d must turn its products by d places before they are the sequence."
+
+
+def _parts(order) -> list[int]:
+    """Reads the learner's list of part numbers."""
+    parts = list(order) if hasattr(order, "__iter__") else [None]
+    require(
+        all(isinstance(part, numbers.Real) or hasattr(part, "item") for part in parts),
+        f"Return a list of part numbers, not {order!r}.",
+    )
+    return parts
 
 
 @exercise
@@ -167,6 +212,6 @@ def hidden_with_latency(positions):
         f" the transfer {5 + 1e6 * positions * transfer:.1f}. They should be equal.",
     )
     return (
-        f"{right:.0f} positions per part: one sequence of {8 * right:.0f}, or eight of"
+        f"{right:.0f} positions per part: one sequence of {8 * right:,.0f}, or eight of"
         f" {right:.0f}."
     )

@@ -41,8 +41,8 @@ def bubble_to_order(share, microbatches, split_microbatches):
     require(share <= 1, "A share is at most 1: 5% is 0.05.")
     require(
         abs(share - right) < 5e-3,
-        f"{share:.3g} is not the share of idle cells. With 24 microbatches a device works"
-        " 3 x 24 slots and idles 3 x 7.",
+        f"{share:.3g} is not the share of idle cells. How many slots does a device's row have"
+        " with 24 microbatches, and how many of them are empty?",
     )
     for name, number in (("1f1b", microbatches), ("zero_bubble", split_microbatches)):
         require(
@@ -51,7 +51,7 @@ def bubble_to_order(share, microbatches, split_microbatches):
         bubble = schedules.bubble(schedules.make(name, 8, int(number)))
         require(
             bubble < 0.05,
-            f"{name} with {number} microbatches idles {bubble:.1%} of the time: not below 5%.",
+            f"{name} with {number} microbatches idles {bubble:.2%} of the time: not below 5%.",
         )
         require(
             schedules.bubble(schedules.make(name, 8, int(number) - 1)) >= 0.05,
@@ -92,8 +92,8 @@ def one_f_one_b(your_order):
         fewest = len(planned.table[0])
         require(
             time <= fewest,
-            f"{where}the step lasts {time} slots; 1F1B lasts {fewest}. Device d begins with"
-            " S - d forwards, so that nobody waits for them.",
+            f"{where}the step lasts {time} slots; 1F1B lasts {fewest}. Some device waits for an"
+            " activation: its neighbour runs too few forwards before its first backward.",
         )
     return "legal, with at most S - d live microbatches on device d, in 3 (M + S - 1) slots."
 
@@ -200,6 +200,12 @@ def gpipe(your_loss):
         abs(S * losses[0] - right) > 1e-4 * right,
         "A quarter of the loss: the devices' terms are parts of a sum, not of a mean.",
     )
+    for count in (M, x[0].size, x.size, *x[0].shape):
+        require(
+            abs(count * losses[0] - right) > 1e-4 * right,
+            f"The loss on one device, divided by {count}: it is a sum over microbatches, rows"
+            " and features, not a mean.",
+        )
     require(
         losses[0] < right * (1 + 1e-4),
         f"The loss is {losses[0]:.2f}, on one device {right:.2f}: too much is added. Only the"
@@ -245,10 +251,11 @@ def stash(gpipe, one_f_one_b):
         for name in ("gpipe", "1f1b")
     }
     right = {name: count * (32 // 8 + 1) * activation for name, count in live.items()}
+    per_microbatch = gpipe / (32 * activation)
     require(
-        gpipe not in (32 * activation, 32 * 4 * activation),
-        "Of a microbatch a device keeps the input of each of its four layers, and the output of"
-        " the last: five activations.",
+        per_microbatch not in (1, 4),
+        f"GPipe: this is {per_microbatch:g} of a microbatch's activations, with 32 microbatches"
+        " live. What does the stash have of each layer, and what of the whole stage?",
     )
     require(
         gpipe != 32 * 33 * activation,
@@ -265,8 +272,8 @@ def stash(gpipe, one_f_one_b):
     )
     require(
         one_f_one_b == right["1f1b"],
-        f"1F1B: not {one_f_one_b:,} MiB. Its first device has as many live microbatches as"
-        " there are stages.",
+        f"1F1B: not {one_f_one_b:,} MiB. A live microbatch keeps as much as with GPipe. How"
+        " many of them has the first device when its first backward begins?",
     )
     return f"the executor reserves {live['gpipe']} and {live['1f1b']} slots for it."
 
@@ -289,16 +296,17 @@ def shared_slots(wrong_of_4, wrong_of_8, enough):
     )
     require(
         wrong_of_4 == _overwritten(4, 3),
-        f"Not {wrong_of_4} of 4: microbatch 3 overwrites one input, and nobody comes after it.",
+        f"Not {wrong_of_4} of 4. An input is lost if a later forward takes its slot before its"
+        " backward. Go through the order of device 0.",
     )
     require(
         wrong_of_8 != 8,
-        "Not all 8: nobody overwrites the inputs of the last three microbatches.",
+        "Not all 8: an input is safe if no later forward takes its slot.",
     )
     require(
         wrong_of_8 == _overwritten(8, 3),
-        f"Not {wrong_of_8} of 8. Forward m + 3 comes just before backward m, for each m whose"
-        " m + 3 exists.",
+        f"Not {wrong_of_8} of 8. Forward m + 3 takes the slot of microbatch m. Does it come"
+        " before backward m, and for which m does it exist?",
     )
     require(
         enough <= 4 or _overwritten(8, int(enough)),

@@ -59,10 +59,16 @@ def gated_mlp(your_mlp):
         "A quarter of the right result. The devices' results are parts of one sum: add them,"
         " take no mean.",
     )
+    with jax.default_matmul_precision("highest"):
+        exchanged = whole(x, up, gate, down)
+    require(
+        not close(yours, exchanged),
+        "Gate and up are exchanged: SiLU acts on the other product.",
+    )
     require(
         close(yours, right),
-        "Not (silu(x @ gate) * (x @ up)) @ down. SiLU needs complete sums, and the sum over"
-        " devices belongs behind `down`.",
+        "Not (silu(x @ gate) * (x @ up)) @ down. Which of the three products is a sum over"
+        " devices, and is it the one that you add up?",
     )
     require(
         ledger.bytes("all-gather") == 0,
@@ -107,7 +113,8 @@ def padded_vocabulary(your_padded):
     require(yours >= 50_257, f"{yours} entries: some of the 50,257 tokens have none.")
     require(
         yours == 51_200,
-        f"{yours} is not the least: 51,200 is 8 times 50 times 128, and large enough.",
+        f"{yours} is not the least that is large enough and gives each of 8 devices a multiple"
+        " of 128.",
     )
     require(
         run(your_padded, 51_200, 8, 128) == 51_200,
@@ -217,8 +224,8 @@ def missing_sum(wrong_leaves):
     )
     require(
         wrong_leaves == len(wrong),
-        f"Measured, {len(wrong)} are wrong: those whose gradient passes through the input of"
-        f" the MLP. You said {wrong_leaves}.",
+        f"Not {wrong_leaves}. Go through the ten, from the loss to the tokens: does this"
+        " parameter's gradient pass through the input of the MLP?",
     )
     return f"measured, wrong are {', '.join(wrong)}; the loss is right."
 
