@@ -160,12 +160,12 @@ def order_of_arrival(your_order):
             yours[d][0] == d,
             f"Device {d} begins with its own part, not with part {yours[d][0]}.",
         )
-        step = next((k for k in range(n) if yours[d][k] != right[d][k]), None)
-        require(
-            step is None,
-            f"Device {d} does not multiply part {yours[d][step or 0]} in step {step}. Which"
-            f" part did the device before it have in step {(step or 0) - 1}?",
-        )
+        for step in range(1, n):
+            require(
+                yours[d][step] == right[d][step],
+                f"Device {d} does not multiply part {yours[d][step]} in step {step}. Which part"
+                f" did the device before it have in step {step - 1}?",
+            )
     few = _parts(run(your_order, 1, 3))
     require(
         few == [1, 0, 2],
