@@ -133,14 +133,18 @@ def test_a_check_that_cannot_read_an_answer_says_so_and_does_not_raise(capsys):
 # Plausible wrong answers, and a word that only the right explanation has.
 
 
-def step(*, scaled=True, unscaled=True, skips=True):
+def step(*, scaled=True, unscaled=True, skips=True, half=False, sign=1):
     def train_step(loss, params, scale, learning_rate):
         factor = scale if scaled else 1
         grads = jax.grad(lambda params: factor * loss(params))(params)
-        grads = jax.tree.map(lambda g: g / scale if unscaled else g, grads)
+        if half:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float16), grads)
+        grads = jax.tree.map(lambda g: g / g.dtype.type(scale) if unscaled else g, grads)
         finite = jnp.isfinite(grads["w"]).all() | (not skips)
         return jax.tree.map(
-            lambda p, g: jnp.where(finite, p - learning_rate * g, p), params, grads
+            lambda p, g: jnp.where(finite, p - sign * learning_rate * jnp.float32(g), p),
+            params,
+            grads,
         )
 
     return train_step
@@ -155,6 +159,10 @@ def rounded_with(bits, shared=False, least=0, dtype=jnp.bfloat16):
         return jax.lax.bitcast_convert_type(cut, jnp.float32).astype(dtype)
 
     return stochastic_round
+
+
+def one_key(x):
+    return rounded_with(16)(jax.random.key(0), x)
 
 
 def tanh_forward(x, result=jnp.float32, dtype=jnp.bfloat16, rounds="derivative"):
@@ -394,6 +402,37 @@ def in_four_collectives(x):
     return jax.lax.all_gather(part, "tensor", tiled=True)
 
 
+def over_tensor(total):
+    return jax.lax.psum(total, "tensor")
+
+
+def over_data(total):
+    return jax.lax.psum(total, "data")
+
+
+def mean_of_hosts(x):
+    part = jax.lax.psum_scatter(x, "tensor", tiled=True)
+    return jax.lax.all_gather(jax.lax.pmean(part, "data"), "tensor", tiled=True)
+
+
+def row_sums(x):
+    return (x**2).sum(1, keepdims=True)
+
+
+def norm(total, columns):
+    return lambda x: x / jnp.sqrt(total(row_sums(x)) / columns)
+
+
+def of_gathered_batch(loss, w, x, y):
+    x, y = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, y))
+    return jax.grad(loss)(meshes.vary(w, "data"), x, y)
+
+
+def half_history(state, history):
+    new, grown = state_step()(state, history)
+    return new, grown.astype(jnp.bfloat16)
+
+
 RIGHT = [
     (check.all_of_the_state, (jax.jit(state_step(), donate_argnums=0),)),
     (check.loss_scale_range, (2**6, 2**14)),
@@ -404,6 +443,7 @@ RIGHT = [
     (check.named_part, (penalized(True),)),
     *optimizer_answers.RIGHT,
     (check.two_levels, (in_four_collectives,)),
+    (check.cut_norm, (norm(over_tensor, 64), 96)),
     *tensor_answers.RIGHT,
     *program_answers.RIGHT,
     *vocabulary_answers.RIGHT,
@@ -437,18 +477,10 @@ def three_axes_with(line, changed):
     return scope["make_gradient"]
 
 
-def norm(total, columns):
-    return lambda x: x / jnp.sqrt(total((x**2).sum(1, keepdims=True)) / columns)
-
-
 def norm_of_gathered(x):
     x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
     right = x / jnp.sqrt((x**2).mean(1, keepdims=True))
     return jax.lax.dynamic_slice_in_dim(right, 16 * jax.lax.axis_index("tensor"), 16, 1)
-
-
-def over_tensor(total):
-    return jax.lax.psum(total, "tensor")
 
 
 def of_mean(scale):
@@ -532,9 +564,12 @@ WRONG = [
     (check.scaled_step, (step(unscaled=False),), "too long"),
     (check.scaled_step, (step(scaled=False, unscaled=False),), "became zero"),
     (check.scaled_step, (step(skips=False),), "skip"),
+    (check.scaled_step, (step(half=True),), "in float16"),
+    (check.scaled_step, (step(sign=-1),), "uphill"),
     (check.scaled_step, (lambda loss, params, scale, rate: params["w"],), "structure"),
     (check.stochastic_round, (lambda key, x: x.astype(jnp.bfloat16),), "of its own"),
     (check.stochastic_round, (rounded_with(16, shared=True),), "of its own"),
+    (check.stochastic_round, (lambda key, x: one_key(x),), "Two keys"),
     (check.stochastic_round, (rounded_with(16, least=0x8000),), "mean"),
     (check.stochastic_round, (rounded_with(17),), "next number"),
     (check.stochastic_round, (rounded_with(16, dtype=jnp.float32),), "not bfloat16"),
@@ -544,6 +579,11 @@ WRONG = [
     (check.small_tanh, (lambda x: tanh_forward(2 * x), tanh_backward), "Round what is saved"),
     (check.small_tanh, (rounding(dtype=jnp.float32), tanh_backward), "4 bytes per number"),
     (check.small_tanh, (rounding(rounds="tanh"), from_tanh), "tanh is near 1 or -1"),
+    (
+        check.small_tanh,
+        (tanh_forward, lambda saved, g: (saved * g.astype("bfloat16")).astype("float32")),
+        "even near x = 0",
+    ),
     (
         check.small_tanh,
         (rounding(rounds="x"), lambda x, g: from_tanh(jnp.tanh(x.astype("float32")), g)),
@@ -619,6 +659,7 @@ WRONG = [
     (check.accumulation, (by_scan,), "Python loop"),
     (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
     (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),
+    (check.all_of_the_state, (half_history,), "the history is bfloat16"),
     (
         check.all_of_the_state,
         (state_step(weight=lambda w: w.astype(jnp.bfloat16)),),
@@ -712,6 +753,20 @@ WRONG = [
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),
+    (check.cut_norm, (norm(over_tensor, 256),), "2 times the right"),
+    (check.cut_norm, (lambda x: x / over_tensor(row_sums(x)) * 64,), "square root"),
+    (check.cut_norm, (lambda x: x / jnp.sqrt(over_tensor((x**2).mean()) / 4),), "One number"),
+    (check.cut_norm, (norm(over_data, 64),), "alone a device"),
+    (check.cut_norm, (norm(over_tensor, 64), 64), "How often"),
+    (check.cut_norm, (norm(over_tensor, 64), 3072), "stays where it is"),
+    (check.cut_norm, (norm(over_tensor, 64), 48), "too few"),
+    (check.cut_norm, (norm(over_tensor, 64), 112), "too many"),
+    (check.cut_norm, (norm(over_tensor, 64), ...), "No prediction yet"),
+    (check.cut_norm, (norm(over_tensor, 64), "four"), "not 'four'"),
+    (check.two_levels, (over_data,), "across hosts, GPU by GPU"),
+    (check.two_levels, (mean_of_hosts,), "0.5 times the sum"),
+    (check.mean_gradient, (of_mean(-1 / 8),), "sign"),
+    (check.mean_gradient, (of_gathered_batch,), "send nothing else"),
     (check.two_levels, (over_tensor,), "inside each host"),
     (check.two_levels, (lambda x: jax.lax.psum(x, ("data", "tensor")),), "both axes"),
     (check.two_levels, (lambda x: jax.lax.psum(over_tensor(x), "data"),), "16 suffice"),

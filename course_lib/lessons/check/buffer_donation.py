@@ -136,6 +136,7 @@ def all_of_the_state(your_step):
         close(new["weight"], right["weight"], 1e-5),
         "The weight lost bits: add up the mean in float32.",
     )
+    same_shapes(grown, jax.ShapeDtypeStruct((24,), jnp.float32), "the history")
     require(
         close(grown, jnp.concatenate([jnp.zeros(16), old])),
         "The history should end in the old mean.",

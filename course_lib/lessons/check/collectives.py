@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from course_lib import measure
-from course_lib.lessons.check.answers import call, close, exercise, require
+from course_lib.lessons.check.answers import call, close, exercise, predicted, require
 from course_lib.many_devices import meshes
 
 
@@ -33,10 +33,14 @@ def _run(function: Callable[..., Any], mesh: Any, specs: Any, *arguments: Any) -
 
 
 @exercise
-def cut_norm(your_norm):
+def cut_norm(your_norm, sent=None):
     """Checks `your_norm(x)`: x is [16 16], a device's columns of [16 64] over the axis
     "tensor" of four devices. Returns its columns of `x / sqrt(mean of x**2 over 64 columns)`.
+
+    `sent`, unless None, predicts the bytes that a device sends.
     """
+    if sent is not None:
+        predicted(sent, hint="Which array do the devices add up, and how many bytes has it?")
     mesh = meshes.make({"data": 2, "tensor": 4}, meshes.devices(8))
     x = jnp.asarray(
         np.random.default_rng(0).normal(size=(16, 64)) * np.arange(1, 65), "float32"
@@ -55,22 +59,52 @@ def cut_norm(your_norm):
         return in_parts((x.reshape(16, 4, 16) / jnp.sqrt(squares)).reshape(16, 64))
 
     per_device = (x.reshape(16, 4, 16) ** 2).mean(2, keepdims=True)
-    right = norm(per_device.mean(1, keepdims=True))
+    mean = per_device.mean(1, keepdims=True)
+    right = norm(mean)
     require(
         not close(yours, norm(per_device)),
         "Each device divides by the mean of its own columns. Nothing was sent: another function"
         " for each number of devices.",
     )
     require(
-        not close(yours, right / 2),
-        "Half of the right values: the sum runs over four devices, so divide by 64 columns.",
+        ledger.sent(axis="tensor") > 0,
+        "Nothing is sent along `tensor`, and alone a device knows 16 of the 64 columns.",
+    )
+    require(not close(yours, norm(mean**2)), "The square root is missing.")
+    require(
+        not close(yours, norm(mean.mean())),
+        "One number divides all rows: each row has a mean of its own, over its 64 columns.",
+    )
+    factor = float(np.linalg.norm(yours) / np.linalg.norm(right))
+    require(
+        close(yours, right) or not close(yours, factor * right),
+        f"{factor:.3g} times the right values: the mean is the sum over all four devices,"
+        " divided by all 64 columns.",
     )
     require(close(yours, right), "Not the norm over all 64 columns.")
+    measured = ledger.sent()
     require(
-        ledger.sent() <= 96,
-        f"Right, but each device sends {ledger.sent():,} bytes; one number per row suffices.",
+        measured <= 96,
+        f"Right, but each device sends {measured:,} bytes; one number per row suffices.",
     )
-    return f"each device sends {ledger.sent()} bytes; gathering x would take 3,072."
+    if sent is not None:
+        require(
+            sent != 64,
+            "The norm is right. 64 bytes are the sums, one float32 per row. How often does a"
+            " ring send each of them, for all devices to have them?",
+        )
+        require(
+            sent < 1024,
+            f"The norm is right. {sent:,} bytes are a prediction for x itself, which stays"
+            " where it is.",
+        )
+        require(
+            sent == measured,
+            f"The norm is right. {sent:,} bytes are too {'many' if sent > measured else 'few'}:"
+            " S is one float32 for each of 16 rows, n is the four devices along `tensor`, and"
+            " an all-reduce is two collectives.",
+        )
+    return f"each device sends {measured} bytes; gathering x would take 3,072."
 
 
 @exercise
@@ -96,6 +130,16 @@ def two_levels(your_all_reduce):
     in_host = np.repeat(x.reshape(2, 4, 16).sum(1), 4, axis=0)
     require(
         not close(yours, in_host), "This is the sum inside each host. The hosts must talk, too."
+    )
+    across_hosts = np.tile(x.reshape(2, 4, 16).sum(0), (2, 1))
+    require(
+        not close(yours, across_hosts),
+        "This is the sum across hosts, GPU by GPU. The GPUs of a host must add up, too.",
+    )
+    factor = float(np.linalg.norm(yours) / np.linalg.norm(right))
+    require(
+        close(yours, right) or not close(yours, factor * right),
+        f"{factor:.3g} times the sum over all eight devices: is one of the collectives a mean?",
     )
     require(close(yours, right), "Not the sum over all eight devices.")
     both = ledger.bytes(axis=("data", "tensor"))
@@ -141,17 +185,19 @@ def mean_gradient(your_gradient):
     ratio = float(np.linalg.norm(yours[0]) / np.linalg.norm(right))
     require(
         not close(yours[0], 8 * right),
-        "8 times too large. The gradient of a shared w comes summed over devices; where the"
-        " mean was meant, `pmean` of equal sums changes nothing.",
+        "8 times too large: a sum over devices where the mean was meant. The gradient of a"
+        " shared w comes summed, and `pmean` of equal sums changes nothing.",
     )
     require(
         not close(yours[0], 64 * right),
         "64 times too large: summed twice, and never divided.",
     )
+    require(not close(yours[0], -right), "The sign is wrong.")
     require(close(yours[0], right), f"Its norm is {ratio:.3f} times the right one.")
     sent = ledger.bytes("all-reduce", "data")
     require(
         sent == 4000,
-        f"Right, but {sent:,} bytes are all-reduced per step: the gradient has 4,000.",
+        f"Right, but {sent:,} bytes are all-reduced per step, and the gradient has 4,000:"
+        " all-reduce it once, and send nothing else.",
     )
     return "4,000 bytes are all-reduced per step, the gradient once."

@@ -31,8 +31,8 @@ def loss_scale_range(lowest, highest):
     lowest, highest = int(lowest), int(highest)
     require(
         lowest <= highest,
-        f"2^{lowest} is above 2^{highest}. With full precision (normal numbers) there is"
-        " indeed no scale: here the smallest subnormal is enough.",
+        f"2^{lowest} is above 2^{highest}; the lower power comes first. With full precision"
+        " (normal numbers) there is indeed no scale: here the smallest subnormal is enough.",
     )
     require(
         2.0 * 2.0**highest <= half.largest,
@@ -83,8 +83,11 @@ def scaled_step(your_step):
     require(
         not close(yours, params, 1e-6),
         "Nothing moved. Either the gradient became zero in float16: multiply the loss by the"
-        " scale before differentiating. Or a finite update was skipped.",
+        " scale before differentiating. Or the division by the scale took place in float16. Or"
+        " a finite update was skipped.",
     )
+    uphill = {"w": 2 * params["w"] - right["w"]}
+    require(not close(yours, uphill, 1e-3), "The step goes uphill: subtract it.")
     require(close(yours, right, 1e-3), f"Expected {right['w']}, and you returned {yours['w']}.")
 
     yours = call(your_step, loss, params, 2.0**40, rate, hint=hint)
@@ -147,6 +150,12 @@ def stochastic_round(your_round):
             f"The mean of 4,096 copies of {name} is {mean:.5f}. The nearer"
             " the value lies to the upper neighbour, the likelier that one must be.",
         )
+    with_another_key = call(your_round, jax.random.key(1), x, hint=hint)
+    require(
+        (np.asarray(with_another_key) != np.asarray(yours)).any(),
+        "Two keys gave the same random bits: a weight that is rounded up once is rounded up in"
+        " every step.",
+    )
     exact = call(your_round, jax.random.key(1), jnp.array([1.0, -0.5]), hint=hint)
     require(
         close(exact.astype(jnp.float32), jnp.array([1.0, -0.5]), 0),
@@ -192,6 +201,12 @@ def small_tanh(your_forward, your_backward):
     require(
         off[typical] < 0.1,
         f"The gradient at x = {x[typical]:.2f} is {ratio[typical]:.3g} times the right one.",
+    )
+    near_zero = off[np.abs(np.asarray(x)) < 0.5].max()
+    require(
+        near_zero < 0.005,
+        f"The gradient is off by {near_zero:.2%} even near x = 0, where nothing cancels. Only"
+        " the saved number has 16 bits: compute with it in float32.",
     )
     require(
         off[worst] < 0.005,

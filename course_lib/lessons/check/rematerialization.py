@@ -170,11 +170,13 @@ def depth(without, with_remat):
     )
 
     state, budget = 16 * 12 * 1024**2, 22 * 2**30
+    measured = []
     for name, guess, num_bytes in (
         ("without rematerialization", without, saved_by_a_layer()),
         ("with rematerialized blocks", with_remat, saved_by_a_layer("Block")),
     ):
         right = budget // (state + num_bytes)
+        measured.append(right)
         require(
             abs(guess / (budget // num_bytes) - 1) > 0.02,
             f"{guess} layers {name}: the state is missing, 16 bytes for each of 12 x 1024^2"
@@ -189,4 +191,7 @@ def depth(without, with_remat):
             f"{guess} layers {name} are too {'many' if guess > right else 'few'}: measured, a"
             f" layer saves {num_bytes / 2**20:,.0f} MiB beside its state.",
         )
-    return "activations limit the first number, parameters and optimizer state the second."
+    return (
+        f"measured, {measured[0]} and {measured[1]}. Activations limit the first number,"
+        " parameters and optimizer state the second."
+    )
