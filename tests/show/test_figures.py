@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex, to_rgba
 from matplotlib.text import Annotation, Text
 from traitlets.config import Config
 
-from course_lib.measure.units import GIB
+from course_lib.measure.units import GIB, MIB
 from course_lib.one_device import mixed_precision
 from course_lib.show import figures
 from course_lib.show.figures import clusters, devices, style
@@ -394,6 +394,18 @@ def test_memory_breakdown_stacks_its_parts_up_to_the_sum():
     ends = [round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches]
     assert ends == [2.5, 2.5, 20.2, 5.0]
     assert [t.get_text() for t in axes.texts] == ["20.2 GiB", "5.0 GiB"]
+
+
+def test_all_bars_of_a_breakdown_have_the_unit_of_the_longest():
+    rows = [{"name": str(n), "arguments": n * MIB, "temporaries": 4 * MIB} for n in (540, 5)]
+    [axes] = figures.memory_breakdown(rows).axes
+    assert [t.get_text() for t in axes.texts] == ["544 MiB", "9.0 MiB"]
+    assert axes.get_xlabel() == "memory (MiB)"
+    assert axes.patches[0].get_width() == 540
+    rows[0]["arguments"] = 4 * GIB
+    [axes] = figures.memory_breakdown(rows).axes
+    assert [t.get_text() for t in axes.texts] == ["4.0 GiB", "0.0 GiB"]
+    assert axes.get_xlabel() == "memory (GiB)"
 
 
 def test_residuals_of_one_kind_share_a_bar_and_the_rest_is_summed_not_dropped():

@@ -65,7 +65,7 @@ def memory_breakdown(
       rows: one mapping or dataclass per case, with its name as `name`.
       values: the keys that hold bytes, which are also the legend.
       kinds: a key of `values` -> the kind (`measure.tape.KINDS`) whose colour it takes.
-      xlabel: label of the axis, in GiB.
+      xlabel: label of the axis. The unit in it, GiB, becomes that of the longest bar.
       title: of the picture.
 
     Raises:
@@ -73,15 +73,17 @@ def memory_breakdown(
     """
     rows = style.as_dicts(rows)
     figure, axes = _case_axes(rows, values, height_per_row=0.45)
+    unit, unit_name = style.unit(max(sum(row[key] for key in values) for row in rows))
     left = [0.0] * len(rows)
     for i, key in enumerate(values):
-        widths = [row[key] / GIB for row in rows]
+        widths = [row[key] / unit for row in rows]
         look = style.fill(i, (kinds or {}).get(key, key))
         axes.barh(range(len(rows)), widths, 0.62, left=left, label=key, **look)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for y, total in enumerate(left):
-        style.write(axes, style.size(total * GIB), total, y)
-    _finish(figure, axes, title, xlabel)
+        digits = 1 if total < 100 else 0
+        style.write(axes, f"{total:,.{digits}f} {unit_name}", total, y)
+    _finish(figure, axes, title, xlabel.replace("GiB", unit_name))
     return figure
 
 
