@@ -116,17 +116,15 @@ def gathered_first(x, kernel):
     return jax.lax.all_gather(x, "tensor", tiled=True) @ kernel
 
 
-def merged(larger=jnp.maximum, shrink=True, safe=True):
+def merged(larger=jnp.maximum, shrink=True, safe=True, mean=False, finite_top=False):
     def merge(a, b):
         top = larger(a[0], b[0])
         base = jnp.where(top > -jnp.inf, top, 0) if safe else top
         factors = [jnp.exp(t[0] - base) if shrink else jnp.ones_like(t[0]) for t in (a, b)]
         pairs = list(zip((a, b), factors, strict=True))
-        return (
-            top,
-            sum(block[1] * by for block, by in pairs),
-            sum(block[2] * by[:, None] for block, by in pairs),
-        )
+        total = sum(block[1] * by for block, by in pairs)
+        out = sum(block[2] * by[:, None] for block, by in pairs)
+        return base if finite_top else top, total, out / total[:, None] if mean else out
 
     return merge
 
@@ -162,6 +160,10 @@ def placed(drops=True, first=0, from_the_end=False):
         return found
 
     return places
+
+
+def shared_places(experts, E, C):
+    return [place % C for place in placed(drops=False)(experts, E, C)]
 
 
 def arrivals(step=-1, begin=0, modulo=True, size=None):
@@ -226,7 +228,9 @@ WRONG = [
     (check.hidden_with_latency, (300,), "should be equal"),
     (check.merge, (merged(shrink=False),), "do not add"),
     (check.merge, (merged(jnp.minimum),), "Not finite"),
-    (check.merge, (merged(safe=False),), "either block"),
+    (check.merge, (merged(safe=False),), "either block comes out NaN"),
+    (check.merge, (merged(mean=True),), "divided by the total"),
+    (check.merge, (merged(finite_top=True),), "return the larger top"),
     (check.ulysses, (alone,), "own two positions"),
     (check.ulysses, (gathered_keys,), "are gathered"),
     (check.ulysses, (exchanged(back=False),), "shape"),
@@ -234,17 +238,21 @@ WRONG = [
     (check.work_in_order, (17,), "zigzag"),
     (check.work_in_order, (32,), "first step"),
     (check.work_in_order, (136,), "together"),
-    (check.work_in_order, (20,), "Counted"),
+    (check.work_in_order, (28,), "first step is missing"),
+    (check.work_in_order, (24,), "own keys"),
+    (check.work_in_order, (20,), "too few"),
+    (check.work_in_order, (40,), "too many"),
     (check.places, (placed(drops=False),), "Nobody is dropped"),
     (check.places, (placed(first=1),), "begin at 0"),
     (check.places, (placed(from_the_end=True),), "later ones"),
     (check.places, (lambda experts, E, C: [0],), "need 8 places"),
+    (check.places, (shared_places,), "holds one token"),
     (check.dropped, (0, 0), "chance"),
     (check.dropped, (0.043, 0), "Percentages"),
-    (check.dropped, (50, 0), "Too many"),
+    (check.dropped, (50, 0), "too many"),
     (check.dropped, (100 * 7.5 / 64 / 2, 0), "not by a whole one"),
     (check.dropped, (100 * 7.5 / 64, 0), "not by a whole one"),
-    (check.dropped, (2.3, 0), "exceeds its mean"),
+    (check.dropped, (2.3, 0), "too few"),
     (check.dropped, (4.3, 2), "factor 2"),
     (check.dropped, (4.3, 0.4), "factor 2"),
     (check.least_room, (0.9,), "even choices"),

@@ -63,6 +63,11 @@ def merge(your_merge):
     )
     require(close(yours[0], right[0]), "The merged top should be the larger of the two.")
     require(close(yours[1], right[1]), "The merged total is not the sum of all weights.")
+    require(
+        not close(yours[2], right[2] / right[1][:, None]),
+        "The output is divided by the total. Then it cannot be merged with a third block:"
+        " divide after the last one.",
+    )
     require(close(yours[2], right[2]), "The merged output is not the weighted sum of values.")
     hidden = scores.at[0, 3:].set(-jnp.inf)
     for order, name in ((slice(None), "second"), (slice(None, None, -1), "first")):
@@ -78,6 +83,16 @@ def merge(your_merge):
         not any(bool(jnp.isnan(x).any()) for x in yours),
         "A query that sees no key of either block comes out NaN: -inf minus -inf. Take off a"
         " finite number there.",
+    )
+    require(
+        not yours[1].any() and not yours[2].any(),
+        "A query that sees no key of either block should have zeros.",
+    )
+    require(
+        bool((yours[0] == -jnp.inf).all()),
+        f"A query that sees no key of either block has the top {float(yours[0][0]):g}. A third"
+        " block with a smaller top would be shrunk to it: take off a finite number, but return"
+        " the larger top.",
     )
     return "and a query that has seen no key yet stays at zero."
 
@@ -179,8 +194,17 @@ def work_in_order(pairs):
         "This is the work of all devices together. How long do they wait for the slowest?",
     )
     require(
+        pairs != 4 * (n - 1),
+        "The first step is missing: there each device works on its own keys.",
+    )
+    require(
+        pairs != 3 * n,
+        "Only its own keys lie under the diagonal of the mask. In which step does a device have"
+        " them?",
+    )
+    require(
         pairs == right,
-        f"Counted, {right}: {', '.join(map(str, steps.max(axis=1)))} in the eight steps. You"
-        f" said {pairs}.",
+        f"{pairs:g} pairs are too {'many' if pairs > right else 'few'}. Write down for each of"
+        " the eight steps how many pairs its busiest device computes, then add.",
     )
     return f"{right} pairs in place of 17, with the same work in all."

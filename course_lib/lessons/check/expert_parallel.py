@@ -11,7 +11,7 @@ from course_lib.models import routing
 def places(your_places):
     """Checks `your_places(experts, E, C)`: the place of each token at its expert, or -1.
 
-    `experts` [T] names the expert of each token. An expert has C places, given in the order of
+    `experts` [S] names the expert of each token. An expert has C places, given in the order of
     tokens; a token that finds none is dropped.
     """
     experts, right = [0, 0, 1, 0, 2, 1, 0, 1], [0, 1, 0, -1, 0, 1, -1, -1]
@@ -37,6 +37,14 @@ def places(your_places):
         all(-1 <= place < 2 for place in yours),
         f"Places are 0 and 1, or -1 for a dropped token; you return {yours}.",
     )
+    taken = [pair for pair in zip(experts, yours, strict=True) if pair[1] >= 0]
+    twice = [pair for pair in taken if taken.count(pair) > 1]
+    require(
+        not twice,
+        "Several tokens have place {1} of expert {0}: a place holds one token.".format(
+            *(twice or [(0, 0)])[0]
+        ),
+    )
     require(
         yours == right,
         f"For the experts {experts}, room for 2: {right} is expected, not {yours}.",
@@ -60,16 +68,16 @@ def least_room(factor):
     """
     predicted(factor, hint="Compare 64 tokens per expert, give or take 7.5, with 64 factor.")
     logits = jax.random.normal(jax.random.key(0), (64, 512, 8))
-    lost = _percent_dropped(logits, factor)
     require(factor >= 1, f"At {factor:g}, not even perfectly even choices would find room.")
+    lost = _percent_dropped(logits, factor)
     require(
-        lost <= 1, f"At {factor:g}, {lost:.1f}% of the tokens are dropped. Measure, then add."
+        lost <= 1, f"At {factor:g}, {lost:.2f}% of the tokens are dropped. Measure, then add."
     )
     less = factor - 2 / 64
     fewer = _percent_dropped(logits, less)
     require(
         fewer > 1,
-        f"It can be smaller: at {less:.2f}, {fewer:.1f}% are dropped. Each place less saves"
+        f"It can be smaller: at {less:.2f}, {fewer:.2f}% are dropped. Each place less saves"
         " memory, FLOPs and bytes of the all-to-alls.",
     )
     return f"{lost:.1f}% are dropped, with {100 - 100 * factor / 2:.0f}% less room than at 2."
@@ -100,31 +108,32 @@ def dropped(at_one, at_two):
     lost = [_percent_dropped(logits, factor) for factor in (1.0, 2.0)]
     require(
         at_one > 0,
-        f"Measured, {lost[0]:.1f}% at factor 1: chance fills some experts before others.",
+        "Some are dropped at factor 1: chance fills some experts before others.",
     )
     require(
         at_one >= 1 or lost[0] < 1,
-        f"Percentages, please: measured, {lost[0]:.1f}% find no room at factor 1.",
+        f"Percentages, please: {at_one:g}% of 64 tokens is less than one.",
     )
     require(
         at_one < 20,
-        f"Too many at factor 1: measured, {lost[0]:.1f}%. The number at an expert varies by"
-        " 7.5 of 64, an eighth.",
+        f"{at_one:g}% is too many at factor 1: the number at an expert varies by 7.5 of 64, an"
+        " eighth.",
     )
     require(
         not 5.1 <= at_one < 13,
-        f"Too many at factor 1: measured, {lost[0]:.1f}%. Half of the experts get more than 64,"
-        " and these exceed it by 0.8 standard deviations on average, not by a whole one.",
+        f"{at_one:g}% is too many at factor 1: half of the experts get more than 64, and these"
+        " exceed it by 0.8 standard deviations on average, not by a whole one.",
     )
     # a normal distribution says 4.7, and whole percentages should count
     require(
         abs(at_one - lost[0]) < 0.75,
-        f"Measured, {lost[0]:.1f}% at factor 1; you said {at_one}. A normal distribution with"
-        " a standard deviation of 7.5 exceeds its mean by 3.0 on average.",
+        f"{at_one:g}% is too {'many' if at_one > lost[0] else 'few'} at factor 1. An expert"
+        " drops what exceeds its 64 places: 0.4 standard deviations on average over all"
+        " experts. Which share of 64 is this?",
     )
     require(
         abs(at_two - lost[1]) < 0.1,
-        f"Measured, {lost[1]:.1f}% at factor 2: 64 places too many are more than eight standard"
-        f" deviations. You said {at_two}.",
+        f"{at_two:g}% is too many at factor 2: how many standard deviations of 7.5 above 64 are"
+        " its 128 places?",
     )
     return f"measured, {lost[0]:.1f}% at factor 1 and {lost[1]:.1f}% at factor 2."

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from course_lib import configs
 from course_lib.lessons.check.answers import call, exercise, predicted, require, run
@@ -44,7 +45,7 @@ def lost_time(your_lost):
         require(
             _near(yours, right),
             f"Every {interval:.0f} s, {write:.0f} s to write, a failure every {between:.0f} s:"
-            f" {right:.2%} is lost, not {yours}.",
+            f" {right:.2%} is lost, not {yours:.2%}.",
         )
     best = min(range(10, 20_000, 10), key=lambda interval: your_lost(interval, 10.0, LLAMA_3))
     return (
@@ -83,15 +84,18 @@ def noise_scale(signal, trace, scale):
     )
     require(
         abs(signal / noise.signal - 1) < 0.1,
-        f"Measured, |G|^2 = {noise.signal:.0f}; you said {signal:g}.",
+        f"Measured, |G|^2 is {'larger' if noise.signal > signal else 'smaller'} than"
+        f" {signal:g}. Without noise, each coordinate of the gradient is its parameter's"
+        " offset.",
     )
     require(
         abs(trace / noise.noise - 1) < 0.1,
-        f"Measured, tr Sigma = {noise.noise:.0f}; you said {trace:g}.",
+        f"Measured, tr Sigma is {'larger' if noise.noise > trace else 'smaller'} than"
+        f" {trace:g}. Which variance does one coordinate of one example's gradient have?",
     )
     require(
         math.isclose(scale, trace / signal, rel_tol=0.05),
-        f"The noise scale is tr Sigma / |G|^2 = {trace / signal:.1f}; you said {scale:g}.",
+        f"The noise scale is the ratio tr Sigma / |G|^2 of your two numbers, not {scale:g}.",
     )
     return (
         f"measured, |G|^2 = {noise.signal:.0f}, tr Sigma = {noise.noise:.0f}, scale"
@@ -119,8 +123,13 @@ def may_change(your_rule):
         changed = settings.complete(saved)
         settings.set_field(changed, field, "0.5" if field == "optimizer.learning_rate" else "2")
         allowed = not checkpoints.differences(settings.fixed(saved), settings.fixed(changed))
+        answer = run(your_rule, field)
         require(
-            bool(run(your_rule, field)) == allowed,
+            isinstance(answer, bool | np.bool_),
+            f"For {field} you return {answer!r}: True or False is expected.",
+        )
+        require(
+            answer == allowed,
             f"{field} {'may' if allowed else 'must not'} change: {why}",
         )
     return "three may change, three must not."
