@@ -119,7 +119,7 @@ METRICS = 64
 
 
 def skip_where_recomputed_keys_are_sent_once(size, remat):
-    """Around more than two devices, XLA up to JAX 0.10 sends recomputed keys and values once."""
+    """Of more than two devices, XLA up to JAX 0.10 sends recomputed keys and values once."""
     if jax.__version_info__ < (0, 11) and size > 2 and {"Attn", "Block"} & set(remat):
         pytest.skip("XLA of this JAX sends recomputed keys and values no second time")
 
