@@ -52,7 +52,10 @@ def train(changes: dict[str, Any], folder: Path) -> dict[str, float]:
       "loss": the validation loss at the end, in nats per token; "seconds": of the process;
       "processor": seconds of all its threads.
     """
-    words = [word for field, value in changes.items() for word in ("--set", f"{field}={value}")]
+    words = []
+    for field, value in changes.items():
+        text = value if isinstance(value, str) else json.dumps(value)  # true, not True
+        words += ["--set", f"{field}={text}"]
     start, used = time.perf_counter(), os.times()
     subprocess.run(
         [sys.executable, "-m", "course_lib.train", "--preset", "cpu", "--run", folder, *words],

@@ -14,7 +14,9 @@ FUNCTIONS = [
     check.order_of_arrival,
     check.merge,
     check.ulysses,
+    check.ring_bytes,
     check.places,
+    check.expert_layer,
 ]
 PREDICTIONS = {
     check.missing_sum: 1,
@@ -150,6 +152,57 @@ def gathered_keys(query, key, value, attend):
     return jax.lax.dynamic_slice_in_dim(attend(*whole), begin, query.shape[1], 1)
 
 
+def sent(keys=2, gradients=1, home=0, gradients_home=1, gradient_width=4):
+    """Bytes of a ring: how often keys and values go around, how often their gradients, and
+    which of them come home.
+    """
+
+    def ring_bytes(n, numbers, width):
+        there = keys * (n - 1 + home) * width
+        back = gradients * (n - 1 + gradients_home) * (gradient_width or width)
+        return numbers * (there + back)
+
+    return ring_bytes
+
+
+def expert(room, up, down):
+    hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", room, up))
+    return jnp.einsum("ecf,efd->ecd", hidden, down)
+
+
+def visited(back=True, detach=False):
+    def layer(room, up, down):
+        def exchange(x, split, join):
+            return jax.lax.all_to_all(x, "expert", split, join, tiled=True)
+
+        mine = exchange(room, 0, 1)
+        out = expert(jax.lax.stop_gradient(mine) if detach else mine, up, down)
+        return exchange(out, 1, 0) if back else out
+
+    return layer
+
+
+def own_experts(room, up, down):
+    return expert(room, jnp.tile(up, (4, 1, 1)), jnp.tile(down, (4, 1, 1)))
+
+
+def mixed_axes(room, up, down):
+    """Splits the places, not the experts, on the way home."""
+    mine = jax.lax.all_to_all(room, "expert", 0, 1, tiled=True)
+    out = expert(mine, up, down)  # [2 8 D]: two experts, two places of four devices
+    return jax.lax.all_to_all(out.reshape(8, 2, -1), "expert", 0, 0, tiled=True)
+
+
+def gathered_experts(room, up, down):
+    whole = [jax.lax.all_gather(w, "expert", tiled=True) for w in (up, down)]
+    return expert(room, *whole)
+
+
+def sent_twice(room, up, down):
+    once = visited()
+    return (once(room, up, down) + once(room + 0 * room.sum(), up, down)) / 2
+
+
 def placed(drops=True, first=0, from_the_end=False):
     def places(experts, E, C):
         order, found = [int(e) for e in experts], []
@@ -182,7 +235,9 @@ RIGHT = [
     (check.order_of_arrival, (arrivals(),)),
     (check.merge, (merged(),)),
     (check.ulysses, (exchanged(),)),
+    (check.ring_bytes, (sent(),)),
     (check.places, (placed(),)),
+    (check.expert_layer, (visited(),)),
     (check.dropped, (4.3, 0)),
     (check.dropped, (4.7, 0)),  # of a normal distribution
     (check.dropped, (5, 0)),
@@ -242,6 +297,20 @@ WRONG = [
     (check.work_in_order, (24,), "own keys"),
     (check.work_in_order, (20,), "too few"),
     (check.work_in_order, (40,), "too many"),
+    (check.ring_bytes, (sent(keys=1, gradients=0),), "forward pass alone"),
+    (check.ring_bytes, (sent(gradients=0),), "travel, too"),
+    (check.ring_bytes, (sent(keys=1),), "once more"),
+    (check.ring_bytes, (sent(gradient_width=None),), "are float32"),
+    (check.ring_bytes, (sent(home=1),), "need not come home"),
+    (check.ring_bytes, (sent(gradients_home=0),), "one step away"),
+    (check.ring_bytes, (sent(keys=3),), "Compiled for 2 devices"),
+    (check.ring_bytes, (lambda n, numbers, width: numbers * (3 * n - 2) * 4,), "2 bytes"),
+    (check.expert_layer, (own_experts,), "own two experts only"),
+    (check.expert_layer, (visited(back=False),), "still to come home"),
+    (check.expert_layer, (mixed_axes,), "Not the outputs"),
+    (check.expert_layer, (gathered_experts,), "are gathered"),
+    (check.expert_layer, (sent_twice,), "bytes are exchanged"),
+    (check.expert_layer, (visited(detach=True),), "its gradient is not"),
     (check.places, (placed(drops=False),), "Nobody is dropped"),
     (check.places, (placed(first=1),), "begin at 0"),
     (check.places, (placed(from_the_end=True),), "later ones"),

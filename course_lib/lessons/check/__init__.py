@@ -24,6 +24,7 @@ from course_lib.lessons.check.collectives import (
 )
 from course_lib.lessons.check.context_parallel import (
     merge,
+    ring_bytes,
     ulysses,
     work_in_order,
 )
@@ -34,6 +35,7 @@ from course_lib.lessons.check.data_parallel import (
 )
 from course_lib.lessons.check.expert_parallel import (
     dropped,
+    expert_layer,
     least_room,
     places,
 )
@@ -123,6 +125,7 @@ __all__ = [
     "depth",
     "divided_embedding",
     "dropped",
+    "expert_layer",
     "fast_pipeline",
     "forgotten_division",
     "fsdp",
@@ -153,6 +156,7 @@ __all__ = [
     "padded_vocabulary",
     "places",
     "query_gradient",
+    "ring_bytes",
     "scaled_step",
     "scan_over_layers",
     "scores_outgrow_mlp",

@@ -21,6 +21,7 @@ from course_lib.lessons.check.many_devices import (
     row_of_devices,
     spread,
 )
+from course_lib.many_devices import context_parallel
 
 
 @exercise
@@ -208,3 +209,78 @@ def work_in_order(pairs):
         " the eight steps how many pairs its busiest device computes, then add.",
     )
     return f"{right} pairs in place of 17, with the same work in all."
+
+
+@exercise
+def ring_bytes(your_bytes):
+    """Checks `your_bytes(n, numbers, width)`: the bytes that each of n devices sends for one
+    layer of ring attention, in the forward and the backward pass.
+
+    Keys and values of a device's positions are `numbers` numbers together, of `width` bytes
+    each. Their gradients are float32. Two compiled rings have the last word.
+    """
+    cases, numbers = ((4, 2), (8, 2), (3, 4)), 60
+    hint = "How often does a device send keys and values, and how often their gradients?"
+    yours = [call(your_bytes, n, numbers, width, hint=hint) for n, width in cases]
+
+    def is_like(formula):
+        return yours == [numbers * formula(n, width) for n, width in cases]
+
+    require(
+        not is_like(lambda n, width: (n - 1) * width),
+        "This is the forward pass alone.",
+    )
+    require(
+        not is_like(lambda n, width: 2 * (n - 1) * width),
+        "The backward pass computes gradients of keys and values. They travel, too.",
+    )
+    require(
+        not is_like(lambda n, width: (n - 1) * width + 4 * n),
+        "The backward pass needs all keys and values once more: no device kept them.",
+    )
+    require(
+        not is_like(lambda n, width: (2 * (n - 1) + n) * width),
+        "The gradients are float32, whatever keys and values are.",
+    )
+    require(
+        not is_like(lambda n, width: 2 * n * width + 4 * n),
+        "After n - 1 steps a device has seen all keys and values. They need not come home.",
+    )
+    require(
+        not is_like(lambda n, width: 2 * (n - 1) * width + 4 * (n - 1)),
+        "A gradient is complete when all devices have added to it, and then it is one step away"
+        " from the device whose keys it belongs to.",
+    )
+    for n in (2, 4):
+        has, sent = _measured_ring(n)
+        said = run(your_bytes, n, has, 4)
+        require(
+            said == sent,
+            f"Compiled for {n} devices, with {has} numbers in float32 on each of them, a device"
+            f" sends {sent:,.0f} bytes, not {said}. Count keys and values, then their"
+            " gradients.",
+        )
+    require(
+        is_like(lambda n, width: 2 * (n - 1) * width + 4 * n),
+        "Right in float32, but not for keys and values of 2 bytes. Which of the arrays that"
+        " travel become smaller?",
+    )
+    return f"with four devices, {sent:,.0f} bytes per layer, as compiled."
+
+
+def _measured_ring(n):
+    """Returns how many numbers of keys and values a device of a compiled ring has, in float32,
+    and the bytes that it sends per layer.
+    """
+    mesh, cut, layers = row_of_devices("context", n), P(None, "context"), 2
+
+    def loss(x):
+        def layer(x, _):
+            return context_parallel.attend(x, x, 2 * x), None
+
+        return jax.lax.scan(layer, x, length=layers)[0].sum()
+
+    x = jnp.ones((1, 16, 2, 4))
+    program = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=cut, out_specs=cut)
+    _, ledger = compiled(program, mesh, x)
+    return 2 * x.size // n, ledger.sent("collective-permute") / layers

@@ -2,8 +2,24 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from course_lib.lessons.check.answers import call, exercise, predicted, require, run
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    run,
+    same_shapes,
+)
+from course_lib.lessons.check.many_devices import (
+    compiled,
+    gradient,
+    normal,
+    row_of_devices,
+    spread,
+)
 from course_lib.models import routing
 
 
@@ -137,3 +153,74 @@ def dropped(at_one, at_two):
         " its 128 places?",
     )
     return f"measured, {lost[0]:.1f}% at factor 1 and {lost[1]:.1f}% at factor 2."
+
+
+@exercise
+def expert_layer(your_layer):
+    """Checks `your_layer(room, up, down)`: eight experts on four devices along "expert".
+
+    `room` [E C D] has the device's own tokens, in C places of each of the E experts. `up`
+    [E/4 D F] and `down` [E/4 F D] are the device's own experts; an expert computes
+    gelu(x up) down. The result [E C D] has the outputs in the places of the tokens. Compared
+    are result, gradient and bytes.
+    """
+    n, E, C, D, F = 4, 8, 2, 3, 5
+    mesh, cut = row_of_devices("expert", n), P("expert")
+    room, up, down, weights = normal(7, (n * E, C, D), (E, D, F), (E, F, D), (n * E, C, D))
+
+    def experts(room, up, down):
+        hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", room, up))
+        return jnp.einsum("ecf,efd->ecd", hidden, down)
+
+    def of_all(room, up, down):
+        each = jax.vmap(experts, (0, None, None))(room.reshape(n, E, C, D), up, down)
+        return each.reshape(room.shape)
+
+    def alone(room, up, down):
+        return experts(room, jnp.tile(up, (n, 1, 1)), jnp.tile(down, (n, 1, 1)))
+
+    divided = spread(
+        your_layer,
+        mesh,
+        (cut,) * 3,
+        cut,
+        hint="`jax.lax.all_to_all(x, 'expert', split_axis, concat_axis, tiled=True)` brings"
+        " each device the tokens of its own experts.",
+    )
+    yours, ledger = compiled(divided, mesh, room, up, down)
+    with jax.default_matmul_precision("highest"):
+        right = of_all(room, up, down)
+        right_gradient = gradient(of_all, weights)(room, up, down)
+        own = jax.shard_map(alone, mesh=mesh, in_specs=(cut,) * 3, out_specs=cut)(
+            room, up, down
+        )
+    require(
+        jnp.shape(yours) != (E, n * C, D),
+        "These are the outputs of the device's own experts, for the tokens of all devices. The"
+        " tokens are still to come home.",
+    )
+    same_shapes(yours, right, "the output")
+    require(
+        not close(yours, own),
+        "Each device asks its own two experts only, whichever expert a token has a place at.",
+    )
+    require(
+        close(yours, right),
+        "Not the outputs of the tokens' experts. Which devices' tokens lie along each axis"
+        " after the first exchange, and after the second?",
+    )
+    gathered = ledger.bytes("all-gather")
+    require(
+        gathered == 0,
+        f"The right output, but {gathered} bytes are gathered. Each token has a place at one"
+        " expert: send it there alone.",
+    )
+    most = 2 * right.nbytes // n
+    require(
+        ledger.bytes() <= most,
+        f"The right output, but {ledger.bytes()} bytes are exchanged; the tokens take {most},"
+        " there and back.",
+    )
+    grads, _ = compiled(gradient(divided, weights), mesh, room, up, down)
+    require(close(grads, right_gradient), "The output is right, its gradient is not.")
+    return f"two all-to-alls of {right.nbytes // n} bytes, of which 3/4 leave the device."
