@@ -99,7 +99,7 @@ def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name)
     elif name == "adafactor":
         assert 0 < sent < 0.1 * whole, "row and column means are sums over devices"
     else:
-        assert sent > 0.5 * whole, "Muon needs whole matrices"
+        assert sent > 0.5 * whole, "Muon sums products of whole matrices over devices"
     if name != "adafactor":
         own = sum(leaf.addressable_shards[0].data.nbytes for leaf in _arrays(state))
         assert own < 1.2 * sum(leaf.nbytes for leaf in _arrays(state)) / DEVICES
