@@ -40,6 +40,7 @@ from course_lib.lessons.check.expert_parallel import (
     places,
 )
 from course_lib.lessons.check.flash_attention import (
+    gradient_kernel,
     largest_tiles,
     query_gradient,
     window_pairs,
@@ -131,6 +132,7 @@ __all__ = [
     "fsdp",
     "gated_mlp",
     "gpipe",
+    "gradient_kernel",
     "hidden_with_latency",
     "keep_one_value",
     "largest_tiles",

@@ -11,7 +11,7 @@ prints "✓ Right: six." or "✗ " and the sentence of the first requirement tha
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -107,6 +107,21 @@ def _of_a_carry(error: Exception) -> str:
         " The loop's carry starts with a value that is equal on all devices, and a turn returns"
         " one that differs from device to device."
     )
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Lists the operations of a program (a jaxpr), and those of the programs inside of it: what
+    `jit`, a scan, `jax.checkpoint` or a kernel calls.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        values = jax.tree.leaves(
+            list(eqn.params.values()),
+            is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+        )
+        for inner in (getattr(value, "jaxpr", value) for value in values):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def predicted(*numbers: Any, hint: str) -> None:

@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    equations,
+    exercise,
+    predicted,
+    require,
+)
 from course_lib.measure import hardware
 from course_lib.smaller_and_faster import flash_attention
 
@@ -91,6 +98,95 @@ def query_gradient(your_gradient):
         " the weights from it, without a softmax.",
     )
     return "the weights were never stored, only one number per row."
+
+
+@exercise
+def gradient_kernel(your_gradient):
+    """Checks `your_gradient(q, k, v, d_out, logsumexp, delta, tile)`: the gradient of the
+    queries of one causal head, by a Pallas kernel with one cell per tile of queries, run by the
+    interpreter. q, k, v and d_out are [L K], logsumexp and delta [L], all float32.
+    """
+    length, width, tile = 24, 4, 8
+    q, k, v, d_out = jax.random.normal(jax.random.key(0), (4, length, width))
+    past = jnp.tri(length, dtype=bool)
+    whole_tiles = jnp.kron(jnp.tri(length // tile), jnp.ones((tile, tile))) > 0
+
+    def scores(q, seen):
+        return jnp.where(seen, q @ k.T / width**0.5, -jnp.inf)
+
+    def with_mask(seen, delta):
+        weights = jnp.exp(scores(q, seen) - logsumexp[:, None])
+        return (weights * (d_out @ v.T - delta[:, None])) @ k / width**0.5
+
+    with jax.default_matmul_precision("highest"):
+        out, pull = jax.vjp(lambda q: jax.nn.softmax(scores(q, past)) @ v, q)
+        (right,) = pull(d_out)
+        logsumexp = jax.nn.logsumexp(scores(q, past), axis=1)
+        delta = jnp.sum(out * d_out, axis=1)
+        hint = "Begin with `attend_one_tile` and its `pl.pallas_call`: which loops stay?"
+        arrays = q, k, v, d_out, logsumexp, delta
+        yours = call(your_gradient, *arrays, tile, hint=hint)
+        # Whoever visits a tile of the future multiplies its zeros by these.
+        unseen = [x.at[-tile:].set(jnp.nan) for x in (k, v)]
+        skips = call(your_gradient, q, *unseen, d_out, logsumexp, delta, tile, hint=hint)
+        whole_diagonal = with_mask(whole_tiles, delta)
+        without_diagonal = with_mask(whole_tiles & ~whole_tiles.T, delta)
+        without_delta = with_mask(past, 0 * delta)
+    program = jax.make_jaxpr(lambda *a: your_gradient(*a, tile))(*arrays).jaxpr
+    kernels = [eqn for eqn in equations(program) if eqn.primitive.name == "pallas_call"]
+    require(
+        len(kernels) == 1,
+        f"Your function calls {len(kernels)} kernels; it should call one, by `pl.pallas_call`.",
+    )
+    (kernel,) = kernels
+    grid = kernel.params["grid_mapping"].grid
+    require(
+        grid == (length // tile,),
+        f"With L={length} and tile={tile} the grid is {grid}, not ({length // tile},): one cell"
+        " per tile of queries.",
+    )
+    require(
+        jnp.shape(yours) == q.shape, f"The gradient has shape {jnp.shape(yours)}, not [L K]."
+    )
+    empty = [int(i) for i in jnp.flatnonzero(jnp.isnan(yours).all(1))]
+    require(
+        not empty,
+        f"{len(empty)} rows of the gradient are NaN, the first is row {(empty or [0])[0]}."
+        " Which cell writes it, and what does `dq_ref[...] = ...` get?",
+    )
+    require(
+        any(eqn.primitive.name == "dot_general" for eqn in equations(kernel.params["jaxpr"])),
+        "The kernel multiplies no matrices: the tiles of scores are to be made inside.",
+    )
+    require(
+        not close(yours, width**0.5 * right),
+        "sqrt(K) times too large: the scores were divided by it, and so is their gradient.",
+    )
+    require(
+        not close(yours, whole_diagonal),
+        "In the tile on the diagonal, queries see keys after them: it needs the mask.",
+    )
+    require(
+        not close(yours, without_diagonal),
+        "The tile on the diagonal is missing. `fori_loop(0, n, ...)` ends before n.",
+    )
+    require(
+        not close(yours, without_delta),
+        "The softmax's own derivative is missing: subtract delta, one number per query.",
+    )
+    right_rows = [close(yours[i : i + tile], right[i : i + tile]) for i in range(0, 24, tile)]
+    require(
+        all(right_rows),
+        f"The tile of queries {[*right_rows, False].index(False)} is wrong."
+        " Are the positions in the mask those of the whole sequence, and do q, d_out, logsumexp"
+        " and delta come as the cell's own tile?",
+    )
+    require(
+        bool(jnp.all(jnp.isfinite(skips[:-tile]))),
+        "Right numbers, but the loop visits tiles that are masked entirely. End it at the"
+        " diagonal, which is another tile for each cell.",
+    )
+    return "each tile of scores is made, used and forgotten, and no cell waits for another."
 
 
 @exercise

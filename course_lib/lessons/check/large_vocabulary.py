@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from course_lib import measure
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    equations,
+    exercise,
+    predicted,
+    require,
+)
 from course_lib.smaller_and_faster import large_vocabulary
 
 MIB = 2**20
@@ -81,15 +88,8 @@ def measured_bytes(tokens: int, width: int, vocab: int, chunks: int) -> tuple[in
 
 def all_values(jaxpr) -> list:
     """Lists the shapes and dtypes of all values of a program, inner programs included."""
-    values = [v.aval for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")]
-    for eqn in jaxpr.eqns:
-        for value in jax.tree.leaves(
-            list(eqn.params.values()),
-            is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
-        ):
-            inner = getattr(value, "jaxpr", value)
-            values += all_values(inner) if hasattr(inner, "eqns") else []
-    return values
+    outputs = [v.aval for eqn in equations(jaxpr) for v in eqn.outvars]
+    return [aval for aval in outputs if hasattr(aval, "dtype")]
 
 
 @exercise

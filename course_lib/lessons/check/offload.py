@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    equations,
+    exercise,
+    predicted,
+    require,
+)
 from course_lib.smaller_and_faster import offload
 
 
@@ -76,15 +83,11 @@ def streamed_momentum(your_update):
 
 def _moves(jaxpr):
     """Lists the moves in a program: to which memory, and how many elements."""
-    for eqn in jaxpr.eqns:
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "device_put":
             for place, var in zip(eqn.params["devices"], eqn.invars, strict=True):
                 memory = "host" if "host" in str(place).lower() else "device"
                 yield memory, var.aval.size
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _moves(inner)
 
 
 @exercise
