@@ -15,8 +15,8 @@ what it sends. P parameters, n devices:
                                              reduce-scatter: 3 (n - 1) / n P
 
 Stage 3 is also called FSDP. In stage 2 a layer's gradient is reduce-scattered inside of the
-backward pass, as soon as it is computed: no device ever holds more than one layer's gradient
-and its own slices. Parameters are cut along the model's width (`sharding.ZERO`). The
+backward pass, as soon as it is computed: a device never holds more gradients than those of one
+layer and its own slices. Parameters are cut along the model's width (`sharding.ZERO`). The
 few vectors without that dimension (biases of the hidden MLP, of queries, keys and values, and
 of the output) stay whole.
 """
@@ -120,7 +120,7 @@ def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
 
 
 def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn:
-    """Returns the loss of tokens that the devices along another axis divide among themselves.
+    """Returns the loss of all tokens, which the devices along another axis divide among them.
 
     The parameters are marked as each device's own before they are used, so that JAX sums their
     gradients over devices once, at the end of the backward pass. Each device draws dropout from
@@ -129,7 +129,7 @@ def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn
     Args:
       loss_fn: a device's loss, of its own tokens.
       axis: of the mesh.
-      own: takes a device's part of an array of tokens.
+      own: returns a device's part of an array of tokens.
     """
 
     def of_all(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
@@ -151,11 +151,11 @@ def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, P
 
 
 def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
-    """Returns metrics summed over devices; only the loss is differentiated.
+    """Returns metrics summed over devices. They are not differentiated.
 
-    They are sent as one array. A count alone could be sent early, on some devices before and on
-    others after a transfer of the model's. Simulated devices have few threads and would wait
-    for each other forever.
+    They are sent as one array. A count that is sent alone could be sent early: on some devices
+    before one of the model's transfers, on others after it. Simulated devices have few threads
+    and would wait for each other forever.
     """
     numbers, tree = jax.tree.flatten(jax.lax.stop_gradient(metrics))
     return jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(numbers), axis)))
@@ -199,7 +199,7 @@ def _own_slice(param: Array, param_spec: P, grad_spec: P) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scattered:
-    """A whole parameter, of which a device keeps a slice of the gradient (ZeRO stage 2).
+    """A whole parameter. The device keeps one slice of its gradient (ZeRO stage 2).
 
     Attributes:
       own: this device's slice. Nothing reads its values: it is there to be differentiated.
@@ -212,10 +212,10 @@ class Scattered:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def scatter_gradient(own: Array, whole: Array, dim: int) -> Array:
-    """Returns the whole parameter. Its gradient is reduce-scattered, and is that of the slice.
+    """Returns the whole parameter. Its gradient is reduce-scattered, and becomes the slice's.
 
-    A gather without a transfer: the transpose is that of an all-gather, and the whole is there
-    already.
+    This is an all-gather without a transfer, as the whole parameter is there already. Its
+    transpose is that of an all-gather: a reduce-scatter.
 
     Args:
       own: this device's slice, along `dim`.
@@ -334,7 +334,7 @@ def _around(
 def of_layer(specs: PyTree, scanned: bool) -> PyTree:
     """Returns the specs of one layer's parameters from those of all.
 
-    Those of scanned layers begin with the dimension of layers, which a layer does not see.
+    The specs of scanned layers begin with the dimension of layers, which one layer lacks.
     """
     if not scanned:
         return specs["block_0"]
@@ -391,7 +391,7 @@ def gather_layers(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def constrain_gradient(params: PyTree, places: tuple[NamedSharding, ...]) -> PyTree:
-    """Returns the parameters, whose gradients lie as `places` says, one per leaf.
+    """Returns the parameters. `places` has a sharding for the gradient of each leaf.
 
     The compiler then sums a gradient over devices where it is computed, and each device keeps a
     slice.
@@ -449,7 +449,7 @@ def check_stage(stage: int) -> None:
     """Refuses a stage of ZeRO that does not exist.
 
     Raises:
-      ValueError: naming those that do.
+      ValueError: naming the stages that exist.
     """
     if stage not in STAGES:
         raise ValueError(f"zero={stage!r} must be one of {STAGES}: 3 is also called FSDP")
@@ -474,5 +474,5 @@ def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
     if again and stage == 3 and {"MLP", "Attn"} & set(remat):
         raise ValueError(
             f"remat={tuple(remat)!r} must be () or ('Block',) with gather_again=True, which"
-            " keeps all of a layer but what is gathered; or take gather_again=False"
+            " saves all of a layer except gathered parameters; or take gather_again=False"
         )

@@ -2,10 +2,9 @@
 
 Attention's scores take B x H x L x L numbers. Flash attention (Dao et al., 2022,
 https://arxiv.org/abs/2205.14135) computes them tile by tile. The *online softmax* (Milakov and
-Gimelshein, 2018, https://arxiv.org/abs/1805.02867) corrects what was summed up so far whenever
-a later tile has a larger score. Beside the output, one number per query remains for the
-backward pass, the logsumexp of its scores; from it the backward pass computes each tile of
-weights again.
+Gimelshein, 2018, https://arxiv.org/abs/1805.02867) rescales the sums so far whenever a later
+tile has a larger score. Beside the output, the forward pass saves one number per query: the
+logsumexp of its scores. From it the backward pass computes each tile of weights again.
 
 `attend` runs as a kernel on NVIDIA GPUs (`flash_kernels`), and as `forward_by_tiles` and
 `backward_by_tiles`, plain JAX, everywhere else. Memory grows linearly with L in both.
@@ -28,9 +27,10 @@ from course_lib.measure.hardware import Accelerator, GpuTarget
 TILES = (64, 32, 16)
 """Positions per tile, the best first. A GPU's matrix units want at least 16."""
 BY = ("either", "kernel", "tiles", "interpreter")
-"""Ways to run it: the kernel where the program is compiled for an NVIDIA GPU and tiles in JAX
-elsewhere; one of the two; or the kernel as plain JAX (Pallas' `interpret`)."""
-_CAPABILITY = (8, 0)  # of the GPUs that the kernels are compiled for in the tests, and newer
+"""Ways to run it. "either": the kernel where the program is compiled for an NVIDIA GPU, tiles
+in JAX elsewhere. "kernel", "tiles": only this one. "interpreter": the kernel as plain JAX
+(Pallas' `interpret`)."""
+_CAPABILITY = (8, 0)  # of the oldest GPUs that the tests compile the kernels for
 _SMALLEST = "a5000"  # has the least shared memory of them
 
 
@@ -75,7 +75,7 @@ def attend(
 
 
 def tile_for(head_dim: int, dtype: Any) -> int:
-    """Returns the largest tile of `TILES` that fits every GPU with compute capability 8.0.
+    """Returns the largest tile of `TILES` that fits every GPU from compute capability 8.0 on.
 
     Raises:
       ValueError: if not even the smallest fits.
@@ -89,7 +89,7 @@ def tile_for(head_dim: int, dtype: Any) -> int:
 
 
 def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -> None:
-    """Refuses shapes that the tiles cannot have, on any device.
+    """Refuses shapes that cannot be cut into tiles, on any device.
 
     Args:
       seq_len: L.
@@ -118,10 +118,10 @@ def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -
 def shared_memory(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -> int:
     """Returns the bytes of shared memory that a tile of the largest kernel takes.
 
-    The gradient of keys and values holds four tiles: of queries, keys, values and of the
-    output's gradient. From Hopper on, matrix units read operands from shared memory, and more
-    copies lie there. With 16 bits, a tile of weights goes through it too. Compared with
-    Triton's compiler in the tests: exact before Hopper, and an upper bound from Hopper on.
+    The kernel for the gradient of keys and values holds four tiles: of queries, keys, values
+    and of the output's gradient. From Hopper on, matrix units read operands from shared memory,
+    and more copies lie there. With 16 bits, a tile of weights lies there too. The tests compare
+    the result with Triton's compiler: exact before Hopper, an upper bound from Hopper on.
     """
     target = _gpu(accelerator)
     size, copies = jnp.dtype(dtype).itemsize, 4
@@ -142,7 +142,7 @@ def check_fits(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -
     if needed > limit:
         raise ValueError(
             f"tile={tile} needs {needed:,} bytes of shared memory for"
-            f" head_dim={head_dim} in {jnp.dtype(dtype).name}, and a block of the"
+            f" head_dim={head_dim} in {jnp.dtype(dtype).name}, and a thread block of the"
             f" {accelerator.title} has {limit:,}: take a smaller tile or narrower heads"
         )
 

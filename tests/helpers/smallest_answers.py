@@ -91,7 +91,7 @@ WRONG = [
     (check.bytes_of_state, (16, 16, 8), "one tree too few"),
     (check.bytes_of_state, (20, 8, 8), "too few"),
     (check.bytes_of_state, (20, 16, 16), "too many"),
-    (check.add_in_place, (with_autodiff,), "more trees"),
+    (check.add_in_place, (with_autodiff,), "trees of gradients"),
     (check.add_in_place, (instead,), "gradient alone"),
     (check.add_in_place, (swapped,), "wrong order"),
     (check.add_in_place, (forwards,), "not total + gradient"),

@@ -306,7 +306,7 @@ WRONG = [
     (check.ring_bytes, (sent(keys=3),), "Compiled for 2 devices"),
     (check.ring_bytes, (lambda n, numbers, width: numbers * (3 * n - 2) * 4,), "2 bytes"),
     (check.expert_layer, (own_experts,), "own two experts only"),
-    (check.expert_layer, (visited(back=False),), "still to come home"),
+    (check.expert_layer, (visited(back=False),), "Send each output back"),
     (check.expert_layer, (mixed_axes,), "Not the outputs"),
     (check.expert_layer, (gathered_experts,), "are gathered"),
     (check.expert_layer, (sent_twice,), "bytes are exchanged"),
@@ -324,7 +324,7 @@ WRONG = [
     (check.dropped, (2.3, 0), "too few"),
     (check.dropped, (4.3, 2), "factor 2"),
     (check.dropped, (4.3, 0.4), "factor 2"),
-    (check.least_room, (0.9,), "even choices"),
+    (check.least_room, (0.9,), "fewer places"),
     (check.least_room, (1.03,), "are dropped"),
     (check.least_room, (1.5,), "can be smaller"),
 ]

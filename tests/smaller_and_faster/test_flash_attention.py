@@ -130,7 +130,7 @@ def test_the_default_tile_is_the_largest_that_every_gpu_has_room_for(width, dtyp
         (
             lambda f: f.check_fits(128, 128, "bfloat16", hardware.get("a5000")),
             "tile=128 needs 164,864 bytes of shared memory for head_dim=128 in bfloat16, and a"
-            " block of the NVIDIA RTX A5000 has 101,376",
+            " thread block of the NVIDIA RTX A5000 has 101,376",
         ),
         (lambda f: f.check_fits(64, 64, "float32", hardware.get("v5e")), "must be an NVIDIA"),
         (lambda f: inspect.unwrap(f.attend)(*arrays()[:3], by="cuda"), "by='cuda' must be one"),

@@ -31,7 +31,7 @@ def places(your_places):
     tokens; a token that finds none is dropped.
     """
     experts, right = [0, 0, 1, 0, 2, 1, 0, 1], [0, 1, 0, -1, 0, 1, -1, -1]
-    hint = "Write down by hand the places for experts 0, 0, 1, 0 with C = 2 first."
+    hint = "First write down by hand the places for experts 0, 0, 1, 0 with C = 2."
     yours = _list(call(your_places, jnp.array(experts), 4, 2, hint=hint))
     require(
         len(yours) == len(experts),
@@ -82,21 +82,29 @@ def least_room(factor):
     """Checks the smallest capacity factor with which at most 1% of the tokens are dropped, for
     the router of `dropped`.
     """
-    predicted(factor, hint="Compare 64 tokens per expert, give or take 7.5, with 64 factor.")
+    predicted(
+        factor,
+        hint="An expert gets 64 tokens on average, with a standard deviation of 7.5. It has"
+        " 64 * factor places.",
+    )
     logits = jax.random.normal(jax.random.key(0), (64, 512, 8))
-    require(factor >= 1, f"At {factor:g}, not even perfectly even choices would find room.")
+    require(factor >= 1, f"At {factor:g}, all experts together have fewer places than tokens.")
     lost = _percent_dropped(logits, factor)
     require(
-        lost <= 1, f"At {factor:g}, {lost:.2f}% of the tokens are dropped. Measure, then add."
+        lost <= 1,
+        f"At {factor:g}, {lost:.2f}% of the tokens are dropped. Measure with a larger factor.",
     )
     less = factor - 2 / 64
     fewer = _percent_dropped(logits, less)
     require(
         fewer > 1,
-        f"It can be smaller: at {less:.2f}, {fewer:.2f}% are dropped. Each place less saves"
+        f"It can be smaller: at {less:.2f}, {fewer:.2f}% are dropped. Fewer places save"
         " memory, FLOPs and bytes of the all-to-alls.",
     )
-    return f"{lost:.1f}% are dropped, with {100 - 100 * factor / 2:.0f}% less room than at 2."
+    return (
+        f"{lost:.1f}% are dropped, with {100 - 100 * factor / 2:.0f}% less room than at factor"
+        " 2."
+    )
 
 
 def _percent_dropped(logits, factor):
@@ -111,8 +119,8 @@ def _list(places):
 
 @exercise
 def dropped(at_one, at_two):
-    """Checks which percentage of tokens finds no room at capacity factors 1 and 2, with 512
-    tokens per sequence, one of eight experts each, chosen at random.
+    """Checks which percentage of tokens finds no room at capacity factors 1 and 2. Each of 512
+    tokens per sequence chooses one of eight experts at random.
     """
     predicted(
         at_one,
@@ -128,19 +136,19 @@ def dropped(at_one, at_two):
     )
     require(
         at_one >= 1 or lost[0] < 1,
-        f"Percentages, please: {at_one:g}% of 64 tokens is less than one.",
+        f"Percentages, please: {at_one:g}% of 64 tokens is less than one token.",
     )
     require(
         at_one < 20,
-        f"{at_one:g}% is too many at factor 1: the number at an expert varies by 7.5 of 64, an"
-        " eighth.",
+        f"{at_one:g}% is too many at factor 1: the number of tokens at an expert has a standard"
+        " deviation of 7.5, about an eighth of 64.",
     )
     require(
         not 5.1 <= at_one < 13,
         f"{at_one:g}% is too many at factor 1: half of the experts get more than 64, and these"
         " exceed it by 0.8 standard deviations on average, not by a whole one.",
     )
-    # a normal distribution says 4.7, and whole percentages should count
+    # A normal distribution predicts 4.7. Answers in whole percent are accepted.
     require(
         abs(at_one - lost[0]) < 0.75,
         f"{at_one:g}% is too {'many' if at_one > lost[0] else 'few'} at factor 1. An expert"
@@ -149,8 +157,8 @@ def dropped(at_one, at_two):
     )
     require(
         abs(at_two - lost[1]) < 0.1,
-        f"{at_two:g}% is too many at factor 2: how many standard deviations of 7.5 above 64 are"
-        " its 128 places?",
+        f"{at_two:g}% is too many at factor 2: an expert has 128 places. How many standard"
+        " deviations of 7.5 is this above 64?",
     )
     return f"measured, {lost[0]:.1f}% at factor 1 and {lost[1]:.1f}% at factor 2."
 
@@ -161,8 +169,8 @@ def expert_layer(your_layer):
 
     `room` [E C D] has the device's own tokens, in C places of each of the E experts. `up`
     [E/4 D F] and `down` [E/4 F D] are the device's own experts; an expert computes
-    gelu(x up) down. The result [E C D] has the outputs in the places of the tokens. Compared
-    are result, gradient and bytes.
+    gelu(x up) down. The result [E C D] has the outputs in the places of the tokens. Result,
+    gradient and bytes are compared.
     """
     n, E, C, D, F = 4, 8, 2, 3, 5
     mesh, cut = row_of_devices("expert", n), P("expert")
@@ -196,24 +204,24 @@ def expert_layer(your_layer):
         )
     require(
         jnp.shape(yours) != (E, n * C, D),
-        "These are the outputs of the device's own experts, for the tokens of all devices. The"
-        " tokens are still to come home.",
+        "These are the outputs of the device's own experts, for the tokens of all devices. Send"
+        " each output back to the device of its token.",
     )
     same_shapes(yours, right, "the output")
     require(
         not close(yours, own),
-        "Each device asks its own two experts only, whichever expert a token has a place at.",
+        "Each device uses its own two experts only, also for the tokens of other experts.",
     )
     require(
         close(yours, right),
-        "Not the outputs of the tokens' experts. Which devices' tokens lie along each axis"
-        " after the first exchange, and after the second?",
+        "Not the outputs of the tokens' experts. After each of the two exchanges, along which"
+        " axis do the tokens of different devices lie?",
     )
     gathered = ledger.bytes("all-gather")
     require(
         gathered == 0,
         f"The right output, but {gathered} bytes are gathered. Each token has a place at one"
-        " expert: send it there alone.",
+        " expert: send it only there.",
     )
     most = 2 * right.nbytes // n
     require(

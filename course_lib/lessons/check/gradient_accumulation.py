@@ -99,8 +99,8 @@ def accumulation(your_accumulate):
 
 
 def _traced(your_accumulate, params, batch):
-    """Returns the program of a learner's gradient in 4 parts as text. It is empty if JAX cannot
-    trace it, as with a Python `if` on a weight.
+    """Returns the traced program, as text, of a learner's gradient with 4 minibatches. The text
+    is empty if JAX cannot trace the function, for example because of an `if` on a weight.
     """
     try:
         return str(jax.make_jaxpr(lambda *args: your_accumulate(*args, 4))(params, batch))
@@ -179,11 +179,11 @@ def smallest_number_of_minibatches(your_smallest):
             f"{budget} GiB, {parameters / 1e6:.0f} million parameters, a batch of {batch_size}"
         )
         yours = run(your_smallest, *sizes(budget, parameters, batch_size))
-        require(yours is not None, f"{case}: you returned None, and some M fits.")
+        require(yours is not None, f"{case}: you returned None, but some M fits.")
         require(
             yours == right,
             f"{case}: M = {yours} is not the smallest that fits. M may be any divisor of"
-            f" {batch_size}, {batch_size} itself and those that are no powers of two included.",
+            f" {batch_size}: also {batch_size} itself, and divisors that are no powers of two.",
         )
     impossible = run(your_smallest, *sizes(1))
     require(
@@ -196,7 +196,7 @@ def smallest_number_of_minibatches(your_smallest):
 
 @exercise
 def multi_steps_share(your_share):
-    """Checks `your_share(counts, m)`, the factor of minibatch m's gradient before
+    """Checks `your_share(counts, m)`, the factor that multiplies minibatch m's gradient before
     `optax.MultiSteps` takes the mean.
     """
     x = jnp.arange(1.0, 13.0)

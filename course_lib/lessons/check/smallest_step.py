@@ -9,14 +9,14 @@ from course_lib.lessons.check.answers import call, close, exercise, predicted, r
 
 @exercise
 def bytes_of_state(autodiff, in_place, on_host):
-    """Checks the bytes per parameter on the device, of a float32 Adam step with many
-    minibatches: by autodiff, with gradients in place, and with the moments on the host as well.
+    """Checks how many bytes per parameter a float32 Adam step with many minibatches keeps on
+    the device: by autodiff, with gradients in place, and with the moments on the host as well.
     """
     predicted(
         autodiff,
         in_place,
         on_host,
-        hint="Which trees exist when the last layer's backward pass of a minibatch ends?",
+        hint="Which trees exist at the end of a minibatch's backward pass?",
     )
     for name, guess, right in (
         ("By autodiff", autodiff, 20),
@@ -49,8 +49,8 @@ def _loss(w, x):
 
 
 def _trees(function, *args):
-    """Returns a program's temporaries in trees: in multiples of its first argument, which it
-    overwrites.
+    """Returns the size of a program's temporaries, in multiples of its first argument's. The
+    program overwrites this argument.
     """
     compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
     return measure.memory(compiled).temporaries / args[0].nbytes
@@ -81,16 +81,16 @@ def add_in_place(your_add):
     trees = _trees(your_add, total, w, x)
     require(
         trees < 0.9,
-        f"Right numbers, but {trees:.1f} more trees of gradients exist. Where are the gradients"
-        " of a layer when the scan has passed it?",
+        f"Right numbers, but the temporaries take {trees:.1f} trees of gradients. Where does"
+        " the scan put the gradients of each layer?",
     )
     return f"temporaries take {trees:.1f} trees of gradients."
 
 
 @exercise
 def update_in_backward(your_update):
-    """Checks `your_update(w, x) -> w`: w - 0.1 gradient, of the same loss, with each layer
-    updated inside the backward pass.
+    """Checks `your_update(w, x) -> w`: w - 0.1 gradient of the same loss. Each layer is updated
+    inside the backward pass.
     """
     w, _, x = _example()
     w = w / 2
@@ -116,7 +116,7 @@ def update_in_backward(your_update):
     require(
         trees < 0.9,
         f"Right numbers, but {trees:.1f} trees of temporaries exist. Do all gradients exist at"
-        " once, or is a stack both scanned over and carried? Such a stack exists twice.",
+        " once? Or does a stack exist twice, because it is scanned over and carried?",
     )
     return f"temporaries take {trees:.1f} trees: there is no tree of gradients."
 

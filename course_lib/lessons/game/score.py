@@ -20,8 +20,8 @@ SMALL_PEAK = int(3.5 * measure.GIB)
 """The target for memory. Parameters, moments and gradients alone are 2.4 GiB."""
 
 FAST_BYTES = 150 * 10**9
-"""The bytes that a fast step may move; with the FLOPs of the first step they are the target for
-the time."""
+"""The bytes that a fast step may move. The target for the time follows from them and from the
+FLOPs of the first step."""
 
 LINK_OF = {
     "l4": "pcie4",
@@ -44,7 +44,7 @@ class Score:
       gpu: name in `hardware`.
       peak: bytes of the GPU's memory.
       seconds: attainable time of the step: `measure.attainable_seconds`.
-      extra_flops: FLOPs beyond the first step's, as a share of them.
+      extra_flops: FLOPs beyond the first step's, as a share of the first step's.
       host_bytes: moved between the host's memory and the GPU's, both ways together, per step.
       optimizer: its name, one of `setups.OPTIMIZERS`.
       moments: the memory of the optimizer's moments, one of `setups.MOMENTS`.
@@ -82,7 +82,7 @@ class Program:
     Attributes:
       flops: of the step.
       traffic: of the compiled step.
-      aliased: bytes of the state that the new one overwrites.
+      aliased: bytes of the old state that the new state overwrites.
       largest: the largest temporary array at the peak; None if there is none.
     """
 
@@ -139,7 +139,7 @@ little less memory and time."""
 def open_levels(submissions: Sequence[Score]) -> list[Level]:
     """Returns the levels that were reached and the next one.
 
-    The first one opens when one submission is small, and one is fast.
+    The first level opens when one submission is small, and the same or another one is fast.
 
     Args:
       submissions: for one GPU.
@@ -168,12 +168,12 @@ def limit(gpu: str) -> int:
 
 
 def fast_seconds(gpu: str) -> float:
-    """Returns the target for the time: no extra FLOPs, in 16 bits, and `FAST_BYTES`."""
+    """Returns the target for the time: a step with `FAST_BYTES` and no extra FLOPs."""
     return seconds_for(FAST_BYTES, gpu)
 
 
 def seconds_for(traffic: int, gpu: str) -> float:
-    """Returns the attainable time of the first step's FLOPs, in 16 bits, and of some traffic.
+    """Returns the attainable time of a step with the first step's FLOPs, all in 16 bits.
 
     Args:
       traffic: bytes read from and written to the GPU's memory.
@@ -195,7 +195,7 @@ def reference_flops() -> int:
 
 
 def arguments(setup: Setup = FIRST) -> tuple[Any, Any]:
-    """Returns the abstract state and batch of the real step, each array with its memory."""
+    """Returns the abstract state and batch of the real step. Moments on the host are marked."""
     optimizer = setup.config(model.REAL).optimizer
     params = jax.eval_shape(lambda: model.init(model.REAL, jax.random.key(0)))
 
@@ -216,10 +216,11 @@ def state_bytes(setup: Setup = FIRST) -> int:
 def compile_step(
     make_step: Any, gpu: str, name: str, setup: Setup = FIRST
 ) -> tuple[Score, Program]:
-    """Compiles a learner's real step for a virtual GPU, and says before how long that takes.
+    """Prints about how long the compiler takes, and compiles a learner's real step for a
+    virtual GPU.
 
     Raises:
-      WrongAnswer: if the step cannot be read, or not be compiled for this GPU.
+      WrongAnswer: if the step cannot be traced, or cannot be compiled for this GPU.
     """
     accelerator = hardware.get(gpu)
     [device] = virtual.devices(gpu)
