@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "models": TOOLS | {"one_device", "smaller_and_faster"},
         "optimizers": TOOLS | {"one_device", "smaller_and_faster"},
     },
-    "`configs` and `training` join these": {
+    "`configs` and `training` may use all of these": {
         "configs": MODELS,
         "training": MODELS | {"configs"},
     },
