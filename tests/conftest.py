@@ -25,6 +25,10 @@ import pytest
 # are eight GPUs. Other tests use the first. JAX reads this when it starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Tests compare the numbers, memory and traffic of many small programs, never their times: the
+# optimization of the CPU's machine code is left out. Processes that tests start have it.
+jax.config.update("jax_disable_most_optimizations", jax.config.jax_platforms == "cpu")
+
 # bfloat16 + float32 is an error here, not a silent float32. Flax's LayerNorm
 # (promote_types(float16, float32)) and Optax's Adam (a float to the power of an int32 step)
 # promote on purpose, and JAX cannot allow it for them alone. Tests that call them have JAX's
@@ -109,29 +113,6 @@ def promotion(request):
     ranks = "allow" if name in A_LEARNERS_CODE else "raise"
     with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def code_that_is_compiled_quickly(request):
-    """Leaves out the optimization of machine code where tests compare the numbers of many
-    programs, and not their times or memory.
-    """
-    name = request.path.stem.removeprefix("test_")
-    names = {
-        "faults",
-        "game",
-        "routing",
-        "layers",
-        "training",
-        "transformer",
-        "processes",
-        "loop",
-        "observe",
-    }
-    many = "many_devices" in request.path.parts or name in names
-    jax.config.update("jax_disable_most_optimizations", many)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
