@@ -61,15 +61,15 @@ def gradient(
     Args:
       loss_fn: one device's loss, of its parts of the parameters and its share of the batch. In
         stage 2 a parameter whose gradient is cut arrives as a `Scattered`, which
-        `scatter_layers` and `scatter_around` make whole again. If all weights are 0 it must be
-        0 with gradient 0, as in `losses`: a device may have no labels, and one NaN from 0 / 0
-        would reach all devices.
+        `scatter_layers` and `scatter_around` make whole again. The loss of labels that all
+        weigh 0 must be 0, and so must its gradient, as in `losses`: one NaN from 0 / 0 would
+        reach all devices.
       mesh: with an axis "data".
       param_specs: specs of the parameters.
       grad_specs: specs of the returned gradients: cut over "data" from stage 1 on.
       stage: of ZeRO, 0 to 3.
-      cut: turns the gradient function of a minibatch into that of a device's share; by default
-        the share is one minibatch. Stages 0 and 1 communicate once for all minibatches.
+      cut: takes the gradient function of a minibatch, and returns that of a device's share. By
+        default the share is one minibatch. Stages 0 and 1 communicate once for all minibatches.
 
     Raises:
       ValueError: if there is no such stage.
@@ -372,8 +372,8 @@ def gather_layers(
     Args:
       specs: of all parameters.
       dtype: as for `gather`.
-      again: whether to drop the gathered parameters after the forward pass, and gather the
-        kernels again in the backward pass. Else those of all layers stay until then.
+      again: whether to drop a layer's gathered parameters after its forward pass, and gather
+        the kernels again in the backward pass. If not, the parameters of all layers stay.
       scanned: whether the layers are scanned.
     """
     per_layer = of_layer(specs, scanned)
@@ -436,8 +436,8 @@ def constrain_layers(
 
 
 def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A checkpoint policy: saves everything except gathered arrays, and except reshaped and
-    joined arrays, which `products.columns` and `products.rows` make of gathered kernels.
+    """A checkpoint policy: saves everything except gathered arrays, and except the arrays that
+    `products.columns` and `products.rows` make of gathered kernels by reshaping and joining.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
     return (

@@ -30,8 +30,7 @@ BY = ("either", "kernel", "tiles", "interpreter")
 """Ways to run it. "either": the kernel where the program is compiled for an NVIDIA GPU, tiles
 in JAX elsewhere. "kernel", "tiles": only this one. "interpreter": the kernel as plain JAX
 (Pallas' `interpret`)."""
-_CAPABILITY = (8, 0)  # of the oldest GPUs that the tests compile the kernels for
-_SMALLEST = "a5000"  # has the least shared memory of them
+_SMALLEST = "a5000"  # has the least shared memory of the GPUs that the tests compile for
 
 
 def attend(
@@ -47,7 +46,7 @@ def attend(
 
     Args:
       query: B sequences of L positions, H heads of width K.
-      key: the same dtype; G heads, each read by H / G heads of queries in a row.
+      key: the same dtype; G heads. Each is read by H / G consecutive heads of queries.
       value: the same shape and dtype as the key.
       causal: whether a position sees only itself and the positions before it.
       tile: positions per tile; `tile_for` if None.
@@ -57,7 +56,7 @@ def attend(
       The attended values, in the dtype of `query`. Scores and sums are float32.
 
     Raises:
-      ValueError: if `by` is unknown or cannot be had, or `check` refuses the shapes.
+      ValueError: if `by` is unknown or not available here, or `check` refuses the shapes.
     """
     if by not in BY:
         raise ValueError(f"by={by!r} must be one of {BY}")
@@ -232,8 +231,8 @@ def forward_by_tiles(
     """Attends with one scan over all pairs of tiles that are not masked entirely.
 
     Returns:
-      The attended values in the query's dtype, and in float32 the logsumexp of each query's
-        scores: as `flash_kernels.forward`.
+      The attended values in the query's dtype, and the logsumexp of each query's scores in
+        float32, as `flash_kernels.forward` returns them.
     """
     groups = key.shape[2]
     q, k, v = (_cut(x, groups, tile) for x in (query, key, value))
@@ -270,8 +269,8 @@ def backward_by_tiles(
     causal: bool,
     tile: int,
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B L G K"], Float[Array, "B L G K"]]:
-    """Returns the gradients of query, key and value: one scan over the same pairs of tiles,
-    which computes their weights again.
+    """Returns the gradients of query, key and value. One scan over the pairs of tiles of
+    `forward_by_tiles` computes their weights again.
     """
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2)  # [B H L]

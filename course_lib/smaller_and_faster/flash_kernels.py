@@ -128,7 +128,7 @@ def forward(
 
     Args:
       query: B sequences of L positions, H heads of width K, a power of two.
-      key: G heads; H / G heads of queries in a row read each.
+      key: G heads. Each is read by H / G consecutive heads of queries.
       value: like the key.
       causal: whether a position sees only itself and the positions before it.
       tile: positions per tile: a power of two, at least 16, that divides L.
