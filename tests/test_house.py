@@ -30,20 +30,20 @@ MAY_IMPORT = {
         "text": {"measure", "files"},
         "show": {"measure"},
     },
-    "`one_device` and `smaller_and_faster` know those three": {
+    "`one_device` and `smaller_and_faster` may import these three": {
         "one_device": TOOLS,
         "smaller_and_faster": TOOLS,
     },
-    "`models` and `optimizers` may use them all": {
+    "`models` and `optimizers` may import all of these": {
         "models": TOOLS | {"one_device", "smaller_and_faster"},
         "optimizers": TOOLS | {"one_device", "smaller_and_faster"},
     },
-    "`configs` and `training` may use all of these": {
+    "`configs` and `training` may import all of these": {
         "configs": MODELS,
         "training": MODELS | {"configs"},
     },
-    "`many_devices` builds on `training`": {"many_devices": TRAINING},
-    "`program` builds on all of these": {
+    "`many_devices` may import all of these": {"many_devices": TRAINING},
+    "`program` may import all of these": {
         "program": TRAINING | {"many_devices"},
         "train": {"program"},
     },
