@@ -27,8 +27,8 @@ from course_lib.models import routing
 def places(your_places):
     """Checks `your_places(experts, E, C)`: the place of each token at its expert, or -1.
 
-    `experts` [S] names the expert of each token. An expert has C places, given in the order of
-    tokens; a token that finds none is dropped.
+    `experts` [S] names the expert of each token. An expert has C places. Tokens take them in
+    order; a token that finds no place is dropped.
     """
     experts, right = [0, 0, 1, 0, 2, 1, 0, 1], [0, 1, 0, -1, 0, 1, -1, -1]
     hint = "First write down by hand the places for experts 0, 0, 1, 0 with C = 2."
@@ -63,7 +63,7 @@ def places(your_places):
     )
     require(
         yours == right,
-        f"For the experts {experts}, room for 2: {right} is expected, not {yours}.",
+        f"For the experts {experts} and C = 2, {right} is expected, not {yours}.",
     )
     for experts, count, room, right in (
         ([3, 3, 3], 4, 1, [0, -1, -1]),
@@ -72,7 +72,7 @@ def places(your_places):
         yours = _list(run(your_places, jnp.array(experts), count, room))
         require(
             yours == right,
-            f"For the experts {experts}, room for {room}: {right} is expected, not {yours}.",
+            f"For the experts {experts} and C = {room}, {right} is expected, not {yours}.",
         )
     return "and nothing depends on later tokens."
 
@@ -145,8 +145,8 @@ def dropped(at_one, at_two):
     )
     require(
         not 5.1 <= at_one < 13,
-        f"{at_one:g}% is too many at factor 1: half of the experts get more than 64, and these"
-        " exceed it by 0.8 standard deviations on average, not by a whole one.",
+        f"{at_one:g}% is too many at factor 1: half of the experts get more than 64 tokens."
+        " They exceed 64 by 0.8 standard deviations on average, not by a whole one.",
     )
     # A normal distribution predicts 4.7. Answers in whole percent are accepted.
     require(
@@ -169,7 +169,7 @@ def expert_layer(your_layer):
 
     `room` [E C D] has the device's own tokens, in C places of each of the E experts. `up`
     [E/4 D F] and `down` [E/4 F D] are the device's own experts; an expert computes
-    gelu(x up) down. The result [E C D] has the outputs in the places of the tokens. Result,
+    gelu(x up) down. In the result [E C D], each token's output is in the token's place. Result,
     gradient and bytes are compared.
     """
     n, E, C, D, F = 4, 8, 2, 3, 5
@@ -210,12 +210,12 @@ def expert_layer(your_layer):
     same_shapes(yours, right, "the output")
     require(
         not close(yours, own),
-        "Each device uses its own two experts only, also for the tokens of other experts.",
+        "Each device uses its own two experts only, even for tokens that chose others.",
     )
     require(
         close(yours, right),
-        "Not the outputs of the tokens' experts. After each of the two exchanges, along which"
-        " axis do the tokens of different devices lie?",
+        "Not the outputs of the experts that the tokens chose. After each of the two exchanges,"
+        " along which axis do the tokens of different devices lie?",
     )
     gathered = ledger.bytes("all-gather")
     require(

@@ -95,11 +95,11 @@ def accumulation(your_accumulate):
         "The gradient is right, but a scan made it, as at the top of the notebook. The task is"
         " a Python loop.",
     )
-    return "the gradient of the whole batch, to rounding, one part at a time."
+    return "the gradient of the whole batch to rounding, computed one part at a time."
 
 
 def _traced(your_accumulate, params, batch):
-    """Returns the traced program, as text, of a learner's gradient with 4 minibatches. The text
+    """Traces a learner's gradient with 4 minibatches and returns the program as text. The text
     is empty if JAX cannot trace the function, for example because of an `if` on a weight.
     """
     try:
@@ -130,7 +130,7 @@ def forgotten_division(adam, sgd):
     require(
         abs(adam / measured["Adam"] - 1) < 0.01,
         f"Adam divides the gradient by the root of its own mean square; you said {adam}."
-        " What happens to a common factor?",
+        " What happens to a common factor of the two?",
     )
     return (
         f"measured, Adam's update grows by {measured['Adam']:.2f} and SGD's by"
@@ -143,7 +143,7 @@ def smallest_number_of_minibatches(your_smallest):
     """Checks `your_smallest(budget, arguments, parameters, activations, batch_size)`: the
     fewest minibatches that fit.
 
-    The first, second and fourth are bytes; it returns None if no number fits.
+    `budget`, `arguments` and `activations` are bytes. It returns None if no number fits.
     """
     gib = 2**30
 
@@ -234,7 +234,7 @@ def multi_steps_share(your_share):
     two = [float(call(your_share, [6, 2], m, hint="")) for m in range(2)]
     require(
         close(jnp.array(two), jnp.array([1.5, 0.5])),
-        f"Right for {len(counts)} minibatches and wrong for 2: their number is the length"
-        " of the counts.",
+        f"Right for {len(counts)} minibatches and wrong for 2: take M from the length"
+        " of `counts`.",
     )
     return "the mean of the gradients is the gradient of the whole batch."

@@ -25,7 +25,7 @@ def bytes_of_state(autodiff, in_place, on_host):
     ):
         require(
             guess != right - 4,
-            f"{name}: {guess} is one tree too few. Which one did you leave out?",
+            f"{name}: {guess} bytes are one tree too few. Which tree did you leave out?",
         )
         require(
             guess == right,
@@ -49,8 +49,8 @@ def _loss(w, x):
 
 
 def _trees(function, *args):
-    """Returns the size of a program's temporaries, in multiples of its first argument's. The
-    program overwrites this argument.
+    """Returns the size of a program's temporaries, divided by the size of its first argument.
+    The program overwrites this argument.
     """
     compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
     return measure.memory(compiled).temporaries / args[0].nbytes
@@ -71,7 +71,7 @@ def add_in_place(your_add):
     )
     require(
         not close(result, gradient),
-        "This is the gradient alone: `total` had the gradients of earlier minibatches.",
+        "This is the gradient alone: add it to `total`, the gradients of earlier minibatches.",
     )
     require(
         not close(result, total + gradient[::-1]),
@@ -116,7 +116,7 @@ def update_in_backward(your_update):
     require(
         trees < 0.9,
         f"Right numbers, but {trees:.1f} trees of temporaries exist. Do all gradients exist at"
-        " once? Or does a stack exist twice, because it is scanned over and carried?",
+        " once? Or are the weights stored twice, because they are scanned over and carried?",
     )
     return f"temporaries take {trees:.1f} trees: there is no tree of gradients."
 

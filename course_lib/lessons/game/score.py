@@ -42,12 +42,12 @@ class Score:
     Attributes:
       name: of the submission.
       gpu: name in `hardware`.
-      peak: bytes of the GPU's memory.
+      peak: the step's peak memory on the GPU, in bytes.
       seconds: attainable time of the step: `measure.attainable_seconds`.
       extra_flops: FLOPs beyond the first step's, as a share of the first step's.
-      host_bytes: moved between the host's memory and the GPU's, both ways together, per step.
+      host_bytes: bytes moved per step between the host and the GPU, both directions summed.
       optimizer: its name, one of `setups.OPTIMIZERS`.
-      moments: the memory of the optimizer's moments, one of `setups.MOMENTS`.
+      moments: where the optimizer's moments are stored, one of `setups.MOMENTS`.
     """
 
     name: str
@@ -184,7 +184,7 @@ def seconds_for(traffic: int, gpu: str) -> float:
 
 
 def half_dtype(gpu: str) -> str:
-    """Returns the dtype of 16 bits that a GPU multiplies: float16 on a T4, else bfloat16."""
+    """Returns the 16-bit dtype that a GPU can multiply: float16 on a T4, else bfloat16."""
     return "bfloat16" if hardware.get(gpu).peak("bfloat16") else "float16"
 
 
@@ -195,7 +195,7 @@ def reference_flops() -> int:
 
 
 def arguments(setup: Setup = FIRST) -> tuple[Any, Any]:
-    """Returns the abstract state and batch of the real step. Moments on the host are marked."""
+    """Returns the abstract state and batch of the real step; `setup` places the moments."""
     optimizer = setup.config(model.REAL).optimizer
     params = jax.eval_shape(lambda: model.init(model.REAL, jax.random.key(0)))
 
@@ -216,8 +216,8 @@ def state_bytes(setup: Setup = FIRST) -> int:
 def compile_step(
     make_step: Any, gpu: str, name: str, setup: Setup = FIRST
 ) -> tuple[Score, Program]:
-    """Prints about how long the compiler takes, and compiles a learner's real step for a
-    virtual GPU.
+    """Compiles a learner's real step for a virtual GPU. First prints an estimate of how long
+    this takes.
 
     Raises:
       WrongAnswer: if the step cannot be traced, or cannot be compiled for this GPU.
@@ -239,16 +239,16 @@ def compile_step(
     except Exception as error:
         raise WrongAnswer(
             f"The small step works, the real one raised {in_one_line(error)}. Does it depend"
-            " on the small sizes? Take them from `config`."
+            " on the small sizes? Take all sizes from `config`."
         ) from error
     for dtype in flops.total:
         try:
             peak(accelerator, dtype)
         except ValueError:
             raise WrongAnswer(
-                f"An {accelerator.title} has no unit for products of {dtype}: the program does"
-                f" not compile for it. Its 16-bit dtype is {half_dtype(gpu)}; small gradients"
-                " need a loss scale in it (notebook 1)."
+                f"An {accelerator.title} has no unit for products of {dtype}, so the program"
+                f" does not compile for it. Its 16-bit dtype is {half_dtype(gpu)}. In float16,"
+                " small gradients need a loss scale (notebook 1)."
             ) from None
     extra = sum(flops.total.values()) / reference_flops() - 1
     require(
