@@ -15,8 +15,8 @@ what it sends. P parameters, n devices:
                                              reduce-scatter: 3 (n - 1) / n P
 
 Stage 3 is also called FSDP. In stage 2 a layer's gradient is reduce-scattered inside of the
-backward pass, as soon as it is computed: a device never holds more gradients than those of one
-layer and its own slices. Parameters are cut along the model's width (`sharding.ZERO`). The
+backward pass, as soon as it is computed: a device never holds more than one layer's gradients
+and its own slices. Parameters are cut along the model's width (`sharding.ZERO`). The
 few vectors without that dimension (biases of the hidden MLP, of queries, keys and values, and
 of the output) stay whole.
 """
@@ -61,9 +61,9 @@ def gradient(
     Args:
       loss_fn: one device's loss, of its parts of the parameters and its share of the batch. In
         stage 2 a parameter whose gradient is cut arrives as a `Scattered`, which
-        `scatter_layers` and `scatter_around` make whole again. The loss of labels that all
-        weigh 0 must be 0, and so must its gradient, as in `losses`: one NaN from 0 / 0 would
-        reach all devices.
+        `scatter_layers` and `scatter_around` make whole again. If all label weights are 0, the
+        loss and its gradient must be 0, as in `losses`: a device may have no labels, and one
+        NaN from 0 / 0 would reach all devices.
       mesh: with an axis "data".
       param_specs: specs of the parameters.
       grad_specs: specs of the returned gradients: cut over "data" from stage 1 on.
@@ -120,7 +120,7 @@ def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
 
 
 def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn:
-    """Returns the loss of all tokens, which the devices along another axis divide among them.
+    """Returns the loss of all tokens. Each device along `axis` computes its own part of them.
 
     The parameters are marked as each device's own before they are used, so that JAX sums their
     gradients over devices once, at the end of the backward pass. Each device draws dropout from
@@ -164,8 +164,8 @@ def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
 def _summed_gradient(loss_fn: LossFn, param_specs: PyTree, grad_specs: PyTree) -> GradFn:
     """Returns a gradient function that sums over devices, and returns this device's part.
 
-    It differentiates with respect to the slices of `grad_specs`. In stage 2 these are cut from
-    the whole parameters, in stage 3 they are the parameters.
+    It differentiates with respect to the slices that `grad_specs` describes. In stage 2 they
+    are cut from the whole parameters; in stage 3 they are the parameters.
     """
 
     def share_of_mean(
@@ -212,7 +212,7 @@ class Scattered:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def scatter_gradient(own: Array, whole: Array, dim: int) -> Array:
-    """Returns the whole parameter. Its gradient is reduce-scattered, and becomes the slice's.
+    """Returns the whole parameter. Its gradient is reduce-scattered into the gradient of `own`.
 
     This is an all-gather without a transfer, as the whole parameter is there already. Its
     transpose is that of an all-gather: a reduce-scatter.
@@ -260,7 +260,7 @@ def _own_key(rng: Key[Array, ""]) -> Key[Array, ""]:
 
 
 def label_share(metrics: PyTree, total: PyTree) -> Array:
-    """Returns a device's share of all labels: the weight of its mean in the mean over all."""
+    """Returns a device's share of all labels: the weight of its loss in the mean over all."""
     return metrics["loss"][1] / gradient_accumulation.nonzero(total["loss"][1])
 
 
@@ -289,8 +289,8 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
     Args:
       params: slices.
       specs: of the parameters.
-      dtype: that layers compute in. Kernels and their gradients are sent in it; the rest stays
-        float32.
+      dtype: the dtype in which layers compute. Kernels and their gradients are sent in it;
+        the rest stays float32.
     """
 
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
@@ -306,14 +306,14 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
 def gather_around(
     apply_fn: Callable[..., Any], specs: PyTree, dtype: Any
 ) -> Callable[..., Any]:
-    """Returns a model that gathers the parameters outside of its layers: embeddings, last norm,
-    output layer.
+    """Returns a model that gathers the parameters that belong to no layer: embeddings, last
+    norm, output layer.
     """
     return _around(apply_fn, specs, lambda params, specs: gather(params, specs, dtype))
 
 
 def scatter_around(apply_fn: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """Returns a model that scatters the gradients of the parameters outside of its layers.
+    """Returns a model that scatters the gradients of parameters that belong to no layer.
 
     `specs` are those of the gradients.
     """
@@ -332,7 +332,7 @@ def _around(
 
 
 def of_layer(specs: PyTree, scanned: bool) -> PyTree:
-    """Returns the specs of one layer's parameters from those of all.
+    """Picks the specs of one layer's parameters from the specs of all parameters.
 
     The specs of scanned layers begin with the dimension of layers, which one layer lacks.
     """
@@ -372,8 +372,9 @@ def gather_layers(
     Args:
       specs: of all parameters.
       dtype: as for `gather`.
-      again: whether to drop a layer's gathered parameters after its forward pass, and gather
-        the kernels again in the backward pass. If not, the parameters of all layers stay.
+      again: whether to drop the gathered parameters after the forward pass, and gather the
+        kernels again in the backward pass. If not, the gathered parameters of all layers stay
+        until the backward pass.
       scanned: whether the layers are scanned.
     """
     per_layer = of_layer(specs, scanned)
@@ -391,10 +392,10 @@ def gather_layers(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def constrain_gradient(params: PyTree, places: tuple[NamedSharding, ...]) -> PyTree:
-    """Returns the parameters. `places` has a sharding for the gradient of each leaf.
+    """Returns the parameters, and gives the gradient of each leaf its sharding in `places`.
 
-    The compiler then sums a gradient over devices where it is computed, and each device keeps a
-    slice.
+    The compiler then sums a gradient over devices where the backward pass computes it, and each
+    device keeps a slice.
     """
     return params
 
@@ -436,8 +437,8 @@ def constrain_layers(
 
 
 def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A checkpoint policy: saves everything except gathered arrays, and except the arrays that
-    `products.columns` and `products.rows` make of gathered kernels by reshaping and joining.
+    """A checkpoint policy: saves everything except gathered arrays, and except the reshaped or
+    joined arrays that `products.columns` and `products.rows` make of gathered kernels.
     """
     made_of_it = primitive.name in ("reshape", "concatenate") and args[0].ndim > 1
     return (
@@ -459,7 +460,7 @@ def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
     """Refuses a `gather_again` that would undo rematerialization, or do nothing.
 
     Args:
-      stage: of ZeRO by hand; 0 if the compiler divides.
+      stage: of ZeRO by hand; 0 if the compiler divides the arrays.
       again: as for `gather_layers`.
       remat: the rematerialized parts of the model.
 

@@ -6,8 +6,8 @@ Gimelshein, 2018, https://arxiv.org/abs/1805.02867) rescales the sums so far whe
 tile has a larger score. Beside the output, the forward pass saves one number per query: the
 logsumexp of its scores. From it the backward pass computes each tile of weights again.
 
-`attend` runs as a kernel on NVIDIA GPUs (`flash_kernels`), and as `forward_by_tiles` and
-`backward_by_tiles`, plain JAX, everywhere else. Memory grows linearly with L in both.
+On NVIDIA GPUs `attend` runs as a kernel (`flash_kernels`). Everywhere else it runs as plain
+JAX: `forward_by_tiles` and `backward_by_tiles`. In both, memory grows linearly with L.
 """
 
 import functools
@@ -102,7 +102,7 @@ def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(
             f"head_dim={head_dim} must be a power of two, at least 16, for flash attention:"
-            " matrix units multiply such tiles; use 'reference' or 'xla' attention"
+            " matrix units multiply tiles of these widths; use 'reference' or 'xla' attention"
         )
     tile = tile_for(head_dim, dtype) if tile is None else tile
     if tile < 16 or tile & (tile - 1):
