@@ -99,7 +99,7 @@ def update_in_backward(your_update):
         your_update,
         w,
         x,
-        hint="What did the carry of exercise 2 hold that is not needed any more?",
+        hint="What did the carry of exercise 2 hold that this exercise does not need?",
     )
     require(jnp.shape(result) == w.shape, f"Return w, {w.shape}, not {jnp.shape(result)}.")
     require(
