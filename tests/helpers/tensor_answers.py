@@ -311,7 +311,7 @@ WRONG = [
     (check.expert_layer, (gathered_experts,), "are gathered"),
     (check.expert_layer, (sent_twice,), "bytes are exchanged"),
     (check.expert_layer, (visited(detach=True),), "its gradient is not"),
-    (check.places, (placed(drops=False),), "Nobody is dropped"),
+    (check.places, (placed(drops=False),), "drops no token"),
     (check.places, (placed(first=1),), "begin at 0"),
     (check.places, (placed(from_the_end=True),), "later ones"),
     (check.places, (lambda experts, E, C: [0],), "need 8 places"),

@@ -39,7 +39,7 @@ def places(your_places):
     )
     require(
         yours != [0, 1, 0, 2, 0, 1, 3, 2],
-        "Nobody is dropped: a place must be below C = 2.",
+        "Your function drops no token: a place must be below C = 2.",
     )
     require(
         yours != [1, 2, 1, -1, 1, 2, -1, -1] and yours != [1, -1, 1, -1, 1, -1, -1, -1],
@@ -79,8 +79,8 @@ def places(your_places):
 
 @exercise
 def least_room(factor):
-    """Checks the smallest capacity factor with which at most 1% of the tokens are dropped, for
-    the router of `dropped`.
+    """Checks the smallest capacity factor with which at most 1% of the tokens are dropped. The
+    tokens choose experts at random, as in the exercise `dropped`.
     """
     predicted(
         factor,

@@ -95,7 +95,7 @@ def accumulation(your_accumulate):
         "The gradient is right, but a scan made it, as at the top of the notebook. The task is"
         " a Python loop.",
     )
-    return "the gradient of the whole batch to rounding, computed one part at a time."
+    return "the gradient of the whole batch up to rounding, computed one part at a time."
 
 
 def _traced(your_accumulate, params, batch):

@@ -1,4 +1,7 @@
-"""The costs of a submission: the real step, compiled for a GPU that is not there."""
+"""The costs of a submission, compiled for a GPU that is not there.
+
+The *real step* is the submission's step for the large model, `model.REAL`.
+"""
 
 import dataclasses
 import functools
