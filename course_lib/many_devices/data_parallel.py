@@ -334,7 +334,8 @@ def _around(
 def of_layer(specs: PyTree, scanned: bool) -> PyTree:
     """Picks the specs of one layer's parameters from the specs of all parameters.
 
-    The specs of scanned layers begin with the dimension of layers, which one layer lacks.
+    The specs of scanned layers begin with the dimension of layers. The specs of one
+    layer do not have it.
     """
     if not scanned:
         return specs["block_0"]

@@ -4,7 +4,8 @@ Attention's scores take B x H x L x L numbers. Flash attention (Dao et al., 2022
 https://arxiv.org/abs/2205.14135) computes them tile by tile. The *online softmax* (Milakov and
 Gimelshein, 2018, https://arxiv.org/abs/1805.02867) rescales the sums so far whenever a later
 tile has a larger score. Beside the output, the forward pass saves one number per query: the
-logsumexp of its scores. From it the backward pass computes each tile of weights again.
+logsumexp of its scores. From it the backward pass computes each tile of attention weights
+again.
 
 On NVIDIA GPUs `attend` runs as a kernel (`flash_kernels`). Everywhere else it runs as plain
 JAX: `forward_by_tiles` and `backward_by_tiles`. In both, memory grows linearly with L.
@@ -27,8 +28,8 @@ from course_lib.measure.hardware import Accelerator, GpuTarget
 TILES = (64, 32, 16)
 """Positions per tile, the best first. A GPU's matrix units want at least 16."""
 BY = ("either", "kernel", "tiles", "interpreter")
-"""Ways to run it. "either": the kernel where the program is compiled for an NVIDIA GPU, tiles
-in JAX elsewhere. "kernel", "tiles": only this one. "interpreter": the kernel as plain JAX
+"""Ways to run `attend`. "either": the kernel where the program is compiled for an NVIDIA GPU,
+tiles in JAX elsewhere. "kernel", "tiles": only this one. "interpreter": the kernel as plain JAX
 (Pallas' `interpret`)."""
 _SMALLEST = "a5000"  # has the least shared memory of the GPUs that the tests compile for
 
@@ -119,8 +120,9 @@ def shared_memory(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator
 
     The kernel for the gradient of keys and values holds four tiles: of queries, keys, values
     and of the output's gradient. From Hopper on, matrix units read operands from shared memory,
-    and more copies lie there. With 16 bits, a tile of weights lies there too. The tests compare
-    the result with Triton's compiler: exact before Hopper, an upper bound from Hopper on.
+    and more copies lie there. For 16-bit dtypes, a tile of attention weights lies there too.
+    The tests compare the result with Triton's compiler: exact before Hopper, an upper bound
+    from Hopper on.
     """
     target = _gpu(accelerator)
     size, copies = jnp.dtype(dtype).itemsize, 4
