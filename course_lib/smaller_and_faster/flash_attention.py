@@ -272,7 +272,7 @@ def backward_by_tiles(
     tile: int,
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B L G K"], Float[Array, "B L G K"]]:
     """Returns the gradients of query, key and value. One scan over the pairs of tiles of
-    `forward_by_tiles` computes their weights again.
+    `forward_by_tiles` computes their attention weights again.
     """
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2)  # [B H L]
