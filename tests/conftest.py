@@ -81,9 +81,14 @@ LONG = {
     "test_estimate",
     "test_pipeline",
     "test_strategies",
+    "test_check",
+    "test_faults",
     "test_command",
     "test_stored_runs",
     "test_loop",
+    "test_virtual_gpus",
+    "test_solutions",
+    "test_layouts",
     "test_training",
 }
 
