@@ -14,6 +14,8 @@ import nbformat
 import pytest
 import stamp
 
+from course_lib.show import notebook as show_notebook
+
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception", "sizes", "technique"}
@@ -264,7 +266,40 @@ def test_it_shows_the_library_instead_of_repeating_it(name):
 def test_it_shows_public_functions_only(name):
     cells = [cell.source for cell in code_cells(name) if "notebook.source(" in cell.source]
     assert cells
-    for call in (node for cell in cells for node in ast.walk(ast.parse(cell))):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "notebook.source":
-            for argument in map(ast.unparse, call.args):
-                assert "._" not in argument
+    for call in (call for cell in cells for call in _source_calls(cell)):
+        assert not [argument for argument in map(ast.unparse, call.args) if "._" in argument]
+
+
+@each
+def test_the_sources_that_it_stores_are_the_librarys_of_today(name, monkeypatch):
+    shown = []
+    monkeypatch.setattr(show_notebook, "display", lambda markdown: shown.append(markdown.data))
+    imported = {}
+    for cell in code_cells(name):
+        for node in ast.walk(_tree(cell.source)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("course_lib"):
+                exec(ast.unparse(node), imported)
+        stored = [
+            _undecorated(output.data["text/markdown"])
+            for output in cell.outputs
+            if "text/markdown" in output.get("data", {})
+        ]
+        for call in _source_calls(cell.source):
+            eval(ast.unparse(call), imported)
+            assert _undecorated(shown.pop()) in stored, (
+                f"run make notebooks NB={name[:2]}: {cell.source}"
+            )
+
+
+def _undecorated(code):
+    """Leaves out decorators: those of classes are hidden while the tests check types."""
+    return re.sub(r"^@.*\n", "", code, flags=re.M)
+
+
+def _source_calls(code):
+    """Returns the calls in a cell that show sources of the library."""
+    return [
+        node
+        for node in ast.walk(_tree(code))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "notebook.source"
+    ]
