@@ -8,6 +8,8 @@ import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
 from types import SimpleNamespace as Object
 
 import matplotlib.pyplot as plt
@@ -212,7 +214,28 @@ PICTURES = {
     "who_holds_what": lambda: figures.who_holds_what(HOLDINGS, title="(4, 8) on 2 x 4 devices"),
     "tape": lambda: figures.tape({"one": TAPE, "two": vars(TAPE)}, title="two steps"),
     "block": lambda: figures.block(BLOCK, title="a block"),
+    "explorer": lambda: explored().picture(),
 }
+
+EXPLORED = [
+    {"GPUs": gpus, "network": network, "layout": layout, "other": object()}
+    | (
+        {"time": "does not divide"}
+        if (gpus, layout) == (8, "pipe")
+        else {"time": 3.0 * gpus + ports, "work": 2.0 * gpus, "bubble": 1.0 * gpus + ports}
+        | {"MFU": f"MFU {gpus + ports}%"}
+    )
+    for gpus in (8, 64)
+    for network, ports in (("fast", 0), ("slow", 0.125))
+    for layout in ("data", "pipe")
+]
+
+
+def explored(rows=EXPLORED, **changed):
+    """Returns an explorer of two settings and two layouts."""
+    columns = {"settings": ["GPUs", "network"], "label": "layout", "value": "time"}
+    columns |= {"parts": ["work", "bubble"], "note": "MFU", "unit": "ms"}
+    return figures.explorer(rows, **(columns | changed))
 
 
 @pytest.fixture(autouse=True)
@@ -594,6 +617,161 @@ def test_a_picture_that_cannot_move_is_refused():
         figures.moving(one)
     with pytest.raises(ValueError, match="still=2 must be the index of one of 2"):
         figures.moving(one | {"two": one["one"]}, still=2)
+
+
+def table_of(explorer):
+    """Returns the table in an explorer's HTML, as a list of dicts."""
+    [data] = re.findall(r"chosen} =\n    (.*);\n", explorer._repr_html_())
+    table = json.loads(data)
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def test_an_explorer_stores_the_rows_that_it_was_given_and_only_the_columns_it_shows():
+    stored = [{k: v for k, v in row.items() if v is not None} for row in table_of(explored())]
+    given = [{k: v for k, v in row.items() if k != "other"} for row in EXPLORED]
+    assert stored == given
+
+
+def test_without_a_script_an_explorer_is_the_picture_of_its_first_selection():
+    explorer = explored(first={"GPUs": 64})
+    page = explorer._repr_html_()
+    markup, script = page.split("<script>")
+    [still] = re.findall(r'src="data:image/png;base64,([^"]*)"', markup)
+    with PIL.Image.open(io.BytesIO(base64.b64decode(still))) as image:
+        assert image.size == (750, 230) and len(image.getcolors()) > 4
+    assert "base64" not in script and "http" not in page and len(page) < 100_000
+    assert page == explored(first={"GPUs": 64})._repr_html_(), "other bytes for the same rows"
+    assert "8 rows" in repr(explorer) and "GPUs 64, network fast" in markup
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+@pytest.mark.parametrize("network", ["fast", "slow"])
+def test_the_still_picture_of_each_selection_has_the_numbers_of_its_rows(gpus, network):
+    figure = explored(first={"GPUs": gpus, "network": network}).picture()
+    [axes] = figure.axes
+    rows = [row for row in EXPLORED if (row["GPUs"], row["network"]) == (gpus, network)]
+    assert [text.get_text() for text in axes.texts] == [
+        row["time"] if isinstance(row["time"], str) else f"{row['time']:.1f}; {row['MFU']}"
+        for row in rows
+    ]
+    widths = [patch.get_width() for patch in axes.patches]
+    assert widths == [row[part] for row in rows if "work" in row for part in ("work", "bubble")]
+
+
+# As much of a browser as the script of an explorer needs.
+PAGE_FOR_NODE = """
+class Element {
+  constructor() { this.children = []; this.own = ""; }
+  set textContent(text) { this.own = String(text); }
+  get textContent() { return this.own + this.children.map(each => each.textContent).join("|"); }
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...all) { this.children = all; }
+  setAttribute(name, text) { this[name] = String(text); }
+  addEventListener(_, listener) { this.click = listener; }
+  querySelector() { return this.children.length ? null : this; }
+  all() { return this.children.flatMap(each => [each, ...each.all()]); }
+}
+const box = new Element();
+globalThis.document = {createElement: () => new Element(), querySelectorAll: () => [box]};
+SCRIPT
+const buttons = box.all().filter(each => each.click), shown = [];
+const press = text => buttons.find(each => each.textContent === text).click();
+for (const gpus of ["64", "8"]) for (const network of ["slow", "fast"]) {
+  press(gpus); press(network);
+  const pressed = buttons.filter(each => each["aria-pressed"] === "true");
+  const rows = box.all().filter(each => each.className === "row");
+  shown.push([pressed.map(each => each.textContent), rows.map(row => row.textContent),
+    rows.map(row => row.all().map(each => parseFloat((each.style || "").slice(7)))
+      .filter(width => width > 0))]);
+}
+console.log(JSON.stringify(shown));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the script of an explorer")
+def test_the_buttons_of_an_explorer_reach_each_combination_and_show_its_numbers():
+    script = re.search(r"<script>(.*)</script>", explored()._repr_html_(), re.DOTALL)[1]
+    program = PAGE_FOR_NODE.replace("SCRIPT", script)
+    output = subprocess.run(["node", "-"], input=program, capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr
+    shown = json.loads(output.stdout)
+    assert [pressed for pressed, *_ in shown] == [
+        [gpus, network] for gpus in ("64", "8") for network in ("slow", "fast")
+    ]
+    for (gpus, network), texts, widths in shown:
+        rows = [
+            row for row in EXPLORED if (str(row["GPUs"]), row["network"]) == (gpus, network)
+        ]
+        assert [text.split("|")[0] for text in texts] == [row["layout"] for row in rows]
+        for row, text in zip(rows, texts, strict=True):
+            if isinstance(row["time"], str):
+                assert text.endswith(row["time"])
+                continue
+            parts = f"work {row['work']:.1f} + bubble {row['bubble']:.1f}; {row['MFU']}"
+            assert f"{row['time']:.1f}" in text and text.endswith(parts)
+        numbers = [row for row in rows if "work" in row]
+        longest = max(row["time"] for row in numbers)
+        expected = [80 * row[part] / longest for row in numbers for part in ("work", "bubble")]
+        np.testing.assert_allclose(sum(widths, []), expected)
+
+
+def test_two_explorers_do_not_share_an_id_and_a_text_cannot_end_their_script():
+    pages = [explored(unit=unit)._repr_html_() for unit in ("ms", "</script><b>")]
+    ids = {re.search(r'id="(explorer-\w+)"', page)[1] for page in pages}
+    assert len(ids) == 2 and pages[1].count("</script>") == 1 and "<b>" not in pages[1]
+    for page in pages:
+        assert set(re.findall(r"explorer-\w+", page)) <= ids
+
+
+def test_an_explorer_whose_rows_have_no_bars_shows_their_texts():
+    rows = [{"GPUs": 8, "network": "fast", "layout": "data", "time": "does not fit"}]
+    [axes] = explored(rows).picture().axes
+    assert [text.get_text() for text in axes.texts] == ["does not fit"]
+
+
+@pytest.mark.parametrize(
+    "rows, changed, message",
+    [
+        ([], {}, r"rows=\[\].* must hold at least one row"),
+        (EXPLORED, {"settings": []}, r"settings=\[\] must hold at least one row and one"),
+        (EXPLORED[:-1], {}, "a row for GPUs=64, network='slow', layout='pipe': add it"),
+        (EXPLORED + EXPLORED[:1], {}, "one row for GPUs=8, network='fast', layout='data', not"),
+        (EXPLORED, {"settings": ["GPUs", "ports"]}, "settings='ports' must be a column of"),
+        (EXPLORED, {"parts": ["work", "waiting"]}, "parts='waiting' must be a column of every"),
+        (EXPLORED, {"note": "layout"}, "note='layout' must be a column without another use"),
+        (
+            EXPLORED,
+            {"parts": ["work"]},
+            r"parts=\['work'\] must add up to 'time': 16 is not 24",
+        ),
+        (EXPLORED, {"parts": list("abcde")}, "parts=.* must be at most 4"),
+        (
+            EXPLORED,
+            {"value": "other", "parts": (), "note": ""},
+            "other=.* must be a finite number",
+        ),
+        (EXPLORED, {"first": {"GPUs": 9}}, r"first={'GPUs': 9} must select .* \[8, 64\]"),
+        (EXPLORED, {"first": {"CPUs": 9}}, r"'CPUs' is one of \['GPUs', 'network'\]"),
+        ([EXPLORED[0] | {"time": math.nan}], {}, "time=nan must be a finite number"),
+        ([EXPLORED[0] | {"work": -1}], {}, "work=-1 must be a finite number of at least 0"),
+    ],
+)
+def test_a_table_that_an_explorer_cannot_show_is_refused(rows, changed, message):
+    with pytest.raises(ValueError, match=message):
+        explored(rows, **changed)
+
+
+def test_an_explorer_reads_numbers_of_numpy_and_needs_neither_parts_nor_a_note():
+    rows = [
+        {"n": np.int64(n), "name": "a", "time": time}
+        for n, time in zip((1, 2), np.array([1.5, 0.0]), strict=True)
+    ]
+    explorer = figures.explorer(rows, settings=["n"], label="name", value="time", unit="s")
+    assert table_of(explorer) == [
+        {"n": 1, "name": "a", "time": 1.5},
+        {"n": 2, "name": "a", "time": 0.0},
+    ]
+    assert [text.get_text() for text in explorer.picture().axes[0].texts] == ["1.5"]
 
 
 def test_a_step_timeline_leaves_loops_out_and_shows_the_gap_between_their_operations():

@@ -20,6 +20,7 @@ from course_lib.show.figures.curves import (
     tradeoff,
 )
 from course_lib.show.figures.devices import seconds_by_devices, who_holds_what
+from course_lib.show.figures.explorer import explorer
 from course_lib.show.figures.lanes import (
     Lane,
     lanes,
@@ -42,6 +43,7 @@ __all__ = [
     "Lane",
     "attention_pairs",
     "block",
+    "explorer",
     "formats",
     "gradient_histogram",
     "heap_timeline",

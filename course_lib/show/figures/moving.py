@@ -75,10 +75,10 @@ def moving(frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> M
         raise ValueError(f"frames={list(frames)} must hold at least two pictures to move")
     if not 0 <= still < len(frames):
         raise ValueError(f"still={still} must be the index of one of {len(frames)} frames")
-    return Moving([_png(figure) for figure in frames.values()], list(frames), name, still)
+    return Moving([png(figure) for figure in frames.values()], list(frames), name, still)
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """Returns a figure as a PNG with a palette."""
     drawn, stored = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
