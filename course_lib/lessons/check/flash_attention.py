@@ -89,7 +89,7 @@ def query_gradient(your_gradient):
     )
     require(
         close(yours, right),
-        "Not the gradient of the queries. Are the scores divided by sqrt(K), is delta one number"
+        "Not the gradient of the queries. Are scores divided by sqrt(K), is delta one number"
         " per row, and is the logsumexp subtracted from the scores of its own row?",
     )
     require(
