@@ -111,6 +111,10 @@ def without_diagonal(n, tile, window):
     return [(i, j) for i, j in pairs()(n, tile, window) if i != j]
 
 
+def transposed(n, tile, window):
+    return [(j, i) for i, j in pairs()(n, tile, window)]
+
+
 RIGHT = [
     (check.window_pairs, (pairs(),)),
     (check.query_gradient, (gradient(),)),
@@ -127,6 +131,7 @@ WRONG = [
     (check.window_pairs, (pairs(lambda i, tile, window: i - window // tile),), "is missing"),
     (check.window_pairs, (without_diagonal,), "each position sees itself"),
     (check.window_pairs, (whole_sequence,), "future"),
+    (check.window_pairs, (transposed,), "future"),
     (check.window_pairs, (pairs(twice=2),), "listed twice"),
     (check.query_gradient, (gradient(delta=0.0),), "own derivative"),
     (check.query_gradient, (gradient(scale=1.0),), "Twice too large"),
@@ -136,6 +141,11 @@ WRONG = [
     (check.query_gradient, (from_a_softmax,), "without a softmax"),
     (check.gradient_kernel, (kernel(ends=lambda i, n: n),), "masked entirely"),
     (check.gradient_kernel, (kernel(mask=lambda i, j: True),), "keys after them"),
+    (
+        check.gradient_kernel,
+        (kernel(ends=lambda i, n: n, mask=lambda i, j: True),),
+        "sees all keys",
+    ),
     (check.gradient_kernel, (kernel(ends=lambda i, n: i),), "ends before n"),
     (check.gradient_kernel, (kernel(divide=False),), "sqrt(K) times too large"),
     (check.gradient_kernel, (kernel(delta=0.0),), "own derivative"),

@@ -24,6 +24,10 @@ def lion(*, swapped=False, sign=jnp.sign, pack=optimizer_memory.quantize, keep=N
     return update
 
 
+def without_signs(x):
+    return optimizer_memory.quantize(x, signed=False)
+
+
 RIGHT = [
     (check.lion_8bit, (lion(),)),
     (check.lost_updates, (2.0**-8, 2.0**-7)),
@@ -34,12 +38,17 @@ WRONG = [
     (check.lion_8bit, (lion(sign=lambda x: x),), "needs its sign"),
     (check.lion_8bit, (lion(pack=lambda x: x),), "4 bytes per parameter"),
     (check.lion_8bit, (lion(keep=lambda momentum, grad: grad),), "new momentum is not"),
+    (check.lion_8bit, (lion(keep=lambda momentum, grad: momentum),), "still the old one"),
+    (check.lion_8bit, (lion(pack=without_signs),), "loses the negative"),
+    (check.lion_8bit, (lambda *a: lion()(*a)[::-1],), "update first"),
     (check.lion_8bit, (lambda grad, packed, b1, b2: jnp.sign(grad),), "two things"),
     (check.lost_updates, (2.0**-7, 2.0**-6), "loses half"),
     (check.lost_updates, (2.0**-8, 2.0**-8), "twice as far"),
     (check.lost_updates, (2.0**-9, 2.0**-8), "largest update"),
     (check.state_of_a_matrix, (8 * SIZE, 2 * SIZE, 4 * 15104), "has a float32 scale"),
     (check.state_of_a_matrix, (8 * SIZE, 2 * SIZE + SIZE // 32, 15104), "takes 4 bytes"),
-    (check.state_of_a_matrix, (4 * SIZE, 2 * SIZE + SIZE // 32, 4 * 15104), "AdamW keeps"),
-    (check.state_of_a_matrix, (8 * SIZE, 2 * SIZE + SIZE // 64, 60416), "8-bit AdamW keeps"),
+    (check.state_of_a_matrix, (4 * SIZE, 2 * SIZE + SIZE // 32, 4 * 15104), "AdamW: "),
+    (check.state_of_a_matrix, (8 * SIZE, SIZE + SIZE // 64, 60416), "8-bit AdamW: "),
+    (check.state_of_a_matrix, (8 * SIZE, 2 * SIZE + SIZE // 64, 60416), "in each of the two"),
+    (check.state_of_a_matrix, (8, 2.03, 0.001), "bytes per parameter"),
 ]

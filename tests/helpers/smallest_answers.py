@@ -13,8 +13,12 @@ def layer(w, x):
     return x + jnp.tanh(x @ w)
 
 
+def step(x, w):
+    return layer(w, x), None
+
+
 def loss(w, x):
-    return 0.5 * jnp.sum(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0] ** 2)
+    return 0.5 * jnp.sum(jax.lax.scan(step, x, w)[0] ** 2)
 
 
 def backward(state, w, x, change, reverse=True, through=lambda old, new: old):
@@ -51,6 +55,10 @@ def forwards(total, w, x):
 
 def with_autodiff(total, w, x):
     return total + jax.grad(loss)(w, x)
+
+
+def of_the_sum(total, w, x):
+    return total + jax.grad(lambda w: jax.lax.scan(step, x, w)[0].sum())(w)
 
 
 def update(w, x):
@@ -94,6 +102,7 @@ WRONG = [
     (check.add_in_place, (with_autodiff,), "trees of gradients"),
     (check.add_in_place, (instead,), "gradient alone"),
     (check.add_in_place, (swapped,), "wrong order"),
+    (check.add_in_place, (of_the_sum,), "gradient of sum(y)"),
     (check.add_in_place, (forwards,), "not total + gradient"),
     (check.update_in_backward, (after_autodiff,), "trees of temporaries"),
     (check.update_in_backward, (scanned_and_carried,), "scanned over and carried"),

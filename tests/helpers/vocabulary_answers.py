@@ -10,12 +10,12 @@ FUNCTIONS = [check.online_logsumexp, check.one_pass]
 PREDICTIONS = {check.bytes_of_logits: 2}
 
 
-def online(rescale=True, shift=True, grow=True):
+def online(rescale=True, shift=True, grow=True, sign=1):
     def add(largest, total, logits):
         top = logits.max(axis=-1)
         new = jnp.maximum(largest, top) if grow else top
         chunk = jnp.exp(logits - new[:, None] * shift).sum(axis=-1)
-        return new, total * (jnp.exp(largest - new) if rescale else 1) + chunk
+        return new, total * (jnp.exp(sign * (largest - new)) if rescale else 1) + chunk
 
     return add
 
@@ -81,6 +81,8 @@ WRONG = [
     (check.online_logsumexp, (online(shift=False),), "overflows"),
     (check.online_logsumexp, (online(grow=False),), "maximum of all chunks"),
     (check.online_logsumexp, (lambda largest, total, logits: largest,), "two arrays"),
+    (check.online_logsumexp, (online(sign=-1),), "`total` is NaN"),
+    (check.online_logsumexp, (lambda *a: online()(*a)[::-1],), "maximum first"),
     (check.one_pass, (in_one_pass(weighted=False),), "unweighted"),
     (check.one_pass, (in_one_pass(divided=False),), "times too large"),
     (check.one_pass, (in_one_pass(chunks=1),), "all logits"),

@@ -39,13 +39,13 @@ def window_pairs(your_pairs):
             not diagonal,
             f"{at}, the pair {diagonal[:1]} is missing: each position sees itself.",
         )
+        future = [pair for pair in extra if pair[1] > pair[0]]
+        require(not future, f"{at}, the pair {future[:1]} lies in the future: j <= i.")
         require(
             not missing,
             f"{at}, the pair {missing[:1]} is missing: its first query still sees its last key."
             " Write down the positions of these two.",
         )
-        future = [pair for pair in extra if pair[1] > pair[0]]
-        require(not future, f"{at}, the pair {future[:1]} lies in the future: j <= i.")
         require(
             not extra,
             f"{at}, the pair {extra[:1]} is masked entirely: the result is right, and nothing"
@@ -89,8 +89,8 @@ def query_gradient(your_gradient):
     )
     require(
         close(yours, right),
-        "Not the gradient of the queries. Is delta one number per row, and is the logsumexp"
-        " subtracted from the scores of its own row?",
+        "Not the gradient of the queries. Are scores divided by sqrt(K), is delta one number"
+        " per row, and is the logsumexp subtracted from the scores of its own row?",
     )
     require(
         not close(other, right),
@@ -129,6 +129,7 @@ def gradient_kernel(your_gradient):
         # Whoever visits a tile of the future multiplies its zeros by these.
         unseen = [x.at[-tile:].set(jnp.nan) for x in (k, v)]
         skips = call(your_gradient, q, *unseen, d_out, logsumexp, delta, tile, hint=hint)
+        no_mask = with_mask(jnp.ones_like(past), delta)
         whole_diagonal = with_mask(whole_tiles, delta)
         without_diagonal = with_mask(whole_tiles & ~whole_tiles.T, delta)
         without_delta = with_mask(past, 0 * delta)
@@ -161,6 +162,10 @@ def gradient_kernel(your_gradient):
     require(
         not close(yours, width**0.5 * right),
         "sqrt(K) times too large: the scores were divided by it, and so is their gradient.",
+    )
+    require(
+        not close(yours, no_mask),
+        "Each query sees all keys: stop at the diagonal, and mask the tile on it.",
     )
     require(
         not close(yours, whole_diagonal),

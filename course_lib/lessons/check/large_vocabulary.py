@@ -112,6 +112,15 @@ def online_logsumexp(your_add):
             "Return two arrays: the maximum and the sum.",
         )
         largest, total = result
+        require(
+            not close(total, chunk.max(axis=-1)),
+            "This is the maximum where the sum should be: return the maximum first.",
+        )
+        require(
+            not jnp.isnan(total).any(),
+            "`total` is NaN. The first maximum is -inf: what is the exponential of the"
+            " difference of the two maxima then?",
+        )
     expected = jax.nn.logsumexp(jnp.concatenate(chunks, axis=-1), axis=-1)
     yours = largest + jnp.log(total)
     top = jnp.concatenate(chunks, axis=-1).max(axis=-1)

@@ -133,7 +133,7 @@ def what_to_offload(your_choice):
     right_there = {n for n, (flops, b) in others.items() if 2 * b / faster < flops / slower}
     require(
         chosen_there == right_there,
-        f"Right here. With {slower:.0e} FLOP/s, {faster:.0e} bytes/s and {others}, choose"
+        f"Right here. With {slower:.3g} FLOP/s, {faster:.3g} bytes/s and {others}, choose"
         f" {sorted(right_there)}, not {sorted(chosen_there)}: both rates count.",
     )
     recomputed = sum(flops for flops, _ in values.values()) / rate

@@ -53,7 +53,11 @@ def state_of_a_matrix(adamw, eight_bits, adafactor):
     right["Adafactor"] = 4 * (4096 + 11008)
     yours = {"AdamW": adamw, "8-bit AdamW": eight_bits, "Adafactor": adafactor}
     require(
-        eight_bits != 2 * size,
+        adamw != 8,
+        "These are bytes per parameter: count those of the whole matrix.",
+    )
+    require(
+        abs(eight_bits - 2 * size) > 1 and abs(eight_bits - (2 * size + 4 * size / 256)) > 1,
         "Each block of 256 numbers has a float32 scale, in each of the two moments.",
     )
     require(
@@ -63,7 +67,8 @@ def state_of_a_matrix(adamw, eight_bits, adafactor):
     for name, value in right.items():
         require(
             abs(yours[name] - value) <= 1e-3 * value,
-            f"{name} keeps other than {yours[name]:,} bytes for {size:,} parameters.",
+            f"{name}: {yours[name]:,.0f} bytes are too"
+            f" {'many' if yours[name] > value else 'few'} for {size:,} parameters.",
         )
     return ", ".join(f"{name} {value:,}" for name, value in right.items()) + " bytes."
 
@@ -78,15 +83,19 @@ def lion_8bit(your_update):
     packed = optimizer_memory.quantize(momentum)
     old = optimizer_memory.dequantize(packed)
     hint = "Unpack the momentum with `optimizer_memory.dequantize`, compute, and pack it again."
-    yours = call(your_update, grad, packed, 0.9, 0.99, hint=hint)
+    yours = call(your_update, grad, packed, 0.9, 0.95, hint=hint)
     require(
         isinstance(yours, tuple) and len(yours) == 2,
         "Return two things: the update and the packed momentum.",
     )
     update, new = yours
+    require(
+        not isinstance(update, optimizer_memory.Quantized),
+        "Return the update first, then the packed momentum.",
+    )
     require(jnp.shape(update) == grad.shape, f"The update has shape {jnp.shape(update)}.")
     require(
-        not close(update, jnp.sign(0.99 * old + 0.01 * grad), 1e-3),
+        not close(update, jnp.sign(0.95 * old + 0.05 * grad), 1e-3),
         "This is the sign of the new momentum. Lion weighs the gradient more in the update:"
         " with b1 there, with b2 in the momentum.",
     )
@@ -109,7 +118,15 @@ def lion_8bit(your_update):
         isinstance(new, optimizer_memory.Quantized),
         "The packed momentum is what `optimizer_memory.quantize` returns.",
     )
-    right = 0.99 * old + 0.01 * grad
+    right = 0.95 * old + 0.05 * grad
+    require(
+        not close(optimizer_memory.dequantize(new), old, 0.03),
+        "The momentum is still the old one: it becomes b2 * momentum + (1 - b2) * gradient.",
+    )
+    require(
+        not close(optimizer_memory.dequantize(new, signed=False), jnp.maximum(right, 0), 0.03),
+        "`signed=False` loses the negative numbers of the momentum.",
+    )
     require(
         close(optimizer_memory.dequantize(new), right, 0.03),
         "The new momentum is not b2 * momentum + (1 - b2) * gradient.",

@@ -42,10 +42,17 @@ def _example():
     return w, jax.random.normal(keys[1], w.shape), jax.random.normal(keys[2], (4, 64))
 
 
+def _outputs(w, x):
+    """Returns y of layers y = x + tanh(x @ w[i]), w [N D D]."""
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0]
+
+
 def _loss(w, x):
-    """Returns 0.5 sum(y^2) for layers y = x + tanh(x @ w[i]), w [N D D]."""
-    y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)
-    return 0.5 * jnp.sum(y**2)
+    return 0.5 * jnp.sum(_outputs(w, x) ** 2)
+
+
+def _sum(w, x):
+    return jnp.sum(_outputs(w, x))
 
 
 def _trees(function, *args):
@@ -76,6 +83,10 @@ def add_in_place(your_add):
     require(
         not close(result, total + gradient[::-1]),
         "The layers are in the wrong order: the backward pass begins with the last one.",
+    )
+    require(
+        not close(result, total + jax.grad(_sum)(w, x)),
+        "This is the gradient of sum(y). dx begins as the gradient of 0.5 sum(y^2) by y.",
     )
     require(close(result, total + gradient), "The result is not total + gradient.")
     trees = _trees(your_add, total, w, x)

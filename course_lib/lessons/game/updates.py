@@ -86,6 +86,8 @@ def one_step(
     places = memories(copies)
     with jax.default_matmul_precision("highest"):
         batch = jnp.array(start()[1])
+        if setup.moments == "host":
+            _same_memories(memories_after(step, copies, batch), places)
         result = call(step, copies, batch, hint="A step returns the new state and the loss.")
     require(
         isinstance(result, tuple) and len(result) == 2,
@@ -97,11 +99,8 @@ def one_step(
         " config.optimizer.",
     )
     same_shapes(result[0], state, "the new state")
-    require(
-        setup.moments == "device" or memories(result[0]) == places,
-        f"The new state is in other memories than the old one: {memories(result[0])} in place"
-        f" of {places}. Moments go back to the host, everything else stays on the device.",
-    )
+    if setup.moments == "host":
+        _same_memories(memories(result[0]), places)
     return step, jax.tree.map(_numbers, result[0])
 
 
@@ -115,6 +114,26 @@ def memories(tree: PyTree) -> dict[str, int]:
     """Returns the number of a tree's arrays in each memory."""
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def memories_after(step: Any, state: PyTree, batch: Any) -> dict[str, int]:
+    """Returns the number of the new state's arrays in each memory, by their types.
+
+    Nothing runs: JAX ends the process if a donated array on the host becomes a result on
+    the device.
+    """
+    names = {jax.memory.Space.Host: "pinned_host", jax.memory.Space.Device: "device"}
+    results = jax.make_jaxpr(step)(state, batch).out_avals[: len(jax.tree.leaves(state))]
+    kinds = [names[result.memory_space] for result in results]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def _same_memories(new: dict[str, int], old: dict[str, int]) -> None:
+    require(
+        new == old,
+        f"The new state is in other memories than the old one: {new} in place of {old}. Moments"
+        " go back to the host, everything else stays on the device.",
+    )
 
 
 def _numbers(leaf: jax.Array) -> np.ndarray:

@@ -271,7 +271,12 @@ def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[s
             va="center",
             ha="left",
             fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7},
+            arrowprops={  # from the label's left edge, so that no line crosses a label
+                "arrowstyle": "-",
+                "color": GREY,
+                "linewidth": 0.7,
+                "relpos": (0, 0.5),
+            },
         )
 
 
