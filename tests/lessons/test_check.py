@@ -742,7 +742,7 @@ WRONG = [
                 '|= vary({"norm": params["norm"], "output": params["output"]}, ',
             ),
         ),
-        "in each tick",
+        "in each slot",
     ),
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
