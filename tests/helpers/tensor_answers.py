@@ -250,6 +250,7 @@ WRONG = [
     (check.gated_mlp, (exchanged_kernels,), "exchanged"),
     (check.gated_mlp, (three_thirds,), "bytes are sent"),
     (check.gated_mlp, (lambda *args: summed(share(*args, jax.nn.gelu)),), "through SiLU"),
+    (check.padded_vocabulary, (lambda V, n, m: padded(V, n, m) // n,), "one device's part"),
     (check.padded_vocabulary, (lambda V, n, m: -(-V // n) * n,), "6,283"),
     (check.padded_vocabulary, (lambda V, n, m: -(-V // m) * m,), "divide first"),
     (check.padded_vocabulary, (lambda V, n, m: V // (n * m) * n * m,), "have none"),

@@ -118,7 +118,8 @@ def padded_vocabulary(your_padded):
         yours != 50_304,
         "50,304 is a multiple of 128, but each of eight devices gets 6,288: divide first.",
     )
-    require(yours >= 50_257, f"{yours} entries: some of the 50,257 tokens have none.")
+    require(yours != 6_400, "6,400 entries are one device's part. Return the whole vocabulary.")
+    require(yours >= 50_257, f"{yours:,} entries: some of the 50,257 tokens have none.")
     require(
         yours == 51_200,
         f"{yours} is not the least that is large enough and gives each of 8 devices a multiple"
