@@ -33,7 +33,15 @@ def mean_of_six(error, axis):
     return jax.lax.psum(error, axis) / 6
 
 
-def pipeline(slots=3, masked=True, total=jax.lax.psum, stop=False, whole=False, alike=False):
+def pipeline(
+    slots=3,
+    masked=True,
+    total=jax.lax.psum,
+    stop=False,
+    whole=False,
+    alike=False,
+    late=0,
+):
     """GPipe on four devices: the right one, or with a part changed."""
 
     def loss(kernel, x, y):
@@ -47,7 +55,7 @@ def pipeline(slots=3, masked=True, total=jax.lax.psum, stop=False, whole=False, 
             h = jnp.where(stage == 0, x[time % M], arrived)
             h = h + jnp.tanh(h @ kernel[0])
             finished = (stage == 3) & (time >= 3) if masked else True
-            error += jnp.where(finished, jnp.sum((h - y[(time - 3) % M]) ** 2), 0.0)
+            error += jnp.where(finished, jnp.sum((h - y[(time - 3 - late) % M]) ** 2), 0.0)
             return (jax.lax.ppermute(h, "pipe", [(0, 1), (1, 2), (2, 3)]), error), None
 
         zero = 0.0 if alike else 0.0 * stage
@@ -91,11 +99,13 @@ WRONG = [
     (check.gpipe, (pipeline(total=jax.lax.pmean),), "A quarter"),
     (check.gpipe, (pipeline(total=mean_of_six),), "divided by 6"),
     (check.gpipe, (pipeline(alike=True),), "starts with a value that is equal"),
+    (check.gpipe, (pipeline(late=1),), "the y of another one"),
     (check.gpipe, (pipeline(stop=True),), "the gradient is not"),
     (check.gpipe, (pipeline(whole=True),), "activations of a microbatch are passed on"),
     (check.gpipe, (gathered,), "kernels are gathered"),
     (check.gpipe, (lambda kernel, x, y: x,), "one number"),
-    (check.stash, (2560, 640), "4 of a microbatch's activations"),
+    (check.stash, (2560, 640), "counts 4 of the activations"),
+    (check.stash, (3200 * 2**20, 800), "How many MiB"),
     (check.stash, (32 * 33 * 20, 800), "whole model's"),
     (check.stash, (25600, 800), "before the first backward"),
     (check.stash, (3200, 3200), "long before"),

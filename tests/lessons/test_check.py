@@ -477,6 +477,10 @@ def three_axes_with(line, changed):
     return scope["make_gradient"]
 
 
+def norm_of_columns(x):
+    return x / jnp.sqrt(jax.lax.pmean((x**2).mean(0), "tensor"))
+
+
 def norm_of_gathered(x):
     x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
     right = x / jnp.sqrt((x**2).mean(1, keepdims=True))
@@ -738,7 +742,7 @@ WRONG = [
                 '|= vary({"norm": params["norm"], "output": params["output"]}, ',
             ),
         ),
-        "in each tick",
+        "in each slot",
     ),
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
@@ -757,6 +761,7 @@ WRONG = [
     (check.cut_norm, (lambda x: x / over_tensor(row_sums(x)) * 64,), "square root"),
     (check.cut_norm, (lambda x: x / jnp.sqrt(over_tensor((x**2).mean()) / 4),), "One number"),
     (check.cut_norm, (norm(over_data, 64),), "alone a device"),
+    (check.cut_norm, (norm_of_columns,), "rows of a column"),
     (check.cut_norm, (norm(over_tensor, 64), 64), "How often"),
     (check.cut_norm, (norm(over_tensor, 64), 3072), "stays where it is"),
     (check.cut_norm, (norm(over_tensor, 64), 48), "too few"),
@@ -771,6 +776,7 @@ WRONG = [
     (check.two_levels, (lambda x: jax.lax.psum(x, ("data", "tensor")),), "both axes"),
     (check.two_levels, (lambda x: jax.lax.psum(over_tensor(x), "data"),), "16 suffice"),
     (check.mean_gradient, (of_mean(1),), "8 times too large"),
+    (check.mean_gradient, (lambda loss, *args: jax.value_and_grad(loss)(*args),), "one array"),
     (check.mean_gradient, (of_mean(1 / 64),), "0.125 times"),
     (
         check.mean_gradient,
@@ -792,6 +798,7 @@ WRONG = [
     (check.traffic_of_minibatches, (2 * 6144, 4 * 6144), "one minibatch gathers"),
     (check.traffic_of_minibatches, (4 * 6144, 4 * 6144), "backward"),
     (check.traffic_of_minibatches, (8 * 6144, 6144), "no room"),
+    (check.traffic_of_minibatches, (7 * 6144, 4 * 6144), "leave the device"),
     (check.traffic_of_minibatches, (1, 4 * 6144), "Count layers"),
     (check.summed_once, (sums(kernel=lambda g: jax.lax.psum(g, "data")),), "same two rows"),
     (check.summed_once, (sums(kernel=lambda g: jax.lax.pmean(g, "data")),), "same two rows"),

@@ -61,10 +61,11 @@ def cut_norm(your_norm, sent=None):
     per_device = (x.reshape(16, 4, 16) ** 2).mean(2, keepdims=True)
     mean = per_device.mean(1, keepdims=True)
     right = norm(mean)
+    by_columns = norm((x.reshape(16, 4, 16) ** 2).mean((0, 1)))
     require(
         not close(yours, norm(per_device)),
-        "Each device divides by the mean of its own columns. Nothing was sent: another function"
-        " for each number of devices.",
+        "Each device divides by the mean of its own columns. Nothing is summed along `tensor`,"
+        " so this is another function for each number of devices.",
     )
     require(
         ledger.sent(axis="tensor") > 0,
@@ -74,6 +75,11 @@ def cut_norm(your_norm, sent=None):
     require(
         not close(yours, norm(mean.mean())),
         "One number divides all rows: each row has a mean of its own, over its 64 columns.",
+    )
+    require(
+        not close(yours, by_columns),
+        "Your mean runs over the 16 rows of a column. It should run over the 64 columns of a"
+        " row.",
     )
     factor = float(np.linalg.norm(yours) / np.linalg.norm(right))
     require(
@@ -176,6 +182,10 @@ def mean_gradient(your_gradient):
         mesh,
         (P(), P("data"), P("data")),
         *(w, x, y),
+    )
+    require(
+        hasattr(yours, "shape"),
+        f"Return one array, the gradient of w, not {type(yours).__name__}.",
     )
     require(yours.shape == (8, 1000), f"The gradient has shape (1000,), not {yours.shape[1:]}.")
     require(

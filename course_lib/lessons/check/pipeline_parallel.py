@@ -189,6 +189,7 @@ def gpipe(your_loss):
     )
     with jax.default_matmul_precision("highest"):
         right, expected = jax.value_and_grad(one_device)(kernels, x, y)
+        others = [one_device(kernels, x, jnp.roll(y, shift, axis=0)) for shift in range(M)]
     losses, _ = compiled(each, mesh, kernels, x, y)
     same = abs(losses - right) < 1e-4 * right
     require(
@@ -205,6 +206,13 @@ def gpipe(your_loss):
             abs(count * losses[0] - right) > 1e-4 * right,
             f"The loss on one device, divided by {count}: it is a sum over microbatches, rows"
             " and features, not a mean.",
+        )
+    for shift in range(1, M):
+        other = others[shift]
+        require(
+            abs(losses[0] - other) > 1e-4 * other,
+            "Each microbatch is compared with the y of another one. In which slot does the last"
+            " stage finish microbatch 0?",
         )
     require(
         losses[0] < right * (1 + 1e-4),
@@ -254,8 +262,13 @@ def stash(gpipe, one_f_one_b):
     per_microbatch = gpipe / (32 * activation)
     require(
         per_microbatch not in (1, 4),
-        f"GPipe: this is {per_microbatch:g} of a microbatch's activations, with 32 microbatches"
-        " live. What does the stash have of each layer, and what of the whole stage?",
+        f"GPipe: this counts {per_microbatch:g} of the activations that each of the 32 live"
+        " microbatches keeps. What does the stash have of each layer, and what of the whole"
+        " stage?",
+    )
+    require(
+        gpipe != right["gpipe"] * 2**20,
+        "These are the bytes. How many MiB are they?",
     )
     require(
         gpipe != 32 * 33 * activation,

@@ -213,10 +213,11 @@ def _as_few_bytes(yours: Any, best: Any, mesh: Any) -> None:
     """Refuses a program that sends or holds more than the course's answer."""
     programs = measure.ledger(yours, mesh), measure.ledger(best, mesh)
     why = {
-        "data": "gradients are summed once per step, not in each tick",
+        "data": "gradients are summed once per step, not in each slot. `jax.grad` sums where a"
+        " shared parameter is used; notebook 8 shows how to move that sum to the end",
         "tensor": "an all-reduce after attention and one after the MLP are enough, and one each"
         " in the backward pass",
-        "pipe": "a stage sends its activation to the next, once per tick",
+        "pipe": "a stage sends its activation to the next, once per slot",
     }
     for axis, reason in why.items():
         send, enough = (

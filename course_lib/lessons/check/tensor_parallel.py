@@ -47,8 +47,8 @@ def gated_mlp(your_mlp):
     )
     yours, ledger = compiled(divided, mesh, x, gate, up, down)
 
-    def whole(x, gate, up, down):
-        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    def whole(x, gate, up, down, activation=jax.nn.silu):
+        return (activation(x @ gate) * (x @ up)) @ down
 
     with jax.default_matmul_precision("highest"):
         right = whole(x, gate, up, down)
@@ -61,9 +61,17 @@ def gated_mlp(your_mlp):
     )
     with jax.default_matmul_precision("highest"):
         exchanged = whole(x, up, gate, down)
+        others = [
+            whole(x, gate, up, down, other)
+            for other in (jnp.asarray, jax.nn.gelu, jax.nn.relu, jax.nn.sigmoid)
+        ]
     require(
         not close(yours, exchanged),
         "Gate and up are exchanged: SiLU acts on the other product.",
+    )
+    require(
+        not any(close(yours, other) for other in others),
+        "The sum is right, but the gate does not go through SiLU.",
     )
     require(
         close(yours, right),
@@ -110,7 +118,8 @@ def padded_vocabulary(your_padded):
         yours != 50_304,
         "50,304 is a multiple of 128, but each of eight devices gets 6,288: divide first.",
     )
-    require(yours >= 50_257, f"{yours} entries: some of the 50,257 tokens have none.")
+    require(yours != 6_400, "6,400 entries are one device's part. Return the whole vocabulary.")
+    require(yours >= 50_257, f"{yours:,} entries: some of the 50,257 tokens have none.")
     require(
         yours == 51_200,
         f"{yours} is not the least that is large enough and gives each of 8 devices a multiple"
@@ -174,7 +183,16 @@ def divided_embedding(your_lookup):
         "Each device looks up tokens 0 to 7. Its rows begin at its index times the number of"
         " its rows.",
     )
-    require(close(yours, right), "Not table[tokens].")
+    require(
+        not close(yours, right / 4),
+        "A quarter of the embedding: one device has the row and the others add zeros, so add"
+        " them up and take no mean.",
+    )
+    require(
+        close(yours, right),
+        "Not table[tokens]. One device has a token's row. What do the others contribute, and"
+        " which collective joins them?",
+    )
     require(
         ledger.bytes("all-gather") == 0,
         f"Right numbers, but the table is gathered: {ledger.bytes('all-gather')} bytes, and"
