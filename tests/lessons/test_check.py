@@ -661,7 +661,7 @@ WRONG = [
     (check.accumulation, (accumulated(lambda g, w: g / w, lambda g, w: sum(g)),), "weight 0"),
     (check.accumulation, (at_once,), "all 8 examples"),
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 8),), "number of"),
-    (check.accumulation, (in_two_parts,), "4 examples each"),
+    (check.accumulation, (in_two_parts,), "4 of the 8"),
     (check.accumulation, (by_scan,), "Python loop"),
     (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
     (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),

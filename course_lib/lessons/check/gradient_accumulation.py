@@ -98,8 +98,8 @@ def accumulation(your_accumulate):
     )
     require(
         sizes <= {2},
-        f"The gradient is right, but the parts have {min(sizes, default=0)} examples each: with"
-        " M = 4, a part of 8 examples has 2.",
+        f"The gradient is right, but each part has {min(sizes, default=0)} of the 8 examples:"
+        " with M = 4, each has 2.",
     )
     require(
         "scan[" not in program,
