@@ -227,6 +227,10 @@ def at_once(params, batch, M):
     return jax.tree.map(lambda g: g / batch[2].sum(), grads)
 
 
+def in_two_parts(params, batch, M):
+    return accumulated(lambda g, w: g, lambda g, w: sum(g) / w)(params, batch, 2)
+
+
 def by_scan(params, batch, M):
     def add(total, part):
         return jax.tree.map(jnp.add, total, jax.grad(loss_sum)(params, *part)), None
@@ -660,6 +664,8 @@ WRONG = [
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: -sum(g) / w),), "opposite"),
     (check.accumulation, (accumulated(lambda g, w: g / w, lambda g, w: sum(g)),), "weight 0"),
     (check.accumulation, (at_once,), "all 8 examples"),
+    (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 8),), "number of"),
+    (check.accumulation, (in_two_parts,), "4 of the 8"),
     (check.accumulation, (by_scan,), "Python loop"),
     (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
     (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),
@@ -696,7 +702,7 @@ WRONG = [
     (check.scan_over_layers, (lambda layer, w, x: layer(w[0], x),), "Only one layer"),
     (check.scan_over_layers, (lambda layer, w, x: one_by_one(layer, w[::-1], x),), "first to"),
     (check.scan_over_layers, (lambda layer, w, x: jax.vmap(layer, (0, None))(w, x),), "shape"),
-    (check.stacked, (8,), "gradients"),
+    (check.stacked, (8,), "count both"),
     (check.stacked, (100,), "counted"),
     (check.stacked, (STACKED_MIB - 4,), "missing"),
     (check.stack_less, (scanned,), "still stacks"),

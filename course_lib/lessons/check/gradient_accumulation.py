@@ -28,7 +28,8 @@ def accumulation(your_accumulate):
         "in": jax.random.normal(keys[0], (3, 5)),
         "out": jax.random.normal(keys[1], (5, 1)),
     }
-    weight = jnp.array([0.0, 0.0, 1.0, 2.0, 2.0, 1.0, 0.0, 2.0])
+    # 9 in all, unlike the number of examples
+    weight = jnp.array([0.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0, 2.0])
     batch = (jax.random.normal(keys[2], (8, 3)), jax.random.normal(keys[3], (8,)), weight)
 
     def loss_sum(params, x, y, weight):
@@ -55,6 +56,10 @@ def accumulation(your_accumulate):
     require(
         not close(yours, whole),
         f"{weight.sum():.0f} times too large: divide the sum by the total weight.",
+    )
+    require(
+        not close(yours, jax.tree.map(lambda g: g / len(weight), whole)),
+        "The sum was divided by the number of examples: divide by their total weight.",
     )
     require(
         not close(yours, jax.tree.map(lambda g: g / 4, means)),
@@ -85,10 +90,16 @@ def accumulation(your_accumulate):
         f"Not the gradient of the whole batch: its norm is {ratio:.2f} times the right one.",
     )
     program = _traced(your_accumulate, params, batch)
+    sizes = {int(size) for size in re.findall(r"f32\[(\d+),5\] = tanh", program)}
     require(
-        not re.search(r"f32\[8,5\] = tanh", program),
+        8 not in sizes,
         "The gradient is right, but all 8 examples go through the model at once, so no memory"
         " is saved. How many examples does a part have?",
+    )
+    require(
+        sizes <= {2},
+        f"The gradient is right, but each part has {min(sizes, default=0)} of the 8 examples:"
+        " with M = 4, each has 2.",
     )
     require(
         "scan[" not in program,

@@ -41,12 +41,9 @@ def stacked(mib):
     right = _stacked_mib(_loss)
     gradients, one = 4 * N * D * D / 2**20, 4 * N * B * D / 2**20
     require(
-        mib != right - gradients,
-        f"{mib}: the gradients of w are stacked, too: {gradients:.0f} MiB.",
-    )
-    require(
-        mib != gradients,
-        f"{mib} are the gradients alone; the forward pass saves arrays per layer.",
+        mib not in (right - gradients, gradients),
+        f"{mib}: count both, the arrays that the forward pass saves for each layer and the"
+        " gradients of w.",
     )
     require(
         mib != right - one,
