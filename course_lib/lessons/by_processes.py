@@ -35,11 +35,16 @@ ENVIRONMENT = {
 _candidates = (20_000 + (97 * os.getpid() + number) % 12_000 for number in itertools.count())
 
 
-def example() -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+def example() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Returns parameters of four layers, and inputs and labels [16, 16]: always the same."""
-    init = jax.jit(tiny_transformer.init, static_argnums=(1, 2, 3, 4, 5))
-    params = init(jax.random.key(0), 4, 32, 4, 64, 16)  # N, D, H, V, L
-    inputs, labels = np.random.default_rng(0).integers(0, 64, (2, 16, 16)).astype(np.int32)
+    random = np.random.default_rng(0)
+    inputs, labels = random.integers(0, 64, (2, 16, 16)).astype(np.int32)
+    sizes = {"N": 4, "D": 32, "H": 4, "V": 64, "L": 16}
+    shapes = jax.eval_shape(lambda key: tiny_transformer.init(key, **sizes), jax.random.key(0))
+    params = {
+        name: random.normal(scale=0.1, size=leaf.shape).astype(np.float32)
+        for name, leaf in shapes.items()
+    }  # NumPy's: every process makes them, and JAX would compile a program for each shape
     return params, inputs, labels
 
 
