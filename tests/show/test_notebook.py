@@ -4,6 +4,9 @@ tables that line up.
 
 import dataclasses
 import os
+import platform
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,29 @@ def test_setup_says_in_one_line_what_runs_here(capsys):
         and jax.devices()[0].device_kind in out
         and "virtual GPUs: " in out
     )
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone returns memory")
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_array_gets_the_pages_of_the_one_before_if_memory_is_kept(kept):
+    program = f"""
+import resource
+import numpy as np
+from course_lib.show import notebook
+if {kept}:
+    notebook.keep_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    array = np.ones(2**23)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    del array
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    output = subprocess.check_output(
+        [sys.executable, "-c", program], text=True, env=environment
+    )
+    first, second = map(int, output.split())
+    assert second < first / 10 if kept else second > first / 2
 
 
 def test_setup_leaves_a_gpus_memory_to_other_processes_unless_the_user_decided(monkeypatch):
