@@ -86,9 +86,10 @@ def one_step(
     places = memories(copies)
     with jax.default_matmul_precision("highest"):
         batch = jnp.array(start()[1])
+        hint = "A step returns the new state and the loss."
         if setup.moments == "host":
-            _same_memories(memories_after(step, copies, batch), places)
-        result = call(step, copies, batch, hint="A step returns the new state and the loss.")
+            _same_memories(call(memories_after, step, copies, batch, hint=hint), places)
+        result = call(step, copies, batch, hint=hint)
     require(
         isinstance(result, tuple) and len(result) == 2,
         "A step returns two things: the new state and the loss.",
