@@ -638,7 +638,8 @@ def test_without_a_script_an_explorer_is_the_picture_of_its_first_selection():
     markup, script = page.split("<script>")
     [still] = re.findall(r'src="data:image/png;base64,([^"]*)"', markup)
     with PIL.Image.open(io.BytesIO(base64.b64decode(still))) as image:
-        assert image.size == (750, 230) and len(image.getcolors()) > 4
+        assert image.width == 750 and len(image.getcolors()) > 4
+        assert image.height in (229, 230)  # 2.3 inches: Matplotlib 3.10 rounds 229.99... down
     assert "base64" not in script and "http" not in page and len(page) < 100_000
     assert page == explored(first={"GPUs": 64})._repr_html_(), "other bytes for the same rows"
     assert "8 rows" in repr(explorer) and "GPUs 64, network fast" in markup
