@@ -25,6 +25,7 @@ its own, which send only B (n-r)/n over the network, as the scaling book counts
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -155,6 +156,22 @@ def shift(group: Group, size: int | float) -> float:
     return size / slowest + group.latency / 2
 
 
+@functools.cache
+def _placed(
+    axes: tuple[tuple[str, int], ...], over: tuple[str, ...], per_switch: int, per_host: int
+) -> tuple[int, int, int]:
+    """Returns a group's ranks, those behind one switch, and its hosts. Arguments as for
+    `Cluster.group`.
+    """
+    names, sizes = zip(*axes, strict=True) if axes else ((), ())
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    members = numbers[tuple(slice(None) if axis in over else 0 for axis in names)].ravel()
+    # 12 GPUs on hosts of 8 lie unevenly. The host with the fewest ranks has the fewest ports,
+    # and decides.
+    behind = np.unique(members // per_switch, return_counts=True)[1]
+    return len(members), int(behind.min()), len(np.unique(members // per_host))
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Accelerators and the links between them.
@@ -259,26 +276,23 @@ class Cluster:
             raise ValueError(f"over={over} must name axes of {AXES}, not {sorted(unknown)}")
         if self.accelerator.platform == "tpu":
             return self._on_torus(axes, over)
-        numbers = np.arange(self.count).reshape(tuple(axes.values()))
-        members = numbers[tuple(slice(None) if axis in over else 0 for axis in axes)].ravel()
-        # 12 GPUs on hosts of 8 lie unevenly. The host with the fewest ranks has the fewest
-        # ports, and decides.
-        ranks_behind = np.unique(members // self.per_switch, return_counts=True)[1]
-        hosts = len(np.unique(members // self.per_host))
+        ranks, behind_switch, hosts = _placed(
+            tuple(axes.items()), over, self.per_switch, self.per_host
+        )
         inside, outside = self.accelerator.link_bandwidth, self.network
-        crosses = len(ranks_behind) > 1
+        crosses = ranks > behind_switch
         if crosses and outside is None:
             raise ValueError(
                 f"accelerator={self.accelerator.name!r} must have a figure for its network:"
                 f" axis {'+'.join(over)!r} crosses it; give Cluster a port_bandwidth"
             )
-        latency = NVLINK_LATENCY * (int(ranks_behind.min()) > 1)
+        latency = NVLINK_LATENCY * (behind_switch > 1)
         if crosses:
             latency += NETWORK_LATENCY * math.ceil(math.log2(hosts))
         shares = (1.0, 1.0) if self.ideal else (NVLINK_SHARE, network_share(hosts))
         return Group(
-            len(members),
-            int(ranks_behind.min()),
+            ranks,
+            behind_switch,
             shares[0] * inside,
             shares[1] * (outside or 0.0),
             0.0 if self.ideal else latency,

@@ -168,19 +168,20 @@ def estimate(
             f"by={strategy.by!r} must be 'hand' for an estimate: the compiler decides what is"
             " sent; read it from the ledger of the compiled step"
         )
-    return _estimate(config, axes, strategy, cluster, *divided)
+    return _estimate(config, axes, strategy, cluster, _bytes(config, axes, strategy, *divided))
 
 
-def _estimate(
+def _bytes(
     config: ConfigDict,
     axes: Mapping[str, int],
     strategy: Strategy,
-    cluster: Cluster,
     state: Any,
     param_specs: Any,
     grad_specs: Any,
-) -> Estimate:
-    """Estimates a step, from the shapes and specs that `_divided` returns."""
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the bytes that a device holds by use, and those that it sends along each axis,
+    from the shapes and specs that `_divided` returns.
+    """
     n = {axis: axes.get(axis, 1) for axis in meshes.AXES}
     step = costs.Step(
         config.model,
@@ -194,7 +195,7 @@ def _estimate(
     params = costs.leaves(state.params, param_specs.params, grad_specs, n)
     slots_of_time, waiting = _pipeline(strategy, n["pipe"]) if step.piped else (0, None)
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, param_specs))
-    bytes_by_use = {
+    held = {
         "parameters": sum(leaf.bytes for leaf in params),
         "optimizer": sum(leaf.bytes for leaf in costs.leaves(rest, of_rest, of_rest, n)),
         "batch": 3 * 4 * config.data.batch_size // n["data"] * config.data.seq_len,
@@ -209,15 +210,29 @@ def _estimate(
         "context": costs.sent_around_a_ring(step, params),
         "tensor": costs.sent_inside_layers(step, params),
     }
+    return held, {axis: int(size) for axis, size in sent.items()}
+
+
+def _estimate(
+    config: ConfigDict,
+    axes: Mapping[str, int],
+    strategy: Strategy,
+    cluster: Cluster,
+    held_and_sent: tuple[dict[str, int], dict[str, int]],
+) -> Estimate:
+    """Returns an estimate: adds the time of a step to what `_bytes` returns."""
+    held, sent = held_and_sent
     shape, plan = shape_of(config), plan_of(config, axes, strategy)
+    alone = dataclasses.replace(plan, data_overlap=False)
     return Estimate(
         dict(axes),
         strategy,
-        step.parts,
-        bytes_by_use,
-        {axis: int(size) for axis, size in sent.items()},
-        *_times(shape, plan, cluster),
-        sum(bytes_by_use.values()) <= cluster.accelerator.memory_bytes,
+        strategy.microbatches if "pipe" in axes else config.training.num_minibatches,
+        held,
+        sent,
+        step_model.breakdown(shape, plan, cluster),
+        step_model.breakdown(shape, alone, cluster),
+        sum(held.values()) <= cluster.accelerator.memory_bytes,
     )
 
 
@@ -285,37 +300,29 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
                 divided = _divided(changed, axes, strategy)
             except ValueError:
                 continue
-            guess = _estimate(changed, axes, strategy, cluster, *divided)
+            held, sent = _bytes(changed, axes, strategy, *divided)
+            if sum(held.values()) > cluster.accelerator.memory_bytes:
+                continue
+            order = _fastest_order(changed, axes, strategy, cluster) if reorder else axes
+            guess = _estimate(changed, order, strategy, cluster, (held, sent))
             key = (*axes.items(), strategy)
-            if guess.fits and reorder:
-                guess = _fastest_order(guess, changed, cluster)
-            if guess.fits and (key not in best or guess.step < best[key].step):
+            if key not in best or guess.step < best[key].step:
                 best[key] = guess
     return sorted(best.values(), key=lambda guess: guess.step)
 
 
-def _fastest_order(guess: Estimate, config: ConfigDict, cluster: Cluster) -> Estimate:
-    """Returns an estimate with its axes in the order of the fastest step. The order changes
-    neither what a device holds nor what it sends. Of equally fast orders, the first one stays.
+def _fastest_order(
+    config: ConfigDict, axes: Mapping[str, int], strategy: Strategy, cluster: Cluster
+) -> Mapping[str, int]:
+    """Returns the axes in the order of the fastest step. The order changes neither what a
+    device holds nor what it sends. Of equally fast orders, the first one stays.
     """
     shape = shape_of(config)
 
-    def in_order(axes: Mapping[str, int]) -> Estimate:
-        plan = plan_of(config, axes, guess.strategy)
-        hidden, unhidden = _times(shape, plan, cluster)
-        return dataclasses.replace(guess, axes=axes, time=hidden, unhidden=unhidden)
+    def seconds(order: Mapping[str, int]) -> float:
+        return step_model.breakdown(shape, plan_of(config, order, strategy), cluster).total
 
-    others = [dict(order) for order in itertools.permutations(guess.axes.items())][1:]
-    return min([guess, *map(in_order, others)], key=lambda each: each.step)
-
-
-def _times(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Breakdown, Breakdown]:
-    """Returns the time of a step, and the time if nothing along "data" is hidden."""
-    alone = dataclasses.replace(plan, data_overlap=False)
-    return (
-        step_model.breakdown(shape, plan, cluster),
-        step_model.breakdown(shape, alone, cluster),
-    )
+    return min(map(dict, itertools.permutations(axes.items())), key=seconds)
 
 
 def _with_minibatches(config: ConfigDict, count: int, **data: int) -> ConfigDict:

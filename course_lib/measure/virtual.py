@@ -53,11 +53,9 @@ from course_lib.measure import hardware
 PyTree = Any
 
 GPUS_PER_HOST = 8
-NEVER_RUN = {"xla_backend_optimization_level": 0}
-"""Compiler options of programs that never run: do not optimize their machine code.
-
-`xla_gpu_autotune_level=0` would save more time, but JAX 0.12 then refuses some programs, such
-as that of notebook 14's experts ("No supported config found").
+NEVER_RUN = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
+"""Compiler options of programs that never run: do not optimize their machine code, and do not
+try several kernels for a product.
 """
 HOST_MEMORY = "pinned_host"
 """JAX's name for the memory of the host that a device can copy from by itself."""
@@ -280,8 +278,14 @@ def compile(
       lowered: `jax.jit(f).lower(...)`, for real or virtual devices.
       options: more compiler options, which take precedence.
     """
-    quickly: Mapping[str, Any] = NEVER_RUN if _is_for_virtual_gpus(lowered) else {}
-    return lowered.compile(compiler_options={**quickly, **(options or {})} or None)
+    asked = dict(options or {})
+    if _is_for_virtual_gpus(lowered):
+        # XLA of JAX 0.12 needs its choice of kernels for some programs, such as that of
+        # notebook 14's experts ("No supported config found").
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return lowered.compile(compiler_options={**NEVER_RUN, **asked})
+        asked.setdefault("xla_backend_optimization_level", 0)
+    return lowered.compile(compiler_options=asked or None)
 
 
 @contextlib.contextmanager

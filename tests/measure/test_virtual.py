@@ -106,8 +106,8 @@ def gradient_on_one():
 
 
 def step_of_eight():
-    """Every kind of collective. `xla_gpu_autotune_level=0`, which would be quicker still, does
-    not compile experts.
+    """Every kind of collective. It has experts, which XLA of JAX 0.12 does not compile without
+    its choice of kernels, so it is compiled a second time.
     """
     changes = {"model.num_experts": 8, "model.experts_per_token": 2, "model.dtype": "bfloat16"}
     grid = meshes.make({"data": 2, "expert": 4}, virtual.devices("h100", 8))
@@ -164,6 +164,30 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
         quickly,
         quickly | {"xla_gpu_autotune_level": 1},
     ]
+
+
+@needs_virtual
+def test_a_program_that_needs_xlas_choice_of_kernels_gets_it(monkeypatch):
+    given, compile = [], jax.stages.Lowered.compile
+
+    def refuse_at_first(self, compiler_options=None):
+        given.append(compiler_options)
+        if len(given) == 1:
+            raise jax.errors.JaxRuntimeError("No supported config found")
+        return compile(self, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse_at_first)
+    [device] = virtual.devices("a5000")
+    virtual.compile(jax.jit(lambda x: x + 1).lower(virtual.abstract(jnp.ones(8), device)))
+    assert given == [virtual.NEVER_RUN, {"xla_backend_optimization_level": 0}]
+
+
+@needs_virtual
+def test_what_xla_refuses_is_refused_with_its_own_words():
+    [device] = virtual.devices("a5000")
+    lowered = jax.jit(lambda x: x + 1).lower(virtual.abstract(jnp.ones(8), device))
+    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
+        virtual.compile(lowered, {"xla_no_such_option": True})
 
 
 def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu():

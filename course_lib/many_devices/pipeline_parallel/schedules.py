@@ -68,6 +68,24 @@ class Schedule:
         """Returns the number of a device's chunk among the S v stages of the model."""
         return chunk * self.stages + device
 
+    @functools.cached_property
+    def codes(self) -> np.ndarray:
+        """Int [time, device]: 0 where a device idles, else 1 + an index into `KINDS`; for the
+        last stage of the model, `len(KINDS)` more.
+        """
+        last = self.stages * self.chunks - 1
+        code = {kind: 1 + i for i, kind in enumerate(KINDS)}
+        rows = [
+            [
+                0
+                if op is None
+                else code[op.kind] + len(KINDS) * (self.stage(device, op.chunk) == last)
+                for op in row
+            ]
+            for device, row in enumerate(self.table)
+        ]
+        return np.array(rows).T
+
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Runs all forwards, then all backwards."""

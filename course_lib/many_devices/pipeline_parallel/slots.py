@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from course_lib.many_devices.pipeline_parallel import schedules
-from course_lib.many_devices.pipeline_parallel.schedules import Schedule
+from course_lib.many_devices.pipeline_parallel.schedules import Op, Schedule
 
 Interval = tuple[int, int]  # from the first slot of time to the last, both included
 
@@ -53,7 +53,7 @@ PIECES = {"-": "B", "BW": "W"}
 def executed(schedule: Schedule) -> Schedule:
     """Returns the table that is executed: B and then W in the two slots of a BW."""
     table = tuple(
-        tuple(op and dataclasses.replace(op, kind=PIECES.get(op.kind, op.kind)) for op in row)
+        tuple(op and Op(PIECES.get(op.kind, op.kind), op.microbatch, op.chunk) for op in row)
         for row in schedule.table
     )
     return dataclasses.replace(schedule, table=table)
@@ -98,12 +98,21 @@ def program(schedule: Schedule) -> Program:
     columns |= {name: np.full(shape, size, np.int32) for name, size in sizes.items()}
     columns |= {f"{name}_put": np.full(shape, sizes[name], np.int32) for name in sources}
     kinds = ("idle", *(kind for kind in "FBW" if any(op.kind == kind for _, _, op in cells)))
-    for device, time, op in cells:
-        key = m, stage = op.microbatch, schedule.stage(device, op.chunk)
-        cell = dict(kind=kinds.index(op.kind), microbatch=m, stage=stage, chunk=op.chunk)
-        cell |= {name: slots[name][device].get(key, sizes[name]) for name in sizes}
-        for name, value in cell.items():
-            columns[name][device, time] = value
+    devices, times, ops = zip(*cells, strict=True)
+    keys = [(op.microbatch, schedule.stage(device, op.chunk)) for device, _, op in cells]
+    values = {
+        "kind": [kinds.index(op.kind) for op in ops],
+        "microbatch": [m for m, _ in keys],
+        "stage": [stage for _, stage in keys],
+        "chunk": [op.chunk for op in ops],
+    }
+    for name, size in sizes.items():
+        values[name] = [
+            slots[name][device].get(key, size)
+            for device, key in zip(devices, keys, strict=True)
+        ]
+    for name, of_ops in values.items():
+        columns[name][devices, times] = of_ops
     for buffer, (made_by, distance) in sources.items():
         for device, of_device in enumerate(slots[buffer]):
             for (m, stage), slot in of_device.items():
@@ -162,14 +171,14 @@ def lockstep(
       of_last: durations on the last stage of the model, which has the output layer. None: those
         of the other stages.
     """
-    last = schedule.stages * schedule.chunks - 1
-    ready = [0.0] * schedule.stages
-    for column in zip(*schedule.table, strict=True):
-        ends = list(ready)
-        for device, op in enumerate(column):
-            if op is not None:
-                is_last = schedule.stage(device, op.chunk) == last
-                seconds = of_last if of_last is not None and is_last else durations
-                ends[device] += seconds[PIECES.get(op.kind, op.kind)]
-        ready = [max(ends[d - 1], end, ends[(d + 1) % len(ends)]) for d, end in enumerate(ends)]
-    return max(ready)
+    kinds = [PIECES.get(kind, kind) for kind in schedules.KINDS]
+    seconds = [
+        each.get(kind, np.nan) for each in (durations, of_last or durations) for kind in kinds
+    ]
+    devices = np.arange(schedule.stages)
+    before, after = (devices - 1) % len(devices), (devices + 1) % len(devices)
+    ready = np.zeros(len(devices))
+    for seconds_of_column in np.array([0.0, *seconds])[schedule.codes]:
+        ends = ready + seconds_of_column
+        ready = np.maximum(np.maximum(ends[before], ends), ends[after])
+    return float(ready.max())
