@@ -52,7 +52,7 @@ def summary(
     more = [with_save - without for without, with_save in zip(plain, saving, strict=True)]
     step, (low, save, high) = statistics.median(plain) / steps, statistics.quantiles(more, n=4)
     return (
-        {"a step (s)": step, "a save (s)": save, "quartiles (s)": [low, high]}
+        {"per step (s)": step, "per save (s)": save, "quartiles (s)": [low, high]}
         | {
             f"overhead every {interval} steps": f"{save / (interval * step):.2%}"
             for interval in intervals

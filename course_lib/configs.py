@@ -33,13 +33,13 @@ from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.smaller_and_faster import smallest_step
 
 DTYPES = ("float32", "bfloat16", "float16")
-PROGRAM = ("run", "mesh", "strategy")  # parts of the program's own: course_lib.program.settings
+PROGRAM = ("run", "mesh", "strategy")  # parts that only the program reads: program.settings
 
 
 def published_155m() -> ConfigDict:
     """The Transformer of the series that this course builds on: 155.9 million parameters.
 
-    Its published measurements start from 155,877,376. On an A5000 (24 GB) its author measured
+    The publication counts 155,877,376 parameters. On an A5000 (24 GB) its author measured
     3.9 GB and 0.91 s per step. A step on two CPU cores takes minutes.
 
     Source:
@@ -51,16 +51,16 @@ def published_155m() -> ConfigDict:
         head_dim=128,  # K: below 64 the matrix units idle
         num_heads=8,  # H: H * K must be D
         mlp_expansion=4,  # F / D: most of the activations are the MLP's hidden ones
-        vocab_size=2048,  # rows of the token table; the tokenizer's
+        vocab_size=2048,  # rows of the token table; at least the tokenizer's
         num_outputs=2048,  # V: the loss holds several times 4 * B * L * V bytes of logits
         max_seq_len=512,  # rows of the position table; scores take H * L * L without flash
         dropout_rate=0.1,  # with 0, no random numbers and no masks
         causal_mask=True,  # without it every position sees its own label
         dtype="bfloat16",  # of activations; float32 doubles memory, float16 needs a loss scale
-        softmax_dtype="float32",  # of scores, the largest arrays; bfloat16 halves them, errs
+        softmax_dtype="float32",  # of scores, the largest arrays; bfloat16: half, less exact
         scan_layers=True,  # compiles one block instead of N; activations are stacked arrays
         remat=("MLP", "Attn"),  # computed again in the backward pass: see rematerialization
-        remat_policy="nothing",  # what a rematerialized module keeps all the same
+        remat_policy="nothing",  # what a rematerialized module still saves
         remat_names=(),  # which named values the policies "names" and "offload" keep
         attention="reference",  # see course_lib.models.attention
         loss_chunks=1,  # pieces of the logits, one at a time; more take less memory
@@ -72,11 +72,11 @@ def published_155m() -> ConfigDict:
         num_kv_heads=0,  # G: heads of keys and values; fewer take less memory; 0 means H
         mlp_activation="gelu",  # or "squared_relu"
         positions="learned",  # or "rotary", which has no table
-        use_bias=True,  # without, products and norms add none
+        use_bias=True,  # False: matmuls and norms have no bias
         num_experts=0,  # E MLPs, k of them per token; memory grows, FLOPs hardly
         experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
-        capacity_factor=1.25,  # slots per expert, in even shares; fewer drop more tokens
-        balance_weight=0.01,  # of the load-balancing loss; at 0 few experts may do all
+        capacity_factor=1.25,  # slots per expert / its even share; fewer drop more tokens
+        balance_weight=0.01,  # of the load-balancing loss; at 0, a few experts may get all
     )
     optimizer = dict(
         name="adam",  # two more float32 numbers per parameter; see course_lib.optimizers
@@ -88,9 +88,9 @@ def published_155m() -> ConfigDict:
         total_steps=1000,  # "warmup_cosine": when the rate reaches 0
         b1=0.9,  # Adam's memory of gradients, about 1 / (1 - b1) steps
         b2=0.999,  # Adam's memory of their squares
-        weight_decay=0.0,  # pulls parameters towards 0 by that share of the rate
+        weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
         block_size=256,  # "adamw_8bit": numbers per scale; a block lies on one device
-        clip_norm=0.0,  # scales gradients down to that norm; 0 leaves them
+        clip_norm=0.0,  # scales gradients down to that norm; 0: no clipping
         offload=False,  # moments in the host's memory, streamed layer by layer
     )
     data = dict(
@@ -133,8 +133,8 @@ def cpu() -> ConfigDict:
 
 
 def t4() -> ConfigDict:
-    """For a T4 of 16 GB, as Colab lends: `155m`, 155.9 million parameters, in float16, with
-    dynamic loss scaling.
+    """For a T4 of 16 GB, which Colab has: 155.9 million parameters, as in `155m`, but in
+    float16, with dynamic loss scaling.
 
     A T4 has no bfloat16 units. Compiled for it, a step needs 3.9 GiB, which leaves room for a
     batch without minibatches, or for less remat.
@@ -175,7 +175,7 @@ PRESETS: dict[str, Callable[[], ConfigDict]] = {
 def nemotron_340b() -> ConfigDict:
     """Nemotron-4 340B: 341 billion parameters, batches of 2304 x 4096 tokens on 6,144 H100s.
 
-    It is no preset, as no single device holds it.
+    It is not a preset, because no single device can hold it.
 
     Source: https://arxiv.org/abs/2406.11704, section 2.
     """
@@ -216,7 +216,7 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
 
     Args:
       config: a configuration. The parts in `PROGRAM` are not looked at.
-      accelerator: to run on; None if unknown, which leaves out what depends on it.
+      accelerator: to run on; None skips the checks that depend on it.
 
     Raises:
       ValueError: naming the field, its value, and the fix.
@@ -266,8 +266,7 @@ def check_attention(model: ConfigDict, accelerator: Accelerator | None) -> None:
         reason := attention.why_unavailable(model.attention, accelerator, model.dtype)
     ):
         raise ValueError(
-            f"model.attention={model.attention!r} cannot be had on {accelerator.title}:"
-            f" {reason}"
+            f"model.attention={model.attention!r} cannot run on {accelerator.title}: {reason}"
         )
 
 
@@ -283,7 +282,7 @@ def check_fields(
       config: a ConfigDict or a dict.
       template: a configuration that works.
       path: the part of the configuration, with a dot behind it; "" for all of it.
-      may_lack: whether fields may be missing, as in a file that is older than they are.
+      may_lack: whether fields may be missing, as in a file from before they existed.
 
     Raises:
       ValueError: naming the field with its part, its value, and what is close.
@@ -323,7 +322,7 @@ def no_field(field: str, value: Any, fields: Iterable[str]) -> ValueError:
 
 
 Limits = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""A condition in words: its test, and the fields that must pass it."""
+"""Maps a condition in words to its test and to the fields that must pass it."""
 
 LIMITS: Limits = {
     "be positive": (
@@ -407,13 +406,13 @@ def _check_pairs(config: ConfigDict) -> None:
         if not model.scan_layers:
             raise ValueError(
                 "optimizer.offload=True must have model.scan_layers=True: moments are fetched"
-                " layer by layer from stacked arrays, which a model has only then"
+                " layer by layer from stacked arrays, which only scan_layers makes"
             )
         if config.training.loss_scale != "none":
             raise ValueError(
                 f"optimizer.offload=True must have training.loss_scale='none', not"
                 f" {config.training.loss_scale!r}: a loss scale skips updates after they are"
-                " computed, when the old moments on the host are overwritten"
+                " computed, but by then the old moments on the host are overwritten"
             )
     if config.training.backward == "in_place":
         _check_in_place(config)
@@ -421,7 +420,7 @@ def _check_pairs(config: ConfigDict) -> None:
         raise ValueError(
             f"training.steps={steps} must be at most"
             f" optimizer.total_steps={optimizer.total_steps}: from there on the rate is 0;"
-            " raise both, as another run if this one has begun"
+            " raise both; a run that has begun keeps total_steps, so start another one"
         )
 
 

@@ -13,7 +13,7 @@ from course_lib import configs
 def test_the_cost_of_a_save_is_the_extra_time_of_the_steps_with_it():
     plain = [5.0, 6.0, 9.0]  # seconds of 50 steps, on a machine that gets slower
     row = checkpoint.summary(plain, [5.3, 6.2, 9.3], 50, [100, 1000])
-    assert row["a step (s)"] == 6 / 50 and row["a save (s)"] == pytest.approx(0.3)
+    assert row["per step (s)"] == 6 / 50 and row["per save (s)"] == pytest.approx(0.3)
     assert row["quartiles (s)"] == pytest.approx([0.2, 0.3])
     assert (
         row["overhead every 100 steps"] == "2.50%"
@@ -65,5 +65,5 @@ def test_the_programs_own_loop_is_measured(monkeypatch, capsys, tmp_path):
     )
     assert runs == 2 * [(10, 9, ["00000009"]), (3, 9, ["00000003", "00000006", "00000009"])]
     wall, cpu = result["rows"]
-    assert wall["clock"] == "wall" and wall["a step (s)"] > 0 and cpu["a step (s)"] > 0
+    assert wall["clock"] == "wall" and wall["per step (s)"] > 0 and cpu["per step (s)"] > 0
     assert list(folder.iterdir()) == []  # nothing is left behind

@@ -135,7 +135,7 @@ def test_attention_is_checked_against_the_accelerator_if_one_is_given():
     whole.model.update(attention="cudnn", dtype="float16")
     whole.training.loss_scale = "dynamic"
     configs.check(whole)
-    with pytest.raises(ValueError, match="model.attention='cudnn' cannot be had on NVIDIA T4"):
+    with pytest.raises(ValueError, match="model.attention='cudnn' cannot run on NVIDIA T4"):
         configs.check(whole, hardware.get("t4"))
 
 

@@ -1,7 +1,7 @@
 """Measures the time of a step.
 
 A naive measurement goes wrong in three ways. JAX returns before the device is done: wait for
-the result. The first call compiles: time compilation apart. Machines are noisy: take the median
+the result. The first call compiles: time it separately. Machines are noisy: take the median
 of several calls, and alternate between functions to compare them.
 """
 
@@ -66,8 +66,8 @@ def step_time(
     """
     if steps < 1 or warmup < 0:
         raise ValueError(
-            f"steps={steps}, warmup={warmup} must be at least 1 and 0: there would be nothing"
-            " to time"
+            f"steps={steps}, warmup={warmup} must be at least 1 and 0: steps are timed, and"
+            " warm-up steps run before them"
         )
     compile_seconds = None
     if hasattr(step, "lower"):
@@ -118,16 +118,17 @@ def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
     """Runs a function in a new Python process and returns its peak device memory in bytes.
 
     A device counts its peak over the life of a process, so each measurement needs its own. The
-    new process reserves no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Set that for
-    this process, too, before JAX first looks for devices, as `notebook.setup` does: otherwise
-    this process takes three quarters of the device, and the new one gets the rest.
+    new process reserves no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Set the
+    variable for this process, too, before JAX first looks for devices, as `notebook.setup`
+    does. Otherwise this process reserves three quarters of the device.
 
     Args:
       target: `"module:function"`, in a module that this process can import.
       **kwargs: arguments of the function: numbers, strings, lists and dicts of them.
 
     Returns:
-      None where devices do not count their memory, as on a CPU. Then nothing is run.
+      The peak in bytes. None where devices do not count their memory, as on a CPU; then
+      nothing is run.
 
     Raises:
       ValueError: if there is no such function.

@@ -48,16 +48,17 @@ fields of --set:
   When a run goes on, these fields may differ: training.steps, training.donate, and run.* except
     validation_batches. The text must be the same, but may lie in another folder. non_finite may
     change only from stop to skip. These may differ, too, but change the rounding: mesh.*,
-    strategy.*, model.remat*, model.attention, model.flat_products, training.accumulation
+    strategy.* (chunks may not; with several chunks, mesh.pipe may not), model.remat*,
+    model.loss_*, model.attention, model.flat_products, training.accumulation, training.backward
 
-when a run that was stopped goes on, it gives the same numbers, bit for bit:
+a run that was stopped and continues gives the same numbers, bit for bit:
   on CPUs with the same number of cores (XLA splits sums by threads) and the same JAX; on GPUs
   of the same kind with XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment of every
-  start. Steps are slower with it: additions have an order, and XLA does not time kernels to
-  choose the fastest. With another JAX or on other devices numbers are rounded differently, and
-  the run says so
+  start. The flag makes steps slower: additions have an order, and XLA does not time kernels
+  to choose the fastest. With another JAX or on other devices, numbers are rounded differently,
+  and the run says so
 
-to make steps on a CPU about a tenth quicker:
+to make steps on a CPU faster (1.15 to 1.28 times in docs/benchmarks.md):
   set MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 in the environment: glibc
   then keeps the memory of a step for the next one, instead of returning it to the system
 
@@ -85,7 +86,7 @@ def arguments() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    trained = parser.add_argument_group("what is trained")
+    trained = parser.add_argument_group("configuration")
     # The sizes come from the docstrings: counting would take a second at each start.
     size = " parameters"
     presets = "; ".join(
@@ -142,8 +143,8 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "--dry-run",
         action="store_true",
-        help="only compiles, for devices that need not be there, and prints the memory, FLOPs"
-        " and communication of a step",
+        help="only compiles, also for devices that are not there; prints memory, FLOPs,"
+        " communication and estimated time per step",
     )
     add("--target", metavar="NAME", help=f"default: h100. One of {', '.join(hardware.names())}")
     return parser
@@ -220,8 +221,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _train(config: ConfigDict, folder: str) -> int:
-    """Trains, and returns the exit code, also after an expected error. With several processes,
-    every error except a refusal ends all of them (`processes.start`).
+    """Trains and returns the exit code. Expected errors become exit codes. With several
+    processes, every error except a refusal ends all of them (`processes.start`).
     """
     try:
         ended = loop.train(config, folder)

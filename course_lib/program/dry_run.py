@@ -1,4 +1,5 @@
-"""Compiles a training step for devices that need not be there, and says what it would need.
+"""Compiles a training step for devices that need not be there, and reports its memory, bytes
+and time.
 
     print(dry_run(settings.complete(configs.get("80gb")), "h100", 8).text())
 
@@ -35,18 +36,19 @@ class DryRun:
 
     Attributes:
       target: title of the accelerator.
-      axes: the mesh, sizes by name.
+      axes: the size of each mesh axis, by name.
       strategy: how its axes are used.
       memory: bytes per device: "arguments", "temporaries", and "peak", which has to fit.
       capacity: bytes of a device's memory that the program uses.
-      flops: of the model in a step, on all devices together.
-      sent: bytes that a device sends per step, by kind and axes, the most first.
-      estimate: of `many_devices.estimate`; or the reason why there is none.
-      refused: why the program would refuse this configuration, in which case the step is that
-        of `suggested`; else "".
+      flops: the model's FLOPs per step, on all devices together.
+      sent: bytes that a device sends per step, by kind and axes.
+      estimate: what `many_devices.estimate` returns, or the reason why there is none.
+      refused: why the program would refuse this configuration; "" if it would not. If refused,
+        all numbers are those of the configuration with `suggested`.
       suggested: fields to change, and their values, for a step that is estimated to be faster,
         or to fit.
-      advice: the same in words; "" if mesh or strategy were given.
+      advice: the same in words, or why nothing is suggested; "" if mesh or strategy were given,
+        or no formula covers the configuration.
       note: what runs in place of a kernel that the target cannot run, if anything; else "".
     """
 
@@ -116,8 +118,8 @@ def _time(guess: estimates.Estimate | str) -> str:
 def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     """Compiles the train step for devices that need not be there.
 
-    If the program would refuse the configuration on so many devices, and there is a suggestion,
-    that is compiled.
+    If the program would refuse the configuration on this number of devices, it compiles the
+    suggested one, if there is a suggestion.
 
     Args:
       config: as `settings.complete` returns it.
@@ -183,7 +185,7 @@ def _estimate(config: ConfigDict, cluster: Cluster) -> estimates.Estimate | str:
     axes, strategy = settings.axes(config, cluster.count), settings.strategy(config)
     try:
         return estimates.estimate(config, axes, strategy, cluster)
-    except ValueError as error:  # the program runs all the same
+    except ValueError as error:  # the program can run it, only the formula cannot
         return str(error)
 
 
@@ -192,7 +194,8 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
     about it.
     """
     try:
-        ranked = estimates.choose(config, cluster, reorder=False)  # the program's order
+        # The program's meshes have one order of axes: "data" outermost, "tensor" innermost.
+        ranked = estimates.choose(config, cluster, reorder=False)
     except ValueError:  # there is no formula, as the line about the time says
         return {}, ""
     if not ranked:

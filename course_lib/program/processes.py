@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 
 HEARTBEAT = 30  # seconds without a heartbeat until a process counts as gone; JAX's default: 100
 PATIENCE = 300  # seconds that processes wait for each other at the start; JAX's default
-PREPARING = 24 * 3600  # seconds that `gather` waits; long, as a text may be prepared before it
+PREPARING = 24 * 3600  # seconds that `gather` waits: preparing a text may take hours
 
 _gathered = itertools.count()
 
@@ -71,7 +71,7 @@ def from_launcher(environ: Mapping[str, str] | None = None) -> dict[str, Any] | 
     else:
         return None
     sees_one_gpu = len(env.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
-    gpus = [on_host] if shares_host and not sees_one_gpu else []  # []: all that it sees
+    gpus = [on_host] if shares_host and not sees_one_gpu else []  # []: all GPUs it sees
     return {"process_id": number, "num_processes": count, "local_device_ids": gpus}
 
 
@@ -84,17 +84,17 @@ def start(
     heartbeat: int = HEARTBEAT,
     patience: int = PATIENCE,
 ) -> Iterator[None]:
-    """Connect this process with the others while a `with` lasts.
+    """Connect this process with the others inside a `with` block.
 
     Call it before JAX looks for devices. Under a launcher it needs no arguments. With one
     process it does nothing.
 
-    Processes that share a host take one GPU each, by their number on the host. A process alone
-    on its host takes all of the host's GPUs. If `CUDA_VISIBLE_DEVICES` names a single GPU, the
-    process takes that one.
+    Under Open MPI and Slurm, processes that share a host take one GPU each, by their number on
+    the host. Otherwise a process takes all GPUs that it sees. If `CUDA_VISIBLE_DEVICES` names a
+    single GPU, the process takes that one.
 
-    When the block ends, the processes wait for each other. Inside the block JAX takes SIGTERM,
-    for `preemption.notices`.
+    When the block ends, the processes wait for each other. Inside the block JAX handles
+    SIGTERM, and `preemption.notices` reads it from JAX.
 
     Args:
       coordinator: "host:port" of process 0: a free port there that all processes reach.
@@ -102,7 +102,7 @@ def start(
       processes: the number of processes; 1 ignores the launcher.
       heartbeat: seconds without a heartbeat until a process counts as gone.
       patience: seconds that the processes wait for each other at the start. A few seconds later
-        JAX aborts those that came.
+        JAX aborts the processes that waited.
 
     Raises:
       ValueError: if JAX cannot tell from arguments and launcher where process 0 is and which
@@ -127,8 +127,8 @@ def start(
     if place is None and len(arguments) < 3:
         raise ValueError(
             f"coordinator={coordinator!r}, process={process}, processes={processes} must be"
-            " given together where no launcher tells them: mpirun, srun, or an indexed Job of"
-            " Kubernetes would"
+            " given together, because no launcher (mpirun, srun, an indexed Job of Kubernetes)"
+            " sets them"
         )
     host, _, port = (coordinator or "host:0").rpartition(":")
     if not (host and port.isdecimal()):
@@ -171,7 +171,7 @@ def gather(text: str) -> list[str]:
     seconds.
 
     Args:
-      text: this process's, without the character of code 0, which pads shorter texts.
+      text: the text of this process. It must not contain NUL, which pads shorter texts.
     """
     if jax.process_count() == 1:
         return [text]
@@ -186,13 +186,13 @@ def gather(text: str) -> list[str]:
 
 
 def _check_devices() -> None:
-    """Refuse, in all processes, different numbers of devices per process: a mesh is a table."""
+    """Refuse, in all processes, unequal numbers of devices: a mesh is a rectangular array."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         jax.distributed.shutdown()
         raise ValueError(
-            f"processes must have as many devices each, not {sorted(counts.items())}, as"
-            " (process, devices)"
+            "each process must have the same number of devices, not (process, devices):"
+            f" {sorted(counts.items())}"
         )
 
 

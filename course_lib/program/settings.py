@@ -154,8 +154,8 @@ def fixed(config: ConfigDict) -> dict[str, Any]:
     - `mesh` and `strategy`, which say who computes (dropout masks differ, too). With several
       chunks per pipeline stage, layers are stored in the order of the stages: then the number
       of stages and chunks are fixed;
-    - `model.remat*`, `model.attention`, `model.flat_products`, `model.loss_*` and
-      `training.accumulation`, which say how.
+    - `model.remat*`, `model.attention`, `model.flat_products`, `model.loss_*`,
+      `training.accumulation` and `training.backward`, which say how.
 
     Two fields of `run` are fixed: `validation_batches`, because the best loss is the lowest of
     several on the same text, and `non_finite`, which says which updates are made (see

@@ -139,7 +139,7 @@ def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
         (["--dry-run", "--target", "abacus"], "error: --target abacus must be one of t4, "),
         (
             ["--preset", "80gb", "--dry-run", "--target", "t4"],
-            "error: model.attention='xla' cannot be had on NVIDIA T4: ",
+            "error: model.attention='xla' cannot run on NVIDIA T4: ",
         ),
         (
             ["--run", __file__, "--set", "data.batch_size=8"],

@@ -124,7 +124,7 @@ def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
 def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_kernel_never():
     found = dry_run.dry_run(tiny(**{"model.dtype": "bfloat16"}), "t4", 1)
     assert found.fits and "T4 has no unit for" in found.text() and not found.suggested
-    with pytest.raises(ValueError, match="model.attention='cudnn' cannot be had on NVIDIA T4"):
+    with pytest.raises(ValueError, match="model.attention='cudnn' cannot run on NVIDIA T4"):
         dry_run.dry_run(
             tiny(**{"model.dtype": "bfloat16", "model.attention": "cudnn"}), "t4", 1
         )
@@ -136,9 +136,7 @@ def test_bfloat16_in_xla_attention_on_a_t4_is_refused_before_it_is_compiled(pres
     whole.model.attention = "xla"
     with pytest.raises(
         ValueError,
-        match=(
-            "model.attention='xla' cannot be had on NVIDIA T4: .* use 'reference' or 'blocks'"
-        ),
+        match=("model.attention='xla' cannot run on NVIDIA T4: .* use 'reference' or 'blocks'"),
     ):
         dry_run.dry_run(whole, "t4", 1)
 

@@ -15,12 +15,12 @@ from matplotlib.patches import Patch, Rectangle
 from course_lib.show.figures import style
 
 LETTERS = 9  # points
-WIDTH = 5.6  # inches: a picture that a telephone shows at two thirds of its size is readable
+WIDTH = 5.6  # inches: readable on a telephone, at two thirds of this size
 BLOCKS, KEPT = 0.42, 0.34  # heights in a lane of height 1
 
 Number = int | float
 Block = tuple[Number, Number, str, str]  # start, duration, kind, text in it
-Pass = tuple[Number, str, Number, str]  # time and lane where it leaves, and where it arrives
+Pass = tuple[Number, str, Number, str]  # time and lane of departure, time and lane of arrival
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Lane:
 
     Attributes:
       blocks: what it does, as (start, duration, kind, text). Kinds get looks and a legend.
-      kept: how much it keeps from a time on, as (time, amount); empty if nothing is drawn.
+      kept: pairs (time, amount): it keeps that amount from that time on; empty: not drawn.
     """
 
     blocks: Sequence[Block]
@@ -97,8 +97,9 @@ def lanes(
 
 
 def lanes_of_schedule(table: Sequence[Sequence[Any]]) -> dict[str, Lane]:
-    """Returns a lane per device of a pipeline's schedule: its ops, one slot of time each, and
-    how many microbatches are live, from their F to the end of their W.
+    """Returns a lane per device of a pipeline's schedule: its ops, one slot of time each (BW
+    two), and how many microbatches are live, from their forward F to the end of their
+    weight gradient W. With chunks, each chunk counts.
 
     Args:
       table: for each device a row of objects with `kind`, `microbatch` and `chunk`, or None
@@ -124,8 +125,10 @@ def lanes_of_layers(
     computes: Sequence[tuple[Number, Number]],
     layer: Number,
 ) -> dict[str, Lane]:
-    """Returns the lanes of layers that are gathered and then computed, as in FSDP, and the
-    memory of gathered layers: each counts from the start of its gather until it is computed.
+    """Returns the lanes of layers that are gathered and then computed, as in FSDP.
+
+    A third lane is the memory of gathered layers: a layer takes memory from the start of its
+    gather until it is computed.
 
     Args:
       gathers: start and duration of each layer's gather.
@@ -158,10 +161,10 @@ def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> 
     """Returns the lanes of a training step whose parts are laid end to end: what the device
     computes, and its traffic along "tensor", "pipe" and "data".
 
-    Traffic that is spread over the step is drawn in one piece. Half of the bubble, and half of
-    the exposed traffic along "data" and "pipe", comes before computing, the other half after
-    it. Exposed traffic along "tensor" follows computing. Hidden traffic runs beside computing,
-    that along "data" at both of its ends.
+    Traffic that is spread over the step is drawn in one piece. Half of the pipeline's idle time
+    (its bubble), and half of the exposed traffic along "data" and "pipe", come before
+    computing, the other half after it. Exposed traffic along "tensor" follows computing. Hidden
+    traffic runs beside computing; along "data", half of it at the start, half at the end.
 
     Args:
       parts: seconds of "products", "memory", "bubble", and of exposed traffic by axis
