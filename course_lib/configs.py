@@ -101,7 +101,7 @@ def published_155m() -> ConfigDict:
         steps=5,  # optimizer steps
         num_minibatches=4,  # M: activations of B / M sequences at a time
         accumulation="scan",  # "scan" compiles one minibatch, "loop" all M
-        accumulator_dtype="float32",  # 4 bytes per parameter while M > 1
+        accumulator_dtype="float32",  # 4 bytes per parameter if M > 1 or "in_place"
         backward="autodiff",  # "in_place" has one tree of gradients: see smallest_step
         loss_scale="none",  # "dynamic" for float16
         donate=True,  # without it, two states are in memory: 12 more bytes per parameter
@@ -329,7 +329,12 @@ LIMITS: Limits = {
         lambda x: x > 0,
         "model.num_layers model.hidden_size model.head_dim model.num_heads model.mlp_expansion"
         " model.vocab_size model.max_seq_len optimizer.learning_rate optimizer.total_steps"
-        " data.batch_size data.seq_len training.steps",
+        " data.batch_size data.seq_len training.steps training.num_minibatches",
+    ),
+    "be at least 16: each block has a scale": (lambda x: x >= 16, "optimizer.block_size"),
+    f"be one of {gradient_accumulation.METHODS}": (
+        gradient_accumulation.METHODS.__contains__,
+        "training.accumulation",
     ),
     "be in [0, 1): 1 leaves nothing": (
         lambda x: 0 <= x < 1,

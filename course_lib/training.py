@@ -139,10 +139,12 @@ def make_train_step(
         num_minibatches=num_minibatches, method=method, accumulator_dtype=accumulator_dtype
     )
     gradient_accumulation.check_options(**parts)
-    if gradient_fn and (num_minibatches != 1 or method != "scan"):
+    asked = num_minibatches, method, jnp.dtype(accumulator_dtype)
+    if gradient_fn and asked != (1, "scan", jnp.float32):
         raise ValueError(
-            f"num_minibatches={num_minibatches}, method={method!r} must not come with"
-            " gradient_fn, which cuts the batch itself: they would do nothing"
+            f"num_minibatches={num_minibatches}, method={method!r},"
+            f" accumulator_dtype={accumulator_dtype!r} must not come with gradient_fn, which"
+            " cuts the batch itself: they would do nothing"
         )
     if not callable(loss_fn):
         raise ValueError(
@@ -441,8 +443,8 @@ def build(config: ConfigDict) -> Run:
 
 
 def step_flops(config: ConfigDict) -> measure.Flops:
-    """Counts the FLOPs of the matrix products in one step, with attention and logits written
-    out.
+    """Counts the FLOPs of the model's matrix products in one step, with attention and logits
+    written out. Products of the optimizer, such as Muon's, do not count.
 
     Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
     out, every kind of attention counts alike. A loss in chunks computes the logits twice; they
@@ -453,6 +455,7 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     """
     written_out = ConfigDict(config.to_dict())  # a copy: the caller's stays as it is
     written_out.model.update(attention="reference", loss_chunks=1)
+    written_out.optimizer.update(name="sgd", weight_decay=0.0, offload=False)
     # By hand, the last product of each block is traced twice; XLA removes the unused one.
     written_out.training.backward = "autodiff"
     run = build(written_out)

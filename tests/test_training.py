@@ -485,3 +485,19 @@ def test_options_that_a_given_gradient_function_would_ignore_are_refused():
             num_minibatches=7,
             gradient_fn=lambda loss_fn: loss_fn,
         )
+    with pytest.raises(ValueError, match=r"accumulator_dtype='bfloat16' must not come with"):
+        training.make_train_step(
+            lambda params, batch, rng: (0.0, {}),
+            optax.sgd(0.1),
+            accumulator_dtype="bfloat16",
+            gradient_fn=lambda loss_fn: loss_fn,
+        )
+
+
+def test_the_optimizers_own_products_are_not_the_models():
+    flops = {}
+    for name in ("adamw", "muon", "adafactor"):
+        whole = configs.get("cpu")
+        whole.optimizer.name = name
+        flops[name] = training.step_flops(whole)
+    assert flops["adamw"] == flops["muon"] == flops["adafactor"]

@@ -74,8 +74,8 @@ class Group:
         ranks share a switch.
       latency: seconds until the first byte has arrived.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: on a torus, the length of the ring, through all links of a chip, whose all-to-all
-        takes as long as this group's; 0 behind a switch.
+      ring: on a torus, the length of a ring that uses all links of a chip, and whose
+        all-to-all takes as long as this group's; 0 behind a switch.
       link: on a torus, bytes/s from one device to the next; 0 behind a switch, where `inside`
         is that.
       ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else

@@ -48,6 +48,7 @@ class Step:
       seq_len: L, the tokens of a sequence, on all devices along "context" together.
       minibatches: into how many the batch is cut.
       piped: whether there is an axis "pipe".
+      sum_itemsize: bytes of a number of the gradients' sum over the parts of the batch.
     """
 
     model: ConfigDict
@@ -57,6 +58,7 @@ class Step:
     seq_len: int
     minibatches: int
     piped: bool
+    sum_itemsize: int = 4
 
     @property
     def width(self) -> int:
@@ -105,12 +107,14 @@ class Leaf:
     Attributes:
       path: its name in the tree.
       bytes: of the device's part.
+      itemsize: bytes of one number.
       param_spec: of the parameter.
       grad_spec: of its gradient.
     """
 
     path: str
     bytes: int
+    itemsize: int
     param_spec: P
     grad_spec: P
 
@@ -135,8 +139,9 @@ def leaves(params: PyTree, param_specs: PyTree, grad_specs: PyTree, n: Sizes) ->
     for (path, leaf), (place, of_gradient) in zip(
         jax.tree_util.tree_leaves_with_path(params), places, strict=True
     ):
-        size = leaf.size * leaf.dtype.itemsize // math.prod(n[axis] for axis in place if axis)
-        listed.append(Leaf(jax.tree_util.keystr(path), size, place, of_gradient))
+        itemsize = leaf.dtype.itemsize
+        size = leaf.size * itemsize // math.prod(n[axis] for axis in place if axis)
+        listed.append(Leaf(jax.tree_util.keystr(path), size, itemsize, place, of_gradient))
     return listed
 
 
@@ -253,15 +258,16 @@ def gradients(step: Step, params: Sequence[Leaf]) -> int:
     """
     total = 0
     for leaf in params:
+        summed = leaf.bytes * step.sum_itemsize // leaf.itemsize
         if step.piped:
             layers = step.layers * step.strategy.chunks if "['block" in leaf.path else 1
-            total += leaf.bytes + leaf.bytes // layers
+            total += summed + leaf.bytes // layers
             continue
         # Stage 2 adds up slices, the other stages full gradients.
         sliced = step.strategy.zero == 2 and dim_of(leaf.grad_spec, "data") is not None
         slices = step.n["data"] if sliced else 1
         total += leaf.bytes
-        total += leaf.bytes // slices if step.parts > 1 else 0
+        total += summed // slices if step.parts > 1 else 0
     return total
 
 

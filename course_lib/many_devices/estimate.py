@@ -114,6 +114,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
     """Returns how this course's program trains a model. Arguments as for `estimate`."""
     model, sharded = config.model, strategy.zero == 3
     width = jnp.dtype(model.dtype).itemsize
+    stored = jnp.dtype(config.optimizer.param_dtype).itemsize
     parts = strategy.microbatches * config.training.num_minibatches
     remat = set(model.remat)
     recompute = "full" if "Block" in remat or {"MLP", "Attn"} <= remat else "none"
@@ -129,8 +130,8 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         fused_attention=model.attention in ("cudnn", "flash"),
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
-        gradient_bytes=width if sharded else 4,
-        parameter_bytes=width if sharded else 4,
+        gradient_bytes=width if sharded else stored,
+        parameter_bytes=width if sharded else stored,
         update_bytes=_update_bytes(config),
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
@@ -191,6 +192,7 @@ def _bytes(
         seq_len=config.data.seq_len,
         minibatches=config.training.num_minibatches,
         piped="pipe" in axes,
+        sum_itemsize=jnp.dtype(config.training.accumulator_dtype).itemsize,
     )
     params = costs.leaves(state.params, param_specs.params, grad_specs, n)
     slots_of_time, waiting = _pipeline(strategy, n["pipe"]) if step.piped else (0, None)
@@ -242,6 +244,11 @@ def _check_counted(config: ConfigDict) -> None:
         raise ValueError(
             "optimizer.offload=True must be False for an estimate: no formula here counts the"
             " link to the host (notebook 18 does)"
+        )
+    if config.model.remat and config.model.remat_policy != "nothing":
+        raise ValueError(
+            f"model.remat_policy={config.model.remat_policy!r} must be 'nothing' for an"
+            " estimate: no formula here counts the values that a policy saves"
         )
     if config.training.backward != "autodiff":
         raise ValueError(

@@ -176,13 +176,8 @@ def attend(
       ValueError: if `implementation` is unknown, not installed, or cannot do what is asked, or
         if dtypes or shapes of the arrays do not go together.
     """
-    _check_arrays(query, key, value)
+    flash_attention.check_arrays(query, key, value)
     heads, groups = query.shape[2], key.shape[2]
-    if heads % groups:
-        raise ValueError(
-            f"key of shape {key.shape} must have a number of heads that divides the query's"
-            f" {heads}"
-        )
     check(
         implementation,
         dtype=query.dtype,
@@ -203,35 +198,6 @@ def attend(
         return flash_attention.attend(query, key, value, causal=causal)
     options: dict[str, Any] = {"is_causal": causal, "implementation": implementation}
     return jax.nn.dot_product_attention(query, key, value, **options)
-
-
-def _check_arrays(query, key, value):
-    """Refuses arrays with which attention would silently compute wrong numbers."""
-    arrays = dict(query=query, key=key, value=value)
-    for name, array in arrays.items():
-        if array.ndim != 4:
-            raise ValueError(
-                f"{name} of shape {array.shape} must be [B, L, H, K]: sequences, positions,"
-                " heads, their width"
-            )
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} of dtype {array.dtype} must be floating, as weights are:"
-                f" {name}.astype(jnp.float32)"
-            )
-    if len({array.dtype for array in arrays.values()}) > 1:
-        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        raise ValueError(
-            f"query, key and value must be of one dtype, not {dtypes}: cast them to the compute"
-            " dtype"
-        )
-    batch, length, _, width = query.shape
-    if key.shape != value.shape or (*key.shape[:2], key.shape[3]) != (batch, length, width):
-        raise ValueError(
-            f"key of shape {key.shape} and value of shape {value.shape} must be [{batch},"
-            f" {length}, G, {width}], as the query is {query.shape}: as many positions of as"
-            " many sequences, and heads as wide"
-        )
 
 
 def reference(query, key, value, *, causal, mask, softmax_dtype):

@@ -30,13 +30,13 @@ class Hooks:
       column: the matrix multiplication of a layer whose outputs are cut over devices
         (column-parallel), with the arguments of `jax.lax.dot_general`; None for the model's
         own.
-      output: takes the activations, the kernel and the bias (or None) of the output layer, and
-        returns the model's output in place of logits; None for logits.
       row: the same for a layer whose inputs are cut (row-parallel). The bias is added once, to
         the sum over devices.
+      output: takes the activations, the kernel and the bias (or None) of the output layer, and
+        returns the model's output in place of logits; None for logits.
       lookup: reads rows of the token table.
-      positions: takes L, the length of a sequence, and returns the positions of this device's
-        tokens.
+      positions: takes the number of tokens per sequence that reach the model on this device,
+        and returns their positions.
       attend_positions: takes the number of queries or keys that reach this device's attention,
         and returns their positions.
       attend: replaces `attention.attend`, with the same arguments.

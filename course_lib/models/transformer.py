@@ -155,7 +155,7 @@ class Layer(nn.Module):
 
 
 def _scanned(block: nn.Module, x: Array, *, length: int, split: bool = True) -> Array:
-    """Applies a block so many times, each time with its own parameters and, with `split`, its
+    """Applies a block `length` times, each time with its own parameters and, with `split`, its
     own random key.
     """
     scan = nn.scan(

@@ -47,9 +47,7 @@ def gradient(loss_fn: LossFn) -> GradFn:
 
 
 def nonzero(count: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns a count to divide by, 1 in place of 0: a mean over nothing is 0 then, with
-    gradient 0.
-    """
+    """Replaces a count of 0 by 1, so that a mean over nothing is 0, with gradient 0."""
     return jnp.where(count != 0, count, 1)
 
 

@@ -85,15 +85,14 @@ def describe(dtype: Any, argument: str = "dtype") -> Format:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Dtypes of parameters, computation and output. Casts change floating arrays only.
+    """Dtypes of computation and output. Casts change floating arrays only. Parameters, their
+    gradients and the optimizer state keep the dtype in which `init` made them.
 
     Attributes:
-      param_dtype: of the parameters at rest, their gradients, and the optimizer state.
       compute_dtype: of parameters and activations inside the model.
       output_dtype: of the loss, and of all sums and means after the model.
     """
 
-    param_dtype: Any
     compute_dtype: Any
     output_dtype: Any
 
@@ -109,7 +108,8 @@ class Policy:
         """Returns the loss function, computed under this policy.
 
         Parameters and `batch.inputs` are cast to `compute_dtype`; the weights of the labels,
-        which are summed, are not. The cast is differentiated, so gradients have `param_dtype`.
+        which are summed, are not. The cast is differentiated, so a gradient has
+        its parameter's dtype.
 
         Args:
           loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with
@@ -131,9 +131,9 @@ def _cast(tree: PyTree, dtype: Any) -> PyTree:
 
 
 POLICIES = {
-    "float32": Policy(jnp.float32, jnp.float32, jnp.float32),
-    "bfloat16": Policy(jnp.float32, jnp.bfloat16, jnp.float32),
-    "float16": Policy(jnp.float32, jnp.float16, jnp.float32),
+    "float32": Policy(jnp.float32, jnp.float32),
+    "bfloat16": Policy(jnp.bfloat16, jnp.float32),
+    "float16": Policy(jnp.float16, jnp.float32),
 }
 """Full precision, and the two mixed ones. "float16" needs a loss scale."""
 

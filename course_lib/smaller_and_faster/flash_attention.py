@@ -57,21 +57,57 @@ def attend(
       The attended values, in the dtype of `query`. Scores and sums are float32.
 
     Raises:
-      ValueError: if `by` is unknown or not available here, or `check` refuses the shapes.
+      ValueError: if `by` is unknown or not available here, or if `check_arrays` or `check`
+        refuses the arrays.
     """
     if by not in BY:
         raise ValueError(f"by={by!r} must be one of {BY}")
     if by == "kernel" and (reason := _why_no_triton()):
         raise ValueError(f"by='kernel' cannot be had: {reason}; by='either' takes tiles in JAX")
-    _, length, heads, width = query.shape
+    check_arrays(query, key, value)
+    _, length, _, width = query.shape
+    tile = tile_for(width, query.dtype) if tile is None else tile
+    check(seq_len=length, head_dim=width, dtype=query.dtype, tile=tile)
+    return _attend(query, key, value, causal, tile, by)
+
+
+def check_arrays(query: Any, key: Any, value: Any) -> None:
+    """Refuses arrays with which attention would silently compute wrong numbers.
+
+    Raises:
+      ValueError: if shapes or dtypes do not go together.
+    """
+    arrays = dict(query=query, key=key, value=value)
+    for name, array in arrays.items():
+        if array.ndim != 4:
+            raise ValueError(
+                f"{name} of shape {array.shape} must be [B, L, H, K]: sequences, positions,"
+                " heads, their width"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} of dtype {array.dtype} must be floating, as weights are:"
+                f" {name}.astype(jnp.float32)"
+            )
+    if len({array.dtype for array in arrays.values()}) > 1:
+        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise ValueError(
+            f"query, key and value must be of one dtype, not {dtypes}: cast them to the compute"
+            " dtype"
+        )
+    batch, length, _, width = query.shape
+    if key.shape != value.shape or (*key.shape[:2], key.shape[3]) != (batch, length, width):
+        raise ValueError(
+            f"key of shape {key.shape} and value of shape {value.shape} must be [{batch},"
+            f" {length}, G, {width}], as the query is {query.shape}: as many positions of as"
+            " many sequences, and heads as wide"
+        )
+    heads = query.shape[2]
     if heads % key.shape[2]:
         raise ValueError(
             f"key of shape {key.shape} must have a number of heads that divides the query's"
             f" {heads}"
         )
-    tile = tile_for(width, query.dtype) if tile is None else tile
-    check(seq_len=length, head_dim=width, dtype=query.dtype, tile=tile)
-    return _attend(query, key, value, causal, tile, by)
 
 
 def tile_for(head_dim: int, dtype: Any) -> int:

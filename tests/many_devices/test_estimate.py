@@ -477,3 +477,33 @@ def test_what_cannot_be_estimated_is_refused():
         match="accelerator='l4' must have a figure for its network",
     ):
         half({"data": 16}, Strategy(), accelerator=hardware.get("l4"))
+
+
+def test_gradients_and_parameters_in_bfloat16_travel_in_half_the_time():
+    cluster, chosen = Cluster(H100, 16), Strategy(zero=1)
+    seconds = {}
+    for dtype in ("float32", "bfloat16"):
+        whole = configs.get("80gb")
+        whole.training.num_minibatches, whole.optimizer.param_dtype = 1, dtype
+        seconds[dtype] = estimate.estimate(whole, {"data": 16}, chosen, cluster).unhidden
+    narrow, wide = (seconds[dtype].parts["data"] for dtype in ("bfloat16", "float32"))
+    assert narrow == pytest.approx(wide / 2, rel=0.02)  # latency does not halve
+
+
+def test_the_sum_of_gradients_counts_in_the_dtype_of_the_accumulator():
+    held = {}
+    for stored, summed in (("float32", "float32"), ("bfloat16", "float32")):
+        whole = small({"optimizer.param_dtype": stored, "training.num_minibatches": 2})
+        whole.training.accumulator_dtype = summed
+        found = estimate.estimate(whole, {"data": 2}, Strategy(), Cluster(H100, 2))
+        held[stored] = found.bytes["gradients"], found.bytes["parameters"]
+    gradients, parameters = held["float32"]
+    assert gradients == 2 * parameters
+    gradients, parameters = held["bfloat16"]
+    assert gradients == parameters + 2 * parameters  # of one minibatch, and the float32 sum
+
+
+def test_a_policy_that_saves_values_has_no_formula():
+    whole = small(BLOCK | {"model.remat_policy": "everything"})
+    with pytest.raises(ValueError, match="remat_policy='everything' must be 'nothing'"):
+        estimate.estimate(whole, {"data": 2}, Strategy(), Cluster(H100, 2))

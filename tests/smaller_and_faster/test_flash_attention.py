@@ -138,6 +138,16 @@ def test_the_default_tile_is_the_largest_that_every_gpu_has_room_for(width, dtyp
             lambda f: inspect.unwrap(f.attend)(arrays()[0][:, :, :3], *arrays()[1:3]),
             "number of heads that divides the query's 3",
         ),
+        (
+            lambda f: inspect.unwrap(f.attend)(arrays()[0], *(x[:1] for x in arrays()[1:3])),
+            "as many positions of as many sequences",
+        ),
+        (
+            lambda f: inspect.unwrap(f.attend)(
+                arrays()[0].astype(jnp.bfloat16), *arrays()[1:3]
+            ),
+            "query, key and value must be of one dtype",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(call, message):

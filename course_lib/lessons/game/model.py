@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 PyTree = Any
-MakeStep = Callable[["Config"], Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True)
