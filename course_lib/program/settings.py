@@ -41,7 +41,9 @@ LIMITS: configs.Limits = {
     f"be one of {NON_FINITE}": (NON_FINITE.__contains__, "run.non_finite"),
     "be at least 1": (
         lambda x: x >= 1,
-        "run.skips_in_a_row mesh.pipe mesh.expert mesh.context mesh.tensor",
+        " ".join(
+            ["run.skips_in_a_row", *(f"mesh.{axis}" for axis in meshes.AXES if axis != "data")]
+        ),
     ),
     "be at least 1, or 0 for all devices": (lambda x: x >= ALL, "mesh.data"),
 }
