@@ -342,3 +342,9 @@ def test_a_weight_that_makes_no_sense_is_not_hidden_by_cutting_the_batch(method,
     for leaf, expected in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         # NaN where the whole batch gives NaN
         np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_a_count_of_zero_is_replaced():
+    counts = jnp.array([0.0, 0.25, 1.0, 7.0])
+    divided_by = [float(gradient_accumulation.nonzero(count)) for count in counts]
+    assert divided_by == [1.0, 0.25, 1.0, 7.0]
