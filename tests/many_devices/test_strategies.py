@@ -351,7 +351,7 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
             dict(data=2),
             Strategy(),
             {"training.num_minibatches": 0},
-            r"num_minibatches=0 must be at least 1",
+            r"num_minibatches=0 must be positive",
         ),
         (
             dict(data=3),
