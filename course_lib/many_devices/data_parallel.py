@@ -89,7 +89,8 @@ def gradient(
             return grads, metrics
         total = jax.lax.psum(metrics, AXIS)
         share = label_share(metrics, total)
-        grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
+        # A share rounded to bfloat16 would lengthen the whole gradient, or shorten it.
+        grads = jax.tree.map(lambda grad: (grad * share).astype(grad.dtype), grads)
         return sum_over_devices(grads, param_specs, grad_specs), total
 
     return jax.shard_map(

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import training
+from course_lib import configs, training
 from course_lib.many_devices import costs, meshes, step_model, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
@@ -295,7 +295,7 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
         for a link.
     """
     _check_counted(config)
-    training.check(_with_minibatches(config, 1))  # below, errors only mean "does not divide"
+    configs.check(_with_minibatches(config, 1))  # below, errors only mean "does not divide"
     best: dict[Any, Estimate] = {}
     inside_host = _divisors(math.gcd(cluster.count, cluster.per_switch))
     for tensor, pipe in ((t, p) for t in inside_host for p in _divisors(cluster.count // t)):

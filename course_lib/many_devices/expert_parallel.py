@@ -77,7 +77,7 @@ def check(model: Any, sequences: int, mesh: meshes.Shape) -> None:
             f"num_experts=0 must be a multiple of {n} with a mesh axis {AXIS!r} of {n} devices:"
             " each holds some"
         )
-    meshes.check_divides((model.num_experts,), 0, AXIS, n, "num_experts")
+    meshes.check_multiple("num_experts", model.num_experts, AXIS, n)
     if sequences % n:
         raise ValueError(
             f"batch_size must give each place along 'data' a multiple of {n} sequences at a"

@@ -136,6 +136,25 @@ def nearest(size: int, count: int) -> str:
     return f"{below} or " * (below > 0) + f"{below + count}"
 
 
+def check_multiple(name: str, size: int, axis: str, count: int) -> None:
+    """Checks that the devices along a mesh axis can share a number of things equally.
+
+    Args:
+      name: of the number in the message, as in "num_heads".
+      size: the number.
+      axis: the mesh axis.
+      count: of devices along it.
+
+    Raises:
+      ValueError: if `count` does not divide `size`.
+    """
+    if size % count:
+        raise ValueError(
+            f"{name}={size} must be a multiple of the {count} devices along {axis!r}; take"
+            f" {nearest(size, count)}"
+        )
+
+
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:
     """Checks that a mesh axis cuts a dimension of an array into equal parts.
 

@@ -39,7 +39,7 @@ class Strategy:
       chunks: v, parts of the model per device of the pipeline.
 
     Raises:
-      ValueError: if a value does not exist.
+      ValueError: if a value does not exist, or has another type.
     """
 
     by: str = "hand"
@@ -52,6 +52,10 @@ class Strategy:
     chunks: int = 1
 
     def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value, kind = getattr(self, each.name), type(each.default)
+            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+                raise ValueError(f"{each.name}={value!r} must be of type {kind.__name__}")
         _check_exists("by", self.by, BY)
         _check_exists("zero", self.zero, data_parallel.STAGES)
         _check_exists("overlap", self.overlap, async_tensor_parallel.OVERLAPS)
@@ -104,7 +108,12 @@ def check(
             f"mesh={dict(mesh.shape)} must have axes of {meshes.AXES} only: {unknown} would do"
             " nothing"
         )
-    n = meshes.axis_size(mesh, "data")
+    if "data" not in mesh.shape:
+        raise ValueError(
+            f"mesh={dict(mesh.shape)} must have an axis 'data', of size 1 where sequences are"
+            " not divided"
+        )
+    n = mesh.shape["data"]
     if mesh.size == 1:
         return
     if model.attention == "flash":
@@ -122,6 +131,11 @@ def check(
     async_tensor_parallel.check(strategy.overlap, strategy.sequence and by_hand)
     if "tensor" in mesh.shape:
         tensor_parallel.check(model, seq_len, mesh, strategy.sequence)
+        if model.flat_products and by_hand:
+            raise ValueError(
+                "flat_products=True must be False with a mesh axis 'tensor' by hand, which has"
+                " products of its own"
+            )
     if "pipe" in mesh.shape:
         _check_pipeline(mesh, strategy, accumulator_dtype)
         pipeline.check(model, mesh, strategy.chunks, num_minibatches)
@@ -189,8 +203,8 @@ def _check_context(mesh: meshes.Shape, strategy: Strategy) -> None:
 def _check_experts(mesh: meshes.Shape, num_experts: int) -> None:
     if others := [axis for axis in ("pipe", "context", "tensor") if axis in mesh.shape]:
         raise ValueError(
-            f"mesh={dict(mesh.shape)} must have axes 'data' and 'expert' only for"
-            f" num_experts={num_experts} and an axis 'expert': experts are not divided along"
+            f"mesh={dict(mesh.shape)} must have no other axes than 'data' and 'expert' with"
+            f" num_experts={num_experts}: layers with experts are not divided along"
             f" {' and '.join(map(repr, others))}"
         )
 
@@ -200,8 +214,7 @@ def _check_no_pipeline(strategy: Strategy) -> None:
     changed = {field: getattr(strategy, field) for field in fields}
     if changed != {field: getattr(Strategy, field) for field in fields}:
         raise ValueError(
-            f"{changed} must come with a mesh axis 'pipe', of two devices or more: it would do"
-            " nothing"
+            f"{changed} must come with a mesh axis 'pipe': without one it would do nothing"
         )
 
 
@@ -226,5 +239,5 @@ def _check_pipeline(mesh: meshes.Shape, strategy: Strategy, accumulator_dtype: s
     if accumulator_dtype != "float32":
         raise ValueError(
             f"accumulator_dtype={accumulator_dtype!r} must be 'float32' with a pipeline, which"
-            " adds up the gradients of microbatches in the dtype of the parameters"
+            " always adds up the gradients of microbatches in float32"
         )

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import optimizers, training
+from course_lib import configs, optimizers, training
 from course_lib.many_devices import (
     async_tensor_parallel,
     context_parallel,
@@ -44,7 +44,6 @@ from course_lib.models.hooks import Hooks
 from course_lib.models.transformer import Transformer
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
-from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.training import Run as Run
 
 PyTree = Any
@@ -58,17 +57,11 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
     Raises:
       ValueError: naming what is wrong, its value and the fix.
     """
-    training.check(config)
+    configs.check(config)
     _check_strategy(config, mesh, strategy)
 
 
 def _check_strategy(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
-    if config.training.backward == "in_place" and mesh.size > 1:
-        raise ValueError(
-            f"training.backward='in_place' must be 'autodiff' on {mesh.size} devices: the"
-            " backward pass by hand does not sum gradients over devices; ZeRO stage 2 divides"
-            " them (strategy.zero=2)"
-        )
     options.check(
         config.model,
         mesh,
@@ -78,6 +71,12 @@ def _check_strategy(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) 
         num_minibatches=config.training.num_minibatches,
         accumulator_dtype=config.training.accumulator_dtype,
     )
+    if config.training.backward == "in_place" and mesh.size > 1:
+        raise ValueError(
+            f"training.backward='in_place' must be 'autodiff' on {mesh.size} devices: the"
+            " backward pass by hand does not sum gradients over devices; ZeRO stage 2 divides"
+            " them (strategy.zero=2)"
+        )
 
 
 def layout(
@@ -150,7 +149,7 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
       ValueError: if something does not divide, or does not exist: the name, its value and the
         fix.
     """
-    training.check(config)
+    configs.check(config)
     return of_checked(config, mesh, strategy)
 
 
@@ -327,17 +326,14 @@ def _tensor(
     """Returns the hooks and the cross entropy of one device along "tensor"; of a full model,
     without that axis.
     """
-    in_chunks = model.loss_chunks > 1
     if "tensor" not in mesh.shape:
-        if in_chunks:
-            return Hooks(output=large_vocabulary.Factors), losses.in_chunks(model)
-        return Hooks(), training.cross_entropy
+        return training.hooks_and_score(model, Hooks())
     if strategy.overlap == "none":
         hooks = tensor_parallel.hooks(mesh, sequence=strategy.sequence)
     else:
         two_way = strategy.overlap == "two-way"
         hooks = async_tensor_parallel.hooks(mesh, bidirectional=two_way)
-    if not in_chunks:
+    if model.loss_chunks == 1:
         return hooks, tensor_parallel.cross_entropy
     factors = tensor_parallel.gather_factors if strategy.sequence else tensor_parallel.factors
     score = functools.partial(

@@ -231,4 +231,4 @@ def check(model: Any, seq_len: int, mesh: meshes.Shape, sequence: bool) -> None:
         "num_kv_heads": model.num_kv_heads or model.num_heads,
     } | ({"seq_len": seq_len} if sequence else {})
     for name, size in cut.items():
-        meshes.check_divides((size,), 0, AXIS, n, name)
+        meshes.check_multiple(name, size, AXIS, n)

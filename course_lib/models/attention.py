@@ -190,41 +190,47 @@ def attend(
     if implementation in ("reference", "blocks"):
         if groups != heads:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
-        written_out = _blocks if implementation == "blocks" and causal else reference
-        return written_out(
-            query, key, value, causal=causal, mask=None, softmax_dtype=softmax_dtype
-        )
+        if implementation == "blocks" and causal:
+            return _blocks(query, key, value, softmax_dtype)
+        mask = _past(query.shape[1]) if causal else None
+        return reference(query, key, value, mask, softmax_dtype)
     if implementation == "flash":
         return flash_attention.attend(query, key, value, causal=causal)
     options: dict[str, Any] = {"is_causal": causal, "implementation": implementation}
     return jax.nn.dot_product_attention(query, key, value, **options)
 
 
-def reference(query, key, value, *, causal, mask, softmax_dtype):
-    """Computes attention step by step, with all weights [B H L L] in memory."""
-    dtype, length, width = query.dtype, query.shape[1], query.shape[-1]
+def _past(length):
+    """Returns which keys [1, L] a query [L, 1] sees: its own and those before it."""
+    position = jnp.arange(length)
+    return position[:, None] >= position[None, :]
+
+
+def reference(query, key, value, mask, softmax_dtype):
+    """Computes attention step by step, with all weights [B H L L] in memory. Where the mask is
+    False, a query does not see a key.
+    """
+    dtype, width = query.dtype, query.shape[-1]
     # Scores are sums of K products, and the softmax takes their exponentials: both in
     # softmax_dtype.
     query = query.astype(softmax_dtype) * width**-0.5
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key.astype(softmax_dtype))
-    if causal:
-        position = jnp.arange(length)
-        past = (position[:, None] >= position[None, :])[None, None]
-        mask = past if mask is None else mask & past
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(softmax_dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
     return jnp.einsum("bhqs,bshk->bqhk", weights, value)
 
 
-def _blocks(query, key, value, *, causal, mask, softmax_dtype):
+def _blocks(query, key, value, softmax_dtype):
     """Computes attention for a block of queries at a time, without the keys after them."""
     length = query.shape[1]
-    past = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    mask = past if mask is None else mask & past
+    mask = _past(length)
     parts = []
     for start in range(0, length, BLOCK):
         own, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
-        of_block = dict(causal=False, mask=mask[:, :, own, seen], softmax_dtype=softmax_dtype)
-        parts.append(reference(query[:, own], key[:, seen], value[:, seen], **of_block))
+        parts.append(
+            reference(
+                query[:, own], key[:, seen], value[:, seen], mask[own, seen], softmax_dtype
+            )
+        )
     return jnp.concatenate(parts, axis=1)

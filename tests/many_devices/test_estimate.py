@@ -470,7 +470,7 @@ def test_what_cannot_be_estimated_is_refused():
         half({"data": 0, "tensor": 2}, Strategy())
     with pytest.raises(ValueError, match="by='compiler' must be 'hand' for an estimate"):
         half({"data": 2}, Strategy(by="compiler"))
-    with pytest.raises(ValueError, match=r"num_heads of shape \(20,\)"):
+    with pytest.raises(ValueError, match="num_heads=20 must be a multiple"):
         half({"data": 1, "tensor": 8}, Strategy())
     with pytest.raises(
         ValueError,

@@ -316,7 +316,13 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
             },
             r"attention='flash' must be 'reference' or 'xla' on several devices",
         ),
-        (dict(tensor=2), Strategy(), {}, r"axis='data' must be an axis of the mesh"),
+        (dict(tensor=2), Strategy(), {}, r"must have an axis 'data', of size 1 where"),
+        (
+            dict(data=1, tensor=2),
+            Strategy(),
+            {"model.flat_products": True},
+            "flat_products=True must be False with a mesh axis 'tensor' by hand",
+        ),
         (
             dict(data=2),
             Strategy(sequence=True),
@@ -371,12 +377,12 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
             {"data.batch_size": 9},
             r"must have a dimension 1 that the 3 devices",
         ),
-        (dict(data=1, tensor=3), Strategy(), {}, r"num_heads of shape \(8,\) .* take 6 or 9"),
+        (dict(data=1, tensor=3), Strategy(), {}, "num_heads=8 must .* take 6 or 9"),
         (
             dict(data=1, tensor=8),
             Strategy(sequence=True),
             {"data.seq_len": 12},
-            r"seq_len of shape \(12,\) .* take 8 or 16",
+            "seq_len=12 must .* take 8 or 16",
         ),
     ],
 )
@@ -464,6 +470,9 @@ def test_a_step_by_hand_draws_its_dropout_as_it_always_has():
     [
         ("by", "magic", r"must be one of \('hand', 'compiler'\)"),
         ("zero", 4, r"must be one of \(0, 1, 2, 3\)"),
+        ("zero", True, "must be of type int"),
+        ("sequence", "no", "must be of type bool"),
+        ("microbatches", 1.5, "must be of type int"),
         ("schedule", "nonsense", "must be one of"),
         ("overlap", "ring", "must be one of"),
         ("chunks", 0, "must be at least 1"),
@@ -471,8 +480,10 @@ def test_a_step_by_hand_draws_its_dropout_as_it_always_has():
     ],
 )
 def test_a_strategy_that_does_not_exist_is_refused(field, value, message):
+    strategy = Strategy()
+    object.__setattr__(strategy, field, value)  # the tests' checks of types are in __init__
     with pytest.raises(ValueError, match=f"{field}={value!r} {message}"):
-        Strategy(**{field: value})
+        strategy.__post_init__()
 
 
 def test_an_axis_that_no_strategy_uses_is_refused():

@@ -143,7 +143,7 @@ def test_a_sequence_a_device_of_a_length_that_nothing_divides_gives_the_gradient
 
 def test_heads_of_keys_and_values_that_cannot_be_divided_are_refused():
     whole = one_device.small(**{"model.num_kv_heads": 2})
-    with pytest.raises(ValueError, match=r"num_kv_heads of shape \(2,\) .* 4"):
+    with pytest.raises(ValueError, match="num_kv_heads=2 must .* 4"):
         strategies.build(whole, one_device.grid(data=1, tensor=4))
 
 

@@ -121,9 +121,8 @@ def gradient(
     grad_specs = param_specs if grad_specs is None else grad_specs
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
-        return _sum(
-            _execute(loss_fn, apply_part, schedule, params, batch, rng), param_specs, grad_specs
-        )
+        state = _execute(loss_fn, apply_part, schedule, params, batch, rng)
+        return _sum(state, params, param_specs, grad_specs)
 
     return _spread(on_one_device, mesh, schedule, param_specs, (grad_specs, P()))
 
@@ -167,7 +166,7 @@ def count(
             "slots": dict(zip(kinds, taken[:, None], strict=True)),
             "peak_live": state["peak"][None],
         }
-        return *_sum(state, param_specs, param_specs), counts
+        return *_sum(state, params, param_specs, param_specs), counts
 
     return _spread(on_one_device, mesh, schedule, param_specs, (param_specs, P(), P(AXIS)))
 
@@ -254,7 +253,9 @@ def _execute(
 
     sizes = program.sizes
     state = {
-        "grads": stage.zeros_like(lambda: params),
+        "grads": stage.zeros_like(
+            lambda: jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        ),
         "metrics": stage.zeros_like(
             lambda: loss_fn(
                 params["head"],
@@ -291,12 +292,16 @@ def _execute(
     return state
 
 
-def _sum(state: stage.State, param_specs: PyTree, grad_specs: PyTree) -> tuple[PyTree, PyTree]:
+def _sum(
+    state: stage.State, params: PyTree, param_specs: PyTree, grad_specs: PyTree
+) -> tuple[PyTree, PyTree]:
     """Sums gradients and metrics over devices. Only gradients of embedding and head need a sum
-    over stages.
+    over stages. Devices send gradients in the dtypes of the parameters.
     """
-    grads = state["grads"]
-    grads = grads["layers"] | jax.lax.psum(grads["embed"] | grads["head"], AXIS)
+    sums = {name: leaf for part in state["grads"].values() for name, leaf in part.items()}
+    grads = jax.tree.map(lambda sum, param: sum.astype(param.dtype), sums, params)
+    shared = {name: grads[name] for part in ("embed", "head") for name in state["grads"][part]}
+    grads |= jax.lax.psum(shared, AXIS)
     return (
         data_parallel.sum_over_devices(grads, param_specs, grad_specs),
         jax.lax.psum(state["metrics"], ("data", AXIS)),
