@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 import PIL.Image
 import pytest
+from slow_cases import slow
 
 from course_lib import lessons, measure
 from course_lib.lessons import game
@@ -260,7 +261,10 @@ def counted_twice(update):
     return twice
 
 
-@pytest.mark.parametrize("name", setups.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [slow(each) if each in ("lion", "adamw_bf16") else each for each in setups.OPTIMIZERS],
+)
 def test_a_step_that_uses_the_optimizer_of_its_config_passes_with_each(
     name, capsys, no_virtual_gpu
 ):

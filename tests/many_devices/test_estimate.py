@@ -8,6 +8,7 @@ import jax
 import one_device
 import pytest
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 from course_lib import configs, measure, training
 from course_lib.many_devices import (
@@ -138,9 +139,21 @@ def test_a_device_sends_along_each_axis_what_the_formula_says(index):
     assert ledger.sent() - sum(found.sent.values()) <= 2 * METRICS
 
 
-@pytest.mark.parametrize("remat", [(), ("MLP",), ("Attn",), ("Block",)])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+QUICK_RINGS = {
+    (1, 4, ("Block",)),
+    (2, 4, ()),
+    (2, 2, ("Attn",)),
+    (8, 4, ("MLP",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "remat"),
+    [
+        case if case in QUICK_RINGS else slow(*case)
+        for case in itertools.product((1, 2, 8), (2, 4), ((), ("MLP",), ("Attn",), ("Block",)))
+    ],
+)
 def test_a_ring_sends_what_the_formula_says_with_grouped_keys_and_recomputed_attention(
     kv_heads, size, remat
 ):
@@ -422,22 +435,16 @@ def large(**changes):
     ("axes", "chosen", "changes"),
     [
         (dict(data=2, pipe=2, tensor=2), Strategy(zero=1, sequence=True, microbatches=4), {}),
-        (dict(data=4), Strategy(zero=2), {"training.num_minibatches": 4}),
+        slow(dict(data=4), Strategy(zero=2), {"training.num_minibatches": 4}),
         (dict(data=4), Strategy(zero=3, gather_again=False), {"model.remat": ()}),
-        pytest.param(
+        slow(
             dict(data=2, context=4),
             Strategy(zero=1),
             {"data.seq_len": 1024, "model.remat": (), "model.attention": "reference"},
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            dict(data=1, expert=4),
-            Strategy(),
-            {"model.num_experts": 4},
-            marks=pytest.mark.slow,
-        ),
+        slow(dict(data=1, expert=4), Strategy(), {"model.num_experts": 4}),
         # All logits would take 6 GB of 17.
-        (
+        slow(
             dict(data=2),
             Strategy(zero=1),
             {

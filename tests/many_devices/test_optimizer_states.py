@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from course_lib import configs, measure, optimizers, training
 from course_lib.many_devices import meshes, sharding, strategies
@@ -78,7 +79,10 @@ def divided(config):
     return place
 
 
-@pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
+@pytest.mark.parametrize(
+    "name",
+    [slow(each) if each in ("adamw", "lion") else each for each in (*EXACT, *ROUNDED)],
+)
 def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name):
     config = config_of(name)
     alone, _, _ = second_update(name, config, lambda tree, state: (tree, state))

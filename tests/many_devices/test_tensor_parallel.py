@@ -9,6 +9,7 @@ import one_device
 import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
+from slow_cases import slow
 
 from course_lib import measure, training
 from course_lib.many_devices import strategies, tensor_parallel
@@ -105,8 +106,8 @@ def test_a_loss_in_chunks_sends_the_same_bytes(sequence):
     ("changes", "axes", "chosen"),
     [
         (NORMED, dict(data=2, tensor=2), Strategy(zero=3, sequence=True)),
-        (LATER, dict(data=1, tensor=4), Strategy()),
-        (LATER, dict(data=1, tensor=2), Strategy(sequence=True)),
+        slow(LATER, dict(data=1, tensor=4), Strategy()),
+        slow(LATER, dict(data=1, tensor=2), Strategy(sequence=True)),
         (LATER, dict(data=1, tensor=2), Strategy(sequence=True, overlap="one-way")),
         (LATER, dict(data=1, tensor=2), Strategy(by="compiler", sequence=True)),
         (LATER, dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2)),

@@ -9,6 +9,7 @@ import types
 import jax
 import one_device
 import pytest
+from slow_cases import slow
 
 from course_lib import measure, training
 from course_lib.many_devices import meshes, strategies
@@ -242,7 +243,7 @@ def gradient_memory(by, stage, minibatches):
 
 @pytest.mark.parametrize(
     ("by", "minibatches"),
-    [pytest.param("hand", 1, marks=pytest.mark.slow), ("hand", 4), ("compiler", 1)],
+    [slow("hand", 1), ("hand", 4), slow("compiler", 1)],
 )
 def test_zero_two_never_holds_more_than_an_nth_of_the_gradients_and_one_layers(by, minibatches):
     """Compared with stage 1 by hand, which holds all of them: the compiler may scatter early in

@@ -183,6 +183,7 @@ def test_an_nnx_model_with_other_state_is_refused_by_its_name():
         losses.as_function(NnxClassifier(2, 2, 2), balance=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_an_nnx_model_compiles_to_the_memory_of_the_same_model_in_linen():
     [device], optimizer, found = virtual.devices("a5000"), optax.adam(1e-2), []

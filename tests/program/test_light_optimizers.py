@@ -7,6 +7,7 @@ import contextlib
 import jax
 import numpy as np
 import pytest
+from slow_cases import slow
 from small_run import configuration, corpus
 
 from course_lib.program import loop
@@ -50,8 +51,8 @@ def numbers(leaf):
     "name",
     [
         "8-bit Adam, bfloat16 parameters",  # codes, scales, and the key of the rounding
-        pytest.param("bfloat16 moments", marks=pytest.mark.slow),
-        pytest.param("Muon", marks=pytest.mark.slow),
+        slow("bfloat16 moments"),
+        slow("Muon"),
     ],
 )
 def test_a_run_that_stops_and_goes_on_is_bit_for_bit_one_that_did_not(name, tmp_path):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from slow_cases import slow
 
 from course_lib import measure
 from course_lib.measure import hardware, virtual
@@ -49,7 +50,7 @@ def temporaries(attend, length, device, dtype=jnp.bfloat16, heads=(8, 4), width=
 
 @NEEDS_VIRTUAL
 @NEEDS_TRITON
-@pytest.mark.parametrize("name", ["a5000", "a100-80", "h100"])
+@pytest.mark.parametrize("name", ["a5000", slow("a100-80"), slow("h100")])
 def test_a_gradient_s_temporaries_grow_linearly_with_the_kernel_and_squared_without(name):
     device = virtual.devices(name)[0]
 

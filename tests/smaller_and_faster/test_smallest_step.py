@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from course_lib import configs, measure, training
 from course_lib.many_devices import meshes, strategies
@@ -85,7 +86,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("one minibatch", "dropout", "parallel blocks")
+
+
+@pytest.mark.parametrize("name", [slow(each) if each in SLOW else each for each in CASES])
 def test_the_gradient_equals_that_of_autodiff(name):
     cases = (config_of(way, **CASES[name]) for way in ("in_place", "autodiff"))
     (ours, metrics), (wanted, expected) = gradients(*cases)

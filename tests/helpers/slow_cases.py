@@ -1,0 +1,8 @@
+"""Marks cases of a law that `make test` leaves to `make test-all`."""
+
+import pytest
+
+
+def slow(*case):
+    """Returns a case of `pytest.mark.parametrize` that runs in `make test-all` only."""
+    return pytest.param(*case, marks=pytest.mark.slow)
