@@ -174,7 +174,7 @@ def join(parts: list[Array], first: int, axis: str, dim: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class RingCost:
     """The cost of a collective on a ring.
 
     Attributes:
@@ -194,9 +194,10 @@ def cost(
     bytes: int,
     size: int,
     bandwidth: float,
+    *,
     latency: float = 0.0,
     bidirectional: bool = False,
-) -> Cost:
+) -> RingCost:
     """Returns the cost of a function of this file, with S bytes and n devices:
 
                            one direction                both: steps, bytes in the busier one
@@ -250,4 +251,4 @@ def cost(
         times = 2 if kind == "all_reduce" else 1
         steps, parts = times * right, (times * right, times * left)
     part = bytes / size
-    return Cost(steps, sum(parts) * part, steps * latency + parts[0] * part / bandwidth)
+    return RingCost(steps, sum(parts) * part, steps * latency + parts[0] * part / bandwidth)

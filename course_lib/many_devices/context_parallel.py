@@ -235,7 +235,7 @@ def hooks(others: Hooks) -> Hooks:
     )
 
 
-def check(model: Any, seq_len: int, mesh: meshes.Shape, by_hand: bool) -> None:
+def check(model: Any, seq_len: int, mesh: meshes.AnyMesh, by_hand: bool) -> None:
     """Refuses a model whose sequences cannot be divided among the devices of the "context"
     axis.
 

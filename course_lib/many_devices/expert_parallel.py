@@ -60,7 +60,7 @@ def hooks(others: Hooks) -> Hooks:
     return dataclasses.replace(others, experts=exchange)
 
 
-def check(model: Any, sequences: int, mesh: meshes.Shape) -> None:
+def check(model: Any, sequences: int, mesh: meshes.AnyMesh) -> None:
     """Refuses a model whose experts cannot be divided among the devices of the "expert" axis.
 
     Args:

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 PyTree = Any
 
-Shape = Mesh | AbstractMesh  # for code that needs only the sizes of axes, no devices
+AnyMesh = Mesh | AbstractMesh  # for code that needs only the sizes of axes, no devices
 AXES = ("data", "pipe", "expert", "context", "tensor")  # the names that the course uses
 
 
@@ -117,7 +117,7 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     )
 
 
-def axis_size(mesh: Shape, axis: str) -> int:
+def axis_size(mesh: AnyMesh, axis: str) -> int:
     """Returns the number of devices along an axis.
 
     Raises:

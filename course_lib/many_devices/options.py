@@ -72,7 +72,7 @@ def _check_exists(field: str, value: Any, known: Collection[Any]) -> None:
 
 def check(
     model: ConfigDict,
-    mesh: meshes.Shape,
+    mesh: meshes.AnyMesh,
     strategy: Strategy,
     *,
     batch_size: int,
@@ -166,7 +166,7 @@ def check(
         expert_parallel.check(model, batch_size // (n * num_minibatches), mesh)
 
 
-def _check_loss(model: ConfigDict, mesh: meshes.Shape, by_hand: bool, seq_len: int) -> None:
+def _check_loss(model: ConfigDict, mesh: meshes.AnyMesh, by_hand: bool, seq_len: int) -> None:
     """Refuses a loss in chunks that a device cannot cut from its own part of the logits."""
     n = {axis: mesh.shape.get(axis, 1) for axis in ("context", "tensor")}
     axis = {"vocabulary": "tensor", "tokens": "context"}[model.loss_along]
@@ -186,7 +186,7 @@ def _check_loss(model: ConfigDict, mesh: meshes.Shape, by_hand: bool, seq_len: i
     )
 
 
-def _check_context(mesh: meshes.Shape, strategy: Strategy) -> None:
+def _check_context(mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     if "pipe" in mesh.shape:
         raise ValueError(
             f"mesh={dict(mesh.shape)} must have one of 'context' and 'pipe': stages do"
@@ -200,7 +200,7 @@ def _check_context(mesh: meshes.Shape, strategy: Strategy) -> None:
         )
 
 
-def _check_experts(mesh: meshes.Shape, num_experts: int) -> None:
+def _check_experts(mesh: meshes.AnyMesh, num_experts: int) -> None:
     if others := [axis for axis in ("pipe", "context", "tensor") if axis in mesh.shape]:
         raise ValueError(
             f"mesh={dict(mesh.shape)} must have no other axes than 'data' and 'expert' with"
@@ -218,7 +218,7 @@ def _check_no_pipeline(strategy: Strategy) -> None:
         )
 
 
-def _check_pipeline(mesh: meshes.Shape, strategy: Strategy, accumulator_dtype: str) -> None:
+def _check_pipeline(mesh: meshes.AnyMesh, strategy: Strategy, accumulator_dtype: str) -> None:
     if strategy.by != "hand":
         raise ValueError(
             f"by={strategy.by!r} must be 'hand' with a mesh axis 'pipe': shardings do not say"

@@ -125,7 +125,7 @@ def spec(logical: tuple[str, ...], rules: Rules) -> P:
     return P(*axes)
 
 
-def specs(params: PyTree, rules: Rules, mesh: meshes.Shape) -> PyTree:
+def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh) -> PyTree:
     """Returns the PartitionSpec of each parameter of the Transformer.
 
     Args:
@@ -159,7 +159,7 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def state_specs(
-    state: TrainState, params: PyTree, moment_specs: PyTree, mesh: meshes.Shape
+    state: TrainState, params: PyTree, moment_specs: PyTree, mesh: meshes.AnyMesh
 ) -> TrainState:
     """Returns the specs of a train state.
 
@@ -200,7 +200,7 @@ def state_specs(
 
 
 def _check_blocks(
-    path: Any, shape: tuple[int, ...], scales: tuple[int, ...], spec: P, mesh: meshes.Shape
+    path: Any, shape: tuple[int, ...], scales: tuple[int, ...], spec: P, mesh: meshes.AnyMesh
 ) -> None:
     """Refuses blocks of 8-bit moments that would lie on two devices: see `optimizer_memory`."""
     axis = spec[-1] if len(spec) == len(shape) else None

@@ -112,9 +112,14 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     )
     # The mean over stages. Only the last stage has the head, so each stage gets 1/p of it.
     microbatch = (forward + backward) * per_stage + head * (1 / p)
-    pieces = (*seconds, busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster))
     pipe, hidden_pipe, bubble = pipeline(
-        plan, cluster, activation_bytes(shape, plan), *pieces, busy(head, plan, cluster)
+        plan,
+        cluster,
+        activation_bytes(shape, plan),
+        forward=seconds[0],
+        backward=seconds[1],
+        of_weights=busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster),
+        head=busy(head, plan, cluster),
     )
     data, hidden = along_data(shape, plan, cluster, *seconds)
     _, memory = rates(plan, cluster)
@@ -141,6 +146,7 @@ def pipeline(
     plan: Plan,
     cluster: Cluster,
     activation: float,
+    *,
     forward: float,
     backward: float,
     of_weights: float,

@@ -49,7 +49,7 @@ from course_lib.training import Run as Run
 PyTree = Any
 
 
-def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     """Refuses a configuration, a mesh and a strategy that do not go together.
 
     Arguments as for `build`; the shape of a mesh will do.
@@ -61,7 +61,7 @@ def check(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
     _check_strategy(config, mesh, strategy)
 
 
-def _check_strategy(config: ConfigDict, mesh: meshes.Shape, strategy: Strategy) -> None:
+def _check_strategy(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     options.check(
         config.model,
         mesh,
@@ -97,7 +97,7 @@ def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
 
 
 def layout_of(
-    state: training.TrainState, mesh: meshes.Shape, strategy: Strategy
+    state: training.TrainState, mesh: meshes.AnyMesh, strategy: Strategy
 ) -> tuple[training.TrainState, PyTree]:
     """Returns the specs of a train state, and of its gradients, for a checked strategy.
 
@@ -212,7 +212,7 @@ def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn],
     return of_loss
 
 
-def _piped(mesh: meshes.Shape) -> bool:
+def _piped(mesh: meshes.AnyMesh) -> bool:
     return "pipe" in mesh.shape and mesh.size > 1
 
 

@@ -210,7 +210,7 @@ def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
     return folded
 
 
-def check(model: Any, seq_len: int, mesh: meshes.Shape, sequence: bool) -> None:
+def check(model: Any, seq_len: int, mesh: meshes.AnyMesh, sequence: bool) -> None:
     """Refuses a model that cannot be divided among the devices of the "tensor" axis.
 
     Args:

@@ -366,7 +366,12 @@ class Loop:
                 place = self.inputs.place
                 try:
                     metrics = observe.validate(
-                        run, self.state.params, tokens, self.config, place, stop_reason
+                        run,
+                        self.state.params,
+                        tokens,
+                        self.config,
+                        place,
+                        stop_reason=stop_reason,
                     )
                 except preemption.StopRequested as why:
                     return str(why)

@@ -214,6 +214,7 @@ def validate(
     tokens: Integer[np.ndarray, "T"],
     config: ConfigDict,
     place: jax.sharding.Sharding,
+    *,
     stop_reason: Callable[[], str] = str,
 ) -> dict[str, float]:
     """Returns the mean metrics of the `validated` tokens of the validation split.

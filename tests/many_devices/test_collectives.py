@@ -196,7 +196,7 @@ def test_the_model_counts_the_messages_that_the_program_has(kind, options, n):
 
 
 def test_a_ppermute_costs_one_message():
-    assert collectives.cost("ppermute", 1000, 8, 1e9, 1e-6) == collectives.Cost(
+    assert collectives.cost("ppermute", 1000, 8, 1e9, latency=1e-6) == collectives.RingCost(
         1, 1000.0, 1e-6 + 1000 / 1e9
     )
 
@@ -210,7 +210,8 @@ def test_an_all_reduce_sends_the_array_about_twice_however_many_devices_there_ar
 def test_both_directions_take_half_of_the_time_on_an_odd_ring():
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         one, both = (
-            collectives.cost(kind, 2**30, 9, 450e9, 1e-6, way) for way in (False, True)
+            collectives.cost(kind, 2**30, 9, 450e9, latency=1e-6, bidirectional=way)
+            for way in (False, True)
         )
         assert both.sent_bytes == one.sent_bytes and both.seconds == pytest.approx(
             one.seconds / 2

@@ -335,7 +335,7 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
 
 
 def check(
-    model: ConfigDict, mesh: meshes.Shape, chunks: int = 1, num_minibatches: int = 1
+    model: ConfigDict, mesh: meshes.AnyMesh, chunks: int = 1, num_minibatches: int = 1
 ) -> None:
     """Refuses a model whose layers cannot be cut into the stages of a pipeline, offloading, and
     minibatches beside its microbatches.

@@ -73,7 +73,7 @@ def _draw_bits(axes: Axes, y: int, number_format: Any) -> None:
             **style.fill(i),
         )
         if num_bits > 1:
-            style.write(axes, str(num_bits), start + num_bits / 2, y, 0, ha="center")
+            style.write(axes, str(num_bits), start + num_bits / 2, y, shift=0, ha="center")
         start += num_bits
     style.write(axes, f"eps $2^{{{round(math.log2(number_format.epsilon))}}}$", start, y)
 
@@ -100,7 +100,7 @@ def _draw_range(axes: Axes, y: int, number_format: Any) -> None:
         **style.fill(6) | {"hatch": "////"},
     )
     style.write(axes, f"{largest:.0f}" if largest < 1e6 else f"{largest:.1e}", high, y)
-    style.write(axes, f"{smallest:.1e}", low, y, -5, ha="right")
+    style.write(axes, f"{smallest:.1e}", low, y, shift=-5, ha="right")
 
 
 def gradient_histogram(

@@ -236,7 +236,7 @@ def spread(positions: Iterable[Number], gap: Number, top: Number = 1.0) -> list[
 
 
 def write(
-    axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, ha: str = "left"
+    axes: Axes, text: str, x: Number, y: Number, *, shift: Number = 5, ha: str = "left"
 ) -> None:
     """Writes a small text `shift` points right of (x, y), such as the end of a bar."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
