@@ -71,14 +71,6 @@ def fitted() -> float:
     return backtest.fit([each.row for each in halves()["seen"]])
 
 
-def constant_mfu(rows: Sequence[Row]) -> float:
-    """Returns the one MFU for all rows with the least median error: a baseline."""
-    return min(
-        (n / 1000 for n in range(200, 800)),
-        key=lambda mfu: statistics.median(abs(row.mfu / mfu - 1) for row in rows),
-    )
-
-
 def break_even(hosts: int) -> tuple[float, float]:
     """Returns the tokens per GPU from which the backward pass hides the all-reduce of data
     parallelism on H100s, at ideal rates: by our formula, and without its factor (n-1)/n, as in
@@ -153,13 +145,14 @@ def goals() -> str:
 
 def summary() -> str:
     """Returns the agreement on the seen half, the unseen half, and all dense rows."""
-    mfu = constant_mfu([each.row for each in halves()["seen"]])
+    seen = [each.row for each in halves()["seen"]]
     lines = []
     for half, predictions in halves().items():
+        same = backtest.same_mfu([each.row for each in predictions], seen)
         result = backtest.summary(predictions)
         relative = backtest.relative_errors(predictions)
-        orders = backtest.orders(predictions)
-        baseline = statistics.median(abs(each.row.mfu / mfu - 1) for each in predictions)
+        pairs = backtest.pairs(predictions)
+        baseline = statistics.median(abs(each.error) for each in same)
         lines.append(
             {
                 "half": half,
@@ -173,10 +166,15 @@ def summary() -> str:
                 "within 10%, after one step": _within_tenth(
                     backtest.errors_after_one_step(predictions)
                 ),
-                "pairs in the right order": (
-                    f"{_percent(sum(orders) / len(orders), 0)} of {len(orders)}"
+                "pairs in the right order": _in_order(pairs),
+                "of layouts on as many GPUs": _in_order(backtest.of_layouts(pairs)),
+                f"median error of MFU {same[0].mfu:.3f} for all": _percent(baseline),
+                "within 10%, relative, of one MFU": _within_tenth(
+                    backtest.relative_errors(same)
                 ),
-                f"median error of MFU {mfu:.3f} for all": _percent(baseline),
+                "within 10%, after one step, of one MFU": _within_tenth(
+                    backtest.errors_after_one_step(same)
+                ),
             }
         )
     text = (
@@ -184,6 +182,16 @@ def summary() -> str:
         f" `cluster_model.PRODUCTS_SHARE` is {PRODUCTS_SHARE:.2f}."
     )
     return f"{text}\n\n{_table(tuple(lines[0]), [tuple(line.values()) for line in lines])}"
+
+
+def layouts() -> str:
+    """Returns for each publication its pairs of layouts on the same number of GPUs."""
+    by_source: dict[str, list[tuple[Prediction, Prediction]]] = {}
+    for pair in backtest.of_layouts(backtest.pairs(halves()["all"])):
+        by_source.setdefault(pair[0].row.source, []).append(pair)
+    lines = [(source, _in_order(pairs)) for source, pairs in by_source.items()]
+    lines.append(("all", _in_order(list(itertools.chain(*by_source.values())))))
+    return _table(("file", "pairs in the right order"), lines)
 
 
 ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
@@ -363,6 +371,7 @@ def layout(row: Row) -> str:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": goals,
     "summary": summary,
+    "layouts": layouts,
     "assumed": assumed,
     "stated": stated,
     "publications": publications,
@@ -467,6 +476,11 @@ def _line(predictions: Sequence[Prediction]) -> tuple[object, ...]:
         _signed(statistics.median(errors)),
         _within_tenth(errors),
     )
+
+
+def _in_order(pairs: Sequence[tuple[Prediction, Prediction]]) -> str:
+    right = backtest.orders(pairs)
+    return f"{_percent(sum(right) / len(right), 0)} of {len(right)}"
 
 
 def _within_tenth(errors: Sequence[float]) -> str:

@@ -221,6 +221,19 @@ class Prediction:
         return self.step.total / self.row.seconds - 1
 
 
+@dataclasses.dataclass(frozen=True)
+class SameMfu:
+    """The baseline that knows no formula: every step reaches the same MFU."""
+
+    row: Row
+    mfu: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published seconds, less 1."""
+        return self.row.mfu / self.mfu - 1
+
+
 def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Prediction]:
     """Predicts the step of each row, except on several TPU slices or on a slice whose layout is
     not in `hardware`.
@@ -241,6 +254,17 @@ def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Predicti
         step = step_model.breakdown(row.shape, row.plan, cluster)
         predictions.append(Prediction(row, step))
     return predictions
+
+
+def same_mfu(rows: Sequence[Row], fitted_to: Sequence[Row]) -> list[SameMfu]:
+    """Predicts all rows by the one MFU that fits some of them with the least median error, to a
+    thousandth.
+    """
+    mfu = min(
+        (n / 1000 for n in range(200, 800)),
+        key=lambda mfu: statistics.median(abs(SameMfu(row, mfu).error) for row in fitted_to),
+    )
+    return [SameMfu(row, mfu) for row in rows]
 
 
 def dense(rows: Sequence[Row]) -> list[Row]:
@@ -300,7 +324,7 @@ def summary(predictions: Sequence[Prediction]) -> Summary:
     )
 
 
-def relative_errors(predictions: Sequence[Prediction]) -> list[float]:
+def relative_errors(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
     """Returns errors relative to the level of each publication on each accelerator: predicted
     over published seconds, divided by the median of these ratios, less 1.
 
@@ -322,7 +346,7 @@ def relative_errors(predictions: Sequence[Prediction]) -> list[float]:
     ]
 
 
-def errors_after_one_step(predictions: Sequence[Prediction]) -> list[float]:
+def errors_after_one_step(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
     """Returns the errors that remain if one layout of a model is measured, and the predictions
     of its other layouts are scaled by that measurement.
 
@@ -336,19 +360,42 @@ def errors_after_one_step(predictions: Sequence[Prediction]) -> list[float]:
     ]
 
 
-def orders(predictions: Sequence[Prediction]) -> list[bool]:
-    """Returns for each pair of comparable rows whether the prediction has the same one faster.
-
-    Comparable rows have the same publication, accelerator, model and sequence length, and their
-    published MFUs differ by more than 5%.
+def pairs(predictions: Sequence[Prediction]) -> list[tuple[Prediction, Prediction]]:
+    """Returns the pairs of comparable rows: with the same publication, accelerator, model and
+    sequence length, and published MFUs that differ by more than 5%.
     """
-    right = []
+    found = []
     for one, other in itertools.combinations(predictions, 2):
         if _compared(one.row) == _compared(other.row):
             published = one.row.mfu / other.row.mfu
             if max(published, 1 / published) > 1.05:
-                right.append((published > 1) == (one.step.mfu > other.step.mfu))
-    return right
+                found.append((one, other))
+    return found
+
+
+def of_layouts(
+    found: Sequence[tuple[Prediction, Prediction]],
+) -> list[tuple[Prediction, Prediction]]:
+    """Returns the pairs that differ in their layout on the same number of GPUs: the question
+    that `estimate.choose` answers. (Other pairs may differ in GPUs, batch or recomputation.)
+    """
+
+    def layout(row: Row) -> tuple[Mapping[str, int], int]:
+        return row.plan.axes, row.plan.chunks
+
+    return [
+        (one, other)
+        for one, other in found
+        if one.row.cluster.count == other.row.cluster.count
+        and layout(one.row) != layout(other.row)
+    ]
+
+
+def orders(found: Sequence[tuple[Prediction, Prediction]]) -> list[bool]:
+    """Returns for each of `pairs` whether the prediction has the same one faster."""
+    return [
+        (one.row.mfu > other.row.mfu) == (one.step.mfu > other.step.mfu) for one, other in found
+    ]
 
 
 def _compared(row: Row) -> tuple[str, str, str, int]:
