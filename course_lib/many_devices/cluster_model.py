@@ -160,16 +160,20 @@ def shift(group: Group, size: int | float) -> float:
 def _placed(
     axes: tuple[tuple[str, int], ...], over: tuple[str, ...], per_switch: int, per_host: int
 ) -> tuple[int, int, int]:
-    """Returns a group's ranks, those behind one switch, and its hosts. Arguments as for
-    `Cluster.group`.
+    """Returns the ranks of each group, those behind one switch, and its hosts. Groups may lie
+    differently: the worst counts, since a step waits for all. Arguments as for `Cluster.group`.
     """
     names, sizes = zip(*axes, strict=True) if axes else ((), ())
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     members = numbers[tuple(slice(None) if axis in over else 0 for axis in names)].ravel()
+    firsts = numbers[tuple(0 if axis in over else slice(None) for axis in names)].ravel()
+    # Groups that begin at the same place of a host lie alike.
+    begins = np.unique(firsts % math.lcm(per_switch, per_host))
+    switches, hosts = ((members + begins[:, None]) // size for size in (per_switch, per_host))
     # 12 GPUs on hosts of 8 lie unevenly. The host with the fewest ranks has the fewest ports,
     # and decides.
-    behind = np.unique(members // per_switch, return_counts=True)[1]
-    return len(members), int(behind.min()), len(np.unique(members // per_host))
+    behind = min(np.unique(row, return_counts=True)[1].min() for row in switches)
+    return len(members), int(behind), max(len(np.unique(row)) for row in hosts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,17 @@ def test_ranks_that_lie_unevenly_have_the_ports_of_the_fewest():
     assert group.per_switch == 4  # eight on the first host, four on the second
 
 
+def test_of_groups_that_lie_differently_the_worst_counts():
+    """GPUs 0 to 5, a pipeline, share a host. 6 to 11 lie on two, and the step waits."""
+    cluster = ideal(48)
+    group = cluster.group({"data": 8, "pipe": 6}, "pipe")
+    assert (group.ranks, group.per_switch) == (6, 2)
+    real = Cluster(H100, 48).group({"data": 8, "pipe": 6}, "pipe")
+    assert real.latency == pytest.approx(20e-6 + 40e-6)  # two hosts
+    # Along "data", each group has one or two GPUs on each of six hosts.
+    assert cluster.group({"data": 8, "pipe": 6}, "data").per_switch == 1
+
+
 @pytest.mark.parametrize(
     ("hosts", "measured"), [(4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)]
 )
