@@ -228,8 +228,8 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
     """Returns the mean metrics over all labels of all batches, without dropout.
 
     Args:
-      loss_fn: the loss function of the training, called with `rng=None`. The same object
-        compiles once.
+      loss_fn: the loss function of the training, called with `rng=None`. Pass the same
+        object every time: it compiles once.
       params: pytree of parameters.
       batches: at least one batch; an iterator makes each when it is needed.
 

@@ -28,8 +28,8 @@ AXES = ("data", "pipe", "expert", "context", "tensor")  # the names that the cou
 
 
 def simulate(count: int = 8) -> None:
-    """Makes this process's CPU appear as several devices. Call it before JAX starts, that is,
-    before JAX computes.
+    """Makes this process's CPU appear as several devices. Call it before JAX starts, that
+    is, before anything computes or asks for devices.
 
     The devices share the CPU's cores and memory: they show what each device holds and sends,
     not how fast it is.
@@ -60,7 +60,7 @@ def devices(count: int | None = None) -> list[jax.Device]:
       count: how many. None: as many as the simulated CPU devices.
 
     Raises:
-      ValueError: if there are too few of either kind.
+      ValueError: if neither kind has that many, or `count` is below 1.
     """
     cpus = jax.devices("cpu")
     count = len(cpus) if count is None else count
@@ -82,8 +82,8 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
 
     Args:
       axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the
-        innermost axis are neighbouring devices, which share a host
-        (`cluster_model.Cluster.group` has their links).
+        innermost axis are neighbouring devices. They share a host if the
+        axis fits into one (`cluster_model.Cluster.group` has their links).
       devices: real, simulated or virtual devices. None: those of `meshes.devices()`.
 
     Raises:
@@ -198,7 +198,7 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
     https://arxiv.org/abs/1909.08053, section 3).
 
     Args:
-      tree: pytree of arrays. A leaf that varies over an axis already stays as it is.
+      tree: pytree of arrays. A leaf that already varies over an axis does not change.
       axes: name or names of mesh axes.
 
     Raises:

@@ -27,19 +27,22 @@ class Strategy:
     """How a run uses the axes of its mesh.
 
     Attributes:
-      by: "hand" or "compiler".
+      by: "hand": collectives are written out inside `jax.shard_map`; "compiler": shardings that
+        `jax.jit` respects.
       zero: stage of ZeRO along "data", 0 to 3.
       gather_again: with stage 3 by hand, whether layers gather their parameters again for the
         backward pass. Rematerialized blocks always do.
-      sequence: whether norms and residuals are divided along the sequence, over "tensor".
-      overlap: with `sequence`, by hand: how the products of "tensor" communicate. "none":
-        before or after they compute; "one-way" or "two-way": around a ring, meanwhile.
+      sequence: whether norms and the residual stream are cut along the sequence, over "tensor"
+        (sequence parallelism).
+      overlap: when the products along "tensor" communicate. "none": before or after they
+        compute. "one-way", "two-way": while they compute, around a ring, in one direction or
+        both; needs `sequence` and by "hand".
       schedule: of the pipeline along "pipe": one of `schedules.SCHEDULES`.
-      microbatches: M, into how many a pipeline cuts the sequences of a device along "data".
+      microbatches: M; a pipeline cuts the share of each device along "data" into as many.
       chunks: v, parts of the model per device of the pipeline.
 
     Raises:
-      ValueError: if a value does not exist, or has another type.
+      ValueError: if a value is not one of these, or has another type.
     """
 
     by: str = "hand"

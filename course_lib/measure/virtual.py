@@ -1,4 +1,4 @@
-"""Devices of an accelerator that is not there, to compile programs for and read them.
+"""Virtual devices: compile programs for an accelerator that is not there, and read them.
 
 A compiler does not need the chip that it compiles for. JAX can describe a machine and return
 its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). A function
@@ -214,7 +214,8 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def on_host(place: jax.Device | Sharding) -> NamedSharding:
-    """Returns the same place in the memory of the host, for arguments of a step that offloads.
+    """Returns a sharding over the same devices, in the memory of the host: for arguments of a
+    step that offloads.
 
     Compile-only devices list no memories, and JAX drops the memory kind of their shardings:
     `NamedSharding(mesh, P(), memory_kind="pinned_host").memory_kind` is None, and what is
@@ -251,7 +252,7 @@ def _named(device: jax.Device) -> NamedSharding:
 class _OnHost(NamedSharding):
     """A sharding in the host's memory that JAX does not move to the device.
 
-    It differs from the sharding of the same spec on the device.
+    It does not equal the sharding of the same spec on the device.
     """
 
     @property

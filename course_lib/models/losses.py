@@ -131,7 +131,7 @@ def in_chunks(config: ConfigDict) -> Score:
 
 def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
     """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights
-    [B], none negative. A label of weight 0 must be a class, too: 0 will do, -100 gives NaN.
+    [B], none negative. A label of weight 0 must be a class, too: 0 will do, -100 will not.
 
     Args:
       apply_fn: the model as a function.

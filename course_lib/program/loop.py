@@ -3,16 +3,17 @@
     ended = train(settings.complete(configs.get("cpu")), "runs/cpu")
 
 A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
-The same call resumes a run that was killed, from its last complete checkpoint. On the same
-devices (for a CPU: the same number of cores), the resumed run computes and writes the same, bit
-for bit, as a run without the kill. A checkpoint therefore holds everything that the next step
-reads: parameters, optimizer state, random key, step, loss scale, the position in the data, and
-the sums for the next line of metrics. On GPUs this needs
-`XLA_FLAGS=--xla_gpu_deterministic_ops=true`. Without it, atomic additions happen in any order,
-and each start times kernels again and may choose others. With it, steps are slower
-(https://openxla.org/xla/determinism).
+The same call resumes a run that was killed, from its last complete checkpoint. With the same
+JAX on the same devices (for a CPU: the same number of cores), the resumed run computes the same
+numbers and writes the same `metrics.jsonl` and `samples.jsonl`, bit for bit, as a run without
+the kill. A checkpoint therefore holds everything that the next step reads: parameters,
+optimizer state, random key, step, loss scale, the position in the data, and the sums for the
+next line of metrics. On GPUs, equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
+Without it, atomic additions happen in any order, and each start times kernels again and may
+choose others. With it, steps are slower (https://openxla.org/xla/determinism).
 
-The devices never wait for this loop: it reads the metrics of a step while later steps run.
+Between validations, samples and checkpoints the devices do not wait for this loop: it reads
+the metrics of a step while later steps run.
 """
 
 import collections
@@ -56,8 +57,9 @@ class Ended:
 
     Attributes:
       reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint;
-        or `NOT_FINITE`: the loss or the parameters are not finite, or `run.skips_in_a_row`
-        updates were skipped in a row. In that case no new checkpoint is written.
+        or `NOT_FINITE`: the loss, the parameters or the optimizer state are not finite, or
+        `run.skips_in_a_row` updates were skipped in a row. In that case no new checkpoint is
+        written.
       step: the last step.
     """
 
@@ -66,7 +68,9 @@ class Ended:
 
 
 class Refused(ValueError):
-    """The run cannot work with these devices, this text, these processes or this folder."""
+    """The run cannot work with this configuration, or with these devices, text, processes or
+    folder.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +133,12 @@ def train(
     Raises:
       Refused: if the configuration cannot work; if it differs from that of the run in the
         folder or of another process (the error names the fields); or if the folder holds
-        something else. All processes raise it, before any file changes.
+        something else. All processes raise it, before the run's configuration,
+        lines or checkpoints are written.
       BlockingIOError: if another program trains in that folder. The lock may expire, for
         example if its host is gone.
-      CheckpointError: if all checkpoints are damaged, or the last one cannot be written.
+      CheckpointError: if all checkpoints are damaged, or the last one cannot be written; with
+        several processes, if any one cannot.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -162,7 +168,7 @@ def train(
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
-        # A run that is not finite before its first checkpoint has nothing to report.
+        # Without a checkpoint the run has to start anew, and a report would prevent that.
         if ended.reason != NOT_FINITE or checkpoints.steps():
             book.report()
     return ended
@@ -229,7 +235,7 @@ def read_batches(
 
 
 def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> Saved | None:
-    """Restores the newest complete checkpoint; None if the run has not begun.
+    """Restores the newest undamaged checkpoint; None if there is none and the run may begin.
 
     Raises:
       Refused: if the run in the folder is another one, or something else is in the folder.
@@ -304,7 +310,7 @@ class Loop:
                 return NOT_FINITE
             check = finite_with_offload if self.config.optimizer.offload else finite
             if stops and not check((self.state.params, self.state.opt_state)):
-                self.book.say(f"the parameters after step {self.step} are not finite")
+                self.book.say(f"the state after step {self.step} is not finite")
                 return NOT_FINITE
             self.caught_up = not due & {"validate", "sample"}
             if why := why or self.look(due, stop_reason):
@@ -320,8 +326,8 @@ class Loop:
         }
 
     def read_metrics(self, behind: int) -> bool:
-        """Waits for the metrics of all steps except the last `behind`, and writes them. Returns
-        whether the run may go on.
+        """Waits for the metrics of all steps except the last `behind`, adds them up, and writes
+        a line where one is due. Returns whether the run may go on.
         """
         while len(self.unread) > behind:
             step, metrics = self.unread.popleft()
@@ -345,12 +351,14 @@ class Loop:
     def look(
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
-        """Validates, samples and saves, each only if it is due.
+        """Validates, samples and saves, each only if it is due. A new best validation loss
+        makes a checkpoint due.
 
         Args:
           due: what `due` returned for this step.
           stop_reason: asked between the batches of a validation.
-          again: whether an earlier process may have written these lines before it was killed.
+          again: whether an earlier process may have written this step's lines before it was
+            killed.
 
         Returns:
           "", or why the run has to end, if a notice came during the validation. In that case

@@ -1,15 +1,15 @@
 """Offload: keeps arrays in the host's memory, and fetches them when a step needs them.
 
-The host of a GPU has more memory than the GPU, behind a link that is 10 to 60 times slower than
+The host of a GPU has more memory than the GPU, behind a link that is 7 to 120 times slower than
 device memory. Offload pays where few bytes cross this link for much memory saved:
 
 - activations, by a checkpoint policy: `model.remat_policy="offload"`
   (`course_lib.one_device.rematerialization`);
 - the optimizer's moments, which a step reads and writes once: `streamed`.
 
-An array that is fetched at once takes all of its device memory for a moment, and the peak is
-higher than without offload. A loop over layers fetches one layer, uses it, sends it back, and
-overwrites the old one: this is *streaming*.
+An array that is fetched in one piece takes all of its device memory for a moment, and the peak
+may be higher than without offload. A loop over layers fetches one layer, uses it, sends it
+back, and overwrites the old one: this is *streaming*.
 
 Sources: https://docs.jax.dev/en/latest/notebooks/host-offloading.html; ZeRO-Offload (Ren et
 al., 2021, https://arxiv.org/abs/2101.06840), which also runs Adam on the host.
@@ -220,7 +220,8 @@ def break_even_width(
     again.
 
     One number of the result is a sum over `width` inputs: `2 * width` FLOPs. Moving it costs
-    `itemsize` bytes to the host, and later as many back. Wider layers are cheaper to move.
+    `itemsize` bytes to the host, and later as many back. In wider layers, moving the result
+    takes less time than computing it again.
 
     Args:
       flops_per_second: of matrix products.

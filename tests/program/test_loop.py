@@ -461,8 +461,8 @@ def test_what_is_not_finite_stops_the_run_and_is_in_no_checkpoint(
         nan_after(patched, number)
         ended = train(text, tmp_path)
     assert ended.reason == loop.NOT_FINITE and number <= ended.step <= number + 1 + loop.BEHIND
-    what = "parameters after step 20 are" if number == 20 else "loss of step 25 is"
-    assert f"the {what} not finite" in capsys.readouterr().err
+    what = "state after step 20" if number == 20 else "loss of step 25"
+    assert f"the {what} is not finite" in capsys.readouterr().err
     saved = final_state(text, tmp_path)
     assert saved.step == (number - 1) // 10 * 10
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(saved.state.params))
