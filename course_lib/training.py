@@ -47,8 +47,8 @@ from course_lib.text.data import Batch
 
 @struct.dataclass
 class TrainState:
-    """Everything that a step reads and writes: a pytree of arrays, which can be donated, placed
-    and stored.
+    """Everything that one step hands to the next: a pytree of arrays, which can be donated,
+    placed and stored.
 
     Attributes:
       step: int32, the number of batches so far, skipped updates included.
@@ -112,9 +112,9 @@ def make_train_step(
     neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without a loss
     scale and without `skip_not_finite`, the program has none of these checks.
 
-    A compiled step cannot raise an error: a token or a label outside the vocabulary makes the
-    loss NaN. The batches of `data` and `loading` have none; `data.check_tokens` checks other
-    batches, before the step gets them.
+    A compiled step cannot raise an error: a token or a label that is too large makes the
+    loss NaN, and a negative one counts from the end of the vocabulary. Batches of `text.data`
+    and `text.loading` hold no such tokens; check others with `data.check_tokens` first.
 
     Args:
       loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
@@ -124,8 +124,8 @@ def make_train_step(
       accumulator_dtype: dtype that their gradients are summed in.
       policy: dtypes to compute in; None: the model's own.
       donate: whether the new state overwrites the old one.
-      gradient_fn: makes the gradient function of a loss function, for the full batch. The three
-        options of minibatches belong to the default one, which cuts the batch on one device.
+      gradient_fn: takes a loss function and returns its gradient function, for the full batch.
+        None: that of one device, with the three options of minibatches.
       skip_not_finite: skips an update also if the loss, the new parameters or the optimizer's
         new state are not finite. It adds nothing to the train state, so a run can switch it on
         when it resumes.
@@ -391,8 +391,8 @@ def embed_layer_head(
 def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
     """Returns a function that makes the gradient function of a batch on one device from a loss.
 
-    With `training.backward="in_place"` the gradient is that of the model's own loss, and the
-    loss function that it is called with is not used.
+    With `training.backward="in_place"` the gradient is that of the model's own loss: the
+    loss function that it is called with is ignored.
 
     Args:
       config: a frozen, checked configuration.

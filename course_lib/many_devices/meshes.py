@@ -69,7 +69,7 @@ def devices(count: int | None = None) -> list[jax.Device]:
         raise ValueError(
             f"count={count} must be between 1 and the {max(len(jax.devices()), len(cpus))}"
             f" devices that there are: meshes.simulate({max(count, 1)}), called before JAX"
-            " starts, makes as many of the CPU"
+            " starts, makes the CPU appear as that many"
         )
     return enough[:count]
 
@@ -208,7 +208,7 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
     here = jax.sharding.get_abstract_mesh().manual_axes
     if missing := [axis for axis in axes if axis not in here]:
         where = (
-            f"the axes of this jax.shard_map: {', '.join(here)}"
+            f"among the axes of this jax.shard_map: {', '.join(here)}"
             if here
             else "axes of a jax.shard_map: this is outside"
         )

@@ -113,8 +113,8 @@ def check(
         )
     if "data" not in mesh.shape:
         raise ValueError(
-            f"mesh={dict(mesh.shape)} must have an axis 'data', of size 1 where sequences are"
-            " not divided"
+            f"mesh={dict(mesh.shape)} must have an axis 'data'; give it size 1 if the"
+            " batch is not divided"
         )
     n = mesh.shape["data"]
     if mesh.size == 1:
@@ -192,9 +192,9 @@ def _check_loss(model: ConfigDict, mesh: meshes.AnyMesh, by_hand: bool, seq_len:
 def _check_context(mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     if "pipe" in mesh.shape:
         raise ValueError(
-            f"mesh={dict(mesh.shape)} must have one of 'context' and 'pipe': stages do"
-            " different things in a slot, and devices that pass keys around a ring would wait"
-            " for each other forever"
+            f"mesh={dict(mesh.shape)} must not have both 'context' and 'pipe': stages do"
+            " different work at a time, so devices that pass keys around a ring would wait for"
+            " each other forever"
         )
     if strategy.sequence:
         raise ValueError(
@@ -229,15 +229,15 @@ def _check_pipeline(mesh: meshes.AnyMesh, strategy: Strategy, accumulator_dtype:
         )
     if strategy.overlap != "none":
         raise ValueError(
-            f"overlap={strategy.overlap!r} must be 'none' with a mesh axis 'pipe': all devices"
-            " of the mesh take a step on a ring together, but stages do different things in a"
-            " slot, and would wait for each other forever"
+            f"overlap={strategy.overlap!r} must be 'none' with a mesh axis 'pipe': a ring needs"
+            " all devices of the mesh at the same time, but stages do different work then, and"
+            " would wait for each other forever"
         )
     if strategy.zero > 1:
         raise ValueError(
-            f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a stage runs once"
-            " per microbatch, and each time stage 2 would send all of its gradients, stage 3"
-            " all of its parameters"
+            f"zero={strategy.zero} must be 0 or 1 with a mesh axis 'pipe': a pipeline"
+            " stage runs once per microbatch, and each time ZeRO 2 would send all of its"
+            " gradients, ZeRO 3 all of its parameters"
         )
     if accumulator_dtype != "float32":
         raise ValueError(

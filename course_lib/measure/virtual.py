@@ -11,7 +11,7 @@ much memory the real machine would need, and what it would execute:
 
 A plain `.compile()` gives the same memory and traffic, and takes longer: see `compile`.
 `jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
-its matrix products are not autotuned, for lack of a device to time them on.
+XLA cannot time several kernels for a product and keep the fastest (*autotuning*).
 
 Import this module before the first computation: it sets these environment variables, which JAX
 reads when it first looks for devices, unless they are set already:
@@ -179,11 +179,11 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
 
 
 def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Returns the shapes of a function's results, as `jax.eval_shape` does, and keeps in mind
-    which of them are on the host.
+    """Returns the shapes of a function's results, as `jax.eval_shape` does, and marks those
+    that are on the host.
 
-    `jax.eval_shape` forgets it, and a step that is lowered for its shapes would have all of its
-    arguments on the device.
+    `jax.eval_shape` loses this mark: a step lowered for its result would have all arguments
+    on the device.
 
     Returns:
       A tree of `jax.ShapeDtypeStruct`. Results on the host have a sharding that says so, on

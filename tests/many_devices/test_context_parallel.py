@@ -244,7 +244,7 @@ def test_evaluation_takes_whole_sequences():
             dict(data=1, context=2, pipe=2),
             Strategy(),
             {},
-            r"must have one of 'context' and 'pipe'",
+            r"must not have both 'context' and 'pipe'",
         ),
         (
             dict(data=1, context=2, tensor=2),

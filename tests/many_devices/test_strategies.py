@@ -327,7 +327,7 @@ def test_a_gradient_function_stays_that_of_the_configuration_it_was_made_from():
             },
             r"attention='flash' must be 'reference' or 'xla' on several devices",
         ),
-        (dict(tensor=2), Strategy(), {}, r"must have an axis 'data', of size 1 where"),
+        (dict(tensor=2), Strategy(), {}, r"must have an axis 'data'; give it size 1"),
         (
             dict(data=1, tensor=2),
             Strategy(),
