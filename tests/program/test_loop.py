@@ -679,7 +679,9 @@ def test_a_best_one_that_was_not_saved_does_not_count(
     text, tmp_path, monkeypatch, while_written
 ):
     losses = iter([5.0, 1.0, 3.0, 4.0, 6.0])  # after steps 4, 8, 12, 16, 20
-    monkeypatch.setattr(loop.observe, "validate", lambda *given, **options: {"loss": next(losses)})
+    monkeypatch.setattr(
+        loop.observe, "validate", lambda *given, **options: {"loss": next(losses)}
+    )
     save, wait = Checkpoints.save, Checkpoints.wait
 
     def fails(self, step, *given):
@@ -754,7 +756,9 @@ def test_the_best_of_all_validations_is_kept_whenever_checkpoints_are_due(
 ):
     # after steps 4, 8, 10 (the last), 12, 16, 20
     losses = iter([5.0, 1.0, 6.0, float("nan"), 2.0, 4.0])
-    monkeypatch.setattr(loop.observe, "validate", lambda *given, **options: {"loss": next(losses)})
+    monkeypatch.setattr(
+        loop.observe, "validate", lambda *given, **options: {"loss": next(losses)}
+    )
     saved, save = [], Checkpoints.save
     monkeypatch.setattr(
         Checkpoints,
