@@ -72,12 +72,12 @@ class Group:
       inside: bytes/s that a rank receives from the others behind its switch.
       outside: bytes/s that a rank receives over its port from other hosts. Not used if all
         ranks share a switch.
-      latency: seconds until the first byte has arrived.
+      latency: seconds until the first byte of a collective has arrived.
+      link, hop: bytes/s from one rank to the next, and seconds until the first byte has arrived
+        there. They do not depend on how many ranks follow.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
       ring: on a torus, the length of a ring that uses all links of a chip, and whose
         all-to-all takes as long as this group's; 0 behind a switch.
-      link: on a torus, bytes/s from one device to the next; 0 behind a switch, where `inside`
-        is that.
       ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else
         each ring runs through all ranks.
     """
@@ -87,9 +87,10 @@ class Group:
     inside: float
     outside: float
     latency: float = 0.0
+    link: float = 0.0
+    hop: float = 0.0
     adds_in_switch: bool = False
     ring: float = 0.0
-    link: float = 0.0
     ideal: bool = False
 
 
@@ -148,12 +149,7 @@ def shift(group: Group, size: int | float) -> float:
       group: the devices, in the order of the ring.
       size: bytes of the array.
     """
-    if group.ranks == 1:
-        return 0.0
-    if group.link:  # on a torus: one link, one hop
-        return size / group.link + (TORUS_LATENCY if group.latency else 0.0)
-    slowest = group.outside if group.ranks > group.per_switch else group.inside
-    return size / slowest + group.latency / 2
+    return size / group.link + group.hop if group.ranks > 1 else 0.0
 
 
 @functools.cache
@@ -293,13 +289,20 @@ class Cluster:
         latency = NVLINK_LATENCY * (behind_switch > 1)
         if crosses:
             latency += NETWORK_LATENCY * math.ceil(math.log2(hosts))
-        shares = (1.0, 1.0) if self.ideal else (NVLINK_SHARE, network_share(hosts))
+        hop = (NETWORK_LATENCY if crosses else NVLINK_LATENCY) / 2
+        of_nvlink, of_network, of_pair = (
+            (1.0, 1.0, 1.0)
+            if self.ideal
+            else (NVLINK_SHARE, network_share(hosts), network_share(2))
+        )
         return Group(
             ranks,
             behind_switch,
-            shares[0] * inside,
-            shares[1] * (outside or 0.0),
+            of_nvlink * inside,
+            of_network * (outside or 0.0),
             0.0 if self.ideal else latency,
+            of_pair * (outside or 0.0) if crosses else of_nvlink * inside,
+            0.0 if self.ideal else hop,
             self.adds_in_switch,
             ideal=self.ideal,
         )
@@ -349,8 +352,9 @@ class Cluster:
             total * link,
             0.0,
             0.0 if self.ideal else TORUS_LATENCY * hops / 2,
+            min([1.0, *(share for _, share in rings)]) * link,
+            0.0 if self.ideal else TORUS_LATENCY,
             ring=slowest * total,
-            link=min([1.0, *(share for _, share in rings)]) * link,
         )
 
     def _torus(self) -> str:

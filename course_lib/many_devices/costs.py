@@ -238,13 +238,15 @@ def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:
     """Returns the bytes that a device sends along "expert" per step.
 
     Each layer has two all-to-alls in the forward and two in the backward pass, of the experts'
-    slots for the device's tokens. Each minibatch sums the gradients of all other parameters.
+    slots for the device's tokens, and two more where the experts are recomputed. Each minibatch
+    sums the gradients of all other parameters.
     """
     model, size = step.model, step.n["expert"]
     if size == 1:
         return 0.0
     slots = step.sequences * step.slots * model.hidden_size
-    exchanged = 4 * model.num_layers * slots * step.width
+    exchanges = 6 if {"Block", "MLP"} & set(model.remat) else 4
+    exchanged = exchanges * model.num_layers * slots * step.width
     shared = sum(leaf.bytes for leaf in params if dim_of(leaf.param_spec, "expert") is None)
     return (size - 1) / size * (exchanged + 2 * step.minibatches * shared)
 

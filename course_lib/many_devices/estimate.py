@@ -116,20 +116,17 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
     width = jnp.dtype(model.dtype).itemsize
     stored = jnp.dtype(config.optimizer.param_dtype).itemsize
     parts = strategy.microbatches * config.training.num_minibatches
-    remat = set(model.remat)
-    recompute = "full" if "Block" in remat or {"MLP", "Attn"} <= remat else "none"
-    if recompute == "none" and remat:
-        recompute = "mlp" if "MLP" in remat else "attention"
     return Plan(
         {"fsdp" if sharded and axis == "data" else axis: n for axis, n in axes.items()},
         batch=config.data.batch_size,
         microbatch=config.data.batch_size // parts // axes["data"] // axes.get("expert", 1),
         chunks=strategy.chunks,
         zero=0 if sharded else strategy.zero,
-        recompute=recompute,
+        recompute=_recomputed(model, strategy),
         fused_attention=model.attention in ("cudnn", "flash"),
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
+        gather_again="Block" in model.remat or strategy.gather_again,
         gradient_bytes=width if sharded else stored,
         parameter_bytes=width if sharded else stored,
         update_bytes=_update_bytes(config),
@@ -138,6 +135,18 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         chunked_loss=model.loss_chunks > 1,
         dense_dispatch=True,
     )
+
+
+def _recomputed(model: ConfigDict, strategy: Strategy) -> str:
+    """Returns the name, in `plans.RECOMPUTE`, of what the backward pass recomputes."""
+    if "Block" in model.remat:
+        return "block"
+    if model.remat:
+        parts = {"MLP": "mlp", "Attn": "attention"}
+        return "modules" if set(model.remat) == set(parts) else parts[model.remat[0]]
+    # Activations that came around a ring are kept.
+    again = strategy.zero == 3 and strategy.gather_again and strategy.overlap == "none"
+    return "gathers" if again else "none"
 
 
 def estimate(

@@ -43,6 +43,12 @@ a cast reads 2 and writes the element twice, as it is and transposed; two matmul
 each; one matmul writes it, or its gradient, in bfloat16
 (https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py)."""
 
+BOTH_AGAIN = {"half": 0.5, "modules": 1, "block": 1, "full": 1}
+ATTENTION_AGAIN = BOTH_AGAIN | {"attention": 1}
+MLP_AGAIN = BOTH_AGAIN | {"mlp": 1, "mlp-in": 1, "all-but-qkv": 1}
+"""How often the backward pass computes a layer's attention, or its MLP, once more, by
+`Plan.recompute`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
@@ -102,8 +108,9 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
         group, size = cluster.group(plan.axes, "fsdp"), _weights(shape, plan)
         gather = all_gather(group, plan.parameter_bytes * size)
         scatter = reduce_scatter(group, plan.gradient_bytes * size)
+        again = gather if plan.gather_again else 0.0
         forward = _beside(forward, gather, plan, cluster)
-        backward = _beside(backward, gather + scatter, plan, cluster)
+        backward = _beside(backward, again + scatter, plan, cluster)
     return forward, backward
 
 
@@ -133,11 +140,13 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
     moved = tokens * (operands + norms + activations) + core + item * weights
 
-    # A recomputed module skips its last matmul: the backward pass does not need that result.
+    # A recomputed part skips its last matmul: the backward pass does not need that result.
     # Elementwise operations are about a quarter of a layer's memory traffic.
     mlp_again, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
+    modules = projections - out + mlp_again
     again = {
         "none": Cost(),
+        "gathers": Cost(),
         "minimal": Cost(0, moved / 4),
         "selective": Cost(scores, core),
         "attention": _work(plan, projections - out, scores, core + moved / 4),
@@ -146,6 +155,9 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         "all-but-qkv": _work(plan, mlp_again + out, scores, moved / 2),
         "op": _work(plan, (projections + mlp) / 2, 0, moved / 2),
         "half": _work(plan, (projections + mlp) / 2, scores / 2, moved / 2),
+        "modules": _work(plan, modules, scores, moved),
+        # Side by side, attention and MLP end together, and both last matmuls are skipped.
+        "block": _work(plan, modules + (0 if shape.parallel else out), scores, moved),
         "full": _work(plan, projections + mlp, scores, moved),
     }[plan.recompute]
     forward = _work(plan, projections + mlp, scores, moved)
@@ -187,21 +199,35 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     # side by side they share one. With sequence parallelism a pair ends in a reduce-scatter,
     # and the next pair begins with an all-gather: the same bytes.
     pairs = 1 if shape.parallel else 2
-    tensor = pairs * all_reduce(group["tensor"], activation_bytes(shape, plan))
-    hidden = TENSOR_OVERLAP * tensor if plan.tensor_overlap else 0.0
-    sent = Cost(exposed={"tensor": tensor - hidden}, hidden={"tensor": hidden})
+    one = all_reduce(group["tensor"], activation_bytes(shape, plan))
+    hidden = TENSOR_OVERLAP if plan.tensor_overlap else 0.0
+    tensor = Cost(exposed={"tensor": (1 - hidden) * one}, hidden={"tensor": hidden * one})
+    # A recomputed part begins with its all-gather. It leaves out the sum at its end.
+    start = 0.5 * plan.sequence_parallel
+    more = {
+        "gathers": pairs * start,
+        "attention": start,
+        "mlp": start,
+        "mlp-in": start,
+        "all-but-qkv": pairs - 1,
+        "half": pairs / 2,
+        "modules": 2 * start,
+        "block": pairs - 1 + start,
+        "full": pairs,
+    }
+    forward, backward = tensor * pairs, tensor * (pairs + more.get(plan.recompute, 0))
+    if plan.wgrad_overlap:
+        # The gradient's all-reduce, or its reduce-scatter, runs beside the next matmul.
+        beside = pairs * (one / 2 if plan.sequence_parallel else one)
+        exposed, hidden = overlap(beside, beside)
+        backward += Cost(exposed={"tensor": exposed - beside}, hidden={"tensor": hidden})
     if shape.experts:
         # Tokens travel to their experts and back.
         own = tokens / (t if plan.sequence_parallel else 1)
-        to_experts = all_to_all(group["expert"], item * own * shape.slots * shape.width)
-        sent += Cost(exposed={"expert": 2 * to_experts})
-    again = {"full": 1.0, "half": 0.5}.get(plan.recompute, 0.0)  # forward passes repeated
-    forward, backward = sent, sent * (1 + again)
-    if plan.wgrad_overlap:
-        # The gradient's all-reduce, or its reduce-scatter, runs beside the next matmul.
-        beside = tensor / 2 if plan.sequence_parallel else tensor
-        exposed, hidden = overlap(beside, beside)
-        backward += Cost(exposed={"tensor": exposed - beside}, hidden={"tensor": hidden})
+        there = all_to_all(group["expert"], item * own * shape.slots * shape.width)
+        again = MLP_AGAIN.get(plan.recompute, 0)
+        forward += Cost(exposed={"expert": 2 * there})
+        backward += Cost(exposed={"expert": 2 * there * (1 + again)})
     if c > 1:
         # Keys and values go around a ring while scores are computed. In the backward pass their
         # gradients go with them.
@@ -209,10 +235,10 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys)
         scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
         room = scores / rates(plan, cluster)[0]
-        again += plan.recompute == "attention"
         ring_cost = Cost(
             exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)}
         )
+        again = ATTENTION_AGAIN.get(plan.recompute, 0)
         forward, backward = forward + ring_cost, backward + ring_cost * (2 + again)
     return forward, backward
 

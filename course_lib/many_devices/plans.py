@@ -19,9 +19,15 @@ RECOMPUTE = {
     "all-but-qkv": "the layer except its query, key and value products",
     "op": "every second product of a layer, and what is elementwise",
     "half": "every second layer",
+    "gathers": 'activations that were gathered along "tensor"',
+    "modules": "attention and the MLP, each without its last product",
+    "block": "the layer without its last product",
     "full": "the layer",
 }
-"""Parts that the backward pass recomputes, by name."""
+"""Parts that the backward pass recomputes, by name. The last product of a recomputed part, and
+the sum along "tensor" after it, are work for nothing: the backward pass does not read their
+result. A compiler leaves them out (JAX: "modules", "block"), a framework that runs the forward
+pass again does not ("full")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +125,7 @@ class Plan:
       parameter_overlap: with `data_overlap`: whether the new parameters do, too.
       pipe_overlap: whether interleaved stages send to each other while they compute another
         chunk, as with Megatron-LM's `overlap_p2p_comm`.
+      gather_again: whether the backward pass gathers again the parameters that "fsdp" divides.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
       update_bytes: bytes per parameter that the optimizer reads and writes, without the
         gradient. Adam in float32: 24, of the parameter and two moments.
@@ -144,6 +151,7 @@ class Plan:
     data_overlap: bool = True
     parameter_overlap: bool = True
     pipe_overlap: bool = False
+    gather_again: bool = True
     gradient_bytes: int = 2
     parameter_bytes: int = 2
     update_bytes: int | float = 24

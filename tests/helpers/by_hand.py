@@ -37,8 +37,10 @@ def all_gather(links, size):
 
 def shift(links, size):
     """Returns the seconds in which each GPU sends an array to the next one."""
-    n, per_host, inside, port, latency = links
-    return 0.0 if n == 1 else size / (port if n > per_host else inside) + latency / 2
+    n, per_host, *_ = links
+    if n == 1:
+        return 0.0
+    return size / (0.9 * PORT) + 20e-6 if n > per_host else size / NVLINK + 10e-6
 
 
 def exposed(traffic, computing):
@@ -121,9 +123,10 @@ def seconds(model, axes, zero, parts, fused=False):
     moved += tokens / t * (8 * queries if fused else 13 * L * H)
     summed = 4 * all_gather(tensor, 2 * tokens * D)  # two all-reduces, of two gathers each
     forward = [of_weights + of_scores, moved, summed]
-    # Backward: everything once more, and twice; gradients of weights are summed in float32.
-    backward = [3 * part for part in forward[:2]] + [2 * summed]
-    backward[0] += of_scores / 2 if fused else 0
+    # Backward: twice, and everything once more, but for the last product, of the MLP, and the
+    # reduce-scatter after it, one gather of four. Gradients of weights are summed in float32.
+    backward = [3 * part for part in forward[:2]] + [(2 - 1 / 4) * summed]
+    backward[0] += (of_scores / 2 if fused else 0) - 2 * tokens * D * F / t
     backward[1] += 8 * weights
     head = [6 * tokens * V / t * D, 22 * tokens * V / t + 6 * V * D / t, summed]
 

@@ -76,6 +76,16 @@ def test_a_step_of_a_ring_starts_in_half_of_the_time_of_a_collective():
     assert cluster_model.shift(across, GB) == pytest.approx(GB / (0.9 * PORT) + 20e-6)
 
 
+def test_a_step_of_a_ring_takes_as_long_however_many_follow():
+    seconds = {
+        n: cluster_model.shift(Cluster(H100, 8 * n).group({"pipe": n, "data": 8}, "pipe"), GB)
+        for n in (2, 16, 128)
+    }
+    assert len(set(seconds.values())) == 1
+    # also where the ring begins inside of a host
+    assert seconds[2] == cluster_model.shift(Cluster(H100, 64).group({"data": 64}, "data"), GB)
+
+
 def test_a_rack_of_eighteen_hosts_behind_one_switch_needs_no_network():
     rack = Cluster(B200, 72, gpus_per_host=4, hosts_per_switch=18, ideal=True)
     group = rack.group({"data": 72}, "data")
@@ -304,4 +314,6 @@ def test_a_group_says_what_it_is():
         0.8 * NVLINK,
         cluster_model.network_share(8) * PORT,
         cluster_model.NETWORK_LATENCY * math.log2(8),
+        cluster_model.network_share(2) * PORT,
+        cluster_model.NETWORK_LATENCY / 2,
     )

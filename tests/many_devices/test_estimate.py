@@ -68,6 +68,7 @@ CASES = (
     (dict(data=2, expert=2), Strategy(), EXPERTS),
     (dict(data=2, expert=2), Strategy(zero=1), EXPERTS | {"training.num_minibatches": 2}),
     (dict(data=2, expert=4), Strategy(zero=3), EXPERTS | {"model.experts_per_token": 2}),
+    (dict(data=2, expert=2), Strategy(zero=3), EXPERTS | BLOCK),
 )
 QUICK = {"xla_backend_optimization_level": 0}  # compiles faster, and sends the same
 
@@ -222,6 +223,39 @@ def test_the_step_that_hides_nothing_exposes_what_the_other_hides_along_data():
         assert found.unhidden.total == pytest.approx(found.time.total + hidden)
 
 
+RECOMPUTED = (
+    (Strategy(zero=1), ("Block",)),
+    (Strategy(zero=1, sequence=True), ("Block",)),
+    (Strategy(zero=1, sequence=True), ("MLP",)),
+    (Strategy(zero=1, sequence=True), ("MLP", "Attn")),
+    (Strategy(zero=3, sequence=True), ()),
+    (Strategy(zero=3, sequence=True, gather_again=False), ()),
+    (Strategy(zero=3, sequence=True, overlap="one-way"), ()),
+    (Strategy(zero=3, sequence=True, overlap="one-way"), ("Block",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "remat", "parallel"),
+    [(*case, False) for case in RECOMPUTED]
+    # blocks whose attention and MLP stand side by side are recomputed as a whole
+    + [(*case, True) for case in RECOMPUTED if "MLP" not in case[1]],
+)
+def test_the_time_prices_the_bytes_that_layers_send(chosen, remat, parallel):
+    axes = {"data": 2, "tensor": 4}
+    changes = {"model.remat": remat, "model.parallel_block": parallel}
+
+    def of_layers(count):
+        more = {"model.num_layers": count, **changes}
+        found = half(axes, chosen, more, cluster=Cluster(H100, 8, ideal=True))
+        seconds = found.time.parts["tensor"] + found.time.hidden["tensor"]
+        return found.sent["tensor"], seconds * H100.link_bandwidth
+
+    sent, priced = (deep - flat for flat, deep in zip(of_layers(8), of_layers(16), strict=True))
+    # The formula of the time leaves out the gradients of norms and biases.
+    assert priced == pytest.approx(sent, rel=2e-3) and priced <= sent
+
+
 def test_the_published_utilization_follows_from_the_published_time():
     whole = configs.nemotron_340b()
     for data, batch, seconds, published in ((64, 2304, 8.0, 0.410), (16, 768, 10.3, 0.424)):
@@ -233,13 +267,14 @@ def test_the_published_utilization_follows_from_the_published_time():
         assert found.time.model_seconds / seconds == pytest.approx(published, abs=0.0025)
 
 
-def half(sizes, strategy, changes=(), accelerator=H100):
+def half(sizes, strategy, changes=(), accelerator=H100, cluster=None):
     """Estimates a model that a device could train, on some grid."""
     whole = configs.get("80gb")
     whole.training.num_minibatches = 1
     whole.update_from_flattened_dict(dict(changes))
     count = max(math.prod(sizes.values()), 1)
-    return estimate.estimate(whole, sizes, strategy, Cluster(accelerator, count))
+    cluster = cluster or Cluster(accelerator, count)
+    return estimate.estimate(whole, sizes, strategy, cluster)
 
 
 def test_more_microbatches_shorten_the_bubble():

@@ -74,6 +74,9 @@ AGAIN = {  # products that are computed again, and the share of all bytes
     "mlp": ("gate in", 1 / 4),
     "mlp-in": ("gate in scores mean", 1 / 4),
     "all-but-qkv": ("gate in scores mean out", 1 / 2),
+    "gathers": ("", 0),
+    "modules": ("qkv scores mean gate in", 1),
+    "block": ("qkv scores mean out gate in", 1),
     "full": ("qkv scores mean out gate in down", 1),
 }
 
@@ -205,6 +208,48 @@ def test_an_eight_bit_step_sends_and_computes_its_output_layer_in_bfloat16():
 
 
 # Traffic, by hand, inside of a host: 360 GB/s, 20 us.
+
+
+@pytest.mark.parametrize("recompute, times", [("none", 4), ("attention", 4), ("block", 6)])
+def test_recomputed_experts_exchange_their_tokens_again(recompute, times):
+    found = step({"expert": 4, "tensor": 2}, MIXED, batch=8, recompute=recompute)
+    one = 2 * 2048 * 2 * 1024 * 3 / 4 / 360e9 + 20e-6
+    assert found.parts["expert"] == pytest.approx(2 * 8 * times * one)
+
+
+# all-reduces of a layer in both passes, without and with sequence parallelism
+SUMS = {
+    "none": (4, 4),
+    "selective": (4, 4),
+    "gathers": (4, 5),  # two all-gathers, each half an all-reduce
+    "attention": (4, 4.5),
+    "mlp": (4, 4.5),
+    "modules": (4, 5),
+    "block": (5, 5.5),
+    "half": (5, 5),
+    "full": (6, 6),
+}
+
+
+@pytest.mark.parametrize("recompute", SUMS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_recomputed_is_summed_again_but_for_the_sum_at_its_end(recompute, sequence):
+    shape = dataclasses.replace(MIXED, experts=0)
+    plan = dict(batch=8, sequence_parallel=sequence)
+    found = step({"tensor": 8}, shape, recompute=recompute, **plan).parts["tensor"]
+    one = 2 * (2 * 2048 * 1024 * 7 / 8 / 360e9 + 20e-6)
+    head = 8 * 2 * one  # microbatches
+    assert found - head == pytest.approx(8 * 8 * SUMS[recompute][sequence] * one)
+
+
+def test_parameters_that_are_kept_are_gathered_once():
+    kept, twice = (
+        step({"fsdp": 8}, batch=8, shape=MIXED, data_overlap=False, gather_again=again)
+        for again in (False, True)
+    )
+    layers = 8 * (ATTENTION + 6 * EXPERT)
+    gathers = 2 * layers * 7 / 8 / 360e9 + 8 * 20e-6
+    assert twice.parts["data"] - kept.parts["data"] == pytest.approx(gathers)
 
 
 def test_experts_exchange_the_tokens_that_a_device_has():

@@ -228,8 +228,8 @@ def test_varying_over_an_axis_that_is_not_there_is_refused():
     with pytest.raises(
         ValueError,
         match=(
-            r"axes=\('pipe',\) must be among the axes of this jax.shard_map: data, tensor; pipe is"
-            r" unknown here"
+            r"axes=\('pipe',\) must be among the axes of this jax.shard_map: data, tensor;"
+            r" pipe is unknown here"
         ),
     ):
         on_eight(lambda x: meshes.vary(x, "pipe"), jnp.ones(3))

@@ -16,12 +16,13 @@ RATE, MEMORY = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
 N, D, L, V = 16, 4096, 4096, 128_000
 UNEVEN = Shape(N, D, heads=32, head_dim=128, mlp=4 * D, vocab=V, seq_len=L)
 # The mesh is {"pipe": p, "data": 2, "tensor": t} on hosts of eight GPUs: bytes/s from a GPU to
-# the next stage's and seconds until a collective has begun; the same for the two along "data".
+# the next stage's and seconds until the first byte arrives there; bytes/s between the two along
+# "data" and seconds until a collective has begun.
 LINKS = {  # (p, t)
-    (2, 8): ((45e9, 40e-6), (45e9, 40e-6)),  # a host for each of the four
-    (4, 8): ((45e9, 80e-6), (45e9, 40e-6)),
-    (2, 2): ((360e9, 20e-6), (360e9, 20e-6)),  # all on one host
-    (4, 2): ((45e9, 60e-6), (360e9, 20e-6)),  # two stages on each of two hosts
+    (2, 8): ((45e9, 20e-6), (45e9, 40e-6)),  # a host for each of the four
+    (4, 8): ((45e9, 20e-6), (45e9, 40e-6)),
+    (2, 2): ((360e9, 10e-6), (360e9, 20e-6)),  # all on one host
+    (4, 2): ((45e9, 20e-6), (360e9, 20e-6)),  # two stages on each of two hosts
 }
 
 
@@ -68,7 +69,7 @@ def test_megatron_s_pipeline_takes_the_time_of_the_formulas_by_hand(
     forward, backward = (N / p * x for x in (layer + traffic, 2 * layer + more + traffic))
     bandwidth, latency = LINKS[p, t][0]
     # of the residual stream a device sends its own part, there and back, for each chunk
-    one = 2 * chunks * (2 * L * D / t / bandwidth + latency / 2)
+    one = 2 * chunks * (2 * L * D / t / bandwidth + latency)
     # All wait for the last stage, which has the output layer; a pipeline is filled and emptied
     # at the pace of a mean stage.
     seconds = m * (forward + backward + head + one)
@@ -96,7 +97,7 @@ def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_
     (bandwidth, latency), _ = LINKS[2, t]
     # 3 (m + p - 1) columns; after each, activations go on and gradients go back
     part = t if sequence_parallel else 1
-    seconds += 3 * (m + 1) * 2 * (2 * L * D / part / bandwidth + latency / 2)
+    seconds += 3 * (m + 1) * 2 * (2 * L * D / part / bandwidth + latency)
     seconds += along_data_by_hand(2, t, F, backward)
     planned = schedules.make(name, 2, m)
     found = step(2, t, m, schedule=planned, sequence_parallel=sequence_parallel)
