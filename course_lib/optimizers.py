@@ -137,5 +137,6 @@ def from_config(
     if config.clip_norm:
         update = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     if config.param_dtype == "bfloat16":
-        update = optimizer_memory.round_stochastically(update)
+        # Not the seed of the moments' rounding.
+        update = optimizer_memory.round_stochastically(update, seed=1)
     return update

@@ -110,6 +110,18 @@ def test_parameters_are_cast_as_configured():
         assert cast["w"].dtype == jnp.dtype(dtype)
 
 
+def test_parameters_and_moments_are_rounded_with_different_random_numbers():
+    config = example_config(name="adamw_bf16", param_dtype="bfloat16")
+    optimizer = optimizers.from_config(config)
+    state = optimizer.init({"w": jnp.ones(3, jnp.bfloat16)})
+    keys = [
+        leaf
+        for leaf in jax.tree.leaves(state)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    assert len(keys) == 2 and not np.array_equal(*map(jax.random.key_data, keys))
+
+
 def test_bfloat16_parameters_with_float16_activations_are_refused():
     config = configs.get("t4")
     config.optimizer.param_dtype = "bfloat16"

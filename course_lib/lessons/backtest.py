@@ -376,9 +376,12 @@ def pairs(predictions: Sequence[Prediction]) -> list[tuple[Prediction, Predictio
 def of_layouts(
     found: Sequence[tuple[Prediction, Prediction]],
 ) -> list[tuple[Prediction, Prediction]]:
-    """Returns the pairs that differ in their layout on the same number of GPUs: the question
-    that `estimate.choose` answers. (Other pairs may differ in GPUs, batch or recomputation.)
+    """Returns the pairs that differ in their layout alone: as many GPUs, the same batch and the
+    same recomputation. This is the question that `estimate.choose` answers.
     """
+
+    def task(row: Row) -> tuple[int, int, str]:
+        return row.cluster.count, row.plan.batch, row.plan.recompute
 
     def layout(row: Row) -> tuple[Mapping[str, int], int]:
         return row.plan.axes, row.plan.chunks
@@ -386,8 +389,7 @@ def of_layouts(
     return [
         (one, other)
         for one, other in found
-        if one.row.cluster.count == other.row.cluster.count
-        and layout(one.row) != layout(other.row)
+        if task(one.row) == task(other.row) and layout(one.row) != layout(other.row)
     ]
 
 

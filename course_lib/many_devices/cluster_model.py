@@ -46,8 +46,8 @@ SWITCH_SPEEDUP = 1.3
 """How much faster an all-reduce is if switches add up (SHARP, NVLS). Without losses it would be
 2 (n-1)/n; about 1.3 is measured (https://jax-ml.github.io/scaling-book/gpus)."""
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
-"""Start-up seconds of a collective inside a host, and per doubling of hosts. Assumed, not
-fitted."""
+"""Start-up seconds of a collective inside a host, and per doubling of hosts. A transfer to a
+neighbour takes half. Assumed, not fitted."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
 
@@ -76,8 +76,8 @@ class Group:
       link, hop: bytes/s from one rank to the next, and seconds until the first byte has arrived
         there. They do not depend on how many ranks follow.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: on a torus, the length of a ring that uses all links of a chip, and whose
-        all-to-all takes as long as this group's; 0 behind a switch.
+      ring: on a torus, the number of devices of a ring whose all-to-all takes as long as this
+        group's; 0 behind a switch.
       ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else
         each ring runs through all ranks.
     """
@@ -209,10 +209,11 @@ class Cluster:
         hardware.check(self.accelerator)
         for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.port_bandwidth is not None and not 0 < self.port_bandwidth < math.inf:
-            raise ValueError(f"port_bandwidth={self.port_bandwidth} must be above 0 bytes/s")
+        port = self.port_bandwidth
+        if port is not None and not (isinstance(port, int | float) and 0 < port < math.inf):
+            raise ValueError(f"port_bandwidth={port!r} must be above 0 bytes/s")
         if not 0 < self.products_share <= 1:
             raise ValueError(
                 f"products_share={self.products_share} must be above 0 and at most 1, the peak"
@@ -266,6 +267,8 @@ class Cluster:
           ValueError: if the axes do not multiply to `count`, or the group crosses a network for
             which there is no figure.
         """
+        if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
+            raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
         if math.prod(axes.values()) != self.count:
             raise ValueError(
                 f"axes={dict(axes)} must multiply to the {self.count} accelerators of the"
@@ -313,8 +316,8 @@ class Cluster:
         The mesh's axes take the dimensions of the torus from inner to outer. An axis over two
         dimensions has two rings through each chip, which double its bandwidth. Data goes around
         a ring in both directions. A part of a dimension is a line, with half of a ring's
-        bandwidth. If two axes divide a dimension, the groups of the outer axis share its links:
-        as many groups as the inner axis has devices there.
+        bandwidth. If two axes divide a dimension, several groups of the outer axis share its
+        links: one group for each device of the inner axis.
         """
         sides = [int(side) for side in self._torus().split("x")]
         # Ends are linked along sides of 16 in 2D, and in 3D if all sides are multiples of 4.

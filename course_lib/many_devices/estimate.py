@@ -106,6 +106,7 @@ def shape_of(config: ConfigDict) -> Shape:
         kv_heads=model.num_kv_heads,
         experts=model.num_experts,
         slots=slots,
+        experts_per_token=model.experts_per_token if model.num_experts else 0,
         parallel=model.parallel_block,
     )
 
@@ -129,6 +130,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         gather_again="Block" in model.remat or strategy.gather_again,
         gradient_bytes=width if sharded else stored,
         parameter_bytes=width if sharded else stored,
+        ring_gradient_bytes=4,
         update_bytes=_update_bytes(config),
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,

@@ -21,7 +21,7 @@ from course_lib.many_devices.cluster_model import (
 from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure.roofline import peak
 
-# Assumed, not fitted; docs/backtest.md shows the effect of other values.
+# Assumed, not fitted. docs/backtest.md shows the effect of other values of the first four.
 MEMORY_SHARE = 0.85
 """Share of the rated memory bandwidth that kernels reach."""
 UNFUSED_FACTOR = 2
@@ -130,30 +130,43 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     mlp = 2 * tokens * k * shape.expert / t
     mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
 
-    # Bytes: operands and results of matmuls; norms, residuals and activations; scores.
-    weights = _weights(shape, plan)
-    operands = 2 * D + 2 * (queries + keys) / t + k * m * (D + shape.mlp / t)
-    operands *= EIGHT_BIT_OPERAND if plan.eight_bit else item
+    # Bytes per token of attention and of the MLP. Operands and results of matmuls:
+    width = EIGHT_BIT_OPERAND if plan.eight_bit else item
+    of_qkv = width * (D + (queries + 2 * keys) / t)
+    operands = of_qkv + width * (queries / t + D), width * k * m * (D + shape.mlp / t)
+    # Each norm is read and written, 4 bytes; a dropout mask has 1; the residual stream and the
+    # result are read and their sum is written, 6. An activation is read and written, with a
+    # gate two are read. Queries and keys turn, 8 bytes, and the heads' results are rearranged.
     unfused = UNFUSED_FACTOR if plan.eager else 1
-    norms = unfused * 22 * D / (t if plan.sequence_parallel else 1)
-    activations = unfused * ((6 if m == 3 else 4) * k * shape.mlp + 12 * queries) / t
+    norm = 11 * D / (t if plan.sequence_parallel else 1)
+    activations = 12 * queries / t, (6 if m == 3 else 4) * k * shape.mlp / t
+    elementwise = [tokens * unfused * (norm + each) for each in activations]
+    # On the chip, queries, keys, values and results move. In memory, a score moves 13 bytes:
+    # the score, its softmax and what dropout leaves of it are written and read, 2 each; a mask.
     core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
-    moved = tokens * (operands + norms + activations) + core + item * weights
+    weights = shape.attention / t, _weights(shape, plan) - shape.attention / t
+    attention, expert = (
+        tokens * of_matmuls + others + item * size
+        for of_matmuls, others, size in zip(operands, elementwise, weights, strict=True)
+    )
+    attention += core
+    moved = attention + expert
 
     # A recomputed part skips its last matmul: the backward pass does not need that result.
-    # Elementwise operations are about a quarter of a layer's memory traffic.
     mlp_again, out = mlp * (m - 1) / m, 2 * tokens * D * queries / t
     modules = projections - out + mlp_again
+    but_qkv = moved - tokens * of_qkv - item * D * (queries + 2 * keys) / t
+    every_second = (moved - core + sum(elementwise)) / 2
     again = {
         "none": Cost(),
         "gathers": Cost(),
-        "minimal": Cost(0, moved / 4),
+        "minimal": Cost(0, sum(elementwise)),
         "selective": Cost(scores, core),
-        "attention": _work(plan, projections - out, scores, core + moved / 4),
-        "mlp": _work(plan, mlp_again, 0, moved / 4),
-        "mlp-in": _work(plan, mlp_again, scores, core + moved / 4),
-        "all-but-qkv": _work(plan, mlp_again + out, scores, moved / 2),
-        "op": _work(plan, (projections + mlp) / 2, 0, moved / 2),
+        "attention": _work(plan, projections - out, scores, attention),
+        "mlp": _work(plan, mlp_again, 0, expert),
+        "mlp-in": _work(plan, mlp_again, scores, core + expert),
+        "all-but-qkv": _work(plan, mlp_again + out, scores, but_qkv),
+        "op": _work(plan, (projections + mlp) / 2, 0, every_second),
         "half": _work(plan, (projections + mlp) / 2, scores / 2, moved / 2),
         "modules": _work(plan, modules, scores, moved),
         # Side by side, attention and MLP end together, and both last matmuls are skipped.
@@ -164,7 +177,7 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     if plan.fused_attention:  # its backward pass recomputes the scores: 5 matmuls, not 4
         again += Cost(scores / 2)
     # Gradients of weights are summed in float32: 4 bytes read, 4 written.
-    return forward, forward * 2 + Cost(0, 8 * weights) + again
+    return forward, forward * 2 + Cost(0, 8 * sum(weights)) + again
 
 
 def _work(plan: Plan, linear: float | int, scores: float | int, moved: float | int) -> Cost:
@@ -229,18 +242,28 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         forward += Cost(exposed={"expert": 2 * there})
         backward += Cost(exposed={"expert": 2 * there * (1 + again)})
     if c > 1:
-        # Keys and values go around a ring while scores are computed. In the backward pass their
-        # gradients go with them.
-        keys = (shape.kv_heads or shape.heads) * shape.head_dim / t
-        ring = (c - 1) * shift(group["context"], item * tokens * 2 * keys)
+        # Keys and values go around a ring while scores are computed. The backward pass has five
+        # matmuls in place of two. There the gradients go around, too, and one step more: home.
+        numbers = 2 * tokens * (shape.kv_heads or shape.heads) * shape.head_dim / t
+        step = shift(group["context"], item * numbers)
+        home = c * shift(group["context"], plan.ring_gradient_bytes * numbers)
         scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
         room = scores / rates(plan, cluster)[0]
-        ring_cost = Cost(
-            exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)}
-        )
+        # Recomputation repeats the ring. The backward pass has the same first step, and a
+        # compiler sends it once.
         again = ATTENTION_AGAIN.get(plan.recompute, 0)
-        forward, backward = forward + ring_cost, backward + ring_cost * (2 + again)
+        steps = again * (c - 1 if plan.recompute in ("half", "full") else c - 2)
+        forward += _beside_scores((c - 1) * step, room)
+        backward += _beside_scores((c - 1) * step + home, 2.5 * room)
+        backward += _beside_scores(steps * step, again * room)
     return forward, backward
+
+
+def _beside_scores(ring: float, room: float) -> Cost:
+    """Returns the cost of transfers along "context" that take `ring` seconds beside attention's
+    matmuls, which take `room`.
+    """
+    return Cost(exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)})
 
 
 def _weights(shape: Shape, plan: Plan) -> float:

@@ -41,6 +41,7 @@ class Shape:
       matrices: of the MLP: 2, or 3 with a gate (SwiGLU).
       experts: number of experts of a layer; 0: one MLP that computes every token.
       slots: slots of the experts per token: k, times the capacity factor.
+      experts_per_token: k, if the slots are more; an empty slot is work, but not the model's.
       tied: whether the output layer is the embedding.
       parallel: whether attention and MLP stand side by side, which halves tensor traffic.
     """
@@ -56,12 +57,16 @@ class Shape:
     matrices: int = 2
     experts: int = 0
     slots: float = 1.0
+    experts_per_token: int = 0
     tied: bool = False
     parallel: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("layers", "width", "heads", "head_dim", "mlp", "vocab", "seq_len")
         _check_counts({name: getattr(self, name) for name in sizes})
+        for name in ("kv_heads", "experts", "experts_per_token"):
+            if type(value := getattr(self, name)) is not int:
+                raise ValueError(f"{name}={value!r} must be a whole number")
         if not 0 <= self.kv_heads <= self.heads:
             raise ValueError(f"kv_heads={self.kv_heads} must be 0 to heads={self.heads}")
         if self.matrices not in (2, 3):
@@ -97,9 +102,9 @@ class Shape:
 
         Attention counts in full. A causal kernel skips half of it, at about half the rate.
         """
-        layer = 2 * (self.attention + self.slots * self.expert)
+        layer = 2 * (self.attention + (self.experts_per_token or self.slots) * self.expert)
         scores = 4 * self.seq_len * self.heads * self.head_dim
-        return 3 * (self.layers * (layer + scores) + 2 * self.vocab * self.width)
+        return 3.0 * (self.layers * (layer + scores) + 2 * self.vocab * self.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +132,7 @@ class Plan:
         chunk, as with Megatron-LM's `overlap_p2p_comm`.
       gather_again: whether the backward pass gathers again the parameters that "fsdp" divides.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
+      ring_gradient_bytes: per number, when gradients of keys and values travel along "context".
       update_bytes: bytes per parameter that the optimizer reads and writes, without the
         gradient. Adam in float32: 24, of the parameter and two moments.
       dtype: of the operands of matmuls. If they have eight bits, the matmuls with weights have
@@ -154,6 +160,7 @@ class Plan:
     gather_again: bool = True
     gradient_bytes: int = 2
     parameter_bytes: int = 2
+    ring_gradient_bytes: int = 2
     update_bytes: int | float = 24
     dtype: str = "bfloat16"
     schedule: Schedule | None = None
@@ -169,11 +176,17 @@ class Plan:
             raise ValueError(f"zero={self.zero} must be 0, 1 or 2: stage 3 is the axis 'fsdp'")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
-        for name in ("gradient_bytes", "parameter_bytes"):
+        for name in ("gradient_bytes", "parameter_bytes", "ring_gradient_bytes"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{name}={getattr(self, name)} must be 1, 2 or 4")
-        if self.update_bytes < 0:
-            raise ValueError(f"update_bytes={self.update_bytes} must be at least 0")
+        if not isinstance(self.update_bytes, int | float) or not 0 <= self.update_bytes < 1e3:
+            raise ValueError(f"update_bytes={self.update_bytes!r} must be 0 to 1000 bytes")
+        try:
+            jnp.dtype(self.dtype)
+        except TypeError as error:
+            raise ValueError(f"dtype={self.dtype!r} must be JAX's name of a dtype") from error
+        if self.chunks > 1 and self.size("pipe") == 1:
+            raise ValueError(f"chunks={self.chunks} must be 1 without an axis 'pipe' above 1")
         if self.batch % (self.replicas * self.microbatch):
             raise ValueError(
                 f"batch={self.batch} must be a multiple of {self.replicas * self.microbatch}:"
@@ -218,7 +231,27 @@ class Plan:
         return self.batch // self.replicas // self.microbatch
 
 
+def check(shape: Shape, plan: Plan) -> None:
+    """Refuses a plan whose devices cannot share the model.
+
+    Raises:
+      ValueError: naming what an axis does not divide.
+    """
+    # In some pipelines, the embedding and the output layer each count as one layer.
+    if plan.size("pipe") * plan.chunks > shape.layers + 2:
+        raise ValueError(
+            f"axes={dict(plan.axes)}, chunks={plan.chunks} must not exceed the {shape.layers}"
+            " layers: a device would have none"
+        )
+    for axis, name in (("tensor", "heads"), ("context", "seq_len"), ("expert", "experts")):
+        count, size = getattr(shape, name), plan.size(axis)
+        if size > 1 and (not count or count % size):
+            raise ValueError(
+                f"{name}={count} must be a multiple of {size}, the devices along {axis!r}"
+            )
+
+
 def _check_counts(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")

@@ -18,13 +18,15 @@ The formulas are within 10% of the published time for 62% of 418 published steps
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
 to published seconds on the accelerators of its publication, 73% are within 10%.
 `lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
-`PRODUCTS_SHARE` was fitted to them.
+`PRODUCTS_SHARE` was fitted to them, on GPUs. TPUs reach a larger share of their peak rate: eight
+published steps on TPUs took a fifth less time than predicted.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
 
+from course_lib.many_devices import plans
 from course_lib.many_devices.cluster_model import (
     Cluster,
     all_gather,
@@ -93,16 +95,11 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
       cluster: the devices, as many as the product of `plan.axes`.
 
     Raises:
-      ValueError: if the axes do not fit the cluster or the model, there is no figure for a
-        link, or the accelerator has no unit for `plan.dtype`.
+      ValueError: if the axes do not fit the cluster or do not divide the model, there is no
+        figure for a link, or the accelerator has no unit for `plan.dtype`.
     """
+    plans.check(shape, plan)
     p, microbatches = plan.size("pipe"), plan.microbatches
-    # In some pipelines, the embedding and the output layer each count as one layer.
-    if p * plan.chunks > shape.layers + 2 or plan.size("tensor") > shape.heads:
-        raise ValueError(
-            f"axes={dict(plan.axes)}, chunks={plan.chunks} must not exceed the {shape.layers}"
-            f" layers and {shape.heads} heads: a device would have none"
-        )
     forward, backward = layer_costs(shape, plan, cluster)
     head = head_cost(shape, plan, cluster)
     per_stage = shape.layers / p
@@ -120,6 +117,7 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         backward=seconds[1],
         of_weights=busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster),
         head=busy(head, plan, cluster),
+        tables=_tables(shape, plan) / plan.size("tensor"),
     )
     data, hidden = along_data(shape, plan, cluster, *seconds)
     _, memory = rates(plan, cluster)
@@ -151,6 +149,7 @@ def pipeline(
     backward: float,
     of_weights: float,
     head: float,
+    tables: float,
 ) -> tuple[float, float, float]:
     """Returns three numbers of seconds: exposed transfers between stages, hidden ones, and the
     bubble (all other waiting).
@@ -162,7 +161,8 @@ def pipeline(
       forward: seconds of one stage's forward pass of one microbatch.
       backward: seconds of its backward pass.
       of_weights: seconds of the part of it that computes the gradients of weights, W.
-      head: seconds of the output layer, which only the last stage has.
+      head: seconds of the output layer, which only the last stage computes.
+      tables: parameters of the embedding and the output layer on one device.
     """
     p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
     if p == 1:
@@ -182,11 +182,13 @@ def pipeline(
         exposed, hidden = overlap(steady * m * one, steady * m * mean)
         return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
+    # All stages hold the embedding and the output layer, and sum their gradients.
+    summed = all_reduce(link, plan.gradient_bytes * tables)
     usual = {"F": forward / v, "B": (backward - of_weights) / v, "W": of_weights / v}
     # The head adds its forward and backward pass, and the gradients of its weights.
     last = usual | {"B": usual["B"] + head}
     waiting = slots.lockstep(plan.schedule, usual, last) - m * mean
-    return len(plan.schedule.table[0]) * one, 0.0, waiting
+    return len(plan.schedule.table[0]) * one + summed, 0.0, waiting
 
 
 def along_data(
@@ -237,9 +239,8 @@ def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, 
     one for all other parameters.
     """
     t, p = plan.size("tensor"), plan.size("pipe")
-    outside = shape.vocab * shape.width * (1 if p > 1 or shape.tied else 2)
     experts = shape.layers / p * shape.expert * max(shape.experts, 1)
-    rest = shape.layers / p * shape.attention + outside
+    rest = shape.layers / p * shape.attention + _tables(shape, plan)
     if not shape.experts:
         experts, rest = 0.0, rest + experts
     parts = [
@@ -247,6 +248,15 @@ def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, 
         (experts / t / plan.size("fsdp") / plan.size("expert"), ("data", "context")),
     ]
     return [part for part in parts if part[0]]
+
+
+def _tables(shape: Shape, plan: Plan) -> int:
+    """Returns the parameters of the embedding and the output layer that a stage holds. In
+    Megatron-LM's pipeline the first stage has one of them and the last the other; in this
+    course's every stage has both.
+    """
+    one_each = plan.size("pipe") > 1 and plan.schedule is None
+    return shape.vocab * shape.width * (1 if one_each or shape.tied else 2)
 
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:

@@ -144,7 +144,7 @@ def seconds(model, axes, zero, parts, fused=False):
 
     # Adam: 24 bytes per parameter, which ZeRO divides, and 8 of the float32 gradient. All
     # parameters of a GPU are sent once per step, in eight buckets.
-    own = (N / p * t * weights + V * D * (1 if p > 1 else 2)) / t
+    own = (N / p * t * weights + V * D * 2) / t
     if zero == 3:
         total += own / d * 32 / MEMORY + parts * 2 * all_gather(data, 2 * V * D / t)
     else:
@@ -159,4 +159,6 @@ def seconds(model, axes, zero, parts, fused=False):
         rows = table_1f1b(p, parts)
         total += lockstep(rows, usual, usual | {"B": usual["B"] + busy(head)}) - parts * mean
         total += len(rows[0]) * 2 * shift(pipe, 2 * tokens * D / t)
+        # All stages hold the embedding and the output layer, and sum their float32 gradients.
+        total += 2 * all_gather(pipe, 4 * 2 * V * D / t)
     return total

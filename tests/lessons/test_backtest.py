@@ -346,7 +346,7 @@ def test_rows_that_cannot_be_compared_are_no_pair(other):
     assert backtest.pairs([prediction(0.0), other]) == []
 
 
-def test_a_pair_is_of_layouts_if_axes_or_chunks_differ_on_as_many_gpus():
+def test_a_pair_is_of_layouts_if_axes_or_chunks_differ_and_gpus_and_task_do_not():
     one, faster = prediction(0.0, mfu=0.4), prediction(0.0, mfu=0.5)
 
     def changed(**fields):
@@ -366,7 +366,11 @@ def test_a_pair_is_of_layouts_if_axes_or_chunks_differ_on_as_many_gpus():
             others[0].row, cluster=dataclasses.replace(one.row.cluster, count=16)
         ),
     )
-    for other in (faster, changed(microbatch=2), larger):
+    others_in_more = [
+        changed(**{**one_other, "chunks": 2})
+        for one_other in ({"batch": 2 * one.row.plan.batch}, {"recompute": "selective"})
+    ]
+    for other in (faster, changed(microbatch=2), larger, *others_in_more):
         assert backtest.of_layouts([(one, other)]) == []
 
 
@@ -384,19 +388,19 @@ def test_predictions_are_better_than_one_mfu_for_all_rows():
     assert backtest.summary(found["unseen"]).median_error < 0.7 * statistics.median(baseline)
 
 
-def test_of_layouts_on_as_many_gpus_two_thirds_are_in_the_right_order():
-    """Those of BLOOM are hardly better than chance, and the ZeRO-3 rows of Narayanan all wrong.
-    Without them nearly all are right.
+def test_of_layouts_on_as_many_gpus_three_quarters_are_in_the_right_order():
+    """Of BLOOM's two thirds are right, and the ZeRO-3 rows of Narayanan all wrong. Without them
+    nearly all are right.
     """
     pairs = backtest.of_layouts(backtest.pairs(program.halves()["all"]))
     by_source = collections.defaultdict(list)
     for pair, right in zip(pairs, backtest.orders(pairs), strict=True):
         by_source[pair[0].row.source].append(right)
-    assert sum(backtest.orders(pairs)) > 0.6 * len(pairs)
+    assert len(pairs) == 92 and sum(backtest.orders(pairs)) > 0.7 * len(pairs)
     assert by_source.pop("narayanan_2021") == [False] * 5
-    assert 0.5 < statistics.mean(by_source.pop("bloom_2022")) < 0.6
+    assert 0.6 < statistics.mean(by_source.pop("bloom_2022")) < 0.7
     rest = list(itertools.chain(*by_source.values()))
-    assert len(rest) == 40 and sum(rest) > 0.9 * len(rest)
+    assert len(rest) == 30 and sum(rest) > 0.9 * len(rest)
 
 
 def test_nemotron_slows_down_as_published():
@@ -412,9 +416,10 @@ def test_nemotron_slows_down_as_published():
 
 def test_the_break_even_of_data_parallelism_is_that_of_the_scaling_book():
     inside, across = program.BOOK.values()
+    # Inside of a host only without the factor (n-1)/n, which the book leaves out.
     assert program.break_even(1)[1] == pytest.approx(inside, rel=0.1)
-    assert program.break_even(128)[1] == pytest.approx(across, rel=0.1)
-    # By hand, with the (n-1)/n that the book leaves out: 989 TFLOP/s over 450 GB/s.
+    assert program.break_even(128)[0] == pytest.approx(across, rel=0.1)
+    # By hand: 989 TFLOP/s over 450 GB/s, or over eight ports.
     assert program.break_even(1)[0] == pytest.approx(989e12 / 450e9 * 7 / 8)
     assert program.break_even(128)[0] == pytest.approx(989e12 / 400e9 * 127 / 128)
 

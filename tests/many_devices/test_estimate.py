@@ -256,6 +256,38 @@ def test_the_time_prices_the_bytes_that_layers_send(chosen, remat, parallel):
     assert priced == pytest.approx(sent, rel=2e-3) and priced <= sent
 
 
+@pytest.mark.parametrize("remat", [(), ("Block",), ("Attn",), ("MLP",)])
+@pytest.mark.parametrize(
+    ("axis", "more"), [("context", {"model.num_kv_heads": 4}), ("expert", EXPERTS)]
+)
+def test_the_time_prices_the_bytes_of_rings_and_of_experts(axis, more, remat):
+    axes = {"data": 2, axis: 4}
+
+    def of_length(length):
+        changes = {"model.remat": remat, "data.seq_len": length, "model.max_seq_len": 2048}
+        changes |= {"model.attention": "reference"}
+        found = half(axes, Strategy(), more | changes, cluster=Cluster(H100, 8, ideal=True))
+        seconds = found.time.parts[axis] + found.time.hidden.get(axis, 0.0)
+        return found.sent[axis], seconds * H100.link_bandwidth
+
+    # What does not grow with the sequence are gradients, which the time counts along "data".
+    sent, priced = (
+        long - short for short, long in zip(of_length(1024), of_length(2048), strict=True)
+    )
+    assert priced == pytest.approx(sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_the_time_prices_the_bytes_between_stages(schedule):
+    chosen = Strategy(zero=1, schedule=schedule, microbatches=8)
+    found = half({"data": 2, "pipe": 4}, chosen, cluster=Cluster(H100, 8, ideal=True))
+    priced = found.time.parts["pipe"] * H100.link_bandwidth
+    # The formula of the time leaves out positions, and the norm before the head.
+    assert (
+        priced == pytest.approx(found.sent["pipe"], rel=2e-2) and priced <= found.sent["pipe"]
+    )
+
+
 def test_the_published_utilization_follows_from_the_published_time():
     whole = configs.nemotron_340b()
     for data, batch, seconds, published in ((64, 2304, 8.0, 0.410), (16, 768, 10.3, 0.424)):

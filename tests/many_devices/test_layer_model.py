@@ -66,18 +66,36 @@ def mixed_by_hand(fused):
     return flops, moved
 
 
-AGAIN = {  # products that are computed again, and the share of all bytes
-    "none": ("", 0),
-    "minimal": ("", 1 / 4),
-    "selective": ("scores mean", 0),
-    "attention": ("qkv scores mean", 1 / 4),
-    "mlp": ("gate in", 1 / 4),
-    "mlp-in": ("gate in scores mean", 1 / 4),
-    "all-but-qkv": ("gate in scores mean out", 1 / 2),
-    "gathers": ("", 0),
-    "modules": ("qkv scores mean gate in", 1),
-    "block": ("qkv scores mean out gate in", 1),
-    "full": ("qkv scores mean out gate in down", 1),
+def moved_by_parts(fused):
+    """Returns the bytes of a layer, forward, by parts that can be computed again."""
+    tokens, t = 4 * 2048 / 2, 2
+    moved = mixed_by_hand(fused)[1]
+    mlp = 2 * tokens * 2 * (1024 + 2 * 2560 / t + 2560 / t + 1024 + 1024)
+    mlp += tokens * (11 * 1024 + 2 * 6 * 2560) / t + 2 * 3 * EXPERT / t
+    return {
+        "": 0,
+        "all": sum(moved.values()),
+        "elementwise": moved["norms"] + moved["activations"],
+        "core": moved["core"],
+        "mlp": mlp,
+        "attention": sum(moved.values()) - mlp,
+        # read and written by a matmul, and its weights
+        "qkv": 2 * tokens * (1024 + (1536 + 2 * 384) / t) + 2 * 1024 * (1536 + 2 * 384) / t,
+    }
+
+
+AGAIN = {  # products that are computed again, and bytes that move again
+    "none": ("", ""),
+    "minimal": ("", "elementwise"),
+    "selective": ("scores mean", "core"),
+    "attention": ("qkv scores mean", "attention"),
+    "mlp": ("gate in", "mlp"),
+    "mlp-in": ("gate in scores mean", "mlp core"),
+    "all-but-qkv": ("gate in scores mean out", "all -qkv"),
+    "gathers": ("", ""),
+    "modules": ("qkv scores mean gate in", "all"),
+    "block": ("qkv scores mean out gate in", "all"),
+    "full": ("qkv scores mean out gate in down", "all"),
 }
 
 
@@ -88,28 +106,53 @@ def test_the_work_of_a_layer_is_that_of_its_products_by_hand(recompute, fused):
     forward, backward = mixed(recompute=recompute, fused_attention=fused)
     assert forward.flops == pytest.approx(sum(flops.values()))
     assert forward.bytes == pytest.approx(sum(moved.values()))
-    again, share = AGAIN[recompute]
+    again, parts = AGAIN[recompute]
     of_again = sum(flops[name] for name in again.split())
     if fused:  # the scores once more, whatever else is computed again
         of_again += flops["scores"]
     assert backward.flops == pytest.approx(2 * sum(flops.values()) + of_again)
-    more = share * sum(moved.values())
-    if recompute in ("selective", "attention", "mlp-in"):
-        more += moved["core"]
+    of_parts = moved_by_parts(fused)
+    more = sum(
+        -of_parts[part[1:]] if part[:1] == "-" else of_parts[part] for part in parts.split(" ")
+    )
     # gradients of weights in float32, read and written: four times their two bytes
     twice = 2 * sum(moved.values()) + 4 * moved["weights"]
     assert backward.bytes == pytest.approx(twice + more)
 
 
+def test_an_empty_slot_is_work_but_not_the_model_s():
+    roomy = dataclasses.replace(MIXED, slots=2.5, experts_per_token=2)
+    assert roomy.flops == MIXED.flops
+    assert step({"data": 8}, roomy, batch=8).mfu < step({"data": 8}, MIXED, batch=8).mfu
+
+
 def test_every_second_layer_and_every_second_product_are_half_of_the_work():
     flops, moved = mixed_by_hand(fused=False)
     linear = sum(flops.values()) - flops["scores"] - flops["mean"]
-    for recompute, half in (("half", sum(flops.values()) / 2), ("op", linear / 2)):
+    elementwise = moved["norms"] + moved["activations"]
+    matmuls = moved["operands"] + moved["weights"]
+    for recompute, half, bytes_again in (
+        ("half", sum(flops.values()) / 2, sum(moved.values()) / 2),
+        ("op", linear / 2, matmuls / 2 + elementwise),
+    ):
         none, found = (
             mixed(recompute=name, fused_attention=False)[1] for name in ("none", recompute)
         )
         assert found.flops - none.flops == pytest.approx(half)
-        assert found.bytes - none.bytes == pytest.approx(sum(moved.values()) / 2)
+        assert found.bytes - none.bytes == pytest.approx(bytes_again)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_recomputing_more_costs_more(fused):
+    for names in (
+        ("none", "selective", "attention", "modules", "block", "full"),
+        ("minimal", "op", "full"),
+        ("none", "mlp", "mlp-in", "all-but-qkv", "block"),
+    ):
+        costs = [mixed(recompute=name, fused_attention=fused)[1] for name in names]
+        for of in ("flops", "bytes"):
+            values = [getattr(cost, of) for cost in costs]
+            assert values == sorted(values), (names, of)
 
 
 def test_what_is_elementwise_moves_twice_as_much_in_kernels_of_its_own():
@@ -212,7 +255,8 @@ def test_an_eight_bit_step_sends_and_computes_its_output_layer_in_bfloat16():
 
 @pytest.mark.parametrize("recompute, times", [("none", 4), ("attention", 4), ("block", 6)])
 def test_recomputed_experts_exchange_their_tokens_again(recompute, times):
-    found = step({"expert": 4, "tensor": 2}, MIXED, batch=8, recompute=recompute)
+    eight = dataclasses.replace(MIXED, experts=8)
+    found = step({"expert": 4, "tensor": 2}, eight, batch=8, recompute=recompute)
     one = 2 * 2048 * 2 * 1024 * 3 / 4 / 360e9 + 20e-6
     assert found.parts["expert"] == pytest.approx(2 * 8 * times * one)
 
@@ -255,25 +299,31 @@ def test_parameters_that_are_kept_are_gathered_once():
 def test_experts_exchange_the_tokens_that_a_device_has():
     axes = {"expert": 4, "tensor": 2}
     for parallel, own in ((True, 1024), (False, 2048)):
-        found = step(axes, MIXED, batch=8, sequence_parallel=parallel)
+        eight = dataclasses.replace(MIXED, experts=8)
+        found = step(axes, eight, batch=8, sequence_parallel=parallel)
         # two microbatches, eight layers, there and back, forward and backward
         one = 2 * own * 2 * 1024 * 3 / 4 / 360e9 + 20e-6  # bfloat16, two experts
         assert found.parts["expert"] == pytest.approx(2 * 8 * 4 * one)
 
 
 @pytest.mark.parametrize(
-    "recompute, passes", [("none", 3), ("mlp", 3), ("attention", 4), ("full", 4)]
+    "recompute, again", [("none", 0), ("mlp", 0), ("attention", 2), ("block", 2), ("full", 3)]
 )
+@pytest.mark.parametrize("gradient_bytes", [2, 4])
 def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backward(
-    recompute, passes
+    recompute, again, gradient_bytes
 ):
     axes = {"context": 4, "tensor": 2}
     shape = dataclasses.replace(MIXED, seq_len=512, experts=0)
-    found = step(axes, shape, batch=8, recompute=recompute)
-    ring = 3 * (2 * 128 * (384 + 384) / 2 / 360e9 + 10e-6)
+    found = step(axes, shape, batch=8, recompute=recompute, ring_gradient_bytes=gradient_bytes)
+    numbers = 128 * (384 + 384) / 2
+    one, home = (size * numbers / 360e9 + 10e-6 for size in (2, gradient_bytes))
     room = 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
-    assert found.parts["context"] == pytest.approx(8 * 8 * passes * (ring - room))
-    assert found.hidden["context"] == pytest.approx(8 * 8 * passes * room)
+    # Four devices: three steps bring everything to everyone, the fourth brings gradients home.
+    # The backward pass has five matmuls in place of two.
+    sent, rooms = 3 * one + (3 * one + 4 * home) + again * one, 1 + 2.5 + bool(again)
+    assert found.parts["context"] == pytest.approx(8 * 8 * (sent - rooms * room))
+    assert found.hidden["context"] == pytest.approx(8 * 8 * rooms * room)
 
 
 def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():

@@ -272,6 +272,16 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
         (dict(axes={"data": 8}, batch=8, zero=3), "zero=3 .* stage 3 is the axis 'fsdp'"),
         (dict(axes={"data": 8}, batch=8, gradient_bytes=0), "gradient_bytes=0 must be 1, 2 or"),
         (
+            dict(axes={"data": 8}, batch=8, update_bytes=math.nan),
+            "update_bytes=nan must be 0 to",
+        ),
+        (dict(axes={"data": 8}, batch=8, dtype="bf16"), "dtype='bf16' must be JAX's name"),
+        (
+            dict(axes={"data": 8}, batch=8, chunks=4),
+            "chunks=4 must be 1 without an axis 'pipe'",
+        ),
+        (dict(axes={"data": True}, batch=8), "data=True must be a whole number of at least 1"),
+        (
             dict(axes={"pipe": 4}, batch=8, schedule=schedules.make("1f1b", 4, 4)),
             r"schedule must be for \(4, 8, 1\) stages, .* not \(4, 4, 1\)",
         ),
@@ -297,14 +307,20 @@ def test_a_shape_that_cannot_be_is_refused(sizes, message):
         dataclasses.replace(MIDDLE, **sizes)
 
 
-def test_more_stages_than_layers_and_more_parts_than_heads_are_refused():
-    for axes, plan in (
-        ({"pipe": 64}, {}),
-        ({"pipe": 4}, dict(chunks=16)),
-        ({"tensor": 64}, {}),
-    ):
-        with pytest.raises(ValueError, match="a device would have none"):
-            step(axes, **plan)
+@pytest.mark.parametrize(
+    ("axes", "plan", "message"),
+    [
+        ({"pipe": 64}, {}, "must not exceed the 32 layers: a device would have none"),
+        ({"pipe": 4}, dict(chunks=16), "must not exceed the 32 layers"),
+        ({"tensor": 64}, {}, "heads=32 must be a multiple of 64"),
+        ({"tensor": 3}, dict(batch=66), "heads=32 must be a multiple of 3"),
+        ({"context": 8192}, {}, "seq_len=4096 must be a multiple of 8192"),
+        ({"expert": 2}, {}, "experts=0 must be a multiple of 2"),
+    ],
+)
+def test_axes_that_do_not_divide_the_model_are_refused(axes, plan, message):
+    with pytest.raises(ValueError, match=message):
+        step(axes, **plan)
 
 
 def test_axes_that_do_not_fit_the_cluster_are_refused():

@@ -49,9 +49,11 @@ def parts_by_hand(t, sequence_parallel):
     return layer, more, 4 * gather, head  # two all-reduces are four gathers
 
 
-def along_data_by_hand(p, t, forward, backward):
-    """Returns seconds along "data" and of the optimizer."""
-    parameters = (N // p * 12 * D * D + V * D) / t
+def along_data_by_hand(p, t, forward, backward, tables=1):
+    """Returns seconds along "data" and of the optimizer; a stage has one of the two tables, or
+    both.
+    """
+    parameters = (N // p * 12 * D * D + tables * V * D) / t
     bandwidth, latency = LINKS[p, t][1]
     sent = 2 * parameters / 2 / bandwidth + latency
     hidden = [min(7 / 8 * sent, room) for room in (forward, backward)]
@@ -98,7 +100,10 @@ def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_
     # 3 (m + p - 1) columns; after each, activations go on and gradients go back
     part = t if sequence_parallel else 1
     seconds += 3 * (m + 1) * 2 * (2 * L * D / part / bandwidth + latency)
-    seconds += along_data_by_hand(2, t, F, backward)
+    seconds += along_data_by_hand(2, t, F, backward, tables=2)
+    # The two stages sum the gradients of both tables, inside of a host, or across two.
+    begins = {2: 20e-6, 8: 40e-6}[t]
+    seconds += 2 * (2 * 2 * V * D / t / 2 / bandwidth + begins)
     planned = schedules.make(name, 2, m)
     found = step(2, t, m, schedule=planned, sequence_parallel=sequence_parallel)
     assert found.total == pytest.approx(seconds, rel=1e-9)
@@ -148,7 +153,8 @@ def test_a_stage_in_chunks_goes_through_the_table_in_steps_of_a_chunk():
     waited = sum(found.parts[part] for part in ("products", "bubble"))
     assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-4)
     # 15 columns inside of a host
-    assert found.parts["pipe"] == pytest.approx(15 * 2 * (2 * L * D / 360e9 + 10e-6))
+    tables = 2 * (2 * 2 * D / 2 / 360e9 + 20e-6)  # of a vocabulary of one
+    assert found.parts["pipe"] == pytest.approx(15 * 2 * (2 * L * D / 360e9 + 10e-6) + tables)
 
 
 def test_interleaved_stages_hide_what_they_send_between_warm_up_and_flush():
