@@ -6,6 +6,7 @@ tests find such cells.
 
 import ast
 import importlib
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ import nbformat
 import pytest
 import stamp
 
+from course_lib.measure import recorded
 from course_lib.show import notebook as show_notebook
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
@@ -289,6 +291,18 @@ def test_the_sources_that_it_stores_are_the_librarys_of_today(name, monkeypatch)
             assert _undecorated(shown.pop()) in stored, (
                 f"run make notebooks NB={name[:2]}: {cell.source}"
             )
+
+
+@each
+def test_the_records_that_it_shows_are_those_of_today(name):
+    for cell in code_cells(name):
+        tables = [
+            recorded.FOLDER / f"{word}.json" for word in re.findall(r'"(\w+)"', cell.source)
+        ]
+        dates = {json.loads(t.read_text())["recorded"] for t in tables if t.is_file()}
+        text = "".join(map(output_text, cell.outputs))
+        if dates:
+            assert set(re.findall(r"recorded on ([\d-]+)", text)) <= dates, cell.source
 
 
 def _undecorated(code):

@@ -18,8 +18,8 @@ The formulas are within 10% of the published time for 62% of 418 published steps
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
 to published seconds on the accelerators of its publication, 73% are within 10%.
 `lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
-`PRODUCTS_SHARE` was fitted to them, on GPUs. TPUs reach a larger share of their peak rate: eight
-published steps on TPUs took a fifth less time than predicted.
+`PRODUCTS_SHARE` was fitted to them, on GPUs. TPUs reach a larger share of their peak rate:
+eight published steps on TPUs are predicted 22% too long, or more.
 """
 
 import dataclasses
