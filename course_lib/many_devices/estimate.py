@@ -127,6 +127,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         fused_attention=model.attention in ("cudnn", "flash"),
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
+        sums_each_microbatch=True,
         gather_again="Block" in model.remat or strategy.gather_again,
         gradient_bytes=width if sharded else stored,
         parameter_bytes=width if sharded else stored,

@@ -246,16 +246,19 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         # matmuls in place of two. There the gradients go around, too, and one step more: home.
         numbers = 2 * tokens * (shape.kv_heads or shape.heads) * shape.head_dim / t
         step = shift(group["context"], item * numbers)
-        home = c * shift(group["context"], plan.ring_gradient_bytes * numbers)
+        home = shift(group["context"], plan.ring_gradient_bytes * numbers)
         scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
         room = scores / rates(plan, cluster)[0]
         # Recomputation repeats the ring. The backward pass has the same first step, and a
         # compiler sends it once.
         again = ATTENTION_AGAIN.get(plan.recompute, 0)
         steps = again * (c - 1 if plan.recompute in ("half", "full") else c - 2)
+        # Each transfer runs beside the products of a step, but the last, which brings gradients
+        # home: then nothing is left to compute.
+        room *= (c - 1) / c
         forward += _beside_scores((c - 1) * step, room)
-        backward += _beside_scores((c - 1) * step + home, 2.5 * room)
-        backward += _beside_scores(steps * step, again * room)
+        backward += _beside_scores((c - 1) * (step + home), 2.5 * room)
+        backward += Cost(exposed={"context": home}) + _beside_scores(steps * step, again * room)
     return forward, backward
 
 

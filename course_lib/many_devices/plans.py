@@ -1,6 +1,7 @@
 """Sizes of a Transformer (`Shape`), and how devices divide its training (`Plan`)."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,9 +72,15 @@ class Shape:
             raise ValueError(f"kv_heads={self.kv_heads} must be 0 to heads={self.heads}")
         if self.matrices not in (2, 3):
             raise ValueError(f"matrices={self.matrices} must be 2, or 3 with a gate")
-        if self.experts < 0 or not self.slots > 0:
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.experts < 0:
+            raise ValueError(f"experts={self.experts} must be at least 0")
+        if not 0 < self.slots < math.inf:
+            raise ValueError(f"slots={self.slots} must be above 0, and finite")
+        if not 0 <= self.experts_per_token <= self.slots:
             raise ValueError(
-                f"experts={self.experts} must be at least 0, and slots={self.slots} above 0"
+                f"experts_per_token={self.experts_per_token} must be 0 to slots={self.slots}"
             )
 
     @property
@@ -130,6 +137,8 @@ class Plan:
       parameter_overlap: with `data_overlap`: whether the new parameters do, too.
       pipe_overlap: whether interleaved stages send to each other while they compute another
         chunk, as with Megatron-LM's `overlap_p2p_comm`.
+      sums_each_microbatch: whether each microbatch sums its gradients along "context" and along
+        "expert", before the sum along "data"; else one sum per step goes along all three.
       gather_again: whether the backward pass gathers again the parameters that "fsdp" divides.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
       ring_gradient_bytes: per number, when gradients of keys and values travel along "context".
@@ -157,6 +166,7 @@ class Plan:
     data_overlap: bool = True
     parameter_overlap: bool = True
     pipe_overlap: bool = False
+    sums_each_microbatch: bool = False
     gather_again: bool = True
     gradient_bytes: int = 2
     parameter_bytes: int = 2
@@ -172,7 +182,7 @@ class Plan:
             raise ValueError(f"axes={dict(self.axes)} must be of {AXES}, not {sorted(unknown)}")
         counts = {name: getattr(self, name) for name in ("batch", "microbatch", "chunks")}
         _check_counts({**self.axes, **counts})
-        if self.zero not in (0, 1, 2):
+        if type(self.zero) is not int or self.zero not in (0, 1, 2):
             raise ValueError(f"zero={self.zero} must be 0, 1 or 2: stage 3 is the axis 'fsdp'")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")

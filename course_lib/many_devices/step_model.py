@@ -12,7 +12,8 @@ A step is the sum of these parts (`Breakdown`):
     optimizer   the same for parameters, gradients and optimizer state
     tensor, context, expert, data, pipe
                 exposed communication along an axis: the device computes nothing during it
-    bubble      waiting for the first and last microbatch, and for the slowest stage
+    bubble      waiting for the first and last microbatch, and for the stage with the output
+                layer; stages have equally many layers
 
 The formulas are within 10% of the published time for 62% of 418 published steps. Software
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
@@ -208,22 +209,28 @@ def along_data(
     """
     # Without a pipeline, ZeRO-2 sums the gradients of each microbatch.
     times = plan.microbatches if plan.zero == 2 and plan.size("pipe") == 1 else 1
-    exposed = hidden = 0.0
+    in_forward, in_backward = plan.data_overlap and plan.parameter_overlap, plan.data_overlap
+    # Seconds of a transfer, how often, the computing beside it, and whether it overlaps.
+    traffic: list[tuple[float, int, float, bool]] = []
     for parameters, axes in device_parameters(shape, plan):
-        group = cluster.group(plan.axes, axes)
         gradients = plan.gradient_bytes * parameters
+        if plan.sums_each_microbatch:
+            for axis in axes[1:]:
+                summed = all_reduce(cluster.group(plan.axes, axis), gradients)
+                traffic.append((summed, plan.microbatches, backward, in_backward))
+            axes = axes[:1]
+        group = cluster.group(plan.axes, axes)
         if plan.zero:
-            new = plan.parameter_bytes * parameters
-            traffic = [(all_gather(group, new), 1), (reduce_scatter(group, gradients), times)]
+            new = all_gather(group, plan.parameter_bytes * parameters)
+            traffic.append((new, 1, forward, in_forward))
+            traffic.append((reduce_scatter(group, gradients), times, backward, in_backward))
         else:
-            traffic = [(0.0, 1), (all_reduce(group, gradients), 1)]
-        overlaps = plan.data_overlap and plan.parameter_overlap, plan.data_overlap
-        for (sent, count), computing, is_overlapped in zip(
-            traffic, (forward, backward), overlaps, strict=True
-        ):
-            beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * is_overlapped
-            a, b = overlap(sent, beside)
-            exposed, hidden = exposed + count * a, hidden + count * b
+            traffic.append((all_reduce(group, gradients), 1, backward, in_backward))
+    exposed = hidden = 0.0
+    for sent, count, computing, overlaps in traffic:
+        beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * overlaps
+        a, b = overlap(sent, beside)
+        exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:
         # The embedding comes first, and its gradient last: no computing hides them.
         group, size = cluster.group(plan.axes, "fsdp"), shape.vocab * shape.width

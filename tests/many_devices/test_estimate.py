@@ -277,6 +277,20 @@ def test_the_time_prices_the_bytes_of_rings_and_of_experts(axis, more, remat):
     assert priced == pytest.approx(sent, rel=1e-6)
 
 
+@pytest.mark.parametrize("axis", ["context", "expert"])
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_the_time_prices_the_sums_of_gradients_along_each_axis(axis, minibatches):
+    changes = {"model.attention": "reference", "training.num_minibatches": minibatches}
+    changes |= EXPERTS if axis == "expert" else {}
+    found = half(
+        {"data": 2, axis: 4}, Strategy(), changes, cluster=Cluster(H100, 8, ideal=True)
+    )
+    priced = sum(found.time.parts[a] + found.time.hidden.get(a, 0.0) for a in ("data", axis))
+    sent = found.sent["data"] + found.sent[axis]
+    # The formula of the time leaves out positions, norms, biases and routers.
+    assert priced * H100.link_bandwidth == pytest.approx(sent, rel=2e-2)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_the_time_prices_the_bytes_between_stages(schedule):
     chosen = Strategy(zero=1, schedule=schedule, microbatches=8)

@@ -318,9 +318,9 @@ def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backw
     found = step(axes, shape, batch=8, recompute=recompute, ring_gradient_bytes=gradient_bytes)
     numbers = 128 * (384 + 384) / 2
     one, home = (size * numbers / 360e9 + 10e-6 for size in (2, gradient_bytes))
-    room = 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
-    # Four devices: three steps bring everything to everyone, the fourth brings gradients home.
-    # The backward pass has five matmuls in place of two.
+    # Four devices: three steps bring everything to everyone, and have products beside them. The
+    # fourth brings gradients home. The backward pass has five matmuls in place of two.
+    room = 3 / 4 * 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
     sent, rooms = 3 * one + (3 * one + 4 * home) + again * one, 1 + 2.5 + bool(again)
     assert found.parts["context"] == pytest.approx(8 * 8 * (sent - rooms * room))
     assert found.hidden["context"] == pytest.approx(8 * 8 * rooms * room)

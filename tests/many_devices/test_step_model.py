@@ -222,7 +222,9 @@ def test_a_ring_is_hidden_behind_long_sequences_and_exposed_by_short_ones():
         step(axes, dataclasses.replace(MIDDLE, seq_len=length), batch=8)
         for length in (1024, 131_072)
     )
-    assert short.parts["context"] > 0 == long.parts["context"] < long.hidden["context"]
+    assert short.parts["context"] > short.hidden["context"]
+    # Of 3 x 7 + 1 transfers of a layer only the last, which brings gradients home, is exposed.
+    assert 20 * long.parts["context"] < long.hidden["context"] < 22 * long.parts["context"]
 
 
 def test_experts_cost_their_all_to_alls_which_the_network_makes_slow():
@@ -299,7 +301,11 @@ def test_a_plan_that_cannot_be_is_refused(plan, message):
         (dict(layers=0), "layers=0 must be a whole number"),
         (dict(kv_heads=64), "kv_heads=64 must be 0 to heads=32"),
         (dict(matrices=5), "matrices=5 must be 2, or 3"),
-        (dict(slots=-1.0), "slots=-1.0 above 0"),
+        (dict(slots=-1.0), "slots=-1.0 must be above 0"),
+        (dict(slots=math.inf), "slots=inf must be above 0, and finite"),
+        (dict(kv_heads=5), "kv_heads=5 must divide heads=32"),
+        (dict(experts_per_token=-1), "experts_per_token=-1 must be 0 to slots=1.0"),
+        (dict(experts_per_token=4), "experts_per_token=4 must be 0 to slots=1.0"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(sizes, message):
