@@ -728,7 +728,7 @@ WRONG = [
     (check.on_h100, (0.082, "products"), "which factor"),
     (check.twice_the_gpus, (2, "data"), "every part"),
     (check.twice_the_gpus, (1.75, "products"), "becomes shorter, by a factor of 2.00"),
-    (check.twice_the_gpus, (1.75, "bubble"), "becomes shorter, by a factor of 1.62"),
+    (check.twice_the_gpus, (1.75, "bubble"), "becomes shorter, by a factor of 1.63"),
     (check.twice_the_gpus, (1.75, "optimizer"), "takes only 0.012 s"),
     (check.twice_the_gpus, (1.75, "pipes"), "is one of"),
     (check.twice_the_gpus, (1.2, "data"), "more than 1.20"),
