@@ -292,23 +292,21 @@ class Cluster:
         latency = NVLINK_LATENCY * (behind_switch > 1)
         if crosses:
             latency += NETWORK_LATENCY * math.ceil(math.log2(hosts))
-        hop = (NETWORK_LATENCY if crosses else NVLINK_LATENCY) / 2
-        of_nvlink, of_network, of_pair = (
-            (1.0, 1.0, 1.0)
-            if self.ideal
-            else (NVLINK_SHARE, network_share(hosts), network_share(2))
-        )
-        return Group(
-            ranks,
-            behind_switch,
-            of_nvlink * inside,
-            of_network * (outside or 0.0),
-            0.0 if self.ideal else latency,
-            of_pair * (outside or 0.0) if crosses else of_nvlink * inside,
-            0.0 if self.ideal else hop,
-            self.adds_in_switch,
-            ideal=self.ideal,
-        )
+        port, hop = outside or 0.0, (NETWORK_LATENCY if crosses else NVLINK_LATENCY) / 2
+        if self.ideal:
+            group = Group(ranks, behind_switch, inside, port, link=port if crosses else inside)
+        else:
+            inside *= NVLINK_SHARE
+            group = Group(
+                ranks,
+                behind_switch,
+                inside,
+                network_share(hosts) * port,
+                latency=latency,
+                link=network_share(2) * port if crosses else inside,
+                hop=hop,
+            )
+        return dataclasses.replace(group, adds_in_switch=self.adds_in_switch, ideal=self.ideal)
 
     def _on_torus(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
         """Returns a group of TPUs: one ring through each chip, or several.
@@ -354,9 +352,9 @@ class Cluster:
             ranks,
             total * link,
             0.0,
-            0.0 if self.ideal else TORUS_LATENCY * hops / 2,
-            min([1.0, *(share for _, share in rings)]) * link,
-            0.0 if self.ideal else TORUS_LATENCY,
+            latency=0.0 if self.ideal else TORUS_LATENCY * hops / 2,
+            link=min([1.0, *(share for _, share in rings)]) * link,
+            hop=0.0 if self.ideal else TORUS_LATENCY,
             ring=slowest * total,
         )
 
