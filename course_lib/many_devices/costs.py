@@ -160,7 +160,8 @@ def sent_for_gradients(step: Step, params: Sequence[Leaf]) -> float:
                 else (kernel or "['router']" in leaf.path) and strategy.gather_again
             )
             gathers = 1 + ("['block" in leaf.path and again)
-            total += times * (gathers + 1) * leaf.bytes * n * (step.width / 4 if kernel else 1)
+            size = leaf.bytes * n * (step.width / leaf.itemsize if kernel else 1)
+            total += times * (gathers + 1) * size
         elif dim_of(leaf.grad_spec, "data") is not None:
             total += (times + 1) * leaf.bytes
         else:
@@ -280,9 +281,10 @@ def copies(step: Step, params: Sequence[Leaf]) -> int:
     Counts one layer's copies and gradients at a time, and the copies of all layers where the
     backward pass does not make them again. Copies of embedding and head stay.
     """
-    model, narrow, total = step.model, step.width / 4, 0.0
+    model, total = step.model, 0.0
     for leaf in params:
         cut, kernel = dim_of(leaf.param_spec, "data") is not None, "kernel" in leaf.path
+        narrow = step.width / leaf.itemsize
         if not cut and not (kernel and narrow < 1):
             continue  # used as it is
         size = leaf.bytes * (step.n["data"] if cut else 1) * (narrow if kernel else 1)

@@ -131,6 +131,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         gather_again="Block" in model.remat or strategy.gather_again,
         gradient_bytes=width if sharded else stored,
         parameter_bytes=width if sharded else stored,
+        embedding_bytes=4,
         ring_gradient_bytes=4,
         update_bytes=_update_bytes(config),
         dtype=model.dtype,
@@ -171,8 +172,8 @@ def estimate(
         has no unit for a product's dtype, or there is no figure for a link.
     """
     _check_counted(config)
-    if few := {axis: size for axis, size in axes.items() if size < 1}:
-        raise ValueError(f"axes={few} must be at least 1 device each")
+    if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
+        raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
     if unknown := set(axes) - set(meshes.AXES):
         raise ValueError(f"axes={dict(axes)} must be of {meshes.AXES}, not {sorted(unknown)}")
     divided = _divided(config, axes, strategy)

@@ -296,9 +296,10 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     t, item = plan.size("tensor"), _item(plan)
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
-    # One all-reduce of the embedding in the forward pass, one of the output layer's gradient in
-    # the backward pass. Each costs two all-gathers: 4 in all.
-    sent = 4 * all_gather(cluster.group(plan.axes, "tensor"), activation_bytes(shape, plan))
+    # Forward, an all-reduce of the embedding's output; backward, one of the gradient of the
+    # output layer's input.
+    group, size = cluster.group(plan.axes, "tensor"), tokens * shape.width
+    sent = all_reduce(group, plan.embedding_bytes * size) + all_reduce(group, item * size)
     # Memory moves the logits once in bfloat16 and five times in float32. In chunks, they are
     # written and read as often: twice written, but never kept.
     products = 4 if plan.chunked_loss else 3
@@ -311,7 +312,8 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
         group = cluster.group(plan.axes, "fsdp")
         gather = all_gather(group, plan.parameter_bytes * weights)
         scatter = reduce_scatter(group, plan.gradient_bytes * weights)
-        cost = _beside(cost, 2 * gather + scatter, plan, cluster)
+        # The backward pass begins with the output layer, so its weights are gathered once.
+        cost = _beside(cost, gather + scatter, plan, cluster)
     return cost
 
 

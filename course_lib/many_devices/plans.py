@@ -141,6 +141,8 @@ class Plan:
         "expert", before the sum along "data"; else one sum per step goes along all three.
       gather_again: whether the backward pass gathers again the parameters that "fsdp" divides.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
+      embedding_bytes: per number of the embedding: of its parameters and gradients along
+        "fsdp", and of its output, which is summed along "tensor". 4 in this course.
       ring_gradient_bytes: per number, when gradients of keys and values travel along "context".
       update_bytes: bytes per parameter that the optimizer reads and writes, without the
         gradient. Adam in float32: 24, of the parameter and two moments.
@@ -170,6 +172,7 @@ class Plan:
     gather_again: bool = True
     gradient_bytes: int = 2
     parameter_bytes: int = 2
+    embedding_bytes: int = 2
     ring_gradient_bytes: int = 2
     update_bytes: int | float = 24
     dtype: str = "bfloat16"
@@ -186,7 +189,8 @@ class Plan:
             raise ValueError(f"zero={self.zero} must be 0, 1 or 2: stage 3 is the axis 'fsdp'")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
-        for name in ("gradient_bytes", "parameter_bytes", "ring_gradient_bytes"):
+        per_number = ("gradient_bytes", "parameter_bytes", "embedding_bytes")
+        for name in (*per_number, "ring_gradient_bytes"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{name}={getattr(self, name)} must be 1, 2 or 4")
         if not isinstance(self.update_bytes, int | float) or not 0 <= self.update_bytes < 1e3:

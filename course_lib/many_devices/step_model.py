@@ -234,8 +234,8 @@ def along_data(
     if plan.size("fsdp") > 1:
         # The embedding comes first, and its gradient last: no computing hides them.
         group, size = cluster.group(plan.axes, "fsdp"), shape.vocab * shape.width
-        first = all_gather(group, plan.parameter_bytes * size / plan.size("tensor"))
-        last = reduce_scatter(group, plan.gradient_bytes * size / plan.size("tensor"))
+        size *= plan.embedding_bytes / plan.size("tensor")
+        first, last = all_gather(group, size), reduce_scatter(group, size)
         exposed += plan.microbatches * (first + last)
     return exposed, hidden
 

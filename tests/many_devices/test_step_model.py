@@ -74,7 +74,7 @@ def by_hand(zero, tensor, microbatch, full, flash):
     if zero == 3:
         one = gather(2 * weights)
         forward, backward = beside(forward, one), beside(backward, 2 * one)
-        head = beside(head, 3 * gather(2 * head_weights))
+        head = beside(head, 2 * gather(2 * head_weights))  # gathered, and a reduce-scatter
         data = steps * 2 * gather(2 * head_weights)
         optimizer = parameters / replicas * 32
     else:
@@ -273,6 +273,10 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
         (dict(axes={"data": 8}, batch=8, microbatch=0), "microbatch=0 must be a whole number"),
         (dict(axes={"data": 8}, batch=8, zero=3), "zero=3 .* stage 3 is the axis 'fsdp'"),
         (dict(axes={"data": 8}, batch=8, gradient_bytes=0), "gradient_bytes=0 must be 1, 2 or"),
+        (
+            dict(axes={"data": 8}, batch=8, embedding_bytes=3),
+            "embedding_bytes=3 must be 1, 2 or",
+        ),
         (
             dict(axes={"data": 8}, batch=8, update_bytes=math.nan),
             "update_bytes=nan must be 0 to",
