@@ -10,7 +10,7 @@ reduce-scatter half of that):
               kernels, or of everything that a rematerialized block reads
     tensor    per pair of products an all-reduce of R in the forward pass, one in the backward
               pass, and one where R is recomputed; outside the layers one of R, and one of the
-              embedding in float32; a few numbers per label
+              embedding in the dtype of its parameters; a few numbers per label
 """
 
 import dataclasses
@@ -195,8 +195,10 @@ def sent_inside_layers(step: Step, params: Sequence[Leaf]) -> float:
     else:
         again = 0.5 * len({"MLP", "Attn"} & set(model.remat)) * strategy.sequence
     layers = model.num_layers // n["pipe"] * (2 * pairs + again)
-    # Outside of the layers: one activation of the head, and four numbers per label.
-    total = step.tokens * (model.hidden_size * ((layers + 1) * step.width + 4) + 4 * 4)
+    # Outside of the layers: one activation of the head, one of the embedding in the dtype of
+    # its parameters, and four numbers per label.
+    wide = max(leaf.itemsize for leaf in params)
+    total = step.tokens * (model.hidden_size * ((layers + 1) * step.width + wide) + 4 * 4)
     # Each device has a part of the gradients of shared parameters: of its tokens, or its heads.
     for leaf in params:
         of_all = strategy.sequence or "query_norm" in leaf.path or "key_norm" in leaf.path

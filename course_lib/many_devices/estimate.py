@@ -131,7 +131,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         gather_again="Block" in model.remat or strategy.gather_again,
         gradient_bytes=width if sharded else stored,
         parameter_bytes=width if sharded else stored,
-        embedding_bytes=4,
+        embedding_bytes=stored,
         ring_gradient_bytes=4,
         update_bytes=_update_bytes(config),
         dtype=model.dtype,

@@ -142,7 +142,8 @@ class Plan:
       gather_again: whether the backward pass gathers again the parameters that "fsdp" divides.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
       embedding_bytes: per number of the embedding: of its parameters and gradients along
-        "fsdp", and of its output, which is summed along "tensor". 4 in this course.
+        "fsdp", and of its output, which is summed along "tensor". This course's is as
+        wide as its parameters.
       ring_gradient_bytes: per number, when gradients of keys and values travel along "context".
       update_bytes: bytes per parameter that the optimizer reads and writes, without the
         gradient. Adam in float32: 24, of the parameter and two moments.
