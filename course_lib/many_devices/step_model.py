@@ -233,8 +233,8 @@ def along_data(
         exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:
         # The embedding comes first, and its gradient last: no computing hides them.
-        group, size = cluster.group(plan.axes, "fsdp"), shape.vocab * shape.width
-        size *= plan.embedding_bytes / plan.size("tensor")
+        group = cluster.group(plan.axes, "fsdp")
+        size = plan.embedding_bytes * shape.vocab * shape.width / plan.size("tensor")
         first, last = all_gather(group, size), reduce_scatter(group, size)
         exposed += plan.microbatches * (first + last)
     return exposed, hidden
