@@ -286,12 +286,12 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
     """Estimates strategies for a cluster, and returns those that fit, the fastest first.
 
     Goes through all meshes data x pipe x tensor that divide the model, with "tensor" no larger
-    than a host. The order of the axes decides which groups share a host, so it takes for each
-    mesh the order with the fastest step. Without a pipeline it tries ZeRO 0, 1 and 3, and takes
-    for each the number of minibatches that fits and is the fastest. With a pipeline it tries
-    only 1F1B with ZeRO 1, one chunk per device, and as many microbatches as possible, at most
-    eight per stage. Where "data" does not divide the model's width, only ZeRO 0 is left. An
-    axis "tensor" divides the sequence, too.
+    than the GPUs behind one switch. The order of the axes decides which groups share a host, so
+    it takes for each mesh the order with the fastest step. Without a pipeline it tries ZeRO 0,
+    1 and 3, and takes for each the number of minibatches that fits and is the fastest. With a
+    pipeline it tries only 1F1B with ZeRO 1, one chunk per device, and as many microbatches as
+    possible, at most eight per stage. Where "data" does not divide the model's width, only
+    ZeRO 0 is left. An axis "tensor" divides the sequence, too.
 
     Args:
       config: a configuration; its number of minibatches is ignored.

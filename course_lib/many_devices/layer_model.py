@@ -143,7 +143,11 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     elementwise = [tokens * unfused * (norm + each) for each in activations]
     # On the chip, queries, keys, values and results move. In memory, a score moves 13 bytes:
     # the score, its softmax and what dropout leaves of it are written and read, 2 each; a mask.
-    core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads)
+    # (Without dropout, but with the score in float32, it would be 12.) A ring of n devices
+    # computes (2 n + 1) / 4 n of the scores: in the others a token would look ahead.
+    n = plan.size("context")
+    seen = (2 * n + 1) / (4 * n) if n > 1 else 1
+    core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads * seen)
     weights = shape.attention / t, _weights(shape, plan) - shape.attention / t
     attention, expert = (
         tokens * of_matmuls + others + item * size
@@ -174,7 +178,8 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         "full": _work(plan, projections + mlp, scores, moved),
     }[plan.recompute]
     forward = _work(plan, projections + mlp, scores, moved)
-    if plan.fused_attention:  # its backward pass recomputes the scores: 5 matmuls, not 4
+    # Fused attention and rings recompute the scores in the backward pass: 5 matmuls, not 4.
+    if plan.fused_attention or n > 1:
         again += Cost(scores / 2)
     # Gradients of weights are summed in float32: 4 bytes read, 4 written.
     return forward, forward * 2 + Cost(0, 8 * sum(weights)) + again
@@ -279,7 +284,7 @@ def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
     """Adds traffic along "fsdp" to a cost. The cost's own computation may hide part of the
     traffic.
     """
-    exposed, hidden = overlap(traffic, busy(cost, plan, cluster) * plan.data_overlap)
+    exposed, hidden = overlap(traffic, computing(cost, plan, cluster) * plan.data_overlap)
     return cost + Cost(exposed={"fsdp": exposed}, hidden={"fsdp": hidden})
 
 
@@ -342,7 +347,11 @@ def seconds_of_products(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     return (cost.flops + cost.narrow_flops / EIGHT_BIT_SPEEDUP) / rates(plan, cluster)[0]
 
 
+def computing(cost: Cost, plan: Plan, cluster: Cluster) -> float:
+    """Returns the seconds of a cost's computation: matmuls, and traffic of device memory."""
+    return seconds_of_products(cost, plan, cluster) + cost.bytes / rates(plan, cluster)[1]
+
+
 def busy(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     """Returns the seconds of a cost, including exposed communication."""
-    memory = cost.bytes / rates(plan, cluster)[1]
-    return seconds_of_products(cost, plan, cluster) + memory + sum(cost.exposed.values())
+    return computing(cost, plan, cluster) + sum(cost.exposed.values())

@@ -78,6 +78,8 @@ class Shape:
             raise ValueError(f"experts={self.experts} must be at least 0")
         if not 0 < self.slots < math.inf:
             raise ValueError(f"slots={self.slots} must be above 0, and finite")
+        if not self.experts and self.slots != 1:
+            raise ValueError(f"slots={self.slots} must be 1 without experts")
         if not 0 <= self.experts_per_token <= self.slots:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must be 0 to slots={self.slots}"
@@ -255,8 +257,8 @@ def check(shape: Shape, plan: Plan) -> None:
     # In some pipelines, the embedding and the output layer each count as one layer.
     if plan.size("pipe") * plan.chunks > shape.layers + 2:
         raise ValueError(
-            f"axes={dict(plan.axes)}, chunks={plan.chunks} must not exceed the {shape.layers}"
-            " layers: a device would have none"
+            f"axes={dict(plan.axes)}, chunks={plan.chunks} must have at most"
+            f" {shape.layers + 2} stages, of {shape.layers} layers, embedding and output layer"
         )
     for axis, name in (("tensor", "heads"), ("context", "seq_len"), ("expert", "experts")):
         count, size = getattr(shape, name), plan.size(axis)

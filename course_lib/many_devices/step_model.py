@@ -38,6 +38,7 @@ from course_lib.many_devices.cluster_model import (
 from course_lib.many_devices.layer_model import (
     activation_bytes,
     busy,
+    computing,
     head_cost,
     layer_costs,
     overlap,
@@ -96,31 +97,32 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
       cluster: the devices, as many as the product of `plan.axes`.
 
     Raises:
-      ValueError: if the axes do not fit the cluster or do not divide the model, there is no
-        figure for a link, or the accelerator has no unit for `plan.dtype`.
+      ValueError: if the axes do not fit the cluster; "tensor", "context" or "expert" does not
+        divide heads, sequence or experts; a stage would have no layer; there is no figure for a
+        link; or the accelerator has no unit for `plan.dtype`.
     """
     plans.check(shape, plan)
     p, microbatches = plan.size("pipe"), plan.microbatches
     forward, backward = layer_costs(shape, plan, cluster)
     head = head_cost(shape, plan, cluster)
     per_stage = shape.layers / p
-    seconds = (
-        busy(forward * per_stage, plan, cluster),
-        busy(backward * per_stage, plan, cluster),
-    )
+    stage = forward * per_stage, backward * per_stage
     # The mean over stages. Only the last stage has the head, so each stage gets 1/p of it.
     microbatch = (forward + backward) * per_stage + head * (1 / p)
     pipe, hidden_pipe, bubble = pipeline(
         plan,
         cluster,
         activation_bytes(shape, plan),
-        forward=seconds[0],
-        backward=seconds[1],
+        forward=busy(stage[0], plan, cluster),
+        backward=busy(stage[1], plan, cluster),
         of_weights=busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster),
         head=busy(head, plan, cluster),
+        room=computing(microbatch, plan, cluster),
         tables=_tables(shape, plan) / plan.size("tensor"),
     )
-    data, hidden = along_data(shape, plan, cluster, *seconds)
+    data, hidden = along_data(
+        shape, plan, cluster, *(computing(cost, plan, cluster) for cost in stage)
+    )
     _, memory = rates(plan, cluster)
     work = microbatch * microbatches
     parts = {
@@ -150,6 +152,7 @@ def pipeline(
     backward: float,
     of_weights: float,
     head: float,
+    room: float,
     tables: float,
 ) -> tuple[float, float, float]:
     """Returns three numbers of seconds: exposed transfers between stages, hidden ones, and the
@@ -163,6 +166,7 @@ def pipeline(
       backward: seconds of its backward pass.
       of_weights: seconds of the part of it that computes the gradients of weights, W.
       head: seconds of the output layer, which only the last stage computes.
+      room: seconds in which a stage computes one microbatch, forward and backward.
       tables: parameters of the embedding and the output layer on one device.
     """
     p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
@@ -180,7 +184,7 @@ def pipeline(
         # Megatron-LM's warm-up: 2 (p - 1 - stage) + (v - 1) p chunks forward, as many backward
         # when the pipeline empties. Only transfers between the two run beside other chunks.
         steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
-        exposed, hidden = overlap(steady * m * one, steady * m * mean)
+        exposed, hidden = overlap(steady * m * one, steady * m * room)
         return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
     # All stages hold the embedding and the output layer, and sum their gradients.
@@ -204,8 +208,8 @@ def along_data(
       shape: sizes of the model.
       plan: how it is trained.
       cluster: the devices.
-      forward: seconds of one stage's forward pass of one microbatch.
-      backward: seconds of its backward pass.
+      forward: seconds in which one stage computes the forward pass of one microbatch.
+      backward: seconds in which it computes the backward pass.
     """
     # Without a pipeline, ZeRO-2 sums the gradients of each microbatch.
     times = plan.microbatches if plan.zero == 2 and plan.size("pipe") == 1 else 1
@@ -227,8 +231,8 @@ def along_data(
         else:
             traffic.append((all_reduce(group, gradients), 1, backward, in_backward))
     exposed = hidden = 0.0
-    for sent, count, computing, overlaps in traffic:
-        beside = min(computing, sent * (1 - 1 / GRADIENT_BUCKETS)) * overlaps
+    for sent, count, room, overlaps in traffic:
+        beside = min(room, sent * (1 - 1 / GRADIENT_BUCKETS)) * overlaps
         a, b = overlap(sent, beside)
         exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:

@@ -50,8 +50,8 @@ def parts_by_hand(t, sequence_parallel):
 
 
 def along_data_by_hand(p, t, forward, backward, tables=1):
-    """Returns seconds along "data" and of the optimizer; a stage has one of the two tables, or
-    both.
+    """Returns seconds along "data" and of the optimizer, beside so many seconds of computing; a
+    stage has one of the two tables, or both.
     """
     parameters = (N // p * 12 * D * D + tables * V * D) / t
     bandwidth, latency = LINKS[p, t][1]
@@ -76,7 +76,8 @@ def test_megatron_s_pipeline_takes_the_time_of_the_formulas_by_hand(
     # at the pace of a mean stage.
     seconds = m * (forward + backward + head + one)
     seconds += (p - 1) / chunks * (forward + backward + head / p + one)
-    seconds += along_data_by_hand(p, t, forward, backward)
+    waits = N / p * traffic
+    seconds += along_data_by_hand(p, t, forward - waits, backward - waits)
     found = step(p, t, m, chunks=chunks, sequence_parallel=sequence_parallel)
     assert found.total == pytest.approx(seconds, rel=1e-9)
 
@@ -100,7 +101,8 @@ def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_
     # 3 (m + p - 1) columns; after each, activations go on and gradients go back
     part = t if sequence_parallel else 1
     seconds += 3 * (m + 1) * 2 * (2 * L * D / part / bandwidth + latency)
-    seconds += along_data_by_hand(2, t, F, backward, tables=2)
+    waits = N / 2 * traffic
+    seconds += along_data_by_hand(2, t, F - waits, backward - waits, tables=2)
     # The two stages sum the gradients of both tables, inside of a host, or across two.
     begins = {2: 20e-6, 8: 40e-6}[t]
     seconds += 2 * (2 * 2 * V * D / t / 2 / bandwidth + begins)
