@@ -215,7 +215,8 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
 
     # Attention and MLP are a pair of matmuls each, which ends in an all-reduce along "tensor";
     # side by side they share one. With sequence parallelism a pair ends in a reduce-scatter,
-    # and the next pair begins with an all-gather: the same bytes.
+    # and the next pair begins with an all-gather: the same bytes. (Megatron-LM gathers inputs
+    # once more in the backward pass, beside other work: Korthikanti et al., 2022, 4.2.2.)
     pairs = 1 if shape.parallel else 2
     one = all_reduce(group["tensor"], activation_bytes(shape, plan))
     hidden = TENSOR_OVERLAP if plan.tensor_overlap else 0.0
