@@ -4,6 +4,8 @@ The update itself is compared, for the same gradients: a trajectory through Adam
 enlarge differences.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,22 +46,29 @@ def mesh():
     return meshes.make({"data": DEVICES}, meshes.devices(DEVICES))
 
 
-def second_update(name, config, place):
+@functools.cache
+def parameters():
+    """Returns the parameters that each optimizer begins with."""
+    init = training.functions(config_of("adamw"))[2]
+    return jax.jit(lambda key: init(key).params)(jax.random.key(0))
+
+
+@functools.cache
+def gradients(step):
+    """Returns random gradients of a step."""
+    leaves, tree = jax.tree.flatten(parameters())
+    rng = np.random.default_rng(step)
+    normal = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    return jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in normal])
+
+
+def second_update(config, place):
     """Returns the update and the state after two steps with random gradients; `place` puts
     gradients, state and parameters somewhere.
     """
     optimizer = optimizers.from_config(config.optimizer)
-    params = training.functions(config)[2](jax.random.key(0)).params
+    params = parameters()
     state = optimizer.init(params)
-    leaves, tree = jax.tree.flatten(params)
-
-    def gradients(step):
-        keys = jax.random.split(jax.random.key(step), len(leaves))
-        pairs = zip(keys, leaves, strict=True)
-        return jax.tree.unflatten(
-            tree, [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in pairs]
-        )
-
     update, (params, state) = None, place(params, state)
     step = jax.jit(optimizer.update)
     for number in (1, 2):
@@ -85,8 +94,8 @@ def divided(config):
 )
 def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name):
     config = config_of(name)
-    alone, _, _ = second_update(name, config, lambda tree, state: (tree, state))
-    update, state, compiled = second_update(name, config, divided(config))
+    alone, _, _ = second_update(config, lambda tree, state: (tree, state))
+    update, state, compiled = second_update(config, divided(config))
     for (path, one), other in zip(
         jax.tree_util.tree_leaves_with_path(alone), jax.tree.leaves(update), strict=True
     ):
