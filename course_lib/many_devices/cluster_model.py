@@ -57,7 +57,7 @@ def network_share(hosts: int) -> float:
 
     Fitted to all-reduces on H100 hosts with eight ports of 50 GB/s: a bus bandwidth of 360 GB/s
     on 4 hosts, 345, 320, 300, 280, and 260 on 128
-    (https://github.com/NVIDIA/nccl/issues/1229).
+    (https://github.com/NVIDIA/nccl/issues/1229). Beyond 128 hosts it is extrapolated.
     """
     return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
 

@@ -29,8 +29,8 @@ UNFUSED_FACTOR = 2
 fusion (PyTorch without torch.compile)."""
 OVERLAP_COST = 0.25
 """Share of overlapped communication that still costs time: its kernels take multiprocessors and
-memory bandwidth from the matmuls that run beside them. It counts for gradients, parameters and
-transfers between stages."""
+memory bandwidth from the matmuls that run beside them. It counts for gradients, parameters,
+transfers between stages, and sums along "tensor" with `Plan.wgrad_overlap`."""
 TENSOR_OVERLAP = 0.7
 """Share of the tensor traffic that `Plan.tensor_overlap` hides."""
 EIGHT_BIT_SPEEDUP = 1.92
@@ -57,8 +57,9 @@ class Cost:
     Attributes:
       flops: of matmuls with operands of 16 or 32 bits.
       bytes: read from or written to device memory.
-      exposed: seconds of communication that no computation hides, by axis.
-      hidden: seconds of communication that runs beside matmuls, by axis.
+      exposed: seconds of communication that lengthen the step, by axis: nothing is computed
+        meanwhile, or more slowly (`OVERLAP_COST`).
+      hidden: seconds of communication that computing hides, by axis.
       narrow_flops: of matmuls with eight-bit operands.
     """
 
@@ -143,11 +144,8 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     elementwise = [tokens * unfused * (norm + each) for each in activations]
     # On the chip, queries, keys, values and results move. In memory, a score moves 13 bytes:
     # the score, its softmax and what dropout leaves of it are written and read, 2 each; a mask.
-    # (Without dropout, but with the score in float32, it would be 12.) A ring of n devices
-    # computes (2 n + 1) / 4 n of the scores: in the others a token would look ahead.
-    n = plan.size("context")
-    seen = (2 * n + 1) / (4 * n) if n > 1 else 1
-    core = tokens / t * (8 * queries if plan.fused_attention else 13 * L * shape.heads * seen)
+    # (Without dropout, but with the score in float32, it would be 12.)
+    core = _core_bytes(shape, plan)
     weights = shape.attention / t, _weights(shape, plan) - shape.attention / t
     attention, expert = (
         tokens * of_matmuls + others + item * size
@@ -179,10 +177,23 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     }[plan.recompute]
     forward = _work(plan, projections + mlp, scores, moved)
     # Fused attention and rings recompute the scores in the backward pass: 5 matmuls, not 4.
-    if plan.fused_attention or n > 1:
+    if plan.fused_attention or plan.size("context") > 1:
         again += Cost(scores / 2)
     # Gradients of weights are summed in float32: 4 bytes read, 4 written.
     return forward, forward * 2 + Cost(0, 8 * sum(weights)) + again
+
+
+def _core_bytes(shape: Shape, plan: Plan) -> float:
+    """Returns the bytes that attention's core (scores, softmax, mean of values) moves forward.
+
+    A ring of n devices computes (2 n + 1) / 4 n of the scores: with the others, a token would
+    look ahead.
+    """
+    n = plan.size("context")
+    tokens = plan.microbatch * shape.seq_len / n / plan.size("tensor")
+    if plan.fused_attention:
+        return tokens * 8 * shape.heads * shape.head_dim
+    return tokens * 13 * shape.seq_len * shape.heads * ((2 * n + 1) / (4 * n) if n > 1 else 1)
 
 
 def _work(plan: Plan, linear: float | int, scores: float | int, moved: float | int) -> Cost:
@@ -238,7 +249,8 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     if plan.wgrad_overlap:
         # The gradient's all-reduce, or its reduce-scatter, runs beside the next matmul.
         beside = pairs * (one / 2 if plan.sequence_parallel else one)
-        exposed, hidden = overlap(beside, beside)
+        room = computing(weight_gradient_work(shape, plan), plan, cluster)
+        exposed, hidden = overlap(beside, room)
         backward += Cost(exposed={"tensor": exposed - beside}, hidden={"tensor": hidden})
     if shape.experts:
         # Tokens travel to their experts and back.
@@ -254,23 +266,25 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         step = shift(group["context"], item * numbers)
         home = shift(group["context"], plan.ring_gradient_bytes * numbers)
         scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
-        room = scores / rates(plan, cluster)[0]
+        rate, memory = rates(plan, cluster)
         # Recomputation repeats the ring. The backward pass has the same first step, and a
         # compiler sends it once.
         again = ATTENTION_AGAIN.get(plan.recompute, 0)
         steps = again * (c - 1 if plan.recompute in ("half", "full") else c - 2)
-        # Each transfer runs beside the products of a step, but the last, which brings gradients
-        # home: then nothing is left to compute.
-        room *= (c - 1) / c
-        forward += _beside_scores((c - 1) * step, room)
-        backward += _beside_scores((c - 1) * (step + home), 2.5 * room)
-        backward += Cost(exposed={"context": home}) + _beside_scores(steps * step, again * room)
+        # Each transfer runs beside a step's share of attention's core, but the last, which
+        # brings gradients home: then nothing is left to compute.
+        products, moved = scores / rate, _core_bytes(shape, plan) / memory
+        products, moved = (c - 1) / c * products, (c - 1) / c * moved
+        forward += _beside_scores((c - 1) * step, products + moved)
+        backward += _beside_scores((c - 1) * (step + home), 2.5 * products + 2 * moved)
+        backward += _beside_scores(steps * step, again * (products + moved))
+        backward += Cost(exposed={"context": home})
     return forward, backward
 
 
 def _beside_scores(ring: float, room: float) -> Cost:
     """Returns the cost of transfers along "context" that take `ring` seconds beside attention's
-    matmuls, which take `room`.
+    core, which takes `room`.
     """
     return Cost(exposed={"context": max(ring - room, 0.0)}, hidden={"context": min(ring, room)})
 

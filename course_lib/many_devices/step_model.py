@@ -11,7 +11,9 @@ A step is the sum of these parts (`Breakdown`):
                 bandwidth
     optimizer   the same for parameters, gradients and optimizer state
     tensor, context, expert, data, pipe
-                exposed communication along an axis: the device computes nothing during it
+                exposed communication along an axis: seconds by which it lengthens the step. The
+                device computes nothing meanwhile, or more slowly: a quarter of the traffic
+                beside computing counts (`layer_model.OVERLAP_COST`).
     bubble      waiting for the first and last microbatch, and for the stage with the output
                 layer; stages have equally many layers
 
@@ -36,6 +38,7 @@ from course_lib.many_devices.cluster_model import (
     shift,
 )
 from course_lib.many_devices.layer_model import (
+    OVERLAP_COST,
     activation_bytes,
     busy,
     computing,
@@ -62,8 +65,7 @@ class Breakdown:
     Attributes:
       parts: "products", "memory", "bubble" and "optimizer", and exposed communication by axis:
         "tensor", "context", "expert", "data" and "pipe".
-      hidden: seconds of communication that runs beside matmuls, by axis; "data" includes
-        "fsdp".
+      hidden: seconds of communication that computing hides, by axis; "data" includes "fsdp".
       model_seconds: seconds that one device needs for its share of the model's matmuls, at the
         peak rate.
     """
@@ -120,9 +122,12 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         room=computing(microbatch, plan, cluster),
         tables=_tables(shape, plan) / plan.size("tensor"),
     )
-    data, hidden = along_data(
-        shape, plan, cluster, *(computing(cost, plan, cluster) for cost in stage)
+    # Computing that hides parameters of layers hides nothing else.
+    free = (
+        computing(cost, plan, cluster) - cost.hidden.get("fsdp", 0.0) / (1 - OVERLAP_COST)
+        for cost in stage
     )
+    data, hidden = along_data(shape, plan, cluster, *free)
     _, memory = rates(plan, cluster)
     work = microbatch * microbatches
     parts = {
@@ -208,31 +213,36 @@ def along_data(
       shape: sizes of the model.
       plan: how it is trained.
       cluster: the devices.
-      forward: seconds in which one stage computes the forward pass of one microbatch.
-      backward: seconds in which it computes the backward pass.
+      forward: seconds of computing in one stage's forward pass of one microbatch that hide
+        nothing yet.
+      backward: the same in its backward pass.
     """
     # Without a pipeline, ZeRO-2 sums the gradients of each microbatch.
     times = plan.microbatches if plan.zero == 2 and plan.size("pipe") == 1 else 1
-    in_forward, in_backward = plan.data_overlap and plan.parameter_overlap, plan.data_overlap
-    # Seconds of a transfer, how often, the computing beside it, and whether it overlaps.
-    traffic: list[tuple[float, int, float, bool]] = []
+    left = {
+        "forward": forward * (plan.data_overlap and plan.parameter_overlap),
+        "backward": backward * plan.data_overlap,
+    }
+    # Seconds of a transfer, how often, and the pass whose computing it runs beside.
+    traffic: list[tuple[float, int, str]] = []
     for parameters, axes in device_parameters(shape, plan):
         gradients = plan.gradient_bytes * parameters
         if plan.sums_each_microbatch:
             for axis in axes[1:]:
                 summed = all_reduce(cluster.group(plan.axes, axis), gradients)
-                traffic.append((summed, plan.microbatches, backward, in_backward))
+                traffic.append((summed, plan.microbatches, "backward"))
             axes = axes[:1]
         group = cluster.group(plan.axes, axes)
         if plan.zero:
             new = all_gather(group, plan.parameter_bytes * parameters)
-            traffic.append((new, 1, forward, in_forward))
-            traffic.append((reduce_scatter(group, gradients), times, backward, in_backward))
+            traffic.append((new, 1, "forward"))
+            traffic.append((reduce_scatter(group, gradients), times, "backward"))
         else:
-            traffic.append((all_reduce(group, gradients), 1, backward, in_backward))
+            traffic.append((all_reduce(group, gradients), 1, "backward"))
     exposed = hidden = 0.0
-    for sent, count, room, overlaps in traffic:
-        beside = min(room, sent * (1 - 1 / GRADIENT_BUCKETS)) * overlaps
+    for sent, count, direction in traffic:
+        beside = min(left[direction], sent * (1 - 1 / GRADIENT_BUCKETS))
+        left[direction] -= beside  # a second of computing hides one transfer
         a, b = overlap(sent, beside)
         exposed, hidden = exposed + count * a, hidden + count * b
     if plan.size("fsdp") > 1:

@@ -307,11 +307,19 @@ def test_experts_exchange_the_tokens_that_a_device_has():
 
 
 @pytest.mark.parametrize(
-    "recompute, again", [("none", 0), ("mlp", 0), ("attention", 2), ("block", 2), ("full", 3)]
+    "recompute, again, attended",
+    [
+        ("none", 0, 0),
+        ("mlp", 0, 0),
+        ("attention", 2, 1),
+        ("block", 2, 1),
+        ("full", 3, 1),
+        ("half", 1.5, 0.5),
+    ],
 )
 @pytest.mark.parametrize("gradient_bytes", [2, 4])
 def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backward(
-    recompute, again, gradient_bytes
+    recompute, again, attended, gradient_bytes
 ):
     axes = {"context": 4, "tensor": 2}
     shape = dataclasses.replace(MIXED, seq_len=512, experts=0, slots=1.0)
@@ -319,11 +327,14 @@ def test_a_ring_sends_keys_and_values_forward_and_they_and_their_gradients_backw
     numbers = 128 * (384 + 384) / 2
     one, home = (size * numbers / 360e9 + 10e-6 for size in (2, gradient_bytes))
     # Four devices: three steps bring everything to everyone, and have products beside them. The
-    # fourth brings gradients home. The backward pass has five matmuls in place of two.
-    room = 3 / 4 * 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
-    sent, rooms = 3 * one + (3 * one + 4 * home) + again * one, 1 + 2.5 + bool(again)
-    assert found.parts["context"] == pytest.approx(8 * 8 * (sent - rooms * room))
-    assert found.hidden["context"] == pytest.approx(8 * 8 * rooms * room)
+    # fourth brings gradients home. The backward pass has five matmuls in place of two, and
+    # twice the traffic of memory.
+    products = 3 / 4 * 4 * 128 * 512 * 1536 / 2 / (cluster_model.PRODUCTS_SHARE * 989e12)
+    moved = 3 / 4 * 128 * 8 * 1536 / 2 / (0.85 * 3.35e12)
+    sent = 3 * one + (3 * one + 4 * home) + again * one
+    room = (1 + 2.5 + attended) * products + (1 + 2 + attended) * moved
+    assert found.parts["context"] == pytest.approx(8 * 8 * (sent - room))
+    assert found.hidden["context"] == pytest.approx(8 * 8 * room)
 
 
 def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():
@@ -362,15 +373,36 @@ def test_fsdp_gathers_the_experts_of_its_device_alone():
 def test_the_backward_pass_hides_its_sums_along_tensor_behind_gradients_of_weights(
     sequence_parallel, share
 ):
-    shape = dataclasses.replace(MIXED, experts=0, slots=1.0)
+    wide = Shape(8, 8192, heads=64, head_dim=128, mlp=32_768, vocab=32_000, seq_len=2048)
     plan = dict(batch=8, sequence_parallel=sequence_parallel, recompute="full")
     plain, hiding = (
-        step({"tensor": 8}, shape, wgrad_overlap=on, **plan) for on in (False, True)
+        step({"tensor": 8}, wide, wgrad_overlap=on, **plan) for on in (False, True)
     )
-    pair = 2 * (2 * 2048 * 1024 * 7 / 8 / 360e9 + 20e-6)
+    pair = 2 * (2 * 2048 * 8192 * 7 / 8 / 360e9 + 20e-6)
     hidden = 0.75 * share * 8 * 8 * 2 * pair  # microbatches, layers, pairs
     assert hiding.hidden["tensor"] == pytest.approx(hidden)
     assert plain.parts["tensor"] - hiding.parts["tensor"] == pytest.approx(hidden)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"data": 8, "fsdp": 8}, {"data": 16, "tensor": 4}, {"data": 64}]
+)
+@pytest.mark.parametrize("length", [256, 2048])
+def test_no_more_is_hidden_than_computing_lasts(axes, length):
+    """A second of computing hides one transfer along "data", however large the groups are."""
+    shape = dataclasses.replace(MIXED, seq_len=length, slots=1.0, experts=0)
+    plan = dict(batch=64, zero=1, sequence_parallel=True, wgrad_overlap=True)
+    found = step(axes, shape, **plan)
+    computed = found.parts["products"] + found.parts["memory"]
+    assert 0 < found.hidden["data"] <= 0.75 * computed
+    assert found.hidden["tensor"] <= 0.75 * computed
+
+
+def test_experts_and_all_else_share_the_computing_that_hides_their_gradients():
+    """Both all-reduces together outlast the backward pass, one alone does not."""
+    axes, short = {"data": 8, "expert": 8}, dataclasses.replace(MIXED, seq_len=128, experts=64)
+    found = step(axes, short, batch=64)
+    assert 0 < found.hidden["data"] <= 0.75 * (found.parts["products"] + found.parts["memory"])
 
 
 def test_parameters_that_do_not_overlap_are_exposed_whole():
