@@ -128,16 +128,25 @@ def seconds(model, axes, zero, parts, fused=False):
     backward = [3 * part for part in forward[:2]] + [(2 - 1 / 4) * summed]
     backward[0] += (of_scores / 2 if fused else 0) - 2 * tokens * D * F / t
     backward[1] += 8 * weights
-    head = [6 * tokens * V / t * D, 22 * tokens * V / t + 6 * V * D / t, summed]
+    # The embedding's output is summed in float32, the head's gradient in bfloat16.
+    outside = 2 * all_gather(tensor, 4 * tokens * D) + 2 * all_gather(tensor, 2 * tokens * D)
+    head = [6 * tokens * V / t * D, 22 * tokens * V / t + 6 * V * D / t, outside]
+
+    def computing(cost):
+        return cost[0] / MATMULS + cost[1] / MEMORY
 
     def busy(cost):
-        return cost[0] / MATMULS + cost[1] / MEMORY + cost[2]
+        return computing(cost) + cost[2]
+
+    # Only computing hides traffic along "data".
+    beside_forward, beside_backward = (computing(cost) * N / p for cost in (forward, backward))
 
     if zero == 3 and d > 1:  # parameters and gradients travel in bfloat16, layer by layer
         one = all_gather(data, 2 * weights)
-        forward[2] += exposed(one, busy(forward))
-        backward[2] += exposed(2 * one, busy(backward))
-        head[2] += exposed(3 * all_gather(data, 2 * V * D / t), busy(head))
+        forward[2] += exposed(one, computing(forward))
+        backward[2] += exposed(2 * one, computing(backward))
+        # The head is gathered once, and its gradient scattered.
+        head[2] += exposed(2 * all_gather(data, 2 * V * D / t), computing(head))
     stage_forward, stage_backward = busy(forward) * N / p, busy(backward) * N / p
     mean = stage_forward + stage_backward + busy(head) / p
     total = parts * mean
@@ -146,12 +155,13 @@ def seconds(model, axes, zero, parts, fused=False):
     # parameters of a GPU are sent once per step, in eight buckets.
     own = (N / p * t * weights + V * D * 2) / t
     if zero == 3:
-        total += own / d * 32 / MEMORY + parts * 2 * all_gather(data, 2 * V * D / t)
+        # The embedding travels in float32, and nothing hides it.
+        total += own / d * 32 / MEMORY + parts * 2 * all_gather(data, 4 * V * D / t)
     else:
         total += own * (24 / (d if zero else 1) + 8) / MEMORY
         once = all_gather(data, 4 * own)
-        both = ((once, stage_forward), (once, stage_backward))
-        for sent, beside in both if zero else ((2 * once, stage_backward),):
+        both = ((once, beside_forward), (once, beside_backward))
+        for sent, beside in both if zero else ((2 * once, beside_backward),):
             total += exposed(sent, min(beside, sent * 7 / 8))
     if p > 1:
         gradients = (of_weights / MATMULS + (moved + 8 * weights) / MEMORY) * N / p
