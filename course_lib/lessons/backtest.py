@@ -282,7 +282,13 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def fit(rows: Sequence[Row]) -> float:
-    """Returns the share of the peak rate with the least median error, to a hundredth."""
+    """Returns the share of the peak rate with the least median error, to a hundredth.
+
+    Raises:
+      ValueError: if there is no row.
+    """
+    if not rows:
+        raise ValueError("rows must have at least one published step to fit to")
 
     def misfit(share: float) -> float:
         return statistics.median(abs(each.error) for each in predict(rows, share))
@@ -309,7 +315,13 @@ class Summary:
 
 
 def summary(predictions: Sequence[Prediction]) -> Summary:
-    """Compares predictions with their publications."""
+    """Compares predictions with their publications.
+
+    Raises:
+      ValueError: if there are fewer than two predictions, which have no rank correlation.
+    """
+    if len(predictions) < 2:
+        raise ValueError(f"predictions must be at least two, not {len(predictions)}")
     errors = [abs(each.error) for each in predictions]
     published, predicted = (
         np.array(values)

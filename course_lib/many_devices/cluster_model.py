@@ -58,7 +58,12 @@ def network_share(hosts: int) -> float:
     Fitted to all-reduces on H100 hosts with eight ports of 50 GB/s: a bus bandwidth of 360 GB/s
     on 4 hosts, 345, 320, 300, 280, and 260 on 128
     (https://github.com/NVIDIA/nccl/issues/1229). Beyond 128 hosts it is extrapolated.
+
+    Raises:
+      ValueError: if there is no host.
     """
+    if hosts < 1:
+        raise ValueError(f"hosts={hosts} must be at least 1")
     return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
 
 
@@ -94,13 +99,22 @@ class Group:
     ideal: bool = False
 
 
+def _check_size(size: int | float) -> None:
+    if not 0 <= size < math.inf:
+        raise ValueError(f"size={size} must be at least 0 bytes, and finite")
+
+
 def all_gather(group: Group, size: int | float) -> float:
     """Returns the seconds of an all-gather. A reduce-scatter takes as long.
 
     Args:
       group: the devices.
       size: bytes of the gathered array. Each rank starts with 1/n of it.
+
+    Raises:
+      ValueError: if the size is negative or infinite. All functions of sizes here do so.
     """
+    _check_size(size)
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
@@ -133,6 +147,7 @@ def all_to_all(group: Group, size: int | float) -> float:
       group: the devices.
       size: bytes of one rank's array. It sends 1/n of them to each rank.
     """
+    _check_size(size)
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
@@ -149,6 +164,7 @@ def shift(group: Group, size: int | float) -> float:
       group: the devices, in the order of the ring.
       size: bytes of the array.
     """
+    _check_size(size)
     return size / group.link + group.hop if group.ranks > 1 else 0.0
 
 

@@ -260,12 +260,30 @@ def check(shape: Shape, plan: Plan) -> None:
             f"axes={dict(plan.axes)}, chunks={plan.chunks} must have at most"
             f" {shape.layers + 2} stages, of {shape.layers} layers, embedding and output layer"
         )
-    for axis, name in (("tensor", "heads"), ("context", "seq_len"), ("expert", "experts")):
+    for axis, name in (
+        ("tensor", "heads"),
+        ("tensor", "kv_heads"),
+        ("tensor", "mlp"),
+        ("context", "seq_len"),
+        ("expert", "experts"),
+    ):
         count, size = getattr(shape, name), plan.size(axis)
+        if name == "kv_heads":
+            count = count or shape.heads
         if size > 1 and (not count or count % size):
             raise ValueError(
                 f"{name}={count} must be a multiple of {size}, the devices along {axis!r}"
             )
+    if (size := plan.size("context")) > 1 and shape.seq_len % (2 * size):
+        raise ValueError(
+            f"seq_len={shape.seq_len} must be a multiple of {2 * size}: in the zigzag layout,"
+            f" each of {size} devices along 'context' has two pieces of the sequence"
+        )
+    if plan.schedule is None and plan.chunks > 1 and plan.microbatches % plan.size("pipe"):
+        raise ValueError(
+            f"batch={plan.batch} must give a multiple of {plan.size('pipe')} microbatches, the"
+            f" stages, not {plan.microbatches}: Megatron-LM's interleaving has no other table"
+        )
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:

@@ -458,6 +458,14 @@ def test_the_page_names_every_row():
     assert [each.where for each in ROWS if f"| {each.where} |" not in text] == []
 
 
+def test_nothing_is_fitted_to_no_rows_and_one_row_has_no_rank():
+    with pytest.raises(ValueError, match="rows must have at least one published step"):
+        backtest.fit([])
+    one = backtest.predict(DENSE[:1])
+    with pytest.raises(ValueError, match="predictions must be at least two, not 1"):
+        backtest.summary(one)
+
+
 def test_the_page_must_have_a_place_for_every_table():
     text = (ROOT / program.PAGE).read_text()
     with pytest.raises(ValueError, match="the page must have one place for each of"):

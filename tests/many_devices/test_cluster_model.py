@@ -275,6 +275,16 @@ def test_a_topology_that_cannot_be_is_refused(given, axes, message):
         Cluster(H100, **given).group(axes, "data")
 
 
+@pytest.mark.parametrize("size", [-1.0, math.inf, math.nan])
+def test_a_number_of_bytes_that_cannot_be_is_refused(size):
+    group = Cluster(H100, 8).group({"data": 8}, "data")
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
+        with pytest.raises(ValueError, match=f"size={size} must be at least 0 bytes"):
+            getattr(cluster_model, name)(group, size)
+    with pytest.raises(ValueError, match="hosts=0 must be at least 1"):
+        cluster_model.network_share(0)
+
+
 def test_a_network_without_a_figure_is_refused_where_it_is_crossed():
     l4s = Cluster(hardware.get("l4"), 16)
     assert l4s.group({"data": 2, "tensor": 8}, "tensor").ranks == 8

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from course_lib.many_devices import cluster_model, layer_model, step_model
+from course_lib.many_devices import cluster_model, layer_model, plans, step_model
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.pipeline_parallel import schedules
 from course_lib.many_devices.plans import RECOMPUTE, Plan, Shape
@@ -340,6 +340,41 @@ def test_a_shape_that_cannot_be_is_refused(sizes, message):
 def test_axes_that_do_not_divide_the_model_are_refused(axes, plan, message):
     with pytest.raises(ValueError, match=message):
         step(axes, **plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "message"),
+    [
+        (
+            dict(kv_heads=4),
+            dict(axes={"tensor": 8}, batch=8),
+            "kv_heads=4 must be a multiple of 8",
+        ),
+        (
+            dict(mlp=10_012),
+            dict(axes={"tensor": 8}, batch=8),
+            "mlp=10012 must be a multiple of 8",
+        ),
+        (
+            dict(seq_len=4100),
+            dict(axes={"context": 4}, batch=1),
+            "seq_len=4100 must be a multiple of 8: in the zigzag layout",
+        ),
+        (
+            dict(),
+            dict(axes={"pipe": 4}, batch=6, chunks=2),
+            "must give a multiple of 4 microbatches, the stages, not 6",
+        ),
+    ],
+)
+def test_shares_that_no_program_computes_are_refused(sizes, plan, message):
+    with pytest.raises(ValueError, match=message):
+        plans.check(dataclasses.replace(MIDDLE, **sizes), Plan(**plan))
+    whole = dict(kv_heads=8, mlp=16_384, seq_len=4096)
+    if sizes:
+        plans.check(dataclasses.replace(MIDDLE, **whole), Plan(**plan))
+    else:
+        plans.check(MIDDLE, Plan(**plan | {"batch": 8}))
 
 
 def test_axes_that_do_not_fit_the_cluster_are_refused():
