@@ -65,7 +65,7 @@ def published_155m() -> ConfigDict:
         attention="reference",  # see course_lib.models.attention
         loss_chunks=1,  # pieces of the logits, one at a time; more take less memory
         loss_along="vocabulary",  # or "tokens": see smaller_and_faster.large_vocabulary
-        flat_products=False,  # B and L as one dimension: faster on a CPU, see models.hooks
+        flat_products=False,  # B and L as one dimension: faster on a CPU, see models.products
         # the next six are explained in course_lib.models.layers
         qk_norm=False,  # normalizes queries and keys, so that scores stay small
         parallel_block=False,  # MLP beside attention: half as much to send along "tensor"
@@ -285,7 +285,7 @@ def check_fields(
       may_lack: whether fields may be missing, as in a file from before they existed.
 
     Raises:
-      ValueError: naming the field with its part, its value, and what is close.
+      ValueError: naming the field with its part, its value, and similar names.
     """
     for name in config:
         if name not in template:

@@ -22,7 +22,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
-    """Yields each folder from `top` down, with the sorted names of all that is no folder in it.
+    """Yields each folder from `top` down, with the sorted names in it that are not folders.
 
     Links to folders are followed. Each folder comes once, so links may lead in a circle.
 
@@ -103,11 +103,11 @@ def to_disk(*paths: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a file that gets its name, complete, at the end of the `with`, or never: no other
-    process sees half of it.
+    """Opens a temporary file, and renames it to `path` at the end of the `with` block. After an
+    error or a kill `path` is as before: no other process ever sees half a file.
 
-    Until then it is a part beside it. A part that a killed process left is removed by the next
-    call for a file of that folder, an hour after its last write.
+    The temporary file is beside `path`, and its name ends with ".part". If a killed process
+    leaves one, a later call in the same folder removes it, an hour after its last write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for part in path.parent.glob("*.????????.part"):  # as `tempfile` names them
@@ -120,7 +120,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
         try:
             yield file
             file.flush()
-            # Else a name that outlives a crash of the machine may lead to an empty file.
+            # Without this, a crash of the machine may leave an empty file of that name.
             os.fsync(file.fileno())
             file.close()
             os.chmod(file.name, 0o644)  # a shared cache is for all its users
@@ -131,10 +131,10 @@ def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def complete_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
-    """Renames a draft to the folder's name, after all that is in it is on the disk.
+    """Writes a draft folder through to the disk, then renames it to `path`.
 
-    A folder that has the name moves beside the draft first. A process that is killed between
-    the two leaves it there, and `put_back` undoes that.
+    If `path` exists, it is first moved beside the draft. If the process is killed between the
+    two renames, `put_back` moves it back.
     """
     to_disk(draft, *draft.rglob("*"))
     if path.exists():
@@ -144,7 +144,7 @@ def complete_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def put_back(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Renames folders back that `complete_folder` moved away without replacing them."""
+    """Moves back the folders that `complete_folder` moved away but did not replace."""
     for path in drafts.glob(f"{REPLACED}*"):
         if not (named := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(named)

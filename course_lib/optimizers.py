@@ -69,7 +69,7 @@ OPTIMIZERS = {
     lion        one moment, and updates of one size (https://arxiv.org/abs/2302.06675)
     muon        one moment, made orthogonal (https://kellerjordan.github.io/posts/muon), with
                 AdamW for embeddings, output layer, norms and biases
-    adafactor   no first moment, and of the second one row and column means
+    adafactor   no first moment; the second one as its row and column means
                 (https://arxiv.org/abs/1804.04235); the rate is relative to a parameter's size
 """
 

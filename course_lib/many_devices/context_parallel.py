@@ -4,14 +4,14 @@ around a ring.
 Only attention mixes positions. In *ring attention* (Liu et al., 2023,
 https://arxiv.org/abs/2310.01889) each device has the queries, keys and values of its own
 positions. Keys and values go around a ring of n devices, and each device attends to the part
-that passes by: it never stores more than one part of the sequence, and no scores. The backward
+that passes by: it never stores the keys of the whole sequence, nor all its scores. The backward
 pass sends keys and values around again, together with their gradients.
 
 With a causal mask, early positions see few keys and late ones many. For load balancing
 (*zigzag*), the sequence is cut into 2n parts, and device i has parts i and 2n - 1 - i, an early
 and a late one (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2; *striped attention* of
 Brandon et al., 2023, https://arxiv.org/abs/2311.09431, balances in another order). Four pairs
-of parts meet in each step. Every device needs two of them, and computes no others:
+of parts meet in each step. In each step after the first, every device computes two of them:
 
     keys of an earlier device    early queries see its early part, late queries too
     keys of a later device       late queries see its early part, and its late part
@@ -38,8 +38,8 @@ EARLY, LATE = 0, 1  # the two parts of a device
 
 
 def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
-    """Returns the positions of each device. Logits that leave a `jax.shard_map` cut along the
-    length have this order.
+    """Returns the positions of each device. If a `jax.shard_map` returns logits that are cut
+    along the length, their positions have this order.
 
     Args:
       length: L.
@@ -140,8 +140,8 @@ def online_softmax(
 
 
 def ring_backward(causal: bool, residuals: Any, gradient: Array) -> tuple[Array, Array]:
-    """Sends keys and values around again, with the sum of their gradients, which ends on its
-    own device.
+    """Sends keys and values around again, with the sum of their gradients. The sum ends on the
+    device that owns the keys.
     """
     query, both, out, log_total = residuals
     n, width = jax.lax.axis_size(AXIS), query.shape[-1]

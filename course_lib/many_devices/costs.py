@@ -1,8 +1,8 @@
 """Formulas of `estimate`: the bytes that one device holds and sends per step, written by hand.
 
-Read side by side (R: the activations [b L D] of all sequences of a device, in the model's
-dtype; n: devices along the axis; an all-reduce sends 2 (n-1)/n of an array, an all-gather or a
-reduce-scatter half of that):
+Bytes along two axes, side by side (R: the activations [b L D] of all sequences of a device, in
+the model's dtype; n: devices along the axis; an all-reduce sends 2 (n-1)/n of an array, an
+all-gather or a reduce-scatter half of that):
 
     data      an all-reduce of the gradients; with ZeRO 1 and 2 a reduce-scatter of them, and an
               all-gather of the new parameters; with ZeRO 3 an all-gather of the parameters in
@@ -31,8 +31,8 @@ PyTree = Any
 Sizes = Mapping[str, int]
 
 KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5}
-"""Arrays of the hidden width that the backward pass of an MLP reads, as compiled; the bits of a
-comparison count half.
+"""Arrays of the hidden width that the backward pass of an MLP reads, as compiled. The
+result of a comparison counts as half an array.
 """
 
 
@@ -48,7 +48,7 @@ class Step:
       seq_len: L, the tokens of a sequence, on all devices along "context" together.
       minibatches: into how many the batch is cut.
       piped: whether there is an axis "pipe".
-      sum_itemsize: bytes of a number of the gradients' sum over the parts of the batch.
+      sum_itemsize: bytes per number of the sum that adds up the gradients of all parts.
     """
 
     model: ConfigDict
@@ -224,8 +224,8 @@ def sent_around_a_ring(step: Step, params: Sequence[Leaf]) -> float:
 
     A layer's keys and values take n - 1 steps of the ring in the forward and in the backward
     pass; their gradients, in float32, take n. Where attention is recomputed, keys and values go
-    around once more. The first step of that is the first step of the backward pass, too, and
-    XLA sends it once: n - 2 steps are added. Each minibatch sums the parameters' gradients.
+    around once more. The recomputation and the backward pass begin with the same transfer,
+    which XLA sends once: n - 2 steps are added. Each minibatch sums the parameters' gradients.
     """
     size = step.n["context"]
     if size == 1:
@@ -256,10 +256,11 @@ def sent_to_experts(step: Step, params: Sequence[Leaf]) -> float:
 
 def gradients(step: Step, params: Sequence[Leaf]) -> int:
     """Returns the bytes of gradients: of one part of the batch, and of the sum over several.
-    A pipeline adds each layer's to the sum at once.
+    A pipeline adds each layer's gradient to the sum as soon as it is computed.
 
-    Stage 2 never holds a whole gradient. But its update gathers the new parameters beside the
-    old ones, which takes as much at the end of the step, so they are counted all the same.
+    Stage 2 never holds all gradients at once. But its update gathers the new parameters beside
+    the old ones, which takes as many bytes at the end of the step. So all gradients are
+    counted.
     """
     total = 0
     for leaf in params:
@@ -305,7 +306,7 @@ def copies(step: Step, params: Sequence[Leaf]) -> int:
 
 
 def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
-    """Estimates the bytes that a device keeps inside its layers, and works on at once.
+    """Estimates the bytes of activations: kept for the backward pass, and worked on at once.
 
     Args:
       step: the device's part of a training step.
@@ -333,8 +334,8 @@ def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
     layer = 2 * residual + sum(inside.values())
     rematerialized = sum(inside[name] for name in set(model.remat) - {"Block"})
     per_layer = residual if "Block" in model.remat else layer - rematerialized
-    # The logits, their softmax and their gradient, in float32; in chunks, of one chunk, beside
-    # a sum over chunks in float32.
+    # The logits, their softmax and their gradient, in float32. With several chunks, those of
+    # one chunk, and a float32 sum over chunks.
     logits = 3 * 4 * tokens * model.num_outputs / shards / model.loss_chunks
     if model.loss_chunks > 1:
         summed = tokens if model.loss_along == "vocabulary" else model.num_outputs / shards
@@ -343,8 +344,8 @@ def activations(step: Step, waiting: Mapping[str, int] | None = None) -> int:
     at_work = layer + max(inside.values())
     if waiting is None:
         return int(step.layers * per_layer + max(at_work, logits))
-    # From B to W wait the gradients of the products' results; and where B recomputed the
-    # products' inputs, these inputs.
+    # The gradients of the products' results wait from B to W. So do the products' inputs, where
+    # B recomputed them.
     heads, mlp = model.num_heads * model.head_dim, model.mlp_expansion * width
     results = {"MLP": mlp, "Attn": heads + 2 * step.kv_width}
     inputs = {"MLP": mlp, "Attn": heads}

@@ -203,7 +203,8 @@ class Scattered:
     """A whole parameter. The device keeps one slice of its gradient (ZeRO stage 2).
 
     Attributes:
-      own: this device's slice. Nothing reads its values: it is there to be differentiated.
+      own: this device's slice. Nothing reads its values; gradients are taken with respect to
+      it.
       whole: the parameter.
     """
 
@@ -215,8 +216,8 @@ class Scattered:
 def scatter_gradient(own: Array, whole: Array, dim: int) -> Array:
     """Returns the whole parameter. Its gradient is reduce-scattered into the gradient of `own`.
 
-    This is an all-gather without a transfer, as the whole parameter is there already. Its
-    transpose is that of an all-gather: a reduce-scatter.
+    This is an all-gather without a transfer: the device has the whole parameter already. Its
+    transpose is that of an all-gather, a reduce-scatter.
 
     Args:
       own: this device's slice, along `dim`.

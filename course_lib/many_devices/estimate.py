@@ -335,7 +335,7 @@ def _fastest_order(
     config: ConfigDict, axes: Mapping[str, int], strategy: Strategy, cluster: Cluster
 ) -> Mapping[str, int]:
     """Returns the axes in the order of the fastest step. The order changes neither what a
-    device holds nor what it sends. Of equally fast orders, the first one stays.
+    device holds nor what it sends. If orders are equally fast, the first one stays.
     """
     shape = shape_of(config)
 

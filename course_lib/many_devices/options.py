@@ -128,8 +128,8 @@ def check(
     by_hand = strategy.by == "hand"
     if strategy.sequence and "tensor" not in mesh.shape:
         raise ValueError(
-            "sequence=True must come with a mesh axis 'tensor': it divides the sequence over"
-            " that"
+            "sequence=True must come with a mesh axis 'tensor', along which it divides the"
+            " sequence"
         )
     async_tensor_parallel.check(strategy.overlap, strategy.sequence and by_hand)
     if "tensor" in mesh.shape:
@@ -193,8 +193,8 @@ def _check_context(mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     if "pipe" in mesh.shape:
         raise ValueError(
             f"mesh={dict(mesh.shape)} must not have both 'context' and 'pipe': stages do"
-            " different work at a time, so devices that pass keys around a ring would wait for"
-            " each other forever"
+            " different work at the same time, so devices that pass keys around a ring would"
+            " wait for each other forever"
         )
     if strategy.sequence:
         raise ValueError(
@@ -224,8 +224,8 @@ def _check_no_pipeline(strategy: Strategy) -> None:
 def _check_pipeline(mesh: meshes.AnyMesh, strategy: Strategy, accumulator_dtype: str) -> None:
     if strategy.by != "hand":
         raise ValueError(
-            f"by={strategy.by!r} must be 'hand' with a mesh axis 'pipe': shardings do not say"
-            " what runs when"
+            f"by={strategy.by!r} must be 'hand' with a mesh axis 'pipe': shardings do not set"
+            " the order of execution"
         )
     if strategy.overlap != "none":
         raise ValueError(

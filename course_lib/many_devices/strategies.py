@@ -7,8 +7,8 @@
 
 The name of a mesh axis says what it divides; a `Strategy` says how. Every strategy exists
 `by="hand"`, with explicit collectives inside a `jax.shard_map`, and `by="compiler"`, as
-shardings that `jax.jit` has to respect. Both give the numbers of one device. A pipeline exists
-by hand only:
+shardings that `jax.jit` has to respect. Both compute the same numbers as one device. A
+pipeline exists by hand only:
 
     mesh = meshes.make({"data": 2, "pipe": 2, "tensor": 2})
     run = strategies.build(config, mesh, Strategy(schedule="zero_bubble", microbatches=4))
@@ -136,18 +136,19 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
 def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Run:
     """Builds a training run on a mesh. Nothing is computed yet.
 
-    Its functions take and return global arrays; `init` starts from the numbers of one device.
+    Its functions take and return global arrays. `init` returns the numbers that it returns on
+    one device.
 
     Args:
       config: a configuration. Its batch is that of all devices together.
       mesh: with an axis "data", and with "pipe" to divide the layers, "context" the sequences,
         "expert" the experts, "tensor" heads, hidden width and vocabulary. On one device the run
-        computes what that of `training.build` does.
+        computes the same as the one of `training.build`.
       strategy: how the axes are used.
 
     Raises:
-      ValueError: if something does not divide, or does not exist: the name, its value and the
-        fix.
+      ValueError: if a size does not divide, or a value does not exist: naming the field, its
+        value and the fix.
     """
     configs.check(config)
     return of_checked(config, mesh, strategy)
@@ -323,8 +324,8 @@ def _local_loss(
 def _tensor(
     model: ConfigDict, mesh: Mesh, strategy: Strategy
 ) -> tuple[Hooks, Callable[..., Any]]:
-    """Returns the hooks and the cross entropy of one device along "tensor"; of a full model,
-    without that axis.
+    """Returns the hooks and the cross entropy of one device along "tensor". Without that axis,
+    returns those of the full model.
     """
     if "tensor" not in mesh.shape:
         return training.hooks_and_score(model, Hooks())

@@ -99,7 +99,7 @@ def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
     """Reads `'a'=2,'b'=8`, `4,0,5,1,...` or `[8,2]T(1,0)`, and the axes of a group:
     `'a','b':(2)4`.
 
-    `'b':(2)4` is a part of an axis: of 8 = 2 x 4 x 1, the 4.
+    `'b':(2)4` is a part of the axis b of 8 = 2 x 4 x 1 devices: the factor 4.
     """
     names = {name: int(size) for name, size, _, _ in _AXIS.findall(mesh)}
     spans = [
@@ -146,7 +146,7 @@ def _chains(permutation: Groups) -> Groups:
     """Returns the devices along each chain or ring of (source, target) pairs."""
     following = {source: target for source, target in permutation}
     chains = []
-    # First from where chains begin; what is left are rings.
+    # Chains first, from their beginnings. The rest are rings.
     for start in (*(following.keys() - following.values()), *following):
         chain = [start]
         while chain[-1] in following:

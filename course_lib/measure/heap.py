@@ -103,8 +103,8 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
 
     Raises:
       ValueError: if it is compiled already.
-      RuntimeError: if XLA wrote no record, as for a program out of JAX's persistent compilation
-        cache.
+      RuntimeError: if XLA wrote no record, as for a program loaded from JAX's persistent
+        compilation cache.
     """
     check_lowered(lowered)
     compiled, program, plan = compile_with_plan(lowered)

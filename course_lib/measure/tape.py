@@ -70,10 +70,10 @@ class Tape:
 def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
     """Compiles a step and reads what it holds at each instruction.
 
-    Gradients are the values with the shape of a parameter, or of one layer of it, that the
-    backward pass makes or adds up in float32. Results are the place of what the step returns
-    without donation; temporaries may use it before. Scopes tell attention, MLP, residual
-    stream, and logits and loss apart: the names of Flax's modules, or
+    "gradients" are values with the shape of a parameter, or of one layer of it, which the
+    backward pass makes or which are float32. "results" is the memory of outputs that overwrite
+    no donated argument; temporaries may use it earlier. The scope of any other activation names
+    its kind, such as "attention" or "MLP". Scopes are the names of Flax's modules, or
     `jax.named_scope("attention")` in plain JAX.
 
     Args:
@@ -85,8 +85,8 @@ def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
 
     Raises:
       ValueError: if it is compiled already.
-      RuntimeError: if XLA wrote no plan, as for a program out of JAX's persistent compilation
-        cache, or no lifetimes, as before JAX 0.10.
+      RuntimeError: if XLA wrote no plan, as for a program loaded from JAX's persistent
+        compilation cache; or no lifetimes, as before JAX 0.10.
     """
     if isinstance(step, Heap):
         compiled, plan = step.compiled, step.plan

@@ -172,7 +172,7 @@ def _fused_bytes(
             if position == 0 and i.opcode in ("dynamic-slice", "slice", "gather"):
                 elements = needed[id(i)]
             elif position == 0 and in_place:
-                # Of the operands that are changed in place, scatter reads what it adds to.
+                # Changed in place, the operand is not read; but scatter reads where it adds.
                 elements = i.operands[-1].elements if i.opcode == "scatter" else 0
             else:
                 elements = operand.elements * needed[id(i)] / max(i.elements, 1)

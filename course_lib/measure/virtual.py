@@ -160,12 +160,12 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
         computed.
 
     Raises:
-      ValueError: if `place` is neither, as a list of devices or a name; or if a leaf is on the
-        host, and `place` a sharding that `on_host` refuses.
+      ValueError: if `place` is something else, such as a list of devices or a name; or if a
+        leaf is on the host, and `place` is a sharding that `on_host` refuses.
     """
     if not isinstance(place, jax.Device | Sharding):
         raise ValueError(
-            f"place={place!r} must be a device, as devices('h100')[0], or a sharding"
+            f"place={place!r} must be a device, such as devices('h100')[0], or a sharding"
         )
     sharding = place if isinstance(place, Sharding) else SingleDeviceSharding(place)
 
@@ -238,13 +238,13 @@ def on_host(place: jax.Device | Sharding) -> NamedSharding:
             f"place={place!r} must be a device, a NamedSharding or a SingleDeviceSharding: JAX"
             " drops the memory kind of other shardings of virtual devices"
         )
-    kept = sharding.with_memory_kind(HOST_MEMORY)
-    return kept if kept.memory_kind == HOST_MEMORY else _OnHost(sharding.mesh, sharding.spec)
+    moved = sharding.with_memory_kind(HOST_MEMORY)
+    return moved if moved.memory_kind == HOST_MEMORY else _OnHost(sharding.mesh, sharding.spec)
 
 
 def _named(device: jax.Device) -> NamedSharding:
-    """Returns the sharding of one device from which JAX reads the memory of an argument: of a
-    `SingleDeviceSharding` it ignores it.
+    """Returns a `NamedSharding` of one device. JAX reads an argument's memory kind from it, and
+    ignores the memory kind of a `SingleDeviceSharding`.
     """
     return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
 
@@ -281,8 +281,8 @@ def compile(
     """
     asked = dict(options or {})
     if _is_for_virtual_gpus(lowered):
-        # XLA of JAX 0.12 needs its choice of kernels for some programs, such as that of
-        # notebook 14's experts ("No supported config found").
+        # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only if
+        # XLA chooses their kernels ("No supported config found").
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             return lowered.compile(compiler_options={**NEVER_RUN, **asked})
         asked.setdefault("xla_backend_optimization_level", 0)

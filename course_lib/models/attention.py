@@ -1,8 +1,8 @@
 """Scaled dot-product attention, with several implementations.
 
 Every position takes a weighted mean of values, with weights that are a softmax of products of
-queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). Written out, as in
-"reference", the weights stand in memory, B x H x L x L numbers. Flash attention (Dao et al.,
+queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). The implementation
+"reference" stores these weights, B x H x L x L numbers. Flash attention (Dao et al.,
 2022, https://arxiv.org/abs/2205.14135) goes through them tile by tile and never stores them.
 """
 
@@ -22,7 +22,8 @@ from course_lib.smaller_and_faster import flash_attention
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
     "blocks": (
-        "as reference, a block of queries at a time, without later keys; runs everywhere"
+        "like reference, for one block of queries at a time, without the keys after it; runs"
+        " everywhere"
     ),
     "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
     "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
@@ -33,7 +34,7 @@ IMPLEMENTATIONS = {
 }
 """The implementations of attention, by name."""
 
-# Queries per block of "blocks". It leaves out the later half of the keys, less half a block.
+# Queries per block of "blocks". On average it skips half of the keys, less half a block.
 BLOCK = 64
 
 
@@ -161,8 +162,8 @@ def attend(
 
     Args:
       query: B sequences of L positions, H heads of width K.
-      key: the same dtype; G heads, where G divides H, each of which H / G heads of queries in a
-        row read.
+      key: the same dtype; G heads, where G divides H. Each is read by H / G consecutive heads
+        of queries.
       value: the same shape and dtype as the key.
       causal: whether a position sees only itself and the positions before it.
       implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
@@ -222,7 +223,7 @@ def reference(query, key, value, mask, softmax_dtype):
 
 
 def _blocks(query, key, value, softmax_dtype):
-    """Computes attention for a block of queries at a time, without the keys after them."""
+    """Computes attention for one block of queries at a time, without the keys after it."""
     length = query.shape[1]
     mask = _past(length)
     parts = []

@@ -3,7 +3,7 @@
 The defaults are those of the tutorial series that this course builds on. Each option is off by
 default, and changes parameters and products as in its source:
 
-    qk_norm         queries and keys of each head are normalized before they meet
+    qk_norm         queries and keys of each head are normalized before the scores
                     (Dehghani et al., 2023, https://arxiv.org/abs/2302.05442, section 2.1)
     parallel_block  MLP and attention read the same normalized input, and run at once
                     (the same paper; Wang and Komatsuzaki, 2021,
@@ -13,7 +13,7 @@ default, and changes parameters and products as in its source:
     mlp_activation  "squared_relu" (So et al., 2021, https://arxiv.org/abs/2109.08668)
     positions       "rotary": queries and keys are rotated by their position
                     (Su et al., 2021, https://arxiv.org/abs/2104.09864)
-    use_bias        without it, neither products nor norms add one
+    use_bias        False: neither matmuls nor norms add a bias
                     (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
     num_experts     each token is computed by few of many MLPs: see `experts`
 """
@@ -205,11 +205,11 @@ class ParallelBlock(nn.Module):
 def attended(
     config: ConfigDict, hooks: Hooks, products: Sequence[Array]
 ) -> Float[Array, "B L H K"]:
-    """Returns what the heads read, from the products of the input with `qkv`, or with `q` and
-    `kv`.
+    """Returns the attended values of all heads, given the products of the input with `qkv`, or
+    with `q` and `kv`.
 
-    Called inside a module, which gets the scales of the norms, one number for each of the K
-    dimensions of a head.
+    Call it inside a module: that module owns the scales of the norms of queries and keys, one
+    number for each of the K dimensions of a head.
     """
     products = [hooks.named(product, "qkv") for product in products]
     if len(products) == 1:
@@ -233,8 +233,8 @@ def attended(
 
 
 def norm_of_heads(x: Float[Array, "B L H K"], name: str) -> Float[Array, "B L H K"]:
-    """Normalizes each head by itself, and so alike however many heads a device has. Called
-    inside a module.
+    """Normalizes each head by itself, so the result does not depend on how many heads a device
+    has. Call it inside a module.
     """
     return nn.LayerNorm(dtype=x.dtype, use_bias=False, name=name)(x)
 
@@ -296,8 +296,8 @@ def check(config: ConfigDict, seq_len: int) -> None:
     heads, groups = config.num_heads, config.num_kv_heads
     if groups < 0 or (groups and heads % groups):
         raise ValueError(
-            f"num_kv_heads={groups} must divide num_heads={heads}, so that as many queries read"
-            " each key; or 0, for one each"
+            f"num_kv_heads={groups} must divide num_heads={heads}, so that each key head serves"
+            " equally many query heads; or be 0, for one key head per query head"
         )
     if config.positions == "rotary" and config.head_dim % 2:
         raise ValueError(
@@ -314,10 +314,10 @@ def check(config: ConfigDict, seq_len: int) -> None:
     if config.num_experts and config.parallel_block:
         raise ValueError(
             f"num_experts={config.num_experts} must be 0 for parallel_block=True, whose MLP"
-            " shares its products"
+            " shares its matmuls with the attention"
         )
     if config.parallel_block and {"MLP", "Attn"} & set(config.remat):
         raise ValueError(
             f"remat={tuple(config.remat)!r} must be () or ('Block',) for parallel_block=True,"
-            " which has no MLP and no attention apart from each other"
+            " which computes MLP and attention together"
         )

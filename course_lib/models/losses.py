@@ -41,8 +41,8 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         each sequence, the mean over layers. Linen only.
 
     Raises:
-      ValueError: if an NNX module holds other state, as statistics of batches, or is to return
-        its balance.
+      ValueError: if an NNX module holds other state, such as batch statistics, or `balance` is
+        True for an NNX module.
     """
     if isinstance(model, nnx.Module):
         if balance:
@@ -77,7 +77,7 @@ def _nnx_as_function(model: nnx.Module) -> ApplyFn:
 
     def apply_fn(params, inputs, rng=None):
         if rng is None:
-            # A copy: merge would count the numbers that are drawn in the caller's model.
+            # A copy: else `merge` would advance the random streams of the caller's model.
             module = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, streams))
             module.eval()
         else:
@@ -109,8 +109,8 @@ def cross_entropy(
 
 
 def in_chunks(config: ConfigDict) -> Score:
-    """Returns the cross entropy of logits that come as their factors, as the model leaves them
-    with the hook `output=large_vocabulary.Factors`.
+    """Returns a cross entropy that takes the factors of the logits, which the model returns if
+    it has the hook `output=large_vocabulary.Factors`.
 
     Args:
       config: the `model` part of a configuration: `loss_chunks` and `loss_along`.
@@ -189,8 +189,8 @@ def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
 def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
     """Returns the loss of a language model with experts.
 
-    It adds the load-balancing loss of a sequence to the loss of each label, so that the result
-    is a weighted mean over labels, too, and adds over sequences, minibatches and devices.
+    It adds a sequence's load-balancing loss to the loss of each label of the sequence. So the
+    result is still a weighted mean over labels, which minibatches and devices can add up.
     `metrics["balance"]` reports the load-balancing loss alone.
 
     Args:

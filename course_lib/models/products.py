@@ -1,7 +1,7 @@
 """Matrix products that layers share, and the weights that they start with.
 
-Layers that read the same input (`columns`), or whose results are added (`rows`), exchange it
-with other devices once if their products are computed as one.
+Several layers may read the same input (`columns`), or add up their results (`rows`). Computed
+as one product, they exchange this input or sum with other devices only once.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ _MATRICES = (((2,), (0,)), ((), ()))  # dimension numbers of [B L in] times [in 
 
 
 def flat(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """As `jax.lax.dot_general` of x [B L inputs] with a kernel [inputs outputs], with B and L
-    as one: faster on a CPU.
+    """Multiplies x [B L inputs] by a kernel [inputs outputs], with B and L as one dimension. On
+    a CPU this is faster than `jax.lax.dot_general` with two.
 
     The gradient of the kernel is a sum over B and L. Where these are two dimensions, XLA
     transposes the gradients in memory and then multiplies two transposed matrices, for which
-    its CPU backend has no fast product. Where there are more inputs than outputs, the fast
-    product is that of the transposed gradient: inputs in two dimensions make XLA keep it.
+    its CPU backend has no fast product. If there are more inputs than outputs, the fast
+    product gives the transposed gradient; XLA keeps it if the inputs are two dimensions.
 
     Args:
       x: [..., *inputs].
       kernel: [*inputs, *outputs].
       dimension_numbers: as a layer of Flax gives them: the last dimensions of x with the first
         of the kernel, and no batch.
-      options: of `jax.lax.dot_general`, as `precision`.
+      options: of `jax.lax.dot_general`, such as `precision`.
 
     Returns:
       [..., *outputs].
@@ -44,7 +44,7 @@ def flat(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Arr
     Raises:
       TypeError: if x and kernel do not have the same inputs.
     """
-    # So many of the kernel's dimensions, the first ones, are inputs.
+    # The first `summed` dimensions of the kernel are inputs.
     summed = len(dimension_numbers[0][1])
     inputs, outputs = math.prod(kernel.shape[:summed]), kernel.shape[summed:]
     cut = (2, inputs // 2) if inputs > math.prod(outputs) and inputs % 2 == 0 else (inputs,)
@@ -69,8 +69,8 @@ def columns(
 ) -> list[Array]:
     """Returns the products of one input with several kernels [D ...], each with its bias.
 
-    Devices that share the work do it in one product, with all of their columns side by side:
-    its input is exchanged once.
+    If devices share the work, one product computes all columns, side by side, so that the
+    input is exchanged once.
     """
     product = hooks.column or jax.lax.dot_general
     kernels = [layer["kernel"].astype(x.dtype) for layer in weights]
@@ -94,8 +94,8 @@ def rows(
 ) -> Float[Array, "B L D"]:
     """Returns the sum of several inputs' products with kernels [... D], and of their biases.
 
-    Devices that share the work do it in one product, with all of their rows below each other:
-    its sum is exchanged once.
+    If devices share the work, one product has all rows, below each other, so that the sum is
+    exchanged once.
     """
     flat = [x.reshape(*x.shape[:2], -1) for x in xs]
     kernels = [

@@ -1,10 +1,11 @@
 """A GPT-style Transformer: a language model that predicts every token from those before it.
 
-The model of the tutorial series that this course builds on
-(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html),
-so that its published measurements can be compared: learned positions, N blocks of an MLP and an
-attention, each normalized first and added to its input, and an output layer. `layers` lists the
-options of later models. Parameters and logits are float32, everything else has `dtype`.
+It is the model of the tutorial series that this course builds on, so that its published
+measurements can be compared with ours
+(https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html).
+It has learned positions, N blocks and an output layer. A block is an MLP and an attention, each
+with a norm before it, and each added to its input. `layers` lists the options of later models.
+Parameters and logits are float32, everything else has `dtype`.
 """
 
 from collections.abc import Sequence
@@ -55,8 +56,8 @@ class Transformer(nn.Module):
         """Returns float32 logits [B L V] of the token at each position, given those before it.
 
         Args:
-          x: the tokens before each position, B sequences of L. Activations if `parts` does not
-            begin with "embed", of a device's part of the sequences if the hooks divide them.
+          x: the tokens before each position, B sequences of L; or activations, if `parts` does
+            not begin with "embed". If the hooks divide the sequences, x is this device's part.
           train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
           parts: those of `PARTS` to run, in that order; without "head" it returns activations
             [B L D].
@@ -223,8 +224,8 @@ def check(config: ConfigDict, seq_len: int) -> None:
         if not {layers.NAMES[name], "Block"} & set(config.remat):
             raise ValueError(
                 f"remat={tuple(config.remat)!r} must hold {layers.NAMES[name]!r} or 'Block' for"
-                f" remat_names to hold {name!r}: that value is made there, and is kept anyway"
-                " where nothing is rematerialized"
+                f" remat_names to hold {name!r}: these modules make that value, and a module"
+                " that is not rematerialized keeps it anyway"
             )
     attention.check(
         config.attention,
@@ -244,8 +245,8 @@ def check_parts(parts: Sequence[str]) -> None:
     neighbours = [PARTS[i:j] for i in range(len(PARTS)) for j in range(i + 1, len(PARTS) + 1)]
     if tuple(parts) not in neighbours:
         raise ValueError(
-            f"parts={parts!r} must be one of {PARTS}, or neighbours in that order: any other is"
-            " no model"
+            f"parts={parts!r} must be one of {PARTS}, or several in a row: others do not fit"
+            " together"
         )
 
 

@@ -3,9 +3,10 @@
 A step that returns a new state beside the old one needs memory for both. `jax.jit(step,
 donate_argnums=0)` donates the buffers of the first argument: an output of the same shape and
 dtype reuses a donated buffer (it is *aliased* to it), and the old array can no longer be read
-(https://docs.jax.dev/en/latest/buffer_donation.html). JAX 0.7 does no more. JAX 0.10 and 0.12
-leave the remaining buffers to XLA: an output may reuse a donated buffer of as many elements and
-bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for int32, not bfloat16).
+(https://docs.jax.dev/en/latest/buffer_donation.html). This is all that JAX 0.7 does. JAX 0.10
+and 0.12 leave the remaining buffers to XLA: an output may reuse a donated buffer of as many
+elements and bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for int32,
+not bfloat16).
 
 A donated buffer that no output can reuse is not an error. JAX warns once, when the step is
 lowered ("Some donated buffers were not usable"), but not about buffers that it leaves to XLA.

@@ -18,9 +18,9 @@ checksum differs, and the run resumes from the checkpoint before that one. If a 
 again, the new checkpoint replaces the old one. If a kill interrupts the replacement, the next
 process puts the old one back.
 
-Orbax's `CheckpointManager` names and deletes checkpoints, too. But it refuses to save a step
-again, flushes neither metadata nor folders to the disk, and writes into a checkpoint after the
-last hook in which checksums could be computed.
+Orbax's `CheckpointManager` also names and deletes checkpoints. This module does not use it: it
+refuses to save a step again, does not flush metadata and folders to the disk, and still writes
+into a checkpoint after its last hook, where checksums would be computed.
 
 Where many processes train, all of them call every method with the same folder, on a file system
 that they share. Process 0 reads all files once for the checksums, and chooses the step to
@@ -103,7 +103,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: tuple[int, Future[None]] | None = None  # the step that is saved
         # Compression would save a tenth of the bytes, in twice the time. If Orbax made folders
-        # asynchronously, it would report one that it cannot make after 20 minutes.
+        # asynchronously, it would wait 20 minutes before it reports one that it cannot make.
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(use_compression=False),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),

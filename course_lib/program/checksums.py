@@ -1,8 +1,8 @@
-"""Checksums of all files under a folder, which later detect every change to them.
+"""Writes checksums of all files under a folder, and detects later changes to the files.
 
-They are in a file of the folder itself, `SHA256SUMS`, as the command `sha256sum` writes and
-checks it. They detect a flipped bit, a file cut short, missing or added; they do not detect
-forgery (SHA-256: https://doi.org/10.6028/NIST.FIPS.180-4).
+The checksums are in the folder's own file `SHA256SUMS`, in the format of the command
+`sha256sum`. They detect a flipped bit, and a file that is cut short, missing or added. They do
+not detect forgery (SHA-256: https://doi.org/10.6028/NIST.FIPS.180-4).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def write(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Returns in words the first change since the checksums were written; None without one."""
+    """Describes one change since the checksums were written; returns None if there is none."""
     try:
         listed, actual = (
             set(lines.decode(errors="replace").split("\n"))

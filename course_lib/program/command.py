@@ -68,7 +68,7 @@ exit codes:
   {USAGE:3} the arguments or the configuration cannot work
   {DOES_NOT_FIT:3} a dry run whose step does not fit
   {EXIT_CODE_PREEMPTED:3} ended by SIGTERM, after a checkpoint: start it again
-  {EXIT_CODE_NOT_FINITE:3} the loss, the parameters or too many updates were not finite
+  {EXIT_CODE_NOT_FINITE:3} loss or train state not finite, or too many updates skipped
   {EXIT_CODE_INTERRUPTED:3} ended by Ctrl-C, after a checkpoint; a second one ends at once;
       before the first step SIGTERM and Ctrl-C end at once
 """
@@ -183,13 +183,13 @@ def configuration(options: argparse.Namespace) -> ConfigDict:
     return config
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     parser = arguments()
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     if options.target and not options.dry_run:
         parser.error(
-            "--target comes with --dry-run: a training runs on the devices that are there"
+            "--target needs --dry-run: a training run uses the devices of this machine"
         )
     with contextlib.ExitStack() as stack:
         try:

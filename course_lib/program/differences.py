@@ -20,7 +20,7 @@ def differences(
     Args:
       first: nested dicts.
       second: nested dicts.
-      names: what the lines call the two.
+      names: the words that the lines use for `first` and `second`.
     """
     old, new = (
         {

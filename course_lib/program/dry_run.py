@@ -37,9 +37,9 @@ class DryRun:
     Attributes:
       target: title of the accelerator.
       axes: the size of each mesh axis, by name.
-      strategy: how its axes are used.
+      strategy: how these axes are used.
       memory: bytes per device: "arguments", "temporaries", and "peak", which has to fit.
-      capacity: bytes of a device's memory that the program uses.
+      capacity: bytes of a device's memory that the program may use.
       flops: the model's FLOPs per step, on all devices together.
       sent: bytes that a device sends per step, by kind and axes.
       estimate: what `many_devices.estimate` returns, or the reason why there is none.
@@ -200,8 +200,8 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
         return {}, ""
     if not ranked:
         return {}, (
-            "no mesh of data, pipe and tensor is estimated to fit: more devices, a smaller"
-            " batch, or remat of more"
+            "no mesh of data, pipe and tensor is estimated to fit: take more devices, a smaller"
+            " batch, or rematerialize more modules (model.remat)"
         )
     best, now = ranked[0], _estimate(config, cluster)
     if not isinstance(now, str) and now.fits and now.step <= best.step:

@@ -1,15 +1,15 @@
 """Writes a run's metrics: lines in its folder, a bar on the terminal, and a report.
 
-    metrics.jsonl       a line of JSON each: "step", and losses, learning rate; what follows
+    metrics.jsonl       JSON lines with "step", losses and learning rate: numbers that follow
                         from the configuration alone
-    samples.jsonl       a line each: "step", and a text that the model generates
-    times.jsonl         a line each: "step", and what was measured: tokens/s, MFU, memory; the
-                        first one has the device
+    samples.jsonl       JSON lines with "step" and a text that the model generated
+    times.jsonl         JSON lines with "step" and measurements: tokens/s, MFU, memory. The
+                        first line of each start names the device
     events/             the numbers of all three, for TensorBoard
     report.md, *.png    made from the lines by `report`
 
-A run that is killed may have written lines beyond its last checkpoint, the last line only in
-half. They are cut off when the run resumes, so in the end `metrics.jsonl` and `samples.jsonl`
+A run that is killed may have written lines beyond its last checkpoint, and half of one more
+line. They are removed when the run resumes, so in the end `metrics.jsonl` and `samples.jsonl`
 are those of a run that was never killed, byte for byte. A full disk does not end a training:
 lines wait in memory until there is room.
 """
@@ -50,8 +50,8 @@ class Journal:
 
         Args:
           folder: of the run.
-          after: the restored step, 0 at the start. Lines of later steps are cut off, at the
-            start all lines.
+          after: the restored step; 0 for a new run. Lines of later steps are removed; for a
+            new run, all lines are.
           total: steps of the run, for the bar.
           writes: False in all processes but one: then nothing is written or shown.
         """
@@ -113,8 +113,8 @@ class Journal:
             self._event(step, summary=Summary(value=numbers))
 
     def sync(self) -> bool:
-        """Returns whether all lines are on the disk now. They must be before a checkpoint of
-        the same step is complete.
+        """Flushes all lines to the disk, and returns whether that succeeded. Call it before a
+        checkpoint of the same step is complete.
         """
         return not self._writes or all(
             [self._add(name, b"", sync=True) for name in self._files]
@@ -128,16 +128,16 @@ class Journal:
         self._add("events", record.getvalue())
 
     def _add(self, name: str, what: bytes, sync: bool = False) -> bool:
-        """Adds to a file, reports when that begins and ceases to fail, and returns whether it
-        succeeds.
+        """Appends to a file, and returns whether that succeeded. Prints a line when writing
+        begins to fail, and another one when it works again.
         """
         try:
             self._files[name].add(what, sync)
         except OSError as error:
             if name not in self._failing:
                 self.say(
-                    f"{name} cannot be written ({error.strerror}): training goes on, and they"
-                    " wait until there is room"
+                    f"{name} cannot be written ({error.strerror}): training goes on, and new"
+                    " lines wait in memory until there is room"
                 )
             self._failing.add(name)
             return False
@@ -147,7 +147,9 @@ class Journal:
         return True
 
     def report(self) -> None:
-        """Writes the report if there are metrics; a report that fails is reported in a line."""
+        """Writes the report if there are metrics. If that fails, prints a line, and raises
+        nothing.
+        """
         if self._writes and pairs(read(self._folder), "loss"):
             try:
                 report(self._folder)
@@ -248,7 +250,9 @@ def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]
 
 
 def _cut(path: pathlib.Path, after: int) -> int:
-    """Removes lines of steps after a step, at the start all; returns how many were damaged."""
+    """Removes the lines of steps above `after`, or all lines if `after` is 0. Returns how many
+    of the lines it read were damaged.
+    """
     lines, content = _lines(path) if after else ([], b"")
     wanted = b"".join(line for line, values in lines if values and values["step"] <= after)
     if path.exists() and content.startswith(wanted):
@@ -323,7 +327,7 @@ def _draw(
     folder: pathlib.Path, metrics: list[dict[str, Any]], times: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
     """Draws the curves that have points, and returns names of files and titles."""
-    # Imported here only: Matplotlib takes a second, in which a run could have begun.
+    # Imported only here: Matplotlib's import takes a second, and a run need not wait for it.
     from course_lib.show import figures
 
     figures.use_style()

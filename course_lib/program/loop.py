@@ -5,8 +5,8 @@
 A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
 The same call resumes a run that was killed, from its last complete checkpoint. With the same
 JAX on the same devices (for a CPU: the same number of cores), the resumed run computes the same
-numbers and writes the same `metrics.jsonl` and `samples.jsonl`, bit for bit, as a run without
-the kill. A checkpoint therefore holds everything that the next step reads: parameters,
+numbers and writes the same `metrics.jsonl` and `samples.jsonl`, bit for bit, as a run that was
+never killed. A checkpoint therefore holds everything that the next step reads: parameters,
 optimizer state, random key, step, loss scale, the position in the data, and the sums for the
 next line of metrics. On GPUs, equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
 Without it, atomic additions happen in any order, and each start times kernels again and may
@@ -135,8 +135,8 @@ def train(
         folder or of another process (the error names the fields); or if the folder holds
         something else. All processes raise it, before the run's configuration,
         lines or checkpoints are written.
-      BlockingIOError: if another program trains in that folder. The lock may expire, for
-        example if its host is gone.
+      BlockingIOError: if another program trains in that folder. A file system shared
+        by hosts may end the lock of a host that is gone.
       CheckpointError: if all checkpoints are damaged, or the last one cannot be written; with
         several processes, if any one cannot.
     """
@@ -168,7 +168,7 @@ def train(
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
-        # Without a checkpoint the run has to start anew, and a report would prevent that.
+        # A run without a checkpoint must start again, and refuses to if there is a report.
         if ended.reason != NOT_FINITE or checkpoints.steps():
             book.report()
     return ended
@@ -400,7 +400,9 @@ class Loop:
         return ""
 
     def write(self, name: str, again: bool, **values: Any) -> None:
-        """Writes a line of this step to the journal. With `again`, not a second time."""
+        """Writes a line of this step to the journal. With `again`, skips a line that an earlier
+        process has written.
+        """
         lines = journal.read(self.checkpoints.folder.parent, name) if again else []
         if not any(
             line["step"] == self.step and line.keys() >= values.keys() for line in lines
@@ -431,8 +433,8 @@ class Loop:
 
     @contextlib.contextmanager
     def reporting_errors(self, must: bool) -> Iterator[None]:
-        """Turns the error of a checkpoint into a line of the log, so that training goes on: a
-        full disk may have room later. Raises the error if the checkpoint `must` succeed, or if
+        """Prints the error of a checkpoint in place of raising it, so that training goes on: a
+        full disk may have room later. Still raises it if the checkpoint `must` succeed, or if
         there are several processes.
         """
         try:

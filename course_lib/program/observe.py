@@ -1,4 +1,4 @@
-"""Measures a run beside its steps: mean metrics, speed, validation, a sample, a bigram model.
+"""Observes a run: mean metrics, speed, validation, a sample, and a bigram model's loss.
 
 Nothing here changes the train state. Values that follow from the configuration go into the
 journal's `metrics.jsonl` and `samples.jsonl`, measured ones into `times.jsonl`.
@@ -33,11 +33,11 @@ class Tally:
     def __init__(self, saved: dict[str, Any] | None = None):
         saved = saved or {"sums": {}, "skipped": 0, "in_a_row": 0}
         self.skipped: int = saved["skipped"]
-        self.in_a_row: int = saved["in_a_row"]  # skipped updates since the last one made
+        self.in_a_row: int = saved["in_a_row"]  # updates skipped in a row so far
         self._sums = {name: list(pair) for name, pair in saved["sums"].items()}
 
     def state(self) -> dict[str, Any]:
-        """Returns the argument of `__init__` that gives this tally again."""
+        """Returns the argument `saved` with which `__init__` makes an equal tally."""
         sums = {name: list(pair) for name, pair in self._sums.items()}
         return {"sums": sums, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
@@ -160,10 +160,10 @@ def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
 
 
 def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[np.ndarray, "_"]:
-    """Returns the first tokens of the validation split, those that a run validates on.
+    """Returns the tokens that a run validates on: the beginning of the validation split.
 
-    They are the labels of `run.validation_batches` batches and one token before them. If that
-    field is 0, they are the split, up to `VALIDATED` labels.
+    They are the labels of `run.validation_batches` batches, and the token before the first
+    label. If that field is 0, they are the full split, but at most `VALIDATED` labels.
     """
     labels = config.run.validation_batches * config.data.batch_size * config.data.seq_len
     return tokens[: (labels or VALIDATED) + 1]

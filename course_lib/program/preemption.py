@@ -7,9 +7,9 @@
             if why := stop_reason():
                 ...    # in all processes after the same step: save a checkpoint, and end
 
-Little time is left after SIGTERM: 30 s by default in Kubernetes, as long as the site allows
-under Slurm. Preparing a text and compiling the step may take longer, and a checkpoint would
-save nothing of them.
+Little time is left after SIGTERM: 30 s by default in Kubernetes; under Slurm, the site decides.
+Preparing a text and compiling the first step may take longer, and a checkpoint would save
+nothing of this work. So before the first step is done, nothing is saved.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ class StopRequested(Exception):
 def notices() -> Iterator[Callable[[], str]]:
     """Turn SIGTERM and Ctrl-C into notices while a `with` lasts.
 
-    Until the first step is done there is nothing to save, and each signal does what it does
-    without this: SIGTERM ends the process at once, even during a compilation. After that, both
-    ask the process to end after the current step, and a second Ctrl-C ends it at once. A signal
+    Until the first step is done there is nothing to save, and both signals keep their usual
+    effect: SIGTERM ends the process at once, even during a compilation. After that, both ask
+    the process to end after the current step, and a second Ctrl-C ends it at once. A signal
     that the process ignores, like SIGINT in a shell's background, stays ignored. Outside of the
-    main thread, where Python takes no signals, one process never gets a notice.
+    main thread Python handles no signals, so a run of one process gets no notice.
 
     With several processes, JAX tells all of them of a SIGTERM to any of them, and they agree on
     a step (`multihost_utils.reached_preemption_sync_point`). Ctrl-C in one of them is passed on
@@ -79,18 +79,19 @@ def notices() -> Iterator[Callable[[], str]]:
     def stop_reason() -> str:
         if (call := next(calls)) == 1:  # the first step is done
             if several:
-                _set_handler(signal.SIGTERM, jaxs)
+                _set_handler(signal.SIGTERM, jax_handler)
             for number in before:
                 signal.signal(number, note)
         if not (multihost_utils.reached_preemption_sync_point(call) if several else seen):
             return ""
         return INTERRUPTED if signal.SIGINT in seen else PREEMPTED
 
-    jaxs = _set_handler(signal.SIGTERM, None) if several else None  # None: SIG_DFL
+    # None as an argument: SIG_DFL.
+    jax_handler = _set_handler(signal.SIGTERM, None) if several else None
     try:
         yield stop_reason
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if several:
-            _set_handler(signal.SIGTERM, jaxs)
+            _set_handler(signal.SIGTERM, jax_handler)

@@ -97,7 +97,7 @@ def start(
     SIGTERM, and `preemption.notices` reads it from JAX.
 
     Args:
-      coordinator: "host:port" of process 0: a free port there that all processes reach.
+      coordinator: "host:port": the host of process 0, and a free port that all can reach.
       process: this process's number, from 0.
       processes: the number of processes; 1 ignores the launcher.
       heartbeat: seconds without a heartbeat until a process counts as gone.
@@ -146,8 +146,8 @@ def start(
     except ValueError as error:
         raise ValueError(
             f"coordinator={coordinator!r}, process={process}, processes={processes}: {error}"
-            " JAX finds what is missing under srun, mpirun of Open MPI 4, and in an indexed Job"
-            ' of Kubernetes after `pip install "jax[k8s]"`'
+            " JAX finds these three by itself under srun, under mpirun of Open MPI 4, and in an"
+            ' indexed Job of Kubernetes after `pip install "jax[k8s]"`'
         ) from None
     _check_devices()
     try:

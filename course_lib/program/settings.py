@@ -1,4 +1,4 @@
-"""The training program's configuration: a `course_lib.configs` one, and three more parts.
+"""The training program's configuration: that of `course_lib.configs`, and three more parts.
 
     config = settings.complete(configs.get("cpu"))
     settings.set_field(config, "model.num_layers", "6")    # typed; a misspelt field fails
@@ -56,12 +56,12 @@ def defaults() -> ConfigDict:
         log_every=10,  # steps between two lines of metrics, each a mean over these steps
         validate_every=250,  # steps; and at the end. A new best is written as a checkpoint, too
         validation_batches=0,  # of the validation split; 0: all, up to observe.VALIDATED tokens
-        checkpoint_every=250,  # steps; lost if killed. At the end, and at SIGTERM, anyway
+        checkpoint_every=250,  # steps; a kill loses no more. Also at the end, and at SIGTERM
         keep=3,  # checkpoints, and the best one besides
         sample_every=250,  # steps between two samples; and at the end
         sample_tokens=100,  # per sample; 0: none
         non_finite="stop",  # or "skip": skip updates that are not finite, and count them
-        skips_in_a_row=25,  # end the run; a dynamic loss scale falls to 1 in 24 at most
+        skips_in_a_row=25,  # as many end the run; a dynamic loss scale falls to 1 within 24
     )
     mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}
     return ConfigDict(dict(run=run, mesh=mesh, strategy=dataclasses.asdict(Strategy())))
@@ -78,7 +78,7 @@ def complete(config: Any) -> ConfigDict:
         1.0 may be 1.
 
     Raises:
-      ValueError: if it is no such dict, or a field does not exist or is of another type.
+      ValueError: if it is neither of these, or a field does not exist or has another type.
     """
     fields = config.to_dict() if isinstance(config, ConfigDict) else config
     filled = _template()
@@ -111,7 +111,7 @@ def check(config: ConfigDict) -> None:
 
 
 def axes(config: ConfigDict, count: int) -> dict[str, int]:
-    """Returns the mesh's axes for a number of devices: "data", and others above one device.
+    """Returns the mesh's axes for a number of devices: "data", and each other axis above 1.
 
     Raises:
       ValueError: if the sizes do not multiply to that number.
@@ -148,20 +148,20 @@ def fixed(config: ConfigDict) -> dict[str, Any]:
 
     - `training.steps`, to train longer, and `training.donate`, which says where results are
       written;
-    - most of `run`: what is done besides the steps, and when. The text is known by its tokens,
-      wherever it lies.
+    - most of `run`: what is done besides the steps, and when. The text is identified by its
+      tokens, so its folder may change.
 
-    These fields may change, but round differently, as the same sums are taken in another order:
+    These fields may change, but they change the rounding (the same sums in another order):
 
-    - `mesh` and `strategy`, which say who computes (dropout masks differ, too). With several
-      chunks per pipeline stage, layers are stored in the order of the stages: then the number
-      of stages and chunks are fixed;
+    - `mesh` and `strategy`, which say which device computes what (dropout masks differ, too).
+      If a pipeline has several chunks per device, layers are stored in the order of its stages:
+      then `mesh.pipe` and `strategy.chunks` are fixed;
     - `model.remat*`, `model.attention`, `model.flat_products`, `model.loss_*`,
-      `training.accumulation` and `training.backward`, which say how.
+      `training.accumulation` and `training.backward`, which say how a device computes it.
 
-    Two fields of `run` are fixed: `validation_batches`, because the best loss is the lowest of
-    several on the same text, and `non_finite`, which says which updates are made (see
-    `changed`).
+    Two fields of `run` are fixed: `validation_batches`, because validation losses are compared
+    with each other and must be of the same text, and `non_finite`, which says which updates are
+    made (see `changed`).
     """
     fields = {k: v for k, v in config.to_dict().items() if k not in configs.PROGRAM}
     for part, names in (*_ROUNDING.items(), ("training", ("steps", "donate"))):
@@ -191,7 +191,7 @@ def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
     """Returns what the rounding of the numbers depends on, besides the fields in `fixed`:
     versions, devices, and the fields that say who computes and how.
 
-    A run that goes on with other values has other last bits from there on.
+    If a run continues with other values, the last bits of its numbers differ from then on.
     """
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     values: dict[str, Any] = {
@@ -212,9 +212,9 @@ def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each field that differs and must not.
 
-    A field that the saved configuration lacks has its default there: the run is older than the
-    field. A run with `non_finite="stop"` has skipped no update so far, so it may go on with
-    "skip", but not the other way round.
+    A field that the saved configuration lacks counts as having its default: the run is older
+    than the field. A run with `non_finite="stop"` has skipped no update so far, so it may go on
+    with "skip", but not the other way round.
 
     Args:
       saved: as `fixed` returned it, perhaps in an older version of this course.
@@ -268,17 +268,17 @@ def why_not_begun(folder: pathlib.Path) -> str:
     is there; "" if it may.
 
     A run that was killed before its first checkpoint was complete may begin anew. That
-    checkpoint is complete when the next one is saved, twice `run.checkpoint_every` steps after
-    the start, and when a report is written.
+    checkpoint is complete at the latest when the second one begins, after twice
+    `run.checkpoint_every` steps; or, in a shorter run, before the report is written.
     """
     written = [
         file.name
         for file in folder.glob("*.jsonl")
         if file.stem in journal.FILES and file.stat().st_size
     ]
-    # Read last: another process that begins the same run writes it first.
+    # Read after the lines: a process that begins this run writes config.json before any line.
     path = folder / "config.json"
-    cure = "give another folder, or move what is there away"
+    cure = "give another folder, or move these files away"
     if not written and not path.exists():
         return ""
     try:
@@ -308,7 +308,7 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
       config: as `complete` returns it; it is changed.
       field: its name with its part, as in "model.num_layers".
       text: a number; true or false; a string as it is; for a tuple, its strings with commas
-        between, none, or a list in JSON.
+        between them, a list in JSON, or an empty text for ().
 
     Raises:
       ValueError: if there is no such field, or the text is not of its type.

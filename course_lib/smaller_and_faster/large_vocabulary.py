@@ -40,7 +40,7 @@ LENGTHS = {
 
 
 class Statistics(NamedTuple):
-    """What the loss needs to know about the logits of each token.
+    """The numbers that the loss needs about the logits of each token.
 
     Attributes:
       logsumexp: logarithm of the sum of the exponentials of its logits.
@@ -88,8 +88,8 @@ def linear_cross_entropy(
     logit, else 0.0.
 
     Equals `losses.cross_entropy(x @ head + bias, labels)`. Products take operands of the dtype
-    of `x` and add up in float32, as do all other sums. As there, a label outside of the
-    vocabulary gives NaN, and a negative one counts from the end.
+    of `x` and add up in float32, as do all other sums. As in that function, a label outside of
+    the vocabulary gives NaN, and a negative one counts from the end.
 
     Args:
       x: activations. Along "tokens", the last dimension before D is cut.
@@ -192,8 +192,8 @@ def forward(x, head, bias, labels, chunks, along):
 
 
 def backward(chunks, along, saved, gradient):
-    """Returns the gradients of x, head and bias: computes each chunk of logits again, then its
-    gradient, then what that gives x and the head. Sums over chunks are in float32.
+    """Returns the gradients of x, head and bias. For each chunk it computes the logits again,
+    their gradient, and from that the chunk's part of the three. Sums over chunks are float32.
     """
     x, head, bias, labels, logsumexp = saved
     of_tokens = labels, logsumexp, gradient.logsumexp, gradient.of_label

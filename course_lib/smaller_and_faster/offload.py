@@ -1,7 +1,7 @@
 """Offload: keeps arrays in the host's memory, and fetches them when a step needs them.
 
 The host of a GPU has more memory than the GPU, behind a link that is 7 to 120 times slower than
-device memory. Offload pays where few bytes cross this link for much memory saved:
+device memory. Offload pays where it saves much memory and sends few bytes over this link:
 
 - activations, by a checkpoint policy: `model.remat_policy="offload"`
   (`course_lib.one_device.rematerialization`);
@@ -86,12 +86,12 @@ def streamed(
     gradients. All other parameters, such as embeddings, are updated together after it.
 
     The updates are those of `optimizer`, if it treats each parameter by itself, as SGD, Adam,
-    AdamW and Lion do. A norm over all gradients is none of that: put it in front,
+    AdamW and Lion do. Clipping needs a norm over all gradients, so put it before:
     `optax.chain(optax.clip_by_global_norm(1.0), streamed(optax.adam(1e-3)))`.
 
     Args:
-      optimizer: what to compute. The state has its structure, so it can be stored and restored
-        with the same optimizer that is not streamed.
+      optimizer: computes the updates. The state has the structure of this optimizer's state: a
+        checkpoint of one can be restored into the other.
       stacked: the entries of the parameters whose leaves have a leading axis of layers, as
         `nn.scan` makes them.
 
@@ -238,8 +238,8 @@ def tokens_to_hide(
     bytes_each_way: float = 8,
     flops_per_token: float = 6,
 ) -> float:
-    """Returns the tokens per step from which a step's matrix products take longer than the
-    streaming of its moments, if both run at the same time and the link runs both ways at once.
+    """Returns how many tokens per step hide the streaming of the moments: with more, the step's
+    matmuls take longer. Both run at the same time, and the link runs both ways at once.
 
     Transfers grow with the parameters, FLOPs with parameters times tokens: the parameters
     cancel.

@@ -1,6 +1,6 @@
 """The optimizer's memory: how many bytes per parameter its state takes, and ways to take fewer.
 
-AdamW keeps two float32 moments, 8 bytes per parameter. Three ways to fewer bytes are here:
+AdamW keeps two float32 moments, 8 bytes per parameter. This module has three ways to use fewer:
 
     scale_by_adam_bf16    both moments in bfloat16, rounded stochastically: 4 bytes
     scale_by_adam_8bit    both moments in 8 bits, with one float32 scale per block of numbers:
@@ -141,7 +141,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
       signed: for first moments, with half of the numbers below 0. Second moments are never
         negative.
 
-    Source: the paper, section 1.3, and `create_dynamic_map` in bitsandbytes.
+    Source: Dettmers et al., section 1.3, and `create_dynamic_map` in bitsandbytes.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -168,8 +168,8 @@ def block_length(width: int, block_size: int) -> int:
     """Returns the numbers per block: the largest divisor of `width` up to `block_size`.
 
     Raises:
-      ValueError: if `block_size` is not positive, or the blocks would have less than 16
-        numbers, which spends more than 2 bits per number on scales.
+      ValueError: if `block_size` or this divisor is less than 16: the scales would take more
+        than 2 bits per number.
     """
     if block_size < 16:
         raise ValueError(f"block_size={block_size} must be at least 16: each block has a scale")
@@ -240,7 +240,7 @@ def scale_by_adam_bf16(
 ) -> optax.GradientTransformation:
     """Adam's update, with both moments stored in bfloat16: 4 bytes per parameter.
 
-    With b2=0.999 a second moment changes by less than a thousandth per step, and neighbouring
+    With b2=0.999 a second moment falls by at most a thousandth per step, and neighbouring
     bfloat16 numbers differ by 1/256 to 1/128: rounded to the nearest one, it would never fall.
     So moments are rounded stochastically.
 
@@ -340,10 +340,10 @@ def _adam(
 
 
 def matrices(params: PyTree) -> PyTree:
-    """Says which parameters of the Transformer Muon treats as matrices, and how.
+    """Returns which parameters of the Transformer are matrices for Muon, and their axes.
 
-    Those are the kernels inside the layers; layers that are scanned, and experts, are matrices
-    of their own. Embeddings, the output layer, norms and biases are left to Adam, as Muon's
+    These are the kernels inside the layers. Each scanned layer, and each expert, has a matrix
+    of its own. Embeddings, the output layer, norms and biases are left to Adam, as Muon's
     author does (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
 
     Args:

@@ -163,7 +163,7 @@ class DeviceBatches(Iterator[data.Batch]):
     advance (prefetch).
 
     Args:
-      iterator: of `batches`, with this process' `shard_of` the sharding.
+      iterator: from `batches`, with the shard that `shard_of` returns for this sharding.
       sharding: of the batch; its first dimension is B.
     """
 

@@ -60,7 +60,7 @@ def merge(your_merge):
     )
     require(
         bool(jnp.isfinite(yours[1]).all() and jnp.isfinite(yours[2]).all()),
-        "Not finite: exp overflows if the smaller top is taken off. Shrink to the larger one.",
+        "Not finite: exp overflows if you subtract the smaller top. Subtract the larger one.",
     )
     require(close(yours[0], right[0]), "The merged top should be the larger of the two.")
     require(close(yours[1], right[1]), "The merged total is not the sum of all weights.")
@@ -82,8 +82,8 @@ def merge(your_merge):
     yours = run(your_merge, nothing, nothing)
     require(
         not any(bool(jnp.isnan(x).any()) for x in yours),
-        "A query that sees no key of either block comes out NaN: -inf minus -inf. Take off a"
-        " finite number there.",
+        "A query that sees no key of either block comes out NaN: -inf minus -inf. Subtract a"
+        " finite number for this query.",
     )
     require(
         not yours[1].any() and not yours[2].any(),
@@ -92,8 +92,8 @@ def merge(your_merge):
     require(
         bool((yours[0] == -jnp.inf).all()),
         f"A query that sees no key of either block has the top {float(yours[0][0]):g}. A third"
-        " block with a smaller top would be shrunk to it: take off a finite number, but return"
-        " the larger top.",
+        " block with a smaller top would be scaled to it: subtract a finite number, but return"
+        " the larger top, -inf.",
     )
     return "and a query that has seen no key yet stays at zero."
 
@@ -103,8 +103,8 @@ def ulysses(your_attention):
     """Checks `your_attention(query, key, value, attend)`, attention by all-to-alls (Ulysses).
 
     It runs on four devices along "context": each has 2 of 8 positions of all 4 heads,
-    [1 2 4 3]. `attend` is causal attention on whole sequences. Compared are result, gradient
-    and bytes.
+    [1 2 4 3]. `attend` is causal attention on whole sequences. The check compares result,
+    gradient and bytes.
     """
     n = 4
     mesh, cut = row_of_devices("context", n), P(None, "context")
@@ -159,8 +159,8 @@ def ulysses(your_attention):
 
 @exercise
 def work_in_order(pairs):
-    """Checks how many pairs of parts a ring of eight devices waits for, if device i has the
-    neighbouring parts 2i and 2i + 1.
+    """Checks the number of pairs of parts that the slowest device computes in each step, summed
+    over the steps of a ring of eight. Device i has the neighbouring parts 2i and 2i + 1.
     """
     predicted(
         pairs,
@@ -183,8 +183,8 @@ def work_in_order(pairs):
     right = int(steps.max(axis=1).sum())
     require(
         pairs != 2 * n + 1,
-        "17 is the zigzag layout's number, and the mean of this one. The slowest device"
-        " decides each step.",
+        "17 is right for the zigzag layout; here it is only the mean over devices. The slowest"
+        " device decides how long each step takes.",
     )
     require(
         pairs != 4 * n,
@@ -200,8 +200,8 @@ def work_in_order(pairs):
     )
     require(
         pairs != 3 * n,
-        "Only its own keys lie under the diagonal of the mask. In which step does a device have"
-        " them?",
+        "The diagonal of the mask crosses only a device's own keys. In which step does a device"
+        " have them?",
     )
     require(
         pairs == right,
@@ -217,7 +217,7 @@ def ring_bytes(your_bytes):
     layer of ring attention, in the forward and the backward pass.
 
     Keys and values of a device's positions are `numbers` numbers together, of `width` bytes
-    each. Their gradients are float32. Two compiled rings have the last word.
+    each. Their gradients are float32. Two compiled rings decide what is right.
     """
     cases, numbers = ((4, 2), (8, 2), (3, 4)), 60
     hint = "How often does a device send keys and values, and how often their gradients?"
@@ -253,11 +253,11 @@ def ring_bytes(your_bytes):
     )
     for n in (2, 4):
         has, sent = _measured_ring(n)
-        said = run(your_bytes, n, has, 4)
+        answer = run(your_bytes, n, has, 4)
         require(
-            said == sent,
+            answer == sent,
             f"Compiled for {n} devices, with {has} numbers in float32 on each of them, a device"
-            f" sends {sent:,.0f} bytes, not {said}. Count keys and values, then their"
+            f" sends {sent:,.0f} bytes, not {answer}. Count keys and values, then their"
             " gradients.",
         )
     require(

@@ -1,4 +1,4 @@
-"""What the checks of Part II share: running a learner's function on simulated devices."""
+"""Helpers of Part II's checks: they run a learner's function on simulated devices."""
 
 from collections.abc import Callable
 from typing import Any

@@ -29,7 +29,7 @@ def streamed_bytes(adam, momentum):
         right = 2 * offload.bytes_each_way(optimizer, params) / 1000
         require(
             guess != right / 2,
-            f"{name}: {guess} counts one direction. What is fetched is changed and sent back.",
+            f"{name}: {guess} counts one direction. The moments also travel back.",
         )
         require(
             guess != right + 8,

@@ -63,8 +63,8 @@ def bubble_to_order(share, microbatches, split_microbatches):
 
 @exercise
 def one_f_one_b(your_order):
-    """Checks `your_order(device, S, M)`, what a device does in 1F1B, one after another: a list
-    like `["F0", "F1", "B0", "B1"]`.
+    """Checks `your_order(device, S, M)`, the ops of a device in 1F1B, in the order in which it
+    runs them: a list like `["F0", "F1", "B0", "B1"]`.
 
     The orders of all devices are put into one table, each op as early as its inputs allow, with
     one slot for a forward and two for a backward. Legality, live microbatches and slots are
@@ -158,8 +158,8 @@ def gpipe(your_loss):
 
     Four devices have one layer each: kernel is [1 8 8], and a layer maps h to
     `h + tanh(h @ kernel[0])`. x and y are [6 2 8] on all devices: six microbatches. The loss is
-    the sum of `(h - y) ** 2` after the last layer. Compared are loss, gradient and the bytes
-    passed on.
+    the sum of `(h - y) ** 2` after the last layer. The check
+    compares loss, gradient and the bytes passed on.
     """
     S, M = 4, 6
     mesh = row_of_devices("pipe", S)
@@ -263,7 +263,7 @@ def stash(gpipe, one_f_one_b):
     require(
         per_microbatch not in (1, 4),
         f"GPipe: this counts {per_microbatch:g} of the activations that each of the 32 live"
-        " microbatches keeps. What does the stash have of each layer, and what of the whole"
+        " microbatches keeps. What does the stash keep for each layer, and what once for the"
         " stage?",
     )
     require(
@@ -323,7 +323,7 @@ def shared_slots(wrong_of_4, wrong_of_8, enough):
     )
     require(
         enough <= 4 or _overwritten(8, int(enough)),
-        f"{enough} slots are right, but not the fewest. How many microbatches are live?",
+        f"{enough} slots are enough, but not the fewest. How many microbatches are live?",
     )
     require(
         enough >= 1 and _overwritten(8, int(enough)) == 0,
@@ -349,8 +349,8 @@ def fast_pipeline(schedule, microbatches, chunks):
     """Checks a choice of schedule, microbatches and chunks for 64 sequences on eight stages: a
     step of at most 240 ms, and at most 24 sequences' activations on a device.
 
-    An op of the whole stage takes 1 ms for each sequence of the microbatch, and 0.25 ms however
-    small it is. The time is `slots.lockstep`'s, in which neighbours wait for each other.
+    An op of a full stage takes 1 ms for each sequence of the microbatch. Every op takes 0.25 ms
+    more, however small it is. `slots.lockstep` gives the time: neighbours wait for each other.
     """
     predicted(microbatches, chunks, hint="Compute the time of 1F1B with 32 microbatches first.")
     require(

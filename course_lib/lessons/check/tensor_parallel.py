@@ -32,7 +32,7 @@ def gated_mlp(your_mlp):
     """Checks `your_mlp(x, gate, up, down)`, one device's share of a SwiGLU MLP.
 
     It runs on four devices along "tensor": x [6 8] is whole, gate and up [8 16] are cut by
-    columns, down [16 8] by rows. Compared are result, gradient and the bytes sent.
+    columns, down [16 8] by rows. The check compares result, gradient and the bytes sent.
     """
     mesh = row_of_devices("tensor")
     x, gate, up, down, weights = normal(1, (6, 8), (8, 16), (8, 16), (16, 8), (6, 8))
@@ -101,8 +101,8 @@ def gated_mlp(your_mlp):
 
 @exercise
 def padded_vocabulary(your_padded):
-    """Checks `your_padded(V, n, multiple)`, the least vocabulary of which each of n devices
-    gets a multiple of `multiple` entries.
+    """Checks `your_padded(V, n, multiple)`, the smallest vocabulary of at least V entries that
+    gives each of n devices a multiple of `multiple` entries.
     """
     hint = (
         "50,304 is the next multiple of 128. Compute first how many of these entries each of 8"
@@ -143,7 +143,7 @@ def divided_embedding(your_lookup):
     """Checks `your_lookup(table, tokens)`, the embedding from a table cut along the vocabulary.
 
     It runs on four devices along "tensor": each has 8 rows of the table [32 6], and all tokens
-    [2 5]. Compared are result, gradient and the bytes sent.
+    [2 5]. The check compares result, gradient and the bytes sent.
     """
     mesh, size = row_of_devices("tensor"), 8
     table, weights = normal(2, (32, 6), (2, 5, 6))

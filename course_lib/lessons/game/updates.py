@@ -182,7 +182,7 @@ def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays of an optimizer's state are equal to rounding. Counts and keys must be
-    equal. Of 8-bit codes, fewer than 5% may differ by more than one.
+    equal. Fewer than 5% of 8-bit codes may differ by more than one.
     """
     if a.dtype == np.uint8:
         return bool(np.mean(np.abs(a.astype(int) - b.astype(int)) > 1) < 0.05)

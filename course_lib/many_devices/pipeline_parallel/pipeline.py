@@ -5,15 +5,15 @@ devices.
 device runs one op, F, B or W (`stage`), then passes an activation to the next device on the
 ring and a gradient to the previous one. The table sets the order of the backward pass; JAX
 differentiates one layer at a time, and `split` cuts that into F, B and W, which compute nothing
-twice. From F to W a microbatch's activations wait, or the inputs of its layers where the model
-rematerializes them (Huang et al., 2018, https://arxiv.org/abs/1811.06965).
+twice. A microbatch's activations are stored from its F to its W. If the model rematerializes
+its layers, only their inputs are stored (Huang et al., 2018, https://arxiv.org/abs/1811.06965).
 
 One program runs on all devices, and that has a price. All devices have the parameters of
 embedding and head, though only the first and the last use them; their gradients are summed over
-"pipe" once per step. Every slot sends, even if there is nothing to send. Neighbours wait for
-each other, so a slot lasts as long as the longest op in it: if F, B and W last equally long, a
-step lasts as long as its table, and if B recomputes, longer (`slots.lockstep`). Parameters of
-layers never move.
+"pipe" once per step. Every slot sends both arrays, even if nobody needs them. Neighbours wait
+for each other, so a slot lasts as long as the longest op in it: if F, B and W last equally
+long, a step lasts as long as its table, and if B recomputes, longer (`slots.lockstep`).
+Parameters of layers never move.
 
     sent per step per device, along "pipe"    2 * slots * activation bytes of a microbatch, and
                                               2 (S-1)/S of the gradient bytes of embedding and
@@ -61,7 +61,7 @@ def parts(config: ConfigDict, stages: int, hooks: Hooks) -> ApplyPart:
 
     Args:
       config: the `model` part of a configuration.
-      stages: S v.
+      stages: S v, the stages of the model.
       hooks: those of tensor parallelism, or `Hooks()`.
     """
     frozen = FrozenConfigDict(config.to_dict())
@@ -309,7 +309,7 @@ def _sum(
 
 
 def to_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
-    """Orders the layers of parameters device by device, the v chunks of each device in order.
+    """Puts the layers into the order of the devices: first the v chunks of the first device.
     With one chunk per device the order stays.
 
     Args:
@@ -337,13 +337,13 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
 def check(
     model: ConfigDict, mesh: meshes.AnyMesh, chunks: int = 1, num_minibatches: int = 1
 ) -> None:
-    """Refuses a model whose layers cannot be cut into the stages of a pipeline, offloading, and
-    minibatches beside its microbatches.
+    """Refuses what a pipeline does not support: layers that do not divide into its stages,
+    layers that are not scanned, offloaded activations, and minibatches.
 
     Args:
       model: the `model` part of a configuration.
       mesh: with an axis "pipe".
-      chunks: v, a device.
+      chunks: v, chunks per device.
       num_minibatches: into how many the batch is cut.
 
     Raises:
@@ -363,8 +363,8 @@ def check(
         )
     if model.remat and model.remat_policy == "offload":
         raise ValueError(
-            "remat_policy='offload' must be another policy for a pipeline: it stores what a"
-            " backward reads in the device's memory; 'names' keeps the same values there"
+            "remat_policy='offload' must be another policy for a pipeline, which keeps what a"
+            " backward reads in the device's memory; 'names' keeps the same values"
         )
     if rest := layers % stages:
         below = layers - rest

@@ -10,7 +10,7 @@ order, as a table:
     F   forward
     B   backward, the gradient of the stage's input
     W   backward, the gradient of the stage's weights
-    BW  both in one go: two cells, "-" and then "BW", in which it takes effect
+    BW  B and W in one piece: two cells, "-" and then "BW"; both end with the second cell
 
 Each of F, B and W takes one slot, as Qi et al. count (2023, https://arxiv.org/abs/2401.10241),
 so that schedules are comparable. The result of a slot arrives at the next or previous stage in
@@ -25,8 +25,8 @@ c S + d of the model, so that activations run around the ring of devices v times
     zero_bubble     (S-1) / (3M+S-1)   min(S, M)                        Qi et al., 2023 (ZB-H1)
 
 The last three bubbles need M >= S microbatches; with fewer, `bubble` counts more. A microbatch
-is live in a chunk from its F to its W: what its backward reads is stored, for 1/v of the layers
-of a device without chunks. The table has the most that are live at once.
+is live in a chunk from its F to its W: the device stores what its backward reads in that chunk,
+which has 1/v of the device's layers. The table has the most that are live at once.
 
 Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503,
 https://arxiv.org/abs/2211.05953, https://arxiv.org/abs/2104.04473,
@@ -308,12 +308,12 @@ def check(schedule: Schedule) -> None:
         if op.kind == "-" and (
             time + 1 == len(row) or row[time + 1] != dataclasses.replace(op, kind="BW")
         ):
-            raise ValueError(f"{where} must be followed by its BW, the second slot of the same")
+            raise ValueError(f"{where} must be followed by its BW, the second slot of one op")
         if op.kind == "BW" and (
             time == 0 or row[time - 1] != dataclasses.replace(op, kind="-")
         ):
             raise ValueError(
-                f"{where} must follow its '-', the first slot of the same: BW takes two"
+                f"{where} must follow its '-', the first slot of one op: BW takes two slots"
             )
         for part in op.kind.strip("-"):
             key = part, op.microbatch, schedule.stage(device, op.chunk)

@@ -10,9 +10,9 @@ rematerializes does so in B: JAX's list then has the equations that compute its 
 again, and B runs them, also those that only W needs. Zero-bubble schedules rest on this cut
 (Qi et al., 2023, https://arxiv.org/abs/2401.10241).
 
-Three kinds of equations are repeated where a result is read, since saving it would cost more:
-those that depend on weights only (a cast, a mask), those that make random keys, and casts,
-copies and reshapes of a saved value.
+Each program computes three kinds of results for itself, since saving them would cost more:
+those that depend on weights only (such as a cast), random keys, and casts, copies and reshapes
+of a saved value.
 """
 
 import dataclasses
@@ -125,8 +125,8 @@ def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> S
 
 
 def _inline(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> Values:
-    """Evaluates a list of equations, and in place of calls the lists that they call: a call
-    that computes both gradients could not be cut.
+    """Evaluates a list of equations, and replaces each call by the equations that it calls. A
+    call that computes both gradients could not be cut.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
     _evaluate(jaxpr.eqns, values, inline=True)
@@ -209,7 +209,7 @@ def _depend(equations: Iterable[JaxprEqn], value: Var) -> set[Var]:
 def _recomputed(
     equations: Iterable[JaxprEqn], from_b: set[Var], late: set[Var]
 ) -> list[JaxprEqn]:
-    """Returns the equations of W that belong to B: they go on with what B recomputes, and do
+    """Returns the equations of W that belong to B: they continue from what B recomputes, and do
     not depend on dy. Attention's output is one. It is much smaller than the probabilities that
     it is computed from, so B passes on the output.
     """
@@ -247,5 +247,5 @@ def _bytes(v: Var) -> int:
 
 
 def _aval(v: Var) -> Any:
-    """Returns what has the shape and the dtype of a value."""
+    """Returns the abstract value of a variable: its shape and dtype."""
     return v.aval

@@ -56,7 +56,7 @@ KINDS = {
     "gradients": ("#E69F00", "\\\\\\"),
     "other activations, batch": ("#D9D9D9", ""),
 }
-"""What memory is for (`measure.tape`), in the order of a picture, with colours and hatches."""
+"""The kinds of memory (`measure.tape`), in the order of a picture, with colours and hatches."""
 IDLE = "bubble"
 """The name of a bar of waiting. It is white, as an empty cell of a schedule is."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
