@@ -39,15 +39,17 @@ PRODUCTS_SHARE = 0.76
 """Share of the peak rate that matrix products reach. The one constant that was fitted to
 published step times: see `lessons.backtest.fit`."""
 NVLINK_SHARE = 0.8
-"""Share of NVLink's rated bandwidth that NCCL reaches: 360 to 370 of 450 GB/s on an H100
+"""Share of NVLink's rated bandwidth that NCCL's rings reach: 360 to 370 of 450 GB/s on an H100
 (https://github.com/NVIDIA/nccl-tests/issues/212), 235 of 300 on an A100. Assumed for all GPUs,
-not fitted."""
+not fitted. On a host of eight H100s, NCCL's all-reduces let the switches add up (NVLS) by
+default; they then reach about 480 (`Cluster.adds_in_switch`)."""
 SWITCH_SPEEDUP = 1.3
 """How much faster an all-reduce is if switches add up (SHARP, NVLS). Without losses it would be
 2 (n-1)/n; about 1.3 is measured (https://jax-ml.github.io/scaling-book/gpus)."""
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
-"""Start-up seconds of a collective inside a host, and per doubling of hosts. A transfer to a
-neighbour takes half. Assumed, not fitted."""
+"""Start-up seconds of a collective inside a host, and per doubling of hosts, as in a tree. (A
+ring's grow with the number of hosts, so short messages on many hosts take longer than this.) A
+transfer to a neighbour takes half. Assumed, not fitted."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
 
@@ -57,7 +59,8 @@ def network_share(hosts: int) -> float:
 
     Fitted to all-reduces on H100 hosts with eight ports of 50 GB/s: a bus bandwidth of 360 GB/s
     on 4 hosts, 345, 320, 300, 280, and 260 on 128
-    (https://github.com/NVIDIA/nccl/issues/1229). Beyond 128 hosts it is extrapolated.
+    (https://github.com/NVIDIA/nccl/issues/1229). Assumed for other GPUs and ports, too. Beyond
+    128 hosts it is extrapolated.
 
     Raises:
       ValueError: if there is no host.
@@ -77,12 +80,12 @@ class Group:
       inside: bytes/s that a rank receives from the others behind its switch.
       outside: bytes/s that a rank receives over its port from other hosts. Not used if all
         ranks share a switch.
-      latency: seconds until the first byte of a collective has arrived.
       link, hop: bytes/s from one rank to the next, and seconds until the first byte has arrived
         there. They do not depend on how many ranks follow.
+      latency: seconds until the first byte of a collective has arrived.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: on a torus, the number of devices of a ring whose all-to-all takes as long as this
-        group's; 0 behind a switch.
+      ring: on a torus, the size of the one ring whose all-to-all would take as long; 0 behind a
+        switch.
       ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else
         each ring runs through all ranks.
     """
@@ -91,12 +94,19 @@ class Group:
     per_switch: int
     inside: float
     outside: float
+    link: float
     latency: float = 0.0
-    link: float = 0.0
     hop: float = 0.0
     adds_in_switch: bool = False
     ring: float = 0.0
     ideal: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_switch <= self.ranks:
+            raise ValueError(
+                f"per_switch={self.per_switch} must be at least 1, and at most"
+                f" ranks={self.ranks}"
+            )
 
 
 def _check_size(size: int | float) -> None:
@@ -228,8 +238,10 @@ class Cluster:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         port = self.port_bandwidth
-        if port is not None and not (isinstance(port, int | float) and 0 < port < math.inf):
-            raise ValueError(f"port_bandwidth={port!r} must be above 0 bytes/s")
+        if port is not None and not (type(port) in (int, float) and 1e6 <= port < math.inf):
+            raise ValueError(
+                f"port_bandwidth={port!r} must be in bytes/s, at least 1e6: 50 GB/s are 50e9"
+            )
         if not 0 < self.products_share <= 1:
             raise ValueError(
                 f"products_share={self.products_share} must be above 0 and at most 1, the peak"
@@ -330,8 +342,8 @@ class Cluster:
         The mesh's axes take the dimensions of the torus from inner to outer. An axis over two
         dimensions has two rings through each chip, which double its bandwidth. Data goes around
         a ring in both directions. A part of a dimension is a line, with half of a ring's
-        bandwidth. If two axes divide a dimension, several groups of the outer axis share its
-        links: one group for each device of the inner axis.
+        bandwidth. If an inner axis has k devices in a dimension, k groups of the outer axis
+        share each of its links.
         """
         sides = [int(side) for side in self._torus().split("x")]
         # Ends are linked along sides of 16 in 2D, and in 3D if all sides are multiples of 4.

@@ -10,9 +10,10 @@ No device is needed. The strategy's specs say which part of each array a device 
 computes bytes, and `step_model` seconds.
 
 `time` assumes that gradients and parameters are sent along "data" while layers compute, as
-PyTorch's FSDP and MaxText do; `unhidden` assumes that they are not. This course's own step lies
-between the two. Compiled without flags, it sends nothing of ZeRO stage 0 beside matmuls, and
-about a third of stage 3 (notebook 8 reads this from the program).
+PyTorch's FSDP and MaxText do; `unhidden` assumes that they are not. By these formulas this
+course's own step lies between the two: compiled without flags, it sends nothing of ZeRO stage 0
+beside matmuls, and about a third of stage 3 (notebook 8 reads this from the program). No step
+of this course was timed on a cluster.
 """
 
 import dataclasses

@@ -6,12 +6,14 @@ cluster. `step_model` adds them up to a step.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 
 from course_lib.many_devices.cluster_model import (
     Cluster,
+    Group,
     all_gather,
     all_reduce,
     all_to_all,
@@ -37,10 +39,10 @@ EIGHT_BIT_SPEEDUP = 1.92
 """How much faster a matmul is if its operands have eight bits instead of 16: measured on an
 H200, without casts (https://nvidia.github.io/TransformerEngine, "GEMM Speedups")."""
 EIGHT_BIT_OPERAND = 8 / 3
-"""Bytes that move per element of a matmul's input or result, in the forward pass and in each of
-the two matmuls of the backward pass. With 16-bit operands it is 2. With eight bits, 8 in all:
-a cast reads 2 and writes the element twice, as it is and transposed; two matmuls read it, 1
-each; one matmul writes it, or its gradient, in bfloat16
+"""Mean bytes that move per element of a matmul's input or result, in the forward pass and in
+each of the two matmuls of the backward pass. With 16-bit operands: 2. With eight bits the three
+move (2 + 1 + 1) + (1 + 1) + 2 = 8: a cast reads 2 and writes 1 twice, as it is and transposed;
+two matmuls read 1 each; one matmul writes 2, in bfloat16
 (https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py)."""
 
 BOTH_AGAIN = {"half": 0.5, "modules": 1, "block": 1, "full": 1}
@@ -104,6 +106,13 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
             layer_work(shape, plan), layer_traffic(shape, plan, cluster), strict=True
         )
     )
+    if plan.tensor_overlap:
+        # No more hides than computing lasts.
+        forward, backward = (
+            cost + Cost(exposed={"tensor": excess}, hidden={"tensor": -excess})
+            for cost in (forward, backward)
+            for excess in [max(0.0, _hiding(cost, plan) - computing(cost, plan, cluster))]
+        )
     if plan.size("fsdp") > 1:
         # Prefetch: the next layer's parameters are gathered while this one is computed.
         group, size = cluster.group(plan.axes, "fsdp"), _weights(shape, plan)
@@ -121,15 +130,15 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     """
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
-    D, L, k, m = shape.width, shape.seq_len, shape.slots, shape.matrices
+    D, k, m = shape.width, shape.slots, shape.matrices
     queries = shape.heads * shape.head_dim
     keys = (shape.kv_heads or shape.heads) * shape.head_dim
 
     # FLOPs: a matmul of T tokens with P parameters takes 2 T P.
-    scores = 4 * tokens * L * queries / t
+    scores = _core_flops(shape, plan)
     projections = 2 * tokens * shape.attention / t
     mlp = 2 * tokens * k * shape.expert / t
-    mlp += 4 * tokens * k * L * D if plan.dense_dispatch and shape.experts else 0
+    mlp += 4 * tokens * k * shape.seq_len * D if plan.dense_dispatch and shape.experts else 0
 
     # Bytes per token of attention and of the MLP. Operands and results of matmuls:
     width = EIGHT_BIT_OPERAND if plan.eight_bit else item
@@ -142,9 +151,6 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     norm = 11 * D / (t if plan.sequence_parallel else 1)
     activations = 12 * queries / t, (6 if m == 3 else 4) * k * shape.mlp / t
     elementwise = [tokens * unfused * (norm + each) for each in activations]
-    # On the chip, queries, keys, values and results move. In memory, a score moves 13 bytes:
-    # the score, its softmax and what dropout leaves of it are written and read, 2 each; a mask.
-    # (Without dropout, but with the score in float32, it would be 12.)
     core = _core_bytes(shape, plan)
     weights = shape.attention / t, _weights(shape, plan) - shape.attention / t
     attention, expert = (
@@ -183,17 +189,32 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
     return forward, forward * 2 + Cost(0, 8 * sum(weights)) + again
 
 
+def _core_flops(shape: Shape, plan: Plan) -> float:
+    """Returns the FLOPs of attention's core (scores and mean of values), forward."""
+    tokens = plan.microbatch * shape.seq_len / plan.size("context") / plan.size("tensor")
+    keys = shape.seq_len * _computed_scores(plan)
+    return 4 * tokens * keys * shape.heads * shape.head_dim
+
+
 def _core_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes that attention's core (scores, softmax, mean of values) moves forward.
-
-    A ring of n devices computes (2 n + 1) / 4 n of the scores: with the others, a token would
-    look ahead.
+    On the chip, queries, keys, values and results move. In memory, a score moves 13 bytes: the
+    score, its softmax and what dropout leaves of it are written and read, 2 each; a mask.
+    (Without dropout, but with the score in float32, it would be 12.)
     """
-    n = plan.size("context")
-    tokens = plan.microbatch * shape.seq_len / n / plan.size("tensor")
+    tokens = plan.microbatch * shape.seq_len / plan.size("context") / plan.size("tensor")
     if plan.fused_attention:
         return tokens * 8 * shape.heads * shape.head_dim
-    return tokens * 13 * shape.seq_len * shape.heads * ((2 * n + 1) / (4 * n) if n > 1 else 1)
+    return tokens * 13 * shape.seq_len * shape.heads * _computed_scores(plan)
+
+
+def _computed_scores(plan: Plan) -> float:
+    """Returns the share of a sequence's scores that the devices compute. A ring of n devices
+    leaves out parts in which each token would look ahead: (2 n + 1) / 4 n are left. A fused
+    kernel counts in full (`Shape.flops`).
+    """
+    n = plan.size("context")
+    return 1.0 if n == 1 or plan.fused_attention else (2 * n + 1) / (4 * n)
 
 
 def _work(plan: Plan, linear: float | int, scores: float | int, moved: float | int) -> Cost:
@@ -206,8 +227,9 @@ def _work(plan: Plan, linear: float | int, scores: float | int, moved: float | i
 
 
 def weight_gradient_work(shape: Shape, plan: Plan) -> Cost:
-    """Returns the part of a layer's backward pass that a pipeline computes in W: the gradients
-    of weights, with half of the traffic that does not come from recomputation.
+    """Returns what a pipeline computes in W: the matmuls of a layer's backward pass that give
+    the gradients of weights, their sums, and an assumed memory traffic, that of the forward
+    pass.
     """
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     products = 2 * tokens * (shape.attention + shape.slots * shape.expert) / plan.size("tensor")
@@ -229,7 +251,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     # and the next pair begins with an all-gather: the same bytes. (Megatron-LM gathers inputs
     # once more in the backward pass, beside other work: Korthikanti et al., 2022, 4.2.2.)
     pairs = 1 if shape.parallel else 2
-    one = all_reduce(group["tensor"], activation_bytes(shape, plan))
+    one = _sum(plan, group["tensor"], activation_bytes(shape, plan))
     hidden = TENSOR_OVERLAP if plan.tensor_overlap else 0.0
     tensor = Cost(exposed={"tensor": (1 - hidden) * one}, hidden={"tensor": hidden * one})
     # A recomputed part begins with its all-gather. It leaves out the sum at its end.
@@ -265,7 +287,6 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         numbers = 2 * tokens * (shape.kv_heads or shape.heads) * shape.head_dim / t
         step = shift(group["context"], item * numbers)
         home = shift(group["context"], plan.ring_gradient_bytes * numbers)
-        scores = 4 * tokens * shape.seq_len * shape.heads * shape.head_dim / t
         rate, memory = rates(plan, cluster)
         # Recomputation repeats the ring. The backward pass has the same first step, and a
         # compiler sends it once.
@@ -273,13 +294,22 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         steps = again * (c - 1 if plan.recompute in ("half", "full") else c - 2)
         # Each transfer runs beside a step's share of attention's core, but the last, which
         # brings gradients home: then nothing is left to compute.
-        products, moved = scores / rate, _core_bytes(shape, plan) / memory
+        products, moved = _core_flops(shape, plan) / rate, _core_bytes(shape, plan) / memory
         products, moved = (c - 1) / c * products, (c - 1) / c * moved
         forward += _beside_scores((c - 1) * step, products + moved)
         backward += _beside_scores((c - 1) * (step + home), 2.5 * products + 2 * moved)
         backward += _beside_scores(steps * step, again * (products + moved))
         backward += Cost(exposed={"context": home})
     return forward, backward
+
+
+def _sum(plan: Plan, group: Group, size: float) -> float:
+    """Returns the seconds of an all-reduce along "tensor". With sequence parallelism it is a
+    reduce-scatter and an all-gather: the same bytes, but switches do not add them up.
+    """
+    if plan.sequence_parallel:
+        return reduce_scatter(group, size) + all_gather(group, size)
+    return all_reduce(group, size)
 
 
 def _beside_scores(ring: float, room: float) -> Cost:
@@ -297,9 +327,9 @@ def _weights(shape: Shape, plan: Plan) -> float:
 
 def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
     """Adds traffic along "fsdp" to a cost. The cost's own computation may hide part of the
-    traffic.
+    traffic, as far as it hides nothing yet.
     """
-    exposed, hidden = overlap(traffic, computing(cost, plan, cluster) * plan.data_overlap)
+    exposed, hidden = overlap(traffic, unshared(cost, plan, cluster) * plan.data_overlap)
     return cost + Cost(exposed={"fsdp": exposed}, hidden={"fsdp": hidden})
 
 
@@ -319,7 +349,7 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     # Forward, an all-reduce of the embedding's output; backward, one of the gradient of the
     # output layer's input.
     group, size = cluster.group(plan.axes, "tensor"), tokens * shape.width
-    sent = all_reduce(group, plan.embedding_bytes * size) + all_reduce(group, item * size)
+    sent = _sum(plan, group, plan.embedding_bytes * size) + _sum(plan, group, item * size)
     # Memory moves the logits once in bfloat16 and five times in float32. In chunks, they are
     # written and read as often: twice written, but never kept.
     products = 4 if plan.chunked_loss else 3
@@ -365,6 +395,24 @@ def seconds_of_products(cost: Cost, plan: Plan, cluster: Cluster) -> float:
 def computing(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     """Returns the seconds of a cost's computation: matmuls, and traffic of device memory."""
     return seconds_of_products(cost, plan, cluster) + cost.bytes / rates(plan, cluster)[1]
+
+
+def _hiding(cost: Cost, plan: Plan) -> float:
+    """Returns the seconds of computation that hide a cost's communication. A transfer that pays
+    `OVERLAP_COST` needs more of them than it hides.
+    """
+    unpaid = ("context", "tensor") if plan.tensor_overlap else ("context",)
+    return math.fsum(
+        seconds / (1 if axis in unpaid else 1 - OVERLAP_COST)
+        for axis, seconds in cost.hidden.items()
+    )
+
+
+def unshared(cost: Cost, plan: Plan, cluster: Cluster) -> float:
+    """Returns the seconds of a cost's computation that hide nothing yet: each second hides one
+    transfer.
+    """
+    return max(0.0, computing(cost, plan, cluster) - _hiding(cost, plan))
 
 
 def busy(cost: Cost, plan: Plan, cluster: Cluster) -> float:

@@ -83,7 +83,7 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     Args:
       axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the
         innermost axis are neighbouring devices. They share a host if the
-        axis fits into one (`cluster_model.Cluster.group` has their links).
+        axis divides its devices (`cluster_model.Cluster.group` has their links).
       devices: real, simulated or virtual devices. None: those of `meshes.devices()`.
 
     Raises:

@@ -80,10 +80,12 @@ class Shape:
             raise ValueError(f"slots={self.slots} must be above 0, and finite")
         if not self.experts and self.slots != 1:
             raise ValueError(f"slots={self.slots} must be 1 without experts")
-        if not 0 <= self.experts_per_token <= self.slots:
+        if not 0 <= self.experts_per_token <= min(self.slots, self.experts):
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} must be 0 to slots={self.slots}"
+                f"experts_per_token={self.experts_per_token} must be 0 to slots={self.slots},"
+                f" and at most experts={self.experts}"
             )
+        _check_flags({name: getattr(self, name) for name in ("tied", "parallel")})
 
     @property
     def attention(self) -> int:
@@ -109,7 +111,8 @@ class Shape:
     def flops(self) -> float:
         """FLOPs per token, forward and backward, of the products that the model needs.
 
-        Attention counts in full. A causal kernel skips half of it, at about half the rate.
+        Attention counts in full. A causal kernel skips half of it; counting all assumes that it
+        runs at half the rate of other matmuls.
         """
         layer = 2 * (self.attention + (self.experts_per_token or self.slots) * self.expert)
         scores = 4 * self.seq_len * self.heads * self.head_dim
@@ -189,14 +192,20 @@ class Plan:
         counts = {name: getattr(self, name) for name in ("batch", "microbatch", "chunks")}
         _check_counts({**self.axes, **counts})
         if type(self.zero) is not int or self.zero not in (0, 1, 2):
-            raise ValueError(f"zero={self.zero} must be 0, 1 or 2: stage 3 is the axis 'fsdp'")
+            raise ValueError(
+                f"zero={self.zero!r} must be 0, 1 or 2: stage 3 is the axis 'fsdp'"
+            )
+        flags = (
+            field.name for field in dataclasses.fields(self) if field.type in (bool, "bool")
+        )
+        _check_flags({name: getattr(self, name) for name in flags})
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
         per_number = ("gradient_bytes", "parameter_bytes", "embedding_bytes")
         for name in (*per_number, "ring_gradient_bytes"):
-            if getattr(self, name) not in (1, 2, 4):
-                raise ValueError(f"{name}={getattr(self, name)} must be 1, 2 or 4")
-        if not isinstance(self.update_bytes, int | float) or not 0 <= self.update_bytes < 1e3:
+            if type(value := getattr(self, name)) is not int or value not in (1, 2, 4):
+                raise ValueError(f"{name}={value!r} must be 1, 2 or 4")
+        if type(self.update_bytes) not in (int, float) or not 0 <= self.update_bytes < 1e3:
             raise ValueError(f"update_bytes={self.update_bytes!r} must be 0 to 1000 bytes")
         try:
             jnp.dtype(self.dtype)
@@ -284,6 +293,12 @@ def check(shape: Shape, plan: Plan) -> None:
             f"batch={plan.batch} must give a multiple of {plan.size('pipe')} microbatches, the"
             f" stages, not {plan.microbatches}: Megatron-LM's interleaving has no other table"
         )
+
+
+def _check_flags(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if type(value) is not bool:
+            raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:

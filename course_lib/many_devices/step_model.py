@@ -11,11 +11,12 @@ A step is the sum of these parts (`Breakdown`):
                 bandwidth
     optimizer   the same for parameters, gradients and optimizer state
     tensor, context, expert, data, pipe
-                exposed communication along an axis: seconds by which it lengthens the step. The
-                device computes nothing meanwhile, or more slowly: a quarter of the traffic
-                beside computing counts (`layer_model.OVERLAP_COST`).
-    bubble      waiting for the first and last microbatch, and for the stage with the output
-                layer; stages have equally many layers
+                exposed communication along an axis: the seconds that it adds to the step. The
+                device computes nothing meanwhile, or more slowly: of the traffic beside
+                computing, a quarter counts (`layer_model.OVERLAP_COST`; none of a ring's along
+                "context", or of what `Plan.tensor_overlap` hides)
+    bubble      waiting while the pipeline fills and empties, and for the last stage, which also
+                has the output layer. Stages have equally many layers, whole or not
 
 The formulas are within 10% of the published time for 62% of 418 published steps. Software
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
@@ -38,15 +39,14 @@ from course_lib.many_devices.cluster_model import (
     shift,
 )
 from course_lib.many_devices.layer_model import (
-    OVERLAP_COST,
     activation_bytes,
     busy,
-    computing,
     head_cost,
     layer_costs,
     overlap,
     rates,
     seconds_of_products,
+    unshared,
     weight_gradient_work,
 )
 from course_lib.many_devices.pipeline_parallel import slots
@@ -119,14 +119,10 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         backward=busy(stage[1], plan, cluster),
         of_weights=busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster),
         head=busy(head, plan, cluster),
-        room=computing(microbatch, plan, cluster),
+        room=unshared(microbatch, plan, cluster),
         tables=_tables(shape, plan) / plan.size("tensor"),
     )
-    # Computing that hides parameters of layers hides nothing else.
-    free = (
-        computing(cost, plan, cluster) - cost.hidden.get("fsdp", 0.0) / (1 - OVERLAP_COST)
-        for cost in stage
-    )
+    free = [unshared(cost, plan, cluster) for cost in stage]
     data, hidden = along_data(shape, plan, cluster, *free)
     _, memory = rates(plan, cluster)
     work = microbatch * microbatches
@@ -171,7 +167,8 @@ def pipeline(
       backward: seconds of its backward pass.
       of_weights: seconds of the part of it that computes the gradients of weights, W.
       head: seconds of the output layer, which only the last stage computes.
-      room: seconds in which a stage computes one microbatch, forward and backward.
+      room: seconds of computing in one microbatch, forward and backward, that hide nothing
+        yet.
       tables: parameters of the embedding and the output layer on one device.
     """
     p, m, v, t = plan.size("pipe"), plan.microbatches, plan.chunks, plan.size("tensor")
@@ -189,7 +186,8 @@ def pipeline(
         # Megatron-LM's warm-up: 2 (p - 1 - stage) + (v - 1) p chunks forward, as many backward
         # when the pipeline empties. Only transfers between the two run beside other chunks.
         steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
-        exposed, hidden = overlap(steady * m * one, steady * m * room)
+        # The first forward pass and the last backward pass may hide traffic along "data".
+        exposed, hidden = overlap(steady * m * one, steady * (m - 1) * room)
         return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
     # All stages hold the embedding and the output layer, and sum their gradients.

@@ -261,8 +261,8 @@ def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_the_same_ar
         (dict(count=64), {"data": 8, "tensor": 4}, "must multiply to the 64 accelerators"),
         (dict(count=4, gpus_per_host=8), {}, "gpus_per_host=8 must be at most count=4"),
         (dict(count=0), {}, "count=0 must be a whole number of at least 1"),
-        (dict(count=8, port_bandwidth=-1.0), {}, "port_bandwidth=-1.0 must be above 0"),
-        (dict(count=8, port_bandwidth=math.inf), {}, "port_bandwidth=inf must be above 0"),
+        (dict(count=8, port_bandwidth=-1.0), {}, "port_bandwidth=-1.0 must be in bytes/s"),
+        (dict(count=8, port_bandwidth=math.inf), {}, "port_bandwidth=inf must be in bytes/s"),
         (
             dict(count=8, products_share=2.0),
             {},
@@ -323,7 +323,7 @@ def test_a_group_says_what_it_is():
         1,
         0.8 * NVLINK,
         cluster_model.network_share(8) * PORT,
-        cluster_model.NETWORK_LATENCY * math.log2(8),
         cluster_model.network_share(2) * PORT,
+        cluster_model.NETWORK_LATENCY * math.log2(8),
         cluster_model.NETWORK_LATENCY / 2,
     )

@@ -317,6 +317,7 @@ def test_a_plan_that_cannot_be_is_refused(plan, message):
         (dict(slots=math.inf), "slots=inf must be above 0, and finite"),
         (dict(slots=4.0), "slots=4.0 must be 1 without experts"),
         (dict(kv_heads=5), "kv_heads=5 must divide heads=32"),
+        (dict(experts=2, slots=4.0, experts_per_token=4), "must be 0 to .* at most experts=2"),
         (dict(experts_per_token=-1), "experts_per_token=-1 must be 0 to slots=1.0"),
         (dict(experts_per_token=4), "experts_per_token=4 must be 0 to slots=1.0"),
     ],
