@@ -39,6 +39,7 @@ def test_a_row_has_the_medians_and_says_whether_both_reach_the_goal(loss, second
     assert row["processor (s)"] == 100 and row["steps"] == 1000 and row["goal"] == goal
 
 
+@pytest.mark.slow
 def test_it_trains_by_the_program_and_stores_what_it_prints(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(minute, "CASES", {"tiny": TINY})
     monkeypatch.setattr("sys.argv", ["minute", "--repeats", "1", "--out", str(tmp_path)])

@@ -539,7 +539,7 @@ def large(**changes):
     [
         (dict(data=2, pipe=2, tensor=2), Strategy(zero=1, sequence=True, microbatches=4), {}),
         slow(dict(data=4), Strategy(zero=2), {"training.num_minibatches": 4}),
-        (dict(data=4), Strategy(zero=3, gather_again=False), {"model.remat": ()}),
+        slow(dict(data=4), Strategy(zero=3, gather_again=False), {"model.remat": ()}),
         slow(
             dict(data=2, context=4),
             Strategy(zero=1),

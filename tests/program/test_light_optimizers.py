@@ -50,7 +50,7 @@ def numbers(leaf):
 @pytest.mark.parametrize(
     "name",
     [
-        "8-bit Adam, bfloat16 parameters",  # codes, scales, and the key of the rounding
+        slow("8-bit Adam, bfloat16 parameters"),  # codes, scales, and the key of the rounding
         slow("bfloat16 moments"),
         slow("Muon"),
     ],
