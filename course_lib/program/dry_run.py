@@ -84,13 +84,13 @@ class DryRun:
         small = len(self.sent) - len(large)
         lines = [
             f"{count} x {self.target}: {mesh}",
-            f"memory of a device   {peak} of {capacity} ({parts}): "
+            f"memory per device    {peak} of {capacity} ({parts}): "
             + ("fits" if self.fits else "DOES NOT FIT"),
-            f"FLOPs of a step      {self.flops:.3g} on all devices",
-            f"sent by a device     {sum(self.sent.values()) / measure.MIB:,.1f} MiB",
+            f"FLOPs per step       {self.flops:.3g} on all devices",
+            f"sent per device      {sum(self.sent.values()) / measure.MIB:,.1f} MiB",
             *(f"{n / measure.MIB:21,.1f} MiB: {what}" for what, n in large.items()),
             *[f"{'':21}and {small} sums of a few numbers"] * bool(small),
-            f"time of a step       {_time(self.estimate)}",
+            f"time per step        {_time(self.estimate)}",
         ]
         lines += [f"note                 {self.note}"] * bool(self.note)
         if self.refused:

@@ -94,6 +94,12 @@ def test_the_examples_of_help_can_be_given(tmp_path):
         settings.check(asked(*given))
 
 
+def test_the_help_names_every_field_of_the_mesh_the_strategy_and_the_run():
+    for part, fields in settings.defaults().items():
+        for field in fields:
+            assert re.search(rf"\b{field}\b", command.EPILOG), f"{part}.{field}"
+
+
 def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
     whole = asked(
         "--preset",

@@ -49,7 +49,7 @@ def test_the_step_that_is_compiled_is_the_one_that_the_program_builds(monkeypatc
     assert found.flops == pytest.approx(8 * 32 * estimate.shape_of(whole).flops, rel=0.01)
     assert compiled[0].out_tree == lowered.out_tree and "skipped" in str(lowered.out_tree)
     assert (
-        found.fits and found.sent == {} and "sent by a device     0.0 MiB\ntime" in found.text()
+        found.fits and found.sent == {} and "sent per device      0.0 MiB\ntime" in found.text()
     )
     large = dataclasses.replace(found, memory=found.memory | {"peak": found.capacity + 1})
     assert not large.fits and "DOES NOT FIT" in large.text()
@@ -106,7 +106,7 @@ def test_a_mesh_that_is_given_is_compiled_as_it_is():
         tiny(**given | {"strategy.by": "compiler"}), Cluster(hardware.get("h100"), 4)
     )
     text = dataclasses.replace(found, estimate=by_compiler).text()
-    assert "time of a step       no estimate: by='compiler' must be 'hand'" in text
+    assert "time per step        no estimate: by='compiler' must be 'hand'" in text
 
 
 def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
