@@ -65,7 +65,7 @@ def network_share(hosts: int) -> float:
     Raises:
       ValueError: if there is no host.
     """
-    if hosts < 1:
+    if not hosts >= 1:
         raise ValueError(f"hosts={hosts} must be at least 1")
     return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
 
@@ -106,6 +106,10 @@ class Group:
             raise ValueError(
                 f"per_switch={self.per_switch} must be at least 1, and at most"
                 f" ranks={self.ranks}"
+            )
+        if not self.inside > 0 or (self.ranks > self.per_switch and not self.outside > 0):
+            raise ValueError(
+                f"inside={self.inside} and outside={self.outside} must be above 0 bytes/s"
             )
 
 
@@ -242,7 +246,10 @@ class Cluster:
             raise ValueError(
                 f"port_bandwidth={port!r} must be in bytes/s, at least 1e6: 50 GB/s are 50e9"
             )
-        if not 0 < self.products_share <= 1:
+        for name in ("adds_in_switch", "ideal"):
+            if type(value := getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={value!r} must be True or False")
+        if isinstance(self.products_share, bool) or not 0 < self.products_share <= 1:
             raise ValueError(
                 f"products_share={self.products_share} must be above 0 and at most 1, the peak"
             )

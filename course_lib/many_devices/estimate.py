@@ -292,7 +292,8 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
     1 and 3, and takes for each the number of minibatches that fits and is the fastest. With a
     pipeline it tries only 1F1B with ZeRO 1, one chunk per device, and as many microbatches as
     possible, at most eight per stage. Where "data" does not divide the model's width, only
-    ZeRO 0 is left. An axis "tensor" divides the sequence, too.
+    ZeRO 0 is left. An axis "tensor" divides the sequence, too. Axes "context" and "expert" are
+    not tried.
 
     Args:
       config: a configuration; its number of minibatches is ignored.

@@ -229,12 +229,12 @@ def _work(plan: Plan, linear: float | int, scores: float | int, moved: float | i
 def weight_gradient_work(shape: Shape, plan: Plan) -> Cost:
     """Returns what a pipeline computes in W: the matmuls of a layer's backward pass that give
     the gradients of weights, their sums, and an assumed memory traffic, that of the forward
-    pass.
+    pass without attention's core.
     """
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     products = 2 * tokens * (shape.attention + shape.slots * shape.expert) / plan.size("tensor")
     forward, _ = layer_work(shape, plan)
-    moved = forward.bytes + 8 * _weights(shape, plan)
+    moved = forward.bytes - _core_bytes(shape, plan) + 8 * _weights(shape, plan)
     return Cost(0, moved, narrow_flops=products) if plan.eight_bit else Cost(products, moved)
 
 

@@ -80,6 +80,8 @@ class Shape:
             raise ValueError(f"slots={self.slots} must be above 0, and finite")
         if not self.experts and self.slots != 1:
             raise ValueError(f"slots={self.slots} must be 1 without experts")
+        if self.experts and self.slots > self.experts:
+            raise ValueError(f"slots={self.slots} must be at most experts={self.experts}")
         if not 0 <= self.experts_per_token <= min(self.slots, self.experts):
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must be 0 to slots={self.slots},"
@@ -229,6 +231,11 @@ class Plan:
                 f"pipe_overlap=True must come with chunks of at least 2, not {self.chunks}, and"
                 " without a schedule of this course: one chunk has nothing else to compute"
             )
+        if self.pipe_overlap and self.sums_each_microbatch:
+            raise ValueError(
+                "pipe_overlap=True must come with sums_each_microbatch=False: both would hide"
+                " behind the same computing of each microbatch"
+            )
         if schedule := self.schedule:
             theirs = schedule.stages, schedule.microbatches, schedule.chunks
             ours = self.size("pipe"), self.microbatches, self.chunks
@@ -258,7 +265,8 @@ class Plan:
 
 
 def check(shape: Shape, plan: Plan) -> None:
-    """Refuses a plan whose devices cannot share the model.
+    """Refuses a plan whose devices cannot share the model. (A vocabulary or a sequence that
+    "tensor" does not divide is priced as if it were padded by less than one entry per device.)
 
     Raises:
       ValueError: naming what an axis does not divide.

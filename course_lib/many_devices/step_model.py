@@ -12,9 +12,9 @@ A step is the sum of these parts (`Breakdown`):
     optimizer   the same for parameters, gradients and optimizer state
     tensor, context, expert, data, pipe
                 exposed communication along an axis: the seconds that it adds to the step. The
-                device computes nothing meanwhile, or more slowly: of the traffic beside
-                computing, a quarter counts (`layer_model.OVERLAP_COST`; none of a ring's along
-                "context", or of what `Plan.tensor_overlap` hides)
+                device computes nothing meanwhile, or more slowly: a quarter of the traffic
+                beside computing counts as exposed (`layer_model.OVERLAP_COST`). Two kinds count
+                as hidden: a ring along "context", and what `Plan.tensor_overlap` hides
     bubble      waiting while the pipeline fills and empties, and for the last stage, which also
                 has the output layer. Stages have equally many layers, whole or not
 

@@ -164,7 +164,8 @@ def seconds(model, axes, zero, parts, fused=False):
         for sent, beside in both if zero else ((2 * once, beside_backward),):
             total += exposed(sent, min(beside, sent * 7 / 8))
     if p > 1:
-        gradients = (of_weights / MATMULS + (moved + 8 * weights) / MEMORY) * N / p
+        core = tokens / t * (8 * queries if fused else 13 * L * H)  # not in W
+        gradients = (of_weights / MATMULS + (moved - core + 8 * weights) / MEMORY) * N / p
         usual = {"F": stage_forward, "B": stage_backward - gradients, "W": gradients}
         rows = table_1f1b(p, parts)
         total += lockstep(rows, usual, usual | {"B": usual["B"] + busy(head)}) - parts * mean

@@ -281,6 +281,8 @@ def test_a_number_of_bytes_that_cannot_be_is_refused(size):
     for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
         with pytest.raises(ValueError, match=f"size={size} must be at least 0 bytes"):
             getattr(cluster_model, name)(group, size)
+    with pytest.raises(ValueError, match="inside=0.0 and outside=.* must be above 0 bytes/s"):
+        Group(8, 8, 0.0, 50e9, 50e9)
     with pytest.raises(ValueError, match="hosts=0 must be at least 1"):
         cluster_model.network_share(0)
 

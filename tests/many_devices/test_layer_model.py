@@ -385,6 +385,7 @@ def test_the_backward_pass_hides_its_sums_along_tensor_behind_gradients_of_weigh
     assert plain.parts["tensor"] - hiding.parts["tensor"] == pytest.approx(hidden)
 
 
+@pytest.mark.parametrize("port", [50e9, 5e9])
 @pytest.mark.parametrize("length", [256, 2048, 16_384])
 @pytest.mark.parametrize(
     ("axes", "plan"),
@@ -396,13 +397,19 @@ def test_the_backward_pass_hides_its_sums_along_tensor_behind_gradients_of_weigh
         ({"data": 16, "tensor": 4}, dict(wgrad_overlap=True)),
         ({"fsdp": 8, "tensor": 8}, dict(wgrad_overlap=True)),
         ({"fsdp": 8, "tensor": 8}, dict(tensor_overlap=True)),
+        (
+            {"tensor": 4, "context": 8, "fsdp": 8},
+            dict(wgrad_overlap=True, fused_attention=False),
+        ),
         ({"pipe": 4, "fsdp": 4, "context": 4}, dict(chunks=2, pipe_overlap=True)),
         ({"data": 16, "pipe": 4}, dict(chunks=2, pipe_overlap=True)),
     ],
 )
-def test_a_second_of_computing_hides_one_transfer(axes, plan, length):
+def test_a_second_of_computing_hides_one_transfer(axes, plan, length, port):
     shape = dataclasses.replace(MIXED, seq_len=length, slots=1.0, experts=0, kv_heads=8)
-    found = step(axes, shape, batch=64, zero=1, sequence_parallel=True, **plan)
+    cluster = Cluster(hardware.get("h100"), math.prod(axes.values()), port_bandwidth=port)
+    options = dict(zero=1, sequence_parallel=True) | plan
+    found = step_model.breakdown(shape, Plan(axes, 64, **options), cluster)
     free = {"context"} | ({"tensor"} if plan.get("tensor_overlap") else set())
     beside = sum(
         seconds / (1 if axis in free else 0.75) for axis, seconds in found.hidden.items()

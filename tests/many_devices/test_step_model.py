@@ -299,6 +299,16 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
             dict(axes={"pipe": 4}, batch=8, schedule=schedules.make("1f1b", 4, 4)),
             r"schedule must be for \(4, 8, 1\) stages, .* not \(4, 4, 1\)",
         ),
+        (
+            dict(
+                axes={"pipe": 4},
+                batch=8,
+                chunks=2,
+                pipe_overlap=True,
+                sums_each_microbatch=True,
+            ),
+            "pipe_overlap=True must come with sums_each_microbatch=False",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(plan, message):
@@ -317,7 +327,8 @@ def test_a_plan_that_cannot_be_is_refused(plan, message):
         (dict(slots=math.inf), "slots=inf must be above 0, and finite"),
         (dict(slots=4.0), "slots=4.0 must be 1 without experts"),
         (dict(kv_heads=5), "kv_heads=5 must divide heads=32"),
-        (dict(experts=2, slots=4.0, experts_per_token=4), "must be 0 to .* at most experts=2"),
+        (dict(experts=2, slots=2.0, experts_per_token=4), "must be 0 to .* at most experts=2"),
+        (dict(experts=8, slots=100.0), "slots=100.0 must be at most experts=8"),
         (dict(experts_per_token=-1), "experts_per_token=-1 must be 0 to slots=1.0"),
         (dict(experts_per_token=4), "experts_per_token=4 must be 0 to slots=1.0"),
     ],

@@ -90,10 +90,10 @@ def test_this_course_s_pipeline_of_two_stages_takes_the_time_of_the_formulas_by_
 ):
     m = 4
     layer, more, traffic, head = parts_by_hand(t, sequence_parallel)
-    scores = 4 * L * L * D / t / RATE
+    core = 4 * L * L * D / t / RATE + 8 * L * D / t / MEMORY  # attention's
     # W has the products with weights, and adds up their gradients; B all other work.
     F = N / 2 * (layer + traffic)
-    W = N / 2 * (layer - scores + 8 * 12 * D * D / t / MEMORY)
+    W = N / 2 * (layer - core + 8 * 12 * D * D / t / MEMORY)
     backward = N / 2 * (2 * layer + more + traffic)
     B, last = backward - W, backward - W + head  # the last stage's B has the output layer
     seconds = by_columns(schedules.make(name, 2, m), F, B, W, last)
