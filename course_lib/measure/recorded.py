@@ -140,6 +140,8 @@ def partly_live(
         rows = _as_json(name, list(pool.map(compute, cases if recording else live)))
     if recording:
         _write(name, accelerator, rows, sizes, time.monotonic() - start)
+    if live and cases and set(live) == set(cases):
+        return Table(rows, False, _computed_here(rows, accelerator))
     why = "only some are computed, to save time" if live else "no new row was requested"
     record = _read(name, accelerator, why, sizes)
     if not live:

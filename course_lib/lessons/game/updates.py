@@ -99,7 +99,7 @@ def one_step(
         "The new state should be built like the old one: the parameters, and the state of"
         " config.optimizer.",
     )
-    same_shapes(result[0], state, "the new state")
+    same_shapes(result[0], state, "The new state")
     if setup.moments == "host":
         _same_memories(memories(result[0]), places)
     return step, jax.tree.map(_numbers, result[0])

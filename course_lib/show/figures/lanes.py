@@ -246,7 +246,7 @@ def _draw_kept(
     axes: Axes, y: int, lane: Lane, most: Number, shown: Number, amount: str, end: Number
 ) -> None:
     """Draws an area below the blocks of a lane, and writes its largest amount at its right."""
-    points = {time: value for time, value in lane.kept if time <= shown}
+    points = {time: value for time, value in lane.kept if time < shown}
     if not points:
         return
     times, values = [*points, shown], list(points.values())

@@ -21,6 +21,7 @@ _PAGE = Template("""\
   const box = all.filter(each => !each.querySelector("input")).at(-1);
   const slider = Object.assign(document.createElement("input"),
     {type: "range", min: 0, max: frames.length - 1, value: $first, style: "width: 300px"});
+  slider.setAttribute("data-lm-suppress-shortcuts", "true");  // JupyterLab: arrow keys move it
   const label = Object.assign(document.createElement("label"), {style: "display: block"});
   const text = document.createElement("b");
   label.append("$name ", slider, " ", text);
