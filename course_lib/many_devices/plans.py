@@ -296,11 +296,6 @@ def check(shape: Shape, plan: Plan) -> None:
             f"seq_len={shape.seq_len} must be a multiple of {2 * size}: in the zigzag layout,"
             f" each of {size} devices along 'context' has two pieces of the sequence"
         )
-    if plan.schedule is None and plan.chunks > 1 and plan.microbatches % plan.size("pipe"):
-        raise ValueError(
-            f"batch={plan.batch} must give a multiple of {plan.size('pipe')} microbatches, the"
-            f" stages, not {plan.microbatches}: Megatron-LM's interleaving has no other table"
-        )
 
 
 def _check_flags(values: Mapping[str, Any]) -> None:

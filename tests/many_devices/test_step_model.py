@@ -372,21 +372,13 @@ def test_axes_that_do_not_divide_the_model_are_refused(axes, plan, message):
             dict(axes={"context": 4}, batch=1),
             "seq_len=4100 must be a multiple of 8: in the zigzag layout",
         ),
-        (
-            dict(),
-            dict(axes={"pipe": 4}, batch=6, chunks=2),
-            "must give a multiple of 4 microbatches, the stages, not 6",
-        ),
     ],
 )
 def test_shares_that_no_program_computes_are_refused(sizes, plan, message):
     with pytest.raises(ValueError, match=message):
         plans.check(dataclasses.replace(MIDDLE, **sizes), Plan(**plan))
     whole = dict(kv_heads=8, mlp=16_384, seq_len=4096)
-    if sizes:
-        plans.check(dataclasses.replace(MIDDLE, **whole), Plan(**plan))
-    else:
-        plans.check(MIDDLE, Plan(**plan | {"batch": 8}))
+    plans.check(dataclasses.replace(MIDDLE, **whole), Plan(**plan))
 
 
 def test_axes_that_do_not_fit_the_cluster_are_refused():
