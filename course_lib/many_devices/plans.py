@@ -197,9 +197,8 @@ class Plan:
             raise ValueError(
                 f"zero={self.zero!r} must be 0, 1 or 2: stage 3 is the axis 'fsdp'"
             )
-        flags = (
-            field.name for field in dataclasses.fields(self) if field.type in (bool, "bool")
-        )
+        fields = dataclasses.fields(self)
+        flags = [field.name for field in fields if isinstance(field.default, bool)]
         _check_flags({name: getattr(self, name) for name in flags})
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
@@ -265,8 +264,8 @@ class Plan:
 
 
 def check(shape: Shape, plan: Plan) -> None:
-    """Refuses a plan whose devices cannot share the model. (A vocabulary or a sequence that
-    "tensor" does not divide is priced as if it were padded by less than one entry per device.)
+    """Refuses a plan whose devices cannot share the model. A vocabulary or a sequence
+    that "tensor" does not divide is not refused: each device is charged for its exact fraction.
 
     Raises:
       ValueError: naming what an axis does not divide.
@@ -281,7 +280,6 @@ def check(shape: Shape, plan: Plan) -> None:
         ("tensor", "heads"),
         ("tensor", "kv_heads"),
         ("tensor", "mlp"),
-        ("context", "seq_len"),
         ("expert", "experts"),
     ):
         count, size = getattr(shape, name), plan.size(axis)

@@ -419,16 +419,6 @@ def test_a_second_of_computing_hides_one_transfer(axes, plan, length, port):
     assert "context" not in axes or found.hidden["context"] > 0
 
 
-def test_a_ring_and_parameters_share_the_computing_that_hides_them():
-    """Together they outlast a layer's computing; the ring alone or the gathers alone do not."""
-    shape = dataclasses.replace(MIXED, seq_len=4096, slots=1.0, experts=0)
-    found = step({"fsdp": 8, "context": 8}, shape, batch=8)
-    ring = step({"data": 8, "context": 8}, shape, batch=8)
-    assert found.hidden["context"] == pytest.approx(ring.hidden["context"]) != 0
-    alone = step({"fsdp": 64}, dataclasses.replace(shape, seq_len=512), batch=64)
-    assert found.hidden["data"] < alone.hidden["data"]
-
-
 @pytest.mark.parametrize("fused, factor", [(False, (2 * 8 + 1) / (4 * 8)), (True, 1)])
 def test_a_ring_computes_only_scores_that_it_needs(fused, factor):
     """Eight devices compute 17 of 32 parts; all else is an eighth."""

@@ -345,7 +345,7 @@ def test_a_shape_that_cannot_be_is_refused(sizes, message):
         ({"pipe": 4}, dict(chunks=16), "must have at most 34 stages"),
         ({"tensor": 64}, {}, "heads=32 must be a multiple of 64"),
         ({"tensor": 3}, dict(batch=66), "heads=32 must be a multiple of 3"),
-        ({"context": 8192}, {}, "seq_len=4096 must be a multiple of 8192"),
+        ({"context": 8192}, {}, "seq_len=4096 must be a multiple of 16384"),
         ({"expert": 2}, {}, "experts=0 must be a multiple of 2"),
     ],
 )

@@ -175,6 +175,14 @@ def test_where_no_row_is_asked_for_anew_the_note_does_not_say_that_one_was_compu
     )
 
 
+def test_a_table_whose_cases_are_all_computed_speaks_of_no_other_rows(table, here):
+    here(None)
+    cases = ["donated", "kept"]
+    read = recorded.partly_live("table", compute, live=cases, cases=cases, sizes={"B": 8})
+    assert read.rows == [compute(case) for case in cases] and not read.live
+    assert "computed here" in read.note and "other rows" not in read.note
+
+
 def test_recording_a_partly_live_table_computes_and_writes_all_of_its_rows(
     table, here, monkeypatch
 ):

@@ -600,7 +600,16 @@ def test_a_moving_picture_is_its_still_picture_without_a_script_and_holds_all_fr
         with PIL.Image.open(io.BytesIO(frame)) as image:
             assert image.size == (750, 350) and len(image.getcolors()) > 4
     assert '["1 layers", "2 layers", "4 layers"]' in page and "http" not in page
+    assert "data-lm-suppress-shortcuts" in page  # else JupyterLab takes the arrow keys
     assert "3 frames" in repr(moving) and len(page) < 100_000
+
+
+def test_a_lane_says_the_most_that_it_keeps_until_the_time_that_is_shown():
+    # Both keep 1 from the time 0 on. From the time 1 on, device 0 keeps 2 and device 1 keeps 4.
+    for until, most in ((0, set()), (1, {"1"}), (2, {"2", "4"}), (None, {"2", "4"})):
+        figure = figures.lanes({"ring": LANES["ring"]}, until=until)
+        written = {text.get_text().strip() for axes in figure.axes for text in axes.texts}
+        assert written & {"1", "2", "4"} == most, until
 
 
 def test_labels_of_a_moving_picture_cannot_end_its_script():
