@@ -388,6 +388,12 @@ def test_predictions_are_better_than_one_mfu_for_all_rows():
     assert backtest.summary(found["unseen"]).median_error < 0.7 * statistics.median(baseline)
 
 
+def test_the_readme_has_the_median_error_of_the_unseen_half():
+    error = backtest.summary(program.halves()["unseen"]).median_error
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"median error is {error:.0%} on published steps that it was not fitted to" in text
+
+
 def test_of_layouts_on_as_many_gpus_three_quarters_are_in_the_right_order():
     """Two thirds of BLOOM's are right, and none of Narayanan's, whose pairs compare ZeRO-3.
     Without these two nearly all are right.
