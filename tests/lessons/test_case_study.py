@@ -157,10 +157,15 @@ TINY = {
 }
 
 
-def test_a_step_that_is_run_here_has_its_time_and_its_peak_beside_the_compiled_one(monkeypatch):
+def test_a_step_that_is_run_here_is_compiled_once_and_has_its_time_and_its_peak(monkeypatch):
     """Without a device that counts: a pretended one, whose process runs here, counts a megabyte
     more than planned.
     """
+    timed, step_time = [], measure.step_time
+
+    def noted(step, *args, **options):
+        timed.append(step)
+        return step_time(step, *args, **options)
 
     def run_here(target, **arguments):
         assert target == "course_lib.lessons.case_study:run_steps"
@@ -172,9 +177,11 @@ def test_a_step_that_is_run_here_has_its_time_and_its_peak_beside_the_compiled_o
         )
 
     monkeypatch.setattr(measure, "peak_in_own_process", run_here)
+    monkeypatch.setattr(measure, "step_time", noted)
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
         row = case_study.measure_here("cpu", TINY, steps=2)
     assert row["not_run"] is None
+    assert isinstance(timed[0], jax.stages.Compiled)
     assert row["measured_peak_bytes"] == row["compiled_peak_bytes"] + 2**20
     assert 0 < row["step_seconds"]["low"] <= row["step_seconds"]["median"]
     assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["step_seconds"]["median"])
@@ -190,19 +197,6 @@ def test_a_step_that_fails_in_its_process_is_a_row_with_the_reason(monkeypatch):
     assert case_study.measure_here("cpu", {}) == {
         "not_run": "RESOURCE_EXHAUSTED: Out of memory"
     }
-
-
-def test_a_step_that_is_run_here_is_compiled_once(monkeypatch, tmp_path):
-    timed = []
-
-    def step_time(step, *args, **options):
-        timed.append(step)
-        return mock.Mock(median=1.0, low=1.0, high=1.0)
-
-    monkeypatch.setattr(measure, "step_time", step_time)
-    with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
-        case_study.run_steps("cpu", TINY, 1, str(tmp_path / "row.json"))
-    assert isinstance(timed[0], jax.stages.Compiled)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 import smallest_answers
 import tensor_answers
 import vocabulary_answers
+from slow_cases import slow
 
 from course_lib.lessons import check, three_axes
 from course_lib.lessons.check import answers, profiling, rematerialization
@@ -815,10 +816,12 @@ WRONG = [
     (check.summed_once, (sums(bias=lambda g: jax.lax.pmean(g, "data")),), "a mean"),
 ]
 
+SLOW = "Rematerialize", "With four stages"  # three axes, compiled twice
+
 
 @pytest.mark.parametrize(
     ("the_check", "wrong", "explanation"),
-    WRONG,
+    [slow(*case) if case[2] in SLOW else case for case in WRONG],
     ids=[f"{name(the_check)}-{word}" for the_check, _, word in WRONG],
 )
 def test_a_wrong_answer_is_told_what_is_wrong(the_check, wrong, explanation, capsys):

@@ -1,6 +1,7 @@
 """The layout game."""
 
 import pytest
+from slow_cases import slow
 
 from course_lib.lessons import layouts
 from course_lib.many_devices.strategies import Strategy
@@ -21,7 +22,9 @@ def answer(capsys, *args, **kwargs):
     return capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("level", layouts.levels())
+@pytest.mark.parametrize(
+    "level", [slow(each) if each % 2 == 0 else each for each in layouts.levels()]
+)
 def test_the_planners_best_wins_and_is_not_beaten_by_a_submission_that_does_not_fit(
     level, capsys
 ):

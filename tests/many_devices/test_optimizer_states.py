@@ -90,7 +90,10 @@ def divided(config):
 
 @pytest.mark.parametrize(
     "name",
-    [slow(each) if each in ("adamw", "lion") else each for each in (*EXACT, *ROUNDED)],
+    [
+        slow(each) if each in ("adamw", "adamw_bf16", "lion") else each
+        for each in (*EXACT, *ROUNDED)
+    ],
 )
 def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name):
     config = config_of(name)
@@ -133,7 +136,7 @@ def test_a_block_that_would_straddle_devices_is_refused_with_a_size_that_works()
     strategies.layout(config, mesh(), Strategy(zero=0))  # nothing is divided
 
 
-@pytest.mark.parametrize(("name", "zero"), [("adamw_8bit", 2), ("adafactor", 3)])
+@pytest.mark.parametrize(("name", "zero"), [("adamw_8bit", 2), slow("adafactor", 3)])
 def test_a_step_by_hand_trains_bfloat16_parameters_with_a_light_state(name, zero):
     config = config_of(name, param_dtype="bfloat16")
     run = strategies.build(config, mesh(), Strategy(zero=zero))

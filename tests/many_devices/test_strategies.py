@@ -50,11 +50,15 @@ def cases():
 
 
 def slow_or_not(case):
-    """Of the compiler's strategies, whose collectives XLA chooses, those along one axis run in
-    `make test-all` only.
+    """Of the strategies by the compiler, whose collectives XLA chooses, and of eight devices
+    along a second axis, all run in `make test-all` only.
     """
     axes, chosen, _ = case
-    return slow(*case) if chosen.by == "compiler" and len(axes) < 3 else case
+    return (
+        slow(*case)
+        if chosen.by == "compiler" or axes.get("data") == 1 and 8 in axes.values()
+        else case
+    )
 
 
 EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
@@ -66,11 +70,13 @@ def cases_with_experts():
     """
     for by in options.BY:
         for n in (2, 8) if by == "hand" else (2,):
-            yield dict(data=1, expert=n), Strategy(by=by), 1
-        yield dict(data=2, expert=2), Strategy(by=by, zero=3), 2 if by == "hand" else 1
+            case = dict(data=1, expert=n), Strategy(by=by), 1
+            yield slow(*case) if n == 8 else case
+    yield dict(data=2, expert=2), Strategy(zero=3), 2
+    yield slow(dict(data=2, expert=2), Strategy(by="compiler", zero=3), 1)
     yield slow(dict(data=4), Strategy(), 1)
     yield slow(dict(data=2, expert=4), Strategy(zero=1), 1)
-    yield dict(data=2, expert=2), Strategy(zero=2), 2
+    yield slow(dict(data=2, expert=2), Strategy(zero=2), 2)
 
 
 def name(value):
@@ -130,14 +136,14 @@ def test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries
     ("axes", "chosen", "num_minibatches", "changes"),
     [
         (dict(data=4), Strategy(zero=3), 1, {"model.remat": ("Block",)}),
-        (
+        slow(
             dict(data=2),
             Strategy(zero=3, gather_again=False),
             2,
             {"model.remat": ("MLP", "Attn")},
         ),
         (dict(data=2, tensor=2), Strategy(zero=3, gather_again=False, sequence=True), 1, {}),
-        (dict(data=2), Strategy(zero=1), 2, {"training.accumulation": "loop"}),
+        slow(dict(data=2), Strategy(zero=1), 2, {"training.accumulation": "loop"}),
         (
             dict(data=2),
             Strategy(zero=3),
@@ -160,15 +166,17 @@ LOSS = {"vocabulary": 4, "tokens": 2}
 @pytest.mark.parametrize(
     ("axes", "chosen", "num_minibatches", "along"),
     [
-        (dict(data=1), Strategy(), 2, "vocabulary"),
+        slow(dict(data=1), Strategy(), 2, "vocabulary"),
         slow(dict(data=1), Strategy(), 1, "tokens"),
         slow(dict(data=4), Strategy(), 2, "tokens"),
-        (dict(data=4), Strategy(zero=2), 2, "vocabulary"),
+        slow(dict(data=4), Strategy(zero=2), 2, "vocabulary"),
         (dict(data=4), Strategy(zero=3), 2, "tokens"),
         slow(dict(data=4), Strategy(by="compiler", zero=3), 1, "vocabulary"),
         (dict(data=2, tensor=2), Strategy(by="compiler", sequence=True), 1, "tokens"),
         slow(dict(data=2, tensor=4), Strategy(zero=1, sequence=True), 2, "vocabulary"),
-        (dict(data=1, tensor=4), Strategy(sequence=True, overlap="one-way"), 1, "vocabulary"),
+        slow(
+            dict(data=1, tensor=4), Strategy(sequence=True, overlap="one-way"), 1, "vocabulary"
+        ),
         (dict(data=2, context=2, tensor=2), Strategy(zero=3), 1, "tokens"),
         (dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), 1, "vocabulary"),
         slow(dict(data=1, pipe=2), Strategy(microbatches=2), 1, "tokens"),
@@ -184,6 +192,7 @@ def test_a_loss_in_chunks_gives_the_gradient_of_all_logits(
     same_as(reference, whole, axes, chosen, num_minibatches)
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_gives_the_gradient_of_all_logits_with_experts_and_remat():
     changes = EXPERTS | {"model.remat": ("Block",), "model.use_bias": False}
     whole = one_device.small(**changes)
@@ -253,7 +262,7 @@ def clipped_on_one_device(frozen):
 
 # By the compiler a minibatch is a call of the gradient, in the train step's own loop; by hand
 # the loop is the gradient's, which the cases above compare.
-@pytest.mark.parametrize(("by", "num_minibatches"), [("hand", 1), ("compiler", 2)])
+@pytest.mark.parametrize(("by", "num_minibatches"), [("hand", 1), slow("compiler", 2)])
 def test_a_step_updates_parameters_as_one_device_does_also_where_the_gradient_is_clipped(
     by, num_minibatches
 ):

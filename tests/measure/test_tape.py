@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from course_lib import measure
 from course_lib.measure import hlo, memory, tape, virtual
@@ -90,7 +91,7 @@ def total(found):
     return sum(np.array(level) for level in found.bytes.values())
 
 
-CASES = [{}, {"remat": True}, {"scan": True}, {"minibatches": 4}]
+CASES = [{}, slow({"remat": True}), {"scan": True}, slow({"minibatches": 4})]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)

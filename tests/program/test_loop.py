@@ -24,6 +24,7 @@ import numpy as np
 import optax
 import pytest
 import small_run
+from slow_cases import slow
 from small_run import configuration, corpus
 
 from course_lib import configs, files, training
@@ -225,7 +226,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on_from_there_for_more_ste
 
 
 # before and in the middle of validation
-@pytest.mark.parametrize(("number", "asked"), [(20, 1), (40, 1), (20, 2), (40, 3)])
+@pytest.mark.parametrize(("number", "asked"), [(20, 1), slow(40, 1), slow(20, 2), (40, 3)])
 def test_at_a_notice_only_the_checkpoint_is_written_and_what_else_was_due_is_done_later(
     text, unbroken, tmp_path, monkeypatch, number, asked
 ):

@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-SLOW = ("one minibatch", "dropout", "parallel blocks")
+SLOW = ("one minibatch", "a loop", "dropout", "parallel blocks")
 
 
 @pytest.mark.parametrize("name", [slow(each) if each in SLOW else each for each in CASES])

@@ -37,6 +37,8 @@ CASES = (
     ("zero_bubble", 4, 8, 1, 1),
     ("depth_first", 4, 8, 2, 1),
 )
+SLOW = CASES[0], CASES[5], CASES[8]
+CASES = tuple(slow(case) if case in SLOW else case for case in CASES)
 ODD = (("zero_bubble", 3, 4, 1, 1), ("1f1b", 5, 3, 1, 1), ("gpipe", 6, 2, 1, 1))
 
 
@@ -116,7 +118,7 @@ def test_an_odd_number_of_stages_gives_the_gradient_of_one_device(case):
     assert not one_device.different_leaves(found.grads, expected)
 
 
-@pytest.mark.parametrize("remat", [("Block",), ("MLP", "Attn")], ids="-".join)
+@pytest.mark.parametrize("remat", [("Block",), slow(("MLP", "Attn"))], ids="-".join)
 def test_a_rematerialized_model_gives_the_same_gradient_and_stashes_less(remat):
     whole, grid = small(**{"model.remat": remat}), one_device.grid(data=1, pipe=2)
     params, expected, _ = reference(small())
@@ -207,9 +209,10 @@ def test_a_device_sends_two_activations_a_slot_and_the_gradients_of_embedding_an
 
 
 def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently():
-    whole = small(**{"model.dropout_rate": 0.5})
+    whole = small(**{"model.dropout_rate": 0.5, "model.num_layers": 4})
     stages, microbatches, n = 2, 2, 2
-    params, grid = reference(small())[0], one_device.grid(data=n, pipe=stages)
+    params, _, _ = reference(small(**{"model.num_layers": 4}))
+    grid = one_device.grid(data=n, pipe=stages)
     apply_part = pipeline.parts(whole.model, stages, Hooks())
     loss_fn, held = (
         pipeline.loss_of_head(apply_part),
@@ -233,9 +236,9 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
                 jax.random.fold_in(KEY, index // microbatches), index % microbatches
             )
             x = apply_part("embed", params, part.inputs, None, None)
-            for number in range(8):
+            for number in range(4):
                 block = jax.tree.map(lambda leaf, number=number: leaf[number], params["block"])
-                stage, layer = divmod(number, 4)
+                stage, layer = divmod(number, 2)
                 x = apply_part(
                     "layer", {"block": block}, x, layer, jax.random.fold_in(rng, stage)
                 )
@@ -273,7 +276,7 @@ def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
         )
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", [slow("1f1b"), "zero_bubble"])
 def test_data_pipeline_and_tensor_give_the_gradient_of_one_device(name):
     whole = small()
     grad_fn = strategies.gradient(
