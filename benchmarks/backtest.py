@@ -142,7 +142,7 @@ def goals() -> str:
 def summary() -> str:
     """Returns the agreement on the seen half, the unseen half, and all dense rows."""
     seen = [each.row for each in halves()["seen"]]
-    lines = []
+    lines, compared = [], []
     for half, predictions in halves().items():
         same = backtest.same_mfu([each.row for each in predictions], seen)
         result = backtest.summary(predictions)
@@ -163,12 +163,15 @@ def summary() -> str:
                     backtest.errors_after_one_step(predictions)
                 ),
                 "pairs in the right order": _in_order(pairs),
-                "of layouts on as many GPUs": _in_order(backtest.of_layouts(pairs)),
-                f"median error of MFU {same[0].mfu:.3f} for all": _percent(baseline),
-                "within 10%, relative, of one MFU": _within_tenth(
-                    backtest.relative_errors(same)
-                ),
-                "within 10%, after one step, of one MFU": _within_tenth(
+                "pairs that differ only in layout": _in_order(backtest.of_layouts(pairs)),
+            }
+        )
+        compared.append(
+            {
+                f"half, with one MFU of {same[0].mfu:.3f}": half,
+                "median error": _percent(baseline),
+                "within 10%, relative": _within_tenth(backtest.relative_errors(same)),
+                "within 10%, after one step": _within_tenth(
                     backtest.errors_after_one_step(same)
                 ),
             }
@@ -183,7 +186,11 @@ def summary() -> str:
         f" each publication, the median error is {_percent(level)} (unseen half:"
         f" {_percent(of_unseen)})."
     )
-    return f"{text}\n\n{_table(tuple(lines[0]), [tuple(line.values()) for line in lines])}"
+    tables = (
+        _table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+        for rows in (lines, compared)
+    )
+    return "\n\n".join((text, *tables))
 
 
 def layouts() -> str:

@@ -15,11 +15,12 @@ from unittest import mock
 from course_lib.program import command, journal
 
 
-def main(words: list[str]) -> int:
-    """Runs the program, and sends its own process a signal once its metrics tell of a step.
+def main(argv: list[str]) -> int:
+    """Runs the program, and sends the signal when the program writes the metrics of the step. A
+    step without metrics sends none.
 
     Args:
-      words: the step, the name of the signal, then the words of the program's command line.
+      argv: the step, the name of the signal, then the program's command line.
 
     Returns:
       The exit code of the program, if the signal lets it return.
@@ -27,13 +28,13 @@ def main(words: list[str]) -> int:
     Raises:
       KeyError: if there is no signal of this name.
     """
-    last, called, *program = words
-    number = signal.Signals[called]
+    chosen, name_of_signal, *program = argv
+    number = signal.Signals[name_of_signal]
 
     class Journal(journal.Journal):
         def write(self, step: int, name: str = "metrics", **values: Any) -> None:
             super().write(step, name, **values)
-            if name == "metrics" and step == int(last):
+            if name == "metrics" and step == int(chosen):
                 os.kill(os.getpid(), number)
 
     with mock.patch.object(journal, "Journal", Journal):

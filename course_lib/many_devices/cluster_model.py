@@ -47,11 +47,21 @@ SWITCH_SPEEDUP = 1.3
 """How much faster an all-reduce is if switches add up (SHARP, NVLS). Without losses it would be
 2 (n-1)/n; about 1.3 is measured (https://jax-ml.github.io/scaling-book/gpus)."""
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
-"""Start-up seconds of a collective inside a host, and per doubling of hosts, as in a tree. (A
-ring's grow with the number of hosts, so short messages on many hosts take longer than this.) A
-transfer to a neighbour takes half. Assumed, not fitted."""
+"""Start-up seconds of a collective: inside a host, and for each doubling of the number of
+hosts, as in a tree. (A ring's grow with the number of hosts, so short messages on many hosts
+take longer than this.) A transfer to a neighbour takes half. Assumed, not fitted."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], how: str) -> None:
+    """Refuses an argument of a wrong type, often one that was passed in another's place.
+
+    Raises:
+      TypeError: naming the argument, its value and how to make a right one.
+    """
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {how}")
 
 
 def network_share(hosts: int) -> float:
@@ -65,6 +75,7 @@ def network_share(hosts: int) -> float:
     Raises:
       ValueError: if there is no host.
     """
+    check_type("hosts", hosts, (int, np.integer), "a whole number of hosts")
     if not hosts >= 1:
         raise ValueError(f"hosts={hosts} must be at least 1")
     return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
@@ -80,8 +91,9 @@ class Group:
       inside: bytes/s that a rank receives from the others behind its switch.
       outside: bytes/s that a rank receives over its port from other hosts. Not used if all
         ranks share a switch.
-      link, hop: bytes/s from one rank to the next, and seconds until the first byte has arrived
-        there. They do not depend on how many ranks follow.
+      link, hop: bytes/s from one rank to the next, where the ranks of a ring send at once, and
+        seconds until the first byte has arrived. Groups that leave the same host share its
+        ports.
       latency: seconds until the first byte of a collective has arrived.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
       ring: on a torus, the size of the one ring whose all-to-all would take as long; 0 behind a
@@ -111,9 +123,17 @@ class Group:
             raise ValueError(
                 f"inside={self.inside} and outside={self.outside} must be above 0 bytes/s"
             )
+        if self.ranks > 1 and not self.link > 0:
+            raise ValueError(f"link={self.link} must be above 0 bytes/s")
+        if not (self.latency >= 0 and self.hop >= 0):
+            raise ValueError(
+                f"latency={self.latency} and hop={self.hop} must be at least 0 seconds"
+            )
 
 
-def _check_size(size: int | float) -> None:
+def _check(group: Group, size: int | float) -> None:
+    check_type("group", group, Group, "a Group, as Cluster.group returns it")
+    check_type("size", size, (int, float, np.number), "a number of bytes")
     if not 0 <= size < math.inf:
         raise ValueError(f"size={size} must be at least 0 bytes, and finite")
 
@@ -126,9 +146,10 @@ def all_gather(group: Group, size: int | float) -> float:
       size: bytes of the gathered array. Each rank starts with 1/n of it.
 
     Raises:
-      ValueError: if the size is negative or infinite. All functions of sizes here do so.
+      TypeError: if the group is no `Group`, or the size no number.
+      ValueError: if the size is negative or infinite. All functions of sizes here raise these.
     """
-    _check_size(size)
+    _check(group, size)
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
@@ -161,7 +182,7 @@ def all_to_all(group: Group, size: int | float) -> float:
       group: the devices.
       size: bytes of one rank's array. It sends 1/n of them to each rank.
     """
-    _check_size(size)
+    _check(group, size)
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
@@ -178,7 +199,7 @@ def shift(group: Group, size: int | float) -> float:
       group: the devices, in the order of the ring.
       size: bytes of the array.
     """
-    _check_size(size)
+    _check(group, size)
     return size / group.link + group.hop if group.ranks > 1 else 0.0
 
 
@@ -249,7 +270,8 @@ class Cluster:
         for name in ("adds_in_switch", "ideal"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={value!r} must be True or False")
-        if isinstance(self.products_share, bool) or not 0 < self.products_share <= 1:
+        check_type("products_share", self.products_share, (int, float, np.number), "a number")
+        if not 0 < self.products_share <= 1:
             raise ValueError(
                 f"products_share={self.products_share} must be above 0 and at most 1, the peak"
             )
@@ -285,9 +307,13 @@ class Cluster:
         """Bytes/s from one GPU to other hosts while all GPUs of its host send. None: no figure
         in the table.
         """
-        port = self.port_bandwidth or self.accelerator.network_bandwidth
         ports = self.ports_per_host or self.per_host
-        return None if port is None else port * ports / self.per_host
+        return None if self._port is None else self._port * ports / self.per_host
+
+    @property
+    def _port(self) -> float | None:
+        """Bytes/s of one port, if there is a figure."""
+        return self.port_bandwidth or self.accelerator.network_bandwidth
 
     def group(self, axes: Mapping[str, int], over: str | Sequence[str]) -> Group:
         """Returns the devices that communicate along one mesh axis, or along several axes
@@ -302,6 +328,7 @@ class Cluster:
           ValueError: if the axes do not multiply to `count`, or the group crosses a network for
             which there is no figure.
         """
+        check_type("axes", axes, Mapping, 'a mapping of sizes by name: {"data": 64}')
         if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
             raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
         if math.prod(axes.values()) != self.count:
@@ -309,6 +336,7 @@ class Cluster:
                 f"axes={dict(axes)} must multiply to the {self.count} accelerators of the"
                 f" cluster, not to {math.prod(axes.values())}"
             )
+        check_type("over", over, Sequence, 'an axis or several: "data" or ("data", "expert")')
         over = (over,) if isinstance(over, str) else tuple(over)
         if unknown := set(over) - set(AXES) - set(axes):
             raise ValueError(f"over={over} must name axes of {AXES}, not {sorted(unknown)}")
@@ -321,15 +349,18 @@ class Cluster:
         crosses = ranks > behind_switch
         if crosses and outside is None:
             raise ValueError(
-                f"accelerator={self.accelerator.name!r} must have a figure for its network:"
-                f" axis {'+'.join(over)!r} crosses it; give Cluster a port_bandwidth"
+                f"accelerator={self.accelerator.name!r} must have a figure for its network,"
+                f" which {ranks} devices on {hosts} hosts need; give Cluster a port_bandwidth"
             )
         latency = NVLINK_LATENCY * (behind_switch > 1)
         if crosses:
             latency += NETWORK_LATENCY * math.ceil(math.log2(hosts))
         port, hop = outside or 0.0, (NETWORK_LATENCY if crosses else NVLINK_LATENCY) / 2
+        # From host to host, a ring sends through one port. Other groups may share the ports.
+        leaving = max(1, self.per_host // behind_switch)
+        link = min(self.per_host / leaving * port, self._port or port)
         if self.ideal:
-            group = Group(ranks, behind_switch, inside, port, link=port if crosses else inside)
+            group = Group(ranks, behind_switch, inside, port, link=link if crosses else inside)
         else:
             inside *= NVLINK_SHARE
             group = Group(
@@ -338,7 +369,7 @@ class Cluster:
                 inside,
                 network_share(hosts) * port,
                 latency=latency,
-                link=network_share(2) * port if crosses else inside,
+                link=network_share(2) * link if crosses else inside,
                 hop=hop,
             )
         return dataclasses.replace(group, adds_in_switch=self.adds_in_switch, ideal=self.ideal)

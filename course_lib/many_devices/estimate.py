@@ -30,7 +30,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import configs, training
 from course_lib.many_devices import costs, meshes, step_model, strategies
-from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.cluster_model import Cluster, check_type
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
@@ -172,6 +172,7 @@ def estimate(
         added in place; if the axes do not multiply to the cluster's devices, the accelerator
         has no unit for a product's dtype, or there is no figure for a link.
     """
+    _check_types(config, cluster)
     _check_counted(config)
     if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
         raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
@@ -252,6 +253,11 @@ def _estimate(
     )
 
 
+def _check_types(config: object, cluster: object) -> None:
+    check_type("config", config, ConfigDict, "a configuration: configs.get('80gb')")
+    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
+
+
 def _check_counted(config: ConfigDict) -> None:
     """Refuses options that no formula of `costs` and `step_model` counts."""
     if config.optimizer.offload:
@@ -292,8 +298,9 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
     1 and 3, and takes for each the number of minibatches that fits and is the fastest. With a
     pipeline it tries only 1F1B with ZeRO 1, one chunk per device, and as many microbatches as
     possible, at most eight per stage. Where "data" does not divide the model's width, only
-    ZeRO 0 is left. An axis "tensor" divides the sequence, too. Axes "context" and "expert" are
-    not tried.
+    ZeRO 0 is left. An axis "tensor" divides the sequence, too. Recomputation and attention stay
+    as configured. Axes "context" and "expert", ZeRO 2, rings along "tensor" and interleaved
+    pipelines are not tried. Notebook 12 compares what is recommended with some of these.
 
     Args:
       config: a configuration; its number of minibatches is ignored.
@@ -309,6 +316,7 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
         moments are on the host, gradients are added in place, or the accelerator has no figure
         for a link.
     """
+    _check_types(config, cluster)
     _check_counted(config)
     configs.check(_with_minibatches(config, 1))  # below, errors only mean "does not divide"
     best: dict[Any, Estimate] = {}

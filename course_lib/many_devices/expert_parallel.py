@@ -1,19 +1,20 @@
 """Expert parallelism: each device has some of the experts of every layer, and tokens travel to
 the experts that the router chose.
 
-The devices along the axis "expert" divide the sequences of their place along "data", like a
-longer "data" axis. Each device has all parameters except experts, and E / n of the experts of
-each layer. An all-to-all stands between the router and the experts (Lepikhin et al., 2020,
-https://arxiv.org/abs/2006.16668): each device begins with the slots of its own sequences at all
-experts, [E B C D], and ends with the slots of all devices' sequences at its own experts. A
-second all-to-all brings the results back:
+The devices along the axis "expert" divide the batch too: those with the same index along "data"
+share the sequences of that index equally, as if "data" were longer. Each device has all
+parameters except experts, and E / n of the experts of each layer. An all-to-all stands between
+the router and the experts (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668): each
+device begins with the slots of its own sequences at all experts, [E B C D], and ends with the
+slots of all devices' sequences at its own experts. A second all-to-all brings the results back:
 
-    there   [E, B, C, D] -> [E / n, n B, C, D]
-    back    [E / n, n B, C, D] -> [E, B, C, D]
+    dispatch   [E, B, C, D] -> [E / n, n B, C, D]
+    combine    [E / n, n B, C, D] -> [E, B, C, D]
 
-Their transposes are all-to-alls as well, so a layer has two in each pass. The gradient of an
-expert needs no sum over devices: the expert sees the tokens of all of them. All other gradients
-are summed.
+Here C is the capacity: the slots of an expert for one sequence. The transposes of both are
+all-to-alls as well, so a layer has two in each pass. The gradient of an expert needs no sum
+along "expert", since the expert receives the tokens of all devices of that axis; it is summed
+along "data". All other gradients are summed along both axes.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ def check(model: Any, sequences: int, mesh: meshes.AnyMesh) -> None:
 
     Args:
       model: the `model` part of a configuration.
-      sequences: of a place along "data" at a time.
+      sequences: number of sequences per minibatch for one index of the "data" axis.
       mesh: with an axis "expert".
 
     Raises:
@@ -74,12 +75,13 @@ def check(model: Any, sequences: int, mesh: meshes.AnyMesh) -> None:
     n = meshes.axis_size(mesh, AXIS)
     if not model.num_experts:
         raise ValueError(
-            f"num_experts=0 must be a multiple of {n} with a mesh axis {AXIS!r} of {n} devices:"
-            " each holds some"
+            f"num_experts=0 means a model without experts, so the {n} devices of a mesh axis"
+            f" {AXIS!r} have none to divide: num_experts must be a multiple of {n}, or the axis"
+            " left out"
         )
     meshes.check_multiple("num_experts", model.num_experts, AXIS, n)
     if sequences % n:
         raise ValueError(
-            f"batch_size must give each place along 'data' a multiple of {n} sequences at a"
-            f" time, which the devices of axis {AXIS!r} share, not {sequences}"
+            f"batch_size gives {sequences} sequences per minibatch to each index of 'data', and"
+            f" must give a multiple of {n}: the {n} devices along {AXIS!r} share them equally"
         )

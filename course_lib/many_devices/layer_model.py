@@ -111,7 +111,7 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
         forward, backward = (
             cost + Cost(exposed={"tensor": excess}, hidden={"tensor": -excess})
             for cost in (forward, backward)
-            for excess in [max(0.0, _hiding(cost, plan) - computing(cost, plan, cluster))]
+            for excess in [max(0.0, _occupied(cost, plan) - computing(cost, plan, cluster))]
         )
     if plan.size("fsdp") > 1:
         # Prefetch: the next layer's parameters are gathered while this one is computed.
@@ -119,8 +119,8 @@ def layer_costs(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cost]
         gather = all_gather(group, plan.parameter_bytes * size)
         scatter = reduce_scatter(group, plan.gradient_bytes * size)
         again = gather if plan.gather_again else 0.0
-        forward = _beside(forward, gather, plan, cluster)
-        backward = _beside(backward, again + scatter, plan, cluster)
+        forward = _with_fsdp(forward, gather, plan, cluster)
+        backward = _with_fsdp(backward, again + scatter, plan, cluster)
     return forward, backward
 
 
@@ -242,7 +242,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     """Returns a layer's communication along "tensor", "expert" and "context", forward and
     backward. The backward pass repeats the communication of recomputed layers.
     """
-    t, c, item = plan.size("tensor"), plan.size("context"), _item(plan)
+    t, c, item = plan.size("tensor"), plan.size("context"), _activation_itemsize(plan)
     tokens = plan.microbatch * shape.seq_len / c
     group = {axis: cluster.group(plan.axes, axis) for axis in ("tensor", "expert", "context")}
 
@@ -251,7 +251,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     # and the next pair begins with an all-gather: the same bytes. (Megatron-LM gathers inputs
     # once more in the backward pass, beside other work: Korthikanti et al., 2022, 4.2.2.)
     pairs = 1 if shape.parallel else 2
-    one = _sum(plan, group["tensor"], activation_bytes(shape, plan))
+    one = _tensor_all_reduce(plan, group["tensor"], activation_bytes(shape, plan))
     hidden = TENSOR_OVERLAP if plan.tensor_overlap else 0.0
     tensor = Cost(exposed={"tensor": (1 - hidden) * one}, hidden={"tensor": hidden * one})
     # A recomputed part begins with its all-gather. It leaves out the sum at its end.
@@ -303,7 +303,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
     return forward, backward
 
 
-def _sum(plan: Plan, group: Group, size: float) -> float:
+def _tensor_all_reduce(plan: Plan, group: Group, size: float) -> float:
     """Returns the seconds of an all-reduce along "tensor". With sequence parallelism it is a
     reduce-scatter and an all-gather: the same bytes, but switches do not add them up.
     """
@@ -325,11 +325,11 @@ def _weights(shape: Shape, plan: Plan) -> float:
     return (shape.attention + experts) / plan.size("tensor")
 
 
-def _beside(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
+def _with_fsdp(cost: Cost, traffic: float, plan: Plan, cluster: Cluster) -> Cost:
     """Adds traffic along "fsdp" to a cost. The cost's own computation may hide part of the
     traffic, as far as it hides nothing yet.
     """
-    exposed, hidden = overlap(traffic, unshared(cost, plan, cluster) * plan.data_overlap)
+    exposed, hidden = overlap(traffic, free_computing(cost, plan, cluster) * plan.data_overlap)
     return cost + Cost(exposed={"fsdp": exposed}, hidden={"fsdp": hidden})
 
 
@@ -343,13 +343,15 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
     """Returns the cost of the output layer and the loss, forward and backward, and of the
     embedding's communication along "tensor".
     """
-    t, item = plan.size("tensor"), _item(plan)
+    t, item = plan.size("tensor"), _activation_itemsize(plan)
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     logits, weights = tokens * shape.vocab / t, shape.vocab * shape.width / t
     # Forward, an all-reduce of the embedding's output; backward, one of the gradient of the
     # output layer's input.
     group, size = cluster.group(plan.axes, "tensor"), tokens * shape.width
-    sent = _sum(plan, group, plan.embedding_bytes * size) + _sum(plan, group, item * size)
+    sent = _tensor_all_reduce(plan, group, plan.embedding_bytes * size) + _tensor_all_reduce(
+        plan, group, item * size
+    )
     # Memory moves the logits once in bfloat16 and five times in float32. In chunks, they are
     # written and read as often: twice written, but never kept.
     products = 4 if plan.chunked_loss else 3
@@ -363,17 +365,17 @@ def head_cost(shape: Shape, plan: Plan, cluster: Cluster) -> Cost:
         gather = all_gather(group, plan.parameter_bytes * weights)
         scatter = reduce_scatter(group, plan.gradient_bytes * weights)
         # The backward pass begins with the output layer, so its weights are gathered once.
-        cost = _beside(cost, gather + scatter, plan, cluster)
+        cost = _with_fsdp(cost, gather + scatter, plan, cluster)
     return cost
 
 
 def activation_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes of a microbatch's residual stream [b, L, D] on a device."""
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
-    return _item(plan) * tokens * shape.width
+    return _activation_itemsize(plan) * tokens * shape.width
 
 
-def _item(plan: Plan) -> int:
+def _activation_itemsize(plan: Plan) -> int:
     """Returns the bytes of an element between matmuls. Eight-bit matmuls return bfloat16."""
     return 2 if plan.eight_bit else jnp.dtype(plan.dtype).itemsize
 
@@ -397,7 +399,7 @@ def computing(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     return seconds_of_products(cost, plan, cluster) + cost.bytes / rates(plan, cluster)[1]
 
 
-def _hiding(cost: Cost, plan: Plan) -> float:
+def _occupied(cost: Cost, plan: Plan) -> float:
     """Returns the seconds of computation that hide a cost's communication. A transfer that pays
     `OVERLAP_COST` needs more of them than it hides.
     """
@@ -408,13 +410,13 @@ def _hiding(cost: Cost, plan: Plan) -> float:
     )
 
 
-def unshared(cost: Cost, plan: Plan, cluster: Cluster) -> float:
+def free_computing(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     """Returns the seconds of a cost's computation that hide nothing yet: each second hides one
     transfer.
     """
-    return max(0.0, computing(cost, plan, cluster) - _hiding(cost, plan))
+    return max(0.0, computing(cost, plan, cluster) - _occupied(cost, plan))
 
 
-def busy(cost: Cost, plan: Plan, cluster: Cluster) -> float:
+def duration(cost: Cost, plan: Plan, cluster: Cluster) -> float:
     """Returns the seconds of a cost, including exposed communication."""
     return computing(cost, plan, cluster) + sum(cost.exposed.values())

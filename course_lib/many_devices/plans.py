@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from course_lib.many_devices.cluster_model import AXES
+from course_lib.many_devices.cluster_model import AXES, check_type
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 
 RECOMPUTE = {
@@ -189,6 +189,7 @@ class Plan:
     dense_dispatch: bool = False
 
     def __post_init__(self) -> None:
+        check_type("axes", self.axes, Mapping, 'a mapping of sizes by name: {"data": 64}')
         if unknown := set(self.axes) - set(AXES):
             raise ValueError(f"axes={dict(self.axes)} must be of {AXES}, not {sorted(unknown)}")
         counts = {name: getattr(self, name) for name in ("batch", "microbatch", "chunks")}
@@ -200,7 +201,7 @@ class Plan:
         fields = dataclasses.fields(self)
         flags = [field.name for field in fields if isinstance(field.default, bool)]
         _check_flags({name: getattr(self, name) for name in flags})
-        if self.recompute not in RECOMPUTE:
+        if not isinstance(self.recompute, str) or self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
         per_number = ("gradient_bytes", "parameter_bytes", "embedding_bytes")
         for name in (*per_number, "ring_gradient_bytes"):
@@ -209,9 +210,11 @@ class Plan:
         if type(self.update_bytes) not in (int, float) or not 0 <= self.update_bytes < 1e3:
             raise ValueError(f"update_bytes={self.update_bytes!r} must be 0 to 1000 bytes")
         try:
-            jnp.dtype(self.dtype)
-        except TypeError as error:
-            raise ValueError(f"dtype={self.dtype!r} must be JAX's name of a dtype") from error
+            known = jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
+        except TypeError:
+            known = False
+        if not known or not isinstance(self.dtype, str):
+            raise ValueError(f"dtype={self.dtype!r} must be the name of a floating dtype")
         if self.chunks > 1 and self.size("pipe") == 1:
             raise ValueError(f"chunks={self.chunks} must be 1 without an axis 'pipe' above 1")
         if self.batch % (self.replicas * self.microbatch):
@@ -236,6 +239,8 @@ class Plan:
                 " behind the same computing of each microbatch"
             )
         if schedule := self.schedule:
+            how = "a Schedule: schedules.make('1f1b', stages, microbatches)"
+            check_type("schedule", schedule, Schedule, how)
             theirs = schedule.stages, schedule.microbatches, schedule.chunks
             ours = self.size("pipe"), self.microbatches, self.chunks
             if theirs != ours:

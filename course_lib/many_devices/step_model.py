@@ -13,8 +13,9 @@ A step is the sum of these parts (`Breakdown`):
     tensor, context, expert, data, pipe
                 exposed communication along an axis: the seconds that it adds to the step. The
                 device computes nothing meanwhile, or more slowly: a quarter of the traffic
-                beside computing counts as exposed (`layer_model.OVERLAP_COST`). Two kinds count
-                as hidden: a ring along "context", and what `Plan.tensor_overlap` hides
+                beside computing counts as exposed (`layer_model.OVERLAP_COST`). Two kinds of
+                traffic do not pay this quarter: a ring along "context", and what
+                `Plan.tensor_overlap` hides
     bubble      waiting while the pipeline fills and empties, and for the last stage, which also
                 has the output layer. Stages have equally many layers, whole or not
 
@@ -35,18 +36,19 @@ from course_lib.many_devices.cluster_model import (
     Cluster,
     all_gather,
     all_reduce,
+    check_type,
     reduce_scatter,
     shift,
 )
 from course_lib.many_devices.layer_model import (
     activation_bytes,
-    busy,
+    duration,
+    free_computing,
     head_cost,
     layer_costs,
     overlap,
     rates,
     seconds_of_products,
-    unshared,
     weight_gradient_work,
 )
 from course_lib.many_devices.pipeline_parallel import slots
@@ -103,6 +105,9 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         divide heads, sequence or experts; a stage would have no layer; there is no figure for a
         link; or the accelerator has no unit for `plan.dtype`.
     """
+    check_type("shape", shape, Shape, "a Shape: the sizes of the model")
+    check_type("plan", plan, Plan, "a Plan: how the model is trained")
+    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
     plans.check(shape, plan)
     p, microbatches = plan.size("pipe"), plan.microbatches
     forward, backward = layer_costs(shape, plan, cluster)
@@ -115,14 +120,14 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         plan,
         cluster,
         activation_bytes(shape, plan),
-        forward=busy(stage[0], plan, cluster),
-        backward=busy(stage[1], plan, cluster),
-        of_weights=busy(weight_gradient_work(shape, plan) * per_stage, plan, cluster),
-        head=busy(head, plan, cluster),
-        room=unshared(microbatch, plan, cluster),
-        tables=_tables(shape, plan) / plan.size("tensor"),
+        forward=duration(stage[0], plan, cluster),
+        backward=duration(stage[1], plan, cluster),
+        of_weights=duration(weight_gradient_work(shape, plan) * per_stage, plan, cluster),
+        head=duration(head, plan, cluster),
+        room=free_computing(microbatch, plan, cluster),
+        tables=_vocabulary_parameters(shape, plan) / plan.size("tensor"),
     )
-    free = [unshared(cost, plan, cluster) for cost in stage]
+    free = [free_computing(cost, plan, cluster) for cost in stage]
     data, hidden = along_data(shape, plan, cluster, *free)
     _, memory = rates(plan, cluster)
     work = microbatch * microbatches
@@ -259,7 +264,7 @@ def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, 
     """
     t, p = plan.size("tensor"), plan.size("pipe")
     experts = shape.layers / p * shape.expert * max(shape.experts, 1)
-    rest = shape.layers / p * shape.attention + _tables(shape, plan)
+    rest = shape.layers / p * shape.attention + _vocabulary_parameters(shape, plan)
     if not shape.experts:
         experts, rest = 0.0, rest + experts
     parts = [
@@ -269,7 +274,7 @@ def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, 
     return [part for part in parts if part[0]]
 
 
-def _tables(shape: Shape, plan: Plan) -> int:
+def _vocabulary_parameters(shape: Shape, plan: Plan) -> int:
     """Returns the parameters of the embedding and the output layer that a stage holds. In
     Megatron-LM's pipeline the first stage has one of them and the last the other; in this
     course's every stage has both.
@@ -280,10 +285,12 @@ def _tables(shape: Shape, plan: Plan) -> int:
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes that the optimizer moves on one device. Per parameter, `update_bytes`
-    of the plan (ZeRO divides them), and 8 that read and zero its float32 gradient.
+    of the plan (ZeRO divides them), and 8 that read and zero its float32 gradient (stage 2
+    divides these, too).
     """
     total = 0.0
     for parameters, axes in device_parameters(shape, plan):
-        copies = math.prod(plan.size(axis) for axis in axes) if plan.zero else 1
-        total += parameters * (plan.update_bytes / copies + 8)
+        copies = math.prod(plan.size(axis) for axis in axes)
+        update = plan.update_bytes / (copies if plan.zero else 1)
+        total += parameters * (update + 8 / (copies if plan.zero == 2 else 1))
     return total

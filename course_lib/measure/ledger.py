@@ -117,7 +117,8 @@ class Ledger:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each kind, axes and dtype, for `notebook.table`, most bytes first.
+        """Returns a row for each kind, axes, dtype and group size, for `notebook.table`. The
+        rows that send most come first.
 
         Bytes are those of all executions; `overlapped` counts executions during which a device
         computes.
@@ -150,11 +151,14 @@ class Ledger:
             return entries
         if self.axis_names is None:
             raise ValueError(
-                f"axis={axis!r} must be known to select it: pass the mesh to `ledger`"
+                f"axis={axis!r} cannot be selected, because this ledger was made without a"
+                " mesh: pass the mesh to `ledger`"
             )
         axes = {axis} if isinstance(axis, str) else set(axis)
         if not axes <= set(self.axis_names):
-            raise ValueError(f"axis={axis!r} must be of the mesh: {', '.join(self.axis_names)}")
+            raise ValueError(
+                f"axis={axis!r} must name axes of the mesh: {', '.join(self.axis_names)}"
+            )
         return [entry for entry in entries if set(entry.axes or ()) == axes]
 
 
@@ -166,15 +170,16 @@ def ledger(
 ) -> Ledger:
     """Lists the communication of a compiled program.
 
-    A conditional counts as the branch that communicates most, and a loop of one turn or none
-    (`stage.only_if`) as one turn. A collective along an axis of one device sends nothing and is
-    left out.
+    A conditional counts as the branch that communicates most, and a loop that runs its body
+    once or not at all (`stage.only_if`) as one iteration. A collective along an axis of one
+    device sends nothing and is left out.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
       mesh: the mesh of the program's arrays. Without it, the entries have no axes.
-      taken: name of a loop of one turn or none -> how often a step takes that turn. The
-        program does not tell; a pipeline's schedule does: `slots.taken`.
+      taken: for each loop that runs its body once or not at all, by name: how often per step it
+        runs it. The compiled program does not say; `slots.taken` computes it from a pipeline's
+        schedule.
 
     Raises:
       ValueError: if it is not compiled, the mesh is not of the program's devices, or the
@@ -196,8 +201,8 @@ def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
       kind: of the collective, one of KINDS.
 
     Returns:
-      For each kernel its kind (`traffic.KINDS`); for the start and the end of the collective,
-        as of an all-gather, "all-gather-start" and "all-gather-done".
+      For each kernel its kind (`traffic.KINDS`). For the start and the end of the collective
+        its opcode, for example "all-gather-start" and "all-gather-done".
 
     Raises:
       ValueError: if the program starts no collective of this kind, or is not compiled.
@@ -211,7 +216,10 @@ def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
                 for i in computation.instructions
                 if i.opcode.startswith(kind) or i.opcode not in FREE
             ]
-    raise ValueError(f"kind={kind!r} must be a collective that the program starts: none is")
+    raise ValueError(
+        f"kind={kind!r} must be a collective that the program starts: it has no {kind}-start"
+        " (on a CPU no collective has one)"
+    )
 
 
 def entries(
@@ -237,9 +245,9 @@ def entries(
         if i.opcode == "send" and "is_host_transfer=true" not in i.attributes
     ]:
         raise ValueError(
-            f"compiled: {unpaired[0]!r} must be a collective-permute to be counted, and a"
-            " compiler option had XLA write it as send and recv: leave out options that"
-            " decompose or pipeline collective-permute"
+            f"compiled: XLA replaced a collective-permute by send and recv ({unpaired[0]!r}),"
+            " which the ledger cannot count: compile without the options that decompose or"
+            " pipeline collective-permute"
         )
     return tuple(
         entry

@@ -35,8 +35,9 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
 
     Args:
       model: a Linen module whose call takes `train`, and draws its dropout from
-        `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`;
-        it may hold streams of random numbers, and nothing else that changes.
+        `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`.
+        Besides them it may hold streams of random numbers (`nnx.RngState`), and no other
+        variables.
       balance: whether the function returns `(logits, balance)`, with the load-balancing loss of
         each sequence, the mean over layers. Linen only.
 
@@ -47,7 +48,8 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
     if isinstance(model, nnx.Module):
         if balance:
             raise ValueError(
-                "balance=True must come with a Linen model, which leaves it in a collection"
+                "balance=True must come with a Linen model, which stores the load-balancing"
+                f" loss in the collection {BALANCE!r}; an NNX model has none"
             )
         return _nnx_as_function(model)
 
@@ -189,9 +191,9 @@ def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
 def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
     """Returns the loss of a language model with experts.
 
-    It adds a sequence's load-balancing loss to the loss of each label of the sequence. So the
-    result is still a weighted mean over labels, which minibatches and devices can add up.
-    `metrics["balance"]` reports the load-balancing loss alone.
+    It adds `weight` times the load-balancing loss of a sequence to the loss of each of its
+    labels. The result is therefore still a weighted mean over labels, which minibatches and
+    devices can add up. `metrics["balance"]` reports the load-balancing loss alone.
 
     Args:
       apply_fn: gives `(logits, balance)`, as `as_function(model, balance=True)` does.

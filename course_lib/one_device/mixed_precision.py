@@ -236,21 +236,22 @@ class DynamicLossScale(StaticLossScale):
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
         if not 1 < self.factor < math.inf:
             raise ValueError(
-                f"factor={self.factor} must be above 1 and finite: the scale could not back"
-                " off; 2.0 is usual"
+                f"factor={self.factor} must be above 1 and finite, otherwise the scale could"
+                " not back off step by step; 2.0 is usual"
             )
         if not 0 < self.smallest <= self.largest < math.inf:
             raise ValueError(
                 f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <="
                 " largest < infinity"
             )
-        if isinstance(self.value, float | int | np.number):  # and not an array of a train state
-            # An int would be of another dtype before `update`.
+        # A number, and not an array of a train state. An int would change its dtype at the
+        # first update.
+        if isinstance(self.value, float | int | np.number):
             object.__setattr__(self, "value", float(self.value))
             if not self.smallest <= self.value <= self.largest:
                 raise ValueError(
                     f"value={self.value} must be from smallest={self.smallest} to"
-                    f" largest={self.largest}: the next overflow would raise it"
+                    f" largest={self.largest}: the next update would clip it to these bounds"
                 )
 
     def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
@@ -294,7 +295,7 @@ def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
     ):
         raise ValueError(
             f"loss_scale={loss_scale!r} must scale the loss for a policy that computes in"
-            " float16: small gradients would become 0; init_state(...,"
+            " float16: small gradients would become 0; use init_state(...,"
             " loss_scale=mixed_precision.DynamicLossScale())"
         )
 

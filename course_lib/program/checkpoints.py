@@ -16,15 +16,16 @@ all files are on the disk. Older ones are deleted after that. A kill or a power 
 leaves either a complete checkpoint of that name or none. If a file is damaged later, its
 checksum differs, and the run resumes from the checkpoint before that one. If a step is saved
 again, the new checkpoint replaces the old one. If a kill interrupts the replacement, the next
-process puts the old one back.
+run of the program puts the old one back.
 
-Orbax's `CheckpointManager` also names and deletes checkpoints. This module does not use it: it
-refuses to save a step again, does not flush metadata and folders to the disk, and still writes
-into a checkpoint after its last hook, where checksums would be computed.
+This module does not use Orbax's `CheckpointManager`, which also names and deletes checkpoints.
+The manager refuses to save a step again, does not flush metadata and folders to the disk, and
+still writes into a checkpoint after its last hook, where this module would have to compute the
+checksums.
 
-Where many processes train, all of them call every method with the same folder, on a file system
-that they share. Process 0 reads all files once for the checksums, and chooses the step to
-restore.
+Where many processes train, each makes its `Checkpoints` with the same folder, on a file system
+that they share, and all of them call the same methods. Process 0 reads all files once for the
+checksums, and chooses the step to restore.
 """
 
 import contextlib
@@ -53,7 +54,8 @@ PyTree = Any
 
 ARRAYS, ABOUT = "arrays", "about.json"
 
-# Orbax logs each step of its work, and errors with their traceback. Here errors are raised.
+# Hides Orbax's log, a report of each step of its work. Errors need no log: they are raised
+# here.
 logging.getLogger("absl").addFilter(
     lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname
 )
@@ -146,8 +148,8 @@ class Checkpoints:
         text = json.dumps(about | {"arrays": _shapes(state)}, indent=1)
         if (again := json.loads(text)["data_state"]) != data_state:
             raise ValueError(
-                f"data_state={data_state!r} must not change in a JSON file, which gives back"
-                f" {again!r}"
+                f"data_state={data_state!r} must be the same after JSON wrote and read it, but"
+                f" becomes {again!r}: use lists in place of tuples, and strings as keys"
             )
         draft = self._drafts / self._path(step).name
         with self._reported(step):

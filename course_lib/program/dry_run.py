@@ -104,13 +104,13 @@ def _time(guess: estimates.Estimate | str) -> str:
         return f"no estimate: {guess}"
     exposed = guess.time.exposed / guess.step
     text = (
-        f"about {guess.step:.3g} s, MFU {guess.mfu:.0%}; {exposed:.0%} of it is exposed"
-        " communication"
+        f"about {guess.step:.3g} s, of which {exposed:.0%} is exposed communication; MFU"
+        f" {guess.mfu:.0%}"
     )
     if guess.unhidden.total > guess.step:
         text += (
-            f",\n{'':21}or {guess.unhidden.total:.3g} s if no gradients or parameters travel"
-            " beside matmuls"
+            f",\n{'':21}or {guess.unhidden.total:.3g} s if transfers of gradients and"
+            " parameters do not overlap with matmuls"
         )
     return text
 
@@ -190,26 +190,32 @@ def _estimate(config: ConfigDict, cluster: Cluster) -> estimates.Estimate | str:
 
 
 def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]:
-    """Returns the fields to change for the fastest step that is estimated to fit, and a line
-    about it.
+    """Returns the fields to change for the fastest step that is estimated to fit, as configured
+    or without rematerialization, and a line about it.
     """
+    best, remat = None, config.model.remat
     try:
-        # The program's meshes have one order of axes: "data" outermost, "tensor" innermost.
-        ranked = estimates.choose(config, cluster, reorder=False)
+        for tried in dict.fromkeys((config.model.remat, ())):
+            changed = config.copy_and_resolve_references()
+            changed.model.remat = tried
+            # The program's meshes have one order of axes: "data" outermost, "tensor" innermost.
+            ranked = estimates.choose(changed, cluster, reorder=False)
+            if ranked and (best is None or ranked[0].step < best.step):
+                best, remat = ranked[0], tried
     except ValueError:  # there is no formula, as the line about the time says
         return {}, ""
-    if not ranked:
+    if best is None:
         return {}, (
             "no mesh of data, pipe and tensor is estimated to fit: take more devices, a smaller"
             " batch, or rematerialize more modules (model.remat)"
         )
-    best, now = ranked[0], _estimate(config, cluster)
+    now = _estimate(config, cluster)
     if not isinstance(now, str) and now.fits and now.step <= best.step:
         return {}, "no other mesh of data, pipe and tensor is estimated to be faster"
     minibatches = 1 if "pipe" in best.axes else best.parts
     wanted = {("mesh", axis): size for axis, size in best.axes.items() if axis != "data"}
     wanted |= {("strategy", name): value for name, value in vars(best.strategy).items()}
-    wanted |= {("training", "num_minibatches"): minibatches}
+    wanted |= {("training", "num_minibatches"): minibatches, ("model", "remat"): remat}
     fields = {
         f"{part}.{name}": value
         for (part, name), value in wanted.items()
@@ -220,6 +226,6 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
         for name, v in fields.items()
     )
     return fields, (
-        f"estimated to be the fastest that fits, with about {measure.gib(best.memory)}, in"
-        f" {best.step:.3g} s per step:\n{'':21}{flags}"
+        f"estimated to be the fastest that fits ({best.step:.3g} s per step, about"
+        f" {measure.gib(best.memory)}):\n{'':21}{flags}"
     )

@@ -390,9 +390,7 @@ class Loop:
                 if math.isfinite(loss) and (self.best is None or loss < self.best):
                     self.best, due = loss, due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
-                text = observe.sample(
-                    self.run, self.state.params, self.config, self.step, self.inputs.place
-                )
+                text = observe.sample(self.run, self.state.params, self.config, self.step)
                 self.write("samples", again, text=text)
         self.caught_up = True
         if "checkpoint" in due:

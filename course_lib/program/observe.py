@@ -23,8 +23,9 @@ from course_lib.program.journal import Journal
 from course_lib.text import data, loading, ngrams
 
 PyTree = Any
-COUNTED = 10_000_000  # most tokens that the bigram model counts
-VALIDATED = 2**18  # most tokens of validation by default; the course's corpus has fewer
+COUNTED = 10_000_000  # the bigram model counts at most this many tokens
+# by default a run validates on at most this many tokens; the course's corpus has fewer
+VALIDATED = 2**18
 
 
 class Tally:
@@ -81,8 +82,9 @@ class Speed:
         self._device = jax.local_devices()[0]
         self._accelerator = hardware.recognize(self._device)
         self._tokens = config.data.batch_size * config.data.seq_len
-        self._flops, self._why = _flops_at_a_peak(config, self._accelerator)
-        self._since: tuple[int, float] | None = None  # the first steps compile
+        self._flops, self._why = _flops_for_mfu(config, self._accelerator)
+        # None until the first line: the steps before it also compile, so they are not timed
+        self._since: tuple[int, float] | None = None
         kind = self._accelerator.title if self._accelerator else self._device.device_kind
         kind += f" ({self._why}: no MFU)" * bool(self._why)
         what = f"{devices} x {kind}, {jax.process_count()} process(es), JAX {jax.__version__}"
@@ -120,7 +122,7 @@ class Speed:
             self._since = self._since[0], self._since[1] + time.perf_counter() - start
 
 
-def _flops_at_a_peak(
+def _flops_for_mfu(
     config: ConfigDict, accelerator: hardware.Accelerator | None
 ) -> tuple[measure.Flops | None, str]:
     """Returns the FLOPs of a step and "", or None and the reason why MFU is unknown."""
@@ -135,8 +137,8 @@ def _flops_at_a_peak(
 
 
 def _memory(device: Any) -> int | None:
-    """Returns the peak bytes in use of a device that counts them; of a CPU, the bytes that this
-    process uses now.
+    """Returns the device's peak bytes in use, if it counts them. Otherwise, on a CPU, returns
+    the bytes that this process uses now, or None where Linux's /proc is missing.
     """
     if stats := device.memory_stats():
         return stats.get("peak_bytes_in_use")
@@ -251,12 +253,15 @@ def sample(
     params: PyTree,
     config: ConfigDict,
     step: int,
-    place: jax.sharding.Sharding,
 ) -> str:
-    """Returns a text of `run.sample_tokens` tokens that the model generates at the start of a
-    document; the same text at the same step.
+    """Returns the text of `run.sample_tokens` tokens that the model generates at the start of a
+    document, without those that the tokenizer does not know. The same step gives the same text.
 
-    Arguments as for `validate`.
+    Args:
+      run: as built.
+      params: its parameters, on any devices.
+      config: as `settings.complete` returns it.
+      step: chooses the random key, with `config.seed`.
     """
     everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
     # Token 0 is END: a document begins after it.

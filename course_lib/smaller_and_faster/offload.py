@@ -79,11 +79,12 @@ def check_available() -> None:
 def streamed(
     optimizer: optax.GradientTransformation, stacked: Sequence[str] = ("block",)
 ) -> optax.GradientTransformation:
-    """Keeps an optimizer's values per parameter on the host, and updates one layer at a time.
+    """Keeps an optimizer's state per parameter, such as Adam's moments, in the host's memory,
+    and updates one layer at a time.
 
     The update is a loop over stacked layers: it fetches the moments of one layer, computes its
     updates, and sends the new moments back to their old place. The updates overwrite the
-    gradients. All other parameters, such as embeddings, are updated together after it.
+    gradients. After the loop, all other parameters, such as embeddings, are updated together.
 
     The updates are those of `optimizer`, if it treats each parameter by itself, as SGD, Adam,
     AdamW and Lion do. Clipping needs a norm over all gradients, so put it before:
@@ -174,15 +175,17 @@ def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
     names = list(params) if isinstance(params, Mapping) else None
     if not names or not set(stacked) <= set(names):
         raise ValueError(
-            f"stacked={tuple(stacked)!r} must name entries of the parameters with a leading"
-            f" axis of layers; they have {names}. A model has one with scan_layers=True"
+            f"stacked={tuple(stacked)!r} must name entries of the parameters whose leaves have"
+            f" a leading axis of layers; the parameters have the entries {names}."
+            " scan_layers=True makes such an entry"
         )
     lengths = {
         jnp.shape(leaf)[:1] for name in stacked for leaf in jax.tree.leaves(params[name])
     }
     if len(lengths) != 1 or lengths == {()}:
         raise ValueError(
-            f"stacked={tuple(stacked)!r} must have one number of layers, not {sorted(lengths)}"
+            f"stacked={tuple(stacked)!r} must name entries whose leaves all have the same"
+            f" number of layers; their leading axes are {sorted(lengths)}"
         )
     return lengths.pop()[0]
 
@@ -191,9 +194,10 @@ def _check_on_host(state: PyTree, places: PyTree) -> None:
     for where, leaf in zip(jax.tree.leaves(places), jax.tree.leaves(state), strict=True):
         if where != ALONE and jax.typeof(leaf).memory_space != jax.memory.Space.Host:
             raise ValueError(
-                f"the optimizer's state has {jax.typeof(leaf).str_short()} on the device, and"
-                " must have it on the host: take the state of this optimizer's `init`, or move"
-                " it with `to_host`; on virtual devices, `virtual.abstract` keeps the place"
+                f"the optimizer's state has {jax.typeof(leaf).str_short()} in the device's"
+                " memory and must have it in the host's: use the state that this optimizer's"
+                " `init` returns, or move it with `to_host`. On virtual devices,"
+                " `virtual.abstract` keeps the memory of each array"
             )
 
 
@@ -238,9 +242,10 @@ def tokens_to_hide(
     bytes_each_way: float = 8,
     flops_per_token: float = 6,
 ) -> float:
-    """Returns how many tokens per step hide the streaming of the moments: with more, the step's
-    matmuls take longer. Both run at the same time, and the link runs both ways at once.
+    """Returns the number of tokens per step at which the matmuls take as long as streaming the
+    moments. With more tokens, the transfers are hidden.
 
+    This holds where transfers run during matmuls, and where the link sends both ways at once.
     Transfers grow with the parameters, FLOPs with parameters times tokens: the parameters
     cancel.
 
@@ -248,6 +253,7 @@ def tokens_to_hide(
       flops_per_second: of matrix products.
       link: between the host and the device.
       bytes_each_way: per parameter: 8 for float32 Adam, 4 for momentum.
-      flops_per_token: per parameter: 6 forward and backward, 8 if all is computed twice.
+      flops_per_token: per parameter: 6 for forward and backward, 8 if the forward pass is
+        computed twice (full rematerialization).
     """
     return bytes_each_way / link.bandwidth * flops_per_second / flops_per_token

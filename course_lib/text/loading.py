@@ -65,8 +65,8 @@ def batches(
     shard: int = 0,
     shards: int = 1,
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator of `data.Batch`, in NumPy. Its `get_state()` returns JSON,
-    and `set_state(state)` returns the iterator to that place.
+    """Returns an endless iterator of `data.Batch`, in NumPy. Its `get_state()` returns a dict
+    that JSON can store, and `set_state(state)` moves the iterator to that place.
 
     An epoch has T // L windows, and each comes once. A batch may contain the end of one epoch
     and the start of the next. The global batches are the same for every number of shards: of n
@@ -114,7 +114,7 @@ def batches(
     # would have the order of the first epoch of run 2. Hashing the seed avoids this.
     order = int(np.random.SeedSequence(seed).generate_state(1)[0])
     windows = grain.MapDataset.range(count).shuffle(seed=order).repeat().map_with_index(window)
-    # One part per shard makes a global batch.
+    # `shards` consecutive parts make one global batch.
     parts = windows.batch(batch_size // shards, drop_remainder=True)
     parts = parts[shard::shards].map(data.of_windows)
     return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

@@ -158,7 +158,7 @@ def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(t
     np.testing.assert_allclose(found[4, 2]["loss"], by_hand["loss"], rtol=1e-5)
     assert found[4, 2]["loss"] != found[4, 0]["loss"]
 
-    sample = [observe.sample(run, params, whole, step, place) for step in (1, 1, 2)]
+    sample = [observe.sample(run, params, whole, step) for step in (1, 1, 2)]
     assert sample[0] == sample[1] != sample[2]
 
 

@@ -4,15 +4,15 @@
     B   dx, the gradient of the input       passes on what W will read
     W   dweights, the gradient of the weights
 
-JAX traces the layer and its gradient (`jax.vjp`) to one list of equations. Each equation
-belongs to the first program that needs its result, so nothing is computed twice. A layer that
-rematerializes does so in B: JAX's list then has the equations that compute its activations
-again, and B runs them, also those that only W needs. Zero-bubble schedules rest on this cut
-(Qi et al., 2023, https://arxiv.org/abs/2401.10241).
+JAX traces the layer and its gradient (`jax.vjp`) to one jaxpr, a list of equations. Each
+equation belongs to the first program that needs its result, so nothing is computed twice. A
+layer that rematerializes does so in B: the jaxpr then has the equations that compute its
+activations again, and B runs them, also those that only W needs. Zero-bubble schedules rest on
+this cut (Qi et al., 2023, https://arxiv.org/abs/2401.10241).
 
 Each program computes three kinds of results for itself, since saving them would cost more:
 those that depend on weights only (such as a cast), random keys, and casts, copies and reshapes
-of a saved value.
+of an activation whose result is not smaller than what they read.
 """
 
 import dataclasses
@@ -30,13 +30,15 @@ CALLS = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call"
     " custom_vjp_call_jaxpr".split()
 )
-"""Primitives that call a list of equations once."""
+"""Primitives that call a jaxpr once."""
 
 VIEWS = frozenset(
     "convert_element_type broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p"
     " name reduce_precision pvary pcast".split()
 )
-"""Primitives that cost nothing beside the operation that reads their result."""
+"""Primitives that only cast, copy, rename, broadcast or reshape: next to the operation that
+reads their result, they cost almost nothing.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Split:
       forward: `forward(weights, x, *others) -> (y, saved)`.
       backward: `backward(weights, saved, dy, *others) -> (dx, passed)`.
       weight_gradient: `weight_gradient(weights, saved, passed, *others) -> dweights`.
-      equations: of "F", "B" and "W".
+      equations: the equations of each program, by "F", "B" and "W".
     """
 
     forward: Callable[..., tuple[Any, Values]]
@@ -125,7 +127,7 @@ def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> S
 
 
 def _inline(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> Values:
-    """Evaluates a list of equations, and replaces each call by the equations that it calls. A
+    """Evaluates a jaxpr, and replaces each call by the equations that it calls. A
     call that computes both gradients could not be cut.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
@@ -145,7 +147,7 @@ def _evaluate(
                 inner = next(equation.params[name] for name in names if name in equation.params)
                 constants = getattr(inner, "consts", ())
                 inner = getattr(inner, "jaxpr", inner)
-                # A scan of one turn cuts its first axis off, and puts it back.
+                # A scan of one iteration cuts its first axis off, and puts it back.
                 args = [
                     jax.lax.squeeze(x, [0]) if jnp.ndim(x) > _aval(v).ndim else x
                     for x, v in zip(args, inner.invars, strict=True)
@@ -167,7 +169,7 @@ def _evaluate(
 
 
 def _is_called_once(equation: JaxprEqn) -> bool:
-    """Whether an equation calls a list of equations once: a call, or a loop of one turn."""
+    """Whether an equation calls a jaxpr once: a call, or a loop of one iteration."""
     name = equation.primitive.name
     return name in CALLS or (name == "scan" and equation.params["length"] == 1)
 
@@ -193,7 +195,7 @@ def _read(equations: Iterable[JaxprEqn], outputs: Sequence[Any] = ()) -> list[Va
 
 
 def _results(equations: Iterable[JaxprEqn], again: set[Var]) -> list[Var]:
-    """Returns the results of equations that are not repeated."""
+    """Returns the results of equations, without those that each program computes for itself."""
     return [v for equation in equations for v in equation.outvars if v not in again]
 
 
@@ -209,9 +211,9 @@ def _depend(equations: Iterable[JaxprEqn], value: Var) -> set[Var]:
 def _recomputed(
     equations: Iterable[JaxprEqn], from_b: set[Var], late: set[Var]
 ) -> list[JaxprEqn]:
-    """Returns the equations of W that belong to B: they continue from what B recomputes, and do
-    not depend on dy. Attention's output is one. It is much smaller than the probabilities that
-    it is computed from, so B passes on the output.
+    """Returns the equations of W that B runs instead: they read a value that B recomputes, and
+    do not depend on dy. The equation of attention's output is one. The output is much smaller
+    than the probabilities that it is computed from, so B passes on the output.
     """
     moved, there = [], from_b - late
     for equation in equations:

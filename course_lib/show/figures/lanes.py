@@ -164,7 +164,7 @@ def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> 
     Traffic that is spread over the step is drawn in one piece. Half of the pipeline's idle time
     (its bubble), and half of the exposed traffic along "data" and "pipe", come before
     computing, the other half after it. Exposed traffic along "tensor" follows computing. Hidden
-    traffic runs beside computing; along "data", half of it at the start, half at the end.
+    traffic overlaps with computing; along "data", half of it at the start, half at the end.
 
     Args:
       parts: seconds of "products", "memory", "bubble", and of exposed traffic by axis

@@ -58,7 +58,7 @@ KINDS = {
 }
 """The kinds of memory (`measure.tape`), in the order of a picture, with colours and hatches."""
 IDLE = "bubble"
-"""The name of a bar of waiting. It is white, as an empty cell of a schedule is."""
+"""The name of bars that show idle time. They are white, like the empty cells of a schedule."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
 GREY = "#5F5F5F"
@@ -126,9 +126,14 @@ def refuse_empty(argument: str, sizes: Mapping[str, int], content: str) -> None:
     Raises:
       ValueError: naming the argument and its empty entries.
     """
-    empty = [name for name, size in sizes.items() if not size]
-    if empty or not sizes:
-        raise ValueError(f"{argument}={empty} must have {content}: there is nothing to draw")
+    if not sizes:
+        raise ValueError(
+            f"{argument} is empty and must have {content}: there is nothing to draw"
+        )
+    if empty := [name for name, size in sizes.items() if not size]:
+        raise ValueError(
+            f"{argument} must have {content}, and {empty} have none: there is nothing to draw"
+        )
 
 
 def color(i: int, name: str = "") -> str:
