@@ -258,6 +258,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         hardware.check(self.accelerator)
+        how = "a row of the table: hardware.get('h100')"
+        check_type("accelerator", self.accelerator, Accelerator, how)
         for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -112,6 +112,20 @@ def test_fewer_ports_are_shared():
     assert cluster_model.all_gather(group, GB) == pytest.approx(GB / 2 / 50e9)
 
 
+def test_a_ring_over_whole_hosts_has_a_port_alone_and_rings_of_one_gpu_per_host_share_it():
+    one_port = Cluster(H100, 64, ports_per_host=1, ideal=True)
+    alone = one_port.group({"context": 64}, "context")
+    shared = one_port.group({"context": 8, "data": 8}, "context")
+    two_of_a_host = one_port.group({"data": 4, "context": 16}, "context")
+    assert alone.link == two_of_a_host.link == 50e9
+    assert shared.link == 50e9 / 8
+    four_ports = Cluster(H100, 64, ports_per_host=4, ideal=True)
+    # pairs of GPUs: four rings leave a host, each through a port of its own
+    assert four_ports.group({"context": 4, "data": 4, "expert": 4}, "context").link == 25e9
+    pairs = four_ports.group({"data": 4, "context": 8, "tensor": 2}, "context")
+    assert pairs.per_switch == 4 and pairs.link == 50e9
+
+
 def test_ranks_that_lie_unevenly_have_the_ports_of_the_fewest():
     group = ideal(12).group({"data": 12}, "data")
     assert group.per_switch == 4  # eight on the first host, four on the second

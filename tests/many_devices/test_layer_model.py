@@ -202,6 +202,10 @@ def test_a_device_holds_its_part_of_layers_experts_and_embedding():
     moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=1))
     by_hand = (4 * ATTENTION + table) / 4 * (24 / 6 + 8) + 2 * EXPERT * (24 / 2 + 8)
     assert moved == pytest.approx(by_hand)
+    # stage 2 divides the gradients, too
+    moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=2))
+    by_hand = (4 * ATTENTION + table) / 4 * (24 + 8) / 6 + 2 * EXPERT * (24 + 8) / 2
+    assert moved == pytest.approx(by_hand)
     # Lion in float32: one moment
     moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=1, update_bytes=16))
     by_hand = (4 * ATTENTION + table) / 4 * (16 / 6 + 8) + 2 * EXPERT * (16 / 2 + 8)

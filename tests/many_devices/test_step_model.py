@@ -289,7 +289,10 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
             dict(axes={"data": 8}, batch=8, update_bytes=math.nan),
             "update_bytes=nan must be 0 to",
         ),
-        (dict(axes={"data": 8}, batch=8, dtype="bf16"), "dtype='bf16' must be JAX's name"),
+        (
+            dict(axes={"data": 8}, batch=8, dtype="bf16"),
+            "dtype='bf16' must be the name of a floating dtype",
+        ),
         (
             dict(axes={"data": 8}, batch=8, chunks=4),
             "chunks=4 must be 1 without an axis 'pipe'",

@@ -215,9 +215,7 @@ def test_without_a_mesh_the_bytes_are_known_and_the_axes_are_not():
     found = ledger(jax.jit(mapped).lower(array(mesh, (4 * ROWS, COLUMNS), "tensor")).compile())
     (entry,) = found.entries
     assert (entry.axes, entry.group_size, found.bytes("all-reduce")) == (None, 4, BLOCK)
-    with pytest.raises(
-        ValueError, match="axis='tensor' must be known to select it: pass the mesh"
-    ):
+    with pytest.raises(ValueError, match="axis='tensor' cannot be selected, .* pass the mesh"):
         found.bytes(axis="tensor")
 
 
@@ -266,7 +264,9 @@ def test_an_unknown_kind_or_axis_is_refused():
         ValueError, match="kind='allreduce' must be a collective: one of all-reduce"
     ):
         found.bytes("allreduce")
-    with pytest.raises(ValueError, match="axis='pipe' must be of the mesh: data, tensor"):
+    with pytest.raises(
+        ValueError, match="axis='pipe' must name axes of the mesh: data, tensor"
+    ):
         found.sent(axis="pipe")
 
 
@@ -378,7 +378,7 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
     order = order_around(compiled, "collective-permute")
     start = order.index("collective-permute-start")
     assert "matmul" in order[start : order.index("collective-permute-done")]
-    with pytest.raises(ValueError, match="none is"):
+    with pytest.raises(ValueError, match="it has no all-reduce-start"):
         order_around(compiled, "all-reduce")
     (blocking,) = gather.entries
     assert not blocking.asynchronous and "matmul" not in blocking.overlapped
@@ -478,7 +478,7 @@ def test_a_permutation_written_as_send_and_receive_is_refused():
         "  %sent = (f32[4]{0}, u32[], token[]) send(%x), channel_id=1\n  ROOT %y = f32[4]{0}"
         " negate(%x)\n}\n"
     )
-    with pytest.raises(ValueError, match="'sent' must be a collective-permute"):
+    with pytest.raises(ValueError, match="a collective-permute by send and recv .'sent'."):
         entries(hlo.parse(text))
     assert (
         entries(hlo.parse(text.replace("channel_id=1", "channel_id=1, is_host_transfer=true")))

@@ -538,6 +538,6 @@ def test_another_state_than_the_one_saved_is_refused(checkpoints):
 
 
 def test_a_data_state_that_json_would_change_is_refused(checkpoints):
-    with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must not change in a JSON file"):
+    with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must be the same after JSON"):
         checkpoints.save(1, small(1), (1, 2), CONFIG)
     assert checkpoints.steps() == []

@@ -69,10 +69,10 @@ def test_a_tally_says_what_is_not_finite_and_counts_what_was_skipped():
 
 def test_a_step_in_a_dtype_without_a_unit_is_no_part_of_a_peak(text):
     whole = configuration(text, model__dtype="bfloat16")
-    flops, why = observe._flops_at_a_peak(whole, hardware.get("h100"))
+    flops, why = observe._flops_for_mfu(whole, hardware.get("h100"))
     assert measure.mfu(flops, 1.0, hardware.get("h100")) > 0 and why == ""
-    assert observe._flops_at_a_peak(whole, hardware.get("t4")) == (None, "no unit for bfloat16")
-    assert observe._flops_at_a_peak(whole, None) == (None, "unknown device")
+    assert observe._flops_for_mfu(whole, hardware.get("t4")) == (None, "no unit for bfloat16")
+    assert observe._flops_for_mfu(whole, None) == (None, "unknown device")
 
 
 def test_tokens_are_known_by_what_they_are(monkeypatch):
