@@ -152,10 +152,11 @@ def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any
 
 def _check_total(total: PyTree, params: PyTree) -> None:
     fix = "start with jax.tree.map(jnp.zeros_like, params), in any dtype"
-    if jax.tree.structure(total) != jax.tree.structure(params):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (total, params)]
+    if structures[0] != structures[1]:
         raise ValueError(
-            f"total of structure {jax.tree.structure(total)} must have that of the parameters,"
-            f" {jax.tree.structure(params)}: {fix}"
+            f"total of structure {structures[0]} must have that of the parameters,"
+            f" {structures[1]}: {fix}"
         )
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(total), jax.tree.leaves(params), strict=True

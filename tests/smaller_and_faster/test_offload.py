@@ -111,7 +111,7 @@ def test_what_cannot_be_streamed_is_refused():
         ValueError, match="must name entries whose leaves all have the same number"
     ):
         optimizer.update(uneven, optimizer.init(uneven))
-    with pytest.raises(ValueError, match="must have it on the host"):
+    with pytest.raises(ValueError, match="must have it in the host"):
         optimizer.update(params, optax.adam(1e-2).init(params))
 
 
