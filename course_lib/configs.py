@@ -223,7 +223,8 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     """
     if not isinstance(config, ConfigDict | FrozenConfigDict):
         raise ValueError(f"config={config!r} must be a ConfigDict, as get('cpu') returns one")
-    hardware.check(accelerator)
+    if accelerator is not None:
+        hardware.check(accelerator)
     check_fields(
         {name: part for name, part in config.items() if name not in PROGRAM}, published_155m()
     )

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from course_lib import configs, measure, training
 from course_lib.measure import hardware, recorded, virtual
+from course_lib.smaller_and_faster import flash_attention
 
 TABLE, ACCELERATOR = "smallest_step_a5000", "a5000"
 
@@ -87,17 +88,24 @@ def flops_of(config: ConfigDict) -> dict[str, int]:
     """Returns the FLOPs of a step by dtype of the operands, recomputed ones included.
 
     Attention that is written out computes masked scores too, and some of its products in
-    float32. Flash attention computes all in the model's dtype, leaves the masked half out, and
-    computes the scores once more in its backward pass.
+    float32. Flash attention computes all in the model's dtype, and leaves out the tiles of
+    scores that are masked entirely. Its kernels have 2 products in the forward pass and 7 in
+    the backward pass (notebook 16). No policy here saves the result of a kernel, so
+    rematerialization runs the forward kernel again: 2 more.
     """
+    from course_lib.smaller_and_faster import flash_kernels
+
     by_dtype = dict(training.step_flops(config).total)
     if config.model.attention != "flash":
         return by_dtype
     total = sum(by_dtype.values())
     model, tokens = config.model, config.data.batch_size * config.data.seq_len
-    product = 2 * tokens * config.data.seq_len * model.hidden_size * model.num_layers
-    products = 8 if model.remat else 6  # two forward, four backward, two recomputed
-    total += (products + 1) * product // 2 - products * product
+    length, tile = config.data.seq_len, flash_attention.tile_for(model.head_dim, model.dtype)
+    scores = flash_kernels.pairs_of_tiles(length // tile, model.causal_mask) * tile**2
+    per_score = 2 * (tokens // length) * model.hidden_size * model.num_layers
+    again = 2 if model.remat else 0
+    total -= (2 + 4 + again) * per_score * length**2
+    total += (2 + 7 + again) * per_score * scores
     return {config.model.dtype: total}
 
 

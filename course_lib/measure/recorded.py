@@ -5,7 +5,7 @@ devices are available, the function runs; elsewhere the rows come from a file of
 which another machine wrote:
 
     table = recorded.live_or_recorded("donation_a5000", measure_both_steps, sizes={"B": B})
-    print(table.note)
+    print(table)
 
 Recorded rows are shown only for the sizes and the accelerator that they were recorded for. For
 others there are no rows, and the note says how to get them.
@@ -27,6 +27,7 @@ import math
 import os
 import pathlib
 import re
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,10 @@ class Table:
     rows: list[dict[str, Any]]
     live: bool
     note: str
+
+    def __str__(self) -> str:
+        """Returns the note in lines of at most 100 characters: `print(table)`."""
+        return textwrap.fill(self.note, 100, break_on_hyphens=False)
 
 
 def live_or_recorded(

@@ -56,7 +56,8 @@ def why_unavailable(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
-    hardware.check(accelerator)
+    if accelerator is not None:
+        hardware.check(accelerator)
     old = (
         accelerator
         and isinstance(accelerator.target, GpuTarget)

@@ -58,13 +58,16 @@ def attend(
 
     Raises:
       ValueError: if `by` is unknown or not available here, or if `check_arrays` or `check`
-        refuses the arrays.
+        refuses the arrays. With by="kernel" inside `jax.jit` or `jax.grad`, the ValueError for
+        a CPU comes from Pallas when the program is lowered: only then is the device known.
     """
     if by not in BY:
         raise ValueError(f"by={by!r} must be one of {BY}")
     if by == "kernel" and (reason := _why_no_triton()):
         raise ValueError(f"by='kernel' cannot be had: {reason}; by='either' takes tiles in JAX")
     check_arrays(query, key, value)
+    if by == "kernel":
+        _check_on_gpu(query)
     _, length, _, width = query.shape
     tile = tile_for(width, query.dtype) if tile is None else tile
     check(seq_len=length, head_dim=width, dtype=query.dtype, tile=tile)
@@ -108,6 +111,18 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
             f"key of shape {key.shape} must have a number of heads that divides the query's"
             f" {heads}"
         )
+
+
+def _check_on_gpu(array: Any) -> None:
+    """Refuses an array that lies on another device. A traced one lies nowhere yet."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        platforms = sorted({device.platform for device in array.devices()})
+        if platforms != ["gpu"]:
+            raise ValueError(
+                f"by='kernel' cannot be had: query lies on a {', '.join(platforms)}, and the"
+                " kernel runs on NVIDIA GPUs; by='either' takes tiles in JAX,"
+                " by='interpreter' runs the kernel slowly"
+            )
 
 
 def tile_for(head_dim: int, dtype: Any) -> int:
@@ -209,7 +224,8 @@ def why_no_kernel(accelerator: Accelerator | None) -> str | None:
     Args:
       accelerator: the target of the compiler; None for a CPU or an unknown device.
     """
-    hardware.check(accelerator)
+    if accelerator is not None:
+        hardware.check(accelerator)
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
         return "the kernel is for NVIDIA GPUs that course_lib.measure.hardware knows"
     return _why_no_triton()

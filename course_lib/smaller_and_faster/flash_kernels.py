@@ -139,6 +139,7 @@ def forward(
         scores, the logarithm of its softmax's denominator.
     """
     (B, L, H, K), G = query.shape, key.shape[2]
+    _check_tile(L, tile)
     call = _kernel_call(
         forward_kernel,
         grid=(L // tile, H, B),
@@ -172,6 +173,7 @@ def backward(
     sum over keys of weight times the weight's gradient: it equals the sum of out * d_out.
     """
     (B, L, H, K), G = query.shape, key.shape[2]
+    _check_tile(L, tile)
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2)  # [B H L]
     arrays = query, key, value, d_out, logsumexp, delta
@@ -198,6 +200,14 @@ def backward(
         **options,
     )(*arrays)
     return d_query, d_key, d_value
+
+
+def _check_tile(length: int, tile: int) -> None:
+    if length % tile:
+        raise ValueError(
+            f"tile={tile} must divide the {length} positions of a sequence: the positions after"
+            " the last tile would have no result; pad the sequences"
+        )
 
 
 def _own(tile: int, width: int) -> pl.BlockSpec:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -101,8 +102,10 @@ def linear_cross_entropy(
       along: "vocabulary" or "tokens".
 
     Raises:
-      ValueError: if `along` does not exist, or `chunks` does not divide what it cuts.
+      ValueError: if shapes or dtypes do not go together, `along` does not exist, or `chunks`
+        does not divide what it cuts.
     """
+    check_arrays(x, head, bias, labels)
     places = jnp.where(labels < 0, labels + head.shape[1], labels)
     per_token = statistics(Factors(x, head, bias), places, chunks=chunks, along=along)
     correct = per_token.best == labels
@@ -118,6 +121,7 @@ def statistics(
     and errors are as for `linear_cross_entropy`, but a negative label is outside.
     """
     x, head = logits.x, logits.head
+    check_arrays(x, head, logits.bias, labels)
     length, width = x.shape[-2:] if x.ndim > 1 else (1, *x.shape)
     check(chunks, along, tokens=length, vocabulary=head.shape[1])
     # B sequences of L: a batch that is divided over devices stays divided.
@@ -125,6 +129,40 @@ def statistics(
     per_token = _statistics(rows, head, logits.bias, places, chunks, along)
     per_token = Statistics(*(number.reshape(labels.shape) for number in per_token))
     return per_token._replace(top=jax.lax.stop_gradient(per_token.top))
+
+
+def check_arrays(x: Any, head: Any, bias: Any, labels: Any) -> None:
+    """Refuses arrays with which the loss would be that of other tokens, or of other logits.
+
+    Raises:
+      ValueError: naming the array, its shape or dtype, and the fix.
+    """
+    for name, array in dict(x=x, head=head, bias=bias).items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} of dtype {array.dtype} must be floating, as activations and weights"
+                f" are: {name}.astype(jnp.float32)"
+            )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(
+            f"labels of dtype {labels.dtype} must be integers, the columns of the head:"
+            " labels.astype(jnp.int32)"
+        )
+    if x.ndim == 0 or head.ndim != 2 or head.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"head of shape {head.shape} must be [D, V], and x of shape {x.shape} must end in"
+            " the same D; pass the transpose of a token table"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels of shape {labels.shape} must be of shape {x.shape[:-1]}, one per token:"
+            f" x has the shape {x.shape}"
+        )
+    if bias is not None and bias.shape != head.shape[1:]:
+        raise ValueError(
+            f"bias of shape {bias.shape} must be of shape {head.shape[1:]}: one number per"
+            " column of the head"
+        )
 
 
 def check(chunks: int, along: str, *, tokens: int, vocabulary: int, prefix: str = "") -> None:
@@ -142,6 +180,8 @@ def check(chunks: int, along: str, *, tokens: int, vocabulary: int, prefix: str 
     """
     if along not in ALONG:
         raise ValueError(f"{prefix}along={along!r} must be one of {ALONG}")
+    if not isinstance(chunks, int | np.integer):
+        raise ValueError(f"{prefix}chunks={chunks!r} must be a whole number, such as 8")
     size = {"tokens": tokens, "vocabulary": vocabulary}[along]
     if chunks < 1 or size % chunks:
         near = min(

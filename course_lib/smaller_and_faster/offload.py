@@ -1,7 +1,9 @@
 """Offload: keeps arrays in the host's memory, and fetches them when a step needs them.
 
-The host of a GPU has more memory than the GPU, behind a link that is 7 to 120 times slower than
-device memory. Offload pays where it saves much memory and sends few bytes over this link:
+The host of a GPU has more memory than the GPU, behind a link that is slower than device memory:
+7 times for an H100 on NVLink-C2C (450 and 3,350 GB/s), 24 times for an RTX A5000 on PCIe 4.0
+(32 and 768 GB/s), and 52 times for an H100 on PCIe 5.0 (64 GB/s). Offload pays where it saves
+much memory and sends few bytes over this link:
 
 - activations, by a checkpoint policy: `model.remat_policy="offload"`
   (`course_lib.one_device.rematerialization`);
@@ -86,9 +88,13 @@ def streamed(
     updates, and sends the new moments back to their old place. The updates overwrite the
     gradients. After the loop, all other parameters, such as embeddings, are updated together.
 
-    The updates are those of `optimizer`, if it treats each parameter by itself, as SGD, Adam,
-    AdamW and Lion do. Clipping needs a norm over all gradients, so put it before:
-    `optax.chain(optax.clip_by_global_norm(1.0), streamed(optax.adam(1e-3)))`.
+    WARNING: `optimizer` must treat each parameter by itself, as SGD, Adam, AdamW and Lion do.
+    Here it sees one layer at a time. An optimizer that needs all gradients at once, such as a
+    clip by their norm, computes other updates without an error, because nothing in it says
+    what it reads. Put the clip before, not inside:
+
+        optax.chain(optax.clip_by_global_norm(1.0), streamed(optax.adam(1e-3)))     # right
+        streamed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))     # wrong
 
     Args:
       optimizer: computes the updates. The state has the structure of this optimizer's state: a
@@ -100,7 +106,11 @@ def streamed(
       The optimizer. Its `init` and `update` raise a RuntimeError where JAX has no host memory,
       and its `update` a ValueError if the parameters have no such entry, their leaves have
       different numbers of layers, or the moments are not on the host.
+
+    Raises:
+      ValueError: if `stacked` is a string.
     """
+    _check_names(stacked)
 
     def init(params: PyTree) -> PyTree:
         return optax.tree_map_params(optimizer, to_host, optimizer.init(params))
@@ -170,8 +180,10 @@ def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
     """Returns the length of the leading axis that all leaves of some entries share.
 
     Raises:
-      ValueError: if the parameters have no such entry, or the lengths differ.
+      ValueError: if `stacked` is a string, the parameters have no such entry, or the lengths
+        differ.
     """
+    _check_names(stacked)
     names = list(params) if isinstance(params, Mapping) else None
     if not names or not set(stacked) <= set(names):
         raise ValueError(
@@ -188,6 +200,14 @@ def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
             f" number of layers; their leading axes are {sorted(lengths)}"
         )
     return lengths.pop()[0]
+
+
+def _check_names(stacked: Sequence[str]) -> None:
+    if isinstance(stacked, str):
+        raise ValueError(
+            f"stacked={stacked!r} must be a sequence of names, as ({stacked!r},): a string is a"
+            " sequence of letters"
+        )
 
 
 def _check_on_host(state: PyTree, places: PyTree) -> None:

@@ -60,7 +60,11 @@ def stochastic_round(key: Key[Array, ""], x: Float[Array, "..."]) -> Float[Array
 
     Returns:
       bfloat16, of the same shape.
+
+    Raises:
+      ValueError: if `x` is not float32.
     """
+    _check_float32(x, "there is nothing to round at random in another dtype")
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -97,7 +101,12 @@ def round_stochastically(
         _check_bfloat16(params)
         return RoundedState(jax.random.key(seed), optimizer.init(_float32(params)))
 
-    def update(grads: PyTree, state: RoundedState, params: PyTree) -> Any:
+    def update(grads: PyTree, state: RoundedState, params: PyTree = None) -> Any:
+        if params is None:
+            raise ValueError(
+                "params=None must be the parameters: update(grads, state, params). A sum is"
+                " rounded, so the parameters are needed"
+            )
         key, noise = jax.random.split(state.key)
         wide = _float32(params)
         updates, inner = optimizer.update(_float32(grads), state.inner, wide)
@@ -109,6 +118,13 @@ def round_stochastically(
         return updates, RoundedState(key, inner)
 
     return optax.GradientTransformation(init, update)
+
+
+def _check_float32(x: Any, reason: str) -> None:
+    if x.dtype != jnp.float32:
+        raise ValueError(
+            f"x of dtype {x.dtype} must be float32: {reason}; take x.astype(jnp.float32)"
+        )
 
 
 def _float32(tree: PyTree) -> PyTree:
@@ -135,7 +151,8 @@ def dynamic_map(signed: bool) -> np.ndarray:
     """Returns the 256 numbers that 8 bits stand for, in increasing order (float32).
 
     Seven decades from 1e-7 to 1. Each decade has twice as many numbers as the one below it, so
-    large numbers are precise to 1% and small ones still differ from 0.
+    large numbers are precise to a few percent (3% in the largest decade, 6% if signed), and
+    small ones still differ from 0.
 
     Args:
       signed: for first moments, with half of the numbers below 0. Second moments are never
@@ -194,9 +211,14 @@ def quantize(
 
     Args:
       x: float32, at least one dimension.
-      signed: whether `x` has negative numbers.
+      signed: whether `x` may have negative numbers. If False, a negative number becomes 0,
+        without an error: a compiled function cannot look at its values.
       block_size: largest number of elements per block; see `block_length`.
+
+    Raises:
+      ValueError: if `x` is not float32, or cannot be cut into blocks.
     """
+    _check_float32(x, "moments are computed in it, and scales keep its dtype")
     length = block_length(x.shape[-1], block_size)
     blocks = x.reshape(*x.shape[:-1], -1, length)
     scales = jnp.abs(blocks).max(axis=-1)

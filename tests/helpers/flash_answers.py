@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from course_lib.lessons import check
@@ -117,6 +118,7 @@ def transposed(n, tile, window):
 
 RIGHT = [
     (check.window_pairs, (pairs(),)),
+    (check.window_pairs, (lambda *a: tuple(np.transpose(pairs()(*a))),)),
     (check.query_gradient, (gradient(),)),
     (check.gradient_kernel, (kernel(),)),
     (check.gradient_kernel, (jax.jit(kernel(), static_argnums=6),)),
@@ -130,6 +132,8 @@ WRONG = [
     ),
     (check.window_pairs, (pairs(lambda i, tile, window: i - window // tile),), "is missing"),
     (check.window_pairs, (without_diagonal,), "each position sees itself"),
+    (check.window_pairs, (lambda n, tile, window: n,), "a list of pairs"),
+    (check.window_pairs, (lambda n, tile, window: [0, 1, 2],), "a list of pairs"),
     (check.window_pairs, (whole_sequence,), "future"),
     (check.window_pairs, (transposed,), "future"),
     (check.window_pairs, (pairs(twice=2),), "listed twice"),

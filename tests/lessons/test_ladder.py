@@ -57,14 +57,20 @@ def test_a_rung_compiles_to_its_record(name):
     assert compiled["bytes_each_way"] == recorded["bytes_each_way"]
 
 
-def test_flash_attention_leaves_out_masked_scores_and_computes_scores_again_in_its_backward():
-    config = ladder.config_of("unrolled")
+@pytest.mark.parametrize(
+    ("rung", "written_out", "by_kernels"),
+    [("unrolled", 2 + 4, 2 + 7), ("products once, 4 minibatches", 2 + 4 + 2, 2 + 7 + 2)],
+)
+def test_flash_attention_leaves_out_masked_tiles_and_takes_the_products_of_its_kernels(
+    rung, written_out, by_kernels
+):
+    config = ladder.config_of(rung)
     with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
-        written_out = sum(training.step_flops(config).total.values())
+        all_scores = sum(training.step_flops(config).total.values())
         flops = ladder.flops_of(config)["bfloat16"]
     score_product = 2 * 64 * 512 * 512 * 1024 * 12
-    # six products of which half is masked, and one more, half of it
-    assert written_out - flops == (6 - 3.5) * score_product
+    # 8 tiles of 64 positions: 36 of 64 pairs of tiles are not masked entirely
+    assert all_scores - flops == (written_out - by_kernels * 36 / 64) * score_product
 
 
 def test_where_dense_products_are_kept_the_two_of_attention_are_recomputed():

@@ -271,3 +271,12 @@ def test_each_table_of_the_package_can_be_read(file, here):
     accelerator, sizes = record["accelerator"], record.get("sizes")
     table = recorded.live_or_recorded(file.stem, never, accelerator, sizes)
     assert table.rows and all(isinstance(row, dict) for row in table.rows)
+
+
+def test_a_printed_table_is_its_note_in_lines_of_at_most_100_characters():
+    table = recorded.Table(
+        [], False, "recorded on 2026-11-23 for a virtual NVIDIA H100 SXM, " * 7
+    )
+    lines = str(table).splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) <= 100
+    assert " ".join(lines) == table.note.strip()

@@ -1,10 +1,13 @@
 """Checks of notebook 16's exercises."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from course_lib.lessons.check.answers import (
+    WrongAnswer,
     call,
     close,
     equations,
@@ -26,7 +29,7 @@ def window_pairs(your_pairs):
             "Draw the mask for n=4, tile=4, window=5, and mark the tiles with anything in them."
         )
         yours = call(your_pairs, n, tile, window, hint=hint)
-        yours = sorted((int(i), int(j)) for i, j in yours)
+        yours = _as_pairs(yours)
         position = np.arange(n * tile)
         age = position[:, None] - position[None, :]
         seen = ((age >= 0) & (age < window)).reshape(n, tile, n, tile).any((1, 3))
@@ -52,6 +55,21 @@ def window_pairs(your_pairs):
             " is saved by skipping too little.",
         )
     return "the number of pairs grows with L times the window, no longer with L squared."
+
+
+def _as_pairs(yours: Any) -> list[tuple[int, int]]:
+    """Returns the pairs (i, j), sorted; two arrays of i and of j, as `np.nonzero` returns them,
+    become pairs.
+    """
+    if isinstance(yours, tuple) and len(yours) == 2 and all(np.ndim(one) == 1 for one in yours):
+        if any(isinstance(one, np.ndarray | jax.Array) for one in yours):
+            yours = np.transpose(yours)
+    try:
+        return sorted((int(i), int(j)) for i, j in yours)
+    except (TypeError, ValueError):
+        raise WrongAnswer(
+            f"Return a list of pairs (i, j), such as [(0, 0), (1, 0)], not {yours!r}."
+        ) from None
 
 
 @exercise

@@ -45,14 +45,20 @@ def bytes_of_logits(all_logits, in_chunks):
         " traced program. It has one float32 number for each token and each column.",
     )
     chunk, summed = (size / MIB for size in measured_bytes(tokens, width, vocab, chunks))
+    is_chunk = abs(in_chunks - chunk) < abs(in_chunks - summed)
     require(
-        abs(in_chunks / chunk - 1) > 0.03,
+        not is_chunk or abs(in_chunks / chunk - 1) > 0.03,
         f"{in_chunks:,.0f} MiB is one chunk of logits. The float32 sum for the gradient of x"
         " is missing: each chunk adds to it, so it lives as long as the loop.",
     )
     require(
         abs(in_chunks / (chunk + summed / 2) - 1) > 0.03,
         f"{in_chunks:,.0f} MiB would be a sum in bfloat16: 32 additions would round 32 times.",
+    )
+    require(
+        is_chunk or abs(in_chunks / summed - 1) > 0.03,
+        f"{in_chunks:,.0f} MiB is the float32 sum for the gradient of x. The chunk of logits is"
+        " missing: both exist at once.",
     )
     require(
         abs(in_chunks / (chunk + summed) - 1) <= 0.03,

@@ -1,5 +1,7 @@
 """Checks of notebook 18's exercises."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -57,6 +59,10 @@ def streamed_momentum(your_update):
         "Return two things: the parameters, and the momentum.",
     )
     require(
+        not close(tuple(result), (new_m, p - 0.1 * new_m)),
+        "The momentum comes first: return the parameters first, then the momentum.",
+    )
+    require(
         not close(tuple(result), (p - 0.1 * m, new_m)),
         "The parameters moved by the old momentum: update the momentum first.",
     )
@@ -108,7 +114,7 @@ def what_to_offload(your_choice):
     right = {name for name, (flops, n) in values.items() if 2 * n / link < flops / rate}
     one_way = {name for name, (flops, n) in values.items() if n / link < flops / rate}
     hint = "Compare two times, value by value."
-    chosen = set(call(your_choice, values, rate, link, hint=hint))
+    chosen = _names(call(your_choice, values, rate, link, hint=hint))
     require(chosen <= set(values), f"Return names of `values`, not {sorted(map(str, chosen))}.")
     require(
         chosen != one_way,
@@ -129,7 +135,7 @@ def what_to_offload(your_choice):
     # On another machine, other values are the right ones.
     slower, faster = 10e12, 450e9
     others = {"queries": (1e11, 4e9), "mask": (4e10, 5e8), "scores": (5e11, 6e10)}
-    chosen_there = set(call(your_choice, others, slower, faster, hint=hint))
+    chosen_there = _names(call(your_choice, others, slower, faster, hint=hint))
     right_there = {n for n, (flops, b) in others.items() if 2 * b / faster < flops / slower}
     require(
         chosen_there == right_there,
@@ -138,3 +144,12 @@ def what_to_offload(your_choice):
     )
     recomputed = sum(flops for flops, _ in values.values()) / rate
     return f"{best * 1e3:.0f} ms, where computing all again takes {recomputed * 1e3:.0f} ms."
+
+
+def _names(chosen):
+    """Returns the set of names that a learner's function chose."""
+    require(
+        isinstance(chosen, Iterable) and not isinstance(chosen, str),
+        f"Return a set of names, such as {{'hidden'}}, not {chosen!r}.",
+    )
+    return set(chosen)
