@@ -205,7 +205,10 @@ def test_what_it_cannot_do_is_refused_before_it_compiles(change, message):
     ("params", "message"),
     [
         ({"rest": jnp.ones(3)}, r"stacked=\('block',\) must name"),
-        ({"block": {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}}, "the same number of layers"),
+        (
+            {"block": {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}},
+            "the same number of layers",
+        ),
     ],
 )
 def test_parameters_without_stacked_layers_are_refused(params, message):
