@@ -223,8 +223,7 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     """
     if not isinstance(config, ConfigDict | FrozenConfigDict):
         raise ValueError(f"config={config!r} must be a ConfigDict, as get('cpu') returns one")
-    if accelerator is not None:
-        hardware.check(accelerator)
+    hardware.check(accelerator)
     check_fields(
         {name: part for name, part in config.items() if name not in PROGRAM}, published_155m()
     )

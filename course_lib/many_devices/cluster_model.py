@@ -73,6 +73,7 @@ def network_share(hosts: int) -> float:
     128 hosts it is extrapolated.
 
     Raises:
+      TypeError: if the number is not whole.
       ValueError: if there is no host.
     """
     check_type("hosts", hosts, (int, np.integer), "a whole number of hosts")
@@ -242,6 +243,7 @@ class Cluster:
       products_share: share of the peak rate that matrix products reach.
 
     Raises:
+      TypeError: if `accelerator` is no row of `hardware`, or `products_share` no number.
       ValueError: if a number is out of range, a host has more GPUs than the cluster, or a
         cluster of TPUs has hosts, ports or switches: TPUs are linked by a torus.
     """
@@ -327,6 +329,7 @@ class Cluster:
           over: the axis or axes. An axis of `AXES` that is not in `axes` has size 1.
 
         Raises:
+          TypeError: if `axes` is no mapping, or `over` names nothing.
           ValueError: if the axes do not multiply to `count`, or the group crosses a network for
             which there is no figure.
         """

@@ -167,6 +167,7 @@ def estimate(
       cluster: the devices, and the links between them.
 
     Raises:
+      TypeError: if `config` is no configuration, or `cluster` no `Cluster`.
       ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
         which decides by itself; if the optimizer's moments are on the host, or gradients are
         added in place; if the axes do not multiply to the cluster's devices, the accelerator
@@ -312,6 +313,7 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
       The estimates; an empty list if nothing fits.
 
     Raises:
+      TypeError: as in `estimate`.
       ValueError: if the model cannot work on any number of devices; or, as in `estimate`, if
         moments are on the host, gradients are added in place, or the accelerator has no figure
         for a link.

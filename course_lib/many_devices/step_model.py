@@ -101,6 +101,7 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
       cluster: the devices, as many as the product of `plan.axes`.
 
     Raises:
+      TypeError: if an argument is of another type, such as two that changed places.
       ValueError: if the axes do not fit the cluster; "tensor", "context" or "expert" does not
         divide heads, sequence or experts; a stage would have no layer; there is no figure for a
         link; or the accelerator has no unit for `plan.dtype`.

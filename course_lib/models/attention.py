@@ -56,8 +56,7 @@ def why_unavailable(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
-    if accelerator is not None:
-        hardware.check(accelerator)
+    hardware.check(accelerator)
     old = (
         accelerator
         and isinstance(accelerator.target, GpuTarget)

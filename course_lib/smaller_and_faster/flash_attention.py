@@ -224,8 +224,7 @@ def why_no_kernel(accelerator: Accelerator | None) -> str | None:
     Args:
       accelerator: the target of the compiler; None for a CPU or an unknown device.
     """
-    if accelerator is not None:
-        hardware.check(accelerator)
+    hardware.check(accelerator)
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
         return "the kernel is for NVIDIA GPUs that course_lib.measure.hardware knows"
     return _why_no_triton()
