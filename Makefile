@@ -40,7 +40,7 @@ lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a
 
 test: lint unit nbval ## lint, types, unit tests, and every notebook against its stored outputs
 
-# A slow test kills processes, needs Slurm or Open MPI, or compiles much: tests/conftest.py.
+# Slow tests: docs/versions.md says what they do.
 test-all unit-all: export COURSE_SLOW = 1
 test-all: test ## all of `make test`, with the slow tests
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import measure, optimizers
-from course_lib.configs import check
+from course_lib.configs import check, published_155m
 from course_lib.measure import virtual
 from course_lib.models import losses
 from course_lib.models.hooks import Hooks
@@ -455,7 +455,8 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     """
     written_out = ConfigDict(config.to_dict())  # a copy: the caller's stays as it is
     written_out.model.update(attention="reference", loss_chunks=1)
-    written_out.optimizer.update(name="sgd", weight_decay=0.0, offload=False)
+    written_out.optimizer = published_155m().optimizer  # not the caller's
+    written_out.optimizer.update(name="sgd", weight_decay=0.0)
     # By hand, the last product of each block is traced twice; XLA removes the unused one.
     written_out.training.backward = "autodiff"
     run = build(written_out)

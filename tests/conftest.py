@@ -95,7 +95,7 @@ LONG = {
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "slow: kills processes, needs Slurm or Open MPI, or compiles much"
+        "markers", "slow: runs with COURSE_SLOW=1 only; docs/versions.md says why"
     )
 
 

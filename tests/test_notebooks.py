@@ -43,6 +43,7 @@ TECHNIQUE_LINES = {
     "18_offload": 25,
     "19_smallest_step": 25,
 }
+assert set(TECHNIQUE_LINES) == set(NAMES) - {"21_train_for_real"}
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
 CLOSING = ["Summary", "Exercises", "References"]
 # Folders that differ between machines.

@@ -98,6 +98,9 @@ def at(sizes, code):
     return ast.unparse(tree)
 
 
+STORED = {path.stem for path in FOLDER.glob("*.ipynb")}
+assert set(OTHER_SIZES) == STORED - {"12_3d_parallelism", "21_train_for_real"}
+
 # All of them take many minutes: COURSE_SIZES is the number of sets that run, 2 if not set.
 SETS = int(os.environ.get("COURSE_SIZES", "2"))
 

@@ -20,7 +20,7 @@ from course_lib.text.data import Batch
 
 PyTree = Any
 # For programs that run once: they compile in half the time, with the same numbers and bytes.
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 # A leaf whose gradient is zero in theory, such as the bias of the keys, holds only rounding. It
 # is compared with this part of the whole gradient's norm.
 SMALL_LEAF = 1e-2

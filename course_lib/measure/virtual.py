@@ -53,7 +53,7 @@ from course_lib.measure import hardware
 PyTree = Any
 
 GPUS_PER_HOST = 8
-NEVER_RUN = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
+NEVER_RUN: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
 """Compiler options of programs that never run: do not optimize their machine code, and do not
 try several kernels for a product.
 """

@@ -16,6 +16,7 @@ import numpy as np
 from IPython.display import Markdown, display
 
 OLDEST_JAX = "0.7.2"
+LINE = 96  # characters that fit into a cell of JupyterLab
 
 
 def setup() -> None:
@@ -106,7 +107,8 @@ def table(
     """Prints rows as an aligned table of plain text.
 
     Whole numbers get thousands separators, other numbers four significant digits, `None` a
-    dash; numbers are aligned to the right.
+    dash; numbers are aligned to the right. The names of a table wider than a cell are broken at
+    spaces.
 
     Args:
       rows: dicts or dataclasses.
@@ -138,7 +140,13 @@ def table(
         )
 
     cells = [[_cell(row[name], formats.get(name)) for name in names] for row in dicts]
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    values = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(len(name), value) for name, value in zip(names, values, strict=True)]
+    headings = [[name] for name in names]
+    if sum(widths) + 2 * (len(names) - 1) > LINE:
+        words = [max(map(len, name.split()), default=0) for name in names]
+        widths = [max(pair) for pair in zip(words, values, strict=True)]
+        headings = [textwrap.wrap(*each) for each in zip(names, widths, strict=True)]
     right = [any(_is_number(row[name]) for row in dicts) for name in names]
 
     def line(texts: Sequence[str]) -> str:
@@ -150,7 +158,12 @@ def table(
 
     if title:
         print(title)
-    print("\n".join([line(names), line(["-" * width for width in widths]), *map(line, cells)]))
+    height = max(map(len, headings))
+    above = zip(
+        *([""] * (height - len(heading)) + heading for heading in headings), strict=True
+    )
+    rule = ["-" * width for width in widths]
+    print("\n".join(map(line, [*above, rule, *cells])))
 
 
 def _as_dict(row: Any) -> dict[str, Any]:

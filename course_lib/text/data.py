@@ -243,7 +243,7 @@ def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
             with files.atomic_write(path) as file:
                 for piece in pieces:
                     file.write(piece.tobytes())
-                    checksum = zlib.crc32(piece, checksum)
+                    checksum = zlib.crc32(piece.data, checksum)
                 file.write(checksum.to_bytes(4, "little"))
             return np.memmap(path, np.uint8, "r")[:-4]
     except OSError as error:
@@ -257,7 +257,7 @@ def _stored(path: pathlib.Path) -> UInt8[np.ndarray, "_"] | None:
         content = np.memmap(path, np.uint8, "r")
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
         return None
-    checksum = zlib.crc32(content[:-4]).to_bytes(4, "little")
+    checksum = zlib.crc32(content[:-4].data).to_bytes(4, "little")
     return content[:-4] if content[-4:].tobytes() == checksum else None
 
 

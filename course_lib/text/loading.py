@@ -37,7 +37,7 @@ State = dict[str, Any]
 
 def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
     """Returns the number of tokens and their CRC-32, which stay the same if the files move."""
-    return {"tokens": len(tokens), "crc32": zlib.crc32(np.ascontiguousarray(tokens))}
+    return {"tokens": len(tokens), "crc32": zlib.crc32(np.ascontiguousarray(tokens).data)}
 
 
 def check_apart(folder: pathlib.Path, corpus: data.Corpus) -> None:

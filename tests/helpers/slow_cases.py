@@ -4,5 +4,5 @@ import pytest
 
 
 def slow(*case):
-    """Returns a case of `pytest.mark.parametrize` that runs in `make test-all` only."""
+    """Returns a case of `pytest.mark.parametrize` that runs with COURSE_SLOW=1 only."""
     return pytest.param(*case, marks=pytest.mark.slow)

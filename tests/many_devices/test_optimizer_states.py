@@ -20,6 +20,8 @@ from course_lib.text.data import Batch
 DEVICES = 4
 EXACT = ("adamw", "adamw_bf16", "adamw_8bit", "lion")
 ROUNDED = {"adafactor": 1e-5, "muon": 1e-4}  # sums over shards, in another order
+COVERED = ("sgd", "adam")  # by the tests of strategies and of adamw
+assert {*EXACT, *ROUNDED, *COVERED} == set(optimizers.OPTIMIZERS), "an optimizer is not tested"
 
 
 @pytest.fixture(autouse=True)

@@ -115,6 +115,23 @@ class Row:
     ok: bool = True
 
 
+def test_the_names_of_a_wide_table_are_broken_at_spaces(capsys):
+    row = {"a layout": "x" * 60, "best with context (s)": 1.5, "step without overlap": "two"}
+    notebook.table([row])
+    assert capsys.readouterr().out.splitlines() == [
+        " " * 62 + "   best",
+        " " * 62 + "   with  step",
+        " " * 62 + "context  without",
+        "a layout" + " " * 54 + "    (s)  overlap",
+        "-" * 60 + "  -------  -------",
+        "x" * 60 + "      1.5  two",
+    ]
+    notebook.table([row | {"a layout": "x" * 51}])
+    fits = capsys.readouterr().out.splitlines()
+    assert len(fits) == 3 and len(fits[0]) == 96
+    assert fits[0].endswith("  best with context (s)  step without overlap")
+
+
 def test_a_table_takes_dataclasses_chooses_columns_and_formats_scalars_of_any_kind(capsys):
     notebook.table(
         [Row(1000, jnp.float32(2.5)), Row(2, jnp.bfloat16(0.5))],

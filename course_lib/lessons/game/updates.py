@@ -274,7 +274,7 @@ def explain(yours: PyTree) -> str:
             " out of the gradient?"
         )
     return _explain_batch(*shares_of_sequences(yours)) or _explain_model(
-        {name: norm(mine - right) / norm(right) for (name, mine), (_, right) in pairs}
+        {name: float(norm(mine - right) / norm(right)) for (name, mine), (_, right) in pairs}
     )
 
 
@@ -339,5 +339,6 @@ def shares_of_sequences(yours: PyTree) -> tuple[np.ndarray, float, float]:
     )
     basis = np.concatenate([each / SMALL.batch_size, old]).T
     shares, *_ = np.linalg.lstsq(basis, target[0], rcond=None)
-    rest = np.linalg.norm(basis @ shares - target[0]) / max(np.linalg.norm(target), 1e-30)
+    size = max(float(np.linalg.norm(target)), 1e-30)
+    rest = np.linalg.norm(basis @ shares - target[0]) / size
     return shares[:-1], float(shares[-1]), float(rest)

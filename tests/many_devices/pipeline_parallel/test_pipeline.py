@@ -37,6 +37,7 @@ CASES = (
     ("zero_bubble", 4, 8, 1, 1),
     slow(("depth_first", 4, 8, 2, 1)),
 )
+assert {case[0] for case in CASES if isinstance(case[0], str)} == set(schedules.SCHEDULES)
 ODD = (("zero_bubble", 3, 4, 1, 1), ("1f1b", 5, 3, 1, 1), ("gpipe", 6, 2, 1, 1))
 
 
