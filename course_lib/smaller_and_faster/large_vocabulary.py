@@ -20,8 +20,8 @@ keep them (Liger Kernel does, https://arxiv.org/abs/2410.10989). Then nothing is
 but the weight of each label must be known in advance, and the gradient of W waits in memory.
 Recomputing gives a loss per label, which a caller can weigh, mask or add to other terms.
 
-Cut Cross-Entropy (Wijmans et al., 2024, https://arxiv.org/abs/2411.09009) does the same in one
-kernel, whose chunks never leave the chip.
+Cut Cross-Entropy (Wijmans et al., 2024, https://arxiv.org/abs/2411.09009) does the same in
+kernels of its own, whose chunks never leave the chip.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Offload: keeps arrays in the host's memory, and fetches them when a step needs them.
 
 The host of a GPU has more memory than the GPU, behind a link that is slower than device memory:
-7 times for an H100 on NVLink-C2C (450 and 3,350 GB/s), 24 times for an RTX A5000 on PCIe 4.0
-(32 and 768 GB/s), and 52 times for an H100 on PCIe 5.0 (64 GB/s). Offload pays where it saves
-much memory and sends few bytes over this link:
+7 times for an H100's memory and the NVLink-C2C of a Grace Hopper (450 and 3,350 GB/s), 24 times
+for an RTX A5000 on PCIe 4.0 (32 and 768 GB/s), and 52 times for an H100 on PCIe 5.0 (64 GB/s).
+Offload pays where it saves much memory and sends few bytes over this link:
 
 - activations, by a checkpoint policy: `model.remat_policy="offload"`
   (`course_lib.one_device.rematerialization`);
@@ -95,6 +95,9 @@ def streamed(
 
         optax.chain(optax.clip_by_global_norm(1.0), streamed(optax.adam(1e-3)))     # right
         streamed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))     # wrong
+
+    It also sees each layer without the axis of layers. So a mask or a rule that counts the
+    dimensions of a parameter decides otherwise than without `streamed`: decide by its name.
 
     Args:
       optimizer: computes the updates. The state has the structure of this optimizer's state: a

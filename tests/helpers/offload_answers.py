@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from course_lib.lessons import check
+from course_lib.smaller_and_faster import offload
 
 FUNCTIONS = [check.streamed_momentum, check.what_to_offload]
 PREDICTIONS = {check.streamed_bytes: 2}
@@ -36,6 +37,18 @@ def fetched_at_once(p, m, g):
 def sent_at_once(p, m, g):
     p, m = streamed(sends=False)(p, m, g)
     return p, jax.device_put(m, HOST)
+
+
+def sent_and_forgotten(p, m, g):
+    """Takes `device_put` for a move in place."""
+
+    def one_layer(_, layer):
+        p, m, g = layer
+        p, m = update(p, jax.device_put(m, DEVICE), g)
+        jax.device_put(m, HOST)
+        return None, (p, m)
+
+    return jax.lax.scan(one_layer, None, (p, m, g))[1]
 
 
 def in_place(p, m, g):
@@ -94,3 +107,5 @@ WRONG = [
     (check.what_to_offload, (most_flops,), "both rates"),
     (check.what_to_offload, (dense,), "both rates"),
 ]
+if offload.why_unavailable() is None:  # JAX 0.7.2 leaves all arrays on a CPU in one memory
+    WRONG.append((check.streamed_momentum, (sent_and_forgotten,), "in the device's memory"))

@@ -63,6 +63,21 @@ def without_the_head(x, head, labels, weights):
     return in_one_pass()(x, head, labels, weights)[:2]
 
 
+def in_python(x, head, labels, weights):
+    """Four chunks, whose logits all exist at the same time."""
+    logits = [part @ head for part in jnp.split(x, 4)]
+    loss, dhead, dx = jnp.zeros(()), jnp.zeros_like(head), []
+    parts = (jnp.split(a, 4) for a in (x, labels, weights / weights.sum()))
+    for chunk, part, label, scale in zip(logits, *parts, strict=True):
+        logsumexp = jax.nn.logsumexp(chunk, axis=-1)
+        one_hot = jax.nn.one_hot(label, head.shape[1])
+        loss += (scale * (logsumexp - (chunk * one_hot).sum(-1))).sum()
+        dlogits = scale[:, None] * (jnp.exp(chunk - logsumexp[:, None]) - one_hot)
+        dx.append(dlogits @ head.T)
+        dhead += part.T @ dlogits
+    return loss, jnp.concatenate(dx), dhead
+
+
 ALL, CHUNK, SUM = 4_008, 125.25, 128
 RIGHT = [
     (check.online_logsumexp, (by_logaddexp,)),
@@ -90,4 +105,5 @@ WRONG = [
     (check.one_pass, (in_one_pass(again=True),), "4.0 products"),
     (check.one_pass, (by_the_library,), "4.0 products"),
     (check.one_pass, (without_the_head,), "three things"),
+    (check.one_pass, (in_python,), "scan over the chunks"),
 ]

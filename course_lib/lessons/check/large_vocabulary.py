@@ -196,6 +196,10 @@ def one_pass(your_gradient):
         f"A value has {largest:,} numbers; all logits would be {tokens * vocab:,}. Four chunks"
         " or more keep it small.",
     )
+    require(
+        any(eqn.primitive.name in ("scan", "while") for eqn in equations(jaxpr.jaxpr)),
+        "In a loop of Python, all chunks' logits may exist at once: scan over the chunks.",
+    )
     flops = sum(measure.flops(your_gradient, *args).total.values())
     products = flops / (2 * tokens * width * vocab)
     require(

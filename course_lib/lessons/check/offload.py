@@ -14,6 +14,7 @@ from course_lib.lessons.check.answers import (
     predicted,
     require,
 )
+from course_lib.measure import virtual
 from course_lib.smaller_and_faster import offload
 
 
@@ -83,6 +84,11 @@ def streamed_momentum(your_update):
     require(
         max(sent) < m.size,
         "All layers are sent back at once: until then they are in the device's memory.",
+    )
+    require(
+        offload.why_unavailable() or result[1].sharding.memory_kind == virtual.HOST_MEMORY,
+        "The momentum that you return is in the device's memory: return what"
+        " `jax.device_put(..., jax.memory.Space.Host)` gives.",
     )
     return "one layer at a time crosses the link, there and back."
 

@@ -81,7 +81,7 @@ def memory_breakdown(
         axes.barh(range(len(rows)), widths, 0.62, left=left, label=key, **look)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for y, total in enumerate(left):
-        digits = 1 if total < 100 else 0
+        digits = 2 if total < 10 else 1 if total < 100 else 0
         style.write(axes, f"{total:,.{digits}f} {unit_name}", total, y)
     _finish(figure, axes, title, xlabel.replace("GiB", unit_name))
     return figure
