@@ -19,6 +19,7 @@ from course_lib.many_devices.plans import Plan, Shape
 STATE_SHARE = 0.8  # of a GPU's memory: what the state may take, so that activations have room
 SIZES = (2, 4, 8)  # of the axis that a neighbour adds
 CHUNKS = (1, 2, 3, 4, 6, 8)  # per pipeline stage
+MICROBATCH_TOKENS = 4096  # per GPU, at most: the activations of several microbatches are kept
 
 
 def state_bytes(shape: Shape, plan: Plan, devices: int) -> float:
@@ -62,37 +63,66 @@ def neighbours(
 ) -> dict[str, dict[str, float]]:
     """Returns the seconds of layouts near ZeRO 3 over all GPUs, by added axis and by name.
 
-    "context" and "tensor" stand beside ZeRO 3, "pipe" is Megatron-LM's interleaved pipeline
-    with ZeRO 1 and one sequence per microbatch. What does not divide the model or the batch is
-    left out.
+    "context" and "tensor" stand beside ZeRO 3; "pipe" are `pipelines`, which send gradients in
+    float32. What does not divide the model or the batch is left out.
     """
     n = cluster.count
     fused: dict[str, Any] = {"fused_attention": fused_attention}
-    found: dict[str, dict[str, float]] = {"context": {}, "tensor": {}, "pipe": {}}
+    by_axis: dict[str, dict[str, float]] = {"context": {}, "tensor": {}, "pipe": {}}
     for k in SIZES:
         replicas, left = divmod(n, k)
         if left or batch % replicas:
             continue
-        orders = {"fsdp": replicas, "context": k}, {"context": k, "fsdp": replicas}
-        found["context"][f"context {k}"] = min(
-            step_seconds(shape, cluster, batch, axes, **fused) for axes in orders
-        )
-        if shape.heads % k == 0:
+        if shape.seq_len % (2 * k) == 0:
+            orders = {"fsdp": replicas, "context": k}, {"context": k, "fsdp": replicas}
+            by_axis["context"][f"context {k}"] = min(
+                step_seconds(shape, cluster, batch, axes, **fused) for axes in orders
+            )
+        if _divides(k, shape):
             axes = {"fsdp": replicas, "tensor": k}
             how = fused | _along_tensor(k)
-            found["tensor"][f"tensor {k}"] = step_seconds(shape, cluster, batch, axes, **how)
+            by_axis["tensor"][f"tensor {k}"] = step_seconds(shape, cluster, batch, axes, **how)
+    by_axis["pipe"] = pipelines(shape, cluster, batch, gradient_bytes=4, **fused)
+    return by_axis
+
+
+def pipelines(shape: Shape, cluster: Cluster, batch: int, **options: Any) -> dict[str, float]:
+    """Returns the seconds of Megatron-LM's pipelines, by name: 2 to 8 stages of up to 8 chunks,
+    with and without "tensor" inside of a stage, and ZeRO 1.
+
+    With several chunks, stages send while they compute. The microbatch is the one that takes
+    the least time: one sequence or more, up to `MICROBATCH_TOKENS`. What does not divide the
+    model or the batch is left out.
+
+    Args:
+      shape: sizes of the model.
+      cluster: the GPUs.
+      batch: sequences per step.
+      options: fields of `plans.Plan`, instead of those above.
+    """
+    by_name: dict[str, float] = {}
     for p, t, v in itertools.product(SIZES, (1, *SIZES), CHUNKS):
-        replicas, left = divmod(n, p * t)
-        # Chunks have equally many layers, and microbatches come in groups of p.
-        if left or batch % (replicas * p) or shape.heads % t or shape.layers % (p * v):
+        replicas, left = divmod(cluster.count, p * t)
+        if left or batch % replicas or shape.layers % (p * v) or not _divides(t, shape):
             continue
         axes = {"data": replicas, "pipe": p, "tensor": t}
-        how = fused | _along_tensor(t) | {"microbatch": 1, "gradient_bytes": 4}
-        how |= {"chunks": v, "pipe_overlap": v > 1}
         name = f"pipe {p}, tensor {t}, {v} chunks".replace(" tensor 1,", "")
-        found["pipe"][name] = step_seconds(shape, cluster, batch, axes, **how)
-    return found
+        how = {"chunks": v, "pipe_overlap": v > 1} | _along_tensor(t) | options
+        for sequences in (1, 2, 4, 8, 16, 32):
+            tokens = sequences * shape.seq_len / t  # of a GPU
+            # Megatron-LM's chunks take microbatches in groups of p.
+            if batch % (replicas * sequences * p) or (
+                sequences > 1 and tokens > MICROBATCH_TOKENS
+            ):
+                continue
+            seconds = step_seconds(shape, cluster, batch, axes, microbatch=sequences, **how)
+            by_name[name] = min(seconds, by_name.get(name, math.inf))
+    return by_name
 
 
-def _along_tensor(size: int) -> dict[str, bool]:
+def _divides(tensor: int, shape: Shape) -> bool:
+    return not any(count % tensor for count in (shape.heads, shape.kv_heads, shape.mlp))
+
+
+def _along_tensor(size: int) -> dict[str, Any]:
     return {"sequence_parallel": size > 1, "tensor_overlap": size > 1}

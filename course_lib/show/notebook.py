@@ -108,7 +108,7 @@ def table(
 
     Whole numbers get thousands separators, other numbers four significant digits, `None` a
     dash; numbers are aligned to the right. The names of a table wider than a cell are broken at
-    spaces.
+    spaces, into no more lines than they need.
 
     Args:
       rows: dicts or dataclasses.
@@ -141,12 +141,15 @@ def table(
 
     cells = [[_cell(row[name], formats.get(name)) for name in names] for row in dicts]
     values = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths = [max(len(name), value) for name, value in zip(names, values, strict=True)]
-    headings = [[name] for name in names]
-    if sum(widths) + 2 * (len(names) - 1) > LINE:
-        words = [max(map(len, name.split()), default=0) for name in names]
-        widths = [max(pair) for pair in zip(words, values, strict=True)]
-        headings = [textwrap.wrap(*each) for each in zip(names, widths, strict=True)]
+    for lines in range(1, 6):
+        wide = [_width(name, lines) for name in names]
+        widths = [max(pair) for pair in zip(wide, values, strict=True)]
+        if sum(widths) + 2 * (len(names) - 1) <= LINE:
+            break
+    headings = [
+        [name] if len(name) <= width else textwrap.wrap(name, width)
+        for name, width in zip(names, widths, strict=True)
+    ]
     right = [any(_is_number(row[name]) for row in dicts) for name in names]
 
     def line(texts: Sequence[str]) -> str:
@@ -164,6 +167,14 @@ def table(
     )
     rule = ["-" * width for width in widths]
     print("\n".join(map(line, [*above, rule, *cells])))
+
+
+def _width(name: str, lines: int) -> int:
+    """Returns the smallest width at which a name, broken at spaces, takes at most `lines`."""
+    longest = max(map(len, name.split()), default=0)
+    narrower = range(longest, len(name)) if lines > 1 else ()
+    fitting = (width for width in narrower if len(textwrap.wrap(name, width)) <= lines)
+    return next(fitting, len(name))
 
 
 def _as_dict(row: Any) -> dict[str, Any]:

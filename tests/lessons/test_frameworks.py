@@ -68,6 +68,10 @@ def test_neighbours_are_named_and_what_divides_nothing_is_left_out():
     twelve = frameworks.neighbours(SHAPE, Cluster(H100S.accelerator, 12, gpus_per_host=4), 24)
     assert list(twelve["context"]) == ["context 2", "context 4"]
     assert not any("tensor 8" in name for name in twelve["pipe"])
+    odd = dataclasses.replace(SHAPE, kv_heads=2, seq_len=1004)  # 4 x 251 positions
+    found = frameworks.neighbours(odd, H100S, BATCH)
+    assert list(found["context"]) == ["context 2"] and list(found["tensor"]) == ["tensor 2"]
+    assert not any("tensor 4" in name for name in found["pipe"])
 
 
 def test_a_pipeline_is_interleaved_and_sends_beside_computing():
@@ -76,6 +80,7 @@ def test_a_pipeline_is_interleaved_and_sends_beside_computing():
     plan = Plan(
         axes,
         BATCH,
+        microbatch=2,  # 2 x 4096 tokens on two GPUs; four microbatches of one stage
         chunks=4,
         zero=1,
         recompute="block",
@@ -84,8 +89,24 @@ def test_a_pipeline_is_interleaved_and_sends_beside_computing():
         tensor_overlap=True,
         gradient_bytes=4,
     )
-    expected = step_model.breakdown(SHAPE, plan, H100S).total
-    assert found["pipe 2, tensor 2, 4 chunks"] == expected
+    smaller = dataclasses.replace(plan, microbatch=1)
+    seconds = [step_model.breakdown(SHAPE, each, H100S).total for each in (plan, smaller)]
+    assert found["pipe 2, tensor 2, 4 chunks"] == min(seconds)
+
+
+def test_options_of_a_pipeline_replace_the_usual_ones():
+    usual = frameworks.pipelines(SHAPE, H100S, BATCH)
+    exposed = frameworks.pipelines(SHAPE, H100S, BATCH, tensor_overlap=False)
+    assert exposed["pipe 2, 4 chunks"] == usual["pipe 2, 4 chunks"]
+    assert exposed["pipe 2, tensor 4, 4 chunks"] > usual["pipe 2, tensor 4, 4 chunks"]
+
+
+def test_short_sequences_go_through_a_pipeline_several_at_once():
+    short = dataclasses.replace(SHAPE, seq_len=256)
+    found = frameworks.pipelines(short, H100S, 256)["pipe 2, 1 chunks"]
+    axes = {"data": 8, "pipe": 2, "tensor": 1}
+    one = frameworks.step_seconds(short, H100S, 256, axes, microbatch=1)
+    assert found < 0.9 * one
 
 
 def test_scores_in_memory_slow_every_layout_down():

@@ -119,17 +119,17 @@ def test_the_names_of_a_wide_table_are_broken_at_spaces(capsys):
     row = {"a layout": "x" * 60, "best with context (s)": 1.5, "step without overlap": "two"}
     notebook.table([row])
     assert capsys.readouterr().out.splitlines() == [
-        " " * 62 + "   best",
-        " " * 62 + "   with  step",
-        " " * 62 + "context  without",
-        "a layout" + " " * 54 + "    (s)  overlap",
-        "-" * 60 + "  -------  -------",
-        "x" * 60 + "      1.5  two",
+        " " * 62 + "  best with  step without",
+        "a layout" + " " * 54 + "context (s)  overlap",
+        "-" * 60 + "  -----------  ------------",
+        "x" * 60 + "          1.5  two",
     ]
     notebook.table([row | {"a layout": "x" * 51}])
     fits = capsys.readouterr().out.splitlines()
     assert len(fits) == 3 and len(fits[0]) == 96
     assert fits[0].endswith("  best with context (s)  step without overlap")
+    notebook.table([{"": 1, "x": "y" * 120}])
+    assert capsys.readouterr().out.splitlines()[0] == "   x"
 
 
 def test_a_table_takes_dataclasses_chooses_columns_and_formats_scalars_of_any_kind(capsys):
