@@ -216,4 +216,9 @@ def test_what_words_say_of_the_step_is_what_was_measured():
     )
     for name in cases:
         assert f"{name} {rows[name]['processor (ms)'] / own['processor (ms)']:.2f}" in page
-    assert f"on two cores it has {own[clock]:.2f} times the speed" in readme
+    assert (
+        f"it has {plain[clock]:.2f} times the speed of PyTorch eager as configured, and"
+        f" {own[clock]:.2f} times with three options"
+    ) in readme
+    compiled = rows["PyTorch, compiled"]
+    assert f"Compiled PyTorch has {compiled[clock]:.2f} times" in readme

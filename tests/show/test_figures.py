@@ -416,18 +416,18 @@ def test_memory_breakdown_stacks_its_parts_up_to_the_sum():
     [axes] = figures.memory_breakdown(ROWS).axes
     ends = [round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches]
     assert ends == [2.5, 2.5, 20.2, 5.0]
-    assert [t.get_text() for t in axes.texts] == ["20.2 GiB", "5.0 GiB"]
+    assert [t.get_text() for t in axes.texts] == ["20.2 GiB", "5.00 GiB"]
 
 
 def test_all_bars_of_a_breakdown_have_the_unit_of_the_longest():
     rows = [{"name": str(n), "arguments": n * MIB, "temporaries": 4 * MIB} for n in (540, 5)]
     [axes] = figures.memory_breakdown(rows).axes
-    assert [t.get_text() for t in axes.texts] == ["544 MiB", "9.0 MiB"]
+    assert [t.get_text() for t in axes.texts] == ["544 MiB", "9.00 MiB"]
     assert axes.get_xlabel() == "memory (MiB)"
     assert axes.patches[0].get_width() == 540
     rows[0]["arguments"] = 4 * GIB
     [axes] = figures.memory_breakdown(rows).axes
-    assert [t.get_text() for t in axes.texts] == ["4.0 GiB", "0.0 GiB"]
+    assert [t.get_text() for t in axes.texts] == ["4.00 GiB", "0.01 GiB"]
     assert axes.get_xlabel() == "memory (GiB)"
 
 
