@@ -78,6 +78,7 @@ def test_the_list_of_imports_stands_in_the_design_and_names_every_part():
     text = " ".join(DESIGN.split())
     assert [clause for clause in MAY_IMPORT if clause not in text] == []
     assert set(ALLOWED) == set(PARTS)
+    assert "`train` imports only `program`" in text and "`xla_flags` import no other" in text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
