@@ -4,7 +4,7 @@ set-up cell.
 usage: python tools/stamp.py [owner/name]     with a name: makes it the project's address first
        python tools/stamp.py --check          changes nothing, fails if something is out of step
 
-The address is written by hand in one place, `[project.urls]` of pyproject.toml.
+The address is read from `[project.urls]` of pyproject.toml.
 """
 
 import re
