@@ -22,15 +22,17 @@ CHUNKS = (1, 2, 3, 4, 6, 8)  # per pipeline stage
 MICROBATCH_TOKENS = 4096  # per GPU, at most: the activations of several microbatches are kept
 
 
-def state_bytes(shape: Shape, plan: Plan, devices: int) -> float:
+def state_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes of state that a device holds during a step.
 
     Parameters in bfloat16 and gradients of `plan.gradient_bytes` are divided along "fsdp",
     "pipe" and "tensor". A float32 copy and two moments, 12 bytes per parameter, are divided
-    over all devices.
+    over all devices from ZeRO 1 on, and the gradients from ZeRO 2 on.
     """
-    divided = math.prod(plan.size(axis) for axis in ("fsdp", "pipe", "tensor"))
-    return shape.parameters * ((2 + plan.gradient_bytes) / divided + 12 / devices)
+    parts = math.prod(plan.size(axis) for axis in ("fsdp", "pipe", "tensor"))
+    devices = math.prod(plan.axes.values())
+    gradients = plan.gradient_bytes / (devices if plan.zero >= 2 else parts)
+    return shape.parameters * (2 / parts + gradients + 12 / (devices if plan.zero else parts))
 
 
 def step_seconds(
@@ -53,7 +55,7 @@ def step_seconds(
     replicas = axes.get("data", 1) * axes.get("fsdp", 1)
     usual: dict[str, Any] = {"microbatch": batch // replicas, "zero": 1, "recompute": "block"}
     plan = Plan(axes, batch, **usual | options)
-    if state_bytes(shape, plan, cluster.count) > STATE_SHARE * cluster.accelerator.memory_bytes:
+    if state_bytes(shape, plan) > STATE_SHARE * cluster.accelerator.memory_bytes:
         return math.inf
     return step_model.breakdown(shape, plan, cluster).total
 

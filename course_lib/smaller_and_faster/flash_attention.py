@@ -157,7 +157,7 @@ def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -
             " matrix units multiply tiles of these widths; use 'reference' or 'xla' attention"
         )
     tile = tile_for(head_dim, dtype) if tile is None else tile
-    if not isinstance(tile, int) or tile < 16 or tile & (tile - 1):
+    if not isinstance(tile, int | np.integer) or tile < 16 or tile & (tile - 1):
         raise ValueError(f"tile={tile!r} must be a power of two, at least 16, such as 64")
     if seq_len % tile:
         raise ValueError(
@@ -173,11 +173,11 @@ def shared_memory(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator
     and of the output's gradient, and two float32 numbers per position. On Hopper and on
     Blackwell in data centers, matrix units read operands from shared memory, and more copies
     lie there. For 16-bit dtypes, a tile of attention weights lies there too. The tests compare
-    the result with Triton's compiler: exact before Hopper, an upper bound on Hopper.
+    the result with Triton's compiler: exact before Hopper, an upper bound from Hopper on.
     """
     target = _gpu(accelerator)
     size, copies = jnp.dtype(dtype).itemsize, 4
-    if (9, 0) <= target.compute_capability < (12, 0) and tile >= 64:
+    if target.compute_capability >= (9, 0) and tile >= 64:
         copies = 6 if size < 4 else 8
     weights = tile * tile * size if size < 4 else 0
     return copies * tile * head_dim * size + weights + 2 * tile * 4

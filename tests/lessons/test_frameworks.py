@@ -26,19 +26,25 @@ def test_a_step_is_that_of_a_plan_which_recomputes_blocks_and_divides_the_state(
 
 
 @pytest.mark.parametrize(
-    ("axes", "gradient_bytes", "per_parameter"),
+    ("axes", "zero", "gradient_bytes", "per_parameter"),
     [
-        ({"data": 16}, 2, 4 + 12 / 16),
-        ({"data": 16}, 4, 6 + 12 / 16),
-        ({"fsdp": 16}, 2, 4 / 16 + 12 / 16),
-        ({"data": 2, "pipe": 2, "tensor": 4}, 4, 6 / 8 + 12 / 16),
-        ({"fsdp": 4, "context": 4}, 2, 4 / 4 + 12 / 16),
+        ({"data": 16}, 0, 4, 6 + 12),
+        ({"data": 16}, 1, 2, 4 + 12 / 16),
+        ({"data": 16}, 1, 4, 6 + 12 / 16),
+        ({"data": 16}, 2, 4, 2 + 16 / 16),
+        ({"fsdp": 16}, 0, 2, 16 / 16),
+        ({"data": 2, "pipe": 2, "tensor": 4}, 0, 4, 18 / 8),
+        ({"data": 2, "pipe": 2, "tensor": 4}, 1, 4, 6 / 8 + 12 / 16),
+        ({"fsdp": 4, "context": 4}, 1, 2, 4 / 4 + 12 / 16),
     ],
 )
-def test_state_is_divided_along_fsdp_pipe_and_tensor(axes, gradient_bytes, per_parameter):
-    plan = Plan(axes, BATCH, gradient_bytes=gradient_bytes)
-    held = frameworks.state_bytes(SHAPE, plan, 16)
-    assert held == pytest.approx(SHAPE.parameters * per_parameter)
+def test_state_is_divided_along_fsdp_pipe_and_tensor_and_by_zero(
+    axes, zero, gradient_bytes, per_parameter
+):
+    plan = Plan(axes, BATCH, zero=zero, gradient_bytes=gradient_bytes)
+    assert frameworks.state_bytes(SHAPE, plan) == pytest.approx(
+        SHAPE.parameters * per_parameter
+    )
 
 
 def test_a_step_whose_state_leaves_no_room_takes_forever():

@@ -69,6 +69,7 @@ refused(
     f"by='kernel' cannot be had: {why}",
     lambda: flash_attention.attend(even, even, even, by="kernel"),
 )
+refused("tile=16.0 must be", lambda: flash_attention.attend(even, even, even, tile=16.0))
 """
 OFFLOAD = """
 words = "stacked='block' must be a sequence of names, as ('block',)"
