@@ -1,130 +1,256 @@
-"""Steps as a training framework runs them, priced by formula: a layout beside its neighbours.
+"""Every layout that a framework offers, priced by formula.
 
-    ours = frameworks.step_seconds(shape, cluster, 512, {"fsdp": 64})
-    others = frameworks.neighbours(shape, cluster, 512)
+    found = frameworks.search(shape, cluster, batch=512)     # those that fit, the fastest first
+    print(found[0].name, found[0].seconds, found[0].memory)
 
 `estimate.choose` prices this course's own programs. A framework has more: a fused attention
-kernel, rings over "context", interleaved pipelines whose transfers overlap.
+kernel, rings over "context", ZeRO 3 inside of groups (*hybrid sharding*), and interleaved
+pipelines whose transfers overlap. Each layout recomputes as little as its memory allows.
 """
 
-import itertools
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from course_lib.many_devices import step_model
-from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.cluster_model import Cluster, check_type
 from course_lib.many_devices.plans import Plan, Shape
 
-STATE_SHARE = 0.8  # of a GPU's memory: what the state may take, so that activations have room
-SIZES = (2, 4, 8)  # of the axis that a neighbour adds
-CHUNKS = (1, 2, 3, 4, 6, 8)  # per pipeline stage
-MICROBATCH_TOKENS = 4096  # per GPU, at most: the activations of several microbatches are kept
+KINDS = ("data", "tensor", "context", "pipe")
+"""Kinds of layouts: ZeRO alone ("data"), and ZeRO with one or two more axes, by the axis that
+tells them apart. Those with "context" or "pipe" may have "tensor", too."""
+MEMORY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
+RECOMPUTE = ("none", "selective", "half", "block")  # of `plans.RECOMPUTE`, the least first
+SIZES = (2, 4, 8)  # along "tensor" and "context"
+STAGES = 16  # of a pipeline, at most
+CHUNKS = 8  # per stage, at most
 
 
-def state_bytes(shape: Shape, plan: Plan) -> float:
-    """Returns the bytes of state that a device holds during a step.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A plan and what it costs.
 
-    Parameters in bfloat16 and gradients of `plan.gradient_bytes` are divided along "fsdp",
-    "pipe" and "tensor". A float32 copy and two moments, 12 bytes per parameter, are divided
-    over all devices from ZeRO 1 on, and the gradients from ZeRO 2 on.
+    Attributes:
+      plan: how the model is trained.
+      seconds: of a step, by `step_model`.
+      memory: bytes on a device, by `memory_bytes`.
     """
-    parts = math.prod(plan.size(axis) for axis in ("fsdp", "pipe", "tensor"))
-    devices = math.prod(plan.axes.values())
-    gradients = plan.gradient_bytes / (devices if plan.zero >= 2 else parts)
-    return shape.parameters * (2 / parts + gradients + 12 / (devices if plan.zero else parts))
+
+    plan: Plan
+    seconds: float
+    memory: float
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        axes = self.plan.axes
+        return next((kind for kind in ("pipe", "context", "tensor") if kind in axes), "data")
+
+    @property
+    def name(self) -> str:
+        """The axes above 1, outer to inner, with chunks and the stage of ZeRO along "data"."""
+        words = [f"{axis} {size}" for axis, size in self.plan.axes.items() if size > 1]
+        words += [f"{self.plan.chunks} chunks"] * (self.plan.chunks > 1)
+        words += [f"ZeRO {self.plan.zero}"] * (self.plan.size("data") > 1)
+        return ", ".join(words)
 
 
-def step_seconds(
-    shape: Shape, cluster: Cluster, batch: int, axes: Mapping[str, int], **options: Any
-) -> float:
-    """Returns the seconds of a step, or infinity if its state takes too much memory.
+def memory_bytes(shape: Shape, plan: Plan) -> float:
+    """Returns the bytes that a device holds at the peak of a step: a rough formula.
 
-    Blocks are recomputed and the optimizer's state is divided, unless `options` say otherwise.
+    Parameters (bfloat16) are divided along "fsdp", "pipe" and "tensor"; gradients too, and over
+    all devices with stage 2 of ZeRO. They take `plan.gradient_bytes`, or 4 if several
+    microbatches are summed. A float32 copy and two moments, 12 bytes per parameter, are divided
+    over all devices with stages 1 and 2. With "fsdp", two layers and the embeddings are whole.
 
-    Args:
-      shape: sizes of the model.
-      cluster: the GPUs, as many as `axes` multiply to.
-      batch: sequences per step. A replica computes its share at once.
-      axes: sizes of the mesh by name, outer to inner.
-      options: fields of `plans.Plan`.
+    Activations are those of Korthikanti et al. (2022, https://arxiv.org/abs/2205.05198, section
+    4), without dropout: in 16 bits the inputs of a layer's products and norms, and what a fused
+    kernel keeps; the softmax only if it goes to memory. The first of p pipeline stages keeps p
+    microbatches of its share of the layers, with v chunks 1 + (p - 1) / (p v) times as much.
+    The last stage has the logits (6 bytes each) and one microbatch.
 
     Raises:
-      ValueError: as `Plan` and `step_model.breakdown` do.
+      ValueError: if `plan.recompute` is not of `RECOMPUTE`.
     """
-    replicas = axes.get("data", 1) * axes.get("fsdp", 1)
-    usual: dict[str, Any] = {"microbatch": batch // replicas, "zero": 1, "recompute": "block"}
-    plan = Plan(axes, batch, **usual | options)
-    if state_bytes(shape, plan) > STATE_SHARE * cluster.accelerator.memory_bytes:
-        return math.inf
-    return step_model.breakdown(shape, plan, cluster).total
+    if plan.recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={plan.recompute!r} must be of {', '.join(RECOMPUTE)}")
+    devices = math.prod(plan.axes.values())
+    p, t, f = plan.size("pipe"), plan.size("tensor"), plan.size("fsdp")
+    parts = f * p * t
+    gradient = plan.gradient_bytes if plan.microbatches == 1 else 4
+    state = 2 / parts + gradient / (devices if plan.zero == 2 else parts)
+    held = shape.parameters * (state + 12 / (devices if plan.zero else parts))
+    if f > 1:
+        held += 2 * (2 * shape.layer + 2 * shape.vocab * shape.width) / t
+
+    tokens = plan.microbatch * shape.seq_len / plan.size("context")
+    D, queries = shape.width, shape.heads * shape.head_dim
+    keys = (shape.kv_heads or shape.heads) * shape.head_dim
+    # inputs of two norms; of the products for q, k and v; q, k, v; of the output's product; of
+    # the MLP's; and its hidden values before and after the activation function
+    kept = 2 * (4 * D + 2 * queries + 2 * keys + shape.matrices * shape.mlp)
+    softmax = 0.0 if plan.fused_attention else 2.0 * shape.heads * shape.seq_len
+    a_layer, working = {  # each layer keeps; the one that is computed again has in addition
+        "none": (kept + softmax, 0.0),
+        "selective": (kept, softmax),
+        "half": ((kept + softmax + 2 * D) / 2, kept + softmax),
+        "block": (2 * D, kept + softmax),
+    }[plan.recompute]
+    in_flight = min(p, plan.microbatches) * (
+        1 + (p - 1) / (p * plan.chunks) * (plan.chunks > 1)
+    )
+    layers = shape.layers / p
+    cut = t if plan.sequence_parallel or t == 1 else 1
+    first = layers * in_flight * a_layer + working
+    last = layers * a_layer + working
+    logits = 6 * shape.vocab / t
+    return held + tokens * max(first / cut, last / cut + logits)
 
 
-def neighbours(
-    shape: Shape, cluster: Cluster, batch: int, *, fused_attention: bool = True
-) -> dict[str, dict[str, float]]:
-    """Returns the seconds of layouts near ZeRO 3 over all GPUs, by added axis and by name.
+def price(shape: Shape, plan: Plan, cluster: Cluster) -> Layout:
+    """Returns a plan with its seconds and its memory. Errors are those of `step_model`."""
+    seconds = step_model.breakdown(shape, plan, cluster).total
+    return Layout(plan, seconds, memory_bytes(shape, plan))
 
-    "context" and "tensor" stand beside ZeRO 3; "pipe" are `pipelines`, which send gradients in
-    float32. What does not divide the model or the batch is left out.
+
+def search(
+    shape: Shape,
+    cluster: Cluster,
+    batch: int,
+    *,
+    kinds: Sequence[str] = KINDS,
+    recompute: Sequence[str] = RECOMPUTE,
+    fused_attention: bool = True,
+    tensor_overlap: bool = True,
+    gradient_bytes: int = 2,
+) -> list[Layout]:
+    """Returns the layouts that fit, the fastest first.
+
+    For each mesh, each number of chunks and each microbatch, the one that recomputes least and
+    fits is priced. What does not divide the model or the batch is left out.
+
+    Args:
+      shape: sizes of the model, without experts.
+      cluster: the GPUs.
+      batch: sequences per step.
+      kinds: of `KINDS`.
+      recompute: what the backward pass may recompute: names of `RECOMPUTE`, the least first.
+      fused_attention: whether scores stay on the chip.
+      tensor_overlap: whether most of the traffic along "tensor" is hidden by rings.
+      gradient_bytes: per number, when gradients travel: 2 or 4, for all layouts alike.
+
+    Raises:
+      TypeError: if `shape` or `cluster` is of another type.
+      ValueError: if `batch` is no whole number of at least 1, a name is unknown, or the model
+        has experts.
     """
-    n = cluster.count
-    fused: dict[str, Any] = {"fused_attention": fused_attention}
-    by_axis: dict[str, dict[str, float]] = {"context": {}, "tensor": {}, "pipe": {}}
-    for k in SIZES:
-        replicas, left = divmod(n, k)
-        if left or batch % replicas:
-            continue
-        if shape.seq_len % (2 * k) == 0:
-            orders = {"fsdp": replicas, "context": k}, {"context": k, "fsdp": replicas}
-            by_axis["context"][f"context {k}"] = min(
-                step_seconds(shape, cluster, batch, axes, **fused) for axes in orders
+    check_type("shape", shape, Shape, "a Shape: the sizes of the model")
+    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
+    if type(batch) is not int or batch < 1:
+        raise ValueError(f"batch={batch!r} must be a whole number of sequences, at least 1")
+    for name, given, known in (("kinds", kinds, KINDS), ("recompute", recompute, RECOMPUTE)):
+        if isinstance(given, str) or not set(given) <= set(known):
+            raise ValueError(f"{name}={given!r} must be a tuple of {', '.join(known)}")
+    if shape.experts:
+        raise ValueError(f"shape.experts={shape.experts} must be 0: no layout has 'expert'")
+    room = MEMORY_SHARE * cluster.accelerator.memory_bytes
+    found = []
+    for axes, zero, chunks in meshes(shape, cluster.count, kinds):
+        tensor = axes.get("tensor", 1) > 1
+        share, left = divmod(batch, axes.get("data", 1) * axes.get("fsdp", 1))
+        stages = axes.get("pipe", 1)
+        for sequences in () if left else _microbatches(share, stages, chunks):
+            usual = Plan(
+                axes,
+                batch,
+                sequences,
+                chunks,
+                zero,
+                fused_attention=fused_attention,
+                sequence_parallel=tensor,
+                tensor_overlap=tensor and tensor_overlap,
+                pipe_overlap=chunks > 1,
+                gradient_bytes=gradient_bytes,
             )
-        if _divides(k, shape):
-            axes = {"fsdp": replicas, "tensor": k}
-            how = fused | _along_tensor(k)
-            by_axis["tensor"][f"tensor {k}"] = step_seconds(shape, cluster, batch, axes, **how)
-    by_axis["pipe"] = pipelines(shape, cluster, batch, gradient_bytes=4, **fused)
-    return by_axis
+            for what in recompute:
+                plan = dataclasses.replace(usual, recompute=what)
+                if memory_bytes(shape, plan) <= room:
+                    found.append(price(shape, plan, cluster))
+                    break
+            # Without a pipeline, smaller microbatches only make room.
+            if (
+                stages == 1
+                and found
+                and found[-1].plan == dataclasses.replace(usual, recompute=recompute[0])
+            ):
+                break
+    return sorted(found, key=lambda layout: layout.seconds)
 
 
-def pipelines(shape: Shape, cluster: Cluster, batch: int, **options: Any) -> dict[str, float]:
-    """Returns the seconds of Megatron-LM's pipelines, by name: 2 to 8 stages of up to 8 chunks,
-    with and without "tensor" inside of a stage, and ZeRO 1.
+def best(layouts: Iterable[Layout]) -> dict[str, Layout]:
+    """Returns the fastest layout of each kind, in the order of `KINDS`.
 
-    With several chunks, stages send while they compute. The microbatch is the one that takes
-    the least time: one sequence or more, up to `MICROBATCH_TOKENS`. What does not divide the
-    model or the batch is left out.
+    Args:
+      layouts: the fastest first, as `search` returns them.
+    """
+    found: dict[str, Layout] = {}
+    for layout in layouts:
+        found.setdefault(layout.kind, layout)
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def meshes(
+    shape: Shape, count: int, kinds: Sequence[str] = KINDS
+) -> Iterator[tuple[dict[str, int], int, int]]:
+    """Yields the axes of each layout (outer to inner), its stage of ZeRO along "data", and its
+    chunks per pipeline stage.
 
     Args:
       shape: sizes of the model.
-      cluster: the GPUs.
-      batch: sequences per step.
-      options: fields of `plans.Plan`, instead of those above.
+      count: number of GPUs.
+      kinds: of `KINDS`.
     """
-    by_name: dict[str, float] = {}
-    for p, t, v in itertools.product(SIZES, (1, *SIZES), CHUNKS):
-        replicas, left = divmod(cluster.count, p * t)
-        if left or batch % replicas or shape.layers % (p * v) or not _divides(t, shape):
-            continue
-        axes = {"data": replicas, "pipe": p, "tensor": t}
-        name = f"pipe {p}, tensor {t}, {v} chunks".replace(" tensor 1,", "")
-        how = {"chunks": v, "pipe_overlap": v > 1} | _along_tensor(t) | options
-        for sequences in (1, 2, 4, 8, 16, 32):
-            tokens = sequences * shape.seq_len / t  # of a GPU
-            # Megatron-LM's chunks take microbatches in groups of p.
-            if batch % (replicas * sequences * p) or (
-                sequences > 1 and tokens > MICROBATCH_TOKENS
-            ):
+    heads = (shape.heads, shape.kv_heads or shape.heads, shape.mlp)
+    tensor = [t for t in SIZES if not any(size % t for size in heads)]
+    for kind in kinds:
+        for t in {"data": [1], "tensor": tensor}.get(kind, [1, *tensor]):
+            if kind == "pipe":
+                yield from _pipelines(shape, count, t)
                 continue
-            seconds = step_seconds(shape, cluster, batch, axes, microbatch=sequences, **how)
-            by_name[name] = min(seconds, by_name.get(name, math.inf))
-    return by_name
+            for c in (1,) if kind != "context" else SIZES:
+                replicas, left = divmod(count, t * c)
+                if left or shape.seq_len % (2 * c):
+                    continue
+                for f in (f for f in range(1, replicas + 1) if replicas % f == 0):
+                    inner = {"data": replicas // f, "fsdp": f}
+                    orders = [inner | {"context": c, "tensor": t}]
+                    if c > 1 and replicas > 1:
+                        orders.append({"context": c} | inner | {"tensor": t})
+                    for axes in orders:
+                        for zero in (1, 2) if f < replicas else (1,):
+                            yield {a: n for a, n in axes.items() if n > 1}, zero, 1
 
 
-def _divides(tensor: int, shape: Shape) -> bool:
-    return not any(count % tensor for count in (shape.heads, shape.kv_heads, shape.mlp))
+def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int], int, int]]:
+    """Yields Megatron-LM's pipelines, with ZeRO 1: stages in hosts, or across them."""
+    for p in (p for p in range(2, STAGES + 1) if shape.layers % p == 0):
+        replicas, left = divmod(count, p * t)
+        if left:
+            continue
+        orders = [{"data": replicas, "pipe": p, "tensor": t}]
+        if replicas > 1:
+            orders.append({"pipe": p, "data": replicas, "tensor": t})
+        for axes in orders:
+            for v in range(1, CHUNKS + 1):
+                if shape.layers % (p * v) == 0:
+                    yield {a: n for a, n in axes.items() if n > 1}, 1, v
 
 
-def _along_tensor(size: int) -> dict[str, Any]:
-    return {"sequence_parallel": size > 1, "tensor_overlap": size > 1}
+def _microbatches(share: int, p: int, chunks: int) -> list[int]:
+    """Returns the sizes of a microbatch that divide a replica's share of the batch, the largest
+    first. A pipeline has at least p; Megatron-LM's chunks take them in groups of p.
+    """
+    numbers = [m for m in range(1, share + 1) if share % m == 0]
+    if p > 1:
+        numbers = [m for m in numbers if m >= p and (chunks == 1 or m % p == 0)]
+    return [share // m for m in numbers]

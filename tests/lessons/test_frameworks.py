@@ -1,11 +1,12 @@
-"""A layout beside its neighbours, as a framework runs them."""
+"""Laws of the search through a framework's layouts."""
 
 import dataclasses
+import inspect
 import math
 
 import pytest
 
-from course_lib.lessons import frameworks
+from course_lib.lessons import backtest, frameworks
 from course_lib.many_devices import step_model
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.plans import Plan, Shape
@@ -14,109 +15,234 @@ from course_lib.measure import hardware
 SHAPE = Shape(24, 2048, 16, 128, 8192, 32_000, 4096)  # 24 layers, 16 heads
 H100S = Cluster(hardware.get("h100"), 16)
 BATCH = 32
-
-
-def test_a_step_is_that_of_a_plan_which_recomputes_blocks_and_divides_the_state():
-    axes = {"fsdp": 8, "tensor": 2}
-    plan = Plan(axes, BATCH, microbatch=4, zero=1, recompute="block", sequence_parallel=True)
-    expected = step_model.breakdown(SHAPE, plan, H100S).total
-    said = frameworks.step_seconds(SHAPE, H100S, BATCH, axes, sequence_parallel=True)
-    assert said == expected
-    assert frameworks.step_seconds(SHAPE, H100S, BATCH, axes, recompute="none") < expected
+FOUND = frameworks.search(SHAPE, H100S, BATCH)
 
 
 @pytest.mark.parametrize(
-    ("axes", "zero", "gradient_bytes", "per_parameter"),
+    ("axes", "zero", "microbatch", "per_parameter"),
     [
-        ({"data": 16}, 0, 4, 6 + 12),
+        ({"data": 16}, 0, 2, 4 + 12),
+        ({"data": 16}, 0, 1, 6 + 12),  # two microbatches are summed in float32
         ({"data": 16}, 1, 2, 4 + 12 / 16),
-        ({"data": 16}, 1, 4, 6 + 12 / 16),
-        ({"data": 16}, 2, 4, 2 + 16 / 16),
-        ({"fsdp": 16}, 0, 2, 16 / 16),
-        ({"data": 2, "pipe": 2, "tensor": 4}, 0, 4, 18 / 8),
-        ({"data": 2, "pipe": 2, "tensor": 4}, 1, 4, 6 / 8 + 12 / 16),
-        ({"fsdp": 4, "context": 4}, 1, 2, 4 / 4 + 12 / 16),
+        ({"data": 16}, 2, 2, 2 + 14 / 16),
+        ({"data": 2, "pipe": 2, "tensor": 4}, 0, 1, 18 / 8),
+        ({"data": 2, "pipe": 2, "tensor": 4}, 1, 1, 6 / 8 + 12 / 16),
     ],
 )
-def test_state_is_divided_along_fsdp_pipe_and_tensor_and_by_zero(
-    axes, zero, gradient_bytes, per_parameter
+def test_state_is_divided_along_pipe_and_tensor_and_by_zero(
+    axes, zero, microbatch, per_parameter
 ):
-    plan = Plan(axes, BATCH, zero=zero, gradient_bytes=gradient_bytes)
-    assert frameworks.state_bytes(SHAPE, plan) == pytest.approx(
-        SHAPE.parameters * per_parameter
+    short = dataclasses.replace(SHAPE, seq_len=1)  # next to no activations
+    plan = Plan(axes, BATCH, microbatch, zero=zero)
+    expected = short.parameters * per_parameter
+    assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
+
+
+def test_with_fsdp_state_is_divided_and_two_layers_and_the_embeddings_are_whole():
+    short = dataclasses.replace(SHAPE, seq_len=1)
+    expected = short.parameters * (4 / 4 + 12 / 16)
+    expected += 2 * (2 * short.layer + 2 * short.vocab * short.width)
+    plan = Plan({"data": 4, "fsdp": 4}, BATCH, 2, zero=1)
+    assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
+
+
+def activations(shape=SHAPE, axes=None, batch=BATCH, **fields):
+    """Returns bytes for each token of a microbatch, without state and logits."""
+    plan = Plan(axes or {"data": 16}, batch, **fields)
+    shorter = dataclasses.replace(shape, seq_len=shape.seq_len // 2)
+    small = frameworks.memory_bytes(shorter, plan)
+    more = frameworks.memory_bytes(shape, plan) - small
+    return more / (plan.microbatch * shorter.seq_len / plan.size("context"))
+
+
+def test_activations_are_those_of_korthikanti_without_dropout():
+    """34 s b h bytes of a layer, of which two masks are one byte each; 2 a s s b of the
+    softmax; the logits take 6 bytes.
+    """
+    layer, logits = 32 * SHAPE.width, 6 * SHAPE.vocab
+    assert activations() == pytest.approx(24 * layer + logits)
+    # Scores of a token grow with the length: half of the sequence has half of them.
+    softmax = 2 * SHAPE.heads * 1.5 * SHAPE.seq_len
+    found = activations(fused_attention=False)
+    assert found == pytest.approx(24 * (layer + softmax) + logits)
+    selective = activations(fused_attention=False, recompute="selective")
+    assert selective == pytest.approx(24 * layer + softmax + logits)
+    block = activations(fused_attention=False, recompute="block")
+    assert block == pytest.approx(24 * 2 * SHAPE.width + layer + softmax + logits)
+    kept = 2 * SHAPE.width
+    assert activations(recompute="block") == pytest.approx(24 * kept + layer + logits)
+    assert activations(recompute="half") == pytest.approx(12 * (kept + layer) + layer + logits)
+
+
+def test_tensor_divides_activations_where_the_sequence_is_divided_too():
+    how = dict(axes={"data": 4, "tensor": 4}, microbatch=8)
+    assert activations(**how, sequence_parallel=True) == pytest.approx(activations() / 4)
+    of_logits = 6 * SHAPE.vocab
+    assert activations(**how) == pytest.approx(activations() - of_logits * 3 / 4)
+
+
+def test_a_stage_keeps_a_microbatch_for_each_stage_and_chunks_keep_more():
+    layer = 32 * SHAPE.width
+    axes = {"data": 4, "pipe": 4}
+    assert activations(axes=axes) == pytest.approx(24 * layer)
+    chunks = activations(axes=axes, chunks=2)
+    assert chunks == pytest.approx(24 * layer * (1 + 3 / 8))
+    few = activations(axes=axes, microbatch=4)  # two microbatches for four stages
+    assert few == pytest.approx(max(2 * 6 * layer, 6 * layer + 6 * SHAPE.vocab))
+
+
+def test_the_layouts_fit_and_the_fastest_comes_first():
+    assert all(layout.memory <= 0.9 * H100S.accelerator.memory_bytes for layout in FOUND)
+    seconds = [layout.seconds for layout in FOUND]
+    assert seconds == sorted(seconds)
+    for layout in FOUND[:: len(FOUND) // 7]:
+        again = step_model.breakdown(SHAPE, layout.plan, H100S).total
+        assert layout.seconds == again == frameworks.price(SHAPE, layout.plan, H100S).seconds
+        assert layout.memory == frameworks.memory_bytes(SHAPE, layout.plan)
+
+
+def test_no_layout_is_listed_twice_and_all_use_all_gpus():
+    plans = [str(layout.plan) for layout in FOUND]
+    assert len(set(plans)) == len(plans)
+    for layout in FOUND:
+        assert math.prod(layout.plan.axes.values()) == 16 and 1 not in layout.plan.axes.values()
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "chunks"),
+    [
+        ({"fsdp": 16}, 1, 1),
+        ({"data": 16}, 1, 1),
+        ({"data": 16}, 2, 1),
+        ({"data": 2, "fsdp": 8}, 2, 1),
+        ({"data": 2, "fsdp": 4, "tensor": 2}, 1, 1),
+        ({"fsdp": 2, "context": 8}, 1, 1),
+        ({"context": 4, "fsdp": 2, "tensor": 2}, 1, 1),
+        ({"data": 4, "pipe": 2, "tensor": 2}, 1, 6),
+        ({"pipe": 8, "data": 2}, 1, 3),
+        ({"pipe": 12, "tensor": 1}, 1, 1),
+    ],
+)
+def test_hybrid_sharding_both_orders_of_a_ring_and_interleaved_pipelines_are_tried(
+    axes, zero, chunks
+):
+    count = math.prod(axes.values())
+    tried = list(frameworks.meshes(SHAPE, count))
+    axes = {axis: size for axis, size in axes.items() if size > 1}
+    assert [(list(a.items()), z, v) for a, z, v in tried].count(
+        (list(axes.items()), zero, chunks)
+    ) == 1
+
+
+def test_what_divides_nothing_is_left_out():
+    def sizes(shape, axis, count=16):
+        return {axes.get(axis, 1) for axes, _, _ in frameworks.meshes(shape, count)}
+
+    assert sizes(dataclasses.replace(SHAPE, heads=6), "tensor") == {1, 2}
+    assert sizes(dataclasses.replace(SHAPE, kv_heads=2), "tensor") == {1, 2}
+    assert sizes(dataclasses.replace(SHAPE, seq_len=1004), "context") == {1, 2}
+    assert sizes(SHAPE, "pipe", 12) == {1, 2, 3, 4, 6, 12}
+    of_pipe_8 = {v for axes, _, v in frameworks.meshes(SHAPE, 16) if axes.get("pipe") == 8}
+    assert of_pipe_8 == {1, 3}  # of three layers
+
+
+def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for_each_stage():
+    for layout in FOUND:
+        plan = layout.plan
+        stages = plan.size("pipe")
+        assert stages == 1 or plan.microbatches >= stages
+        assert plan.chunks == 1 or plan.microbatches % stages == 0
+        assert plan.pipe_overlap == (plan.chunks > 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(48, {"none", "half"}), (96, {"half", "block"})]
+)
+def test_the_least_recomputation_that_fits_is_taken(layers, expected):
+    deeper = dataclasses.replace(SHAPE, layers=layers, seq_len=16_384)
+    found = frameworks.search(deeper, H100S, BATCH, kinds=("data",))
+    assert {layout.plan.recompute for layout in found} == expected
+    room = 0.9 * H100S.accelerator.memory_bytes
+    for layout in found:
+        for less in frameworks.RECOMPUTE[: frameworks.RECOMPUTE.index(layout.plan.recompute)]:
+            plan = dataclasses.replace(layout.plan, recompute=less)
+            assert frameworks.memory_bytes(deeper, plan) > room
+    only = frameworks.search(deeper, H100S, BATCH, kinds=("data",), recompute=("block",))
+    assert {layout.plan.recompute for layout in only} == {"block"}
+
+
+def test_without_a_pipeline_smaller_microbatches_are_left_out_once_nothing_is_recomputed():
+    """They are never faster."""
+    alone = [layout for layout in FOUND if layout.plan.axes == {"fsdp": 16}]
+    assert [layout.plan.microbatch for layout in alone] == [2]
+    smaller = dataclasses.replace(alone[0].plan, microbatch=1)
+    assert frameworks.price(SHAPE, smaller, H100S).seconds > alone[0].seconds
+
+
+def test_the_best_of_each_kind_is_its_first():
+    best = frameworks.best(FOUND)
+    assert list(best) == list(frameworks.KINDS)
+    for kind, layout in best.items():
+        assert layout.kind == kind
+        assert layout.seconds == min(each.seconds for each in FOUND if each.kind == kind)
+    assert best["data"].plan.axes.keys() <= {"data", "fsdp"}
+    assert frameworks.best(FOUND[:1]) == {FOUND[0].kind: FOUND[0]}
+
+
+def test_kinds_choose():
+    for kind in frameworks.KINDS:
+        found = frameworks.search(SHAPE, H100S, BATCH, kinds=(kind,))
+        assert {layout.kind for layout in found} == {kind}
+        assert found[0].seconds == frameworks.best(FOUND)[kind].seconds
+
+
+def test_a_name_has_the_axes_from_outer_to_inner():
+    plan = Plan({"data": 2, "pipe": 4, "tensor": 2}, 64, chunks=2, zero=1)
+    assert (
+        frameworks.Layout(plan, 1.0, 1.0).name == "data 2, pipe 4, tensor 2, 2 chunks, ZeRO 1"
     )
+    assert frameworks.Layout(Plan({"fsdp": 16}, 16), 1.0, 1.0).name == "fsdp 16"
 
 
-def test_a_step_whose_state_leaves_no_room_takes_forever():
-    deeper = dataclasses.replace(SHAPE, layers=360)  # 18.2e9 parameters: 4.75 bytes do not fit
-    assert frameworks.step_seconds(deeper, H100S, BATCH, {"data": 16}) == math.inf
-    assert frameworks.step_seconds(deeper, H100S, BATCH, {"fsdp": 16}) < math.inf
+@pytest.mark.parametrize(
+    "slower", [dict(fused_attention=False), dict(tensor_overlap=False), dict(gradient_bytes=4)]
+)
+def test_an_option_slows_down_what_has_to_do_with_it(slower):
+    usual = frameworks.best(FOUND)
+    found = frameworks.best(frameworks.search(SHAPE, H100S, BATCH, **slower))
+    changed = [kind for kind in found if found[kind].seconds > usual[kind].seconds]
+    same = [kind for kind in found if found[kind].seconds == usual[kind].seconds]
+    assert set(changed) | set(same) == set(found)
+    if "tensor_overlap" in slower:
+        assert "data" in same and "tensor" in changed
+    else:
+        assert not same
 
 
-def test_the_better_order_of_a_ring_is_taken():
-    found = frameworks.neighbours(SHAPE, H100S, BATCH)
-    orders = [{"fsdp": 4, "context": 4}, {"context": 4, "fsdp": 4}]
-    seconds = [frameworks.step_seconds(SHAPE, H100S, BATCH, axes) for axes in orders]
-    assert found["context"]["context 4"] == min(seconds) < max(seconds)
+def test_the_layout_that_nemotron_was_trained_with_is_tried():
+    row = [row for row in backtest.load() if row.source == "nemotron4_2024"][-1]
+    tried = frameworks.meshes(row.shape, row.cluster.count, ("pipe",))
+    assert ({"data": 64, "pipe": 12, "tensor": 8}, 1, 8) in list(tried)
 
 
-def test_neighbours_are_named_and_what_divides_nothing_is_left_out():
-    found = frameworks.neighbours(SHAPE, H100S, BATCH)
-    assert list(found) == ["context", "tensor", "pipe"]
-    assert list(found["tensor"]) == ["tensor 2", "tensor 4", "tensor 8"]
-    assert "pipe 8, 3 chunks" in found["pipe"]  # 24 layers
-    assert not any(name.startswith("pipe 8, 2") for name in found["pipe"])
-    assert "pipe 2, tensor 8, 1 chunks" in found["pipe"]
-    of_six_heads = dataclasses.replace(SHAPE, heads=6)
-    found = frameworks.neighbours(of_six_heads, H100S, BATCH)
-    assert list(found["tensor"]) == ["tensor 2"]
-    assert not any("tensor 4" in name for name in found["pipe"])
-    twelve = frameworks.neighbours(SHAPE, Cluster(H100S.accelerator, 12, gpus_per_host=4), 24)
-    assert list(twelve["context"]) == ["context 2", "context 4"]
-    assert not any("tensor 8" in name for name in twelve["pipe"])
-    odd = dataclasses.replace(SHAPE, kv_heads=2, seq_len=1004)  # 4 x 251 positions
-    found = frameworks.neighbours(odd, H100S, BATCH)
-    assert list(found["context"]) == ["context 2"] and list(found["tensor"]) == ["tensor 2"]
-    assert not any("tensor 4" in name for name in found["pipe"])
+def test_memory_is_known_for_what_the_search_recomputes_and_refused_else():
+    with pytest.raises(ValueError, match="recompute='mlp' must be of none, selective"):
+        frameworks.memory_bytes(SHAPE, Plan({"data": 16}, BATCH, recompute="mlp"))
 
 
-def test_a_pipeline_is_interleaved_and_sends_beside_computing():
-    found = frameworks.neighbours(SHAPE, H100S, BATCH)["pipe"]
-    axes = {"data": 4, "pipe": 2, "tensor": 2}
-    plan = Plan(
-        axes,
-        BATCH,
-        microbatch=2,  # 2 x 4096 tokens on two GPUs; four microbatches of one stage
-        chunks=4,
-        zero=1,
-        recompute="block",
-        pipe_overlap=True,
-        sequence_parallel=True,
-        tensor_overlap=True,
-        gradient_bytes=4,
-    )
-    smaller = dataclasses.replace(plan, microbatch=1)
-    seconds = [step_model.breakdown(SHAPE, each, H100S).total for each in (plan, smaller)]
-    assert found["pipe 2, tensor 2, 4 chunks"] == min(seconds)
-
-
-def test_options_of_a_pipeline_replace_the_usual_ones():
-    usual = frameworks.pipelines(SHAPE, H100S, BATCH)
-    exposed = frameworks.pipelines(SHAPE, H100S, BATCH, tensor_overlap=False)
-    assert exposed["pipe 2, 4 chunks"] == usual["pipe 2, 4 chunks"]
-    assert exposed["pipe 2, tensor 4, 4 chunks"] > usual["pipe 2, tensor 4, 4 chunks"]
-
-
-def test_short_sequences_go_through_a_pipeline_several_at_once():
-    short = dataclasses.replace(SHAPE, seq_len=256)
-    found = frameworks.pipelines(short, H100S, 256)["pipe 2, 1 chunks"]
-    axes = {"data": 8, "pipe": 2, "tensor": 1}
-    one = frameworks.step_seconds(short, H100S, 256, axes, microbatch=1)
-    assert found < 0.9 * one
-
-
-def test_scores_in_memory_slow_every_layout_down():
-    fused = frameworks.neighbours(SHAPE, H100S, BATCH)
-    written = frameworks.neighbours(SHAPE, H100S, BATCH, fused_attention=False)
-    for kind, times in fused.items():
-        assert all(written[kind][name] > seconds for name, seconds in times.items()), kind
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(batch=0), "batch=0 must be a whole number"),
+        (dict(batch=32.0), r"batch=32\.0 must be"),
+        (dict(kinds="data"), "kinds='data' must be a tuple of data, tensor"),
+        (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\) must be"),
+        (dict(recompute=("full",)), r"recompute=\('full',\) must be a tuple of none"),
+        (dict(gradient_bytes=3), "gradient_bytes=3 must be 1, 2 or 4"),
+        (dict(shape=dataclasses.replace(SHAPE, experts=8)), "experts=8 must be 0"),
+    ],
+)
+def test_wrong_values_are_refused(changes, message):
+    arguments = dict(shape=SHAPE, cluster=H100S, batch=BATCH) | changes
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(frameworks.search)(**arguments)  # without the tests' checks of types
