@@ -14,7 +14,7 @@ A group has n ranks, r of them behind each switch. Both levels work at the same 
 slower one decides:
 
     all-gather, reduce-scatter    max(B (r-1)/r / NVLink, B (n-1)/n / (r port)) + latency
-    all-reduce                    twice that
+    all-reduce                    twice that (without `ring_latency`)
     all-to-all                    max(b (r-1)/n / NVLink, b (n-r)/n / port) + latency
 
 B is the whole array, b one rank's array before the exchange. NCCL's rings run through all n
@@ -48,8 +48,9 @@ SWITCH_SPEEDUP = 1.3
 2 (n-1)/n; about 1.3 is measured (https://jax-ml.github.io/scaling-book/gpus)."""
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
 """Start-up seconds of a collective: inside a host, and for each doubling of the number of
-hosts, as in a tree. (A ring's grow with the number of hosts, so short messages on many hosts
-take longer than this.) A transfer to a neighbour takes half. Assumed, not fitted."""
+hosts, as in a tree. A transfer to a neighbour takes half. Assumed, not fitted. NCCL has trees
+for all-reduces only (https://github.com/NVIDIA/nccl/issues/1473): all-gathers and
+reduce-scatters run around a ring, whose steps `Cluster.ring_latency` can price."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
 
@@ -67,10 +68,11 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], how: str
 def network_share(hosts: int) -> float:
     """Returns NCCL's share of the network's rated bandwidth, for a group on that many hosts.
 
-    Fitted to all-reduces on H100 hosts with eight ports of 50 GB/s: a bus bandwidth of 360 GB/s
-    on 4 hosts, 345, 320, 300, 280, and 260 on 128
-    (https://github.com/NVIDIA/nccl/issues/1229). Assumed for other GPUs and ports, too. Beyond
-    128 hosts it is extrapolated.
+    Fitted to reduce-scatters on H100 hosts: a bus bandwidth of 360 GB/s on 4 hosts, 345, 320,
+    300, 280, and 260 on 128 (https://github.com/NVIDIA/nccl/issues/1229). The source states
+    neither ports nor sizes: eight ports of 50 GB/s are assumed, and that the steps of the ring
+    are in these figures. Assumed for other GPUs and ports, too. Beyond 128 hosts it is
+    extrapolated.
 
     Raises:
       TypeError: if the number is not whole.
@@ -96,6 +98,7 @@ class Group:
         seconds until the first byte has arrived. Groups that leave the same host share its
         ports.
       latency: seconds until the first byte of a collective has arrived.
+      step: seconds that each of the n - 1 steps of an all-gather's ring adds.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
       ring: on a torus, the size of the one ring whose all-to-all would take as long; 0 behind a
         switch.
@@ -113,6 +116,7 @@ class Group:
     adds_in_switch: bool = False
     ring: float = 0.0
     ideal: bool = False
+    step: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_switch <= self.ranks:
@@ -126,9 +130,10 @@ class Group:
             )
         if self.ranks > 1 and not self.link > 0:
             raise ValueError(f"link={self.link} must be above 0 bytes/s")
-        if not (self.latency >= 0 and self.hop >= 0):
+        if not (self.latency >= 0 and self.hop >= 0 and self.step >= 0):
             raise ValueError(
-                f"latency={self.latency} and hop={self.hop} must be at least 0 seconds"
+                f"latency={self.latency}, hop={self.hop} and step={self.step} must be at least"
+                " 0 seconds"
             )
 
 
@@ -151,6 +156,11 @@ def all_gather(group: Group, size: int | float) -> float:
       ValueError: if the size is negative or infinite. All functions of sizes here raise these.
     """
     _check(group, size)
+    return _once(group, size) + (group.ranks - 1) * group.step
+
+
+def _once(group: Group, size: int | float) -> float:
+    """Returns the seconds of an all-gather whose steps add no latency of their own."""
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
@@ -164,13 +174,15 @@ reduce_scatter = all_gather
 
 
 def all_reduce(group: Group, size: int | float) -> float:
-    """Returns the seconds of an all-reduce: a reduce-scatter, then an all-gather.
+    """Returns the seconds of an all-reduce: a reduce-scatter, then an all-gather, with the
+    latency of a tree.
 
     Args:
       group: the devices.
       size: bytes of the array that each rank has.
     """
-    seconds = reduce_scatter(group, size) + all_gather(group, size)
+    _check(group, size)
+    seconds = 2 * _once(group, size)
     return seconds / SWITCH_SPEEDUP if group.adds_in_switch else seconds
 
 
@@ -240,6 +252,8 @@ class Cluster:
       adds_in_switch: whether NVLink and network switches add up (NVLS, SHARP).
       ideal: whether links reach their rated bandwidth, without latency, and collectives send
         the fewest bytes, as textbook formulas assume.
+      ring_latency: seconds that each step of an all-gather or a reduce-scatter across hosts
+        adds. 0: those in the measured `network_share` are all.
       products_share: share of the peak rate that matrix products reach.
 
     Raises:
@@ -257,6 +271,7 @@ class Cluster:
     adds_in_switch: bool = False
     ideal: bool = False
     products_share: float = PRODUCTS_SHARE
+    ring_latency: float = 0.0
 
     def __post_init__(self) -> None:
         hardware.check(self.accelerator)
@@ -274,6 +289,9 @@ class Cluster:
         for name in ("adds_in_switch", "ideal"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={value!r} must be True or False")
+        check_type("ring_latency", self.ring_latency, (int, float), "a number of seconds")
+        if not 0 <= self.ring_latency < 1:
+            raise ValueError(f"ring_latency={self.ring_latency} must be 0 to 1 seconds: 5e-6")
         check_type("products_share", self.products_share, (int, float, np.number), "a number")
         if not 0 < self.products_share <= 1:
             raise ValueError(
@@ -376,6 +394,7 @@ class Cluster:
                 latency=latency,
                 link=network_share(2) * link if crosses else inside,
                 hop=hop,
+                step=self.ring_latency if crosses else 0.0,
             )
         return dataclasses.replace(group, adds_in_switch=self.adds_in_switch, ideal=self.ideal)
 

@@ -67,6 +67,25 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
     assert cluster_model.shift(inside, GB) == pytest.approx(GB / NVLINK)
 
 
+def test_each_step_of_a_ring_across_hosts_adds_its_latency_to_all_but_all_reduces():
+    """NCCL's all-reduces have trees, its all-gathers and reduce-scatters have none."""
+    slow = Cluster(H100, 64, ring_latency=5e-6)
+    for axes, steps in (({"data": 64}, 63), ({"data": 8, "tensor": 8}, 7)):
+        plain, added = (cluster.group(axes, "data") for cluster in (Cluster(H100, 64), slow))
+        for of in (cluster_model.all_gather, cluster_model.reduce_scatter):
+            assert of(added, GB) - of(plain, GB) == pytest.approx(steps * 5e-6)
+        for of in (cluster_model.all_reduce, cluster_model.all_to_all):
+            assert of(added, GB) == of(plain, GB)
+    inside = {"data": 8, "tensor": 8}
+    assert slow.group(inside, "tensor") == Cluster(H100, 64).group(inside, "tensor")
+
+
+@pytest.mark.parametrize("seconds", [-1e-6, 1.0, math.inf, math.nan])
+def test_a_latency_that_is_no_number_of_seconds_is_refused(seconds):
+    with pytest.raises(ValueError, match="ring_latency=.* must be 0 to 1 seconds"):
+        Cluster(H100, 64, ring_latency=seconds)
+
+
 def test_a_step_of_a_ring_starts_in_half_of_the_time_of_a_collective():
     axes = {"pipe": 2, "data": 8}
     across, inside = (Cluster(H100, 16).group(axes, axis) for axis in ("pipe", "data"))
