@@ -156,6 +156,30 @@ def test_the_newest_and_the_best_are_not_deleted(checkpoints):
     assert checkpoints.steps() == [5, 6, 7]
 
 
+def test_the_best_loss_is_the_lowest_of_the_checkpoints_that_have_one(checkpoints):
+    assert checkpoints.best() is None
+    for step, loss in enumerate((3.0, 1.0, None, 2.0)):
+        checkpoints.save(step, small(step), {}, CONFIG, loss=loss)
+    checkpoints.wait()
+    assert checkpoints.best() == 1.0
+
+
+def test_the_newest_the_best_and_the_next_one_take_room_at_the_same_time(
+    checkpoints, monkeypatch
+):
+    delete_old, counts = checkpoints._delete_old, []
+
+    def count_and_delete():
+        counts.append(len(checkpoints.steps()))
+        delete_old()
+
+    monkeypatch.setattr(checkpoints, "_delete_old", count_and_delete)
+    for step in range(7):  # the first one stays the best
+        checkpoints.save(step, small(step), None, CONFIG, loss=float(step))
+    checkpoints.wait()
+    assert counts == [1, 2, 3, 4, 5, 5, 5]
+
+
 def test_where_nothing_was_saved_there_is_nothing(checkpoints):
     assert checkpoints.newest() is None and checkpoints.restore(abstract(small(0))) is None
 

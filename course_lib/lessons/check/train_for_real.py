@@ -16,6 +16,41 @@ LLAMA_3 = 54 * 24 * 3600 / 419
 
 
 @exercise
+def room_for_checkpoints(one, most):
+    """Checks the GB of one checkpoint, and the GB that all checkpoints of a run take at most,
+    for 7 billion float32 parameters with float32 AdamW.
+    """
+    predicted(one, most, hint="Which numbers does the next step read, per parameter?")
+    for guess, mistake in (
+        (28, "28 GB are the parameters alone. AdamW would begin again with moments of 0."),
+        (56, "56 GB are two numbers per parameter. AdamW has two moments per parameter."),
+        (112, "112 GB include the gradient. The next step does not read it: it computes one."),
+        (42, "42 GB are three numbers of 2 bytes per parameter. A float32 number has 4."),
+        (84e9, "This is in bytes. A GB is 10^9 bytes."),
+        (84e9 / 2**30, "This is in GiB, 2^30 bytes. A GB is 10^9 bytes."),
+    ):
+        require(not math.isclose(one, guess, rel_tol=2e-3), mistake)
+    require(
+        math.isclose(one, 84, rel_tol=2e-3),
+        f"One checkpoint is not {one:g} GB. List the numbers that the next step reads: each has"
+        " 4 bytes per parameter.",
+    )
+    count = most / one
+    for guess, mistake in (
+        (1, "This is room for one checkpoint. The program keeps several."),
+        (3, "These are the last three. The best one may be older than they are."),
+        (4, "Four are there already while the program writes the next one."),
+    ):
+        require(not math.isclose(count, guess, rel_tol=2e-3), mistake)
+    require(
+        math.isclose(count, 5, rel_tol=2e-3),
+        f"{most:g} GB are {count:.3g} checkpoints. Which ones are there just before the program"
+        " deletes an old one?",
+    )
+    return "12 bytes per parameter, and five checkpoints while one is being written."
+
+
+@exercise
 def lost_time(your_lost):
     """Checks `your_lost(interval, write, between)`: the share of time that checkpoints and
     failures cost.
