@@ -2,9 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from course_lib.lessons import case_study
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import (
+    WrongAnswer,
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+)
 from course_lib.measure import hardware
 from course_lib.one_device import profiling, rematerialization
 
@@ -14,6 +22,105 @@ _W, _X = (
     jax.ShapeDtypeStruct((N, D, D), jnp.float32),
     jax.ShapeDtypeStruct((B, D), jnp.float32),
 )
+
+
+@exercise
+def busy_and_idle(your_function):
+    """Checks `your_function(events) -> (busy, idle)`: from (start, duration) of what one device
+    ran, the seconds in which at least one event runs, and the rest of the time from the first
+    start to the last end.
+    """
+    hint = (
+        "Draw [(0, 3), (2, 3), (6, 1)] on a line. How many of the 7 seconds are covered, and"
+        " how many are not?"
+    )
+
+    def compare(events):
+        """Returns the learner's busy and idle time, the right ones, and the four in words."""
+        yours = _two_numbers(call(your_function, list(events), hint=hint))
+        right = _busy_and_idle(events)
+        what = f"{events}:" if len(events) < 9 else f"A list of {len(events)} events:"
+        words = (
+            f"{what} you say {yours[0]:g} s busy and {yours[1]:g} s idle; it is {right[0]:g} s"
+            f" busy and {right[1]:g} s idle."
+        )
+        return *yours, np.allclose(yours, right, atol=1e-4), words
+
+    # Each list adds one difficulty to those before it.
+    busy, idle, right, words = compare([(0, 2), (3, 2), (7, 3)])
+    require((busy, idle) != (3, 7), f"{words} Return the busy seconds first.")
+    require(
+        busy not in (2, -3),
+        f"{words} The second number of an event is its duration, not its end.",
+    )
+    for wrong, reason in (
+        ((0, 7), "The time ends with the last end, not with the last start."),
+        ((10,), "This is the whole time, busy and idle."),
+        ((2,), "This is the longest gap alone."),
+    ):
+        require(busy != 7 or idle not in wrong, f"{words} {reason}")
+    require(right, words)
+
+    busy, idle, right, words = compare([(0, 3), (2, 3), (6, 1)])
+    require(
+        busy != 7,
+        f"{words} The sum of the durations counts the second from 2 to 3 twice.",
+    )
+    require(right, f"{words} The first two events overlap.")
+
+    busy, idle, right, words = compare([(0, 6), (1, 1), (3, 1), (8, 4), (9, 1)])
+    require(
+        (busy, idle) != (10, 0),
+        f"{words} The event that starts last is not the one that ends last.",
+    )
+    require(
+        right,
+        f"{words} The event (1, 1) lies inside (0, 6) and ends earlier: keep the latest end.",
+    )
+
+    busy, idle, right, words = compare([(5, 2), (8, 1)])
+    require(
+        idle != 6,
+        f"{words} The time before the first start does not count: begin there, not at 0.",
+    )
+    require(right, f"{words} The first event starts at 5.")
+
+    _, _, right, words = compare([(7, 1), (0, 2), (4, 1), (1, 2)])
+    require(right, f"{words} The events come in any order: sort them by their start first.")
+
+    rng = np.random.default_rng(0)  # in eighths of a second: some events touch, or start as one
+    times = np.stack([rng.integers(0, 500, 60), rng.integers(1, 16, 60)], axis=1) / 8
+    many = [(start, duration) for start, duration in times.tolist()]
+    _, _, right, words = compare(many)
+    require(right, f"{words} Try events that touch, and events that start together.")
+    busy, idle = _busy_and_idle(many)
+    return (
+        f"{len(many)} events, {times[:, 1].sum():.0f} s in all, keep a device busy for"
+        f" {busy:.0f} s and leave it idle for {idle:.0f} s."
+    )
+
+
+def _two_numbers(yours):
+    """Returns a pair of floats, or raises `WrongAnswer`."""
+    try:
+        busy, idle = yours
+        return float(busy), float(idle)
+    except (TypeError, ValueError):
+        raise WrongAnswer(
+            f"Return two numbers, the busy and the idle seconds, not {yours!r}."
+        ) from None
+
+
+def _busy_and_idle(events):
+    """Returns what the library says about the time from the first start to the last end."""
+    first = min(start for start, _ in events)
+    last = max(start + duration for start, duration in events)
+    listed = [
+        profiling.Event("op", float(start - first), float(time), float(time), "line")
+        for start, time in events
+    ]
+    busy = profiling.busy_time(listed, float(last - first))
+    return busy.busy, busy.idle
 
 
 def _loss(w, x):
@@ -76,7 +183,7 @@ def stack_less(your_loss):
     before, after = _stacked_mib(_loss), _stacked_mib(your_loss)
     require(
         after < before,
-        "It still stacks as much as the scan of exercise 1 (counted in JAX, before the compiler"
+        "It still stacks as much as the loss in the stub (counted in JAX, before the compiler"
         " unrolls or fuses anything).",
     )
     least = (4 * N * B * D + 4 * N * D * D) / 2**20

@@ -2,9 +2,165 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from course_lib.lessons import tiny_transformer
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import (
+    call,
+    close,
+    exercise,
+    predicted,
+    require,
+    same_shapes,
+)
+
+B, L, H, K = 2, 6, 3, 4  # of the arrays that attention is tried with, each size another
+_PAST = np.tri(L, dtype=bool)  # which keys (columns) a query (row) sees
+_WRONG_WEIGHTS = (  # options of `_attention`, and what is wrong with them
+    (
+        dict(seen=np.ones((L, L), bool)),
+        "There is no mask: a position sees the later ones, too.",
+    ),
+    (
+        dict(seen=_PAST.T),
+        "The mask is the wrong way round: a position sees itself and the later ones. With"
+        " queries as rows and keys as columns, keep the lower triangle.",
+    ),
+    (
+        dict(seen=~_PAST),
+        "The mask is the wrong way round: a position sees only the later ones."
+        " `jnp.where(mask, a, b)` takes a where the mask is true.",
+    ),
+    (
+        dict(seen=np.tri(L, k=-1, dtype=bool)),
+        "A position does not see itself: keep the diagonal, too.",
+    ),
+    (
+        dict(seen=np.tri(L, k=1, dtype=bool)),
+        "The mask is off by one: a position sees the next one, which is its label.",
+    ),
+    (
+        dict(hidden=0.0),
+        "A hidden score is 0, and exp(0) = 1, so hidden positions get a weight. Hide them with"
+        " -inf: its exponential is 0.",
+    ),
+    (
+        dict(mask_first=False),
+        "The mask comes after the softmax, so the weights of a position do not sum to one. Hide"
+        " the scores, before the softmax.",
+    ),
+    (
+        dict(axis=2),
+        "The softmax runs over the queries. It should run over the keys: all weights of one"
+        " query sum to one.",
+    ),
+    (dict(axis=1), "The softmax runs over the heads. It should run over the keys."),
+    (dict(axis=0), "The softmax runs over the sequences. It should run over the keys."),
+)
+_WRONG_DIVISORS = (
+    (1, "The scores are not divided by the square root of K."),
+    (K, "The scores are divided by K. Divide them by its square root."),
+    (K**-0.5, "The scores are multiplied by the square root of K. Divide them by it."),
+    (
+        (H * K) ** 0.5,
+        "The scores are divided by the square root of H K, the model's width. A score is a sum"
+        " of K products.",
+    ),
+    (H**0.5, "The scores are divided by the square root of H. K is the last axis of q."),
+    (L**0.5, "The scores are divided by the square root of L. K is the last axis of q."),
+)
+
+
+def _attention(q, k, v, *, seen=_PAST, divisor=K**0.5, axis=3, hidden=-1e30, mask_first=True):
+    """Computes causal attention in float64. Other options than these are mistakes."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("blhk,bmhk->bhlm", q, k) / divisor
+    if mask_first:
+        scores = np.where(seen, scores, hidden)
+    weights = np.exp(scores - scores.max(axis, keepdims=True))
+    weights /= weights.sum(axis, keepdims=True)
+    if not mask_first:
+        weights = np.where(seen, weights, 0)
+    return np.einsum("bhlm,bmhk->blhk", weights, v)
+
+
+@exercise
+def attend(your_attend):
+    """Checks `your_attend(q, k, v)`, all [B L H K]: causal attention of every head, in the
+    dtype of the arrays, with scores and softmax in float32.
+    """
+    rng = np.random.default_rng(5)
+    first = rng.standard_normal((3, B, L, H, K), np.float32)
+    q, k, v = map(jnp.asarray, first)
+    hint = "Begin with the scores, one for each query and key of a head: [B H L L]."
+    with jax.default_matmul_precision("highest"):
+        yours = call(your_attend, q, k, v, hint=hint)
+    same_shapes(yours, q, "Your result")
+    _require_attention(np.asarray(yours, np.float64), q, k, v)
+
+    with jax.default_matmul_precision("highest"):
+        large = call(your_attend, jnp.asarray(100 * first[0]), k, v, hint="")
+    require(
+        jnp.isfinite(large).all(),
+        "Right, but not for scores of 100 and more: the result is not a number. Hide the later"
+        " positions, then subtract the largest score of each query, as `jax.nn.softmax` does,"
+        " and only then take exponentials.",
+    )
+
+    # scores near 50, which bfloat16 rounds to multiples of 0.25
+    near_50 = 5 + first[0], 5 + first[1] / 5, first[2]
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in near_50)
+    yours = call(your_attend, q, k, v, hint="")
+    same_shapes(yours, q, "With bfloat16 arrays, your result")
+    right = _attention(q, k, v)
+    error = np.linalg.norm(np.asarray(yours, np.float64) - right) / np.linalg.norm(right)
+    require(
+        error < 0.01,
+        f"Right in float32. With bfloat16 arrays the result is {error:.1%} off; float32 scores"
+        " and a float32 softmax leave less than 1%. A bfloat16 score near 50 is rounded to a"
+        " multiple of 0.25. Make q and k float32 first, or pass"
+        " `preferred_element_type=jnp.float32` to the product.",
+    )
+    return f"in float32 to rounding; with bfloat16 arrays {error:.1%} off."
+
+
+def _require_attention(yours, q, k, v):
+    """Raises `WrongAnswer`, and names the mistake, unless the array is their attention."""
+    right = _attention(q, k, v)
+    if close(yours, right):
+        return
+
+    def is_attention(*arrays, **options):
+        # the first or the last position may see nothing: any number or none can stand there
+        return close(yours[:, 1:-1], _attention(*arrays, **options)[:, 1:-1])
+
+    for options, reason in (({}, ""), *_WRONG_WEIGHTS):
+        for divisor, why in ((K**0.5, ""), *_WRONG_DIVISORS):
+            wrong = is_attention(q, k, v, divisor=divisor, **options)
+            require(not (wrong and reason + why), f"{reason} {why}")
+    require(
+        not is_attention(k, q, v),
+        "Queries and keys are exchanged: the softmax of a query runs over its scores with all"
+        " keys.",
+    )
+    cut = [np.asarray(x).reshape(B, H, L, K).swapaxes(1, 2) for x in (q, k, v)]
+    require(
+        not close(yours, _attention(*cut).swapaxes(1, 2).reshape(B, L, H, K)),
+        "`reshape` does not exchange two axes: it cuts the positions into H pieces. Use"
+        " `swapaxes` or `transpose`.",
+    )
+    nan = np.flatnonzero(np.isnan(yours).any((0, 2, 3))).tolist()
+    require(
+        not nan,
+        f"The result is not a number (NaN) at positions {nan}. Is every score on the softmax's"
+        " axis -inf, or is -inf multiplied by 0?",
+    )
+    require(
+        close(yours[:, 0], right[:, 0]),
+        "Position 0 sees only itself, so its result is its own value, v[:, 0]. Yours is not.",
+    )
+    first = next(t for t in range(L) if not close(yours[:, t], right[:, t]))
+    require(False, f"Position {first} is the first whose result is wrong.")
 
 
 @exercise
