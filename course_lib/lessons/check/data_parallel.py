@@ -2,6 +2,9 @@
 there are no eight accelerators.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib import measure
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import (
+    WrongAnswer,
+    call,
+    close,
+    equations,
+    exercise,
+    predicted,
+    require,
+)
 from course_lib.many_devices import meshes
 
 
@@ -88,14 +99,14 @@ def fsdp(your_loss):
 
     ledger = measure.ledger(compiled, mesh)
     require(
-        ledger.bytes("all-gather", "data") > 0,
+        ledger.payload("all-gather", "data") > 0,
         "Right, but nothing is all-gathered: the kernels travel by"
         f" {', '.join(sorted({entry.kind for entry in ledger.entries}))}. Which collective puts"
         " the devices' rows together, and sends each row once?",
     )
     gathers = [entry for entry in ledger.entries if entry.kind == "all-gather"]
     most = max((entry.payload_bytes for entry in gathers), default=0)
-    gathered = ledger.bytes("all-gather", "data")
+    gathered = ledger.payload("all-gather", "data")
     require(
         most <= layer_bytes,
         f"Right, but one all-gather makes {most // layer_bytes} layers whole at once. When does"
@@ -113,7 +124,8 @@ def fsdp(your_loss):
     )
     return (
         "one device's gradient; per step, 12 kernels are gathered and"
-        f" {ledger.bytes('reduce-scatter', 'data') // layer_bytes} gradients reduce-scattered."
+        f" {ledger.payload('reduce-scatter', 'data') // layer_bytes} gradients"
+        " reduce-scattered."
     )
 
 
@@ -147,7 +159,7 @@ def traffic_of_minibatches(gathered, scattered):
         for shape, spec in (((6, 16, 16), cut), ((64, 16), P("data")))
     ]
     ledger = measure.ledger(jax.jit(gradient).lower(*shapes).compile(), mesh)
-    right = {kind: ledger.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter")}
+    right = {kind: ledger.payload(kind, "data") for kind in ("all-gather", "reduce-scatter")}
     require(
         gathered != right["all-gather"] / 4,
         "This is what one minibatch gathers. No layer stays whole until the next minibatch.",
@@ -250,3 +262,207 @@ def summed_once(your_gradient):
     )
     require(close(yours["bias"], bias), "The bias's gradient is wrong.")
     return "the kernel's gradient came summed, the bias's is summed by you."
+
+
+# Shapes and dtypes of a device's gradients, in the order of the backward pass.
+_GRADIENTS = (
+    ((4, 8), jnp.float32),
+    ((32,), jnp.float32),
+    ((8,), jnp.float32),
+    ((16, 12), jnp.float32),  # larger than the small capacity
+    ((4, 8), jnp.float32),
+    ((8, 8), jnp.bfloat16),
+    ((16,), jnp.bfloat16),
+    ((3,), jnp.float32),  # never fills a bucket
+)
+_LARGEST = 3
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
+
+
+@exercise
+def sum_in_buckets(your_sum):
+    """Checks `your_sum(grads, capacity)`, run on each of eight devices inside `jax.shard_map`:
+    `grads` are the device's gradients in the order of the backward pass.
+
+    It returns their sums over "data", with one all-reduce per bucket. A bucket is closed when
+    it has at least `capacity` bytes, and where the dtype changes.
+    """
+    mesh = meshes.make({"data": 8}, meshes.devices(8))
+    random = np.random.default_rng(0)
+    # small integers: their sums are exact, in bfloat16 too
+    grads = [
+        jnp.asarray(random.integers(-15, 16, (8, *shape)), dtype) for shape, dtype in _GRADIENTS
+    ]
+    sizes = [grad.nbytes // 8 for grad in grads]
+    for capacity in (256, 2048):  # the second is larger than all gradients together
+
+        def on_each(grads, capacity=capacity):
+            own = [grad[0] for grad in grads]
+            hint = (
+                "Write it for one bucket first: flatten its gradients, concatenate them, sum"
+                " them over the devices, and cut the result again. Then ask: when does the"
+                " next bucket begin?"
+            )
+            sums = call(your_sum, own, capacity, hint=hint)
+            _like_gradients(sums, own)
+            return [meshes.vary(one, "data")[None] for one in sums]
+
+        cut = P("data")
+        run = jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=cut, out_specs=cut))
+        program = run.trace(grads).jaxpr.jaxpr
+        _sums_of(jax.device_get(run(grads)), [np.asarray(g, np.float32) for g in grads])
+        _in_buckets(program, sizes, capacity)
+    right = _buckets(sizes, lambda bucket, _: bucket >= 256)
+    return (
+        f"{len(sizes)} gradients of {sum(sizes):,} bytes; with a capacity of 256 they travel"
+        f" in {len(right)} all-reduces of {', '.join(map(str, right))} bytes."
+    )
+
+
+def _like_gradients(sums: Any, grads: Sequence[jax.Array]) -> None:
+    """Raises `WrongAnswer` unless there is a sum like each gradient."""
+    require(
+        isinstance(sums, list | tuple) and all(hasattr(one, "dtype") for one in sums),
+        "Return a list of arrays, one sum for each of `grads`.",
+    )
+    shapes, yours = [grad.shape for grad in grads], [one.shape for one in sums]
+    require(
+        len(yours) == len(shapes) or not yours or yours != shapes[: len(yours)],
+        f"Only the first {len(yours)} of {len(shapes)} gradients come back. The last bucket"
+        " must be summed as well, though it has fewer than `capacity` bytes.",
+    )
+    require(
+        shapes[_LARGEST] in yours,
+        f"The sum of the largest gradient is missing, or has another shape than"
+        f" {shapes[_LARGEST]}. A gradient with more than `capacity` bytes stays whole.",
+    )
+    require(
+        len(yours) == len(shapes), f"{len(yours)} sums come back for {len(shapes)} gradients."
+    )
+    require(
+        yours == shapes or sorted(yours) != sorted(shapes),
+        "The sums come back in another order. Return them in the order of `grads`.",
+    )
+    for i, (one, grad) in enumerate(zip(sums, grads, strict=True)):
+        require(
+            one.shape == grad.shape,
+            f"The sum of grads[{i}] has shape {one.shape}; the gradient has {grad.shape}.",
+        )
+        require(
+            one.dtype == grad.dtype,
+            f"The sum of grads[{i}] is {one.dtype}; the gradient is {grad.dtype}. An array has"
+            " one dtype: concatenated with float32 numbers, bfloat16 ones become float32, too."
+            " Begin a new bucket where the dtype changes.",
+        )
+
+
+def _sums_of(yours: Sequence[Any], grads: Sequence[np.ndarray]) -> None:
+    """Raises `WrongAnswer` unless each device has the sum of each gradient.
+
+    Args:
+      yours: the sums of all devices, stacked along the first axis.
+      grads: likewise the gradients.
+    """
+    sums = [np.asarray(one, np.float32) for one in yours]
+    right = [np.broadcast_to(grad.sum(0), grad.shape) for grad in grads]
+    for i, one in enumerate(sums):
+        require(
+            np.ptp(one, axis=0).max() == 0,
+            f"The devices return different numbers for grads[{i}]: it is not summed over"
+            " `data`.",
+        )
+
+    def times(factor):
+        return all(map(np.allclose, sums, [factor * one for one in right]))
+
+    def numbers(arrays):
+        return np.sort(np.concatenate([one.ravel() for one in arrays]))
+
+    require(not times(1 / 8), "A mean over the devices. `psum` gives the sum.")
+    require(not times(8), "8 times too large: each gradient is summed twice.")
+    require(
+        times(1) or not np.array_equal(numbers(sums), numbers(right)),
+        "The numbers are right, but some stand in another gradient's place. Cut a bucket in the"
+        " order in which its gradients were concatenated.",
+    )
+    for i, (one, like) in enumerate(zip(sums, right, strict=True)):
+        require(np.array_equal(one, like), f"The sum of grads[{i}] is wrong.")
+
+
+def _buckets(sizes: Sequence[int], full: Callable[[int, int], bool]) -> list[int]:
+    """Returns the bytes of each bucket.
+
+    Args:
+      sizes: bytes of each gradient.
+      full: takes the bytes of a bucket and of the next gradient, and returns whether the
+        bucket is closed before this gradient.
+    """
+    buckets: list[int] = []
+    for i, size in enumerate(sizes):
+        changes = i > 0 and _GRADIENTS[i][1] != _GRADIENTS[i - 1][1]  # of dtype
+        if not buckets or changes or full(buckets[-1], size):
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
+def _in_buckets(program: Any, sizes: Sequence[int], capacity: int) -> None:
+    """Raises `WrongAnswer` unless the program sums one array per bucket."""
+    sent, others = [], set()
+    for eqn in equations(program):
+        if eqn.primitive.name.startswith("psum"):  # of several arrays, one all-reduce each
+            sent += [v.aval.size * v.aval.dtype.itemsize for v in eqn.invars]
+        elif eqn.primitive.name.startswith(_COLLECTIVES):
+            others.add(eqn.primitive.name)
+    names = ", ".join(sorted(others))
+    require(
+        not others,
+        f"Right, but the gradients travel by {names}. One `psum` per bucket suffices.",
+    )
+    right = _buckets(sizes, lambda bucket, _: bucket >= capacity)
+    if sorted(sent) == sorted(right):
+        return
+
+    def yours(full: Callable[[int, int], bool]) -> bool:
+        return sorted(sent) == sorted(_buckets(sizes, full))
+
+    here = f"Right, but with a capacity of {capacity} bytes"
+    require(
+        not yours(lambda bucket, _: True),
+        f"Right, but with one all-reduce per gradient, {len(sent)} in all, and each one pays"
+        " the latency. (`psum` of a list sums each array by itself.) Concatenate the gradients"
+        " of a bucket first.",
+    )
+    require(
+        len(sent) > 1,
+        "Right, but all gradients share one all-reduce, which waits for the last of them."
+        " Close a bucket when it has `capacity` bytes.",
+    )
+    require(
+        sum(sent) == sum(sizes),
+        f"Right, but {sum(sent):,} bytes are all-reduced, and the gradients have"
+        f" {sum(sizes):,}. Sum each gradient once, and in its own dtype.",
+    )
+    require(
+        not yours(lambda bucket, _: False),
+        f"{here} no bucket is ever full: buckets end only where the dtype changes.",
+    )
+    require(
+        not yours(lambda bucket, _: bucket > capacity),
+        f"{here} a bucket of {capacity} bytes stays open. It is full: it has *at least*"
+        " `capacity` bytes.",
+    )
+    require(
+        not yours(lambda bucket, size: bucket + size > capacity),
+        f"{here} a bucket is closed before the gradient that would fill it. Here this gradient"
+        " still goes in, and then the bucket is closed.",
+    )
+    require(
+        max(sent) >= max(sizes),
+        f"{here} the gradient of {max(sizes)} bytes is cut into pieces. It stays whole, in one"
+        " bucket.",
+    )
+    raise WrongAnswer(
+        f"{here} the all-reduces have {', '.join(map(str, sent))} bytes. Taken in their order,"
+        f" the gradients make buckets of {', '.join(map(str, right))}."
+    )
