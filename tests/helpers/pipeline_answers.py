@@ -7,7 +7,7 @@ from course_lib.lessons import check
 
 FUNCTIONS = [check.one_f_one_b, check.gpipe]
 PREDICTIONS = {
-    check.bubble_to_order: 3,
+    check.bubble_share: 3,
     check.stash: 2,
     check.shared_slots: 3,
     check.fast_pipeline: 3,
@@ -73,7 +73,7 @@ def gathered(kernel, x, y):
 
 
 RIGHT = [
-    (check.bubble_to_order, (0.226, 134, 45)),
+    (check.bubble_share, (0.226, 134, 45)),
     (check.one_f_one_b, (order(),)),
     (check.gpipe, (pipeline(),)),
     (check.stash, (3200, 800)),
@@ -81,12 +81,12 @@ RIGHT = [
     (check.fast_pipeline, ("zero_bubble", 32, 1)),
 ]
 WRONG = [
-    (check.bubble_to_order, (7 / 24, 134, 45), "Megatron"),
-    (check.bubble_to_order, (22.6, 134, 45), "at most 1"),
-    (check.bubble_to_order, (0.25, 134, 45), "how many of them are empty"),
-    (check.bubble_to_order, (0.226, 133, 45), "5.00% of the time"),
-    (check.bubble_to_order, (0.226, 200, 45), "1f1b: fewer"),
-    (check.bubble_to_order, (0.226, 134, 134), "zero_bubble: fewer"),
+    (check.bubble_share, (7 / 24, 134, 45), "Megatron"),
+    (check.bubble_share, (22.6, 134, 45), "at most 1"),
+    (check.bubble_share, (0.25, 134, 45), "how many of them are empty"),
+    (check.bubble_share, (0.226, 133, 45), "5.00% of the time"),
+    (check.bubble_share, (0.226, 200, 45), "1f1b: fewer"),
+    (check.bubble_share, (0.226, 134, 134), "zero_bubble: fewer"),
     (check.one_f_one_b, (order(lambda device, S: 100),), "live microbatches at once"),
     (check.one_f_one_b, (order(lambda device, S: S),), "device 1 has 4 live"),
     (check.one_f_one_b, (order(lambda device, S: S - device - 1),), "forever"),
@@ -101,10 +101,15 @@ WRONG = [
     (check.gpipe, (pipeline(alike=True),), "starts with a value that is equal"),
     (check.gpipe, (pipeline(late=1),), "the y of another one"),
     (check.gpipe, (pipeline(stop=True),), "the gradient is not"),
-    (check.gpipe, (pipeline(whole=True),), "activations of a microbatch are passed on"),
-    (check.gpipe, (gathered,), "kernels are gathered"),
+    (
+        check.gpipe,
+        (lambda *args: jax.lax.stop_gradient(pipeline()(*args)),),
+        "the gradient is not",
+    ),
+    (check.gpipe, (pipeline(whole=True),), "arrays are passed on"),
+    (check.gpipe, (gathered,), "arrays are gathered"),
     (check.gpipe, (lambda kernel, x, y: x,), "one number"),
-    (check.stash, (2560, 640), "counts 4 of the activations"),
+    (check.stash, (2560, 640), "count 4 activations"),
     (check.stash, (3200 * 2**20, 800), "How many MiB"),
     (check.stash, (32 * 33 * 20, 800), "whole model's"),
     (check.stash, (25600, 800), "before the first backward"),
@@ -121,6 +126,7 @@ WRONG = [
     (check.fast_pipeline, ("zero_bubble", 64, 1), "48 the fixed part"),
     (check.fast_pipeline, ("zero_bubble", 16, 1), "32 sequences"),
     (check.fast_pipeline, ("zero_bubble", 48, 1), "divide 64"),
+    (check.fast_pipeline, ("1f1b", 32, 1.9), "a whole number"),
     (check.fast_pipeline, ("1f1b", 32, 2), "does not exist"),
     (check.fast_pipeline, ("1F1B", 32, 1), "is one of"),
 ]

@@ -3,7 +3,7 @@
 from course_lib.lessons import check
 
 FUNCTIONS = [check.lost_time, check.may_change]
-PREDICTIONS = {check.noise_scale: 3}
+PREDICTIONS = {check.noise_scale: 3, check.room_for_checkpoints: 2}
 CHANGEABLE = ("training.steps", "mesh.tensor", "run.log_every")
 
 
@@ -18,6 +18,7 @@ def one_of(*fields):
 RIGHT = [
     (check.lost_time, (share,)),
     (check.noise_scale, (125, 2000, 16)),
+    (check.room_for_checkpoints, (84, 420)),
     (check.may_change, (one_of(*CHANGEABLE),)),
 ]
 WRONG = [
@@ -34,6 +35,17 @@ WRONG = [
     (check.noise_scale, (125, 500, 4), "one example"),
     (check.noise_scale, (125, 2000, 4), "tr Sigma / |G|^2"),
     (check.noise_scale, (125, 2000, 1 / 16), "ratio"),
+    (check.room_for_checkpoints, (28, 140), "parameters alone"),
+    (check.room_for_checkpoints, (56, 280), "two numbers"),
+    (check.room_for_checkpoints, (112, 560), "gradient"),
+    (check.room_for_checkpoints, (42, 210), "2 bytes"),
+    (check.room_for_checkpoints, (84e9, 420e9), "in bytes"),
+    (check.room_for_checkpoints, (78.2, 391), "GiB"),
+    (check.room_for_checkpoints, (70, 350), "not 70 GB"),
+    (check.room_for_checkpoints, (84, 84), "keeps several"),
+    (check.room_for_checkpoints, (84, 252), "best one"),
+    (check.room_for_checkpoints, (84, 336), "writes the next"),
+    (check.room_for_checkpoints, (84, 504), "6 checkpoints"),
     (check.may_change, (lambda field: "yes",), "True or False"),
     (check.may_change, (one_of("training.steps", "run.log_every"),), "order of sums"),
     (check.may_change, (one_of("mesh.tensor", "run.log_every"),), "already taken"),

@@ -5,6 +5,7 @@ Solutions are checked in `tests/test_solutions.py`, where they stand in the note
 
 import inspect
 
+import bucket_answers
 import flash_answers
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ import offload_answers
 import optax
 import optimizer_answers
 import pipeline_answers
+import profiling_answers
 import program_answers
 import pytest
 import smallest_answers
 import tensor_answers
+import transformer_answers
 import vocabulary_answers
 from slow_cases import slow
 
@@ -58,11 +61,14 @@ FUNCTIONS = [
     *flash_answers.FUNCTIONS,
     *offload_answers.FUNCTIONS,
     *smallest_answers.FUNCTIONS,
+    *transformer_answers.FUNCTIONS,
+    *profiling_answers.FUNCTIONS,
     check.cut_norm,
     check.two_levels,
     check.mean_gradient,
     check.fsdp,
     check.summed_once,
+    *bucket_answers.FUNCTIONS,
 ]
 PREDICTIONS = {
     check.loss_scale_range: 2,
@@ -456,6 +462,9 @@ RIGHT = [
     *flash_answers.RIGHT,
     *offload_answers.RIGHT,
     *smallest_answers.RIGHT,
+    *transformer_answers.RIGHT,
+    *profiling_answers.RIGHT,
+    *bucket_answers.RIGHT,
 ]
 
 
@@ -670,6 +679,7 @@ WRONG = [
     (check.accumulation, (by_scan,), "Python loop"),
     (check.all_of_the_state, (state_step(jnp.float32),), "buffer"),
     (check.all_of_the_state, (state_step(rate=0.8),), "numbers changed"),
+    (check.all_of_the_state, (lambda state, history: state,), "Return two things"),
     (check.all_of_the_state, (half_history,), "the history is bfloat16"),
     (
         check.all_of_the_state,
@@ -761,6 +771,9 @@ WRONG = [
     *flash_answers.WRONG,
     *offload_answers.WRONG,
     *smallest_answers.WRONG,
+    *transformer_answers.WRONG,
+    *profiling_answers.WRONG,
+    *bucket_answers.WRONG,
     (check.cut_norm, (norm(lambda total: total, 16),), "its own columns"),
     (check.cut_norm, (norm(over_tensor, 16),), "64 columns"),
     (check.cut_norm, (norm_of_gathered,), "one number per row"),

@@ -30,6 +30,7 @@ from course_lib.lessons.check.context_parallel import (
 )
 from course_lib.lessons.check.data_parallel import (
     fsdp,
+    sum_in_buckets,
     summed_once,
     traffic_of_minibatches,
 )
@@ -73,7 +74,7 @@ from course_lib.lessons.check.optimizer_memory import (
     state_of_a_matrix,
 )
 from course_lib.lessons.check.pipeline_parallel import (
-    bubble_to_order,
+    bubble_share,
     fast_pipeline,
     gpipe,
     one_f_one_b,
@@ -81,6 +82,7 @@ from course_lib.lessons.check.pipeline_parallel import (
     stash,
 )
 from course_lib.lessons.check.profiling import (
+    busy_and_idle,
     mfu,
     named_part,
     on_h100,
@@ -104,8 +106,14 @@ from course_lib.lessons.check.tensor_parallel import (
     missing_sum,
     padded_vocabulary,
 )
-from course_lib.lessons.check.train_for_real import lost_time, may_change, noise_scale
+from course_lib.lessons.check.train_for_real import (
+    lost_time,
+    may_change,
+    noise_scale,
+    room_for_checkpoints,
+)
 from course_lib.lessons.check.transformer import (
+    attend,
     count_parameters,
     looks_ahead,
     scan_over_layers,
@@ -117,8 +125,10 @@ __all__ = [
     "add_in_place",
     "aliased_bytes",
     "all_of_the_state",
+    "attend",
     "best_state",
-    "bubble_to_order",
+    "bubble_share",
+    "busy_and_idle",
     "bytes_of_logits",
     "bytes_of_state",
     "count_parameters",
@@ -158,6 +168,7 @@ __all__ = [
     "padded_vocabulary",
     "places",
     "query_gradient",
+    "room_for_checkpoints",
     "ring_bytes",
     "scaled_step",
     "scan_over_layers",
@@ -173,6 +184,7 @@ __all__ = [
     "stochastic_round",
     "streamed_bytes",
     "streamed_momentum",
+    "sum_in_buckets",
     "summed_once",
     "three_axes",
     "traffic_of_minibatches",

@@ -60,7 +60,7 @@ def two_way_product(your_product):
 
     part = x.nbytes // n
     require(
-        ledger.bytes("all-gather") == 0,
+        ledger.payload("all-gather") == 0,
         "The sequence is gathered at once: nothing can be multiplied meanwhile. Use"
         " `jax.lax.ppermute`.",
     )

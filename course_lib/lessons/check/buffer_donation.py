@@ -19,8 +19,8 @@ from course_lib.one_device import buffer_donation
 
 @exercise
 def aliased_bytes(momentum, plain):
-    """Checks the bytes per parameter that a donated step aliases, with `optax.sgd` with and
-    without momentum.
+    """Checks how many bytes per parameter a step aliases if its state is donated, with
+    `optax.sgd` with and without momentum.
     """
     predicted(
         momentum,
@@ -47,8 +47,8 @@ def aliased_bytes(momentum, plain):
         right = measured(optimizer)
         require(
             guess != right + 4,
-            f"{name}: {guess} counts one float32 too many. Gradients are no part of the"
-            " state; they live within the step.",
+            f"{name}: {guess} counts one float32 too many. Which arrays are in the state?"
+            " Gradients are not: they live within the step.",
         )
         require(
             guess == right,
@@ -65,6 +65,7 @@ def best_state(your_loop):
 
     The loss that a step returns is that of the parameters before it.
     """
+    # Steps too far, so that the lowest loss is not the last one.
     step = jax.jit(
         lambda w: (w - 1.6 * (w - 1.0) - 0.3, jnp.sum((w - 1.0) ** 2)), donate_argnums=0
     )
@@ -76,7 +77,7 @@ def best_state(your_loop):
         losses.append(float(loss))
     best = min(range(6), key=losses.__getitem__)
 
-    hint = "Copy the parameters before the step that gives them away."
+    hint = "Copy the parameters before the step that donates them."
     result = call(your_loop, step, jnp.array([start]), 6, hint=hint)
     require(
         isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == (),
@@ -115,7 +116,12 @@ def all_of_the_state(your_step):
     old = state["mean"].astype(jnp.float32)
     history = jnp.zeros(16)
     hint = "Compute in float32, and return `mean` in the dtype in which it came."
-    new, grown = call(your_step, state, history, hint=hint)
+    result = call(your_step, state, history, hint=hint)
+    require(
+        isinstance(result, tuple) and len(result) == 2,
+        "Return two things: the new state and the new history.",
+    )
+    new, grown = result
     require(
         isinstance(new, dict) and set(new) == set(state),
         "Return the new state with the keys of the old one.",
@@ -129,8 +135,8 @@ def all_of_the_state(your_step):
     right = {"mean": 0.9 * old + 0.1, "weight": 1 - jnp.full(4, old.sum())}
     require(
         close(jax.tree.map(lambda a: a.astype(jnp.float32), new), right, 1e-2),
-        "The numbers changed: the mean should be 0.9 mean + 0.1, the weight fall by the sum"
-        " of the old mean.",
+        "The numbers changed: the new mean is 0.9 mean + 0.1, the new weight is the old one"
+        " minus the sum of the old mean.",
     )
     require(
         close(new["weight"], right["weight"], 1e-5),
@@ -146,5 +152,7 @@ def all_of_the_state(your_step):
         compiled = jax.jit(your_step, donate_argnums=0).lower(state, history).compile()
     report = buffer_donation.report(compiled)
     lost = [row.path for row in report.arguments if row.donated and row.aliased_to is None]
-    require(not lost, f"No output takes over {', '.join(lost)}.")
+    require(
+        not lost, f"No output reuses {', '.join(lost)}: return it with its old shape and dtype."
+    )
     return f"{report.aliased_bytes} of {report.donated_bytes} bytes are aliased."

@@ -148,7 +148,7 @@ def two_levels(your_all_reduce):
         f"{factor:.3g} times the sum over all eight devices: is one of the collectives a mean?",
     )
     require(close(yours, right), "Not the sum over all eight devices.")
-    both = ledger.bytes(axis=("data", "tensor"))
+    both = ledger.payload(axis=("data", "tensor"))
     require(
         both == 0,
         "The sum is right, but one collective runs over both axes: it does not say what stays"
@@ -204,7 +204,7 @@ def mean_gradient(your_gradient):
     )
     require(not close(yours[0], -right), "The sign is wrong.")
     require(close(yours[0], right), f"Its norm is {ratio:.3f} times the right one.")
-    sent = ledger.bytes("all-reduce", "data")
+    sent = ledger.payload("all-reduce", "data")
     require(
         sent == 4000,
         f"Right, but {sent:,} bytes are all-reduced per step, and the gradient has 4,000:"

@@ -137,8 +137,8 @@ def ulysses(your_attention):
         " heads first.",
     )
     require(
-        ledger.bytes("all-gather") == 0,
-        f"Keys and values are gathered: {ledger.bytes('all-gather')} bytes. Ulysses sends"
+        ledger.payload("all-gather") == 0,
+        f"Keys and values are gathered: {ledger.payload('all-gather')} bytes. Ulysses sends"
         " parts of four arrays by all-to-alls.",
     )
     require(
@@ -148,8 +148,8 @@ def ulysses(your_attention):
     )
     most = 4 * right.nbytes // n
     require(
-        ledger.bytes() <= most,
-        f"The right output, but {ledger.bytes()} bytes are exchanged; query, key, value and"
+        ledger.payload() <= most,
+        f"The right output, but {ledger.payload()} bytes are exchanged; query, key, value and"
         f" output have {most}.",
     )
     grads, _ = compiled(gradient(divided, weights), mesh, *args)

@@ -225,7 +225,7 @@ def expert_layer(your_layer):
         "Not the outputs of the experts that the tokens chose. After each of the two exchanges,"
         " along which axis do the tokens of different devices lie?",
     )
-    gathered = ledger.bytes("all-gather")
+    gathered = ledger.payload("all-gather")
     require(
         gathered == 0,
         f"The right output, but {gathered} bytes are gathered. Each token has a place at one"
@@ -233,8 +233,8 @@ def expert_layer(your_layer):
     )
     most = 2 * right.nbytes // n
     require(
-        ledger.bytes() <= most,
-        f"The right output, but {ledger.bytes()} bytes are exchanged; the tokens take {most},"
+        ledger.payload() <= most,
+        f"The right output, but {ledger.payload()} bytes are exchanged; the tokens take {most},"
         " there and back.",
     )
     grads, _ = compiled(gradient(divided, weights), mesh, room, up, down)

@@ -1,4 +1,7 @@
-"""Checks of notebook 09's exercises. One of them runs on four devices."""
+"""Checks of notebook 09's exercises. One of them runs on four devices.
+
+S stages, M microbatches, v chunks per device, a device d.
+"""
 
 import re
 
@@ -13,16 +16,16 @@ from course_lib.many_devices.pipeline_parallel import schedules, slots
 
 Order = list[tuple[str, int]]  # ("F" or "B", microbatch)
 
-# The exercise of the fastest pipeline.
+# For `fast_pipeline`.
 SEQUENCES = 64
 STAGES = 8
-FIXED = 0.25  # milliseconds of a slot, however small its microbatch
+OP_OVERHEAD = 0.25  # milliseconds added to each op, however small its microbatch
 MOST_LIVE = 24  # sequences whose activations fit on a device
 MOST_MILLISECONDS = 240
 
 
 @exercise
-def bubble_to_order(share, microbatches, split_microbatches):
+def bubble_share(share, microbatches, split_microbatches):
     """Checks predictions for eight stages: the bubble's share with 1F1B and 24 microbatches,
     and the fewest microbatches for a bubble below 5%, with 1F1B and with zero-bubble.
     """
@@ -30,7 +33,7 @@ def bubble_to_order(share, microbatches, split_microbatches):
         share,
         microbatches,
         split_microbatches,
-        hint="The table of formulas has S - 1 idle slots in each row.",
+        hint="The table of formulas has the share of each schedule: S - 1 over a sum.",
     )
     right = schedules.bubble(schedules.one_f_one_b(8, 24))
     require(
@@ -46,7 +49,8 @@ def bubble_to_order(share, microbatches, split_microbatches):
     )
     for name, number in (("1f1b", microbatches), ("zero_bubble", split_microbatches)):
         require(
-            number == int(number) and number >= 1, f"{number} is no number of microbatches."
+            number == int(number) >= 1,
+            f"{number} microbatches: take a whole number, at least 1.",
         )
         bubble = schedules.bubble(schedules.make(name, 8, int(number)))
         require(
@@ -76,8 +80,8 @@ def one_f_one_b(your_order):
         time = _slots(orders)
         require(
             time is not None,
-            f"{where}the devices wait for each other forever. A backward needs the forward of"
-            " the same microbatch on the last device.",
+            f"{where}the devices wait for each other forever. A backward needs its own"
+            " forward, and the backward of the same microbatch on the next device.",
         )
         planned = schedules.one_f_one_b(S, M)
         for device, (order, fewest) in enumerate(
@@ -87,7 +91,7 @@ def one_f_one_b(your_order):
             require(
                 live <= fewest,
                 f"{where}device {device} has {live} live microbatches at once; 1F1B has"
-                f" {fewest}. Run a backward as soon as the first one can come.",
+                f" {fewest}. Run backward 0 as soon as its gradient can arrive.",
             )
         fewest = len(planned.table[0])
         require(
@@ -204,7 +208,7 @@ def gpipe(your_loss):
     for count in (M, x[0].size, x.size, *x[0].shape):
         require(
             abs(count * losses[0] - right) > 1e-4 * right,
-            f"The loss on one device, divided by {count}: it is a sum over microbatches, rows"
+            f"This is the right loss divided by {count}. It is a sum over microbatches, rows"
             " and features, not a mean.",
         )
     for shift in range(1, M):
@@ -216,43 +220,51 @@ def gpipe(your_loss):
         )
     require(
         losses[0] < right * (1 + 1e-4),
-        f"The loss is {losses[0]:.2f}, on one device {right:.2f}: too much is added. Only the"
-        " last stage finishes a microbatch, the first one in slot S - 1.",
+        f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}: too much is added. Only"
+        " the last stage finishes a microbatch, the first one in slot S - 1.",
     )
     require(
         same.all(),
-        f"The loss is {losses[0]:.2f}, on one device {right:.2f}. Does the last microbatch"
+        f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}. Does the last microbatch"
         " reach the last stage? It needs M + S - 1 slots.",
     )
     loss = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P())
-    grads, ledger = compiled(jax.grad(loss), mesh, kernels, x, y)
+    grads, ledger = compiled(jax.value_and_grad(loss), mesh, kernels, x, y)
     require(
-        ledger.bytes("all-gather") == 0,
-        "Right numbers, but kernels are gathered. In a pipeline parameters stay where they are,"
-        " and activations travel.",
+        close(grads[1], expected),
+        "The loss is right, the gradient is not. Does it flow back through each `ppermute`?",
     )
-    require(close(grads, expected), "The loss is right, the gradient is not.")
+    require(
+        ledger.payload("all-gather") == 0,
+        "Right numbers, but arrays are gathered. In a pipeline, kernels stay where they are,"
+        " and each activation is passed to the next device only.",
+    )
     activation = x[0].nbytes
-    sent, enough = ledger.bytes("collective-permute", "pipe") // activation, 2 * (M + S - 1)
+    sent, enough = ledger.payload("collective-permute", "pipe") // activation, 2 * (M + S - 1)
     require(
         sent <= enough,
-        f"Right numbers, but {sent} activations of a microbatch are passed on; {enough} are"
-        " enough: in each slot one forward, and one gradient back.",
+        f"Right numbers, but {sent} arrays are passed on; {enough} are enough: in each slot one"
+        " activation, and one gradient back.",
     )
     require(
-        sent > 0 and ledger.bytes() <= enough * activation + 64,
-        f"Right numbers, but {ledger.bytes():,} bytes are sent; {enough * activation:,} are"
-        " enough, if each device sends to the next one only.",
+        sent > 0 and ledger.payload() <= enough * activation + 64,  # and the sum of the loss
+        f"Right numbers, but {ledger.payload():,} bytes are communicated;"
+        f" {enough * activation:,} are enough, if each device sends to the next one only.",
     )
-    return f"one device's gradient, and {sent} activations are passed on."
+    return f"the gradient is that of one device, and {sent} arrays are passed on."
 
 
 @exercise
 def stash(gpipe, one_f_one_b):
-    """Checks the MiB of stash on the first of eight devices: 32 layers that rematerialize, 32
-    microbatches of 4 sequences, 1,024 tokens of 2,560 bfloat16 numbers each.
+    """Checks the MiB of the stash, which forwards save for backwards, on the first of eight
+    devices. 32 layers rematerialize; there are 32 microbatches of 4 sequences, each of 1,024
+    tokens of 2,560 bfloat16 numbers.
     """
-    predicted(gpipe, one_f_one_b, hint="How many MiB has one activation, 4 x 1024 x 2560 x 2?")
+    predicted(
+        gpipe,
+        one_f_one_b,
+        hint="One activation has 4 x 1024 x 2560 x 2 bytes. How many MiB are that?",
+    )
     activation = 4 * 1024 * 2560 * 2 / 2**20
     live = {
         name: slots.program(schedules.make(name, 8, 32)).sizes["stash"]
@@ -262,9 +274,8 @@ def stash(gpipe, one_f_one_b):
     per_microbatch = gpipe / (32 * activation)
     require(
         per_microbatch not in (1, 4),
-        f"GPipe: this counts {per_microbatch:g} of the activations that each of the 32 live"
-        " microbatches keeps. What does the stash keep for each layer, and what once for the"
-        " stage?",
+        f"GPipe: you count {per_microbatch:g} activations for each of the 32 live microbatches."
+        " What does the stash keep for each layer, and what once for the stage?",
     )
     require(
         gpipe != right["gpipe"] * 2**20,
@@ -286,16 +297,16 @@ def stash(gpipe, one_f_one_b):
     require(
         one_f_one_b == right["1f1b"],
         f"1F1B: not {one_f_one_b:,} MiB. A live microbatch keeps as much as with GPipe. How"
-        " many of them has the first device when its first backward begins?",
+        " many are live on the first device when its first backward begins?",
     )
-    return f"the executor reserves {live['gpipe']} and {live['1f1b']} slots for it."
+    return f"the stash holds {live['gpipe']} and {live['1f1b']} microbatches."
 
 
 @exercise
 def shared_slots(wrong_of_4, wrong_of_8, enough):
-    """Checks predictions about 1F1B on four devices whose stash slot is `microbatch % 3`: how
-    many microbatches of 4, and of 8, have a wrong gradient on device 0; and the least n for
-    which `microbatch % n` is right.
+    """Checks predictions about 1F1B on four devices whose stash slot is `microbatch % 3`: with
+    M = 4 and with M = 8, how many microbatches have a wrong gradient on device 0; and the least
+    n for which `microbatch % n` is right.
     """
     predicted(
         wrong_of_4,
@@ -361,13 +372,14 @@ def fast_pipeline(schedule, microbatches, chunks):
         microbatches >= 1 and SEQUENCES % microbatches == 0,
         f"{microbatches} microbatches do not divide {SEQUENCES} sequences.",
     )
+    require(chunks == int(chunks) >= 1, f"{chunks} chunks: take a whole number, at least 1.")
     try:
         planned = schedules.make(schedule, STAGES, int(microbatches), int(chunks))
     except ValueError as error:
         require(False, f"This schedule does not exist: {error}.")
     of_a_chunk = SEQUENCES / microbatches / chunks
     live = max(schedules.peak_live(planned)) * of_a_chunk
-    milliseconds = slots.lockstep(planned, dict.fromkeys("FBW", of_a_chunk + FIXED))
+    milliseconds = slots.lockstep(planned, dict.fromkeys("FBW", of_a_chunk + OP_OVERHEAD))
     name = f"{schedule} with M = {microbatches} and v = {chunks}"
     require(
         live <= MOST_LIVE,
@@ -378,7 +390,7 @@ def fast_pipeline(schedule, microbatches, chunks):
     require(
         milliseconds <= MOST_MILLISECONDS,
         f"{name}: {milliseconds:.0f} ms. {ops * of_a_chunk:.0f} of them are work,"
-        f" {ops * FIXED:.0f} the fixed part of {ops} ops, and"
-        f" {milliseconds - ops * (of_a_chunk + FIXED):.0f} the bubble.",
+        f" {ops * OP_OVERHEAD:.0f} the fixed part of {ops} ops, and"
+        f" {milliseconds - ops * (of_a_chunk + OP_OVERHEAD):.0f} the bubble.",
     )
     return f"{name}: {milliseconds:.0f} ms, with {live:g} sequences live."

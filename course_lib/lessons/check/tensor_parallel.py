@@ -79,13 +79,13 @@ def gated_mlp(your_mlp):
         " devices, and is it the one that you add up?",
     )
     require(
-        ledger.bytes("all-gather") == 0,
+        ledger.payload("all-gather") == 0,
         "Right numbers, but you gather an array. Nothing has to be gathered: each device can"
         " multiply its own columns and rows.",
     )
     require(
-        ledger.bytes() <= right.nbytes,
-        f"Right numbers, but {ledger.bytes()} bytes are sent forward. One all-reduce of the"
+        ledger.payload() <= right.nbytes,
+        f"Right numbers, but {ledger.payload()} bytes are sent forward. One all-reduce of the"
         f" result has {right.nbytes}.",
     )
     grads, both = compiled(gradient(divided, weights), mesh, x, gate, up, down)
@@ -94,7 +94,7 @@ def gated_mlp(your_mlp):
         "The result is right, the gradient is not. Is something hidden from `jax.grad`?",
     )
     return (
-        f"{right.nbytes} bytes all-reduced forward, and {both.bytes()} backward, for the"
+        f"{right.nbytes} bytes all-reduced forward, and {both.payload()} backward, for the"
         " gradient of x."
     )
 
@@ -194,13 +194,13 @@ def divided_embedding(your_lookup):
         " which collective joins them?",
     )
     require(
-        ledger.bytes("all-gather") == 0,
-        f"Right numbers, but the table is gathered: {ledger.bytes('all-gather')} bytes, and"
+        ledger.payload("all-gather") == 0,
+        f"Right numbers, but the table is gathered: {ledger.payload('all-gather')} bytes, and"
         " with a real vocabulary gigabytes.",
     )
     require(
-        ledger.bytes() == right.nbytes,
-        f"Right numbers, but {ledger.bytes()} bytes are sent; one all-reduce of the embedding"
+        ledger.payload() == right.nbytes,
+        f"Right numbers, but {ledger.payload()} bytes are sent; one all-reduce of the embedding"
         f" has {right.nbytes}.",
     )
 
