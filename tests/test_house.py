@@ -23,7 +23,7 @@ TOOLS = {"measure", "text", "show"}
 MODELS = TOOLS | {"one_device", "smaller_and_faster", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
 MAY_IMPORT = {
-    "1. `measure`, `text`, `show`: they know nothing of models": {
+    "1. `measure`, `text`, `show`: they import nothing of models": {
         "measure": set(),
         "files": set(),
         "text": {"files"},
