@@ -513,7 +513,7 @@ def test_a_block_shows_how_much_each_operation_saves_and_says_what_is_computed_a
     assert [bar.get_x() for bar in bars] == [0, GIB // 2, 0, 0]
     assert [bar.get_facecolor()[3] for bar in bars] == [1, 0, 1, 1]
     labels = {t.get_text() for t in texts(figure)}
-    assert {"512 MiB, 2.0 GiB again", "nothing", "1.0 GiB", "scores"} <= labels
+    assert {"512 MiB, 2.0 GiB recomputed", "nothing", "1.0 GiB", "scores"} <= labels
 
 
 def test_a_tape_stacks_its_kinds_up_to_the_peak_and_marks_it():

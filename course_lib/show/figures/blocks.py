@@ -1,4 +1,4 @@
-"""A block of a Transformer with the arrays that its backward pass needs."""
+"""A Transformer block, and the bytes that each operation saves for the backward pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,20 +10,23 @@ from course_lib.show.figures import style
 
 
 def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure:
-    """Draws the operations of a block from top to bottom, and beside each what it saves.
+    """Draws the operations of a block from top to bottom, and beside each the bytes that it
+    saves for the backward pass. Dashed: what is computed again instead.
 
     Args:
       operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"),
         "name", "bytes" saved for the backward pass, and optionally "again": the bytes that a
-        rematerialization policy drops and computes again. Neighbours of one part form a branch,
-        which the residual stream passes by.
+        rematerialization policy drops and computes again. Consecutive rows of one part form a
+        branch beside the residual stream.
       title: of the picture.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if there is none, or a part is no kind.
     """
     rows = [{"again": 0, **row} for row in operations]
-    style.refuse_empty("operations", {"operations": len(rows)}, "operations")
+    style.refuse_none("operations", len(rows), "rows with part, name and bytes")
+    if unknown := {row["part"] for row in rows} - set(style.KINDS):
+        raise ValueError(f"part={sorted(unknown)} must be of {', '.join(style.KINDS)}")
     figure = Figure(figsize=(8.5, 1.0 + 0.42 * len(rows)), layout="constrained")
     flow, bars = figure.subplots(1, 2, width_ratios=(1, 1.6), sharey=True)
     flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
@@ -45,7 +48,7 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
         if row["again"]:
             bar = {"facecolor": "none", "edgecolor": color, "linestyle": "--", "linewidth": 1.2}
             bars.barh(y, row["again"], height=0.6, left=row["bytes"], **bar)
-            text += f", {style.size(row['again'])} again"
+            text += f", {style.size(row['again'])} recomputed"
         style.write(bars, text, row["bytes"] + row["again"], y)
     for first, last in _branches(rows):
         flow.add_patch(_arrow((0.12, first - 0.75), (0.12, last + 0.75)))
@@ -69,6 +72,6 @@ def _arrow(
 
 
 def _branches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Returns the first and last row of each run of rows of one part."""
+    """Returns the first and last of consecutive rows with the same part, for each part."""
     starts = [y for y in range(len(rows)) if not y or rows[y - 1]["part"] != rows[y]["part"]]
     return list(zip(starts, [*(start - 1 for start in starts[1:]), len(rows) - 1], strict=True))

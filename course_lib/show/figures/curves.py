@@ -275,7 +275,7 @@ def roofline_plot(
       ValueError: if there are no points, or one has a dtype without a peak.
     """
     points = style.as_dicts(points)
-    style.refuse_empty("points", {"points": len(points)}, "mappings with name and intensity")
+    style.refuse_none("points", len(points), "mappings with name and intensity")
     if unknown := {point["dtype"] for point in points} - set(peaks):
         raise ValueError(
             f"points: dtype={sorted(unknown)} must have a roof in peaks={list(peaks)}"

@@ -1,4 +1,4 @@
-"""Transfers and products of programs, on one axis of time."""
+"""When programs communicate and when they compute, on one axis of time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ Spans = Sequence[Sequence[style.Number]]  # (start, duration) each, in seconds
 
 
 def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> Figure:
-    """Draws programs below each other on one axis of time, with one row per resource; white is
+    """Draws programs below each other on one axis of time, with one row per activity; white is
     idle.
 
     Args:
-      programs: the title of a program -> the resource of a row -> when it is busy, as (start,
+      programs: the title of a program -> the label of a row -> when it is busy, as (start,
         duration) in seconds.
       title: of the picture.
 

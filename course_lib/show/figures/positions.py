@@ -91,7 +91,7 @@ def token_routing(
     Raises:
       ValueError: if there is no token.
     """
-    style.refuse_empty("chosen", {"tokens": len(chosen)}, "tokens")
+    style.refuse_none("chosen", len(chosen), "tokens")
     figure, axes = style.canvas(8, 2.9)
     width = len(chosen)  # of the picture, in tokens
     room = width / experts

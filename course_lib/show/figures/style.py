@@ -120,16 +120,25 @@ def panels(
     return figure, list(every)
 
 
+def refuse_none(argument: str, count: int, content: str) -> None:
+    """Refuses an argument without entries.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    if not count:
+        raise ValueError(
+            f"{argument} is empty and must have {content}: there is nothing to draw"
+        )
+
+
 def refuse_empty(argument: str, sizes: Mapping[str, int], content: str) -> None:
     """Refuses an argument without entries, or with an entry of size 0.
 
     Raises:
       ValueError: naming the argument and its empty entries.
     """
-    if not sizes:
-        raise ValueError(
-            f"{argument} is empty and must have {content}: there is nothing to draw"
-        )
+    refuse_none(argument, len(sizes), content)
     if empty := [name for name, size in sizes.items() if not size]:
         raise ValueError(
             f"{argument} must have {content}, and {empty} have none: there is nothing to draw"
