@@ -335,7 +335,7 @@ def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
     """Returns the loss of the Transformer of a configuration's `model` part."""
     hooks, score = hooks_and_score(model, hooks or Hooks())
     apply_fn = as_function(Transformer(model, hooks), balance=model.num_experts > 0)
-    return losses.of_model(model, apply_fn, score)
+    return losses.transformer_loss(model, apply_fn, score)
 
 
 def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..., Any]]:
@@ -345,7 +345,7 @@ def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..
     if model.loss_chunks == 1:
         return hooks, cross_entropy
     output = large_vocabulary.Factors
-    return dataclasses.replace(hooks, output=output), losses.in_chunks(model)
+    return dataclasses.replace(hooks, output=output), losses.chunked_cross_entropy(model)
 
 
 def embed_layer_head(

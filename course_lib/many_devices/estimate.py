@@ -167,13 +167,14 @@ def estimate(
       cluster: the devices, and the links between them.
 
     Raises:
-      TypeError: if `config` is no configuration, or `cluster` no `Cluster`.
+      TypeError: if `config` is no configuration, `axes` no mapping, or `cluster` no `Cluster`.
       ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
         which decides by itself; if the optimizer's moments are on the host, or gradients are
         added in place; if the axes do not multiply to the cluster's devices, the accelerator
         has no unit for a product's dtype, or there is no figure for a link.
     """
     _check_types(config, cluster)
+    check_type("axes", axes, Mapping, 'a mapping of sizes by name: {"data": 64}')
     _check_counted(config)
     if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
         raise ValueError(f"axes={wrong} must have whole sizes of at least 1")

@@ -32,7 +32,7 @@ AXIS = "expert"
 Experts = Callable[[Array], Array]
 
 
-def own(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
+def own_sequences(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
     """Takes this device's sequences from those of all devices along the axis.
 
     Raises:

@@ -16,6 +16,7 @@ decides, and JAX tracks over which axes a value varies from device to device
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -35,9 +36,12 @@ def simulate(count: int = 8) -> None:
     not how fast it is.
 
     Raises:
+      TypeError: if `count` is no whole number.
       ValueError: if `count` is below 1.
       RuntimeError: if JAX has started with another number of CPU devices.
     """
+    if not isinstance(count, Integral):
+        raise TypeError(f"count={count!r} must be a whole number of devices")
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     try:
@@ -87,10 +91,15 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
       devices: real, simulated or virtual devices. None: those of `meshes.devices()`.
 
     Raises:
+      TypeError: if `axes` is no mapping, or a size is no whole number.
       ValueError: if a name is unknown, a size is below 1, or the sizes do not multiply to the
         number of devices.
     """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f'axes={axes!r} must be a mapping of sizes by name: {{"data": 8}}')
     axes = dict(axes)
+    if wrong := {name: size for name, size in axes.items() if not isinstance(size, Integral)}:
+        raise TypeError(f"axes={wrong} must have whole numbers of devices")
     devices = list(_devices() if devices is None else devices)
     unknown = [name for name in axes if name not in AXES]
     if unknown or not axes:

@@ -313,11 +313,11 @@ def _local_loss(
         apply_fn = data_parallel.gather_around(apply_fn, param_specs, model.dtype)
     if strategy.sequence:
         apply_fn = tensor_parallel.own_dropout(apply_fn)
-    loss_fn = losses.of_model(model, apply_fn, score)
+    loss_fn = losses.transformer_loss(model, apply_fn, score)
     if "context" in mesh.shape:
         loss_fn = data_parallel.divided(loss_fn, "context", context_parallel.own)
     if "expert" in mesh.shape:
-        loss_fn = data_parallel.divided(loss_fn, "expert", expert_parallel.own)
+        loss_fn = data_parallel.divided(loss_fn, "expert", expert_parallel.own_sequences)
     return loss_fn
 
 

@@ -18,7 +18,7 @@ and `peak_in_own_process` measure a step that runs.
 from course_lib.measure import hlo as hlo
 from course_lib.measure.flops import Flops, flops
 from course_lib.measure.heap import Heap, LiveArray, heap, write_session
-from course_lib.measure.ledger import Collective, Ledger, ledger, order_around
+from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
 from course_lib.measure.memory import Memory, gib, memory
 from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
 from course_lib.measure.tape import Tape, tape
@@ -59,7 +59,7 @@ __all__ = [
     "ledger",
     "memory",
     "mfu",
-    "order_around",
+    "schedule_around",
     "peak_in_own_process",
     "roofline",
     "step_time",

@@ -1,14 +1,14 @@
 """The ledger: lists the communication of a compiled step.
 
-In a program for several devices, every communication is an instruction, a collective
-(https://openxla.org/xla/operation_semantics), with the arrays that it moves and the groups of
-devices in which it runs. For a GPU or TPU it has a start and an end in the schedule, and the
-instructions between them overlap with it.
+In a program for several devices, every communication is an instruction called a collective
+(https://openxla.org/xla/operation_semantics). It names its arrays, and the groups of devices in
+which it runs. For a GPU or TPU, XLA can split it into a start and an end: the instructions
+between them overlap with it.
 
     compiled = step.lower(state, batch).compile()
     sent = ledger(compiled, mesh)
     notebook.table(sent.rows())
-    assert sent.bytes("all-reduce", "data") == gradient_bytes
+    assert sent.payload("all-reduce", "data") == gradient_bytes
 
 Compilers merge and split collectives: compare bytes, not numbers of operations. XLA:CPU
 communicates bfloat16 as float32, and where the compiler partitions a program, it uses an
@@ -28,7 +28,7 @@ from course_lib.measure import groups, hlo, origin
 from course_lib.measure.memory import check_compiled
 from course_lib.measure.traffic import FREE, kind_of
 
-# The kinds of collectives, and how often each device sends (n-1)/n of the payload.
+# The kinds of collectives, and how often each of n devices sends (n-1)/n of the payload.
 KINDS = {
     "all-reduce": 2,  # a reduce-scatter, then an all-gather
     "all-gather": 1,
@@ -36,7 +36,7 @@ KINDS = {
     "all-to-all": 1,
     "ragged-all-to-all": 1,  # counts the space for rows; how many are sent depends on the data
     "collective-broadcast": 1,
-    "collective-permute": 1,  # each sender sends all of it
+    "collective-permute": 1,  # not used: each sender sends all of it, see `sent_bytes`
 }
 
 
@@ -54,7 +54,7 @@ class Collective:
       sent_bytes: the least bytes that a device sends in one execution, rounded up (Patarasuk
         and Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group:
         2 (n-1)/n of the payload for an all-reduce, (n-1)/n for the others. For a permutation,
-        the payload times the share of devices that send.
+        the mean over all devices, of which some may send nothing.
       executions: how often it runs per step; in a loop, once per iteration.
       asynchronous: whether anything, even another collective, runs between its start and end.
       overlapped: the kinds (`traffic.KINDS`) of the instructions that compute between its start
@@ -85,7 +85,7 @@ class Ledger:
     entries: tuple[Collective, ...]
     axis_names: tuple[str, ...] | None = None
 
-    def bytes(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
+    def payload(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
         """Returns the payload of all executions in bytes.
 
         Args:
@@ -99,8 +99,8 @@ class Ledger:
         return sum(entry.payload_bytes * entry.executions for entry in self._select(kind, axis))
 
     def sent(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
-        """Returns the bytes that one device sends in all executions; arguments and errors as in
-        `bytes`.
+        """Returns the bytes that a device sends in all executions (in permutations, the mean
+        over all devices); arguments and errors as in `payload`.
         """
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
@@ -108,7 +108,7 @@ class Ledger:
         self, kind: str | None = None, axis: str | Sequence[str] | None = None
     ) -> int:
         """Returns the payload bytes of the executions that overlap with matmuls; arguments and
-        errors as in `bytes`.
+        errors as in `payload`.
         """
         return sum(
             entry.payload_bytes * entry.executions
@@ -144,8 +144,8 @@ class Ledger:
         return sorted(rows, key=lambda row: -row["sent_bytes"])
 
     def _select(self, kind: str | None, axis: str | Sequence[str] | None) -> list[Collective]:
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"kind={kind!r} must be a collective: one of {', '.join(KINDS)}")
+        if kind is not None:
+            _check_kind(kind)
         entries = [entry for entry in self.entries if kind in (None, entry.kind)]
         if axis is None:
             return entries
@@ -162,6 +162,11 @@ class Ledger:
         return [entry for entry in entries if set(entry.axes or ()) == axes]
 
 
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} must be a collective: one of {', '.join(KINDS)}")
+
+
 def ledger(
     compiled: jax.stages.Compiled,
     mesh: jax.sharding.Mesh | None = None,
@@ -171,19 +176,18 @@ def ledger(
     """Lists the communication of a compiled program.
 
     A conditional counts as the branch that communicates most, and a loop that runs its body
-    once or not at all (`stage.only_if`) as one iteration. A collective along an axis of one
-    device sends nothing and is left out.
+    once or not at all (`pipeline_parallel.stage.only_if`) as one iteration each time. A
+    collective along an axis of one device sends nothing and is left out.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
       mesh: the mesh of the program's arrays. Without it, the entries have no axes.
-      taken: for each loop that runs its body once or not at all, by name: how often per step it
-        runs it. The compiled program does not say; `slots.taken` computes it from a pipeline's
-        schedule.
+      taken: how often per step each such loop runs its body, by the loop's name. The compiled
+        program does not say; `slots.taken` computes it from a pipeline's schedule.
 
     Raises:
-      ValueError: if it is not compiled, the mesh is not of the program's devices, or the
-        program has a loop of which the compiler does not know the number of iterations.
+      ValueError: if it is not compiled, the mesh has another size than the program, the program
+        uses send and recv, or the compiler does not know a loop's number of iterations.
     """
     check_compiled(compiled)
     module = hlo.parse(compiled.as_text())
@@ -192,12 +196,13 @@ def ledger(
     )
 
 
-def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
+def schedule_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
     """Lists the kernels of a loop that starts a collective, in the order in which they run.
     Takes the first such loop, or the main program if no loop starts one.
 
     Args:
-      compiled: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start.
+      compiled: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start. XLA gives
+        it one where something can run meanwhile.
       kind: of the collective, one of KINDS.
 
     Returns:
@@ -208,6 +213,7 @@ def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
       ValueError: if the program starts no collective of this kind, or is not compiled.
     """
     check_compiled(compiled)
+    _check_kind(kind)
     for computation in hlo.parse(compiled.as_text()).computations.values():
         opcodes = {i.opcode for i in computation.instructions}
         if f"{kind}-start" in opcodes:
@@ -217,8 +223,8 @@ def order_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
                 if i.opcode.startswith(kind) or i.opcode not in FREE
             ]
     raise ValueError(
-        f"kind={kind!r} must be a collective that the program starts: it has no {kind}-start"
-        " (on a CPU no collective has one)"
+        f"kind={kind!r} must be a collective that the program starts: it has no {kind}-start."
+        " Only programs for a GPU or TPU have one, and only where something runs meanwhile"
     )
 
 
@@ -239,15 +245,15 @@ def entries(
 
     executed = hlo.scheduled(module, weight, taken)
     order = [i for i, _ in executed]
-    if unpaired := [
+    if sends := [
         i.name
         for i in order
         if i.opcode == "send" and "is_host_transfer=true" not in i.attributes
     ]:
         raise ValueError(
-            f"compiled: XLA replaced a collective-permute by send and recv ({unpaired[0]!r}),"
-            " which the ledger cannot count: compile without the options that decompose or"
-            " pipeline collective-permute"
+            f"compiled: the program uses send and recv ({sends[0]!r}), which the ledger cannot"
+            " count: use `jax.lax.ppermute`, and leave XLA's options for collective-permute"
+            " unset"
         )
     return tuple(
         entry
@@ -311,7 +317,7 @@ def _kind(i: hlo.Instruction) -> str:
 
 
 def _inside(i: hlo.Instruction) -> list[hlo.Instruction]:
-    """Returns the instruction itself if it is a collective, or those fused into it."""
+    """Returns the collectives that an instruction is or contains; often none."""
     return [inner for inner in origin.body(i) if _kind(inner) in KINDS]
 
 

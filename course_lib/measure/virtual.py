@@ -13,13 +13,14 @@ A plain `.compile()` gives the same memory and traffic, and takes longer: see `c
 `jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
 XLA cannot time several kernels for a product and keep the fastest (*autotuning*).
 
-Import this module before the first computation: it sets these environment variables, which JAX
-reads when it first looks for devices, unless they are set already:
+Import this module before the first computation. It hides one warning of JAX's compilation
+cache, and sets these environment variables, which JAX reads when it first looks for devices.
+Those that are set already stay, except for a 1 in the second, which JAX itself sets:
 
 - `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would
   otherwise fail for lack of cuDNN, which compiling does not need.
-- `TF_CPP_MIN_LOG_LEVEL=3`, also in place of 1, JAX's own default: XLA would otherwise log when
-  a program does not fit, which is often the lesson here. Errors still arrive as exceptions.
+- `TF_CPP_MIN_LOG_LEVEL=3`: XLA would otherwise log when a program does not fit, which is often
+  the lesson here. Errors still arrive as exceptions.
 - `TPU_SKIP_MDS_QUERY`, `TPU_WORKER_HOSTNAMES`, `TPU_ACCELERATOR_TYPE` where libtpu is installed
   and there is no TPU: it would otherwise look for its TPU machine, and complain.
 """
@@ -96,23 +97,24 @@ _keep_quiet()
 
 
 def devices(name: str, count: int = 1) -> list[jax.Device]:
-    """Returns compile-only devices of an accelerator.
+    """Returns virtual devices of an accelerator.
 
     Args:
       name: an accelerator of `hardware.names()`.
       count: up to 8 GPUs in one host, or whole hosts of 8; for TPUs, a size that is sold.
 
     Raises:
-      ValueError: if there is no such accelerator or number.
+      ValueError: if there is no such accelerator or count.
       Unavailable: if this machine cannot compile for it.
     """
     accelerator = hardware.get(name)
     _check_count(accelerator, count)
     if reason := why_unavailable(name):
-        extra = "virtual" if accelerator.platform == "gpu" else "tpu"
+        is_gpu = accelerator.platform == "gpu"
+        extra, newer = ("virtual", " and JAX 0.9 or newer") if is_gpu else ("tpu", "")
         raise Unavailable(
-            f"no virtual devices of name={name!r} here: {reason}. On Linux on x86_64 with JAX"
-            f' 0.9 or newer, `pip install "course-lib[{extra}]"` brings them; elsewhere,'
+            f"no virtual devices of name={name!r} here: {reason}. They need Linux on"
+            f' x86_64{newer}, and the compiler: `pip install "course-lib[{extra}]"`. Elsewhere,'
             " `recorded.live_or_recorded` shows the results of another machine"
         )
     return list(_describe(name, count))
@@ -182,12 +184,12 @@ def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
     """Returns the shapes of a function's results, as `jax.eval_shape` does, and marks those
     that are on the host.
 
-    `jax.eval_shape` loses this mark: a step lowered for its result would have all arguments
-    on the device.
+    `jax.eval_shape` loses this mark: a step lowered for such shapes would take all arguments
+    from the device.
 
     Returns:
-      A tree of `jax.ShapeDtypeStruct`. Results on the host have a sharding that says so, on
-        JAX's default device; `abstract` places them elsewhere.
+      A tree of `jax.ShapeDtypeStruct`. A result on the host has a sharding in the host's
+        memory, of JAX's default device; `abstract` replaces the device.
     """
     traced, tree = jax.make_jaxpr(function, return_shape=True)(*args)
     here = on_host(_named(jax.devices()[0]))
@@ -217,7 +219,7 @@ def on_host(place: jax.Device | Sharding) -> NamedSharding:
     """Returns a sharding over the same devices, in the memory of the host: for arguments of a
     step that offloads.
 
-    Compile-only devices list no memories, and JAX drops the memory kind of their shardings:
+    Virtual devices list no memories, and JAX drops the memory kind of their shardings:
     `NamedSharding(mesh, P(), memory_kind="pinned_host").memory_kind` is None, and what is
     placed by it is on the device. This function returns a sharding that keeps it.
 
@@ -235,8 +237,8 @@ def on_host(place: jax.Device | Sharding) -> NamedSharding:
     sharding = _named(place) if isinstance(place, jax.Device) else place
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
-            f"place={place!r} must be a device, a NamedSharding or a SingleDeviceSharding: JAX"
-            " drops the memory kind of other shardings of virtual devices"
+            f"place={place!r} must be a device, a NamedSharding or a SingleDeviceSharding: use"
+            " NamedSharding(mesh, spec)"
         )
     moved = sharding.with_memory_kind(HOST_MEMORY)
     return moved if moved.memory_kind == HOST_MEMORY else _OnHost(sharding.mesh, sharding.spec)
@@ -250,7 +252,7 @@ def _named(device: jax.Device) -> NamedSharding:
 
 
 class _OnHost(NamedSharding):
-    """A sharding in the host's memory that JAX does not move to the device.
+    """A sharding whose memory kind stays the host's, also on virtual devices.
 
     It does not equal the sharding of the same spec on the device.
     """
@@ -281,8 +283,8 @@ def compile(
     """
     asked = dict(options or {})
     if _is_for_virtual_gpus(lowered):
-        # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only if
-        # XLA chooses their kernels ("No supported config found").
+        # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only at
+        # XLA's own level of autotuning ("No supported config found").
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             return lowered.compile(compiler_options={**NEVER_RUN, **asked})
         asked.setdefault("xla_backend_optimization_level", 0)
@@ -294,8 +296,9 @@ def lowering_kernels() -> Iterator[None]:
     """Lets Pallas lower a Triton kernel where no GPU is: put it around `pallas_call`.
 
     From JAX 0.11 on, Pallas asks which GPU a kernel is for, and does not ask the device that
-    the program is lowered for. The answer decides only whether a kernel may convert numbers of
-    eight bits, so the name of one GPU serves for all; XLA compiles for the right one.
+    the program is lowered for. The answer decides only whether a kernel may convert numbers to
+    float8_e4m3fn. The A10 that is named here may not, so such kernels are refused. XLA compiles
+    for the right GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if jax.__version_info__ < (0, 11) or mesh.shape or jax.default_backend() == "gpu":
@@ -308,14 +311,15 @@ def lowering_kernels() -> Iterator[None]:
 
 def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:
     """Returns whether a program is placed on virtual GPUs; False if JAX does not say so."""
-    # JAX has no public name for it.
+    # JAX has no public way to ask.
     placed = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
     shardings = (*placed.get("in_shardings", ()), *placed.get("out_shardings", ()))
     devices: Iterator[Any] = (
         next(iter(place.device_set))
         for place in shardings
         if isinstance(place, Sharding)
-        and not isinstance(getattr(place, "mesh", None), AbstractMesh)  # which names no device
+        # an AbstractMesh names no device
+        and not isinstance(getattr(place, "mesh", None), AbstractMesh)
     )
     return any(
         device.platform == "gpu" and device.client.runtime_type == "compile_only_runtime"

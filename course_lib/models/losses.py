@@ -110,7 +110,7 @@ def cross_entropy(
     return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
 
 
-def in_chunks(config: ConfigDict) -> Score:
+def chunked_cross_entropy(config: ConfigDict) -> Score:
     """Returns a cross entropy that takes the factors of the logits, which the model returns if
     it has the hook `output=large_vocabulary.Factors`.
 
@@ -173,7 +173,9 @@ position is an example, and the vocabulary holds the classes.
 """
 
 
-def of_model(config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
+def transformer_loss(
+    config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
+) -> LossFn:
     """Returns the loss of the Transformer, with the load-balancing loss if it has experts.
 
     Args:

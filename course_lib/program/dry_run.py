@@ -226,6 +226,6 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
         for name, v in fields.items()
     )
     return fields, (
-        f"estimated to be the fastest that fits ({best.step:.3g} s per step, about"
-        f" {measure.gib(best.memory)}):\n{'':21}{flags}"
+        "estimated to be the fastest that fits, of those tried"
+        f" ({best.step:.3g} s per step, about {measure.gib(best.memory)}):\n{'':21}{flags}"
     )

@@ -83,7 +83,7 @@ class Inputs:
       tokens: token arrays of the splits "train" and "validation".
       batches: an iterator over this process's batches.
       fixed: what must not change between starts (`settings.fixed`), and the text's identity.
-      computed: what the rounding depends on (`settings.computed`).
+      computed: what the rounding depends on (`settings.numerics`).
     """
 
     run: training.Run
@@ -204,7 +204,7 @@ def prepare(
         if jax.process_index() == 0:
             stack.enter_context(files.locked(folder))
         fixed = settings.fixed(config) | {"corpus": text}
-        computed = settings.computed(config, place.device_set)
+        computed = settings.numerics(config, place.device_set)
         inputs = Inputs(run, place, tokens, batches, fixed, computed)
         compared["corpus"] = text
     except ValueError as error:  # others may be temporary, like a lost connection
@@ -297,7 +297,7 @@ class Loop:
     def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""
         if not self.caught_up:  # an earlier process ended before it validated or sampled
-            self.look(self.due(self.step), again=True)
+            self.evaluate_and_save(self.due(self.step), again=True)
         self.book.compiling()
         while self.step < self.total:
             batch = next(self.inputs.batches)
@@ -313,7 +313,7 @@ class Loop:
                 self.book.say(f"the state after step {self.step} is not finite")
                 return NOT_FINITE
             self.caught_up = not due & {"validate", "sample"}
-            if why := why or self.look(due, stop_reason):
+            if why := why or self.evaluate_and_save(due, stop_reason):
                 self.save(loss=None, must=True)
                 return why
         return DONE
@@ -348,7 +348,7 @@ class Loop:
                 self.speed.write(step, line["loss"])
         return True
 
-    def look(
+    def evaluate_and_save(
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
         """Validates, samples and saves, each only if it is due. A new best validation loss

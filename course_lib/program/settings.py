@@ -187,7 +187,7 @@ _ROUNDING = {
 }
 
 
-def computed(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
+def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
     """Returns what the rounding of the numbers depends on, besides the fields in `fixed`:
     versions, devices, and the fields that say who computes and how.
 

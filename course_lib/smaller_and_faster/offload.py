@@ -258,7 +258,7 @@ def break_even_width(
     return 2 * itemsize / link.bandwidth * flops_per_second / 2
 
 
-def tokens_to_hide(
+def break_even_tokens(
     flops_per_second: float,
     link: hardware.HostLink,
     *,
