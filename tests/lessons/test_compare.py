@@ -16,7 +16,7 @@ def alone():
 def test_a_strategy_that_is_right_is_within_rounding_and_its_collectives_are_returned(alone):
     ledger, distance = alone.compare({"data": 2, "tensor": 2})
     assert distance < 1e-5
-    assert ledger.bytes("all-reduce", "tensor") > 0
+    assert ledger.payload("all-reduce", "tensor") > 0
 
 
 def test_a_gradient_of_twice_the_size_is_one_norm_away(alone, monkeypatch):

@@ -172,8 +172,8 @@ def test_keys_and_values_travel_twice_and_their_gradients_once():
     params, _, _ = one_device.reference(FrozenConfigDict(WHOLE))
     gradient = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     # and the metrics; their counts may be sent once
-    assert found.bytes("all-reduce", "context") - gradient in (12, 16)
-    assert found.bytes() == found.bytes("all-reduce", "context") + found.bytes(
+    assert found.payload("all-reduce", "context") - gradient in (12, 16)
+    assert found.payload() == found.payload("all-reduce", "context") + found.payload(
         "collective-permute", "context"
     )
 

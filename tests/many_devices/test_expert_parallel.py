@@ -37,7 +37,7 @@ def test_tokens_travel_there_and_back_in_each_pass(by):
     room = routing.capacity(whole.data.seq_len, 8, 2, 1.0)
     sequences = whole.data.batch_size // 8  # of a device
     tokens = 4 * 8 * sequences * room * whole.model.hidden_size  # float32, for all experts
-    assert ledger(by).bytes("all-to-all", "expert") == 4 * whole.model.num_layers * tokens
+    assert ledger(by).payload("all-to-all", "expert") == 4 * whole.model.num_layers * tokens
 
 
 def test_the_gradient_of_an_expert_is_summed_over_data_only():
@@ -49,8 +49,8 @@ def test_the_gradient_of_an_expert_is_summed_over_data_only():
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - of_experts
     # loss, accuracy and balance as (sum, count); XLA may send their equal counts once
     metrics = (16, 24)
-    assert ledger("hand").bytes("all-reduce", "expert") - rest in metrics
-    assert ledger("hand").bytes("all-reduce", "data") - rest - of_experts // 4 in metrics
+    assert ledger("hand").payload("all-reduce", "expert") - rest in metrics
+    assert ledger("hand").payload("all-reduce", "data") - rest - of_experts // 4 in metrics
 
 
 def test_a_device_holds_its_share_of_the_experts_and_all_of_the_rest():
@@ -84,7 +84,10 @@ def test_each_expert_runs_on_the_device_that_has_it():
 
 def test_devices_take_their_own_sequences():
     own = jax.shard_map(
-        expert_parallel.own, mesh=one_device.grid(expert=4), in_specs=P(), out_specs=P("expert")
+        expert_parallel.own_sequences,
+        mesh=one_device.grid(expert=4),
+        in_specs=P(),
+        out_specs=P("expert"),
     )
     np.testing.assert_array_equal(
         one_device.jit(own)(jnp.arange(24).reshape(8, 3)), np.arange(24).reshape(8, 3)

@@ -7,6 +7,7 @@ import numpy as np
 import one_device
 import pytest
 from ml_collections import FrozenConfigDict
+from slow_cases import slow
 
 from course_lib import training
 from course_lib.many_devices import sharding, strategies
@@ -147,7 +148,13 @@ def test_the_cases_have_every_parameter_that_a_model_may_have():
     assert found == set(sharding.LOGICAL)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        slow(case) if chosen is None and changes else case
+        for case, (_, chosen, changes) in CASES.items()
+    ],
+)
 def test_the_gradient_along_a_direction_is_the_slope_of_the_loss(case):
     axes, chosen, changes = CASES[case]
     whole = one_device.small(**changes)

@@ -110,7 +110,7 @@ def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name)
             np.testing.assert_array_equal(one, other, err_msg=where)
         else:
             assert np.linalg.norm(one - other) <= ROUNDED[name] * np.linalg.norm(one), where
-    sent = measure.ledger(compiled, mesh()).bytes()
+    sent = measure.ledger(compiled, mesh()).payload()
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(alone))
     if name in EXACT:
         assert sent == 0, "an update of each number by itself needs no other device"
@@ -138,7 +138,7 @@ def test_a_block_that_would_straddle_devices_is_refused_with_a_size_that_works()
     strategies.layout(config, mesh(), Strategy(zero=0))  # nothing is divided
 
 
-@pytest.mark.parametrize(("name", "zero"), [("adamw_8bit", 2), slow("adafactor", 3)])
+@pytest.mark.parametrize(("name", "zero"), [slow("adamw_8bit", 2), slow("adafactor", 3)])
 def test_a_step_by_hand_trains_bfloat16_parameters_with_a_light_state(name, zero):
     config = config_of(name, param_dtype="bfloat16")
     run = strategies.build(config, mesh(), Strategy(zero=zero))

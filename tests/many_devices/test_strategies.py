@@ -70,8 +70,7 @@ def cases_with_experts():
     """
     for by in options.BY:
         for n in (2, 8) if by == "hand" else (2,):
-            case = dict(data=1, expert=n), Strategy(by=by), 1
-            yield slow(*case) if n == 8 else case
+            yield slow(dict(data=1, expert=n), Strategy(by=by), 1)
     yield dict(data=2, expert=2), Strategy(zero=3), 2
     yield slow(dict(data=2, expert=2), Strategy(by="compiler", zero=3), 1)
     yield slow(dict(data=4), Strategy(), 1)
@@ -122,6 +121,7 @@ def test_with_experts_too(axes, chosen, num_minibatches):
     same_as_one_device(axes, chosen, num_minibatches, **EXPERTS)
 
 
+@pytest.mark.slow
 def test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries():
     later = {
         "model.positions": "rotary",
@@ -144,7 +144,7 @@ def test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries
         ),
         (dict(data=2, tensor=2), Strategy(zero=3, gather_again=False, sequence=True), 1, {}),
         slow(dict(data=2), Strategy(zero=1), 2, {"training.accumulation": "loop"}),
-        (
+        slow(
             dict(data=2),
             Strategy(zero=3),
             2,
@@ -434,7 +434,8 @@ def test_what_is_no_mesh_or_no_strategy_is_refused(grid, chosen, message):
 @pytest.mark.parametrize(
     "chosen",
     [
-        Strategy(zero=3, sequence=True),
+        Strategy(),
+        slow(Strategy(zero=3, sequence=True)),
         slow(Strategy(by="compiler")),
         slow(Strategy(microbatches=4, chunks=2)),
     ],
@@ -470,6 +471,7 @@ def two_steps_of_one_device(frozen):
     return two_steps(training.build(frozen), frozen)
 
 
+@pytest.mark.slow
 def test_a_step_by_hand_draws_its_dropout_as_it_always_has():
     """A stored run goes on with the masks that it would have had: its key, as one of one
     minibatch, then the device's.

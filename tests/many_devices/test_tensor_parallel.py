@@ -62,16 +62,16 @@ def test_a_block_reduces_two_residuals_forward_and_two_backward():
     found = ledger(sequence=False)
     # Around the blocks: the embedding forward, the output layer backward, and four numbers a
     # token in the loss.
-    assert found.bytes("all-reduce", "tensor") == (4 * layers + 2) * residual + 4 * token
-    assert found.bytes() == found.bytes("all-reduce", "tensor")
+    assert found.payload("all-reduce", "tensor") == (4 * layers + 2) * residual + 4 * token
+    assert found.payload() == found.payload("all-reduce", "tensor")
 
 
 def test_along_the_sequence_each_all_reduce_becomes_a_gather_and_a_scatter_of_the_same_bytes():
     residual, _, layers = sizes()
     found = ledger(sequence=True)
     assert (
-        found.bytes("all-gather", "tensor")
-        == found.bytes("reduce-scatter", "tensor")
+        found.payload("all-gather", "tensor")
+        == found.payload("reduce-scatter", "tensor")
         == (4 * layers + 2) * residual
     )
     assert (
@@ -82,11 +82,13 @@ def test_along_the_sequence_each_all_reduce_becomes_a_gather_and_a_scatter_of_th
 
 def test_a_parallel_block_exchanges_half_as_much():
     residual, token, layers = sizes()
-    assert ledger(False, parallel_block=True).bytes() == (2 * layers + 2) * residual + 4 * token
+    assert (
+        ledger(False, parallel_block=True).payload() == (2 * layers + 2) * residual + 4 * token
+    )
     found = ledger(True, parallel_block=True)
     assert (
-        found.bytes("all-gather", "tensor")
-        == found.bytes("reduce-scatter", "tensor")
+        found.payload("all-gather", "tensor")
+        == found.payload("reduce-scatter", "tensor")
         == (2 * layers + 2) * residual
     )
 
@@ -98,19 +100,19 @@ def test_a_loss_in_chunks_sends_the_same_bytes(sequence):
     """
     found, expected = ledger(sequence, loss_chunks=4), ledger(sequence)
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
-        assert found.bytes(kind, "tensor") == expected.bytes(kind, "tensor")
-    assert found.bytes() == expected.bytes()
+        assert found.payload(kind, "tensor") == expected.payload(kind, "tensor")
+    assert found.payload() == expected.payload()
 
 
 @pytest.mark.parametrize(
     ("changes", "axes", "chosen"),
     [
-        (NORMED, dict(data=2, tensor=2), Strategy(zero=3, sequence=True)),
+        slow(NORMED, dict(data=2, tensor=2), Strategy(zero=3, sequence=True)),
         slow(LATER, dict(data=1, tensor=4), Strategy()),
         slow(LATER, dict(data=1, tensor=2), Strategy(sequence=True)),
         (LATER, dict(data=1, tensor=2), Strategy(sequence=True, overlap="one-way")),
         slow(LATER, dict(data=1, tensor=2), Strategy(by="compiler", sequence=True)),
-        (LATER, dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2)),
+        slow(LATER, dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2)),
     ],
 )
 def test_with_the_options_of_later_models_the_gradient_is_one_devices(changes, axes, chosen):
@@ -126,7 +128,7 @@ def test_with_the_options_of_later_models_the_gradient_is_one_devices(changes, a
     ("axes", "by"),
     [
         (dict(data=1, tensor=8), "hand"),
-        (dict(data=1, tensor=8), "compiler"),
+        slow(dict(data=1, tensor=8), "compiler"),
     ],
 )
 def test_a_sequence_a_device_of_a_length_that_nothing_divides_gives_the_gradient_of_one_device(

@@ -104,7 +104,7 @@ def test_data_parallelism_reduces_each_gradient_once_in_the_dtype_that_it_comes_
         p.kernels + p.of_output + p.biases
     )
     assert moved(found, "all-reduce", "float32") - FLOAT32 * (p.embeddings + p.norms) in METRICS
-    assert found.bytes() == found.bytes("all-reduce", "data")
+    assert found.payload() == found.payload("all-reduce", "data")
 
 
 @pytest.mark.slow
@@ -122,8 +122,8 @@ def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parame
     # Biases without the model's width are whole everywhere.
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
     assert moved(found, "all-reduce", "float32") in METRICS
-    assert found.bytes() == sum(
-        found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    assert found.payload() == sum(
+        found.payload(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
 
 
@@ -143,7 +143,7 @@ def test_every_kernel_is_gathered_in_the_dtype_that_the_layers_compute_in_and_no
     assert moved(found, "all-gather", "float32") == FLOAT32 * (
         p.embeddings + p.norms + (0 if by_hand else p.scales)
     )
-    assert found.bytes("all-gather") == moved(found, "all-gather", "bfloat16") + moved(
+    assert found.payload("all-gather") == moved(found, "all-gather", "bfloat16") + moved(
         found, "all-gather", "float32"
     )
 
@@ -160,8 +160,8 @@ def test_zero_three_gathers_a_layer_when_it_runs_and_scatters_every_gradient_onc
     # Biases without the model's width are whole everywhere.
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
     assert moved(found, "all-reduce", "float32") in METRICS
-    assert found.bytes() == sum(
-        found.bytes(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    assert found.payload() == sum(
+        found.payload(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
 
 
@@ -188,7 +188,7 @@ def test_tensor_parallelism_reduces_four_residuals_a_block():
         == moved(found, "all-gather", "int32")
         == FLOAT32 * 8 * tokens
     )
-    assert found.bytes() == found.bytes("all-reduce", "tensor") + found.bytes(
+    assert found.payload() == found.payload("all-reduce", "tensor") + found.payload(
         "all-gather", "tensor"
     )
 
@@ -219,8 +219,8 @@ def test_along_the_sequence_it_scatters_four_residuals_a_block_and_gathers_six(p
     # the sequence.
     assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * p.last
     assert moved(found, "all-reduce", "float32") - FLOAT32 * p.norms in METRICS
-    assert found.bytes() == sum(
-        found.bytes(kind, "tensor") for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    assert found.payload() == sum(
+        found.payload(kind, "tensor") for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
 
 

@@ -8,7 +8,8 @@ import sys
 
 CALLS = """
 from course_lib import configs
-from course_lib.many_devices import cluster_model, estimate, step_model
+from course_lib.lessons import frameworks
+from course_lib.many_devices import cluster_model, estimate, meshes, step_model
 from course_lib.many_devices.cluster_model import Cluster, Group, all_gather, network_share
 from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure import hardware
@@ -32,13 +33,21 @@ for call, words in (
     (lambda: estimate.choose(config, 64), "cluster=64 must be a Cluster: Cluster("),
     (lambda: estimate.choose("80gb", cluster), "config='80gb' must be a configuration"),
     (lambda: estimate.estimate("80gb", {"data": 64}, None, cluster), "must be a configuration"),
+    (lambda: estimate.estimate(config, ["data"], None, cluster), "axes=['data'] must be a map"),
+    (lambda: meshes.make(["data"]), "axes=['data'] must be a mapping of sizes by name"),
+    (lambda: meshes.make({"data": "1"}), "axes={'data': '1'} must have whole numbers"),
+    (lambda: meshes.make({"data": 1.0}), "axes={'data': 1.0} must have whole numbers"),
+    (lambda: meshes.simulate("8"), "count='8' must be a whole number of devices"),
+    (lambda: frameworks.search(plan, cluster, 64), "must be a Shape: the sizes"),
+    (lambda: frameworks.search(shape, "h100", 64), "cluster='h100' must be a Cluster"),
+    (lambda: Cluster(h100, 64, ring_latency="5e-6"), "ring_latency='5e-6' must be a number"),
     (lambda: Plan({"data": 64}, 64, schedule="1f1b"), "must be a Schedule: schedules.make("),
     (lambda: Plan("data", 64), "axes='data' must be a mapping"),
     (lambda: Plan({"data": 64}, 64, recompute=["block"]), "must be one of"),
     (lambda: Plan({"data": 64}, 64, dtype=None), "dtype=None must be the name of a floating"),
     (lambda: Plan({"data": 64}, 64, dtype="int32"), "dtype='int32' must be the name of a flo"),
     (lambda: Group(2, 2, 1e9, 0.0, link=0.0), "link=0.0 must be above 0"),
-    (lambda: Group(2, 2, 1e9, 0.0, link=1.0, latency=-1.0), "latency=-1.0 and hop=0.0 must"),
+    (lambda: Group(2, 2, 1e9, 0.0, link=1.0, latency=-1.0), "latency=-1.0, hop=0.0 and step"),
 ):
     try:
         print("accepted, without:", words, call())

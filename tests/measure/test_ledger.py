@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib.measure import hlo, ledger, virtual
-from course_lib.measure.ledger import KINDS, Collective, Ledger, entries, order_around
+from course_lib.measure.ledger import KINDS, Collective, Ledger, entries, schedule_around
 from course_lib.show import notebook
 
 NO_VIRTUAL = virtual.why_unavailable()
@@ -112,7 +112,7 @@ def test_in_a_scan_a_collective_is_executed_once_an_iteration():
     found = by_hand(five_shifts, ("tensor",))
     (entry,) = found.entries
     assert (entry.executions, entry.payload_bytes) == (5, BLOCK)
-    assert found.bytes() == found.sent() == 5 * BLOCK
+    assert found.payload() == found.sent() == 5 * BLOCK
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_along_an_axis_of_one_device_nothing_is_sent(name):
     )
     out = P("data") if name == "psum" else None
     found = by_hand(lambda x: fn(jnp.sin(x), "tensor", 1), ("data", "tensor"), mesh, out=out)
-    assert found.entries == () and found.bytes() == found.sent() == 0
+    assert found.entries == () and found.payload() == found.sent() == 0
 
 
 def test_bytes_that_n_does_not_divide_are_rounded_up():
     mesh = make_mesh(jax.devices(), tensor=3)
     found = by_hand(lambda x: jax.lax.psum(jnp.sum(x), "tensor"), ("tensor",), mesh, out=P())
-    assert (found.bytes(), found.sent()) == (FLOAT32, 6)  # 2 (3 - 1) / 3 of 4 bytes
+    assert (found.payload(), found.sent()) == (FLOAT32, 6)  # 2 (3 - 1) / 3 of 4 bytes
 
 
 def test_several_leaves_count_together_and_each_dtype_for_itself():
@@ -170,7 +170,7 @@ def test_a_gpu_sends_bfloat16_as_it_is():
             lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), mesh, jnp.bfloat16, out
         )
         assert {entry.dtype for entry in found.entries} == {"bfloat16"}
-        assert found.bytes(kind, "tensor") == payload(4) * BLOCK // 2
+        assert found.payload(kind, "tensor") == payload(4) * BLOCK // 2
 
 
 def test_xla_cpu_sends_bfloat16_as_float32():
@@ -180,7 +180,7 @@ def test_xla_cpu_sends_bfloat16_as_float32():
             lambda x, fn=fn: fn(x, ("tensor",), 4), ("tensor",), dtype=jnp.bfloat16, out=out
         )
         assert {entry.dtype for entry in found.entries} == {"float32"}
-        assert found.bytes(kind) == payload(4) * BLOCK
+        assert found.payload(kind) == payload(4) * BLOCK
 
 
 def test_of_a_conditional_the_branch_that_sends_most_counts():
@@ -214,9 +214,9 @@ def test_without_a_mesh_the_bytes_are_known_and_the_axes_are_not():
     )
     found = ledger(jax.jit(mapped).lower(array(mesh, (4 * ROWS, COLUMNS), "tensor")).compile())
     (entry,) = found.entries
-    assert (entry.axes, entry.group_size, found.bytes("all-reduce")) == (None, 4, BLOCK)
+    assert (entry.axes, entry.group_size, found.payload("all-reduce")) == (None, 4, BLOCK)
     with pytest.raises(ValueError, match="axis='tensor' cannot be selected, .* pass the mesh"):
-        found.bytes(axis="tensor")
+        found.payload(axis="tensor")
 
 
 def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_groups():
@@ -231,7 +231,7 @@ def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_grou
         ledger(compiled, make_mesh(jax.devices(), tensor=4))
     found = ledger(compiled, make_mesh(jax.devices(), data=4, tensor=2))
     assert found.entries[0].axes == () and found.rows()[0]["axes"] == "fits none"
-    assert found.bytes(axis=()) == found.bytes() == BLOCK
+    assert found.payload(axis=()) == found.payload() == BLOCK
 
 
 def entry(kind="all-reduce", axes=("data",), payload=100, sent=50, executions=1, overlapped=()):
@@ -250,12 +250,14 @@ def test_bytes_of_all_kinds_and_axes_add_up():
         ),
         ("data", "tensor"),
     )
-    assert found.bytes("all-reduce", "data") == 400 and found.sent("all-reduce", "data") == 200
-    assert found.bytes(axis=("tensor", "data")) == 7  # both, in any order
-    assert found.bytes() == sum(
-        found.bytes(axis=axis) for axis in ("data", "tensor", ("data", "tensor"))
+    assert (
+        found.payload("all-reduce", "data") == 400 and found.sent("all-reduce", "data") == 200
     )
-    assert found.bytes() == sum(found.bytes(kind) for kind in KINDS) == 607
+    assert found.payload(axis=("tensor", "data")) == 7  # both, in any order
+    assert found.payload() == sum(
+        found.payload(axis=axis) for axis in ("data", "tensor", ("data", "tensor"))
+    )
+    assert found.payload() == sum(found.payload(kind) for kind in KINDS) == 607
 
 
 def test_an_unknown_kind_or_axis_is_refused():
@@ -263,7 +265,7 @@ def test_an_unknown_kind_or_axis_is_refused():
     with pytest.raises(
         ValueError, match="kind='allreduce' must be a collective: one of all-reduce"
     ):
-        found.bytes("allreduce")
+        found.payload("allreduce")
     with pytest.raises(
         ValueError, match="axis='pipe' must name axes of the mesh: data, tensor"
     ):
@@ -315,7 +317,7 @@ def of_gradient(mesh, *cut, dtype):
 def test_by_the_compiler_data_parallelism_reduces_the_gradients(dtype):
     gradient_bytes = LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
     found = of_gradient(make_mesh(virtual.devices("h100", 8), data=4, tensor=2), dtype=dtype)
-    assert found.bytes() == found.bytes("all-reduce", "data") == gradient_bytes
+    assert found.payload() == found.payload("all-reduce", "data") == gradient_bytes
     assert {entry.dtype for entry in found.entries} == {jnp.dtype(dtype).name}
 
 
@@ -326,16 +328,16 @@ def test_by_the_compiler_fsdp_gathers_each_layer_twice_and_scatters_its_gradient
     found = of_gradient(
         make_mesh(virtual.devices("h100", 8), data=4, tensor=2), "data", dtype=dtype
     )
-    assert found.bytes("all-gather", "data") == 2 * parameter_bytes
-    assert found.bytes("reduce-scatter", "data") == parameter_bytes
-    assert found.bytes() == 3 * parameter_bytes
+    assert found.payload("all-gather", "data") == 2 * parameter_bytes
+    assert found.payload("reduce-scatter", "data") == parameter_bytes
+    assert found.payload() == 3 * parameter_bytes
     assert found.sent() == 3 * parameter_bytes * 3 / 4
 
 
 def test_by_the_compiler_a_cpu_reduces_all_where_a_gpu_scatters():
     found = of_gradient(make_mesh(jax.devices(), data=4, tensor=2), "data", dtype=jnp.float32)
-    assert found.bytes("reduce-scatter") == 0
-    assert found.bytes("all-reduce", "data") == LAYERS * WIDTH * WIDTH * FLOAT32
+    assert found.payload("reduce-scatter") == 0
+    assert found.payload("all-reduce", "data") == LAYERS * WIDTH * WIDTH * FLOAT32
 
 
 def ring_matmul(x, w, n=8):
@@ -374,12 +376,12 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
     assert [entry.kind for entry in ring.entries] == ["collective-permute"] * 7
     assert all(entry.asynchronous and "matmul" in entry.overlapped for entry in ring.entries)
     assert ring.rows()[0]["overlapped"] == 7
-    assert ring.beside_matmuls() == ring.bytes() and gather.beside_matmuls() == 0
-    order = order_around(compiled, "collective-permute")
+    assert ring.beside_matmuls() == ring.payload() and gather.beside_matmuls() == 0
+    order = schedule_around(compiled, "collective-permute")
     start = order.index("collective-permute-start")
     assert "matmul" in order[start : order.index("collective-permute-done")]
     with pytest.raises(ValueError, match="it has no all-reduce-start"):
-        order_around(compiled, "all-reduce")
+        schedule_around(compiled, "all-reduce")
     (blocking,) = gather.entries
     assert not blocking.asynchronous and "matmul" not in blocking.overlapped
     assert ring.sent() == gather.sent() == 7 / 8 * 4096 * 2048 * BFLOAT16  # the same bytes
@@ -478,7 +480,7 @@ def test_a_permutation_written_as_send_and_receive_is_refused():
         "  %sent = (f32[4]{0}, u32[], token[]) send(%x), channel_id=1\n  ROOT %y = f32[4]{0}"
         " negate(%x)\n}\n"
     )
-    with pytest.raises(ValueError, match="a collective-permute by send and recv .'sent'."):
+    with pytest.raises(ValueError, match="the program uses send and recv .'sent'."):
         entries(hlo.parse(text))
     assert (
         entries(hlo.parse(text.replace("channel_id=1", "channel_id=1, is_host_transfer=true")))

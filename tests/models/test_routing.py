@@ -167,6 +167,7 @@ def test_a_token_without_room_is_left_to_the_residual():
     assert (norms == 0).sum() >= 3 * (7 - 2) and ((norms > 0).sum(axis=1) >= 1).all()
 
 
+@pytest.mark.slow
 def test_rematerialized_experts_give_the_same_gradient():
     tokens, grads = jax.device_put(one_device.batch(small())), []
     params = training.build(small(num_layers=1)).init(jax.random.key(0)).params

@@ -124,6 +124,12 @@ def test_unscaled_gradients_are_float32_and_exact_for_a_power_of_two():
     assert grads["w"].dtype == jnp.float32 and grads["w"] == 3 * 2.0**-10
 
 
+def test_a_gradient_is_float32_before_it_is_divided():
+    """In float16, 2**-10 / 2**16 would be 0, and a scale of 2**16 infinite."""
+    grads = mixed_precision.StaticLossScale(2.0**16).unscale({"w": jnp.float16(2.0**-10)})
+    assert grads["w"] == 2.0**-26
+
+
 def test_a_dynamic_scale_grows_after_an_interval_of_good_steps_and_backs_off_at_once():
     scale = mixed_precision.DynamicLossScale(value=8.0, growth_interval=3, factor=2.0)
     update = jax.jit(lambda scale, finite: scale.update(finite))

@@ -469,6 +469,7 @@ def test_two_processes_of_which_one_is_killed_and_then_one_is_told_to_end_lose_n
         assert loss == pytest.approx(other, rel=1e-4)  # sums over processes have another order
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_two_processes_train_as_one_does_and_one_goes_on_with_what_they_saved(commands):
     changes = [

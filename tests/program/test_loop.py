@@ -326,7 +326,7 @@ def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
     assert first["step"] == 7 and first["learning_rate"] == pytest.approx(1e-2 * 6 / 10)
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["to four devices", "back to one"])
+@pytest.mark.parametrize("back", [False, slow(True)], ids=["to four devices", "back to one"])
 def test_a_run_goes_on_on_another_mesh_with_the_same_losses(text, tmp_path, capsys, back):
     spread = dict(mesh__tensor=2, strategy__zero=1, model__dropout_rate=0.0)
     alone, four = (one(), dict(model__dropout_rate=0.0)), (jax.devices("cpu")[:4], spread)

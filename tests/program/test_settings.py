@@ -222,7 +222,7 @@ def test_a_field_that_is_gone_is_named():
 
 
 def test_numbers_are_rounded_as_before_where_a_new_field_has_its_default():
-    found = settings.computed(small(), jax.devices("cpu")[:1])
+    found = settings.numerics(small(), jax.devices("cpu")[:1])
     older = {**found, "strategy": {"by": "hand"}, "model": {"remat": []}}
     assert settings.rounded_otherwise(older, found) == []
     older["model"] = {"remat": [], "attention": "xla"}
@@ -336,7 +336,7 @@ def test_a_run_begins_anew_only_if_its_first_checkpoint_was_not_whole_yet(tmp_pa
 def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):
     whole = settings.complete(configs.get("cpu"))
     whole.strategy.zero = 1
-    one, four = (settings.computed(whole, jax.devices("cpu")[:count]) for count in (1, 4))
+    one, four = (settings.numerics(whole, jax.devices("cpu")[:count]) for count in (1, 4))
     assert (one["device"], one["processes"], one["mesh"], one["strategy"]["zero"]) == (
         "cpu",
         1,
@@ -345,4 +345,4 @@ def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):
     )
     assert (four["mesh"], four["strategy"]["zero"]) == ({"data": 4}, 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert settings.computed(whole, jax.devices("cpu")[:4]) == four | {"processes": 2}
+    assert settings.numerics(whole, jax.devices("cpu")[:4]) == four | {"processes": 2}

@@ -141,7 +141,7 @@ def test_break_even_on_three_links():
     # there and back takes as long as the products
     for (rate, link), width in zip(pairs, widths, strict=True):
         np.testing.assert_allclose(2 * 2 / link.bandwidth, 2 * width / rate)
-    tokens = [offload.tokens_to_hide(*pair) for pair in pairs]
+    tokens = [offload.break_even_tokens(*pair) for pair in pairs]
     np.testing.assert_allclose(tokens, [4_625, 20_604, 2_930], rtol=1e-3)
 
 
@@ -208,6 +208,7 @@ def steps_of(run):
     return state
 
 
+@pytest.mark.slow
 @needs_host
 def test_a_run_with_offload_trains_like_one_without_on_both_ways_to_build_it():
     # moments are compared: they are linear in gradients, or in their squares

@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-SLOW = ("one minibatch", "a loop", "dropout", "parallel blocks")
+SLOW = ("one minibatch", "a loop", "dropout", "parallel blocks", "values are kept by name")
 
 
 @pytest.mark.parametrize("name", [slow(each) if each in SLOW else each for each in CASES])
@@ -171,6 +171,7 @@ def test_weights_are_not_saved_for_the_backward_pass():
     assert [leaf.shape for leaf in saved] == [(5, 4, 16)]
 
 
+@pytest.mark.slow
 def test_one_device_of_a_mesh_computes_the_same():
     config = config_of()
     on_mesh = strategies.gradient(config, meshes.make({"data": 1}, jax.devices()[:1]))

@@ -9,6 +9,7 @@ import numpy as np
 import one_device
 import pytest
 from ml_collections import FrozenConfigDict
+from slow_cases import slow
 
 from course_lib.many_devices.pipeline_parallel import split
 from course_lib.models.transformer import Layer
@@ -84,7 +85,9 @@ def products(equations):
     return count
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in ("remat of the MLP", "rotary") else name for name in MODELS]
+)
 def test_the_three_programs_compute_what_jax_computes(name):
     apply, (params, x, rng), dy, _ = cut(name)
     with jax.default_matmul_precision("highest"):
