@@ -1,24 +1,28 @@
-"""Every layout that a framework offers, priced by formula.
+"""Layouts that frameworks offer, priced by formula.
 
     found = frameworks.search(shape, cluster, batch=512)     # those that fit, the fastest first
     print(found[0].name, found[0].seconds, found[0].memory)
 
-`estimate.choose` prices this course's own programs. A framework has more: a fused attention
-kernel, rings over "context", ZeRO 3 inside of groups (*hybrid sharding*), and interleaved
-pipelines whose transfers overlap. Each layout recomputes as little as its memory allows.
+`estimate.choose` prices programs of this course. Here are layouts that it does not try: rings
+over "context", ZeRO 3 inside of groups (*hybrid sharding*), and interleaved pipelines whose
+transfers overlap. Attention may be a fused kernel, and each layout recomputes as little as its
+memory allows. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a pipeline,
+stages of unequal length, and more than 16 stages, 8 chunks, or 8 GPUs along "tensor" and
+"context".
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from course_lib.many_devices import step_model
 from course_lib.many_devices.cluster_model import Cluster, check_type
 from course_lib.many_devices.plans import Plan, Shape
 
 KINDS = ("data", "tensor", "context", "pipe")
-"""Kinds of layouts: ZeRO alone ("data"), and ZeRO with one or two more axes, by the axis that
-tells them apart. Those with "context" or "pipe" may have "tensor", too."""
+"""Kinds of layouts: ZeRO alone ("data"), or ZeRO beside the axis of that name. Those with
+"context" or "pipe" may have "tensor", too."""
 MEMORY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
 RECOMPUTE = ("none", "selective", "half", "block")  # of `plans.RECOMPUTE`, the least first
 SIZES = (2, 4, 8)  # along "tensor" and "context"
@@ -59,27 +63,33 @@ def memory_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes that a device holds at the peak of a step: a rough formula.
 
     Parameters (bfloat16) are divided along "fsdp", "pipe" and "tensor"; gradients too, and over
-    all devices with stage 2 of ZeRO. They take `plan.gradient_bytes`, or 4 if several
+    all their copies with stage 2 of ZeRO. Gradients take `plan.gradient_bytes`, or 4 if several
     microbatches are summed. A float32 copy and two moments, 12 bytes per parameter, are divided
-    over all devices with stages 1 and 2. With "fsdp", two layers and the embeddings are whole.
+    over all copies with stages 1 and 2. The first stage of a pipeline has the embedding, the
+    last one the output layer. With "fsdp", two layers, embedding and output layer are whole.
 
     Activations are those of Korthikanti et al. (2022, https://arxiv.org/abs/2205.05198, section
     4), without dropout: in 16 bits the inputs of a layer's products and norms, and what a fused
-    kernel keeps; the softmax only if it goes to memory. The first of p pipeline stages keeps p
-    microbatches of its share of the layers, with v chunks 1 + (p - 1) / (p v) times as much.
-    The last stage has the logits (6 bytes each) and one microbatch.
+    kernel keeps; the softmax only if it goes to memory. They are divided along "tensor" with
+    `plan.sequence_parallel`, else not. Of p pipeline stages with v chunks, the first keeps the
+    activations of p + (p - 1) / v microbatches (p with one chunk), the last those of
+    p - (p - 1) / v, and the logits, 6 bytes each.
 
     Raises:
-      ValueError: if `plan.recompute` is not of `RECOMPUTE`.
+      TypeError: if an argument is of another type.
+      ValueError: if `plan.recompute` is not of `RECOMPUTE`, or the model has experts.
     """
+    check_type("shape", shape, Shape, "a Shape: the sizes of the model")
+    check_type("plan", plan, Plan, "a Plan: how the model is trained")
+    _check_no_experts(shape)
     if plan.recompute not in RECOMPUTE:
         raise ValueError(f"recompute={plan.recompute!r} must be of {', '.join(RECOMPUTE)}")
-    devices = math.prod(plan.axes.values())
     p, t, f = plan.size("pipe"), plan.size("tensor"), plan.size("fsdp")
-    parts = f * p * t
+    copies = math.prod(plan.axes.values()) / (f * p * t)
     gradient = plan.gradient_bytes if plan.microbatches == 1 else 4
-    state = 2 / parts + gradient / (devices if plan.zero == 2 else parts)
-    held = shape.parameters * (state + 12 / (devices if plan.zero else parts))
+    tables = shape.vocab * shape.width * (1 if shape.tied or p > 1 else 2)
+    held = (shape.layers / p * shape.layer + tables) / (f * t)
+    held *= 2 + gradient / (copies if plan.zero == 2 else 1) + 12 / (copies if plan.zero else 1)
     if f > 1:
         held += 2 * (2 * shape.layer + 2 * shape.vocab * shape.width) / t
 
@@ -90,25 +100,29 @@ def memory_bytes(shape: Shape, plan: Plan) -> float:
     # the MLP's; and its hidden values before and after the activation function
     kept = 2 * (4 * D + 2 * queries + 2 * keys + shape.matrices * shape.mlp)
     softmax = 0.0 if plan.fused_attention else 2.0 * shape.heads * shape.seq_len
-    a_layer, working = {  # each layer keeps; the one that is computed again has in addition
+    # what each layer keeps; and what the layer that is computed again has besides
+    a_layer, working = {
         "none": (kept + softmax, 0.0),
         "selective": (kept, softmax),
         "half": ((kept + softmax + 2 * D) / 2, kept + softmax),
         "block": (2 * D, kept + softmax),
     }[plan.recompute]
-    in_flight = min(p, plan.microbatches) * (
-        1 + (p - 1) / (p * plan.chunks) * (plan.chunks > 1)
+    v, m = plan.chunks, plan.microbatches
+    first = p if v == 1 else p + (p - 1) / v  # microbatches at once, on the first stage
+    last = p - (p - 1) / v
+    cut = t if plan.sequence_parallel else 1
+    first, last = (
+        (shape.layers / p * min(m, at_once) * a_layer + working) / cut
+        for at_once in (first, last)
     )
-    layers = shape.layers / p
-    cut = t if plan.sequence_parallel or t == 1 else 1
-    first = layers * in_flight * a_layer + working
-    last = layers * a_layer + working
     logits = 6 * shape.vocab / t
-    return held + tokens * max(first / cut, last / cut + logits)
+    return held + tokens * max(first, last + logits)
 
 
 def price(shape: Shape, plan: Plan, cluster: Cluster) -> Layout:
-    """Returns a plan with its seconds and its memory. Errors are those of `step_model`."""
+    """Returns a plan with its seconds and its memory. Errors are those of `memory_bytes` and of
+    `step_model.breakdown`.
+    """
     seconds = step_model.breakdown(shape, plan, cluster).total
     return Layout(plan, seconds, memory_bytes(shape, plan))
 
@@ -126,8 +140,9 @@ def search(
 ) -> list[Layout]:
     """Returns the layouts that fit, the fastest first.
 
-    For each mesh, each number of chunks and each microbatch, the one that recomputes least and
-    fits is priced. What does not divide the model or the batch is left out.
+    Of each mesh, number of chunks and microbatch, prices the plan that recomputes least and
+    fits. Without a pipeline, skips microbatches that only make room. What does not divide the
+    model or the batch is left out.
 
     Args:
       shape: sizes of the model, without experts.
@@ -137,22 +152,22 @@ def search(
       recompute: what the backward pass may recompute: names of `RECOMPUTE`, the least first.
       fused_attention: whether scores stay on the chip.
       tensor_overlap: whether most of the traffic along "tensor" is hidden by rings.
-      gradient_bytes: per number, when gradients travel: 2 or 4, for all layouts alike.
+      gradient_bytes: per number, when gradients travel: 1, 2 or 4, for all layouts alike.
 
     Raises:
       TypeError: if `shape` or `cluster` is of another type.
-      ValueError: if `batch` is no whole number of at least 1, a name is unknown, or the model
-        has experts.
+      ValueError: if `batch` is no whole number of at least 1, no name is given or one is
+        unknown, the model has experts, or the accelerators are no GPUs.
     """
     check_type("shape", shape, Shape, "a Shape: the sizes of the model")
     check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
     if type(batch) is not int or batch < 1:
         raise ValueError(f"batch={batch!r} must be a whole number of sequences, at least 1")
-    for name, given, known in (("kinds", kinds, KINDS), ("recompute", recompute, RECOMPUTE)):
-        if isinstance(given, str) or not set(given) <= set(known):
-            raise ValueError(f"{name}={given!r} must be a tuple of {', '.join(known)}")
-    if shape.experts:
-        raise ValueError(f"shape.experts={shape.experts} must be 0: no layout has 'expert'")
+    _check_names("kinds", kinds, KINDS)
+    _check_names("recompute", recompute, RECOMPUTE)
+    _check_no_experts(shape)
+    if cluster.accelerator.platform != "gpu":
+        raise ValueError(f"cluster must have GPUs, not {cluster.accelerator.title}")
     room = MEMORY_SHARE * cluster.accelerator.memory_bytes
     found = []
     for axes, zero, chunks in meshes(shape, cluster.count, kinds):
@@ -209,7 +224,11 @@ def meshes(
       shape: sizes of the model.
       count: number of GPUs.
       kinds: of `KINDS`.
+
+    Raises:
+      ValueError: if `kinds` are not of `KINDS`.
     """
+    _check_names("kinds", kinds, KINDS)
     heads = (shape.heads, shape.kv_heads or shape.heads, shape.mlp)
     tensor = [t for t in SIZES if not any(size % t for size in heads)]
     for kind in kinds:
@@ -219,7 +238,7 @@ def meshes(
                 continue
             for c in (1,) if kind != "context" else SIZES:
                 replicas, left = divmod(count, t * c)
-                if left or shape.seq_len % (2 * c):
+                if left or (c > 1 and shape.seq_len % (2 * c)):
                     continue
                 for f in (f for f in range(1, replicas + 1) if replicas % f == 0):
                     inner = {"data": replicas // f, "fsdp": f}
@@ -232,7 +251,7 @@ def meshes(
 
 
 def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int], int, int]]:
-    """Yields Megatron-LM's pipelines, with ZeRO 1: stages in hosts, or across them."""
+    """Yields Megatron-LM's pipelines, with ZeRO 1: "pipe" inside of "data", and outside."""
     for p in (p for p in range(2, STAGES + 1) if shape.layers % p == 0):
         replicas, left = divmod(count, p * t)
         if left:
@@ -248,9 +267,20 @@ def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int
 
 def _microbatches(share: int, p: int, chunks: int) -> list[int]:
     """Returns the sizes of a microbatch that divide a replica's share of the batch, the largest
-    first. A pipeline has at least p; Megatron-LM's chunks take them in groups of p.
+    first. A pipeline has at least p microbatches; chunks take them in groups of p.
     """
     numbers = [m for m in range(1, share + 1) if share % m == 0]
     if p > 1:
         numbers = [m for m in numbers if m >= p and (chunks == 1 or m % p == 0)]
     return [share // m for m in numbers]
+
+
+def _check_names(argument: str, given: Any, known: Sequence[str]) -> None:
+    names = given if isinstance(given, tuple | list) else ()
+    if not names or any(name not in known for name in names):
+        raise ValueError(f"{argument}={given!r} must be a tuple of {', '.join(known)}")
+
+
+def _check_no_experts(shape: Shape) -> None:
+    if shape.experts:
+        raise ValueError(f"shape.experts={shape.experts} must be 0: no layout has 'expert'")

@@ -49,8 +49,9 @@ SWITCH_SPEEDUP = 1.3
 NVLINK_LATENCY, NETWORK_LATENCY = 20e-6, 40e-6
 """Start-up seconds of a collective: inside a host, and for each doubling of the number of
 hosts, as in a tree. A transfer to a neighbour takes half. Assumed, not fitted. NCCL has trees
-for all-reduces only (https://github.com/NVIDIA/nccl/issues/1473): all-gathers and
-reduce-scatters run around a ring, whose steps `Cluster.ring_latency` can price."""
+for all-reduces only: all-gathers and reduce-scatters run around a ring, except where a group
+has one GPU per host (https://github.com/NVIDIA/nccl/issues/1473). `Cluster.ring_latency` can
+price the steps of that ring."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
 
@@ -289,9 +290,14 @@ class Cluster:
         for name in ("adds_in_switch", "ideal"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={value!r} must be True or False")
-        check_type("ring_latency", self.ring_latency, (int, float), "a number of seconds")
+        check_type(
+            "ring_latency", self.ring_latency, (int, float, np.number), "a number of seconds"
+        )
         if not 0 <= self.ring_latency < 1:
-            raise ValueError(f"ring_latency={self.ring_latency} must be 0 to 1 seconds: 5e-6")
+            raise ValueError(
+                f"ring_latency={self.ring_latency} must be seconds, at least 0 and below 1:"
+                " 5e-6"
+            )
         check_type("products_share", self.products_share, (int, float, np.number), "a number")
         if not 0 < self.products_share <= 1:
             raise ValueError(
@@ -308,6 +314,7 @@ class Cluster:
             or self.port_bandwidth
             or self.hosts_per_switch > 1
             or self.adds_in_switch
+            or self.ring_latency
         ):
             raise ValueError(
                 f"{self.accelerator.title} must have no hosts, ports or switches: its links"

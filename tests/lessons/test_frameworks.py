@@ -25,16 +25,22 @@ FOUND = frameworks.search(SHAPE, H100S, BATCH)
         ({"data": 16}, 0, 1, 6 + 12),  # two microbatches are summed in float32
         ({"data": 16}, 1, 2, 4 + 12 / 16),
         ({"data": 16}, 2, 2, 2 + 14 / 16),
-        ({"data": 2, "pipe": 2, "tensor": 4}, 0, 1, 18 / 8),
-        ({"data": 2, "pipe": 2, "tensor": 4}, 1, 1, 6 / 8 + 12 / 16),
+        ({"data": 2, "tensor": 8}, 0, 1, 18 / 8),
+        ({"data": 2, "tensor": 8}, 1, 1, 6 / 8 + 12 / 16),
     ],
 )
-def test_state_is_divided_along_pipe_and_tensor_and_by_zero(
-    axes, zero, microbatch, per_parameter
-):
+def test_state_is_divided_along_tensor_and_by_zero(axes, zero, microbatch, per_parameter):
     short = dataclasses.replace(SHAPE, seq_len=1)  # next to no activations
     plan = Plan(axes, BATCH, microbatch, zero=zero)
     expected = short.parameters * per_parameter
+    assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_first_stage_has_the_embedding_and_the_last_one_the_output_layer():
+    short = dataclasses.replace(SHAPE, seq_len=1)
+    plan = Plan({"data": 2, "pipe": 2, "tensor": 4}, BATCH, zero=1)
+    own = (12 * short.layer + short.vocab * short.width) / 4
+    expected = own * (6 + 12 / 2)
     assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
@@ -86,7 +92,10 @@ def test_a_stage_keeps_a_microbatch_for_each_stage_and_chunks_keep_more():
     axes = {"data": 4, "pipe": 4}
     assert activations(axes=axes) == pytest.approx(24 * layer)
     chunks = activations(axes=axes, chunks=2)
-    assert chunks == pytest.approx(24 * layer * (1 + 3 / 8))
+    of_first = 6 * layer * (4 + 3 / 2)
+    assert chunks == pytest.approx(of_first)
+    last = activations(dataclasses.replace(SHAPE, vocab=320_000), axes=axes, chunks=2)
+    assert last == pytest.approx(6 * layer * (4 - 3 / 2) + 6 * 320_000)
     few = activations(axes=axes, microbatch=4)  # two microbatches for four stages
     assert few == pytest.approx(max(2 * 6 * layer, 6 * layer + 6 * SHAPE.vocab))
 
@@ -144,6 +153,8 @@ def test_what_divides_nothing_is_left_out():
     assert sizes(SHAPE, "pipe", 12) == {1, 2, 3, 4, 6, 12}
     of_pipe_8 = {v for axes, _, v in frameworks.meshes(SHAPE, 16) if axes.get("pipe") == 8}
     assert of_pipe_8 == {1, 3}  # of three layers
+    odd = dataclasses.replace(SHAPE, seq_len=255)
+    assert sizes(odd, "context") == {1} and sizes(odd, "fsdp") == {1, 2, 4, 8, 16}
 
 
 def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for_each_stage():
@@ -228,6 +239,11 @@ def test_the_layout_that_nemotron_was_trained_with_is_tried():
 def test_memory_is_known_for_what_the_search_recomputes_and_refused_else():
     with pytest.raises(ValueError, match="recompute='mlp' must be of none, selective"):
         frameworks.memory_bytes(SHAPE, Plan({"data": 16}, BATCH, recompute="mlp"))
+    with pytest.raises(ValueError, match="experts=8 must be 0"):
+        experts = dataclasses.replace(SHAPE, experts=8)
+        frameworks.price(experts, Plan({"data": 16}, BATCH), H100S)
+    with pytest.raises(ValueError, match=r"kinds=\('foo',\) must be"):
+        next(frameworks.meshes(SHAPE, 16, ("foo",)))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +253,10 @@ def test_memory_is_known_for_what_the_search_recomputes_and_refused_else():
         (dict(batch=32.0), r"batch=32\.0 must be"),
         (dict(kinds="data"), "kinds='data' must be a tuple of data, tensor"),
         (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\) must be"),
+        (dict(kinds=()), r"kinds=\(\) must be a tuple"),
+        (dict(kinds=None), "kinds=None must be a tuple"),
+        (dict(recompute=()), r"recompute=\(\) must be a tuple"),
+        (dict(cluster=Cluster(hardware.get("v5p"), 16)), "cluster must have GPUs, not"),
         (dict(recompute=("full",)), r"recompute=\('full',\) must be a tuple of none"),
         (dict(gradient_bytes=3), "gradient_bytes=3 must be 1, 2 or 4"),
         (dict(shape=dataclasses.replace(SHAPE, experts=8)), "experts=8 must be 0"),
