@@ -110,6 +110,13 @@ def scattered(flat):
     return jax.lax.all_gather(own, "data", tiled=True)[: flat.size]
 
 
+def swapped(grads, capacity):
+    """Puts the fifth gradient into the second one's bucket, and the second into the fifth's."""
+    order = [0, 4, 2, 3, 1, 5, 6, 7]
+    sums = in_buckets()([grads[i] for i in order], capacity)
+    return [sums[order.index(i)] for i in range(len(grads))]
+
+
 def never(*_):
     return False
 
@@ -162,5 +169,11 @@ WRONG = [
         "before the gradient that would fill it",
     ),
     (check.sum_in_buckets, (from_the_end,), "Taken in their order"),
+    (check.sum_in_buckets, (swapped,), "Taken in their order"),
+    (
+        check.sum_in_buckets,
+        (in_buckets(full=lambda b, _, capacity: sum(g.size for g in b) >= capacity),),
+        "`capacity` is in bytes",
+    ),
     (check.sum_in_buckets, (in_buckets(other(total=scattered)),), "travel by"),
 ]

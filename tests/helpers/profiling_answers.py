@@ -90,12 +90,18 @@ RIGHT = [
     (check.busy_and_idle, (busy_and_idle(),)),
 ]
 WRONG = [
+    (check.busy_and_idle, (lambda events: (events[0][1], 0),), "first event alone"),
+    (
+        check.busy_and_idle,
+        (lambda events: (busy_and_idle()(events)[0], 0),),
+        "what the busy seconds leave",
+    ),
     (check.busy_and_idle, (sums,), "from 2 to 3 twice"),
     (check.busy_and_idle, (busy_and_idle(order=list),), "in any order"),
     (
         check.busy_and_idle,
         (busy_and_idle(whole=lambda events: events[-1][0] - events[0][0]),),
-        "not with the last start",
+        "not to the last start",
     ),
     (check.busy_and_idle, (busy_and_idle(latest=lambda reached, end: end),), "keep the latest"),
     (check.busy_and_idle, (of_neighbours,), "lies inside (0, 6)"),

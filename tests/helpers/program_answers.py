@@ -22,6 +22,7 @@ RIGHT = [
     (check.may_change, (one_of(*CHANGEABLE),)),
 ]
 WRONG = [
+    (check.lost_time, (lambda i, w, b: 100 * (w / i + i / (2 * b)),), "in percent"),
     (check.lost_time, (lambda interval, write, between: write / interval,), "Failures"),
     (check.lost_time, (lambda interval, write, between: interval / (2 * between),), "Writing"),
     (check.lost_time, (lambda i, write, b: write / i + i / b,), "not all"),

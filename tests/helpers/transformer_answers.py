@@ -110,6 +110,12 @@ RIGHT = [
     (check.attend, (jax.jit(attend()),)),
 ]
 WRONG = [
+    (check.attend, (attend(hidden=-15.0),), "scores of 100 and more: there"),
+    (
+        check.attend,
+        (attend(divide=lambda s, q: jnp.clip(s / q.shape[-1] ** 0.5, -80, 80)),),
+        "scores of 100 and more: there",
+    ),
     (check.attend, (attend(seen=no_mask),), "no mask"),
     (check.attend, (attend(seen=lambda L: jnp.tri(L).T),), "itself and the later ones"),
     (check.attend, (attend(seen=lambda L: 1 - jnp.tri(L)),), "only the later ones"),

@@ -12,6 +12,7 @@ prints "✓ Right: six." or "✗ " and the sentence of the first requirement tha
 
 import functools
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import jax
@@ -130,7 +131,7 @@ def predicted(*numbers: Any, hint: str) -> None:
     require(not missing, f"No prediction yet. {hint}")
     for number in numbers:
         require(
-            isinstance(number, int | float | np.number) and not isinstance(number, bool),
+            isinstance(number, Real | np.number) and not isinstance(number, bool),
             f"A prediction is a number, not {number!r}.",
         )
 

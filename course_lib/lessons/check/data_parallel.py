@@ -270,7 +270,7 @@ _GRADIENTS = (
     ((32,), jnp.float32),
     ((8,), jnp.float32),
     ((16, 12), jnp.float32),  # larger than the small capacity
-    ((4, 8), jnp.float32),
+    ((5, 8), jnp.float32),
     ((8, 8), jnp.bfloat16),
     ((16,), jnp.bfloat16),
     ((3,), jnp.float32),  # never fills a bucket
@@ -446,6 +446,10 @@ def _in_buckets(program: Any, sizes: Sequence[int], capacity: int) -> None:
     require(
         not yours(lambda bucket, _: False),
         f"{here} no bucket is ever full: buckets end only where the dtype changes.",
+    )
+    require(
+        sorted(sent) != sorted(_buckets(sizes, lambda bucket, _: bucket >= 4 * capacity)),
+        f"{here} a bucket is closed when it has {capacity} numbers. `capacity` is in bytes.",
     )
     require(
         not yours(lambda bucket, _: bucket > capacity),

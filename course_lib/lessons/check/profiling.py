@@ -50,11 +50,16 @@ def busy_and_idle(your_function):
     busy, idle, right, words = compare([(0, 2), (3, 2), (7, 3)])
     require((busy, idle) != (3, 7), f"{words} Return the busy seconds first.")
     require(
-        busy not in (2, -3),
+        busy != -3 and (busy, idle) != (2, 1),
         f"{words} The second number of an event is its duration, not its end.",
     )
+    require(busy != 2, f"{words} This is the first event alone: go through all of them.")
     for wrong, reason in (
-        ((0, 7), "The time ends with the last end, not with the last start."),
+        (
+            (0, 7),
+            "Idle is what the busy seconds leave of the time from the first start to the last"
+            " end (not to the last start).",
+        ),
         ((10,), "This is the whole time, busy and idle."),
         ((2,), "This is the longest gap alone."),
     ):
@@ -88,8 +93,8 @@ def busy_and_idle(your_function):
     _, _, right, words = compare([(7, 1), (0, 2), (4, 1), (1, 2)])
     require(right, f"{words} The events come in any order: sort them by their start first.")
 
-    rng = np.random.default_rng(0)  # in eighths of a second: some events touch, or start as one
-    times = np.stack([rng.integers(0, 500, 60), rng.integers(1, 16, 60)], axis=1) / 8
+    rng = np.random.default_rng(0)  # in tenths of a second: some events touch, or start as one
+    times = np.stack([rng.integers(0, 500, 60), rng.integers(1, 16, 60)], axis=1) / 10
     many = [(start, duration) for start, duration in times.tolist()]
     _, _, right, words = compare(many)
     require(right, f"{words} Try events that touch, and events that start together.")

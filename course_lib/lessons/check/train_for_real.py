@@ -72,6 +72,7 @@ def lost_time(your_lost):
         not _near(yours, 60.0),
         "These are seconds per interval. Divide each cost by the time in which it comes once.",
     )
+    require(not _near(yours, 15.0), "This is in percent. Return the share.")
     for interval, write, between in ((100.0, 10.0, 1000.0), (600.0, 30.0, 9000.0)):
         yours, right = (
             run(your_lost, interval, write, between),
@@ -152,7 +153,11 @@ FIELDS = {
 @exercise
 def may_change(your_rule):
     """Checks `your_rule(field)`: whether a run can continue after a change of this field."""
-    call(your_rule, "training.steps", hint="Ask whether the numbers of a step depend on it.")
+    call(
+        your_rule,
+        "training.steps",
+        hint="Ask whether a step computes something else, beyond rounding.",
+    )
     saved = settings.complete(configs.get("cpu"))
     for field, why in FIELDS.items():
         changed = settings.complete(saved)
