@@ -2,19 +2,19 @@
 the experts that the router chose.
 
 The devices along the axis "expert" divide the batch too: those with the same index along "data"
-share the sequences of that index equally, as if "data" were longer. Each device has all
-parameters except experts, and E / n of the experts of each layer. An all-to-all stands between
-the router and the experts (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668): each
-device begins with the slots of its own sequences at all experts, [E B C D], and ends with the
-slots of all devices' sequences at its own experts. A second all-to-all brings the results back:
+share the sequences of that index equally, as if "data" were longer. Each of the n devices has
+all parameters except experts, and E / n of the E experts of each layer. An expert has C slots
+for a sequence (the capacity). An all-to-all stands between the router and the experts (Lepikhin
+et al., 2020, https://arxiv.org/abs/2006.16668): each device begins with the slots of its own
+sequences at all experts, [E B C D], and ends with the slots of all devices' sequences at its
+own experts. A second all-to-all brings the results back:
 
     dispatch   [E, B, C, D] -> [E / n, n B, C, D]
     combine    [E / n, n B, C, D] -> [E, B, C, D]
 
-Here C is the capacity: the slots of an expert for one sequence. The transposes of both are
-all-to-alls as well, so a layer has two in each pass. The gradient of an expert needs no sum
-along "expert", since the expert receives the tokens of all devices of that axis; it is summed
-along "data". All other gradients are summed along both axes.
+The transposes of both are all-to-alls as well, so a layer has two in each pass. The gradient of
+an expert needs no sum along "expert", since the expert receives the tokens of all devices of
+that axis; it is summed along "data". All other gradients are summed along both axes.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def check(model: Any, sequences: int, mesh: meshes.AnyMesh) -> None:
       mesh: with an axis "expert".
 
     Raises:
-      ValueError: naming the field, its value and the possible ones.
+      ValueError: naming the field, what is wrong, and the fix.
     """
     n = meshes.axis_size(mesh, AXIS)
     if not model.num_experts:

@@ -5,10 +5,10 @@
     state = run.init(jax.random.key(0))    # divided from the start: no device ever holds it all
     state, metrics = run.train_step(state, batch)
 
-The name of a mesh axis says what it divides; a `Strategy` says how. Every strategy exists
+The name of a mesh axis says what it divides; a `Strategy` says how. Most strategies exist
 `by="hand"`, with explicit collectives inside a `jax.shard_map`, and `by="compiler"`, as
-shardings that `jax.jit` has to respect. Both compute the same numbers as one device. A
-pipeline exists by hand only:
+shardings that `jax.jit` has to respect. Both compute the same numbers as one device. Pipelines
+and `overlap` exist by hand only:
 
     mesh = meshes.make({"data": 2, "pipe": 2, "tensor": 2})
     run = strategies.build(config, mesh, Strategy(schedule="zero_bubble", microbatches=4))

@@ -36,7 +36,7 @@ KINDS = {
     "all-to-all": 1,
     "ragged-all-to-all": 1,  # counts the space for rows; how many are sent depends on the data
     "collective-broadcast": 1,
-    "collective-permute": 1,  # not used: each sender sends all of it, see `sent_bytes`
+    "collective-permute": 1,  # the 1 is not used: see `sent_bytes`
 }
 
 

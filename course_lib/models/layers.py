@@ -15,7 +15,7 @@ default, and changes parameters and products as in its source:
                     (Su et al., 2021, https://arxiv.org/abs/2104.09864)
     use_bias        False: neither matmuls nor norms add a bias
                     (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
-    num_experts     each token is computed by few of many MLPs: see `experts`
+    num_experts     each token is computed by few of many MLPs: see `ExpertsBlock`
 """
 
 from collections.abc import Callable, Mapping, Sequence

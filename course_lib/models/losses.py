@@ -58,7 +58,7 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         if not balance:
             return model.apply({"params": params}, inputs, **mode)
         logits, left = model.apply({"params": params}, inputs, **mode, mutable=[BALANCE])
-        # Scanned layers leave one array, others one each.
+        # Scanned layers leave one array in all, unrolled ones one per layer.
         of_layers = [leaf.reshape(-1, logits.shape[0]) for leaf in jax.tree.leaves(left)]
         return logits, jnp.concatenate(of_layers).mean(axis=0)
 
@@ -133,7 +133,8 @@ def chunked_cross_entropy(config: ConfigDict) -> Score:
 
 def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
     """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights
-    [B], none negative. A label of weight 0 must be a class, too: 0 will do, -100 will not.
+    [B], none negative. A label of weight 0 must be a class, too, such as 0: one that is no
+    class gives NaN, even times 0.
 
     Args:
       apply_fn: the model as a function.

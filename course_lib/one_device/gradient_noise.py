@@ -1,13 +1,14 @@
-"""The gradient noise scale: the batch size up to which a larger batch saves steps.
+"""The gradient noise scale: the batch size above which a larger batch saves few steps.
 
-A gradient of B examples is the gradient of all of them plus noise, whose variance falls with B:
+The gradient of B examples is that of all examples plus noise, whose variance falls with B:
 
     E |g_B|^2 = |G|^2 + tr(Sigma) / B
 
-with the true gradient G and the covariance Sigma of one example's. Square norms at two batch
-sizes give both unknowns. Their ratio, the noise scale tr(Sigma) / |G|^2, is the batch size at
-which noise is as large as the gradient: far below it, twice the batch saves half of the steps,
-far above nearly none (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162, appendix A).
+with the true gradient G and the covariance Sigma of one example's gradient. Square norms at two
+batch sizes give both unknowns. Their ratio, the noise scale tr(Sigma) / |G|^2, is the batch
+size at which noise is as large as the gradient: far below it, twice the batch saves almost half
+of the steps, far above nearly none (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162,
+appendix A).
 """
 
 import dataclasses
@@ -71,8 +72,8 @@ def measure(grad_fn: GradFn, params: PyTree, batches: Sequence[Any]) -> Noise:
     of a batch; for a language model, a sequence.
 
     Args:
-      grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called without dropout. The
-        same object compiles once.
+      grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called without dropout.
+        Each such function is compiled once.
       params: pytree of parameters.
       batches: at least two pytrees of arrays [B, ...], all with the same B and sum of weights.
         More batches give a better estimate; 32 are few.

@@ -49,8 +49,9 @@ def notices() -> Iterator[Callable[[], str]]:
     as SIGTERM.
 
     Yields:
-      A function that all processes call equally often: after each step, and during work that
-      takes long. It returns "", or the reason to end: `INTERRUPTED` in the process where
+      A function that all processes call equally often: for the first time after the first step
+      (from then on signals are notices), then after each step, and during work that takes
+      long. It returns "", or the reason to end: `INTERRUPTED` in the process where
       somebody pressed Ctrl-C, else `PREEMPTED`.
     """
     seen: list[int] = []

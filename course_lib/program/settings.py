@@ -242,7 +242,7 @@ def _still_fixed(
 
 def rounded_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each difference that changes the rounding, between two results of
-    `computed`. A saved field that is missing has its default, as for `changed`.
+    `numerics`. A saved field that is missing has its default, as for `changed`.
     """
     fields = {name: part for name, part in now.items() if name != "mesh"}  # has no defaults
     return differences(with_defaults(saved, fields, _template().to_dict()), now)
