@@ -256,6 +256,7 @@ def test_several_devices_and_skipped_updates_are_refused():
 
 
 @needs_host
+@pytest.mark.slow
 def test_the_program_trains_with_offload_and_continues_from_a_checkpoint(tmp_path):
     text = small_run.corpus(tmp_path / "text")
 

@@ -117,7 +117,8 @@ def test_an_odd_number_of_stages_gives_the_gradient_of_one_device(case):
     assert not one_device.different_leaves(found.grads, expected)
 
 
-@pytest.mark.parametrize("remat", [("Block",), slow(("MLP", "Attn"))], ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [("Block",), ("MLP", "Attn")], ids="-".join)
 def test_a_rematerialized_model_gives_the_same_gradient_and_stashes_less(remat):
     whole, grid = small(**{"model.remat": remat}), one_device.grid(data=1, pipe=2)
     params, expected, _ = reference(small())
