@@ -60,7 +60,8 @@ class Layout:
 
 
 def memory_bytes(shape: Shape, plan: Plan) -> float:
-    """Returns the bytes that a device holds at the peak of a step: a rough formula.
+    """Returns the bytes that a device holds at the peak of a step: a rough formula, which was
+    not compared with measurements.
 
     Parameters (bfloat16) are divided along "fsdp", "pipe" and "tensor"; gradients too, and over
     all their copies with stage 2 of ZeRO. Gradients take `plan.gradient_bytes`, or 4 if several
@@ -187,18 +188,13 @@ def search(
                 pipe_overlap=chunks > 1,
                 gradient_bytes=gradient_bytes,
             )
-            for what in recompute:
-                plan = dataclasses.replace(usual, recompute=what)
-                if memory_bytes(shape, plan) <= room:
-                    found.append(price(shape, plan, cluster))
-                    break
-            # Without a pipeline, smaller microbatches only make room.
-            if (
-                stages == 1
-                and found
-                and found[-1].plan == dataclasses.replace(usual, recompute=recompute[0])
-            ):
-                break
+            plans = (dataclasses.replace(usual, recompute=what) for what in recompute)
+            plan = next((plan for plan in plans if memory_bytes(shape, plan) <= room), None)
+            if plan is None:
+                continue
+            found.append(price(shape, plan, cluster))
+            if stages == 1 and plan.recompute == recompute[0]:
+                break  # without a pipeline, smaller microbatches only make room
     return sorted(found, key=lambda layout: layout.seconds)
 
 

@@ -298,6 +298,11 @@ class Cluster:
                 f"ring_latency={self.ring_latency} must be seconds, at least 0 and below 1:"
                 " 5e-6"
             )
+        if self.ideal and self.ring_latency:
+            raise ValueError(
+                f"ring_latency={self.ring_latency} must be 0 on an ideal cluster, whose links"
+                " have no latency"
+            )
         check_type("products_share", self.products_share, (int, float, np.number), "a number")
         if not 0 < self.products_share <= 1:
             raise ValueError(

@@ -88,6 +88,13 @@ def test_a_latency_that_is_no_number_of_seconds_is_refused(seconds):
         Cluster(H100, 64, ring_latency=seconds)
 
 
+def test_a_ring_latency_that_would_be_ignored_is_refused():
+    with pytest.raises(ValueError, match="ring_latency=5e-06 must be 0 on an ideal cluster"):
+        ideal(ring_latency=5e-6)
+    with pytest.raises(ValueError, match="must have no hosts, ports or switches"):
+        Cluster(V5P, 64, ring_latency=5e-6)
+
+
 def test_a_step_of_a_ring_starts_in_half_of_the_time_of_a_collective():
     axes = {"pipe": 2, "data": 8}
     across, inside = (Cluster(H100, 16).group(axes, axis) for axis in ("pipe", "data"))

@@ -104,7 +104,7 @@ def taken(index):
     )
 
 
-# Each axis once, whatever is recomputed or divided; the others are slow.
+# Each axis at least once, whatever is recomputed or divided; the others are slow.
 QUICK_CASES = (0, 5, 6, 8, 12, 16)
 
 each = pytest.mark.parametrize(
