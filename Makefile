@@ -89,12 +89,13 @@ test-latest: ## unit tests and notebooks with the newest packages there are (nee
 # Without this the first process takes most of the GPU's memory, and the tests start several.
 gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
 gpu: PYTHON = $(or $(GIVEN_PYTHON),python3)
+gpu: ON_GPU = -q --tb=short -n 8 --dist loadfile --no-loadscope-reorder -p no:benchmark
 gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, notebooks, measurements into docs/results/
 	$(PYTHON) tools/check_gpu.py
-	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q
-	COURSE_BACKEND=gpu $(PYTHON) -m pytest -q --nbval notebooks
 	$(PYTHON) -m benchmarks.gpu
+	COURSE_BACKEND=gpu $(PYTHON) -m pytest $(ON_GPU)
+	COURSE_BACKEND=gpu $(PYTHON) -m pytest $(ON_GPU) --nbval notebooks
 
 soak: .venv/.installed ## kill a small training run 100 times and check that nothing is lost (many minutes)
 	COURSE_SLOW=1 COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_loop.py -k killed_at_random_moments

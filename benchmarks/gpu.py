@@ -1,14 +1,17 @@
-"""Measures training steps on the accelerator of this machine, beside what the compiler said of
-them.
+"""Predicts what programs need on a GPU, without one, and measures them where there is one.
 
-    python -m benchmarks.gpu        on a machine with a GPU; `make gpu` calls this
-    python -m benchmarks.gpu --device cpu --preset cpu --out FOLDER
-                                    the same on the CPU, to try this program out
+    python -m benchmarks.gpu --predict h100    compiles every case for a virtual H100
+    python -m benchmarks.gpu                   on a machine with a GPU: compiles and runs every
+                                               case; `make gpu` calls this
 
-One preset of `course_lib.configs`, changed by one technique at a time. For each: the time of a
-step, its MFU, and the device memory at its peak, measured and as compiled. Each case runs in a
-process of its own. The results go to `docs/results/<device>.json`, anew after each case, so
-that a run that is cut short leaves what it has.
+Both write into `docs/results/gpu/`, anew after each case, so that a run that is cut
+short leaves what it has. A prediction is the peak of memory and two times: the floor of the
+roofline, and `measure.attainable_seconds`. A measurement is the time of the program, and the
+peak of device memory in a process of its own, whose arguments were made on the host. Processes
+compile side by side, and run one after another.
+
+    python -m benchmarks.gpu --device cpu --preset cpu --only techniques --out FOLDER
+                                               the same on the CPU, to try this program out
 """
 
 import argparse
@@ -17,91 +20,250 @@ import importlib.metadata
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from benchmarks import gpu_cases
+from benchmarks.gpu_cases import Program
 from course_lib import configs, measure
-from course_lib.lessons import case_study
-from course_lib.measure import hardware
+from course_lib.measure import hardware, virtual
 
-# keeps JAX's start quiet where its CUDA plugin is there for compiling only
-from course_lib.measure import virtual as virtual
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "the preset": {},
-    "float32": {"model.dtype": "float32", "training.loss_scale": "none"},
-    "no remat": {"model.remat": ()},
-    "remat MLP": {"model.remat": ("MLP",)},
-    "remat Attn": {"model.remat": ("Attn",)},
-    "remat Block": {"model.remat": ("Block",)},
-    "unrolled layers": {"model.scan_layers": False},
-    "one minibatch": {"training.num_minibatches": 1},
-    "no donation": {"training.donate": False},
-    "attention xla": {"model.attention": "xla"},
-    "attention cudnn": {"model.attention": "cudnn"},
-    "attention flash": {"model.attention": "flash"},
-}
-"""Case -> what it changes in the preset. Where the preset has it already, the case measures the
-preset again.
-"""
+OUT = Path("docs/results/gpu")
+TORCH = {"PyTorch, eager": False, "PyTorch, compiled": True}  # whether torch.compile is used
+SPEED = "one step for speed"
+MOST_ON_HOST = 8 * measure.GIB
+LINK = "pcie5"  # between the GPU and its host, for predictions
 
 
-def row_of(preset: str, case: str, steps: int) -> dict[str, Any]:
-    """Returns the row of one case of `CHANGES`, measured in a process of its own; if it cannot
-    run here, the reason.
+def chosen(preset: str, only: Iterable[str]) -> dict[tuple[str, str], Callable[[], Program]]:
+    """Returns cases by (group, case): all, or those whose name or group is in `only`."""
+    cases = {
+        (group, case): make
+        for group, cases in gpu_cases.groups(preset).items()
+        for case, make in cases.items()
+    }
+    if unknown := set(only) - {name for names in cases for name in names} - set(TORCH):
+        raise ValueError(f"only={sorted(unknown)} must be groups or cases")
+    return {names: make for names, make in cases.items() if not only or set(names) & set(only)}
+
+
+def planned(
+    program: Program, compiled: jax.stages.Compiled, peak: int, gpu: hardware.Accelerator | None
+) -> dict[str, Any]:
+    """Returns what a compiled program tells: its peak of memory in bytes, FLOPs, traffic in
+    bytes, and where the GPU is known the two times in seconds.
     """
-    return {"case": case} | case_study.measure_here(preset, CHANGES[case], steps)
+    traffic = measure.traffic(compiled)
+    row: dict[str, Any] = {
+        "peak_bytes": peak,
+        "temporary_bytes": measure.memory(compiled).temporaries,
+        "flops": sum(program.flops.values()),
+        "traffic_bytes": traffic.bytes,
+        "host_bytes": traffic.by_kind().get("offload", 0),
+    }
+    if gpu is not None:
+        flops = measure.Flops(program.flops, {})
+        row["floor_seconds"] = measure.roofline(flops, traffic, gpu).floor_seconds
+        row["attainable_seconds"] = measure.attainable_seconds(
+            flops, traffic, gpu, hardware.host_link(LINK)
+        )
+    return row
 
 
-def describe(row: dict[str, Any]) -> str:
-    """Returns a row as a line on the screen."""
-    if row["not_run"]:
-        return f"{row['case']:24} not run: {row['not_run']}"
-    time, peak = row["step_seconds"], row["measured_peak_bytes"]
-    return (
-        f"{row['case']:24} {time['median'] * 1e3:9.1f} ms ({time['low'] * 1e3:.1f} to"
-        f" {time['high'] * 1e3:.1f}), MFU"
-        f" {'unknown' if row['mfu'] is None else format(row['mfu'], '.1%')}, peak"
-        f" {measure.gib(row['compiled_peak_bytes'])} compiled,"
-        f" {'not' if peak is None else measure.gib(peak)} measured"
+def predict(make: Callable[[], Program], name: str) -> dict[str, Any]:
+    """Compiles a case for a virtual GPU; returns what that tells, or why it cannot be had."""
+    try:
+        program = make()
+        heap = measure.heap(program.lower(virtual.devices(name)[0]))
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return {"not_run": reason(error)}
+    return {"not_run": None} | planned(program, heap.compiled, heap.peak, hardware.get(name))
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     )
+
+
+def reason(error: Exception) -> str:
+    """Returns the first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+def serve(make: Callable[[], Program], steps: int) -> None:
+    """Compiles a case, waits for a line on its input, runs it, and prints its row."""
+    [device, *_] = jax.local_devices()
+    accelerator = hardware.recognize(device)
+    program = make()
+    try:
+        compiled = program.lower(device).compile()
+        memory = measure.memory(compiled)
+        row = {"not_run": None} | planned(
+            program, compiled, memory.peak - memory.host, accelerator
+        )
+        limit = (device.memory_stats() or {}).get("bytes_limit", row["peak_bytes"])
+        if row["peak_bytes"] > limit:
+            row = {"not_run": f"needs {row['peak_bytes']} bytes, JAX may take {limit} here"}
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        row = {"not_run": reason(error)}
+    # Made on the host: the device would count what making them takes. The largest states are
+    # made on the device, once it is this process's turn.
+    on_host = _bytes(program.shapes) < MOST_ON_HOST
+    if row["not_run"] is None and on_host:
+        with jax.default_device(jax.devices("cpu")[0]):
+            arguments = jax.block_until_ready(program.arguments())
+    print("compiled", flush=True)
+    sys.stdin.readline()
+    if row["not_run"] is None:
+        arguments = jax.device_put(
+            arguments if on_host else program.arguments(), compiled.input_shardings[0]
+        )
+        if program.is_step:
+            state, batch = arguments
+            held = [state]  # popped below, so that the first state is not kept beside the next
+            del state, arguments
+            taken: measure.Time = measure.step_time(compiled, held.pop(), batch, steps=steps)
+            row["mfu"] = measure.mfu(program.model_flops, taken.median, accelerator)
+        else:
+            taken = measure.time(compiled, *arguments, repeats=steps, warmup=2)
+        row["seconds"] = {"median": taken.median, "low": taken.low, "high": taken.high}
+        counted = device.memory_stats()  # a CPU counts nothing
+        row["measured_peak_bytes"] = counted and counted["peak_bytes_in_use"]
+        row["tokens"] = program.tokens
+    print(json.dumps(row), flush=True)
+
+
+def serve_torch(compiled: bool, steps: int) -> None:
+    """As `serve`, for the same model in PyTorch."""
+    from benchmarks import torch_gpu
+
+    trainer = torch_gpu.trainer(compiled)
+    print("compiled", flush=True)
+    sys.stdin.readline()
+    print(json.dumps(torch_gpu.row(trainer, steps)), flush=True)
+
+
+def measure_all(
+    cases: Iterable[tuple[str, str]], options: argparse.Namespace
+) -> Iterable[dict[str, Any]]:
+    """Gives the rows of cases, each measured in a process of its own."""
+    waiting = list(cases)
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting:
+            batch, waiting = waiting[: options.at_once], waiting[options.at_once :]
+            started = [_start(*case, options, options.logs or Path(folder)) for case in batch]
+            for process, _ in started:
+                process.stdout.readline()  # it has compiled, or it has ended
+            for (group, case), (process, log) in zip(batch, started, strict=True):
+                output, _ = process.communicate("run\n")
+                found = [line for line in output.splitlines() if line.startswith("{")]
+                said = log.read_text().strip().splitlines() or ["it ended without a word"]
+                row = json.loads(found[-1]) if found else {"not_run": said[-1]}
+                yield {"group": group, "case": case} | row
+
+
+def _start(
+    group: str, case: str, options: argparse.Namespace, folder: Path
+) -> tuple[subprocess.Popen[str], Path]:
+    """Starts the process of a case; returns it with the file of its errors."""
+    log = folder / re.sub("[^a-z0-9]+", "-", f"{group} {case}".lower())
+    arguments = ["--serve", group, case, "--steps", str(options.steps)]
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if case in TORCH:
+        variables["JAX_PLATFORMS"] = "cpu"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu", *arguments, "--preset", options.preset],
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    return process, log
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line on the screen."""
+    line = f"{row['group']:22} {row['case']:36}"
+    if row["not_run"]:
+        return f"{line} not run: {row['not_run']}"
+    said = [f"compiled {measure.gib(row['peak_bytes'])}"] if "peak_bytes" in row else []
+    if row.get("measured_peak_bytes"):
+        said.append(f"measured {measure.gib(row['measured_peak_bytes'])}")
+    if "attainable_seconds" in row:
+        said.append(f"attainable {row['attainable_seconds'] * 1e3:.2f} ms")
+    if "seconds" in row:
+        said.append(f"took {row['seconds']['median'] * 1e3:.2f} ms")
+    if row.get("mfu"):
+        said.append(f"MFU {row['mfu']:.1%}")
+    return f"{line} {', '.join(said)}"
+
+
+def write(file: Path, about: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    """Prints rows and writes them into a file, one after the other, with what they are about.
+
+    Rows of an older file that are not measured again stay.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {}
+    if file.exists():
+        older = json.loads(file.read_text())
+        kept = {(row["group"], row["case"]): row for row in older["rows"]}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
+    }
+    for row in rows:
+        print(describe(row), flush=True)
+        where = {"date": datetime.date.today().isoformat(), "versions": versions}
+        kept[row["group"], row["case"]] = row | where
+        contents = dict(about) | {"rows": list(kept.values())}
+        file.write_text(json.dumps(contents, indent=1) + "\n")
+    print(f"written to {file}")
 
 
 def main() -> None:
-    """Measures all cases and writes the results; exits with code 2 where there is no such
-    device.
-    """
+    """Does what the command line asks; exits with code 2 where there is no such device."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--predict", metavar="GPU", help=f"one of {hardware.names()}")
+    parser.add_argument("--device", default="gpu", choices=("gpu", "tpu", "cpu"))
     parser.add_argument(
-        "--device",
-        default="gpu",
-        choices=("gpu", "tpu", "cpu"),
-        help="what the steps must run on",
+        "--preset", default="155m", choices=configs.PRESETS, help='of the group "techniques"'
     )
-    parser.add_argument(
-        "--preset", choices=configs.PRESETS, help='by default "155m", on a T4 "t4"'
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=list(CHANGES),
-        choices=CHANGES,
-        metavar="CASE",
-        help=f"of {list(CHANGES)}",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=10, help="how many steps are timed, after two to warm up"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/results"), help="folder for <device>.json"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups or cases")
+    parser.add_argument("--steps", type=int, default=10, help="timed, after two to warm up")
+    parser.add_argument("--at-once", type=int, default=4, help="processes that compile at once")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder")
+    parser.add_argument("--logs", type=Path, help="folder for what the processes say")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-
+    if options.serve:
+        group, case = options.serve
+        if case in TORCH:
+            serve_torch(TORCH[case], options.steps)
+        else:
+            serve(gpu_cases.groups(options.preset)[group][case], options.steps)
+        return
+    cases = chosen(options.preset, options.only)
+    if options.predict:
+        rows: Iterable[dict[str, Any]] = (
+            {"group": group, "case": case} | predict(make, options.predict)
+            for (group, case), make in cases.items()
+        )
+        about = {"gpu": options.predict, "kind": "predicted"}
+        write(options.out / f"{options.predict}-predicted.json", about, rows)
+        return
     # the memory is for the processes that measure
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     [device, *_] = jax.local_devices()
@@ -112,30 +274,13 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    accelerator = hardware.recognize(device)
-    preset = options.preset or (
-        "t4" if accelerator is not None and accelerator.name == "t4" else "155m"
-    )
-    results = {
-        "device": device.device_kind,
-        "accelerator": None if accelerator is None else accelerator.name,
-        "date": datetime.date.today().isoformat(),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("jax", "jaxlib", "flax", "optax")
-        },
-        "preset": preset,
-        "steps": options.steps,
-        "rows": [],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"{re.sub('[^a-z0-9]+', '-', device.device_kind.lower())}.json"
-    for case in options.cases:
-        row = row_of(preset, case, options.steps)
-        print(describe(row), flush=True)
-        results["rows"].append(row)
-        file.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {file}")
+    known = hardware.recognize(device)
+    about = {"gpu": known and known.name, "device": device.device_kind, "kind": "measured"}
+    name = known.name if known else re.sub("[^a-z0-9]+", "-", device.device_kind.lower())
+    asked = list(cases)
+    if device.platform == "gpu" and (not options.only or SPEED in options.only):
+        asked += [(SPEED, case) for case in TORCH]
+    write(options.out / f"{name}-measured.json", about, measure_all(asked, options))
 
 
 if __name__ == "__main__":

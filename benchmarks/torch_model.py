@@ -1,9 +1,9 @@
 """The library's Transformer in PyTorch, with the same names for the same parameters, and its
 training step.
 
-What `benchmarks.torch_step` compares with. Written as one writes it for speed in PyTorch: its
-own scaled dot-product attention, which knows that half of the weights are masked, and its fused
-AdamW. Only this file needs PyTorch.
+What `benchmarks.torch_step` and `benchmarks.gpu` compare with. Written as one writes it for
+speed in PyTorch: its own scaled dot-product attention, which knows that half of the weights are
+masked, and its fused AdamW. Only this file and `torch_gpu` need PyTorch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,6 +96,8 @@ class Trainer:
       tokens: int [B, L + 1].
       rates: the learning rate of each step.
       compiled: whether `torch.compile` compiles model and loss.
+      device: "cpu" or "cuda".
+      dtype: that products are computed in (autocast); None: the parameters' float32.
     """
 
     def __init__(
@@ -105,10 +107,13 @@ class Trainer:
         tokens: np.ndarray,
         rates: Sequence[float],
         compiled: bool,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
     ):
         torch.set_num_threads(hardware.cores())
         torch.manual_seed(config.seed)
-        self.model, optimizer = Transformer(config.model), config.optimizer
+        self.device, self.dtype = device, dtype
+        self.model, optimizer = Transformer(config.model).to(device), config.optimizer
         with torch.no_grad():
             for name, kind, module, parameter in self._parameters():
                 value = torch.from_numpy(np.array(params[name]))
@@ -128,10 +133,10 @@ class Trainer:
         )
         self.clip_norm, self.rates = optimizer.clip_norm, iter(rates)
         self.inputs, self.labels = (
-            torch.from_numpy(tokens[:, :-1]).long(),
-            torch.from_numpy(tokens[:, 1:]).long(),
+            torch.from_numpy(tokens[:, :-1]).long().to(device),
+            torch.from_numpy(tokens[:, 1:]).long().to(device),
         )
-        self.loss = torch.compile(self._loss) if compiled else self._loss
+        self.loss = torch.compile(self.eager_loss) if compiled else self.eager_loss
 
     def _parameters(self) -> list[tuple[str, str, nn.Module, nn.Parameter]]:
         """Returns (its name in the library, "weight" or "bias", its layer, the parameter)."""
@@ -141,12 +146,14 @@ class Trainer:
             for kind, parameter in module.named_parameters(recurse=False)
         ]
 
-    def _loss(
+    def eager_loss(
         self, inputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns loss and accuracy, as the library's step does."""
-        logits, labels = self.model(inputs).flatten(0, 1), labels.flatten()
-        return F.cross_entropy(logits, labels), (logits.argmax(dim=-1) == labels).float().mean()
+        """Returns loss and accuracy, as the library's step does; not compiled."""
+        with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
+            logits, labels = self.model(inputs).flatten(0, 1), labels.flatten()
+            right = (logits.argmax(dim=-1) == labels).float().mean()
+            return F.cross_entropy(logits, labels), right
 
     def _backward(self) -> torch.Tensor:
         loss, _ = self.loss(self.inputs, self.labels)
@@ -159,7 +166,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = next(self.rates)
         loss = self._backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if self.clip_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
         return loss
 
@@ -169,8 +177,12 @@ class Trainer:
         found = {}
         for name, kind, module, parameter in self._parameters():
             turned = kind == "weight" and isinstance(module, nn.Linear)
-            found[name] = (parameter.grad.T if turned else parameter.grad).numpy().flatten()
+            found[name] = (
+                (parameter.grad.T if turned else parameter.grad).cpu().numpy().flatten()
+            )
         return found
 
     def wait(self) -> None:
-        """PyTorch computes on a CPU before it returns."""
+        """Returns when all steps are done. On a CPU they are when `step` returns."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()

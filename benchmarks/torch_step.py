@@ -105,13 +105,13 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Returns the parameters by name, as "block_0/mlp/input_layer/kernel"."""
-        return _by_name(self.state.params)
+        return by_name(self.state.params)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Returns the gradients by name, each flattened."""
         return {
             name: leaf.flatten()
-            for name, leaf in _by_name(self.gradient(self.state.params)).items()
+            for name, leaf in by_name(self.gradient(self.state.params)).items()
         }
 
     def wait(self) -> None:
@@ -121,7 +121,8 @@ class Trainer:
         jax.block_until_ready(self.state)
 
 
-def _by_name(tree: Any) -> dict[str, np.ndarray]:
+def by_name(tree: Any) -> dict[str, np.ndarray]:
+    """Returns the leaves of a tree of dicts by their paths: "block_0/mlp/output_layer/bias"."""
     import jax
 
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -25,6 +25,11 @@ import pytest
 # are eight GPUs. Other tests use the first. JAX reads this when it starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
+# A GPU multiplies float32 numbers as TensorFloat-32, with three digits, unless told otherwise.
+# Tests compare with float32's seven.
+if jax.config.jax_platforms != "cpu":
+    jax.config.update("jax_default_matmul_precision", "highest")
+
 # Tests compare the numbers, memory and traffic of many small programs, never their times: the
 # optimization of the CPU's machine code is left out. Processes that tests start have it.
 jax.config.update("jax_disable_most_optimizations", jax.config.jax_platforms == "cpu")

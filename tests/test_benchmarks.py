@@ -1,6 +1,9 @@
 """Laws of the programs that measure, as far as it shows without a GPU."""
 
+import io
 import json
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -8,14 +11,16 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu, input, table
-from course_lib import configs
+from benchmarks import gpu, gpu_cases, gpu_page, input, table
+from course_lib import configs, measure, training
+from course_lib.lessons import ladder
+from course_lib.measure import hardware, virtual
 from course_lib.text import data
 
 
 @pytest.mark.parametrize("preset", configs.PRESETS)
 def test_every_case_is_a_configuration_that_can_work(preset):
-    for case, change in gpu.CHANGES.items():
+    for case, change in gpu_cases.CHANGES.items():
         chosen = configs.get(preset)
         chosen.update_from_flattened_dict(change)
         # which has no kernel for float32: its row says so
@@ -38,6 +43,10 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(monkeypatch, capsys):
     assert "finds no gpu here" in capsys.readouterr().err
 
 
+ROOT = Path(__file__).parents[1]
+NO_VIRTUAL = virtual.why_unavailable()
+
+
 def small() -> configs.ConfigDict:
     small = configs.cpu()
     small.model.update(num_layers=1, hidden_size=32, head_dim=16, num_heads=2, max_seq_len=16)
@@ -46,39 +55,209 @@ def small() -> configs.ConfigDict:
     return small
 
 
-@pytest.mark.skipif(
-    jax.default_backend() != "cpu",
-    reason="on a GPU each case runs in a process without the small preset",
-)
-def test_results_say_what_was_measured_where_and_what_could_not_be(monkeypatch, tmp_path):
-    monkeypatch.setitem(configs.PRESETS, "cpu", small)
-    arguments = [
-        "--device",
-        "cpu",
-        "--preset",
-        "cpu",
-        "--steps",
-        "2",
-        "--out",
-        str(tmp_path),
-        "--cases",
-    ]
-    monkeypatch.setattr(
-        "sys.argv", ["benchmarks.gpu", *arguments, "the preset", "attention cudnn"]
-    )
+def served(make, monkeypatch, capsys):
+    """The row that the process of a case prints, once it was told to run."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("run\n"))
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
-        gpu.main()
-    results = json.loads((tmp_path / "cpu.json").read_text())
-    assert results["device"] == "cpu" and results["accelerator"] is None
-    assert results["versions"]["jax"] == jax.__version__
-    measured, refused = results["rows"]
-    assert measured["not_run"] is None and measured["compiled_peak_bytes"] > 0
-    assert measured["tokens_per_second"] == pytest.approx(
-        2 * 16 / measured["step_seconds"]["median"]
+        gpu.serve(make, steps=2)
+    first, row = capsys.readouterr().out.splitlines()
+    assert first == "compiled"
+    return json.loads(row)
+
+
+def test_a_step_is_compiled_and_timed_and_its_row_says_what_it_computes(monkeypatch, capsys):
+    config = small()
+    row = served(lambda: gpu_cases.step_of(config), monkeypatch, capsys)
+    flops = sum(training.step_flops(config).total.values())
+    assert (row["not_run"], row["tokens"], row["flops"]) == (None, 2 * 16, flops)
+    assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+    state, batch = training.build(config).abstract()
+    numbers = sum(leaf.size for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    assert row["peak_bytes"] > 4 * numbers
+
+
+def test_what_cannot_run_here_is_a_row_with_the_reason(monkeypatch, capsys):
+    def make():
+        return gpu_cases.attention_gradient("cudnn", 512)
+
+    if jax.default_backend() == "cpu":
+        assert "cudnn attention needs" in served(make, monkeypatch, capsys)["not_run"]
+
+
+@pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+def test_a_prediction_has_the_bytes_of_arrays_and_the_seconds_of_the_data_sheet():
+    a100 = hardware.get("a100-80")
+    row = gpu.predict(lambda: gpu_cases.copy(lambda x: x + 1, gibibytes=1), "a100-80")
+    assert row["peak_bytes"] == row["traffic_bytes"] == 2 * measure.GIB
+    assert row["floor_seconds"] == pytest.approx(2 * measure.GIB / a100.memory_bandwidth)
+    assert row["attainable_seconds"] == pytest.approx(row["floor_seconds"] / 0.85)
+    row = gpu.predict(lambda: gpu_cases.matmuls("bfloat16", 2_048, times=3), "a100-80")
+    assert row["flops"] == 3 * 2 * 2_048**3
+    assert row["attainable_seconds"] > row["flops"] / a100.peak("bfloat16") / 0.77
+
+
+def test_causal_attention_counts_half_of_the_products_and_the_diagonal():
+    every, causal = (
+        gpu_cases.attention_gradient("written out", 512, causal).flops["bfloat16"]
+        for causal in (False, True)
     )
-    # a CPU has no row in the table, nor a counter
-    assert measured["mfu"] is None and measured["measured_peak_bytes"] is None
-    assert "needs an NVIDIA GPU" in refused["not_run"]
+    assert every == 6 * 2 * 32_768 * 512 * 8 * 128
+    assert causal == every * (512 + 1) // (2 * 512)
+
+
+def test_processes_compile_side_by_side_run_in_turn_and_one_that_dies_says_why(monkeypatch):
+    """The second starts to run only after the first has ended; the third dies before that."""
+    program = """
+import sys, time
+print("compiled", flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+print('{"not_run": null, "ran": ' + str(began) + ', "ended": ' + str(time.monotonic()) + '}')
+"""
+    dies = "import sys; print('Traceback', file=sys.stderr); sys.exit('out of memory')"
+
+    def start(group, case, options, folder):
+        log = folder / case
+        with log.open("w") as errors:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            code = dies if case == "dies" else program
+            return subprocess.Popen([sys.executable, "-c", code], text=True, **pipes), log
+
+    monkeypatch.setattr(gpu, "_start", start)
+    options = types.SimpleNamespace(at_once=3, logs=None)
+    first, second, third = gpu.measure_all([("a", "1"), ("a", "2"), ("b", "dies")], options)
+    assert first["ended"] <= second["ran"]
+    assert third == {"group": "b", "case": "dies", "not_run": "out of memory"}
+
+
+def test_rows_that_are_measured_again_replace_those_of_the_file(tmp_path, capsys):
+    file = tmp_path / "results" / "abacus.json"
+    row = {"group": "rates", "case": "one", "not_run": "later"}
+    gpu.write(file, {"gpu": None}, [row, row | {"case": "two"}])
+    gpu.write(file, {"gpu": None}, [row | {"not_run": None, "peak_bytes": measure.GIB}])
+    one, two = json.loads(file.read_text())["rows"]
+    assert (one["peak_bytes"], two["not_run"]) == (measure.GIB, "later")
+    assert one["versions"]["jax"] == jax.__version__
+    assert "compiled 1.00 GiB" in capsys.readouterr().out
+
+
+def test_names_choose_groups_and_cases_and_a_wrong_one_is_refused():
+    every = gpu.chosen("155m", [])
+    assert gpu.chosen("155m", ["ladder"]).keys() == {("ladder", n) for n in ladder.BY_NAME}
+    assert list(gpu.chosen("155m", ["all logits"])) == [("loss", "all logits")]
+    assert len(every) == sum(map(len, gpu_cases.groups().values()))
+    with pytest.raises(ValueError, match=r"only=\['laddr'\] must be groups or cases"):
+        gpu.chosen("155m", ["laddr"])
+
+
+def pair(group="ladder", **changes):
+    """A step that took 110 MiB and a tenth more than predicted."""
+    before = {"peak_bytes": measure.GIB, "attainable_seconds": 0.1}
+    measured = {"group": group, "case": "x", "mfu": 0.5, "flops": 4.4e12}
+    measured |= {"measured_peak_bytes": measure.GIB + 110 * measure.MIB}
+    return measured | {"seconds": {"median": 0.11}} | changes, before
+
+
+def test_tables_say_by_how_much_predictions_were_off():
+    without = pair()[0], None  # which could not be predicted
+    slow = pair(seconds={"median": 0.3}, measured_peak_bytes=2 * measure.GIB)
+    row, unknown, _ = gpu_page.steps([pair(), without, slow])
+    assert (row["more (MiB)"], row["measured / attainable"]) == (110, "1.10")
+    assert row["MFU"] == "50.0%"
+    assert unknown["predicted (GiB)"] is None and unknown["measured (ms)"] == "110.0"
+    found = gpu_page.summary("h200", [pair(), without, slow, pair(), pair("attention")])
+    assert (found["steps"], found["measured / attainable time, median"]) == (3, "1.10")
+    assert (found["least, most (MiB)"], found["least, most"]) == ("110, 1,024", "1.10, 3.00")
+    assert found["pairs over 8% apart in the right order"] == "0 of 0"
+    longer = {"peak_bytes": measure.GIB, "attainable_seconds": 0.2}
+    two = [pair(), (pair(seconds={"median": 0.22})[0], longer)]
+    assert gpu_page.summary("h200", two)["pairs over 8% apart in the right order"] == "1 of 1"
+    two[1][0]["seconds"] = {"median": 0.1}
+    assert gpu_page.summary("h200", two)["pairs over 8% apart in the right order"] == "0 of 1"
+    (program,) = gpu_page.programs([pair(), pair("attention")], "attention")
+    assert program["TFLOP/s"] == 40
+
+
+def measured_words():
+    """What words say of the measurements on the H200: (file, words)."""
+    found = gpu_page.pairs("h200", ROOT / gpu_page.RESULTS)
+    ms = {row["case"]: row["seconds"]["median"] * 1e3 for row, _ in found}
+    gib = {row["case"]: row["measured_peak_bytes"] / measure.GIB for row, _ in found}
+    known = [pair for pair in found if pair[1] and pair[0]["group"] in gpu_page.STEPS]
+    slower = {row["case"]: gpu_page.slower(row, before) for row, before in known}
+    estimate = {
+        row["case"]: 1e3 * before["attainable_seconds"] for row, before in found if before
+    }
+    more = {
+        row["case"]: gpu_page.more_bytes(row, before) / measure.MIB for row, before in known
+    }
+    least, most = (
+        f"{f(x for n, x in more.items() if n != 'no donation'):.0f}" for f in (min, max)
+    )
+    quick = sorted(x for x in slower.values() if x < 1.2)
+    many = sorted(x for x in slower.values() if x >= 1.2)
+    ours, theirs = ms["flash, our kernel, 2,048"], ms["cudnn, 2,048"]
+    far, theirs_far = ms["flash, our kernel, 8,192"], ms["cudnn, 8,192"]
+    loss = ms["8 chunks of the vocabulary"], ms["all logits"]
+    written_out, tiles = ms["written out, 2,048"], ms["flash, tiles in JAX, 2,048"]
+    rungs = ("first writing", "flash attention", "no dropout", "products once, 4 minibatches")
+    rungs += ("unrolled", "16 minibatches", "64 minibatches", "moments on the host")
+    page, readme = "docs/gpu.md", "README.md"
+    return [
+        (
+            readme,
+            f"of {len(known)} training steps, {len(known) - 1} took {least} to {most} MiB",
+        ),
+        (readme, f"{len(quick)} took {quick[0]:.2f} to {quick[-1]:.2f} times the predicted"),
+        (readme, f"took {many[0]:.1f} to {many[-1]:.1f} times as long"),
+        (page, f"took {least} to {most} MiB more than predicted"),
+        (page, f"{len(quick)} of the {len(known)} steps"),
+        (page, f"{ms['PyTorch, eager'] / ms['this library']:.2f} times the speed"),
+        (page, f"{theirs / ours:.0%} of cuDNN's speed"),
+        (page, f"{theirs_far / far:.0%} for 8,192"),
+        (page, f"{loss[0] / loss[1]:.2f} times the time of all logits"),
+        (page, f"they take {tiles / written_out:.1f} times as long"),
+        ("05", f"measured {len(known)} steps"),
+        ("05", f"took {least} to {most} MiB more"),
+        ("15", f"measured {loss[1]:.1f} ms for all logits and {loss[0]:.1f} for 8 chunks"),
+        ("15", f"{gib['all logits']:.2f} and {gib['8 chunks of the vocabulary']:.2f} GiB"),
+        (
+            "16",
+            f"| our kernel | {ours:.2f} | {ms['flash, our kernel, 2,048, not causal']:.2f} |",
+        ),
+        ("16", f"| cuDNN's | {theirs:.2f} | {ms['cudnn, 2,048, not causal']:.2f} |"),
+        ("16", f"| written out | {written_out:.2f} | - |"),
+        ("16", f"a scan in JAX | {tiles:.2f} | - |"),
+        ("16", f"own | - | {ms[gpu_cases.MOSAIC + ', 2,048']:.2f} |"),
+        ("16", f"cuDNN's takes {theirs_far:.2f} ms and ours {far:.2f}"),
+        ("18", f"{ms['moments on the host']:.1f} ms instead of {ms['64 minibatches']:.1f}"),
+        ("18", f"{ms['moments on the host'] - ms['64 minibatches']:.0f} ms longer"),
+        ("19", f"{slower['16 minibatches']:.2f} to {many[-1]:.2f} times as much"),
+        *(("19", f"| {name} | {estimate[name]:.1f} | {ms[name]:.1f} |") for name in rungs),
+    ]
+
+
+def test_words_about_the_gpu_say_what_was_measured():
+    for name, words in measured_words():
+        path = ROOT / name
+        if not path.exists():
+            (path,) = (ROOT / "notebooks").glob(f"{name}_*.ipynb")
+        text = path.read_text()
+        if path.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            text = "".join(
+                "".join(cell["source"]) + "\n"
+                for cell in cells
+                if cell["cell_type"] == "markdown"
+            )
+        assert words in " ".join(text.split()), f"{path.name} does not say: {words}"
+
+
+def test_the_page_about_the_gpu_shows_the_results_that_are_stored():
+    root = Path(__file__).parents[1]
+    text = (root / gpu_page.PAGE).read_text()
+    assert table.page(text, gpu_page.tables("h200", root / gpu_page.RESULTS)) == text
+    assert gpu_page.draw("h200", root / gpu_page.RESULTS).axes
 
 
 def test_input_that_comes_in_half_the_time_of_a_step_is_twice_as_fast():

@@ -104,7 +104,7 @@ class Ledger:
         """
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
-    def beside_matmuls(
+    def overlapped_payload(
         self, kind: str | None = None, axis: str | Sequence[str] | None = None
     ) -> int:
         """Returns the payload bytes of the executions that overlap with matmuls; arguments and

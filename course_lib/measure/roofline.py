@@ -53,7 +53,8 @@ def roofline(flops: Flops, traffic: Traffic, accelerator: Accelerator) -> Roofli
     Raises:
       ValueError: if the accelerator has no unit for the dtype of a product.
     """
-    compute = sum(count / peak(accelerator, dtype) for dtype, count in flops.total.items())
+    times = (count / peak(accelerator, dtype) for dtype, count in flops.total.items())
+    compute = sum(times, start=0.0)
     memory = traffic.bytes / accelerator.memory_bandwidth
     return Roofline(compute, memory, max(compute, memory))
 

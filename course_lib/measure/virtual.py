@@ -54,7 +54,10 @@ from course_lib.measure import hardware
 PyTree = Any
 
 GPUS_PER_HOST = 8
-NEVER_RUN: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
+COMPILE_ONLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_gpu_autotune_level": 0,
+}
 """Compiler options of programs that never run: do not optimize their machine code, and do not
 try several kernels for a product.
 """
@@ -62,8 +65,8 @@ HOST_MEMORY = "pinned_host"
 """JAX's name for the memory of the host that a device can copy from by itself."""
 
 
-class Unavailable(RuntimeError):
-    """Virtual devices are not available here. The message says why, and what to do."""
+class NoCompiler(RuntimeError):
+    """There is no compiler for an accelerator here. The message says why, and what to do."""
 
 
 def _keep_quiet() -> None:
@@ -112,7 +115,7 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
     if reason := why_unavailable(name):
         is_gpu = accelerator.platform == "gpu"
         extra, newer = ("virtual", " and JAX 0.9 or newer") if is_gpu else ("tpu", "")
-        raise Unavailable(
+        raise NoCompiler(
             f"no virtual devices of name={name!r} here: {reason}. They need Linux on"
             f' x86_64{newer}, and the compiler: `pip install "course-lib[{extra}]"`. Elsewhere,'
             " `recorded.live_or_recorded` shows the results of another machine"
@@ -275,7 +278,7 @@ def compile(
     """Compiles a program as `.compile()` does, but faster for virtual GPUs.
 
     Memory, traffic and collectives are decided before XLA makes machine code. A virtual program
-    never runs, so `NEVER_RUN` skips the optimization of that code.
+    never runs, so `COMPILE_ONLY` skips the optimization of that code.
 
     Args:
       lowered: `jax.jit(f).lower(...)`, for real or virtual devices.
@@ -286,13 +289,13 @@ def compile(
         # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only at
         # XLA's own level of autotuning ("No supported config found").
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return lowered.compile(compiler_options={**NEVER_RUN, **asked})
+            return lowered.compile(compiler_options={**COMPILE_ONLY, **asked})
         asked.setdefault("xla_backend_optimization_level", 0)
     return lowered.compile(compiler_options=asked or None)
 
 
 @contextlib.contextmanager
-def lowering_kernels() -> Iterator[None]:
+def triton_without_gpu() -> Iterator[None]:
     """Lets Pallas lower a Triton kernel where no GPU is: put it around `pallas_call`.
 
     From JAX 0.11 on, Pallas asks which GPU a kernel is for, and does not ask the device that

@@ -129,7 +129,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     Raises:
       ValueError: if the configuration cannot work there, or the target's compiler refuses its
         step.
-      course_lib.measure.virtual.Unavailable: if this machine cannot compile for the target.
+      course_lib.measure.virtual.NoCompiler: if this machine cannot compile for the target.
     """
     settings.check(config)
     accelerator = hardware.get(target)

@@ -243,7 +243,7 @@ def _kernel_call(
             transcendentals=scores,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in shapes),
         )
-        with virtual.lowering_kernels():
+        with virtual.triton_without_gpu():
             return pl.pallas_call(
                 functools.partial(kernel, causal=causal),
                 compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from course_lib.many_devices import meshes
 from course_lib.measure import hlo, ledger, virtual
 from course_lib.measure.ledger import KINDS, Collective, Ledger, entries, schedule_around
 from course_lib.show import notebook
@@ -31,7 +32,7 @@ def make_mesh(devices, **sizes):
 
 
 def here():
-    return make_mesh(jax.devices(), **SIZES)
+    return make_mesh(meshes.devices(8), **SIZES)
 
 
 def array(mesh, shape, *spec, dtype=jnp.float32):
@@ -95,7 +96,8 @@ H100 = pytest.param("h100", marks=NEEDS_VIRTUAL)
 def test_a_collective_is_found_with_its_axes_and_its_bytes(name, axes, place):
     fn, kind, payload, sent = COLLECTIVES[name]
     n = int(np.prod([SIZES[axis] for axis in axes]))
-    mesh = make_mesh(jax.devices() if place == "here" else virtual.devices(place, 8), **SIZES)
+    devices = meshes.devices(8) if place == "here" else virtual.devices(place, 8)
+    mesh = make_mesh(devices, **SIZES)
     out = P() if name == "psum" else None
     (entry,) = by_hand(lambda x: fn(x, axes, n), axes, mesh, out=out).entries
     assert (entry.kind, entry.axes, entry.dtype, entry.group_size) == (kind, axes, "float32", n)
@@ -126,7 +128,7 @@ def test_devices_that_send_to_no_other_lower_what_a_device_sends(sends, size):
 
 @pytest.mark.parametrize("name", [*COLLECTIVES, "no pairs"])
 def test_along_an_axis_of_one_device_nothing_is_sent(name):
-    mesh = make_mesh(jax.devices(), data=2, tensor=1)
+    mesh = make_mesh(meshes.devices(8), data=2, tensor=1)
     fn = (
         COLLECTIVES[name][0]
         if name in COLLECTIVES
@@ -138,7 +140,7 @@ def test_along_an_axis_of_one_device_nothing_is_sent(name):
 
 
 def test_bytes_that_n_does_not_divide_are_rounded_up():
-    mesh = make_mesh(jax.devices(), tensor=3)
+    mesh = make_mesh(meshes.devices(8), tensor=3)
     found = by_hand(lambda x: jax.lax.psum(jnp.sum(x), "tensor"), ("tensor",), mesh, out=P())
     assert (found.payload(), found.sent()) == (FLOAT32, 6)  # 2 (3 - 1) / 3 of 4 bytes
 
@@ -228,8 +230,8 @@ def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_grou
     with pytest.raises(
         ValueError, match=r"mesh=.* must be the program's: it has 4 devices, the program 8"
     ):
-        ledger(compiled, make_mesh(jax.devices(), tensor=4))
-    found = ledger(compiled, make_mesh(jax.devices(), data=4, tensor=2))
+        ledger(compiled, make_mesh(meshes.devices(8), tensor=4))
+    found = ledger(compiled, make_mesh(meshes.devices(8), data=4, tensor=2))
     assert found.entries[0].axes == () and found.rows()[0]["axes"] == "fits none"
     assert found.payload(axis=()) == found.payload() == BLOCK
 
@@ -335,7 +337,8 @@ def test_by_the_compiler_fsdp_gathers_each_layer_twice_and_scatters_its_gradient
 
 
 def test_by_the_compiler_a_cpu_reduces_all_where_a_gpu_scatters():
-    found = of_gradient(make_mesh(jax.devices(), data=4, tensor=2), "data", dtype=jnp.float32)
+    mesh = make_mesh(meshes.devices(8), data=4, tensor=2)
+    found = of_gradient(mesh, "data", dtype=jnp.float32)
     assert found.payload("reduce-scatter") == 0
     assert found.payload("all-reduce", "data") == LAYERS * WIDTH * WIDTH * FLOAT32
 
@@ -376,7 +379,7 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
     assert [entry.kind for entry in ring.entries] == ["collective-permute"] * 7
     assert all(entry.asynchronous and "matmul" in entry.overlapped for entry in ring.entries)
     assert ring.rows()[0]["overlapped"] == 7
-    assert ring.beside_matmuls() == ring.payload() and gather.beside_matmuls() == 0
+    assert ring.overlapped_payload() == ring.payload() and gather.overlapped_payload() == 0
     order = schedule_around(compiled, "collective-permute")
     start = order.index("collective-permute-start")
     assert "matmul" in order[start : order.index("collective-permute-done")]

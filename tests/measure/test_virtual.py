@@ -156,7 +156,7 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
     virtual.compile(fn.lower(virtual.abstract(x, device)))
     virtual.compile(jax.jit(lambda: jnp.ones(8), out_shardings=there).lower())
     virtual.compile(fn.lower(virtual.abstract(x, device)), {"xla_gpu_autotune_level": 1})
-    quickly = virtual.NEVER_RUN
+    quickly = virtual.COMPILE_ONLY
     assert given == [
         None,
         {"xla_dump_disable_metadata": True},
@@ -179,7 +179,7 @@ def test_a_program_that_needs_xlas_choice_of_kernels_gets_it(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse_at_first)
     [device] = virtual.devices("a5000")
     virtual.compile(jax.jit(lambda x: x + 1).lower(virtual.abstract(jnp.ones(8), device)))
-    assert given == [virtual.NEVER_RUN, {"xla_backend_optimization_level": 0}]
+    assert given == [virtual.COMPILE_ONLY, {"xla_backend_optimization_level": 0}]
 
 
 @needs_virtual
@@ -328,7 +328,7 @@ def test_an_unknown_accelerator_is_refused(ask):
 def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
     monkeypatch.setattr(virtual, "why_unavailable", lambda name: "it rains")
     with pytest.raises(
-        virtual.Unavailable, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"
+        virtual.NoCompiler, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"
     ):
         virtual.devices("a5000")
 

@@ -185,7 +185,7 @@ def test_what_the_compiler_refuses_is_said_in_one_line(monkeypatch):
 
 @pytest.mark.skipif(WHY_NOT is None, reason="this machine can compile for GPUs")
 def test_without_the_compiler_it_says_why():
-    with pytest.raises(virtual.Unavailable, match="no virtual devices of name='h100' here"):
+    with pytest.raises(virtual.NoCompiler, match="no virtual devices of name='h100' here"):
         dry_run.dry_run(tiny(), "h100", 2)
 
 

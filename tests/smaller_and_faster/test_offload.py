@@ -249,7 +249,7 @@ def test_options_that_do_not_go_with_offload_are_refused(changes, message):
 def test_several_devices_and_skipped_updates_are_refused():
     config = small_config()
     with pytest.raises(ValueError, match="optimizer.offload=True must be False on 2 devices"):
-        strategies.build(config, meshes.make({"data": 2}, jax.devices()[:2]))
+        strategies.build(config, meshes.make({"data": 2}, meshes.devices(2)))
     mesh = meshes.make({"data": 1}, jax.devices()[:1])
     with pytest.raises(ValueError, match="must have run.non_finite='stop'"):
         strategies.of_checked(config, mesh, strategies.Strategy(), skip_not_finite=True)

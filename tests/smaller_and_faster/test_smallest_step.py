@@ -183,7 +183,7 @@ def test_one_device_of_a_mesh_computes_the_same():
 def test_several_devices_are_refused():
     with pytest.raises(ValueError, match="must be 'autodiff' on 2 devices"):
         strategies.check(
-            config_of(), meshes.make({"data": 2}, jax.devices()[:2]), strategies.Strategy()
+            config_of(), meshes.make({"data": 2}, meshes.devices(2)), strategies.Strategy()
         )
 
 
