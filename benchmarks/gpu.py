@@ -7,8 +7,9 @@
 Both write into `docs/results/gpu/`, anew after each case, so that a run that is cut
 short leaves what it has. A prediction is the peak of memory and two times: the floor of the
 roofline, and `measure.attainable_seconds`. A measurement is the time of the program, and the
-peak of device memory in a process of its own, whose arguments were made on the host. Processes
-compile side by side, and run one after another.
+peak of device memory in a process of its own, whose arguments (up to 8 GiB) were made on the
+host. Processes compile side by side, which can change the kernels that XLA picks by trying
+them (`--at-once 1` does not), and run one after another.
 
     python -m benchmarks.gpu --device cpu --preset cpu --only techniques --out FOLDER
                                                the same on the CPU, to try this program out
@@ -31,7 +32,7 @@ import jax
 
 from benchmarks import gpu_cases
 from benchmarks.gpu_cases import Program
-from course_lib import configs, measure
+from course_lib import configs, files, measure
 from course_lib.measure import hardware, virtual
 
 OUT = Path("docs/results/gpu")
@@ -49,7 +50,10 @@ def chosen(preset: str, only: Iterable[str]) -> dict[tuple[str, str], Callable[[
         for case, make in cases.items()
     }
     if unknown := set(only) - {name for names in cases for name in names} - set(TORCH):
-        raise ValueError(f"only={sorted(unknown)} must be groups or cases")
+        raise ValueError(
+            f"only={sorted(unknown)} must be groups, such as 'ladder', or cases, such as"
+            f" 'no remat'; the groups are {list(gpu_cases.groups(preset))}"
+        )
     return {names: make for names, make in cases.items() if not only or set(names) & set(only)}
 
 
@@ -95,8 +99,9 @@ def _bytes(shapes: Any) -> int:
 
 
 def reason(error: Exception) -> str:
-    """Returns the first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    """Returns the name and the first line of an error."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
 
 
 def serve(make: Callable[[], Program], steps: int) -> None:
@@ -115,8 +120,8 @@ def serve(make: Callable[[], Program], steps: int) -> None:
             row = {"not_run": f"needs {row['peak_bytes']} bytes, JAX may take {limit} here"}
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         row = {"not_run": reason(error)}
-    # Made on the host: the device would count what making them takes. The largest states are
-    # made on the device, once it is this process's turn.
+    # Arguments are made on the host, since the device would count what making them takes. The
+    # largest ones are made on the device, when it is this process's turn.
     on_host = _bytes(program.shapes) < MOST_ON_HOST
     if row["not_run"] is None and on_host:
         with jax.default_device(jax.devices("cpu")[0]):
@@ -227,8 +232,9 @@ def write(file: Path, about: Mapping[str, Any], rows: Iterable[dict[str, Any]]) 
         where = {"date": datetime.date.today().isoformat(), "versions": versions}
         kept[row["group"], row["case"]] = row | where
         contents = dict(about) | {"rows": list(kept.values())}
-        file.write_text(json.dumps(contents, indent=1) + "\n")
-    print(f"written to {file}")
+        with files.atomic_write(file) as out:
+            out.write((json.dumps(contents, indent=1) + "\n").encode())
+    print(f"{len(kept)} rows in {file}" if file.exists() else "nothing measured")
 
 
 def main() -> None:
@@ -236,7 +242,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--predict", metavar="GPU", help=f"one of {hardware.names()}")
+    gpus = [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
+    parser.add_argument("--predict", choices=gpus, help="a GPU that need not be there")
     parser.add_argument("--device", default="gpu", choices=("gpu", "tpu", "cpu"))
     parser.add_argument(
         "--preset", default="155m", choices=configs.PRESETS, help='of the group "techniques"'
@@ -248,6 +255,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for what the processes say")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < 1 or options.at_once < 1:
+        parser.error("--steps and --at-once must be at least 1")
     if options.serve:
         group, case = options.serve
         if case in TORCH:
@@ -255,14 +264,18 @@ def main() -> None:
         else:
             serve(gpu_cases.groups(options.preset)[group][case], options.steps)
         return
-    cases = chosen(options.preset, options.only)
+    try:
+        cases = chosen(options.preset, options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    preset = "" if options.preset == "155m" else f"-{options.preset}"
     if options.predict:
         rows: Iterable[dict[str, Any]] = (
             {"group": group, "case": case} | predict(make, options.predict)
             for (group, case), make in cases.items()
         )
         about = {"gpu": options.predict, "kind": "predicted"}
-        write(options.out / f"{options.predict}-predicted.json", about, rows)
+        write(options.out / f"{options.predict}{preset}-predicted.json", about, rows)
         return
     # the memory is for the processes that measure
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -278,9 +291,10 @@ def main() -> None:
     about = {"gpu": known and known.name, "device": device.device_kind, "kind": "measured"}
     name = known.name if known else re.sub("[^a-z0-9]+", "-", device.device_kind.lower())
     asked = list(cases)
-    if device.platform == "gpu" and (not options.only or SPEED in options.only):
-        asked += [(SPEED, case) for case in TORCH]
-    write(options.out / f"{name}-measured.json", about, measure_all(asked, options))
+    if device.platform == "gpu":
+        named = {*options.only, SPEED} if not options.only else {*options.only}
+        asked += [(SPEED, case) for case in TORCH if {SPEED, case} & named]
+    write(options.out / f"{name}{preset}-measured.json", about, measure_all(asked, options))
 
 
 if __name__ == "__main__":

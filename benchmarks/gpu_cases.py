@@ -91,7 +91,8 @@ def mosaic(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> 
     """Computes attention by the kernel for Hopper that JAX ships; not causal."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    assert not causal, "the backward pass of this kernel has no causal mask"
+    if causal:
+        raise NotImplementedError("the backward pass of JAX's kernel has no causal mask")
     sizes: Any = {f"block_{part}": 64 for part in ("q_dkv", "kv_dkv", "q_dq", "kv_dq")}
     tuning = attention_mgpu.TuningConfig(64, 64, max_concurrent_steps=2, **sizes)
     return attention_mgpu.attention(query, key, value, tuning)
@@ -113,6 +114,8 @@ def attention_gradient(way: str, length: int, causal: bool = True) -> Program:
     """Returns a gradient of attention, forward and backward pass, over `TOKENS` tokens in
     sequences of `length`, in bfloat16 (JAX's kernel for Hopper: float16).
     """
+    if TOKENS % length:
+        raise ValueError(f"length={length} must divide the {TOKENS} tokens that are measured")
     dtype = jnp.float16 if way == MOSAIC else jnp.bfloat16
     shape = (TOKENS // length, length, HEADS, HEAD_DIM)
 

@@ -15,8 +15,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import table
+from benchmarks import gpu, gpu_cases, table
 from course_lib.measure import GIB, MIB, hardware
+from course_lib.measure.roofline import peak
 from course_lib.show.figures import style
 
 RESULTS, PAGE, PICTURE = Path("docs/results/gpu"), Path("docs/gpu.md"), Path("docs/gpu.png")
@@ -88,6 +89,7 @@ def programs(found: Sequence[Pair], group: str) -> list[dict[str, Any]]:
             "measured (GiB)": f"{row['measured_peak_bytes'] / GIB:.2f}",
             "attainable (ms)": before and f"{before['attainable_seconds'] * 1e3:.2f}",
             "measured (ms)": f"{row['seconds']['median'] * 1e3:.2f}",
+            "measured / attainable": before and f"{slower(row, before):.2f}",
             "TFLOP/s": round(row["flops"] / row["seconds"]["median"] / 1e12),
         }
         for row, before in found
@@ -95,7 +97,7 @@ def programs(found: Sequence[Pair], group: str) -> list[dict[str, Any]]:
     ]
 
 
-def rates(found: Sequence[Pair], gpu: hardware.Accelerator) -> list[dict[str, Any]]:
+def rates(found: Sequence[Pair], accelerator: hardware.Accelerator) -> list[dict[str, Any]]:
     """Returns the table of rates, each beside the peak of the GPU's data sheet."""
     link = hardware.host_link("pcie5").bandwidth
     rows = []
@@ -104,11 +106,11 @@ def rates(found: Sequence[Pair], gpu: hardware.Accelerator) -> list[dict[str, An
             continue
         dtype = row["case"].removeprefix("products in ")
         if dtype != row["case"]:
-            done, most = row["flops"], gpu.peak({"float32": "tensorfloat32"}.get(dtype, dtype))
+            done, most = row["flops"], peak(accelerator, dtype)
         elif row["host_bytes"]:
             done, most = row["host_bytes"], link
         else:
-            done, most = row["traffic_bytes"], gpu.memory_bandwidth
+            done, most = row["traffic_bytes"], accelerator.memory_bandwidth
         rate = done / row["seconds"]["median"]
         rows.append(
             {
@@ -118,6 +120,19 @@ def rates(found: Sequence[Pair], gpu: hardware.Accelerator) -> list[dict[str, An
             }
         )
     return rows
+
+
+def missing(found: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Returns the cases of `benchmarks.gpu` that did not run."""
+    ran = {(row["group"], row["case"]) for row, _ in found}
+    every = {group: [*cases] for group, cases in gpu_cases.groups().items()}
+    every[gpu.SPEED] += gpu.TORCH
+    return [
+        {"group": group, "case": case}
+        for group, cases in every.items()
+        for case in cases
+        if (group, case) not in ran
+    ]
 
 
 def summary(name: str, found: Sequence[Pair]) -> dict[str, Any]:
@@ -154,21 +169,28 @@ def tables(name: str, results: Path = RESULTS) -> list[dict[str, Any]]:
     """Returns the tables of a GPU, as `benchmarks.table` takes them."""
     found = pairs(name, results)
     about = json.loads((results / f"{name}-measured.json").read_text())
-    versions = found[0][0]["versions"]
-    before = next(row["versions"]["jax"] for _, row in found if row is not None)
+    dates, versions, before = (
+        ", ".join(sorted(set(each)))
+        for each in (
+            (row["date"] for row, _ in found),
+            (row["versions"]["jax"] for row, _ in found),
+            (row["versions"]["jax"] for _, row in found if row is not None),
+        )
+    )
     contents = {
         "summary": [summary(name, found)],
         "steps": steps(found),
         "attention": programs(found, "attention"),
         "loss": programs(found, "loss"),
         "rates": rates(found, hardware.get(name)),
+        "missing": missing(found),
     }
     return [
         {
             "name": f"{name}-{part}",
-            "date": found[0][0]["date"],
+            "date": dates,
             "device": f"{about['device']}, predicted without it by JAX {before}",
-            "versions": {"measured with jax": versions["jax"], "jaxlib": versions["jaxlib"]},
+            "versions": {"measured with JAX": versions},
             "rows": rows,
             "notes": NOTES[part],
         }
@@ -182,19 +204,25 @@ NOTES = {
         "The Transformer of 155.9 million parameters (the preset `155m`), 64 sequences of 512"
         " tokens per step. Down to *attention flash*, each step changes one thing of the"
         " preset. From *first writing* to *unrolled* they are the rungs of notebook 19, each a"
-        " change of an earlier one. The last two are the same step in this library and in"
-        " PyTorch: bfloat16, cuDNN's or PyTorch's own flash attention, one minibatch, nothing"
-        " rematerialized, no dropout."
+        " change of an earlier one; *bfloat16* and *rematerialized blocks* are there twice, as"
+        " *no remat* and *remat Block* above. The last two are one step, in this library and in"
+        " PyTorch. It computes in bfloat16, rematerializes nothing, and has one minibatch and"
+        " no dropout. Its flash attention is cuDNN's here, and PyTorch's own there. MFU is the"
+        " share of the peak rate of the dtype, so rows of float32 (TensorFloat-32) and of"
+        " bfloat16 do not compare."
     ),
     "attention": (
-        "Forward and backward pass over 32,768 tokens, 8 heads of width 128, causal except"
-        " where named and except JAX's kernel for Hopper, bfloat16 (that kernel: float16)."
-        " TFLOP/s count the six products over the scores that the mask leaves."
+        "Forward and backward pass over 32,768 tokens in sequences of the named length, 8 heads"
+        " of width 128, in bfloat16 and causal. JAX's kernel for Hopper is in float16 and not"
+        " causal, with tiles that nobody tuned. TFLOP/s count six products over the scores that"
+        " the mask leaves, whatever a kernel computes."
     ),
     "loss": (
         "Loss and gradient of the output layer of Gemma 2 2B: 8,192 tokens, D = 2304,"
-        " V = 256000, bfloat16."
+        " V = 256000, bfloat16. TFLOP/s count three products for all logits, and four with"
+        " chunks."
     ),
+    "missing": "Cases of `benchmarks.gpu` that were not measured, since the time was over:",
     "rates": (
         "Products of 8,192 x 8,192 matrices; a pass over 4 GiB; 1 GiB to pinned memory of the"
         " host. Peaks are those of the data sheets; float32 products run as TensorFloat-32."
@@ -231,7 +259,7 @@ def draw(name: str, results: Path = RESULTS) -> Figure:
                     if y / x > OFF
                 ]
                 named[axes] += off
-    for axes, unit, said in ((memory, "GiB", "compiled"), (time, "ms", "attainable")):
+    for axes, unit, said in ((memory, "GiB", "predicted"), (time, "ms", "attainable")):
         axes.set(xscale="log", yscale="log")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")

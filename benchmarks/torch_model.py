@@ -6,7 +6,7 @@ speed in PyTorch: its own scaled dot-product attention, which knows that half of
 masked, and its fused AdamW. Only this file and `torch_gpu` need PyTorch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class AttentionBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`course_lib.models.transformer.Transformer`, for the options of the preset "cpu"."""
+    """`course_lib.models.transformer.Transformer`, for the options of "cpu" and "155m"."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()
@@ -105,7 +105,7 @@ class Trainer:
         config: ConfigDict,
         params: Mapping[str, np.ndarray],
         tokens: np.ndarray,
-        rates: Sequence[float],
+        rates: Iterable[float],
         compiled: bool,
         device: str = "cpu",
         dtype: torch.dtype | None = None,
@@ -113,6 +113,7 @@ class Trainer:
         torch.set_num_threads(hardware.cores())
         torch.manual_seed(config.seed)
         self.device, self.dtype = device, dtype
+        self.apart = 0.0  # from the library's logits, as far as it was compared
         self.model, optimizer = Transformer(config.model).to(device), config.optimizer
         with torch.no_grad():
             for name, kind, module, parameter in self._parameters():

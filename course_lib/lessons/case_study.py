@@ -10,7 +10,8 @@ time per step from a profiler
 
     python -m course_lib.lessons.case_study    # many minutes
 
-It compiles all configurations for three GPUs, prints the tables and records them.
+It compiles all configurations for three GPUs and records the tables. A configuration that this
+JAX cannot compile keeps its recorded row.
 """
 
 import functools

@@ -131,11 +131,15 @@ def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
       nothing is run.
 
     Raises:
-      ValueError: if there is no such function.
+      ValueError: if there is no such module or function.
       RuntimeError: if the other process fails; the message ends with what it wrote.
     """
     module, _, function = target.partition(":")
-    if not callable(getattr(importlib.import_module(module), function, None)):
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except (ImportError, ValueError):
+        found = None
+    if not callable(found):
         raise ValueError(
             f"target={target!r} must be 'module:function': there is no such function"
         )

@@ -108,7 +108,7 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
 
     Raises:
       ValueError: if there is no such accelerator or count.
-      Unavailable: if this machine cannot compile for it.
+      NoCompiler: if this machine cannot compile for it.
     """
     accelerator = hardware.get(name)
     _check_count(accelerator, count)

@@ -27,8 +27,9 @@ class Routing(NamedTuple):
     Attributes:
       dispatch: 1 where a token has that slot of that expert, else 0.
       combine: the same, times the router's probability.
-      balance: the load-balancing loss: 1 if all experts are chosen equally often, E if all
-        tokens choose one with certainty. Its gradient makes popular experts less probable.
+      balance: the load-balancing loss: 1 if all experts are chosen equally often, E / k if all
+        tokens choose the same k with certainty. Its gradient makes popular experts less
+        probable.
     """
 
     dispatch: Float[Array, "B L E C"]
@@ -44,8 +45,17 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
       length: L tokens.
       num_experts: E.
       per_token: k.
-      factor: with 1, tokens are dropped unless all experts are chosen equally often.
+      factor: with 1, an expert has its even share of slots, and what it is chosen more often
+        is dropped.
+
+    Raises:
+      ValueError: if there are no experts, or the factor is not above 0.
     """
+    if num_experts < 1 or not factor > 0:
+        raise ValueError(
+            f"num_experts={num_experts}, factor={factor} must be at least 1 and above 0: an"
+            " expert needs slots"
+        )
     # Less 1e-9, because 10 * 1.1 is a little more than 11 in floating point.
     return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))
 
@@ -60,8 +70,11 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
       capacity: C, the slots of an expert per sequence.
 
     Raises:
-      ValueError: if `per_token` exceeds the number of experts, or there are no slots.
+      ValueError: if `per_token` exceeds the number of experts, there are no slots, or no
+        tokens.
     """
+    if logits.ndim != 3 or not logits.size:
+        raise ValueError(f"logits must be [B L E] with at least one token, not {logits.shape}")
     batch, length, experts = logits.shape
     if not 1 <= per_token <= experts:
         raise ValueError(

@@ -107,6 +107,8 @@ def build(
       ValueError: if the configuration does not fit the devices.
     """
     devices = jax.devices() if devices is None else devices
+    if not devices:
+        raise ValueError("devices=[] must have at least one device; None takes all of them")
     check_attention(config.model, hardware.recognize(devices[0]))
     mesh = meshes.make(settings.axes(config, len(devices)), devices)
     run = strategies.of_checked(

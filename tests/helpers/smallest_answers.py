@@ -103,7 +103,7 @@ WRONG = [
     (check.add_in_place, (instead,), "gradient alone"),
     (check.add_in_place, (swapped,), "wrong order"),
     (check.add_in_place, (of_the_sum,), "gradient of sum(y)"),
-    (check.add_in_place, (forwards,), "not total + gradient"),
+    (check.add_in_place, (forwards,), "from the first to the last"),
     (check.update_in_backward, (after_autodiff,), "trees of temporaries"),
     (check.update_in_backward, (scanned_and_carried,), "scanned over and carried"),
     (check.update_in_backward, (uphill,), "up the slope"),

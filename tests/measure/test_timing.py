@@ -64,6 +64,24 @@ def test_the_first_calls_which_compile_are_not_in_the_time(monkeypatch):
     assert time(slow_at_first, repeats=1, warmup=1).median == pytest.approx(0.001)
 
 
+def test_warm_up_steps_are_not_in_the_time_and_each_step_is_waited_for(monkeypatch):
+    now = [0.0]
+
+    class Result:
+        """Of a step that takes a second to warm up, then a millisecond."""
+
+        def __init__(self, number):
+            self.number = number
+
+        def block_until_ready(self):
+            now[0] += 1.0 if self.number <= 2 else 0.001
+            return self
+
+    monkeypatch.setattr(timing, "clock", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    found = step_time(lambda state, _: (Result(state.number + 1), {}), Result(0), 0, steps=3)
+    assert (found.low, found.high) == pytest.approx((0.001, 0.001))
+
+
 def test_functions_are_compared_by_turns():
     calls = []
     compare(

@@ -70,9 +70,21 @@ def test_balance_is_one_where_the_router_has_no_preference(per_token):
     )
 
 
-def test_balance_is_the_number_of_experts_where_all_tokens_are_sure_of_one():
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_balance_is_experts_by_choices_where_all_tokens_are_sure_of_the_same(per_token):
     sure = 100 * jax.nn.one_hot(jnp.full((2, 5), 3), 4)
-    np.testing.assert_allclose(routing.route(sure, 1, 5).balance, 4, rtol=1e-6)
+    if per_token == 2:
+        sure += 100 * jax.nn.one_hot(jnp.full((2, 5), 1), 4)
+    found = routing.route(sure, per_token, 5).balance
+    np.testing.assert_allclose(found, 4 / per_token, rtol=1e-6)
+
+
+def test_no_experts_no_slots_and_no_tokens_are_refused():
+    for experts, factor in ((0, 1.0), (4, -1.0), (4, float("nan"))):
+        with pytest.raises(ValueError, match="an expert needs slots"):
+            routing.capacity(8, experts, 1, factor)
+    with pytest.raises(ValueError, match="with at least one token"):
+        routing.route(jnp.zeros((2, 0, 4)), 1, 1)
 
 
 def test_a_step_down_the_balance_makes_choices_more_even():

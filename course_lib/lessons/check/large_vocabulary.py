@@ -40,6 +40,10 @@ def bytes_of_logits(all_logits, in_chunks):
         f"{all_logits:,.0f} would be MB of 10^6 bytes. One MiB has 2^20.",
     )
     require(
+        abs(all_logits * 1024 / right - 1) > 0.03,
+        f"{all_logits:,.2f} would be GiB. Answer in MiB.",
+    )
+    require(
         abs(all_logits / right - 1) <= 0.03,
         f"{all_logits:,.0f} MiB of logits are too {_many(all_logits, right)}, compared with the"
         " traced program. It has one float32 number for each token and each column.",
@@ -141,8 +145,8 @@ def online_logsumexp(your_add):
     )
     require(
         close(yours, expected, 1e-6),
-        f"The logsumexp is {yours.tolist()}; {expected.tolist()} is right. When the maximum"
-        " grows, what is the old sum relative to?",
+        f"The logsumexp is {expected.tolist()}, not {yours.tolist()}. Which maximum is the old"
+        " sum relative to, which one the chunk's, and which one the result?",
     )
     return "three chunks give the logsumexp of all logits, of any size."
 

@@ -55,6 +55,17 @@ def _sum(w, x):
     return jnp.sum(_outputs(w, x))
 
 
+def _first_layer_first(w, x):
+    """Returns what a backward pass gives that begins with the first layer."""
+    dx, inputs = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), x), x, w)
+
+    def pull_back(dx, layer):
+        dw, dx = jax.vjp(lambda w, x: x + jnp.tanh(x @ w), *layer)[1](dx)
+        return dx, dw
+
+    return jax.lax.scan(pull_back, dx, (w, inputs))[1]
+
+
 def _trees(function, *args):
     """Returns the size of a program's temporaries, divided by the size of its first argument.
     The program overwrites this argument.
@@ -83,6 +94,11 @@ def add_in_place(your_add):
     require(
         not close(result, total + gradient[::-1]),
         "The layers are in the wrong order: the backward pass begins with the last one.",
+    )
+    require(
+        not close(result, total + _first_layer_first(w, x)),
+        "`dx` passes the layers from the first to the last. Which one does the backward pass"
+        " begin with?",
     )
     require(
         not close(result, total + jax.grad(_sum)(w, x)),
