@@ -430,6 +430,13 @@ def test_arguments_on_the_host_stay_there(place):
     assert need.host_argument_size_in_bytes == 512 * 256 * 4
 
 
+def test_shapes_keep_dtypes_that_may_still_change():
+    def weak_and_strong():
+        return jnp.sin(1.0), jnp.sin(jnp.float32(1.0))
+
+    assert [leaf.weak_type for leaf in virtual.shapes(weak_and_strong)] == [True, False]
+
+
 def test_a_place_that_has_no_host_is_refused():
     with pytest.raises(ValueError, match="must be a device, a NamedSharding or"):
         inspect.unwrap(virtual.on_host)("h100")

@@ -18,6 +18,7 @@ LOGITS = jax.random.normal(jax.random.key(0), (3, 7, 4))
 def test_routing_is_that_of_a_plain_loop():
     probabilities = np.asarray(jax.nn.softmax(LOGITS))
     dispatch, combine = np.zeros((2, 3, 7, 4, 3))
+    asked = np.zeros((3, 4))  # how often each expert is chosen, with or without room
     for b in range(3):
         rooms = np.zeros(4, int)
         for token in range(7):
@@ -26,9 +27,12 @@ def test_routing_is_that_of_a_plain_loop():
                     dispatch[b, token, expert, rooms[expert]] = 1
                     combine[b, token, expert, rooms[expert]] = probabilities[b, token, expert]
                 rooms[expert] += 1
+                asked[b, expert] += 1
     found = routing.route(LOGITS, per_token=2, capacity=3)
     np.testing.assert_array_equal(found.dispatch, dispatch)
     np.testing.assert_allclose(found.combine, combine, rtol=1e-6)
+    balance = 4 * (asked / 14 * probabilities.mean(axis=1)).sum(axis=1)
+    np.testing.assert_allclose(found.balance, balance, rtol=1e-6)
     assert dispatch.sum() < 3 * 7 * 2  # some tokens found no room
 
 

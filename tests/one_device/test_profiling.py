@@ -1,6 +1,8 @@
 """Laws of a profile: it times the steps, names the operations, and adds up."""
 
 import json
+import os
+import shutil
 import time
 import warnings
 
@@ -147,6 +149,15 @@ def test_a_record_without_steps_is_refused(logdir, trace, monkeypatch):
     monkeypatch.setattr(profiling, "STEP", "evaluate")
     with pytest.raises(ValueError, match="must hold steps named 'evaluate'"):
         profiling.read(logdir)
+
+
+def test_of_several_records_the_newest_is_read(logdir, trace, tmp_path):
+    shutil.copytree(logdir, tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "plugins" / "profile" / "later_by_name" / "host.xplane.pb"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"no record")
+    os.utime(damaged, (0, 0))  # older than the other
+    assert len(profiling.read(tmp_path).steps) == len(trace.steps)
 
 
 def test_a_folder_without_a_record_says_how_to_make_one(tmp_path):
