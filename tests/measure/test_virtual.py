@@ -430,6 +430,9 @@ def test_arguments_on_the_host_stay_there(place):
     assert need.host_argument_size_in_bytes == 512 * 256 * 4
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="this JAX's make_jaxpr tells no weak types"
+)
 def test_shapes_keep_dtypes_that_may_still_change():
     def weak_and_strong():
         return jnp.sin(1.0), jnp.sin(jnp.float32(1.0))
