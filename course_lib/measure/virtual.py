@@ -15,7 +15,8 @@ XLA cannot time several kernels for a product and keep the fastest (*autotuning*
 
 Import this module before the first computation. It hides one warning of JAX's compilation
 cache, and sets these environment variables, which JAX reads when it first looks for devices.
-Those that are set already stay, except for a 1 in the second, which JAX itself sets:
+One that is set already keeps its value, but for `TF_CPP_MIN_LOG_LEVEL=1`, which JAX itself
+sets:
 
 - `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would
   otherwise fail for lack of cuDNN, which compiling does not need.

@@ -45,7 +45,7 @@ from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
-BEHIND = 2  # how many steps may run while the metrics of the step before them are read
+BEHIND = 2  # so many later steps are started before the metrics of a step are read
 
 finite = jax.jit(all_finite)
 finite_with_offload = jax.jit(lambda tree: all_finite(offload.to_device(tree)))
@@ -358,7 +358,7 @@ class Loop:
 
         Args:
           due: what `due` returned for this step.
-          stop_reason: asked between the batches of a validation.
+          stop_reason: asked between the batches of a validation; `str()` is "", no reason.
           again: whether an earlier process may have written this step's lines before it was
             killed.
 
