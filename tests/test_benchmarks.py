@@ -224,8 +224,12 @@ def measured_words():
     found = gpu_page.pairs("h200", ROOT / gpu_page.RESULTS)
     ms = {row["case"]: row["seconds"]["median"] * 1e3 for row, _ in found}
     gib = {row["case"]: row["measured_peak_bytes"] / measure.GIB for row, _ in found}
-    known = [pair for pair in found if pair[1] and pair[0]["group"] in gpu_page.STEPS]
-    slower = {row["case"]: gpu_page.slower(row, before) for row, before in known}
+    known = gpu_page.compared(found)
+    slower = {
+        row["case"]: gpu_page.slower(row, before)
+        for row, before in found
+        if before and row["group"] in gpu_page.STEPS
+    }
     estimate = {
         row["case"]: 1e3 * before["attainable_seconds"] for row, before in found if before
     }
@@ -235,8 +239,11 @@ def measured_words():
     least, most = (
         f"{f(x for n, x in more.items() if n != 'no donation'):.0f}" for f in (min, max)
     )
-    quick = sorted(x for x in slower.values() if x < 1.2)
-    many = sorted(x for x in slower.values() if x >= 1.2)
+    times = sorted(gpu_page.slower(*pair) for pair in known)
+    quick, many = ([x for x in times if (x < 1.2) == low] for low in (True, False))
+    order = gpu_page.summary("h200", found)["pairs over 8% apart in the right order"].split(
+        " of "
+    )
     ours, theirs = ms["flash, our kernel, 2,048"], ms["cudnn, 2,048"]
     far, theirs_far = ms["flash, our kernel, 8,192"], ms["cudnn, 8,192"]
     loss = ms["8 chunks of the vocabulary"], ms["all logits"]
@@ -262,6 +269,7 @@ def measured_words():
         (readme, f"took {many[0]:.1f} to {many[-1]:.1f} times as long"),
         (page, f"took {least} to {most} MiB more than predicted"),
         (page, f"{len(quick)} of the {len(known)} steps"),
+        (page, "Of the {1} pairs whose estimates are over 8% apart, {0} ran".format(*order)),
         (page, f"{ms['PyTorch, eager'] / ms['this library']:.2f} times the speed"),
         (page, f"with {gib['this library'] / gib['PyTorch, eager'] - 1:.0%} more memory"),
         (page, f"takes {ms['bfloat16 parameters'] - ms['64 minibatches']:.0f} ms more"),
