@@ -89,6 +89,7 @@ test-latest: ## unit tests and notebooks with the newest packages there are (nee
 # Without this the first process takes most of the GPU's memory, and the tests start several.
 gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
 gpu: PYTHON = $(or $(GIVEN_PYTHON),python3)
+# pytest-benchmark, where it is installed, warns beside pytest-xdist, and warnings are errors.
 gpu: ON_GPU = -q --tb=short -n 8 --dist loadfile --no-loadscope-reorder -p no:benchmark
 gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, notebooks, measurements into docs/results/

@@ -134,9 +134,9 @@ def serve(make: Callable[[], Program], steps: int) -> None:
         )
         if program.is_step:
             state, batch = arguments
-            held = [state]  # popped below, so that the first state is not kept beside the next
+            first = [state]  # popped below: the first state must not stay beside the next one
             del state, arguments
-            taken: measure.Time = measure.step_time(compiled, held.pop(), batch, steps=steps)
+            taken: measure.Time = measure.step_time(compiled, first.pop(), batch, steps=steps)
             row["mfu"] = measure.mfu(program.model_flops, taken.median, accelerator)
         else:
             taken = measure.time(compiled, *arguments, repeats=steps, warmup=2)
@@ -148,7 +148,7 @@ def serve(make: Callable[[], Program], steps: int) -> None:
 
 
 def serve_torch(compiled: bool, steps: int) -> None:
-    """As `serve`, for the same model in PyTorch."""
+    """Compiles, times and prints the same model in PyTorch, as `serve` does."""
     from benchmarks import torch_gpu
 
     trainer = torch_gpu.trainer(compiled)
@@ -170,9 +170,9 @@ def measure_all(
                 process.stdout.readline()  # it has compiled, or it has ended
             for (group, case), (process, log) in zip(batch, started, strict=True):
                 output, _ = process.communicate("run\n")
-                found = [line for line in output.splitlines() if line.startswith("{")]
-                said = log.read_text().strip().splitlines() or ["it ended without a word"]
-                row = json.loads(found[-1]) if found else {"not_run": said[-1]}
+                rows = [line for line in output.splitlines() if line.startswith("{")]
+                errors = log.read_text().strip().splitlines() or ["it ended without a word"]
+                row = json.loads(rows[-1]) if rows else {"not_run": errors[-1]}
                 yield {"group": group, "case": case} | row
 
 
@@ -202,16 +202,16 @@ def describe(row: Mapping[str, Any]) -> str:
     line = f"{row['group']:22} {row['case']:36}"
     if row["not_run"]:
         return f"{line} not run: {row['not_run']}"
-    said = [f"compiled {measure.gib(row['peak_bytes'])}"] if "peak_bytes" in row else []
+    parts = [f"compiled {measure.gib(row['peak_bytes'])}"] if "peak_bytes" in row else []
     if row.get("measured_peak_bytes"):
-        said.append(f"measured {measure.gib(row['measured_peak_bytes'])}")
+        parts.append(f"measured {measure.gib(row['measured_peak_bytes'])}")
     if "attainable_seconds" in row:
-        said.append(f"attainable {row['attainable_seconds'] * 1e3:.2f} ms")
+        parts.append(f"attainable {row['attainable_seconds'] * 1e3:.2f} ms")
     if "seconds" in row:
-        said.append(f"took {row['seconds']['median'] * 1e3:.2f} ms")
+        parts.append(f"took {row['seconds']['median'] * 1e3:.2f} ms")
     if row.get("mfu"):
-        said.append(f"MFU {row['mfu']:.1%}")
-    return f"{line} {', '.join(said)}"
+        parts.append(f"MFU {row['mfu']:.1%}")
+    return f"{line} {', '.join(parts)}"
 
 
 def write(file: Path, about: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
@@ -220,21 +220,21 @@ def write(file: Path, about: Mapping[str, Any], rows: Iterable[dict[str, Any]]) 
     Rows of an older file that are not measured again stay.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = {}
+    by_case = {}
     if file.exists():
         older = json.loads(file.read_text())
-        kept = {(row["group"], row["case"]): row for row in older["rows"]}
+        by_case = {(row["group"], row["case"]): row for row in older["rows"]}
     versions = {
         name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
     }
     for row in rows:
         print(describe(row), flush=True)
         where = {"date": datetime.date.today().isoformat(), "versions": versions}
-        kept[row["group"], row["case"]] = row | where
-        contents = dict(about) | {"rows": list(kept.values())}
+        by_case[row["group"], row["case"]] = row | where
+        contents = dict(about) | {"rows": list(by_case.values())}
         with files.atomic_write(file) as out:
             out.write((json.dumps(contents, indent=1) + "\n").encode())
-    print(f"{len(kept)} rows in {file}" if file.exists() else "nothing measured")
+    print(f"{len(by_case)} rows in {file}" if file.exists() else "nothing measured")
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""What `benchmarks.gpu` predicts and measures: training steps, attention, the loss, and the
-rates of the GPU itself.
+"""The programs that `benchmarks.gpu` predicts and measures: training steps, attention, the
+loss, and the rates of the GPU itself.
 
 Each case is one compiled program. `lower` gives it for a real or a virtual GPU.
 """
@@ -27,7 +27,7 @@ class Program:
     """A program of one GPU.
 
     Attributes:
-      function: jitted. Of a training step, `step(state, batch) -> (state, metrics)`.
+      function: jitted; a training step is `step(state, batch) -> (state, metrics)`.
       shapes: of its arguments, a tuple of pytrees.
       arguments: makes them on the default device.
       flops: that it computes, by dtype of the operands, recomputed ones included.
@@ -215,8 +215,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attention cudnn": {"model.attention": "cudnn"},
     "attention flash": {"model.attention": "flash"},
 }
-"""What the cases of the group "techniques" change in the preset. Where the preset has it
-already, the case measures the preset again.
+"""The cases of the group "techniques", each with its changes to the preset. Where the preset
+has them already, the case measures the preset again.
 """
 
 LIKE_PYTORCH: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The library's Transformer in PyTorch, with the same names for the same parameters, and its
 training step.
 
-What `benchmarks.torch_step` and `benchmarks.gpu` compare with. Written as one writes it for
+`benchmarks.torch_step` and `benchmarks.gpu` compare with it. It is written as one writes it for
 speed in PyTorch: its own scaled dot-product attention, which knows that half of the weights are
 masked, and its fused AdamW. Only this file and `torch_gpu` need PyTorch.
 """

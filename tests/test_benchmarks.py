@@ -220,7 +220,7 @@ def test_tables_say_by_how_much_predictions_were_off():
 
 
 def measured_words():
-    """What words say of the measurements on the H200: (file, words)."""
+    """Words about the measurements on the H200, made from the results: (file, words)."""
     found = gpu_page.pairs("h200", ROOT / gpu_page.RESULTS)
     ms = {row["case"]: row["seconds"]["median"] * 1e3 for row, _ in found}
     gib = {row["case"]: row["measured_peak_bytes"] / measure.GIB for row, _ in found}
@@ -269,7 +269,7 @@ def measured_words():
         (readme, f"took {many[0]:.1f} to {many[-1]:.1f} times as long"),
         (page, f"took {least} to {most} MiB more than predicted"),
         (page, f"{len(quick)} of the {len(known)} steps"),
-        (page, "Of the {1} pairs whose estimates are over 8% apart, {0} ran".format(*order)),
+        (page, "of {1} pairs are over 8% apart; {0} of these".format(*order)),
         (page, f"{ms['PyTorch, eager'] / ms['this library']:.2f} times the speed"),
         (page, f"with {gib['this library'] / gib['PyTorch, eager'] - 1:.0%} more memory"),
         (page, f"takes {ms['bfloat16 parameters'] - ms['64 minibatches']:.0f} ms more"),

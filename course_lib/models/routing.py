@@ -45,8 +45,7 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
       length: L tokens.
       num_experts: E.
       per_token: k.
-      factor: with 1, an expert has its even share of slots, and what it is chosen more often
-        is dropped.
+      factor: with 1, an expert has its even share of slots, and tokens beyond it are dropped.
 
     Raises:
       ValueError: if there are no experts, or the factor is not above 0.

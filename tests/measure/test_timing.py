@@ -68,7 +68,7 @@ def test_warm_up_steps_are_not_in_the_time_and_each_step_is_waited_for(monkeypat
     now = [0.0]
 
     class Result:
-        """Of a step that takes a second to warm up, then a millisecond."""
+        """The result of a step that takes a second to warm up, then a millisecond."""
 
         def __init__(self, number):
             self.number = number
