@@ -38,17 +38,26 @@ def pairs(name: str, results: Path = RESULTS) -> list[Pair]:
       results: the folder.
 
     Returns:
-      (measured, predicted) for each case that ran. There is no prediction for what cannot be
-        compiled without a GPU: cuDNN's attention, and PyTorch.
+      (measured, predicted) for each case that ran, in the order of the predictions. There is
+        no prediction for what cannot be compiled without a GPU: cuDNN's attention, and PyTorch.
     """
     measured, predicted = (
         json.loads((results / f"{name}-{kind}.json").read_text())["rows"]
         for kind in ("measured", "predicted")
     )
-    by_case = {(row["group"], row["case"]): row for row in predicted if row["not_run"] is None}
+    cases = [(row["group"], row["case"]) for row in predicted]
+    groups = [group for group, _ in cases]
+    by_case = {
+        case: row for case, row in zip(cases, predicted, strict=True) if row["not_run"] is None
+    }
+
+    def place(row: Row) -> tuple[int, int]:
+        case = row["group"], row["case"]
+        return groups.index(row["group"]), cases.index(case) if case in cases else len(cases)
+
     return [
         (row, by_case.get((row["group"], row["case"])))
-        for row in measured
+        for row in sorted(measured, key=place)
         if row["not_run"] is None
     ]
 

@@ -18,6 +18,10 @@ import jaxtyping
 # import of course_lib.
 jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 
+from course_lib import xla_flags
+
+xla_flags.name_kernels()  # some tests record profiles
+
 import jax
 import pytest
 

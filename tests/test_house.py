@@ -52,6 +52,7 @@ MAY_IMPORT = {
 }
 ALLOWED = {part: others for clause in MAY_IMPORT.values() for part, others in clause.items()}
 ALLOWED |= {"__init__": {"xla_flags"}, "xla_flags": set()}
+ALLOWED["one_device"] = ALLOWED["one_device"] | {"xla_flags"}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,6 +1,8 @@
-"""Laws of the flag that old versions of JAX need."""
+"""Laws of the flags that old versions of JAX need, and profiles on a GPU."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +57,47 @@ def test_an_old_jax_that_runs_already_is_warned_of(old, monkeypatch):
     with pytest.warns(RuntimeWarning, match="jaxlib 0.8.1 computes wrong products on CPUs"):
         xla_flags.keep_products_right()
     assert os.environ["XLA_FLAGS"] == ""
+
+
+@pytest.fixture
+def gpu(fresh, monkeypatch):
+    """A machine with an NVIDIA GPU, as far as its devices' names say."""
+    exists = os.path.exists
+    monkeypatch.setattr(
+        os.path, "exists", lambda path: path == "/dev/nvidiactl" or exists(path)
+    )
+
+
+def test_profiles_on_a_gpu_get_the_flag_once_beside_those_of_the_user(gpu, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/dump")
+    assert not xla_flags.kernels_have_names()
+    for _ in range(2):
+        xla_flags.name_kernels()
+    assert xla_flags.kernels_have_names()
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/dump --xla_gpu_enable_command_buffer="
+
+
+def test_where_jax_runs_already_its_kernels_cannot_get_names(gpu, monkeypatch):
+    monkeypatch.setattr(xla_flags, "_backend_started", lambda: True)
+    with pytest.raises(RuntimeError, match="JAX runs already: set XLA_FLAGS=--xla_gpu_enable"):
+        xla_flags.name_kernels()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    xla_flags.name_kernels()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_command_buffer=FUSION"
+
+
+@pytest.mark.skipif(
+    any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))), reason="there is a GPU"
+)
+def test_without_a_gpu_no_flag_is_set(fresh):
+    xla_flags.name_kernels()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_the_compiler_knows_the_flag():
+    run = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env=os.environ | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
+        capture_output=True,
+    )
+    assert run.returncode == 0, run.stderr.decode()

@@ -29,14 +29,18 @@ if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is N
     !{{sys.executable}} -m course_lib.show.colab
 
 from course_lib.show import notebook
-{many}
+{first}
 notebook.setup()"""
-# Part II, from notebook 7 on; runs before `setup` starts JAX.
+# `setup` starts JAX. These run before it: in Part II, from notebook 7 on, and in notebook 6.
 FIRST_OF_PART_TWO = "07"
 MANY_DEVICES = """\
 from course_lib.many_devices import meshes
 
 meshes.simulate(8)  # this CPU shows as eight devices, if it is told before JAX starts"""
+PROFILES = """\
+from course_lib import xla_flags
+
+xla_flags.name_kernels()  # a GPU's profile knows its kernels, if set before JAX starts"""
 IS_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.M)
 
 
@@ -48,8 +52,10 @@ def repository(root: Path = ROOT) -> str:
 
 def notebook_texts(name: str, repo: str) -> tuple[str, str]:
     """Returns the badge and the set-up cell of a notebook, by its file name."""
-    many = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
-    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, many=many)
+    first = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
+    if name == "06_profiling.ipynb":
+        first = PROFILES
+    return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, first=first)
 
 
 def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from course_lib import xla_flags
 from course_lib.measure import hlo
 from course_lib.measure.heap import RECORD
 
@@ -159,9 +160,15 @@ def trace(
 
     Raises:
       ValueError: if `steps` is not positive.
+      RuntimeError: on a GPU, if its kernels have no names (`xla_flags.name_kernels`).
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1: nothing would be recorded")
+    if jax.default_backend() == "gpu" and not xla_flags.kernels_have_names():
+        raise RuntimeError(
+            "XLA may run this step as CUDA graphs, whose kernels have no names, and which may"
+            " not survive a recording: call xla_flags.name_kernels() before JAX starts"
+        )
     state, _ = jax.block_until_ready(step(state, batch))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's own frames are many, and slow the step down

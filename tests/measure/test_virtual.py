@@ -23,6 +23,9 @@ needs_virtual = pytest.mark.skipif(
 GPUS = [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
 
 
+PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
 def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs code in a Python of its own, with JAX's defaults and a PATH that does not lead to
     another CUDA.
@@ -34,7 +37,7 @@ def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess:
     }
     plain |= {
         "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(virtual.__file__).parents[2]), *PATHS]),
         # a real GPU is shared with the process that runs the tests
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }

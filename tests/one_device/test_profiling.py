@@ -177,6 +177,15 @@ def test_no_steps_are_refused_before_anything_runs(tmp_path):
         profiling.trace(tmp_path, None, None, None, steps=0)
 
 
+def test_on_a_gpu_kernels_must_have_names_before_anything_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(
+        RuntimeError, match=r"call xla_flags\.name_kernels\(\) before JAX starts"
+    ):
+        profiling.trace(tmp_path, None, None, None)
+
+
 def test_tracing_and_reading_write_nothing_to_the_screen(tmp_path, capfd):
     profiling.trace(tmp_path, step, WEIGHTS, BATCH, steps=1)
     profiling.read(tmp_path)

@@ -63,7 +63,7 @@ words = "tile=16 must divide the 72 positions"
 options = dict(causal=True, tile=16, interpret=True)
 refused(words, lambda: flash_kernels.forward(q, q, q, **options))
 refused(words, lambda: flash_kernels.backward(q, q, q, q, numbers, q, **options))
-even = q[:, :64]
+even = jax.device_put(q[:, :64], jax.devices("cpu")[0])
 why = "query lies on a cpu" if jax.__version_info__ >= (0, 9) else "the kernel needs JAX 0.9"
 refused(
     f"by='kernel' cannot be had: {why}",
