@@ -194,13 +194,35 @@ def summary() -> str:
 
 
 def layouts() -> str:
-    """Returns for each publication its pairs of layouts on the same number of GPUs."""
+    """Returns for each publication its pairs of layouts on the same number of GPUs: how many
+    are in the right order, by the formulas and by the rule that needs none.
+    """
     by_source: dict[str, list[tuple[Prediction, Prediction]]] = {}
     for pair in backtest.of_layouts(backtest.pairs(halves()["all"])):
         by_source.setdefault(pair[0].row.source, []).append(pair)
-    lines = [(source, _in_order(pairs)) for source, pairs in by_source.items()]
-    lines.append(("all", _in_order(list(itertools.chain(*by_source.values())))))
-    return _table(("file", "pairs in the right order"), lines)
+    by_source["all"] = list(itertools.chain(*by_source.values()))
+    lines = [
+        (
+            source,
+            len(pairs),
+            sum(backtest.orders(pairs)),
+            sum(backtest.orders_by_rule(pairs)),
+        )
+        for source, pairs in by_source.items()
+    ]
+    return _table(("file", "pairs", "in the right order", "by the rule"), lines)
+
+
+def layout_kinds() -> str:
+    """Returns a line for each kind of layout on H100s."""
+    on_h100s = [each for each in halves()["all"] if _accelerator(each) == "h100"]
+    lines = [
+        (kind, *_line(part))
+        for kind, part in _by(
+            on_h100s, lambda each: backtest.layout_kind(each.row.plan)
+        ).items()
+    ]
+    return _table(("layout", *_COLUMNS), lines)
 
 
 ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
@@ -381,6 +403,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": goals,
     "summary": summary,
     "layouts": layouts,
+    "layout_kinds": layout_kinds,
     "assumed": assumed,
     "stated": stated,
     "publications": publications,

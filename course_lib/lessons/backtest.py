@@ -412,5 +412,33 @@ def orders(found: Sequence[tuple[Prediction, Prediction]]) -> list[bool]:
     ]
 
 
+def orders_by_rule(found: Sequence[tuple[Prediction, Prediction]]) -> list[bool]:
+    """Returns the same for a rule in place of the formulas, the baseline of an order: the
+    faster layout has the smaller "tensor", else the fewer pipeline stages, else the more
+    chunks. A pair without a difference counts as wrong.
+    """
+
+    def key(row: Row) -> tuple[int, int, int]:
+        return row.plan.size("tensor"), row.plan.size("pipe"), -row.plan.chunks
+
+    return [
+        key(one.row) < key(other.row)
+        if one.row.mfu > other.row.mfu
+        else key(other.row) < key(one.row)
+        for one, other in found
+    ]
+
+
+def layout_kind(plan: Plan) -> str:
+    """Returns how a plan divides the state: "pipeline", "stage 3", "stage 3 in groups", "stages
+    1 and 2", or "no ZeRO".
+    """
+    if plan.size("pipe") > 1:
+        return "pipeline"
+    if plan.size("fsdp") > 1:
+        return "stage 3 in groups" if plan.size("data") > 1 else "stage 3"
+    return "stages 1 and 2" if plan.zero else "no ZeRO"
+
+
 def _compared(row: Row) -> tuple[str, str, str, int]:
     return row.source, row.cluster.accelerator.name, row.model, row.shape.seq_len

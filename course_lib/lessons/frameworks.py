@@ -11,6 +11,7 @@ stages of unequal length, and more than 16 stages, 8 chunks, or 8 GPUs along "te
 "context".
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ KINDS = ("data", "tensor", "context", "pipe")
 """Kinds of layouts: ZeRO alone ("data"), or ZeRO beside the axis of that name. Those with
 "context" or "pipe" may have "tensor", too."""
 MEMORY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
-RECOMPUTE = ("none", "selective", "half", "block")  # of `plans.RECOMPUTE`, the least first
+RECOMPUTE = ("none", "selective", "block")  # of `plans.RECOMPUTE`, the least first
 SIZES = (2, 4, 8)  # along "tensor" and "context"
 STAGES = 16  # of a pipeline, at most
 CHUNKS = 8  # per stage, at most
@@ -58,16 +59,23 @@ class Layout:
         words += [f"ZeRO {self.plan.zero}"] * (self.plan.size("data") > 1)
         return ", ".join(words)
 
+    @property
+    def recomputes(self) -> str:
+        """What the layers recompute, and how many of them: "none", "block, 45% of layers"."""
+        what, share = self.plan.recompute, self.plan.recompute_share
+        return what if what == "none" or share == 1 else f"{what}, {share:.0%} of layers"
+
 
 def memory_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes that a device holds at the peak of a step: a rough formula, which was
     not compared with measurements.
 
     Parameters (bfloat16) are divided along "fsdp", "pipe" and "tensor"; gradients too, and over
-    all their copies with stage 2 of ZeRO. Gradients take `plan.gradient_bytes`, or 4 if several
-    microbatches are summed. A float32 copy and two moments, 12 bytes per parameter, are divided
-    over all copies with stages 1 and 2. The first stage of a pipeline has the embedding, the
-    last one the output layer. With "fsdp", two layers, embedding and output layer are whole.
+    all their copies with stage 2 of ZeRO. Gradients take 4 bytes, or `plan.gradient_bytes`
+    without `plan.float32_gradients`. A float32 copy and two moments, 12 bytes per parameter,
+    are divided over all copies with stages 1 and 2. The first stage of a pipeline has the
+    embedding, the last one the output layer. With "fsdp", two layers, embedding and output
+    layer are whole.
 
     Activations are those of Korthikanti et al. (2022, https://arxiv.org/abs/2205.05198, section
     4), without dropout: in 16 bits the inputs of a layer's products and norms, and what a fused
@@ -87,7 +95,7 @@ def memory_bytes(shape: Shape, plan: Plan) -> float:
         raise ValueError(f"recompute={plan.recompute!r} must be of {', '.join(RECOMPUTE)}")
     p, t, f = plan.size("pipe"), plan.size("tensor"), plan.size("fsdp")
     copies = math.prod(plan.axes.values()) / (f * p * t)
-    gradient = plan.gradient_bytes if plan.microbatches == 1 else 4
+    gradient = 4 if plan.float32_gradients else plan.gradient_bytes
     tables = shape.vocab * shape.width * (1 if shape.tied or p > 1 else 2)
     held = (shape.layers / p * shape.layer + tables) / (f * t)
     held *= 2 + gradient / (copies if plan.zero == 2 else 1) + 12 / (copies if plan.zero else 1)
@@ -105,9 +113,9 @@ def memory_bytes(shape: Shape, plan: Plan) -> float:
     a_layer, working = {
         "none": (kept + softmax, 0.0),
         "selective": (kept, softmax),
-        "half": ((kept + softmax + 2 * D) / 2, kept + softmax),
         "block": (2 * D, kept + softmax),
     }[plan.recompute]
+    a_layer += (1 - plan.recompute_share) * (kept + softmax - a_layer)
     v, m = plan.chunks, plan.microbatches
     first = p if v == 1 else p + (p - 1) / v  # microbatches at once, on the first stage
     last = p - (p - 1) / v
@@ -142,8 +150,9 @@ def search(
     """Returns the layouts that fit, the fastest first.
 
     Of each mesh, number of chunks and microbatch, prices the plan that recomputes least and
-    fits. Without a pipeline, skips microbatches that only make room. What does not divide the
-    model or the batch is left out.
+    fits: the first of `recompute` that fits, in as few layers as it can. A single microbatch
+    has no float32 sum of gradients, unless they travel in float32. Without a pipeline, skips
+    microbatches that only make room. What does not divide the model or the batch is left out.
 
     Args:
       shape: sizes of the model, without experts.
@@ -187,15 +196,35 @@ def search(
                 tensor_overlap=tensor and tensor_overlap,
                 pipe_overlap=chunks > 1,
                 gradient_bytes=gradient_bytes,
+                float32_gradients=sequences < share or gradient_bytes == 4,
             )
-            plans = (dataclasses.replace(usual, recompute=what) for what in recompute)
-            plan = next((plan for plan in plans if memory_bytes(shape, plan) <= room), None)
+            plan = _recomputing_least(shape, usual, recompute, room)
             if plan is None:
                 continue
             found.append(price(shape, plan, cluster))
             if stages == 1 and plan.recompute == recompute[0]:
                 break  # without a pipeline, smaller microbatches only make room
     return sorted(found, key=lambda layout: layout.seconds)
+
+
+def _recomputing_least(
+    shape: Shape, plan: Plan, recompute: Sequence[str], room: float
+) -> Plan | None:
+    """Returns the plan with the least recomputation that fits, or None if none fits."""
+    layers = shape.layers // plan.size("pipe")
+    for what in recompute:
+
+        def in_layers(count: int, what: str = what) -> Plan:
+            return dataclasses.replace(plan, recompute=what, recompute_share=count / layers)
+
+        counts = range(layers if what == "none" else 1, layers + 1)
+        # The more layers recompute, the less memory the plan takes.
+        fitting = bisect.bisect_left(
+            counts, -room, key=lambda count: -memory_bytes(shape, in_layers(count))
+        )
+        if fitting < len(counts):
+            return in_layers(counts[fitting])
+    return None
 
 
 def best(layouts: Iterable[Layout]) -> dict[str, Layout]:

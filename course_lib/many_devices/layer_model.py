@@ -180,13 +180,20 @@ def layer_work(shape: Shape, plan: Plan) -> tuple[Cost, Cost]:
         # Side by side, attention and MLP end together, and both last matmuls are skipped.
         "block": _work(plan, modules + (0 if shape.parallel else out), scores, moved),
         "full": _work(plan, projections + mlp, scores, moved),
-    }[plan.recompute]
+    }[plan.recompute] * plan.recompute_share
     forward = _work(plan, projections + mlp, scores, moved)
     # Fused attention and rings recompute the scores in the backward pass: 5 matmuls, not 4.
     if plan.fused_attention or plan.size("context") > 1:
         again += Cost(scores / 2)
-    # Gradients of weights are summed in float32: 4 bytes read, 4 written.
-    return forward, forward * 2 + Cost(0, 8 * sum(weights)) + again
+    gradients = Cost(0, _gradient_bytes(plan) * sum(weights))
+    return forward, forward * 2 + gradients + again
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    """Returns the bytes of memory that the gradient of one weight moves, per microbatch: read
+    and written in the float32 sum, or written once.
+    """
+    return 8 if plan.float32_gradients else plan.gradient_bytes
 
 
 def _core_flops(shape: Shape, plan: Plan) -> float:
@@ -234,7 +241,8 @@ def weight_gradient_work(shape: Shape, plan: Plan) -> Cost:
     tokens = plan.microbatch * shape.seq_len / plan.size("context")
     products = 2 * tokens * (shape.attention + shape.slots * shape.expert) / plan.size("tensor")
     forward, _ = layer_work(shape, plan)
-    moved = forward.bytes - _core_bytes(shape, plan) + 8 * _weights(shape, plan)
+    moved = forward.bytes - _core_bytes(shape, plan)
+    moved += _gradient_bytes(plan) * _weights(shape, plan)
     return Cost(0, moved, narrow_flops=products) if plan.eight_bit else Cost(products, moved)
 
 
@@ -267,7 +275,8 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         "block": pairs - 1 + start,
         "full": pairs,
     }
-    forward, backward = tensor * pairs, tensor * (pairs + more.get(plan.recompute, 0))
+    again = more.get(plan.recompute, 0) * plan.recompute_share
+    forward, backward = tensor * pairs, tensor * (pairs + again)
     if plan.wgrad_overlap:
         # The gradient's all-reduce, or its reduce-scatter, runs beside the next matmul.
         beside = pairs * (one / 2 if plan.sequence_parallel else one)
@@ -278,7 +287,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         # Tokens travel to their experts and back.
         own = tokens / (t if plan.sequence_parallel else 1)
         there = all_to_all(group["expert"], item * own * shape.slots * shape.width)
-        again = MLP_AGAIN.get(plan.recompute, 0)
+        again = MLP_AGAIN.get(plan.recompute, 0) * plan.recompute_share
         forward += Cost(exposed={"expert": 2 * there})
         backward += Cost(exposed={"expert": 2 * there * (1 + again)})
     if c > 1:
@@ -290,7 +299,7 @@ def layer_traffic(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[Cost, Cos
         rate, memory = rates(plan, cluster)
         # Recomputation repeats the ring. The backward pass has the same first step, and a
         # compiler sends it once.
-        again = ATTENTION_AGAIN.get(plan.recompute, 0)
+        again = ATTENTION_AGAIN.get(plan.recompute, 0) * plan.recompute_share
         steps = again * (c - 1 if plan.recompute in ("half", "full") else c - 2)
         # Each transfer runs beside a step's share of attention's core, but the last, which
         # brings gradients home: then nothing is left to compute.

@@ -133,6 +133,7 @@ class Plan:
       chunks: parts of the model per pipeline stage (interleaving).
       zero: stage along "data": 1 divides the optimizer's state, 2 the gradients too.
       recompute: what the backward pass recomputes: a name of `RECOMPUTE`.
+      recompute_share: share of the layers that recompute it; the others keep all.
       fused_attention: whether scores stay on the chip (FlashAttention).
       eager: whether each elementwise operation is its own kernel, neither written by hand nor
         fused by a compiler.
@@ -148,6 +149,9 @@ class Plan:
         "expert", before the sum along "data"; else one sum per step goes along all three.
       gather_again: whether the backward pass gathers again the parameters that "fsdp" divides.
       gradient_bytes, parameter_bytes: per element, when they travel along "data".
+      float32_gradients: whether a device adds each microbatch's gradients to a float32 sum, as
+        Megatron-LM does even for one microbatch. If not, the gradients of the only microbatch
+        stay as they travel.
       embedding_bytes: per number of the embedding: of its parameters and gradients along
         "fsdp", and of its output, which is summed along "tensor". This course's is as
         wide as its parameters.
@@ -168,6 +172,7 @@ class Plan:
     chunks: int = 1
     zero: int = 0
     recompute: str = "none"
+    recompute_share: float = 1.0
     fused_attention: bool = True
     eager: bool = False
     sequence_parallel: bool = False
@@ -180,6 +185,7 @@ class Plan:
     gather_again: bool = True
     gradient_bytes: int = 2
     parameter_bytes: int = 2
+    float32_gradients: bool = True
     embedding_bytes: int = 2
     ring_gradient_bytes: int = 2
     update_bytes: int | float = 24
@@ -203,6 +209,8 @@ class Plan:
         _check_flags({name: getattr(self, name) for name in flags})
         if not isinstance(self.recompute, str) or self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
+        if not 0 <= self.recompute_share <= 1:
+            raise ValueError(f"recompute_share={self.recompute_share!r} must be 0 to 1")
         per_number = ("gradient_bytes", "parameter_bytes", "embedding_bytes")
         for name in (*per_number, "ring_gradient_bytes"):
             if type(value := getattr(self, name)) is not int or value not in (1, 2, 4):
@@ -223,6 +231,11 @@ class Plan:
                 f" {self.replicas} replicas, each with microbatches of {self.microbatch}"
             )
 
+        if not self.float32_gradients and self.microbatches > 1:
+            raise ValueError(
+                f"float32_gradients=False must come with one microbatch, not"
+                f" {self.microbatches}: several are summed in float32"
+            )
         if self.wgrad_overlap and self.tensor_overlap:
             raise ValueError(
                 "wgrad_overlap=True must come with tensor_overlap=False, which hides the same"

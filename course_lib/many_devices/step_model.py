@@ -286,12 +286,13 @@ def _vocabulary_parameters(shape: Shape, plan: Plan) -> int:
 
 def optimizer_bytes(shape: Shape, plan: Plan) -> float:
     """Returns the bytes that the optimizer moves on one device. Per parameter, `update_bytes`
-    of the plan (ZeRO divides them), and 8 that read and zero its float32 gradient (stage 2
-    divides these, too).
+    of the plan, and its gradient is read (ZeRO divides both). A float32 sum is set to zero,
+    which is 4 bytes more (stage 2 divides these, too).
     """
     total = 0.0
+    read, zeroed = (4, 4) if plan.float32_gradients else (plan.gradient_bytes, 0)
     for parameters, axes in device_parameters(shape, plan):
         copies = math.prod(plan.size(axis) for axis in axes)
-        update = plan.update_bytes / (copies if plan.zero else 1)
-        total += parameters * (update + 8 / (copies if plan.zero == 2 else 1))
+        own = (plan.update_bytes + read) / (copies if plan.zero else 1)
+        total += parameters * (own + zeroed / (copies if plan.zero == 2 else 1))
     return total

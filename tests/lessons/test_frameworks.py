@@ -32,6 +32,7 @@ FOUND = frameworks.search(SHAPE, H100S, BATCH)
 def test_state_is_divided_along_tensor_and_by_zero(axes, zero, microbatch, per_parameter):
     short = dataclasses.replace(SHAPE, seq_len=1)  # next to no activations
     plan = Plan(axes, BATCH, microbatch, zero=zero)
+    plan = dataclasses.replace(plan, float32_gradients=plan.microbatches > 1)
     expected = short.parameters * per_parameter
     assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
@@ -48,7 +49,7 @@ def test_with_fsdp_state_is_divided_and_two_layers_and_the_embeddings_are_whole(
     short = dataclasses.replace(SHAPE, seq_len=1)
     expected = short.parameters * (4 / 4 + 12 / 16)
     expected += 2 * (2 * short.layer + 2 * short.vocab * short.width)
-    plan = Plan({"data": 4, "fsdp": 4}, BATCH, 2, zero=1)
+    plan = Plan({"data": 4, "fsdp": 4}, BATCH, 2, zero=1, float32_gradients=False)
     assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
@@ -77,7 +78,8 @@ def test_activations_are_those_of_korthikanti_without_dropout():
     assert block == pytest.approx(24 * 2 * SHAPE.width + layer + softmax + logits)
     kept = 2 * SHAPE.width
     assert activations(recompute="block") == pytest.approx(24 * kept + layer + logits)
-    assert activations(recompute="half") == pytest.approx(12 * (kept + layer) + layer + logits)
+    half = activations(recompute="block", recompute_share=0.5)
+    assert half == pytest.approx(12 * (kept + layer) + layer + logits)
 
 
 def test_tensor_divides_activations_where_the_sequence_is_divided_too():
@@ -166,27 +168,46 @@ def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for
         assert plan.pipe_overlap == (plan.chunks > 1)
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"), [(48, {"none", "half"}), (96, {"half", "block"})]
-)
-def test_the_least_recomputation_that_fits_is_taken(layers, expected):
+@pytest.mark.parametrize(("layers", "kind"), [(48, "data"), (96, "data"), (48, "pipe")])
+def test_as_few_layers_recompute_as_memory_allows(layers, kind):
     deeper = dataclasses.replace(SHAPE, layers=layers, seq_len=16_384)
-    found = frameworks.search(deeper, H100S, BATCH, kinds=("data",))
-    assert {layout.plan.recompute for layout in found} == expected
+    found = frameworks.search(deeper, H100S, BATCH, kinds=(kind,))
+    shares = {layout.plan.recompute_share for layout in found}
+    assert len(shares) > 2
     room = 0.9 * H100S.accelerator.memory_bytes
     for layout in found:
-        for less in frameworks.RECOMPUTE[: frameworks.RECOMPUTE.index(layout.plan.recompute)]:
-            plan = dataclasses.replace(layout.plan, recompute=less)
-            assert frameworks.memory_bytes(deeper, plan) > room
-    only = frameworks.search(deeper, H100S, BATCH, kinds=("data",), recompute=("block",))
+        if layout.plan.recompute == "none":
+            continue
+        fewer = layout.plan.recompute_share - layout.plan.size("pipe") / layers
+        less = dataclasses.replace(layout.plan, recompute_share=max(fewer, 0.0))
+        assert frameworks.memory_bytes(deeper, less) > room >= layout.memory
+        kept = dataclasses.replace(layout.plan, recompute="none", recompute_share=1.0)
+        assert frameworks.memory_bytes(deeper, kept) > room
+        assert layout.recomputes == (
+            "block"
+            if layout.plan.recompute_share == 1
+            else f"block, {layout.plan.recompute_share:.0%} of layers"
+        )
+    only = frameworks.search(deeper, H100S, BATCH, kinds=(kind,), recompute=("block",))
     assert {layout.plan.recompute for layout in only} == {"block"}
+
+
+def test_several_microbatches_and_float32_traffic_have_a_float32_sum():
+    for bytes_of in (2, 4):
+        found = frameworks.search(
+            SHAPE, H100S, BATCH, kinds=("data", "tensor"), gradient_bytes=bytes_of
+        )
+        assert len({layout.plan.microbatches > 1 for layout in found}) == 2
+        for layout in found:
+            plan = layout.plan
+            assert plan.float32_gradients == (plan.microbatches > 1 or bytes_of == 4)
 
 
 def test_without_a_pipeline_smaller_microbatches_are_left_out_once_nothing_is_recomputed():
     """They are never faster."""
     alone = [layout for layout in FOUND if layout.plan.axes == {"fsdp": 16}]
     assert [layout.plan.microbatch for layout in alone] == [2]
-    smaller = dataclasses.replace(alone[0].plan, microbatch=1)
+    smaller = dataclasses.replace(alone[0].plan, microbatch=1, float32_gradients=True)
     assert frameworks.price(SHAPE, smaller, H100S).seconds > alone[0].seconds
 
 

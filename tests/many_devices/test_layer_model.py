@@ -143,6 +143,44 @@ def test_every_second_layer_and_every_second_product_are_half_of_the_work():
         assert found.bytes - none.bytes == pytest.approx(bytes_again)
 
 
+@pytest.mark.parametrize("recompute", ["block", "full", "mlp", "selective"])
+@pytest.mark.parametrize("axis", ["tensor", "expert", "context"])
+def test_half_of_the_layers_recompute_half_as_much(recompute, axis):
+    axes = {"data": 2, axis: 2}
+    none, half, all_of_them = (
+        layer_model.layer_costs(
+            MIXED,
+            Plan(axes, batch=24, recompute=recompute, recompute_share=share),
+            Cluster(hardware.get("h100"), 4),
+        )[1]
+        for share in (0.0, 0.5, 1.0)
+    )
+    for of in (lambda cost: cost.flops, lambda cost: cost.bytes):
+        assert of(half) == pytest.approx((of(none) + of(all_of_them)) / 2)
+    assert half.exposed.get(axis, 0.0) == pytest.approx(
+        (none.exposed.get(axis, 0.0) + all_of_them.exposed.get(axis, 0.0)) / 2
+    )
+    assert all_of_them.bytes > half.bytes
+
+
+def test_one_microbatch_s_gradient_is_written_once():
+    plan = Plan({"data": 24}, batch=24)
+    summed, written = (
+        layer_model.layer_work(MIXED, dataclasses.replace(plan, float32_gradients=flag))
+        for flag in (True, False)
+    )
+    weights = ATTENTION + 6 * EXPERT
+    assert summed[0] == written[0]
+    assert summed[1].bytes - written[1].bytes == pytest.approx((8 - 2) * weights)
+    of_weights = [
+        layer_model.weight_gradient_work(
+            MIXED, dataclasses.replace(plan, float32_gradients=flag)
+        ).bytes
+        for flag in (True, False)
+    ]
+    assert of_weights[0] - of_weights[1] == pytest.approx((8 - 2) * weights)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_recomputing_more_costs_more(fused):
     for names in (
@@ -200,7 +238,7 @@ def test_a_device_holds_its_part_of_layers_experts_and_embedding():
     assert experts == (4 * 2 * EXPERT / 4, ("data", "context"))
     # ZeRO divides the state of attention by six, of experts, which are in two places, by two
     moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=1))
-    by_hand = (4 * ATTENTION + table) / 4 * (24 / 6 + 8) + 2 * EXPERT * (24 / 2 + 8)
+    by_hand = (4 * ATTENTION + table) / 4 * (28 / 6 + 4) + 2 * EXPERT * (28 / 2 + 4)
     assert moved == pytest.approx(by_hand)
     # stage 2 divides the gradients, too
     moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=2))
@@ -208,8 +246,14 @@ def test_a_device_holds_its_part_of_layers_experts_and_embedding():
     assert moved == pytest.approx(by_hand)
     # Lion in float32: one moment
     moved = step_model.optimizer_bytes(MIXED, Plan(axes, batch=24, zero=1, update_bytes=16))
-    by_hand = (4 * ATTENTION + table) / 4 * (16 / 6 + 8) + 2 * EXPERT * (16 / 2 + 8)
+    by_hand = (4 * ATTENTION + table) / 4 * (20 / 6 + 4) + 2 * EXPERT * (20 / 2 + 4)
     assert moved == pytest.approx(by_hand)
+    # one microbatch's gradient in bfloat16: read, and not set to zero
+    for zero, (a, b) in enumerate([(1, 1), (6, 2), (6, 2)]):
+        plan = Plan(axes, batch=24, microbatch=2, zero=zero, float32_gradients=False)
+        moved = step_model.optimizer_bytes(MIXED, plan)
+        by_hand = (4 * ATTENTION + table) / 4 * 26 / a + 2 * EXPERT * 26 / b
+        assert moved == pytest.approx(by_hand)
 
 
 # Eight bits, by hand.

@@ -85,7 +85,7 @@ def by_hand(zero, tensor, microbatch, full, flash, L=4096, gradient=2):
             sent = gather(size * parameters)
             hidden = min(sent * 7 / 8, room)
             data += sent - 0.75 * hidden
-        optimizer = parameters * (24 / replicas + 8)
+        optimizer = parameters * (28 / replicas + 4)
     # The head waits for two all-reduces, as long as a pair's.
     exposed = N * sum(waits) + 2 * pair
     return steps * (N * (forward + backward) + head + exposed) + data + optimizer / memory
@@ -275,6 +275,14 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
     [
         (dict(axes={"model": 8}, batch=8), r"axes=.* must be of .*, not \['model'\]"),
         (dict(axes={"data": 8}, batch=8, recompute="all"), "recompute='all' must be one of"),
+        (
+            dict(axes={"data": 8}, batch=8, recompute_share=2),
+            "recompute_share=2 must be 0 to 1",
+        ),
+        (
+            dict(axes={"data": 4}, batch=8, float32_gradients=False),
+            "float32_gradients=False must come with one microbatch, not 2",
+        ),
         (dict(axes={"data": 8}, batch=12), "batch=12 must be a multiple of 8"),
         (dict(axes={"data": 4}, batch=8, microbatch=4), "batch=8 must be a multiple of 16"),
         (dict(axes={"data": 0}, batch=8), "data=0 must be a whole number of at least 1"),
