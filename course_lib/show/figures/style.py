@@ -60,7 +60,7 @@ KINDS = {
 IDLE = "bubble"
 """The name of bars that show idle time. They are white, like the empty cells of a schedule."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
-"""Shapes of points. There are more than colours: if a colour comes again, its shape is another."""
+"""Shapes of points, more than colours: where a colour comes again, its shape is another."""
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
 GREY = "#5F5F5F"
 
