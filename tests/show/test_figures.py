@@ -345,6 +345,13 @@ def test_lines_and_points_have_markers_of_their_own_and_their_name_beside_them(n
     assert names <= {t.get_text() for t in axes.texts}
 
 
+def test_ten_points_have_ten_markers_and_those_that_share_a_colour_differ_in_shape():
+    rows = [{"name": str(n), "memory": n * GIB, "recomputed": n} for n in range(1, 11)]
+    points = figures.tradeoff(rows).axes[0].lines[:10]
+    assert len({line.get_marker() for line in points}) == 10
+    assert {line.get_color() for line in points} == set(style.COLORS)
+
+
 def test_pictures_leave_nothing_open_and_are_the_same_twice():
     first, second = io.BytesIO(), io.BytesIO()
     PICTURES["memory_bars"]().savefig(first, format="png")

@@ -59,7 +59,8 @@ KINDS = {
 """The kinds of memory (`measure.tape`), in the order of a picture, with colours and hatches."""
 IDLE = "bubble"
 """The name of bars that show idle time. They are white, like the empty cells of a schedule."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
+"""Shapes of points, more than colours: where a colour comes again, its shape is another."""
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.")
 GREY = "#5F5F5F"
 
@@ -190,7 +191,7 @@ def stroke(i: int, name: str = "") -> dict[str, Any]:
     return {
         "color": color(i, name),
         "linestyle": DASHES[i % 7],
-        "marker": MARKERS[i % 7],
+        "marker": MARKERS[i % len(MARKERS)],
         "markeredgecolor": "white",
     }
 
