@@ -68,8 +68,8 @@ def moving(frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> M
     """Joins pictures into one with a slider.
 
     The output holds every picture, so the slider needs neither Python nor a network. It starts
-    at the still picture. Without scripts, as on GitHub or in a notebook that is not trusted, the
-    still picture stands alone, and a line above it says which one of how many it is.
+    at the still picture. Without scripts, as on GitHub or in a notebook that is not trusted,
+    the still picture stands alone, and a line above it says which one of how many it is.
 
     Args:
       frames: label -> picture, in the order of the slider. Equal axes make changes visible.
