@@ -608,6 +608,7 @@ def test_a_moving_picture_is_its_still_picture_without_a_script_and_holds_all_fr
             assert image.size == (750, 350) and len(image.getcolors()) > 4
     assert '["1 layers", "2 layers", "4 layers"]' in page and "http" not in page
     assert "data-lm-suppress-shortcuts" in page  # else JupyterLab takes the arrow keys
+    assert "depth <b>2 layers</b>, one of 3 pictures" in page.split("<script>")[0]
     assert "3 frames" in repr(moving) and len(page) < 100_000
 
 
@@ -623,8 +624,9 @@ def test_labels_of_a_moving_picture_cannot_end_its_script():
     pictures = {
         label: figures.lines({"a": [(1, 1)]}, "x", "y") for label in ("</script>", "<b>")
     }
-    page = figures.moving(pictures, name="<i>")._repr_html_()
-    assert page.count("</script>") == 1 and "<i>" not in page and "<b>" not in page
+    page = figures.moving(pictures, name="<i>", still=1)._repr_html_()
+    assert page.count("</script>") == 1 and "<i>" not in page
+    assert page.count("<b>") == 1  # that of the line above the still picture
 
 
 def test_a_picture_that_cannot_move_is_refused():

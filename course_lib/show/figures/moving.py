@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 COLORS = 64  # of a stored picture: half the bytes, and nothing that a reader would miss
 
 _PAGE = Template("""\
-<div class="moving"><img src="$still" alt="$alt" style="max-width: 100%"></div>
+<div class="moving"><p>$name <b>$label</b>, one of $count pictures; \
+run this cell, and a slider shows all</p>
+<img src="$still" alt="$alt" style="max-width: 100%"></div>
 <script>
 (() => {
   const frames = $frames, labels = $labels, script = document.currentScript;
@@ -30,7 +32,7 @@ _PAGE = Template("""\
     text.textContent = labels[slider.value];
   };
   slider.addEventListener("input", show);
-  box.prepend(label);
+  box.querySelector("p").replaceWith(label);
   show();
 })();
 </script>""")
@@ -46,10 +48,14 @@ class Moving:
         return f"<moving picture of {len(self.frames)} frames: {', '.join(self.labels)}>"
 
     def _repr_html_(self) -> str:
-        """Returns the still picture, and a script that adds the slider."""
+        """Returns the still picture and its label, and a script that turns the label into a
+        slider.
+        """
         encoded = [base64.b64encode(frame).decode() for frame in self.frames]
         return _PAGE.substitute(
             still=f"data:image/png;base64,{encoded[self.still]}",
+            label=html.escape(self.labels[self.still]),
+            count=len(self.frames),
             alt=html.escape(f"{self.name}: {self.labels[self.still]}"),
             frames=json.dumps(encoded),
             labels=json.dumps(self.labels).replace("<", "\\u003c"),
@@ -61,8 +67,9 @@ class Moving:
 def moving(frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> Moving:
     """Joins pictures into one with a slider.
 
-    The output holds every picture, so the slider needs neither Python nor a network. Without
-    scripts, as on GitHub or in a notebook that is not trusted, it is the still picture.
+    The output holds every picture, so the slider needs neither Python nor a network. It starts
+    at the still picture. Without scripts, as on GitHub or in a notebook that is not trusted,
+    the still picture stands alone, and a line above it says which one of how many it is.
 
     Args:
       frames: label -> picture, in the order of the slider. Equal axes make changes visible.
