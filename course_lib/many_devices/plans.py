@@ -172,7 +172,7 @@ class Plan:
     chunks: int = 1
     zero: int = 0
     recompute: str = "none"
-    recompute_share: float = 1.0
+    recompute_share: int | float = 1
     fused_attention: bool = True
     eager: bool = False
     sequence_parallel: bool = False
@@ -209,8 +209,9 @@ class Plan:
         _check_flags({name: getattr(self, name) for name in flags})
         if not isinstance(self.recompute, str) or self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
-        if not 0 <= self.recompute_share <= 1:
-            raise ValueError(f"recompute_share={self.recompute_share!r} must be 0 to 1")
+        share = self.recompute_share
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise ValueError(f"recompute_share={share!r} must be a number from 0 to 1")
         per_number = ("gradient_bytes", "parameter_bytes", "embedding_bytes")
         for name in (*per_number, "ring_gradient_bytes"):
             if type(value := getattr(self, name)) is not int or value not in (1, 2, 4):

@@ -158,7 +158,7 @@ def seconds(model, axes, zero, parts, fused=False):
         # The embedding travels in float32, and nothing hides it.
         total += own / d * 32 / MEMORY + parts * 2 * all_gather(data, 4 * V * D / t)
     else:
-        total += own * (24 / (d if zero else 1) + 8 / (d if zero == 2 else 1)) / MEMORY
+        total += own * (28 / (d if zero else 1) + 4 / (d if zero == 2 else 1)) / MEMORY
         once = all_gather(data, 4 * own)
         both = ((once, beside_forward), (once, beside_backward))
         for sent, beside in both if zero else ((2 * once, beside_backward),):

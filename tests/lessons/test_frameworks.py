@@ -194,8 +194,9 @@ def test_as_few_layers_recompute_as_memory_allows(layers, kind):
 
 def test_several_microbatches_and_float32_traffic_have_a_float32_sum():
     for bytes_of in (2, 4):
+        longer = dataclasses.replace(SHAPE, seq_len=32_768)
         found = frameworks.search(
-            SHAPE, H100S, BATCH, kinds=("data", "tensor"), gradient_bytes=bytes_of
+            longer, H100S, BATCH, kinds=("data", "tensor"), gradient_bytes=bytes_of
         )
         assert len({layout.plan.microbatches > 1 for layout in found}) == 2
         for layout in found:

@@ -277,7 +277,7 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
         (dict(axes={"data": 8}, batch=8, recompute="all"), "recompute='all' must be one of"),
         (
             dict(axes={"data": 8}, batch=8, recompute_share=2),
-            "recompute_share=2 must be 0 to 1",
+            "recompute_share=2 must be a number",
         ),
         (
             dict(axes={"data": 4}, batch=8, float32_gradients=False),

@@ -57,7 +57,7 @@ def along_data_by_hand(p, t, forward, backward, tables=1):
     bandwidth, latency = LINKS[p, t][1]
     sent = 2 * parameters / 2 / bandwidth + latency
     hidden = [min(7 / 8 * sent, room) for room in (forward, backward)]
-    return 2 * sent - 0.75 * sum(hidden) + parameters * (24 / 2 + 8) / MEMORY
+    return 2 * sent - 0.75 * sum(hidden) + parameters * (28 / 2 + 4) / MEMORY
 
 
 @pytest.mark.parametrize("p, t", LINKS, ids=str)
