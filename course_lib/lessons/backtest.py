@@ -388,8 +388,9 @@ def pairs(predictions: Sequence[Prediction]) -> list[tuple[Prediction, Predictio
 def of_layouts(
     found: Sequence[tuple[Prediction, Prediction]],
 ) -> list[tuple[Prediction, Prediction]]:
-    """Returns the pairs that differ in their layout alone: as many GPUs, the same batch and the
-    same recomputation. This is the question that `estimate.choose` answers.
+    """Returns the pairs with other axes or chunks, but as many GPUs, the same batch and the
+    same recomputation. Most differ in their microbatch, too. `estimate.choose` asks for their
+    order.
     """
 
     def task(row: Row) -> tuple[int, int, str]:

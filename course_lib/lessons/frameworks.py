@@ -6,9 +6,9 @@
 `estimate.choose` prices programs of this course. Here are layouts that it does not try: rings
 over "context", ZeRO 3 inside of groups (*hybrid sharding*), and interleaved pipelines whose
 transfers overlap. Attention may be a fused kernel, and each layout recomputes as little as its
-memory allows. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a pipeline,
-stages of unequal length, and more than 16 stages, 8 chunks, or 8 GPUs along "tensor" and
-"context".
+memory allows. Not tried: "tensor" outside of other axes, experts, "context" beside "pipe", ZeRO
+2 and 3 inside of a pipeline, stages of unequal length, and more than 16 stages, 8 chunks, or 8
+GPUs along "tensor" and "context".
 """
 
 import bisect

@@ -111,6 +111,18 @@ def scaled_step(your_step):
         "One entry of the gradient is not a number, the other is finite: skip the whole"
         " update.",
     )
+    two = {"a": jnp.ones(1, jnp.float32), "b": jnp.ones(1, jnp.float32)}
+
+    def one_array(params):  # the gradient of a is 1, that of b is nan
+        a, b = params["a"].astype(jnp.float16), params["b"].astype(jnp.float16)
+        return (a + jnp.sqrt(b - b)).sum().astype(jnp.float32)
+
+    yours = call(your_step, one_array, two, 2.0, 0.1, hint=hint)
+    require(
+        close(yours, two, 1e-6),
+        "The gradient of one array is not finite, and the other array moved: decide once, for"
+        " all arrays.",
+    )
     return "scaled, unscaled, and skipped where it overflows."
 
 
