@@ -133,7 +133,7 @@ def test_rematerialized_layers_hold_one_layer_at_a_time():
 @DEVICES
 def test_minibatches_divide_the_activations_and_keep_a_tree_of_gradients(device):
     if device == "here" and jax.default_backend() == "gpu":
-        pytest.skip("there cuBLAS asks for scratch memory that does not shrink with a batch")
+        pytest.skip("on an H200 it was 0.61 in place of 0.4, which is not explained")
     whole, parts = read(device), read(device, minibatches=4)
     assert max(parts.bytes["MLP"]) < 0.4 * max(whole.bytes["MLP"])
 
