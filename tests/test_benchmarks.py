@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import statistics
 import subprocess
 import sys
 import types
@@ -219,6 +220,7 @@ def test_tables_say_by_how_much_predictions_were_off():
     assert program["TFLOP/s"] == 40
 
 
+CHUNKS_128 = "128 chunks of the vocabulary"
 LOSSES = ("all logits", "8 chunks of the vocabulary", "8 chunks of tokens")
 
 
@@ -249,6 +251,11 @@ def measured_words():
     far, theirs_far = ms["flash, our kernel, 8,192"], ms["cudnn, 8,192"]
     loss = ms["8 chunks of the vocabulary"], ms["all logits"]
     written_out, tiles = ms["written out, 2,048"], ms["flash, tiles in JAX, 2,048"]
+    far_written_out, far_tiles = ms["written out, 8,192"], ms["flash, tiles in JAX, 8,192"]
+    program = {
+        row["case"]: (row["peak_bytes"] - b["peak_bytes"]) / measure.MIB for row, b in known
+    }
+    rest = {name: more[name] - program[name] for name in more}
     rungs = ("first writing", "flash attention", "no dropout", "products once, 4 minibatches")
     rungs += (
         "rematerialized blocks",
@@ -280,14 +287,24 @@ def measured_words():
         (page, f"{theirs_far / far:.0%} for 8,192"),
         (page, f"{loss[0] / loss[1]:.2f} times the time of all logits"),
         (page, f"they take {tiles / written_out:.1f} times as long"),
+        (page, f"and {far_tiles / far_written_out:.0f} times for 8,192 tokens"),
+        (page, f"take another {ms[CHUNKS_128] / loss[0] - 1:.0%} of time"),
+        (page, f"time, and {gib[CHUNKS_128]:.2f} GiB"),
+        (page, f"needed up to {max(program.values()):.0f} MiB more"),
+        (page, f"The rest, {min(rest.values()):.0f} to {max(rest.values()):.0f} MiB"),
+        (page, f"It is {rest.pop('no donation'):.0f} for *no donation*"),
+        (page, f"at most {max(rest.values()):.0f} for the others"),
         ("05", f"measured {len(known)} steps"),
         ("05", f"took {least} to {most} MiB more"),
+        ("05", f"{times[0]:.2f} to {times[-1]:.2f} times its attainable time"),
+        ("05", f"in the median {statistics.median(times):.2f} times"),
+        ("12", f"minibatches took {many[0]:.1f} to {many[-1]:.1f} times their estimate"),
         *(
             (
                 "15",
                 f"| {n} | {estimate[n]:.2f} | {ms[n]:.2f} | {compiled[n]:.2f} | {gib[n]:.2f} |",
             )
-            for n in (*LOSSES, "128 chunks of the vocabulary")
+            for n in (*LOSSES, CHUNKS_128)
         ),
         (
             "16",

@@ -23,7 +23,7 @@ needs_virtual = pytest.mark.skipif(
 GPUS = [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
 
 
-PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess:
