@@ -6,9 +6,9 @@
 `estimate.choose` prices programs of this course. Here are layouts that it does not try: rings
 over "context", ZeRO 3 inside of groups (*hybrid sharding*), and interleaved pipelines whose
 transfers overlap. Attention may be a fused kernel, and each layout recomputes as little as its
-memory allows. Not tried: "tensor" outside of other axes, experts, "context" beside "pipe", ZeRO
-2 and 3 inside of a pipeline, stages of unequal length, and more than 16 stages, 8 chunks, or 8
-GPUs along "tensor" and "context".
+memory allows. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a pipeline,
+stages of unequal length, and more than 16 stages, 8 chunks, or 8 GPUs along "tensor" and
+"context".
 """
 
 import bisect
@@ -161,7 +161,7 @@ def search(
       kinds: of `KINDS`.
       recompute: what the backward pass may recompute: names of `RECOMPUTE`, the least first.
       fused_attention: whether scores stay on the chip.
-      tensor_overlap: whether most of the traffic along "tensor" is hidden by rings.
+      tensor_overlap: whether rings hide most of the traffic along "tensor", inside of a host.
       gradient_bytes: per number, when gradients travel: 1, 2 or 4, for all layouts alike.
 
     Raises:
@@ -182,6 +182,9 @@ def search(
     found = []
     for axes, zero, chunks in meshes(shape, cluster.count, kinds):
         tensor = axes.get("tensor", 1) > 1
+        # Rings hide traffic only where links are fast (`async_tensor_parallel`).
+        group = cluster.group(axes, "tensor")
+        rings = tensor and tensor_overlap and group.per_switch == group.ranks
         share, left = divmod(batch, axes.get("data", 1) * axes.get("fsdp", 1))
         stages = axes.get("pipe", 1)
         for sequences in () if left else _microbatches(share, stages, chunks):
@@ -193,7 +196,7 @@ def search(
                 zero,
                 fused_attention=fused_attention,
                 sequence_parallel=tensor,
-                tensor_overlap=tensor and tensor_overlap,
+                tensor_overlap=rings,
                 pipe_overlap=chunks > 1,
                 gradient_bytes=gradient_bytes,
                 float32_gradients=sequences < share or gradient_bytes == 4,
@@ -217,13 +220,16 @@ def _recomputing_least(
         def in_layers(count: int, what: str = what) -> Plan:
             return dataclasses.replace(plan, recompute=what, recompute_share=count / layers)
 
-        counts = range(layers if what == "none" else 1, layers + 1)
+        every = in_layers(layers)
+        if memory_bytes(shape, every) > room:
+            continue
+        if what == "none":
+            return every
         # The more layers recompute, the less memory the plan takes.
-        fitting = bisect.bisect_left(
-            counts, -room, key=lambda count: -memory_bytes(shape, in_layers(count))
+        fewest = bisect.bisect_left(
+            range(layers), -room, lo=1, key=lambda count: -memory_bytes(shape, in_layers(count))
         )
-        if fitting < len(counts):
-            return in_layers(counts[fitting])
+        return in_layers(fewest)
     return None
 
 
@@ -270,13 +276,17 @@ def meshes(
                     orders = [inner | {"context": c, "tensor": t}]
                     if c > 1 and replicas > 1:
                         orders.append({"context": c} | inner | {"tensor": t})
+                    if t > 1 and replicas * c > 1:
+                        orders.append({"tensor": t} | inner | {"context": c})
                     for axes in orders:
                         for zero in (1, 2) if f < replicas else (1,):
                             yield {a: n for a, n in axes.items() if n > 1}, zero, 1
 
 
 def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int], int, int]]:
-    """Yields Megatron-LM's pipelines, with ZeRO 1: "pipe" inside of "data", and outside."""
+    """Yields Megatron-LM's pipelines, with ZeRO 1: "pipe" inside of "data", and outside, and
+    "tensor" inside of both, and outside.
+    """
     for p in (p for p in range(2, STAGES + 1) if shape.layers % p == 0):
         replicas, left = divmod(count, p * t)
         if left:
@@ -284,6 +294,8 @@ def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int
         orders = [{"data": replicas, "pipe": p, "tensor": t}]
         if replicas > 1:
             orders.append({"pipe": p, "data": replicas, "tensor": t})
+        if t > 1:
+            orders.append({"tensor": t, "pipe": p, "data": replicas})
         for axes in orders:
             for v in range(1, CHUNKS + 1):
                 if shape.layers % (p * v) == 0:
