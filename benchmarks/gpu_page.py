@@ -281,10 +281,21 @@ def draw(name: str, results: Path = RESULTS) -> Figure:
         axes.set(xscale="log", yscale="log")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
-        for i, (point, case) in enumerate(sorted(named[axes], key=lambda one: one[0][1])):
-            lower = -5 if i == 0 else 5  # points: two names that are close do not touch
+        for i, (point, case) in enumerate(sorted(named[axes], key=lambda one: -one[0][1])):
             axes.annotate(
-                case, point, (-7, lower), textcoords="offset points", ha="right", va="center"
+                case,
+                point,
+                (0.45, 0.95 - 0.055 * i),  # in a column: names of close points do not touch
+                textcoords="axes fraction",
+                ha="right",
+                va="center",
+                fontsize="small",
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": style.GREY,
+                    "linewidth": 0.8,
+                    "relpos": (1, 0.5),
+                },
             )
         ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), axes.get_xlim()[1]]
         axes.plot(ends, ends, color=style.GREY, linewidth=1, zorder=0)
@@ -292,7 +303,7 @@ def draw(name: str, results: Path = RESULTS) -> Figure:
         axes.set_ylabel(f"measured on an {hardware.get(name).title} ({unit})")
     memory.set_title("Peak memory")
     time.set_title("Time")
-    memory.legend(loc="upper left")
+    memory.legend(loc="lower right")
     return figure
 
 
