@@ -375,8 +375,19 @@ class Cluster:
         over = (over,) if isinstance(over, str) else tuple(over)
         if unknown := set(over) - set(AXES) - set(axes):
             raise ValueError(f"over={over} must name axes of {AXES}, not {sorted(unknown)}")
-        if self.accelerator.platform == "tpu":
-            return self._on_torus(axes, over)
+        asked = tuple(axes.items()), over
+        if asked not in self._groups:
+            place = self._on_torus if self.accelerator.platform == "tpu" else self._on_hosts
+            self._groups[asked] = place(axes, over)
+        return self._groups[asked]
+
+    @functools.cached_property
+    def _groups(self) -> dict[tuple[tuple[tuple[str, int], ...], tuple[str, ...]], Group]:
+        """The groups so far: a search asks for the same ones thousands of times."""
+        return {}
+
+    def _on_hosts(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
+        """Returns a group of GPUs. Arguments as for `group`, `over` as a tuple."""
         ranks, behind_switch, hosts = _placed(
             tuple(axes.items()), over, self.per_switch, self.per_host
         )

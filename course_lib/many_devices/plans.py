@@ -204,9 +204,7 @@ class Plan:
             raise ValueError(
                 f"zero={self.zero!r} must be 0, 1 or 2: stage 3 is the axis 'fsdp'"
             )
-        fields = dataclasses.fields(self)
-        flags = [field.name for field in fields if isinstance(field.default, bool)]
-        _check_flags({name: getattr(self, name) for name in flags})
+        _check_flags({name: getattr(self, name) for name in FLAGS})
         if not isinstance(self.recompute, str) or self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r} must be one of {tuple(RECOMPUTE)}")
         share = self.recompute_share
@@ -280,6 +278,10 @@ class Plan:
     def microbatches(self) -> int:
         """Microbatches per replica and step."""
         return self.batch // self.replicas // self.microbatch
+
+
+FLAGS = tuple(f.name for f in dataclasses.fields(Plan) if isinstance(f.default, bool))
+"""Names of the fields of `Plan` that are True or False."""
 
 
 def check(shape: Shape, plan: Plan) -> None:
