@@ -37,8 +37,7 @@ STACKS: Mapping[str, Sequence[str]] = {
         mt_nlg_2022 narayanan_2021""".split(),
     "NeMo": """dgxc_benchmarking nemo_automodel_2025 nemo_launcher_2022 nemotron4_15b_2024
         nemotron4_2024""".split(),
-    "PyTorch FSDP": """colossalai_2025 fms_fsdp_2024 llm_foundry_2023
-        torchtitan_2024""".split(),
+    "PyTorch FSDP": "fms_fsdp_2024 llm_foundry_2023 torchtitan_2024".split(),
     "JAX": "gpu_recipes_2025 jax_toolbox maxtext_2024".split(),
     "others": [],
 }

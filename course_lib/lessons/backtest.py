@@ -27,7 +27,7 @@ import numpy as np
 from jax.scipy.stats import rankdata
 
 from course_lib.many_devices import step_model
-from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
+from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster, check_type
 from course_lib.many_devices.plans import Plan, Shape
 from course_lib.many_devices.step_model import Breakdown
 from course_lib.measure import hardware
@@ -241,9 +241,13 @@ def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Predicti
     Args:
       rows: of `load`.
       share: share of the peak rate that products reach.
+
+    Raises:
+      TypeError: if something else than a `Row` is among the rows.
     """
     predictions = []
     for row in rows:
+        check_type("rows", row, Row, "rows of backtest.load()")
         cluster = dataclasses.replace(row.cluster, products_share=share)
         target = cluster.accelerator.target
         slices = row.plan.size("data")  # of TPUs
@@ -338,10 +342,10 @@ def summary(predictions: Sequence[Prediction]) -> Summary:
 
 def relative_errors(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
     """Returns errors relative to the level of each publication on each accelerator: predicted
-    over published seconds, divided by the median of these ratios, less 1.
+    over published seconds, divided by the median of this ratio over its other rows, less 1.
 
-    One constant cannot fit several software stacks. This error is about layouts alone: more
-    GPUs, other parallelism, longer sequences.
+    One constant cannot fit several software stacks. This error is mostly about the rest: more
+    GPUs, other parallelism, longer sequences, another model.
 
     Args:
       predictions: of any rows. Levels of fewer than three rows are left out.
@@ -351,10 +355,10 @@ def relative_errors(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
         level = each.row.source, each.row.cluster.accelerator.name
         by_level.setdefault(level, []).append(math.log1p(each.error))
     return [
-        math.expm1(error - statistics.median(errors))
+        math.expm1(error - statistics.median(errors[:i] + errors[i + 1 :]))
         for errors in by_level.values()
         if len(errors) >= 3
-        for error in errors
+        for i, error in enumerate(errors)
     ]
 
 

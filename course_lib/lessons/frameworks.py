@@ -24,7 +24,7 @@ from course_lib.many_devices.plans import Plan, Shape
 KINDS = ("data", "tensor", "context", "pipe")
 """Kinds of layouts: ZeRO alone ("data"), or ZeRO beside the axis of that name. Those with
 "context" or "pipe" may have "tensor", too."""
-MEMORY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
+CAPACITY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
 RECOMPUTE = ("none", "selective", "block")  # of `plans.RECOMPUTE`, the least first
 SIZES = (2, 4, 8)  # along "tensor" and "context"
 STAGES = 16  # of a pipeline, at most
@@ -79,7 +79,8 @@ def memory_bytes(shape: Shape, plan: Plan) -> float:
 
     Activations are those of Korthikanti et al. (2022, https://arxiv.org/abs/2205.05198, section
     4), without dropout: in 16 bits the inputs of a layer's products and norms, and what a fused
-    kernel keeps; the softmax only if it goes to memory. They are divided along "tensor" with
+    kernel keeps; the softmax only if it goes to memory, and not of a ring, which computes its
+    scores again. They are divided along "tensor" with
     `plan.sequence_parallel`, else not. Of p pipeline stages with v chunks, the first keeps the
     activations of p + (p - 1) / v microbatches (p with one chunk), the last those of
     p - (p - 1) / v, and the logits, 6 bytes each.
@@ -108,7 +109,8 @@ def memory_bytes(shape: Shape, plan: Plan) -> float:
     # inputs of two norms; of the products for q, k and v; q, k, v; of the output's product; of
     # the MLP's; and its hidden values before and after the activation function
     kept = 2 * (4 * D + 2 * queries + 2 * keys + shape.matrices * shape.mlp)
-    softmax = 0.0 if plan.fused_attention else 2.0 * shape.heads * shape.seq_len
+    again = plan.fused_attention or plan.size("context") > 1
+    softmax = 0.0 if again else 2.0 * shape.heads * shape.seq_len
     # what each layer keeps; and what the layer that is computed again has besides
     a_layer, working = {
         "none": (kept + softmax, 0.0),
@@ -159,15 +161,16 @@ def search(
       cluster: the GPUs.
       batch: sequences per step.
       kinds: of `KINDS`.
-      recompute: what the backward pass may recompute: names of `RECOMPUTE`, the least first.
+      recompute: what the backward pass may recompute: names of `RECOMPUTE`, in its order.
       fused_attention: whether scores stay on the chip.
       tensor_overlap: whether rings hide most of the traffic along "tensor", inside of a host.
       gradient_bytes: per number, when gradients travel: 1, 2 or 4, for all layouts alike.
 
     Raises:
       TypeError: if `shape` or `cluster` is of another type.
-      ValueError: if `batch` is no whole number of at least 1, no name is given or one is
-        unknown, the model has experts, or the accelerators are no GPUs.
+      ValueError: if `batch` is no whole number of at least 1; no name is given, one is
+        unknown, or `recompute` has another order; an option is neither True nor False; the
+        model has experts; or the accelerators are no GPUs.
     """
     check_type("shape", shape, Shape, "a Shape: the sizes of the model")
     check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
@@ -175,10 +178,18 @@ def search(
         raise ValueError(f"batch={batch!r} must be a whole number of sequences, at least 1")
     _check_names("kinds", kinds, KINDS)
     _check_names("recompute", recompute, RECOMPUTE)
+    if list(recompute) != sorted(recompute, key=RECOMPUTE.index):
+        raise ValueError(f"recompute={recompute!r} must be in the order of {RECOMPUTE}")
+    for name, value in (
+        ("fused_attention", fused_attention),
+        ("tensor_overlap", tensor_overlap),
+    ):
+        if type(value) is not bool:
+            raise ValueError(f"{name}={value!r} must be True or False")
     _check_no_experts(shape)
     if cluster.accelerator.platform != "gpu":
         raise ValueError(f"cluster must have GPUs, not {cluster.accelerator.title}")
-    room = MEMORY_SHARE * cluster.accelerator.memory_bytes
+    room = CAPACITY_SHARE * cluster.accelerator.memory_bytes
     found = []
     for axes, zero, chunks in meshes(shape, cluster.count, kinds):
         tensor = axes.get("tensor", 1) > 1

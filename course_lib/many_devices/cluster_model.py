@@ -42,7 +42,7 @@ NVLINK_SHARE = 0.8
 """Share of NVLink's rated bandwidth that NCCL's rings reach: 360 to 370 of 450 GB/s on an H100
 (https://github.com/NVIDIA/nccl-tests/issues/212), 235 of 300 on an A100. Assumed for all GPUs,
 not fitted. On a host of eight H100s, NCCL's all-reduces let the switches add up (NVLS) by
-default; they then reach about 480 (`Cluster.adds_in_switch`)."""
+default. They then reach about 480; `Cluster.adds_in_switch` gives 468."""
 SWITCH_SPEEDUP = 1.3
 """How much faster an all-reduce is if switches add up (SHARP, NVLS). Without losses it would be
 2 (n-1)/n; about 1.3 is measured (https://jax-ml.github.io/scaling-book/gpus)."""
@@ -63,7 +63,9 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], how: str
       TypeError: naming the argument, its value and how to make a right one.
     """
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r} must be {how}")
+        long = dataclasses.is_dataclass(value)
+        shown = f"{type(value).__name__}(...)" if long else repr(value)
+        raise TypeError(f"{name}={shown} must be {how}")
 
 
 def network_share(hosts: int) -> float:
@@ -101,8 +103,8 @@ class Group:
       latency: seconds until the first byte of a collective has arrived.
       step: seconds that each of the n - 1 steps of an all-gather's ring adds.
       adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: on a torus, the size of the one ring whose all-to-all would take as long; 0 behind a
-        switch.
+      ring: on a torus, n of the n/4 hops that a message of an all-to-all takes on average; 0
+        behind a switch.
       ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else
         each ring runs through all ranks.
     """
@@ -120,6 +122,8 @@ class Group:
     step: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("ranks", "per_switch"):
+            check_type(name, getattr(self, name), (int, np.integer), "a whole number of ranks")
         if not 1 <= self.per_switch <= self.ranks:
             raise ValueError(
                 f"per_switch={self.per_switch} must be at least 1, and at most"
@@ -157,18 +161,18 @@ def all_gather(group: Group, size: int | float) -> float:
       ValueError: if the size is negative or infinite. All functions of sizes here raise these.
     """
     _check(group, size)
-    return _once(group, size) + (group.ranks - 1) * group.step
-
-
-def _once(group: Group, size: int | float) -> float:
-    """Returns the seconds of an all-gather whose steps add no latency of their own."""
-    n, r = group.ranks, group.per_switch
-    if n == 1:
+    if group.ranks == 1:
         return 0.0
+    return _transfer(group, size) + group.latency + (group.ranks - 1) * group.step
+
+
+def _transfer(group: Group, size: int | float) -> float:
+    """Returns the seconds of an all-gather without latency."""
+    n, r = group.ranks, group.per_switch
     inside = size * (r - 1) / r / group.inside if r > 1 else 0.0
     crossing = (n - r if group.ideal else n - 1) / n
     outside = size * crossing / (r * group.outside) if n > r else 0.0
-    return max(inside, outside) + group.latency
+    return max(inside, outside)
 
 
 reduce_scatter = all_gather
@@ -183,8 +187,10 @@ def all_reduce(group: Group, size: int | float) -> float:
       size: bytes of the array that each rank has.
     """
     _check(group, size)
-    seconds = 2 * _once(group, size)
-    return seconds / SWITCH_SPEEDUP if group.adds_in_switch else seconds
+    if group.ranks == 1:
+        return 0.0
+    faster = SWITCH_SPEEDUP if group.adds_in_switch else 1
+    return 2 * (_transfer(group, size) / faster + group.latency)
 
 
 def all_to_all(group: Group, size: int | float) -> float:
@@ -259,8 +265,9 @@ class Cluster:
 
     Raises:
       TypeError: if `accelerator` is no row of `hardware`, or `products_share` no number.
-      ValueError: if a number is out of range, a host has more GPUs than the cluster, or a
-        cluster of TPUs has hosts, ports or switches: TPUs are linked by a torus.
+      ValueError: if `accelerator` is a name, a number is out of range, a host has more GPUs
+        than the cluster, or a cluster of TPUs has hosts, ports or switches: TPUs are linked by
+        a torus.
     """
 
     accelerator: Accelerator
@@ -359,9 +366,9 @@ class Cluster:
           over: the axis or axes. An axis of `AXES` that is not in `axes` has size 1.
 
         Raises:
-          TypeError: if `axes` is no mapping, or `over` names nothing.
-          ValueError: if the axes do not multiply to `count`, or the group crosses a network for
-            which there is no figure.
+          TypeError: if `axes` is no mapping, or `over` neither a name nor several.
+          ValueError: if the axes do not multiply to `count`, `over` names no axis or one twice,
+            or the group crosses a network for which there is no figure.
         """
         check_type("axes", axes, Mapping, 'a mapping of sizes by name: {"data": 64}')
         if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
@@ -373,6 +380,8 @@ class Cluster:
             )
         check_type("over", over, Sequence, 'an axis or several: "data" or ("data", "expert")')
         over = (over,) if isinstance(over, str) else tuple(over)
+        if not over or len(set(over)) < len(over):
+            raise ValueError(f"over={over} must name at least one axis, and each one once")
         if unknown := set(over) - set(AXES) - set(axes):
             raise ValueError(f"over={over} must name axes of {AXES}, not {sorted(unknown)}")
         asked = tuple(axes.items()), over

@@ -315,11 +315,14 @@ def choose(config: ConfigDict, cluster: Cluster, *, reorder: bool = True) -> lis
 
     Raises:
       TypeError: as in `estimate`.
-      ValueError: if the model cannot work on any number of devices; or, as in `estimate`, if
+      ValueError: if `reorder` is neither True nor False; the model cannot work on any number
+        of devices; or, as in `estimate`, if
         moments are on the host, gradients are added in place, or the accelerator has no figure
         for a link.
     """
     _check_types(config, cluster)
+    if type(reorder) is not bool:
+        raise ValueError(f"reorder={reorder!r} must be True or False")
     _check_counted(config)
     configs.check(_with_minibatches(config, 1))  # below, errors only mean "does not divide"
     best: dict[Any, Estimate] = {}

@@ -19,9 +19,9 @@ A step is the sum of these parts (`Breakdown`):
     bubble      waiting while the pipeline fills and empties, and for the last stage, which also
                 has the output layer. Stages have equally many layers, whole or not
 
-The formulas are within 10% of the published time for 62% of 418 published steps. Software
+The formulas are within 10% of the published time for 61% of 418 published steps. Software
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
-to published seconds on the accelerators of its publication, 73% are within 10%.
+to published seconds on the accelerators of its publication, 71% are within 10%.
 `lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
 `PRODUCTS_SHARE` was fitted to them, on GPUs. TPUs reach a larger share of their peak rate:
 eight published steps on TPUs are predicted 22% too long, or more.
@@ -128,7 +128,8 @@ def breakdown(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         room=free_computing(microbatch, plan, cluster),
         tables=_vocabulary_parameters(shape, plan) / plan.size("tensor"),
     )
-    free = [free_computing(cost, plan, cluster) for cost in stage]
+    beside = _passes_beside_data(plan)
+    free = [beside * free_computing(cost, plan, cluster) for cost in stage]
     data, hidden = along_data(shape, plan, cluster, *free)
     _, memory = rates(plan, cluster)
     work = microbatch * microbatches
@@ -192,8 +193,8 @@ def pipeline(
         # Megatron-LM's warm-up: 2 (p - 1 - stage) + (v - 1) p chunks forward, as many backward
         # when the pipeline empties. Only transfers between the two run beside other chunks.
         steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
-        # The first forward pass and the last backward pass may hide traffic along "data".
-        exposed, hidden = overlap(steady * m * one, steady * (m - 1) * room)
+        # Before and after, chunks may hide traffic along "data".
+        exposed, hidden = overlap(steady * m * one, steady * m * room)
         return (1 - steady) * m * one + exposed, hidden, bubble
     one = 2 * shift(link, activation / (t if plan.sequence_parallel else 1))
     # All stages hold the embedding and the output layer, and sum their gradients.
@@ -211,15 +212,16 @@ def along_data(
     """Returns the seconds of sending gradients and new parameters: exposed, then hidden.
 
     Gradients are sent in buckets during the last microbatch's backward pass, new parameters
-    during the first microbatch's forward pass. No computation is left to hide the last bucket.
+    during the first microbatch's forward pass; with chunks, beside those of
+    `_passes_beside_data`. No computation is left to hide the last bucket.
 
     Args:
       shape: sizes of the model.
       plan: how it is trained.
       cluster: the devices.
-      forward: seconds of computing in one stage's forward pass of one microbatch that hide
-        nothing yet.
-      backward: the same in its backward pass.
+      forward: seconds of computing that hide nothing yet, in the forward passes beside which
+        parameters are sent.
+      backward: the same of gradients, in backward passes.
     """
     # Without a pipeline, ZeRO-2 sums the gradients of each microbatch.
     times = plan.microbatches if plan.zero == 2 and plan.size("pipe") == 1 else 1
@@ -256,6 +258,21 @@ def along_data(
         first, last = all_gather(group, size), reduce_scatter(group, size)
         exposed += plan.microbatches * (first + last)
     return exposed, hidden
+
+
+def _passes_beside_data(plan: Plan) -> float:
+    """Returns how many passes of one stage may hide gradients, or new parameters.
+
+    Without chunks it is one: the last microbatch's. Megatron-LM's pipeline sends a chunk's
+    gradients when that chunk's last microbatch has passed. The last group of p microbatches
+    passes the v chunks one after the other. So (v - 1) p passes of a chunk follow the first
+    chunk's last one, and each pass of a chunk is 1/v of a stage's
+    (https://github.com/NVIDIA/Megatron-LM, `forward_backward_pipelining_with_interleaving`).
+    This course's pipeline sends everything beside one pass.
+    """
+    if plan.schedule is not None:
+        return 1.0
+    return (1 + (plan.chunks - 1) * plan.size("pipe")) / plan.chunks
 
 
 def device_parameters(shape: Shape, plan: Plan) -> list[tuple[float, tuple[str, ...]]]:

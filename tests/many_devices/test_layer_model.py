@@ -481,12 +481,14 @@ def test_a_ring_computes_only_scores_that_it_needs(fused, factor):
 
 def test_switches_do_not_add_up_what_sequence_parallelism_scatters():
     shape = dataclasses.replace(MIXED, experts=0, slots=1.0, kv_heads=8)
-    adding = Cluster(hardware.get("h100"), 8, adds_in_switch=True)
-    whole, cut = (
-        step_model.breakdown(shape, Plan({"tensor": 8}, 8, sequence_parallel=on), adding)
-        for on in (False, True)
+    usual, adding = (
+        Cluster(hardware.get("h100"), 8, adds_in_switch=adds, ideal=True)
+        for adds in (False, True)
     )
-    plain = step({"tensor": 8}, shape, batch=8, sequence_parallel=True)
+    plain, whole, cut = (
+        step_model.breakdown(shape, Plan({"tensor": 8}, 8, sequence_parallel=on), cluster)
+        for on, cluster in ((True, usual), (False, adding), (True, adding))
+    )
     assert whole.parts["tensor"] == pytest.approx(plain.parts["tensor"] / 1.3)
     assert cut.parts["tensor"] == plain.parts["tensor"]
 

@@ -77,7 +77,9 @@ def test_megatron_s_pipeline_takes_the_time_of_the_formulas_by_hand(
     seconds = m * (forward + backward + head + one)
     seconds += (p - 1) / chunks * (forward + backward + head / p + one)
     waits = N / p * traffic
-    seconds += along_data_by_hand(p, t, forward - waits, backward - waits)
+    # Each chunk's gradients travel beside the p (chunks - 1) passes of a chunk after its own.
+    passes = (1 + p * (chunks - 1)) / chunks
+    seconds += along_data_by_hand(p, t, passes * (forward - waits), passes * (backward - waits))
     found = step(p, t, m, chunks=chunks, sequence_parallel=sequence_parallel)
     assert found.total == pytest.approx(seconds, rel=1e-9)
 
@@ -171,6 +173,25 @@ def test_interleaved_stages_hide_what_they_send_between_warm_up_and_flush():
     assert hiding.parts["pipe"] == pytest.approx(sent - 0.75 * steady)
     assert plain.hidden["pipe"] == 0
     assert plain.total - hiding.total == pytest.approx(0.75 * steady)
+
+
+@pytest.mark.parametrize("p, v", [(2, 1), (4, 1), (2, 2), (4, 3), (12, 8)])
+def test_a_chunk_s_gradients_may_travel_beside_all_passes_from_its_last_one_on(p, v):
+    # Backward, each group of p microbatches passes all chunks, the last chunk first.
+    order = [
+        (chunk, group) for group in range(3) for chunk in reversed(range(v)) for _ in range(p)
+    ]
+    last = max(i for i, one in enumerate(order) if one == (v - 1, 2))
+    passes = (len(order) - last) / v  # of a chunk, in those of a stage
+    plan = Plan({"pipe": p}, 3 * p, chunks=v)
+    assert step_model._passes_beside_data(plan) == pytest.approx(passes)
+
+
+def test_a_pipeline_in_chunks_hides_more_of_its_gradients():
+    """Over a slow network, all of the computing beside gradients and parameters hides some."""
+    slow = dict(accelerator=dataclasses.replace(H100, network_bandwidth=1e9))
+    one, chunked = (step(4, 8, 16, chunks=v, data=16, **slow) for v in (1, 4))
+    assert chunked.hidden["data"] == pytest.approx((1 + 3 * 4) / 4 * one.hidden["data"])
 
 
 def test_a_pipeline_that_fills_and_empties_hides_little_of_what_it_sends():

@@ -8,7 +8,7 @@ import sys
 
 CALLS = """
 from course_lib import configs
-from course_lib.lessons import frameworks
+from course_lib.lessons import backtest, frameworks
 from course_lib.many_devices import cluster_model, estimate, meshes, step_model
 from course_lib.many_devices.cluster_model import Cluster, Group, all_gather, network_share
 from course_lib.many_devices.plans import Plan, Shape
@@ -28,8 +28,14 @@ for call, words in (
     (lambda: all_gather(1e9, group), "group=1000000000.0 must be a Group"),
     (lambda: all_gather(group, "1e9"), "size='1e9' must be a number of bytes"),
     (lambda: network_share("4"), "hosts='4' must be a whole number"),
-    (lambda: step_model.breakdown(plan, shape, cluster), "must be a Shape"),
+    (lambda: cluster.group({"data": 64}, ()), "over=() must name at least one axis"),
+    (lambda: cluster.group({"data": 64}, ("data", "data")), "must name at least one axis, and"),
+    (lambda: Group(8.5, 2, 1e9, 1e9, link=1e9), "ranks=8.5 must be a whole number"),
+    (lambda: Group(8, "2", 1e9, 1e9, link=1e9), "per_switch='2' must be a whole number"),
+    (lambda: step_model.breakdown(plan, shape, cluster), "shape=Plan(...) must be a Shape"),
     (lambda: step_model.breakdown(shape, plan, h100), "must be a Cluster: Cluster("),
+    (lambda: estimate.choose(config, cluster, reorder="no"), "reorder='no' must be True or"),
+    (lambda: backtest.predict([None]), "rows=None must be rows of backtest.load()"),
     (lambda: estimate.choose(config, 64), "cluster=64 must be a Cluster: Cluster("),
     (lambda: estimate.choose("80gb", cluster), "config='80gb' must be a configuration"),
     (lambda: estimate.estimate("80gb", {"data": 64}, None, cluster), "must be a configuration"),
@@ -39,6 +45,11 @@ for call, words in (
     (lambda: meshes.make({"data": 1.0}), "axes={'data': 1.0} must have whole numbers"),
     (lambda: meshes.simulate("8"), "count='8' must be a whole number of devices"),
     (lambda: frameworks.search(plan, cluster, 64), "must be a Shape: the sizes"),
+    (lambda: frameworks.search(shape, cluster, 64, tensor_overlap="no"), "must be True or Fal"),
+    (
+        lambda: frameworks.search(shape, cluster, 64, recompute=("block", "none")),
+        "must be in the order of ('none', 'selective', 'block')",
+    ),
     (lambda: frameworks.search(shape, "h100", 64), "cluster='h100' must be a Cluster"),
     (lambda: Cluster(h100, 64, ring_latency="5e-6"), "ring_latency='5e-6' must be a number"),
     (lambda: Plan({"data": 64}, 64, schedule="1f1b"), "must be a Schedule: schedules.make("),
