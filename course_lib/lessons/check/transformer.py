@@ -225,14 +225,12 @@ def count_parameters(your_count):
         right = sum(array.size for name, array in arrays.items() if name != "output")
         missing = right - yours
         amount = f"{abs(missing):,} too {'few' if missing > 0 else 'many'}"
-        for size in (1, 2, 3):  # one mistake, or up to three at once
-            for mistakes in itertools.combinations(_miscounted(N, D, V, L), size):
-                why = "; ".join(reason for _, reason in mistakes)
-                difference = sum(number for number, _ in mistakes)
-                require(
-                    missing == 0 or missing != difference,
-                    f"{N} layers of width {D}: {amount}: {why}.",
-                )
+        for mistakes in _up_to_three_mistakes(N, D, V, L):
+            why = "; ".join(reason for _, reason in mistakes)
+            require(
+                missing == 0 or missing != sum(number for number, _ in mistakes),
+                f"{N} layers of width {D}: {amount}: {why}.",
+            )
         require(
             missing == 0,
             f"{N} layers of width {D}: you count {yours:,}, the model has {right:,}; {amount}.",
@@ -242,33 +240,50 @@ def count_parameters(your_count):
     )
 
 
-def _miscounted(N, D, V, L):
-    """Returns pairs of a number of parameters that an answer lacks (if negative: has too many),
-    and the reason.
+def _up_to_three_mistakes(N, D, V, L):
+    """Returns lists of mistakes, the shortest first. A mistake is the number of parameters that
+    the answer lacks (if negative: has too many), and the reason.
     """
-    return (
-        (L * D, "each of the L positions has D parameters, too"),
-        (V * D, "each of the V tokens has an embedding of D parameters"),
-        (N * D, "each layer has two norms, and each of them a scale"),
-        (2 * N * D, "the norms of the layers have scales"),
-        (D, "one more norm follows the last layer"),
-        (8 * N * D**2, "each layer has an MLP: two matrices, one up and one down"),
-        (
-            4 * N * D**2,
-            "in each layer, attention is missing (queries, keys, values and the output), or one"
-            " of the MLP's two matrices",
-        ),
-        (N * D**2, "attention has four matrices: queries, keys, values and the output"),
-        (-V * D, "the output is the embedding of the tokens, and is counted once"),
-        (-V * D - V, "the output is the embedding of the tokens, and has no bias"),
-        (-9 * N * D, "no dense layer has a bias"),
-        (-2 * N * D, "the norms of the layers have scales and no biases"),
-        (-(2 * N + 1) * D, "an RMS norm has a scale and no bias"),
-        (
-            -(11 * N * D + D + V * D + V),
-            "this is the model of the case study, with biases and an output of its own",
-        ),
+    groups = (  # a list holds at most one of each
+        [(L * D, "each of the L positions has D parameters, too")],
+        [
+            (2 * N * D, "the norms of the layers have scales"),
+            (N * D, "each layer has two norms, and each of them a scale"),
+            (-N * D, "each layer has no more than two norms"),
+            (-2 * N * D, "the norms of the layers have scales and no biases"),
+            (-(2 * N + 1) * D, "an RMS norm has a scale and no bias"),
+        ],
+        [
+            (D, "one more norm follows the last layer"),
+            (-D, "the norm after the last layer has D parameters"),
+        ],
+        [
+            (8 * N * D**2, "each layer has an MLP: two matrices, one up and one down"),
+            (
+                4 * N * D**2,
+                "in each layer, attention is missing (queries, keys, values and the output), or"
+                " one of the MLP's two matrices",
+            ),
+            (N * D**2, "attention has four matrices: queries, keys, values and the output"),
+        ],
+        [
+            (V * D, "each of the V tokens has an embedding of D parameters"),
+            (-V * D, "the output is the embedding of the tokens, and is counted once"),
+            (-V * D - V, "the output is the embedding of the tokens, and has no bias"),
+        ],
+        [
+            (-9 * N * D, "no dense layer has a bias"),
+            (
+                -(11 * N * D + D + V * D + V),
+                "this is the model of the case study, with biases and an output of its own",
+            ),
+        ],
     )
+    lists = [
+        [mistake for mistake in mistakes if mistake is not None]
+        for mistakes in itertools.product(*([None, *group] for group in groups))
+    ]
+    return sorted((one for one in lists if 1 <= len(one) <= 3), key=len)
 
 
 @exercise
