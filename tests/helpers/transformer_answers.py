@@ -74,6 +74,17 @@ def reshaped(q, k, v):
     return (jax.nn.softmax(scores) @ v).reshape(B, L, H, K)
 
 
+def one_head_for_all(q, k, v):
+    scores = jnp.einsum("blhk,bmhk->blm", q, k) / q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(q.shape[1]) > 0, scores, -jnp.inf))
+    return jnp.einsum("blm,bmhk->blhk", weights, v)
+
+
+def sum_over_queries(q, k, v):
+    scores = jnp.where(jnp.tri(q.shape[1]) > 0, scores_of(q, k) / 2, -jnp.inf)
+    return jnp.einsum("bhlm,blhk->bmhk", jax.nn.softmax(scores), v)
+
+
 def over(axis):
     return lambda scores: jax.nn.softmax(scores, axis)
 
@@ -146,6 +157,10 @@ WRONG = [
     ),
     (check.attend, (attend(scores_of=lambda q, k: scores_of(k, q)),), "exchanged"),
     (check.attend, (reshaped,), "`reshape` does not"),
+    (check.attend, (attend(softmax=jnp.exp),), "divide them by their sum"),
+    (check.attend, (one_head_for_all,), "summed over the heads"),
+    (check.attend, (sum_over_queries,), "applied the wrong way round"),
+    (check.attend, (lambda q, k, v: attend()(q, k, k),), "multiply the keys"),
     (check.attend, (divided_by(lambda B, L, H, K: 32**0.5),), "Position 1 is the first"),
     (check.attend, (lambda q, k, v: k,), "its own value"),
     (check.attend, (lambda q, k, v: attend()(q, k, v).swapaxes(1, 2),), "is expected"),

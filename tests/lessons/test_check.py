@@ -313,6 +313,11 @@ def gradient_test(reduce, positions=lambda L: range(L)):
     return looks_ahead
 
 
+def next_position_only(forward, x):
+    jacobian = jax.jacobian(forward)(x)
+    return any(bool(jacobian[t, :, t + 1].any()) for t in range(len(x) - 1))
+
+
 def one_by_one(layer, w, x):
     for matrix in w:
         x = layer(matrix, x)
@@ -705,6 +710,33 @@ WRONG = [
     ),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - N * D,), "two norms"),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - D,), "last layer"),
+    (
+        check.count_parameters,  # matrices and embeddings, and no norm
+        (lambda N, D, V, L: 12 * N * D**2 + V * D + L * D,),
+        "too few: the norms of the layers have scales; one more norm follows",
+    ),
+    (
+        check.count_parameters,  # no norm, and an output that is not tied
+        (lambda N, D, V, L: 12 * N * D**2 + 2 * V * D + L * D,),
+        "too many: the norms of the layers have scales; one more norm follows the last layer;"
+        " the output is",
+    ),
+    (
+        check.count_parameters,  # norms with biases, except for the last
+        (lambda N, D, V, L: parameters(N, D, V, L) + 2 * N * D,),
+        "scales and no biases",
+    ),
+    (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - V * D,), "V tokens"),
+    (
+        check.count_parameters,
+        (lambda N, D, V, L: parameters(N, D, V, L) - N * D**2,),
+        "four matrices",
+    ),
+    (
+        check.count_parameters,
+        (lambda N, D, V, L: parameters(N, D, V, L) - 4 * N * D**2,),
+        "one of the MLP's two",
+    ),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - L * D,), "positions"),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) + 1,), "too many"),
     (check.scores_outgrow_mlp, (512,), "float32"),
@@ -717,6 +749,8 @@ WRONG = [
         "every position",
     ),
     (check.looks_ahead, (lambda forward, x: True,), "may read position t"),
+    (check.looks_ahead, (lambda forward, x: jnp.ones((6, 6)),), "not an array of shape (6, 6)"),
+    (check.looks_ahead, (next_position_only,), "every later position"),
     (check.looks_ahead, (lambda forward, x: False,), "mixes all"),
     (check.scan_over_layers, (one_by_one,), "reads every layer"),
     (check.scan_over_layers, (lambda layer, w, x: layer(w[0], x),), "Only one layer"),

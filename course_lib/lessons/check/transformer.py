@@ -1,5 +1,7 @@
 """Checks of notebook 05's exercises."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,20 @@ _WRONG_WEIGHTS = (  # options of `_attention`, and what is wrong with them
     ),
     (dict(axis=1), "The softmax runs over the heads. It should run over the keys."),
     (dict(axis=0), "The softmax runs over the sequences. It should run over the keys."),
+    (
+        dict(normalize=False),
+        "The weights are exponentials that do not sum to one: divide them by their sum.",
+    ),
+    (
+        dict(sum_heads=True),
+        "The scores are summed over the heads, so all heads share their weights. Each head has"
+        " scores of its own: [B H L L].",
+    ),
+    (
+        dict(transpose=True),
+        "The weights are applied the wrong way round: a position sums over the queries that see"
+        " it. It should sum over the keys that it sees.",
+    ),
 )
 _WRONG_DIVISORS = (
     (1, "The scores are not divided by the square root of K."),
@@ -71,17 +87,34 @@ _WRONG_DIVISORS = (
 )
 
 
-def _attention(q, k, v, *, seen=_PAST, divisor=K**0.5, axis=3, hidden=-1e30, mask_first=True):
+def _attention(
+    q,
+    k,
+    v,
+    *,
+    seen=_PAST,
+    divisor=K**0.5,
+    axis=3,
+    hidden=-1e30,
+    mask_first=True,
+    normalize=True,
+    sum_heads=False,
+    transpose=False,
+):
     """Computes causal attention in float64. Other options than these are mistakes."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scores = np.einsum("blhk,bmhk->bhlm", q, k) / divisor
+    if sum_heads:
+        scores = np.broadcast_to(scores.sum(1, keepdims=True), scores.shape)
     if mask_first:
         scores = np.where(seen, scores, hidden)
-    weights = np.exp(scores - scores.max(axis, keepdims=True))
-    weights /= weights.sum(axis, keepdims=True)
+    largest = scores.max(axis, keepdims=True) if normalize else 0.0
+    weights = np.exp(scores - largest)
+    if normalize:
+        weights /= weights.sum(axis, keepdims=True)
     if not mask_first:
         weights = np.where(seen, weights, 0)
-    return np.einsum("bhlm,bmhk->blhk", weights, v)
+    return np.einsum("bhml,bmhk->blhk" if transpose else "bhlm,bmhk->blhk", weights, v)
 
 
 @exercise
@@ -151,6 +184,9 @@ def _require_attention(yours, q, k, v):
         "Queries and keys are exchanged: the softmax of a query runs over its scores with all"
         " keys.",
     )
+    require(
+        not is_attention(q, k, k), "The weights multiply the keys. They belong to the values."
+    )
     cut = [np.asarray(x).reshape(B, H, L, K).swapaxes(1, 2) for x in (q, k, v)]
     require(
         not close(yours, _attention(*cut).swapaxes(1, 2).reshape(B, L, H, K)),
@@ -188,35 +224,66 @@ def count_parameters(your_count):
         )
         right = sum(array.size for name, array in arrays.items() if name != "output")
         missing = right - yours
-        case = f"{N} layers of width {D}"
-        for amount, reason in (
-            (L * D, "each of the L positions has D parameters, too"),
-            (N * D, "each layer has two norms, and each of them a scale"),
-            (2 * N * D, "the norms of the layers have scales"),
-            (D, "one more norm follows the last layer"),
-            (8 * N * D**2, "each layer has an MLP: two matrices, one up and one down"),
-            (4 * N * D**2, "each layer has attention: queries, keys, values and the output"),
-        ):
-            require(missing != amount, f"{case}: {missing:,} too few: {reason}.")
-        for amount, reason in (
-            (V * D, "the output is the embedding of the tokens, and is counted once"),
-            (V * D + V, "the output is the embedding of the tokens, and has no bias"),
-            (9 * N * D, "no dense layer has a bias"),
-            ((2 * N + 1) * D, "an RMS norm has a scale and no bias"),
-            (
-                11 * N * D + D + V * D + V,
-                "this is the model of the case study, with biases and an output of its own",
-            ),
-        ):
-            require(missing != -amount, f"{case}: {-missing:,} too many: {reason}.")
+        amount = f"{abs(missing):,} too {'few' if missing > 0 else 'many'}"
+        for mistakes in _up_to_three_mistakes(N, D, V, L):
+            why = "; ".join(reason for _, reason in mistakes)
+            require(
+                missing == 0 or missing != sum(number for number, _ in mistakes),
+                f"{N} layers of width {D}: {amount}: {why}.",
+            )
         require(
             missing == 0,
-            f"{case}: you count {yours:,}, the model has {right:,}; {abs(missing):,}"
-            f" too {'few' if missing > 0 else 'many'}.",
+            f"{N} layers of width {D}: you count {yours:,}, the model has {right:,}; {amount}.",
         )
     return (
         "24 layers of width 512 and 6 of 1024 differ by 2%: the wide one's embedding is larger."
     )
+
+
+def _up_to_three_mistakes(N, D, V, L):
+    """Returns lists of mistakes, the shortest first. A mistake is the number of parameters that
+    the answer lacks (if negative: has too many), and the reason.
+    """
+    groups = (  # a list holds at most one of each
+        [(L * D, "each of the L positions has D parameters, too")],
+        [
+            (2 * N * D, "the norms of the layers have scales"),
+            (N * D, "each layer has two norms, and each of them a scale"),
+            (-N * D, "each layer has no more than two norms"),
+            (-2 * N * D, "the norms of the layers have scales and no biases"),
+            (-(2 * N + 1) * D, "an RMS norm has a scale and no bias"),
+        ],
+        [
+            (D, "one more norm follows the last layer"),
+            (-D, "the norm after the last layer has D parameters"),
+        ],
+        [
+            (8 * N * D**2, "each layer has an MLP: two matrices, one up and one down"),
+            (
+                4 * N * D**2,
+                "in each layer, attention is missing (queries, keys, values and the output), or"
+                " one of the MLP's two matrices",
+            ),
+            (N * D**2, "attention has four matrices: queries, keys, values and the output"),
+        ],
+        [
+            (V * D, "each of the V tokens has an embedding of D parameters"),
+            (-V * D, "the output is the embedding of the tokens, and is counted once"),
+            (-V * D - V, "the output is the embedding of the tokens, and has no bias"),
+        ],
+        [
+            (-9 * N * D, "no dense layer has a bias"),
+            (
+                -(11 * N * D + D + V * D + V),
+                "this is the model of the case study, with biases and an output of its own",
+            ),
+        ],
+    )
+    lists = [
+        [mistake for mistake in mistakes if mistake is not None]
+        for mistakes in itertools.product(*([None, *group] for group in groups))
+    ]
+    return sorted((one for one in lists if 1 <= len(one) <= 3), key=len)
 
 
 @exercise
@@ -286,6 +353,10 @@ def looks_ahead(your_test):
     ):
         yours = call(your_test, forward, x, hint=hint)
         require(
+            np.ndim(yours) == 0,
+            f"Return True or False, not an array of shape {np.shape(yours)}.",
+        )
+        require(
             bool(yours) == right,
             f"{name[0].upper() + name[1:]}: your test says {bool(yours)}."
             + (
@@ -294,6 +365,11 @@ def looks_ahead(your_test):
                 else ""
             )
             + (" Look at every position t." if forward is only_the_last else "")
+            + (
+                " Look at every later position, and at absolute values or squares."
+                if forward is skips
+                else ""
+            )
             + (
                 " Position t may read position t and those before it."
                 if forward is causal
