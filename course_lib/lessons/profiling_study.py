@@ -143,7 +143,7 @@ def in_words(array: Residual, seq_len: int) -> str:
     elif module == "MLP":
         part = "hidden layer, GELU"
     else:
-        part = "queries, keys, values, output" if array.shape[2] == seq_len else "softmax"
+        part = "q, k, v, output" if array.shape[2] == seq_len else "softmax"
     return f"block / {module} / {part}"
 
 

@@ -70,7 +70,10 @@ def words(scope: str) -> str:
     """
     if keys := re.findall(r"\['(\w+)'\]", scope):
         return " / ".join(map(_word, keys))
-    parts = [part for part in scope.split("/") if re.fullmatch(r"\w+", part)]
+    # A named part of the forward pass: "loss" in "transpose(jvp(loss))". A class, such as
+    # "Transformer", is the whole model.
+    scope_parts = re.sub(r"(transpose\()?jvp\(([a-z]\w*)\)+", r"\2", scope).split("/")
+    parts = [part for part in scope_parts if re.fullmatch(r"\w+", part)]
     modules = [part for part in dict.fromkeys(parts) if part not in _STRUCTURE]
     name = " / ".join(map(_word, modules)) or "loop over the layers"
     if "rematted_computation" in scope:

@@ -19,6 +19,7 @@ from course_lib.measure import origin
         ),
         ("jit(f)/transpose(jvp(Model))/while", "loop over the layers, backward"),
         ("params['block']['mlp']['kernel']", "block / MLP / kernel"),
+        ("jit(f)/transpose(jvp(loss))/mul", "loss / mul, backward"),
         ("jit(f)/jvp(Model)/block_3/mlp/mul", "block 3 / MLP / mul, forward"),
         ("y", "y"),
     ],
