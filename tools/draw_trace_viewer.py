@@ -30,8 +30,8 @@ import jax
 import nbformat
 
 from course_lib import configs, training
+from course_lib.lessons import profiling_study
 from course_lib.one_device import profiling
-from course_lib.text import data
 
 NOTEBOOK = pathlib.Path(__file__).parent.parent / "notebooks" / "06_profiling.ipynb"
 PICTURE = "trace_viewer.png"
@@ -63,14 +63,7 @@ ZOOM = """() => {
 def record(folder: pathlib.Path) -> None:
     """Records steps of the small Transformer of notebook 6."""
     run = training.build(configs.get("cpu"))
-    settings = run.config
-    [batch] = data.batches(
-        data.tokens("train"),
-        **settings.data,
-        vocab_size=settings.model.vocab_size,
-        seed=settings.seed,
-        steps=1,
-    )
+    batch = profiling_study.first_batch(run.config)
     state = run.init(jax.random.key(0))
     step: Any = run.train_step
     compiled = step.lower(state, batch).compile()

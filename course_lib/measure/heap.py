@@ -12,6 +12,7 @@ import pathlib
 import shutil
 import tempfile
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -109,7 +110,7 @@ def heap(lowered: jax.stages.Lowered) -> Heap:
     check_lowered(lowered)
     compiled, program, plan = compile_with_plan(lowered)
     with tempfile.TemporaryDirectory() as folder:
-        record = _memory_viewer(_write_record(program, pathlib.Path(folder)))
+        record = memory_viewer(_write_record(program, pathlib.Path(folder)))
     # XLA also dumps a program that it loads, but without the plan of its memory.
     if "peakHeapMib" not in record:
         raise RuntimeError(NO_PLAN)
@@ -169,6 +170,24 @@ def write_session(
     return compiled
 
 
+def memory_viewer(record: pathlib.Path) -> dict[str, Any]:
+    """Returns the memory viewer's own table for a session of one program, sizes in MiB.
+
+    Args:
+      record: the session's file, as `write_session` writes it.
+    """
+    # Imported here only: it takes a second. `virtual` has set its C++ side's level of logging.
+    from xprof.convert import raw_to_tool_data
+
+    # Unpacks the program into a file of its own.
+    raw_to_tool_data.xspace_to_tool_names([str(record)])
+    [program] = record.parent.glob("*.hlo_proto.pb")
+    module = program.name.removesuffix(".hlo_proto.pb")
+    params = {"module_name": module, "memory_space": "0"}  # the device's own memory
+    data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
+    return json.loads(data)
+
+
 def compile_with_plan(
     lowered: jax.stages.Lowered,
 ) -> tuple[jax.stages.Compiled, bytes, MemoryPlan]:
@@ -225,20 +244,6 @@ def _as_record(program: bytes) -> bytes:
               }}
               stat_metadata {{ key: 1 value {{ id: 1 name: "Hlo Proto" }} }}
             }}""")
-
-
-def _memory_viewer(record: pathlib.Path) -> dict:
-    """Returns the memory viewer's own table for a session of one program, sizes in MiB."""
-    # Imported here only: it takes a second. `virtual` has set its C++ side's level of logging.
-    from xprof.convert import raw_to_tool_data
-
-    # Unpacks the program into a file of its own.
-    raw_to_tool_data.xspace_to_tool_names([str(record)])
-    [program] = record.parent.glob("*.hlo_proto.pb")
-    module = program.name.removesuffix(".hlo_proto.pb")
-    params = {"module_name": module, "memory_space": "0"}  # the device's own memory
-    data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
-    return json.loads(data)
 
 
 def _live_array(entry: dict, scopes: dict[str, str]) -> LiveArray:

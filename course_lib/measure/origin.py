@@ -17,6 +17,9 @@ _STRUCTURE = frozenset(
     " copy reshape".split()
 )
 
+# Modules of the library's Transformer, and JAX's product of matrices, in the text's words.
+_IN_TEXT = {"attn": "attention", "mlp": "MLP", "dot_general": "product"}
+
 
 def body(instruction: hlo.Instruction) -> list[hlo.Instruction]:
     """Returns the instructions fused into a fusion, or any other instruction itself."""
@@ -63,18 +66,26 @@ def words(scope: str) -> str:
         the path of an argument, "params['block']['kernel']".
 
     Returns:
-      The modules and the operation, then the pass: "block / mlp / product, backward".
+      The modules and the operation, then the pass: "block 3 / MLP / product, backward".
     """
     if keys := re.findall(r"\['(\w+)'\]", scope):
-        return " / ".join(keys)
-    parts = [part for part in scope.split("/") if re.fullmatch(r"\w+", part)]
+        return " / ".join(map(_word, keys))
+    # A named part of the forward pass: "loss" in "transpose(jvp(loss))". A class, such as
+    # "Transformer", is the whole model.
+    scope_parts = re.sub(r"(transpose\()?jvp\(([a-z]\w*)\)+", r"\2", scope).split("/")
+    parts = [part for part in scope_parts if re.fullmatch(r"\w+", part)]
     modules = [part for part in dict.fromkeys(parts) if part not in _STRUCTURE]
-    name = " / ".join(modules).replace("dot_general", "product") or "loop over the layers"
+    name = " / ".join(map(_word, modules)) or "loop over the layers"
     if "rematted_computation" in scope:
         return f"{name}, recomputed"
     if "transpose(" in scope:
         return f"{name}, backward"
     return f"{name}, forward" if "jvp(" in scope else name
+
+
+def _word(part: str) -> str:
+    """Returns one part of a scope as the text names it: "block 3" for "block_3"."""
+    return _IN_TEXT.get(part) or re.sub(r"^(block)_(\d+)$", r"\1 \2", part)
 
 
 def stacked(module: hlo.Module) -> dict[str, str]:

@@ -328,6 +328,10 @@ def scanned(w, x, layer=lambda x, w: (jnp.tanh(x @ w), None)):
     return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
 
 
+def rematerialized_tanh(w, x):
+    return scanned(w, x, lambda x, w: (jax.checkpoint(jnp.tanh)(x @ w), None))
+
+
 def penalized(inside, outside=False, stop=False):
     def sgd(w, x):
         def loss(w):
@@ -759,7 +763,10 @@ WRONG = [
     (check.stacked, (8,), "count both"),
     (check.stacked, (100,), "counted"),
     (check.stacked, (STACKED_MIB - 4,), "missing"),
-    (check.stack_less, (scanned,), "still stacks"),
+    (check.stacked, (STACKED_MIB + 4,), "too many"),
+    (check.stacked, (STACKED_MIB * 2**20,), "bytes"),
+    (check.stack_less, (scanned,), "before the compiler"),
+    (check.stack_less, (rematerialized_tanh,), "the whole layer"),
     (check.stack_less, (jax.checkpoint(scanned),), "around one layer"),
     (check.stack_less, (lambda w, x: 2 * scanned(w, x),), "the scan's is"),
     (check.stack_less, (lambda w, x: scanned(jax.lax.stop_gradient(w), x),), "gradient"),
@@ -767,6 +774,7 @@ WRONG = [
     (check.named_part, (named_in_part(2, 2),), "sin"),
     (check.named_part, (named_in_part(0, 1),), "exp"),
     (check.named_part, (penalized(False),), "No operation"),
+    (check.named_part, (lambda w, x: penalized(True)(w, x)[::-1],), "begins with"),
     (check.named_part, (penalized(False, outside=True),), "outside"),
     (check.named_part, (penalized(True, stop=True),), "backward"),
     (check.mfu, (lambda flops, seconds, peak: flops / seconds / peak,), "only the forward"),
@@ -774,6 +782,10 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
     (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
     (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
+    (check.mfu, (lambda flops, seconds, peak: 3 * flops * seconds / peak,), "multiplies"),
+    (check.mfu, (lambda flops, seconds, peak: 3 * flops / seconds,), "by the peak rate"),
+    (check.mfu, (lambda flops, seconds, peak: seconds * peak / 3 / flops,), "inverse"),
+    (check.on_h100, (1e3 * 0.73 * 111 / 989, "memory"), "milliseconds"),
     (check.on_h100, (0.73 * 989 / 111, "memory"), "higher peak rate"),
     (check.on_h100, (0.73 * 768 / 3350, "memory"), "bandwidths"),
     (check.on_h100, (0.73 * 27.8 / 67, "memory"), "of float32"),

@@ -10,15 +10,17 @@ from course_lib.measure import origin
     [
         (
             "jit(f)/jvp(Model)/while/body/block/mlp/dot_general",
-            "block / mlp / product, forward",
+            "block / MLP / product, forward",
         ),
-        ("jit(f)/transpose(jvp(Model))/block/mlp/transpose", "block / mlp, backward"),
+        ("jit(f)/transpose(jvp(Model))/block/mlp/transpose", "block / MLP, backward"),
         (
             "jit(f)/transpose(jvp(Model))/checkpoint/rematted_computation/block/attn/exp",
-            "block / attn / exp, recomputed",
+            "block / attention / exp, recomputed",
         ),
         ("jit(f)/transpose(jvp(Model))/while", "loop over the layers, backward"),
-        ("params['block']['mlp']['kernel']", "block / mlp / kernel"),
+        ("params['block']['mlp']['kernel']", "block / MLP / kernel"),
+        ("jit(f)/transpose(jvp(loss))/mul", "loss / mul, backward"),
+        ("jit(f)/jvp(Model)/block_3/mlp/mul", "block 3 / MLP / mul, forward"),
         ("y", "y"),
     ],
 )

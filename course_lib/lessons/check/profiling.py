@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from course_lib.lessons import case_study
+from course_lib.lessons import case_study, profiling_study
 from course_lib.lessons.check.answers import (
     WrongAnswer,
     call,
     close,
+    equations,
     exercise,
     predicted,
     require,
@@ -134,12 +135,8 @@ def _loss(w, x):
 
 def _stacked_mib(loss):
     """Returns the MiB of the arrays that a loss saves for each layer and of w's gradients."""
-    saved = [
-        array.bytes
-        for array in rematerialization.residuals(loss, _W, _X)
-        if array.shape[:1] == (N,) and not array.why.startswith("argument")
-    ]
-    return (sum(saved) + 4 * N * D * D) / 2**20
+    saved = profiling_study.of_each_layer(rematerialization.residuals(loss, _W, _X), N)
+    return (sum(array.bytes for array in saved) + 4 * N * D * D) / 2**20
 
 
 @exercise
@@ -162,6 +159,12 @@ def stacked(mib):
         f"{mib}: one array of {one:.0f} MiB is missing. The backward pass of a layer needs"
         " its input and the derivative of its tanh.",
     )
+    require(
+        mib != right + one,
+        f"{mib}: one array of {one:.0f} MiB too many. The result of a tanh is the next layer's"
+        " input: it is saved once.",
+    )
+    require(mib != right * 2**20, f"{mib}: these are bytes. Divide by 2^20.")
     require(
         abs(mib - right) < 0.5,
         f"{mib} MiB; counted, it is {'less' if mib > right else 'more'}.",
@@ -186,6 +189,13 @@ def stack_less(your_loss):
         "The gradient is not that of the scan. Is something stopped on its way back?",
     )
     before, after = _stacked_mib(_loss), _stacked_mib(your_loss)
+    program = jax.make_jaxpr(your_loss)(w, x).jaxpr
+    names = {eqn.primitive.name for eqn in equations(program)}
+    require(
+        after < before or not any("checkpoint" in name or "remat" in name for name in names),
+        "It still stacks as much as the loss in the stub. `jax.checkpoint` saves the input of"
+        " its function, which is as large here: put the whole layer into it, product and tanh.",
+    )
     require(
         after < before,
         "It still stacks as much as the loss in the stub (counted in JAX, before the compiler"
@@ -212,7 +222,11 @@ def named_part(your_step):
     yours = call(your_step, w, x, hint=hint)
     scopes = set(profiling.op_scopes(jax.jit(your_step).lower(w, x).compile()).values())
     named = [scope for scope in scopes if "penalty" in scope]
-    require(named, f'No operation carries the name "penalty"; there are {len(scopes)} scopes.')
+    require(
+        named,
+        f'No operation carries the name "penalty"; there are {len(scopes)} scopes.'
+        " `jax.named_scope` names operations; `TraceAnnotation` would name Python's time.",
+    )
     require(
         len(named) < len(scopes),
         "Every operation carries the name. Name the penalty alone.",
@@ -243,7 +257,12 @@ def named_part(your_step):
 
     new = yours[0] if isinstance(yours, tuple) else yours
     require(
-        jnp.shape(new) == w.shape and close(new, w - 0.1 * jax.grad(loss)(w)),
+        jnp.shape(new) == w.shape,
+        f"The name is right. Return the new w, of shape {w.shape}, or a pair that begins with"
+        f" it; yours has shape {jnp.shape(new)}.",
+    )
+    require(
+        close(new, w - 0.1 * jax.grad(loss)(w)),
         "The name is right, the numbers are not: return `w - 0.1 * gradient` of the loss in"
         " the task.",
     )
@@ -267,11 +286,14 @@ def mfu(your_mfu):
             " did",
         ),
         (100, "a share lies between 0 and 1; this is a percentage"),
+        (0.5**2, "this multiplies by the seconds; divide by them"),
+        (27.8e12, "these are FLOPs per second; divide them by the peak rate"),
+        (1 / right**2, "this is the inverse of the share"),
     ):
-        require(abs(yours / right / factor - 1) > 1e-3, f"{yours:.3f}: {reason}.")
+        require(abs(yours / right / factor - 1) > 1e-3, f"{yours:.3g}: {reason}.")
     require(
         abs(yours / right - 1) < 1e-3,
-        f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: {yours:.3f} is too"
+        f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: {yours:.3g} is too"
         f" {'much' if yours > right else 'little'}.",
     )
     other = call(your_mfu, 1e12, 2.0, 10e12, hint="")
@@ -294,6 +316,7 @@ def on_h100(seconds, floor):
     a5000, h100 = hardware.get("a5000"), hardware.get("h100")
     faster = h100.peak("bfloat16") / a5000.peak("bfloat16")
     for factor, reason in (
+        (faster / 1e3, "these are milliseconds"),
         (1 / faster, "an H100 has the higher peak rate, so the step becomes shorter"),
         (
             h100.memory_bandwidth / a5000.memory_bandwidth,
