@@ -4,6 +4,7 @@ Solutions are checked in `tests/test_solutions.py`, where they stand in the note
 """
 
 import inspect
+import math
 
 import bucket_answers
 import flash_answers
@@ -267,6 +268,19 @@ def smallest(fits, candidates=None):
 
 def peak(M, arguments, parameters, activations):
     return arguments + 4 * parameters + activations / M
+
+
+def gives_up_early(budget, arguments, parameters, activations, batch_size):
+    """Returns in the first turn of its loop, whether M = 1 fits or not."""
+    for M in range(1, batch_size + 1):
+        if batch_size % M == 0 and peak(M, arguments, parameters, activations) <= budget:
+            return M
+        return None
+
+
+def solves_for_m(budget, arguments, parameters, activations, batch_size):
+    """Rounds up to the next integer, which need not divide the batch."""
+    return math.ceil(activations / (budget - arguments - 4 * parameters))
 
 
 def best(copy, after=False):
@@ -596,7 +610,7 @@ WRONG = [
         (smallest(lambda M, a, p, b: a + 16 * p + b / M),),
         "returned None",
     ),
-    (check.smallest_number_of_minibatches, (lambda *sizes: 2,), "too much"),
+    (check.smallest_number_of_minibatches, (lambda *sizes: 1,), "too much"),
     (check.scaled_step, (step(unscaled=False),), "too long"),
     (check.scaled_step, (step(scaled=False, unscaled=False),), "became zero"),
     (check.scaled_step, (step(skips=False),), "skip"),
@@ -657,7 +671,22 @@ WRONG = [
     (check.forgotten_division, (4, 4), "Adam"),
     (check.forgotten_division, (1, 1), "SGD"),
     (check.forgotten_division, (0.25, 4), "common factor"),
-    (check.smallest_number_of_minibatches, (smallest(peak, range(1, 65)),), "divide"),
+    (check.smallest_number_of_minibatches, (smallest(peak, range(1, 65)),), "divisor"),
+    (
+        check.smallest_number_of_minibatches,
+        (solves_for_m,),
+        "3 is no divisor of 64, so the minibatches would be of unequal size",
+    ),
+    (
+        check.smallest_number_of_minibatches,
+        (gives_up_early,),
+        "with M = 4 the peak is 0.5 + 0.37 + 5.00 = 5.87 GiB. Do you return None before all",
+    ),
+    (
+        check.smallest_number_of_minibatches,
+        (lambda budget, a, p, b, n: b / (budget - a - 4 * p),),
+        "Try divisors only",
+    ),
     (
         check.smallest_number_of_minibatches,
         (smallest(lambda M, a, p, b: a + b / M),),

@@ -19,6 +19,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgba
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.text import Annotation, Text
 from traitlets.config import Config
 
@@ -521,6 +522,24 @@ def test_a_block_shows_how_much_each_operation_saves_and_says_what_is_computed_a
     assert [bar.get_facecolor()[3] for bar in bars] == [1, 0, 1, 1]
     labels = {t.get_text() for t in texts(figure)}
     assert {"512 MiB, 2.0 GiB recomputed", "nothing", "1.0 GiB", "scores"} <= labels
+
+
+def test_a_box_that_is_not_chained_stands_below_the_chain_without_arrows():
+    weights = {"part": "attention", "name": "weights", "bytes": GIB, "chained": False}
+    with_weights = figures.block([*BLOCK[:2], weights, BLOCK[2]])
+    alone = figures.block(BLOCK)
+    arrows, boxes = (
+        [sum(isinstance(p, kind) for p in f.axes[0].patches) for f in (alone, with_weights)]
+        for kind in (FancyArrowPatch, FancyBboxPatch)
+    )
+    assert arrows == [7, 7] and boxes == [3, 4]
+
+
+@pytest.mark.parametrize("chained", [[False, True], [False, False]])
+def test_a_branch_of_a_block_begins_with_its_chain(chained):
+    rows = [{"part": "MLP", "name": "a", "bytes": 1, "chained": value} for value in chained]
+    with pytest.raises(ValueError, match="chained rows of MLP must come first"):
+        figures.block(rows)
 
 
 def test_a_tape_stacks_its_kinds_up_to_the_peak_and_marks_it():

@@ -156,53 +156,72 @@ def smallest_number_of_minibatches(your_smallest):
 
     `budget`, `arguments` and `activations` are bytes. It returns None if no number fits.
     """
-    gib = 2**30
-
-    def sizes(budget, parameters=100e6, batch_size=64):
-        return budget * gib, 0.5 * gib, parameters, 20 * gib, batch_size
-
-    hint = "Write the peak as a function of M first: arguments + accumulator + activations / M."
-    yours = call(your_smallest, *sizes(8), hint=hint)
-    require(yours == int(yours), f"M is an integer, not {yours}.")
-    require(
-        yours != 3,
-        "3 does not divide a batch of 64: the minibatches would be of unequal size.",
+    hint = (
+        "Write the peak as a function of M first: arguments + 4 * parameters + activations / M."
+        " Then try the divisors of `batch_size`, from 1 up, and return the first one whose peak"
+        " is at most `budget`."
     )
-    require(
-        yours >= 4,
-        f"8 GiB: with M = {yours} the peak is {0.5 + 0.37 + 20 / max(yours, 1):.1f} GiB,"
-        " too much.",
-    )
-    require(yours == 4, f"8 GiB: with M = {yours} it fits, and with fewer it fits, too.")
-
-    yours = run(your_smallest, *sizes(2.1))
-    require(
-        yours != 16,
-        "2.1 GiB: with M = 16 it needs 0.5 + 0.37 + 1.25 = 2.12 GiB. Is the accumulator"
-        " counted, 4 bytes per parameter?",
-    )
+    call(your_smallest, *_bytes(24, 100e6, 64), hint=hint)  # the whole batch fits
     for budget, parameters, batch_size, right in (
+        (24, 100e6, 64, 1),
+        (8, 100e6, 64, 4),
         (2.1, 100e6, 64, 32),
         (1.2, 100e6, 64, 64),
         (3.2, 5e8, 96, 24),
     ):
+        yours = run(your_smallest, *_bytes(budget, parameters, batch_size))
+        wrong = _what_is_wrong(yours, budget, parameters, batch_size, right)
         case = (
-            f"{budget} GiB, {parameters / 1e6:.0f} million parameters, a batch of {batch_size}"
+            f"budget {budget} GiB, arguments 0.5 GiB, {parameters / 1e6:.0f} million"
+            f" parameters, activations 20 GiB, a batch of {batch_size}"
         )
-        yours = run(your_smallest, *sizes(budget, parameters, batch_size))
-        require(yours is not None, f"{case}: you returned None, but some M fits.")
-        require(
-            yours == right,
-            f"{case}: M = {yours} is not the smallest that fits. M may be any divisor of"
-            f" {batch_size}: also {batch_size} itself, and divisors that are no powers of two.",
-        )
-    impossible = run(your_smallest, *sizes(1))
+        require(wrong is None, f"With {case}: {wrong}")
+    impossible = run(your_smallest, *_bytes(1, 100e6, 64))
     require(
         impossible is None,
         f"1 GiB: you returned {impossible}. No M fits: one sequence alone needs 1.18 GiB."
         " Return None.",
     )
     return "and below 1.18 GiB no number of minibatches helps."
+
+
+def _bytes(budget, parameters, batch_size):
+    """Returns the arguments of a case of `smallest_number_of_minibatches`; the budget is in
+    GiB, and arguments and activations are those of every case.
+    """
+    return budget * 2**30, 0.5 * 2**30, parameters, 20 * 2**30, batch_size
+
+
+def _what_is_wrong(yours, budget, parameters, batch_size, right):
+    """Returns a sentence about a wrong number of minibatches, None for the right one."""
+    accumulator = 4 * parameters / 2**30
+
+    def peak(M):
+        parts = f"0.5 + {accumulator:.2f} + {20 / M:.2f}"
+        return f"the peak is {parts} = {0.5 + accumulator + 20 / M:.2f} GiB"
+
+    if yours is None:
+        return (
+            f"you returned None, but with M = {right} {peak(right)}. Do you return None before"
+            " all divisors are tried?"
+        )
+    if yours != int(yours) or yours < 1 or batch_size % yours:
+        return (
+            f"{yours} is no divisor of {batch_size}, so the minibatches would be of unequal"
+            " size. Try divisors only."
+        )
+    if yours < right:
+        forgotten = 0.5 + 20 / yours <= budget
+        return f"with M = {yours} {peak(yours)}, too much." + (
+            " Is the accumulator counted, 4 bytes per parameter?" if forgotten else ""
+        )
+    if yours > right:
+        return (
+            f"M = {yours} is not the smallest that fits: with M = {right} {peak(right)}. M may"
+            f" be any divisor of {batch_size}: 1, {batch_size} itself, and divisors that are no"
+            " powers of two."
+        )
+    return None
 
 
 @exercise

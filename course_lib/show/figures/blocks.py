@@ -17,16 +17,20 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
       operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"),
         "name", "bytes" saved for the backward pass, and optionally "again": the bytes that a
         rematerialization policy drops and computes again. Consecutive rows of one part form a
-        branch beside the residual stream.
+        branch beside the residual stream, a chain from the first to the last. A row with
+        "chained" False, such as a copy of the weights, is no part of the chain: it stands below
+        it, after the last chained row of its part, in a grey box without arrows.
       title: of the picture.
 
     Raises:
-      ValueError: if there is none, or a part is no kind.
+      ValueError: if there is none, a part is no kind, or a chained row follows one that is
+        not.
     """
-    rows = [{"again": 0, **row} for row in operations]
+    rows = [{"again": 0, "chained": True, **row} for row in operations]
     style.refuse_none("operations", len(rows), "rows with part, name and bytes")
     if unknown := {row["part"] for row in rows} - set(style.KINDS):
         raise ValueError(f"part={sorted(unknown)} must be of {', '.join(style.KINDS)}")
+    branches = _branches(rows)
     figure = Figure(figsize=(8.5, 1.0 + 0.42 * len(rows)), layout="constrained")
     flow, bars = figure.subplots(1, 2, width_ratios=(1, 1.6), sharey=True)
     flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
@@ -34,13 +38,9 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     most = max(row["bytes"] + row["again"] for row in rows) or 1
     for y, row in enumerate(rows):
         color, hatch = style.KINDS[row["part"]]
-        box = FancyBboxPatch(
-            (0.3, y - 0.3), 0.68, 0.6, boxstyle="round,pad=0.0,rounding_size=0.05",
-            facecolor="white", edgecolor=color, linewidth=1.6,
-        )  # fmt: skip
-        flow.add_patch(box)
+        flow.add_patch(_box(y, color) if row["chained"] else _box(y))
         flow.text(0.64, y, row["name"], ha="center", va="center", fontsize=9)
-        if y and rows[y - 1]["part"] == row["part"]:
+        if row["chained"] and all(y != first for first, *_ in branches):
             flow.add_patch(_arrow((0.64, y - 0.7), (0.64, y - 0.3)))
         bar = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
         bars.barh(y, row["bytes"], height=0.6, **bar)
@@ -50,8 +50,8 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
             bars.barh(y, row["again"], height=0.6, left=row["bytes"], **bar)
             text += f", {style.size(row['again'])} recomputed"
         style.write(bars, text, row["bytes"] + row["again"], y)
-    for first, last in _branches(rows):
-        flow.add_patch(_arrow((0.12, first - 0.75), (0.12, last + 0.75)))
+    for first, last, end in branches:
+        flow.add_patch(_arrow((0.12, first - 0.75), (0.12, end + 0.75)))
         flow.add_patch(_arrow((0.12, first - 0.5), (0.3, first)))
         flow.add_patch(_arrow((0.3, last), (0.12, last + 0.55)))
         flow.text(0.06, last + 0.5, "+", ha="center", va="center", fontsize=12)
@@ -63,6 +63,19 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     return figure
 
 
+def _box(y: int, color: str | None = None) -> FancyBboxPatch:
+    """Returns the box of a row: white with a coloured edge, or grey without an edge."""
+    return FancyBboxPatch(
+        (0.3, y - 0.3),
+        0.68,
+        0.6,
+        boxstyle="round,pad=0.0,rounding_size=0.05",
+        facecolor="white" if color else "#ECECEC",
+        edgecolor=color or "none",
+        linewidth=1.6,
+    )
+
+
 def _arrow(
     start: tuple[style.Number, style.Number], end: tuple[style.Number, style.Number]
 ) -> FancyArrowPatch:
@@ -71,7 +84,18 @@ def _arrow(
     )
 
 
-def _branches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Returns the first and last of consecutive rows with the same part, for each part."""
+def _branches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
+    """Returns for each part the first row, the last chained row, and the last row."""
     starts = [y for y in range(len(rows)) if not y or rows[y - 1]["part"] != rows[y]["part"]]
-    return list(zip(starts, [*(start - 1 for start in starts[1:]), len(rows) - 1], strict=True))
+    ends = [*(start - 1 for start in starts[1:]), len(rows) - 1]
+    branches = []
+    for first, end in zip(starts, ends, strict=True):
+        chained = [row["chained"] for row in rows[first : end + 1]]
+        length = sum(chained)
+        if not length or not all(chained[:length]):
+            raise ValueError(
+                f"operations: the chained rows of {rows[first]['part']} must come first, and"
+                " there must be one: the others stand below the chain"
+            )
+        branches.append((first, first + length - 1, end))
+    return branches
