@@ -28,9 +28,6 @@ from course_lib.one_device.rematerialization import Residual
 from course_lib.show import figures
 from course_lib.text import data
 
-PRODUCT = re.compile("dot|ynn|gemm|cublas")
-"""Occurs in XLA's names of matrix products, on CPUs and GPUs."""
-
 TRAFFIC = {
     "matrix products": ("matmul",),
     "elementwise, sums": ("elementwise", "reduce"),
@@ -56,28 +53,45 @@ def first_batch(config: ConfigDict | FrozenConfigDict) -> data.Batch:
     return batch
 
 
+def products(compiled: jax.stages.Compiled) -> frozenset[str]:
+    """Returns the names of a program's matrix products, alone or fused with other operations.
+
+    A name does not say it: XLA:CPU calls fusions of a softmax `ynn_fusion`, too.
+    """
+    parts = hlo.parse(compiled.as_text()).computations.values()
+    return frozenset(i.name for p in parts for i in p.instructions if kind_of(i) == "matmul")
+
+
 def milliseconds_by_phase(
-    events: Sequence[profiling.Event], phase: Callable[[profiling.Event], str]
+    events: Sequence[profiling.Event],
+    phase: Callable[[profiling.Event], str],
+    matmuls: frozenset[str],
 ) -> list[dict[str, Any]]:
     """Adds up the self time of a step's operations, by phase.
 
     Args:
       events: the operations of one step (`profiling.Trace.during`).
       phase: returns the phase of an operation, one of `figures.PHASES`.
+      matmuls: names of the program's matrix products (`products`).
 
     Returns:
       A row per phase that occurs, in the order of a step: its "products", "all else" and
       "together" in ms, and its "share" of all self time, a fraction of 1.
+
+    Raises:
+      ValueError: if a phase is not in `figures.PHASES`.
     """
     ms: dict[tuple[str, bool], float] = collections.defaultdict(float)
     for event in events:
-        ms[phase(event), bool(PRODUCT.search(event.op))] += 1e3 * event.self_time
+        if (name := phase(event)) not in figures.PHASES:
+            raise ValueError(f"phase={name!r} must be one of {tuple(figures.PHASES)}")
+        ms[name, event.op in matmuls] += 1e3 * event.self_time
     total = sum(ms.values())
     rows = []
     for name in figures.PHASES:
-        products, rest = ms[name, True], ms[name, False]
-        if together := products + rest:
-            row = {"phase": name, "products": products, "all else": rest}
+        of_products, rest = ms[name, True], ms[name, False]
+        if together := of_products + rest:
+            row = {"phase": name, "products": of_products, "all else": rest}
             rows.append(row | {"together": together, "share": together / total})
     return rows
 
@@ -116,7 +130,8 @@ def few_layers(
 
 def of_each_layer(residuals: Sequence[Residual], layers: int) -> list[Residual]:
     """Selects the arrays that a scan over `layers` layers saves for each of them: those that
-    begin with this dimension and are no arguments.
+    begin with this dimension and are no arguments. No other dimension that comes first, such as
+    that of the batch, may have this size.
     """
     return [
         array
@@ -129,8 +144,10 @@ def in_words(array: Residual, seq_len: int) -> str:
     """Names in the model's words an array that a scan over blocks saves for each of them.
 
     Args:
-      array: one of `of_each_layer`, of the library's Transformer.
-      seq_len: L, which tells queries [N, B, L, H, K] from scores [N, B, H, L, L].
+      array: one of `of_each_layer`, of the library's Transformer: attention's modules have
+        "attn" in their names, and all else of a block is its MLP.
+      seq_len: L, which tells queries [N, B, L, H, K] from scores [N, B, H, L, L]. It must not
+        equal the number of heads H.
 
     Returns:
       A path into the model: "block / MLP / hidden layer, GELU".

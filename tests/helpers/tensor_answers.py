@@ -89,6 +89,18 @@ def halves(in_place=True, n=None):
     return product
 
 
+def same_rows(x, kernel):
+    upper, _ = jnp.split(kernel, 2)
+    return halves()(x, jnp.concatenate([upper, upper]))
+
+
+def not_turned(x, kernel):
+    d, (right, left) = jax.lax.axis_index("tensor"), jnp.split(x, 2, axis=1)
+    alone = [(right, jnp.zeros_like(left)), (jnp.zeros_like(right), left)]
+    first, second = (halves()(jnp.concatenate(each, axis=1), kernel) for each in alone)
+    return jnp.roll(first, 2 * d, axis=0) + jnp.roll(second, -2 * d, axis=0)
+
+
 def whole_parts(x, kernel):
     """Sends whole parts, half of them each way: on four devices two right and one left."""
     n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
@@ -270,6 +282,8 @@ WRONG = [
     (check.two_way_product, (one_ring(),), "one way around"),
     (check.two_way_product, (one_ring(False),), "wrong order"),
     (check.two_way_product, (halves(False),), "same positions"),
+    (check.two_way_product, (same_rows,), "belong to the other half"),
+    (check.two_way_product, (not_turned,), "order of arrival. Turn"),
     (check.two_way_product, (one_ring(False, backwards=False),), "wrong order"),
     (check.two_way_product, (halves(n=4),), "wrong on two"),
     (check.two_way_product, (whole_parts,), "one direction carries more"),
@@ -292,7 +306,7 @@ WRONG = [
     (check.merge, (merged(finite_top=True),), "return the larger top"),
     (check.ulysses, (alone,), "own two positions"),
     (check.ulysses, (gathered_keys,), "are gathered"),
-    (check.ulysses, (exchanged(back=False),), "shape"),
+    (check.ulysses, (exchanged(back=False),), "a fourth all-to-all"),
     (check.ulysses, (lambda query, *others: 0 * query,), "Not the attention"),
     (check.work_in_order, (17,), "zigzag"),
     (check.work_in_order, (32,), "first step"),

@@ -7,7 +7,7 @@ import pytest
 
 from course_lib import configs, measure
 from course_lib.lessons import profiling_study
-from course_lib.measure import hardware, recorded, virtual
+from course_lib.measure import hardware, hlo, recorded, virtual
 from course_lib.measure.traffic import KINDS
 from course_lib.one_device import profiling, rematerialization
 from course_lib.show import figures
@@ -52,14 +52,36 @@ def test_phases_add_up_self_time_apart_for_products_and_in_the_order_of_a_step()
         event("dot.7", 4.0, 4.0),
     ]
     rows = profiling_study.milliseconds_by_phase(
-        events, lambda event: "backward" if event.start >= 4 else "forward"
+        events,
+        lambda event: "backward" if event.start >= 4 else "forward",
+        frozenset({"ynn_fusion.3", "dot.7"}),
     )
+    assert sum(row["share"] for row in rows) == 1
     assert [row["phase"] for row in rows] == ["forward", "backward"]
     forward, backward = rows
     assert (forward["products"], forward["all else"]) == (3000, 1000)
     assert (backward["products"], backward["together"]) == (4000, 4000)
     assert forward["share"] == backward["share"] == 0.5
     assert set(figures.PHASES) > {"forward", "backward"}
+
+
+def test_a_phase_without_a_row_is_refused():
+    with pytest.raises(ValueError, match="phase='elsewhere' must be one of"):
+        profiling_study.milliseconds_by_phase(
+            [event("dot", 0.0, 1.0)], lambda event: "elsewhere", frozenset()
+        )
+
+
+def test_products_are_the_dots_of_a_program_and_not_its_softmax():
+    def fn(w, x):
+        return jax.nn.softmax(jnp.tanh(x @ w)) @ w
+
+    w, x = jnp.ones((256, 256)), jnp.ones((64, 256))
+    compiled = jax.jit(fn).lower(w, x).compile()
+    entry = {i.name for i in hlo.parse(compiled.as_text()).entry.instructions}
+    assert len(entry & profiling_study.products(compiled)) == 2 < len(entry)
+    alone = profiling_study.products(jax.jit(jax.nn.softmax).lower(x).compile())
+    assert not alone
 
 
 def test_the_shortest_step_of_a_trace_and_its_longest_gap_are_in_ms():
@@ -171,3 +193,8 @@ def test_the_records_have_the_rows_of_the_notebook():
     assert [row["case"] for row in table.rows] == ["scan", "scan, remat", "unrolled"]
     for row in table.rows:
         assert sum(row["kinds"].values()) == sum(row["phases"].values())
+    scan, again, plain = (profiling_study.moved(row["kinds"]) for row in table.rows)
+    assert again["fill"] + again["dynamic-update-slice"] < (
+        scan["fill"] + scan["dynamic-update-slice"]
+    )
+    assert plain["dynamic-update-slice"] == 0

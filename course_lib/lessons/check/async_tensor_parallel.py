@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import (
@@ -78,6 +79,30 @@ def two_way_product(your_product):
             not turned,
             "The right products in the wrong order: a device met the parts in an order of its"
             " own. Which part is it that arrives at each step?",
+        )
+        (first, second), (upper, lower) = jnp.split(x, 2, axis=1), jnp.split(kernel, 2)
+        for a, b in ((upper, upper), (lower, lower), (lower, upper)):
+            require(
+                not close(yours, first @ a + second @ b),
+                "A half of the features is multiplied with the rows of the kernel that belong"
+                " to the other half.",
+            )
+        of_first, of_second = np.asarray(first @ upper), np.asarray(second @ lower)
+        arrived = all(
+            any(
+                close(
+                    yours[:, columns],
+                    np.roll(of_first[:, columns], 2 * i, axis=0)
+                    + np.roll(of_second[:, columns], 2 * j, axis=0),
+                )
+                for i, j in itertools.product(range(n), repeat=2)
+            )
+            for columns in (slice(3 * d, 3 * d + 3) for d in range(n))
+        )
+        require(
+            not arrived,
+            "Each half is right, but in the order of arrival. Turn each one back by as many"
+            " parts as `axis_index` says before you add them.",
         )
         require(
             False,

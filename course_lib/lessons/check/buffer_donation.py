@@ -40,9 +40,9 @@ def aliased_bytes(momentum, plain):
         compiled = jax.jit(step, donate_argnums=0).lower(state, jnp.ones(P)).compile()
         return buffer_donation.report(compiled).aliased_bytes / P
 
-    for name, guess, optimizer, reason in (
-        ("With momentum", momentum, optax.sgd(0.1, momentum=0.9), "parameter and momentum"),
-        ("Without momentum", plain, optax.sgd(0.1), "the parameter alone"),
+    for name, guess, optimizer in (
+        ("With momentum", momentum, optax.sgd(0.1, momentum=0.9)),
+        ("Without momentum", plain, optax.sgd(0.1)),
     ):
         right = measured(optimizer)
         require(
@@ -52,8 +52,8 @@ def aliased_bytes(momentum, plain):
         )
         require(
             guess == right,
-            f"{name}: {guess} is too {'many' if guess > right else 'few'}. The step aliases"
-            f" {reason}, in float32.",
+            f"{name}: {guess} is too {'many' if guess > right else 'few'}. Count the float32"
+            " numbers per parameter in `(params, opt_state)`.",
         )
     return "the state is aliased, and nothing else."
 
@@ -77,7 +77,7 @@ def best_state(your_loop):
         losses.append(float(loss))
     best = min(range(6), key=losses.__getitem__)
 
-    hint = "Copy the parameters before the step that donates them."
+    hint = "Which arrays still exist after `step(w)`?"
     result = call(your_loop, step, jnp.array([start]), 6, hint=hint)
     require(
         isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == (),

@@ -195,8 +195,8 @@ def mean_gradient(your_gradient):
     ratio = float(np.linalg.norm(yours[0]) / np.linalg.norm(right))
     require(
         not close(yours[0], 8 * right),
-        "8 times too large: a sum over devices where the mean was meant. The gradient of a"
-        " shared w comes summed, and `pmean` of equal sums changes nothing.",
+        "8 times too large: a sum over devices where the mean was meant. (If w is shared, its"
+        " gradient comes summed already, and `pmean` of equal sums changes nothing.)",
     )
     require(
         not close(yours[0], 64 * right),

@@ -123,13 +123,19 @@ def ulysses(your_attention):
         cut,
         attend,
         hint="`jax.lax.all_to_all(x, 'context', split_axis, concat_axis, tiled=True)` exchanges"
-        " positions for heads.",
+        " positions for heads: `split_axis` is the dimension that is cut now, `concat_axis` the"
+        " one that was cut before.",
     )
     yours, ledger = compiled(divided, mesh, *args)
     with jax.default_matmul_precision("highest"):
         right = attend(*args)
         right_gradient = gradient(attend, weights)(*args)
         alone = jax.shard_map(attend, mesh=mesh, in_specs=(cut,) * 3, out_specs=cut)(*args)
+    require(
+        jnp.shape(yours) != (1, 32, 1, 3),
+        "Each device still has all 8 positions of one head, [1, 8, 1, 3]: a fourth all-to-all"
+        " brings its own positions back.",
+    )
     same_shapes(yours, right, "the output")
     require(
         not close(yours, alone),

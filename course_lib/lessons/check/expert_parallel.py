@@ -196,7 +196,8 @@ def expert_layer(your_layer):
         (cut,) * 3,
         cut,
         hint="`jax.lax.all_to_all(x, 'expert', split_axis, concat_axis, tiled=True)` brings"
-        " each device the tokens of its own experts.",
+        " each device the tokens of its own experts. On the way back the two axes change"
+        " places.",
     )
     yours, ledger = compiled(divided, mesh, room, up, down)
     with jax.default_matmul_precision("highest"):

@@ -48,6 +48,7 @@ def accumulation(your_accumulate):
             hint="Start from zeros shaped like `params`, and add one part's gradient at a"
             " time.",
         )
+        unweighted = jax.grad(loss_sum)(params, *batch[:2], jnp.ones(8))
     right = jax.tree.map(lambda g: g / weight.sum(), whole)
     counts = [max(float(weight[i : i + 2].sum()), 1.0) for i in range(0, 8, 2)]
     means = jax.tree.map(lambda *g: sum(a / c for a, c in zip(g, counts, strict=True)), *parts)
@@ -60,6 +61,14 @@ def accumulation(your_accumulate):
     require(
         not close(yours, jax.tree.map(lambda g: g / len(weight), whole)),
         "The sum was divided by the number of examples: divide by their total weight.",
+    )
+    require(
+        not close(yours, jax.tree.map(lambda g: g / 4, whole)),
+        "The sum was divided by the number of parts: divide by the total weight.",
+    )
+    require(
+        not close(yours, jax.tree.map(lambda g: g / len(weight), unweighted)),
+        "Every example counts once here: multiply each one's loss by its weight.",
     )
     require(
         not close(yours, jax.tree.map(lambda g: g / 4, means)),
@@ -156,11 +165,7 @@ def smallest_number_of_minibatches(your_smallest):
 
     `budget`, `arguments` and `activations` are bytes. It returns None if no number fits.
     """
-    hint = (
-        "Write the peak as a function of M first: arguments + 4 * parameters + activations / M."
-        " Then try the divisors of `batch_size`, from 1 up, and return the first one whose peak"
-        " is at most `budget`."
-    )
+    hint = "Which parts of the peak depend on M? Compute it on paper for M = 1 and M = 2 first."
     call(your_smallest, *_bytes(24, 100e6, 64), hint=hint)  # the whole batch fits
     for budget, parameters, batch_size, right in (
         (24, 100e6, 64, 1),

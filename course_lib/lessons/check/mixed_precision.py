@@ -73,6 +73,11 @@ def scaled_step(your_step):
     rate = 2.0**20
     yours = call(your_step, loss, params, 2.0**14, rate, hint=hint)
     same_shapes(yours, params, "the new parameters")
+    require(
+        np.isfinite(np.asarray(yours["w"])).all(),
+        "Not finite, though the scaled gradient is: something after it is computed in float16."
+        " Are the parameters that you differentiate float32?",
+    )
     right = {"w": params["w"] - rate * 2 * params["w"] * 2.0**-25}
     unscaled = {"w": params["w"] - rate * 2 * params["w"] * 2.0**-25 * 2.0**14}
     require(

@@ -205,8 +205,8 @@ def stack_less(your_loss):
     require(
         after >= least,
         "No activations are stacked for the layers: the whole scan is recomputed as one piece,"
-        " and stacks as much as before then, or it is no scan any more. Put `jax.checkpoint`"
-        " around one layer, inside the scan.",
+        " and stacks as much as before then, or it is no scan any more. How much would be"
+        " stacked if one layer at a time were recomputed?",
     )
     require(after == least, f"{after:.0f} MiB are stacked; {least:.0f} are possible.")
     return f"{after:.0f} MiB are stacked instead of {before:.0f}."
@@ -225,7 +225,8 @@ def named_part(your_step):
     require(
         named,
         f'No operation carries the name "penalty"; there are {len(scopes)} scopes.'
-        " `jax.named_scope` names operations; `TraceAnnotation` would name Python's time.",
+        " `jax.named_scope` names operations; `TraceAnnotation` would name Python's time, and"
+        " what does not change the result is not compiled.",
     )
     require(
         len(named) < len(scopes),
