@@ -162,7 +162,7 @@ def summary() -> str:
                     backtest.errors_after_one_step(predictions)
                 ),
                 "pairs in the right order": _in_order(pairs),
-                "pairs that differ only in layout": _in_order(backtest.of_layouts(pairs)),
+                "pairs of layouts": _in_order(backtest.of_layouts(pairs)),
             }
         )
         compared.append(

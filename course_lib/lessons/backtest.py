@@ -263,7 +263,12 @@ def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Predicti
 def same_mfu(rows: Sequence[Row], fitted_to: Sequence[Row]) -> list[SameMfu]:
     """Predicts all rows by the one MFU that fits some of them with the least median error, to a
     thousandth.
+
+    Raises:
+      ValueError: if `fitted_to` is empty.
     """
+    if not fitted_to:
+        raise ValueError("fitted_to must have at least one published step")
     mfu = min(
         (n / 1000 for n in range(200, 800)),
         key=lambda mfu: statistics.median(abs(SameMfu(row, mfu).error) for row in fitted_to),
@@ -393,8 +398,8 @@ def of_layouts(
     found: Sequence[tuple[Prediction, Prediction]],
 ) -> list[tuple[Prediction, Prediction]]:
     """Returns the pairs with other axes or chunks, but as many GPUs, the same batch and the
-    same recomputation. Most differ in their microbatch, too. `estimate.choose` asks for their
-    order.
+    same recomputation. Most differ in their microbatch, too, and those of dgxc_benchmarking in
+    the release of the software. `estimate.choose` asks for their order.
     """
 
     def task(row: Row) -> tuple[int, int, str]:

@@ -268,9 +268,11 @@ def meshes(
       kinds: of `KINDS`.
 
     Raises:
-      ValueError: if `kinds` are not of `KINDS`.
+      ValueError: if `kinds` are not of `KINDS`, or `count` is no whole number of at least 1.
     """
     _check_names("kinds", kinds, KINDS)
+    if type(count) is not int or count < 1:
+        raise ValueError(f"count={count!r} must be a whole number of GPUs, at least 1")
     heads = (shape.heads, shape.kv_heads or shape.heads, shape.mlp)
     tensor = [t for t in SIZES if not any(size % t for size in heads)]
     for kind in kinds:

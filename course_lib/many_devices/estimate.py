@@ -113,7 +113,13 @@ def shape_of(config: ConfigDict) -> Shape:
 
 
 def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> Plan:
-    """Returns how this course's program trains a model. Arguments as for `estimate`."""
+    """Returns how this course's program trains a model. Arguments as for `estimate`.
+
+    Raises:
+      ValueError: if there is no axis "data".
+    """
+    if "data" not in axes:
+        raise ValueError(f"axes={dict(axes)} must have an axis 'data'; give it size 1")
     model, sharded = config.model, strategy.zero == 3
     width = jnp.dtype(model.dtype).itemsize
     stored = jnp.dtype(config.optimizer.param_dtype).itemsize

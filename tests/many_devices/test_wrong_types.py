@@ -12,6 +12,7 @@ from course_lib.lessons import backtest, frameworks
 from course_lib.many_devices import cluster_model, estimate, meshes, step_model
 from course_lib.many_devices.cluster_model import Cluster, Group, all_gather, network_share
 from course_lib.many_devices.plans import Plan, Shape
+from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hardware
 
 h100 = hardware.get("h100")
@@ -35,6 +36,13 @@ for call, words in (
     (lambda: step_model.breakdown(plan, shape, cluster), "shape=Plan(...) must be a Shape"),
     (lambda: step_model.breakdown(shape, plan, h100), "must be a Cluster: Cluster("),
     (lambda: estimate.choose(config, cluster, reorder="no"), "reorder='no' must be True or"),
+    (lambda: list(frameworks.meshes(shape, "64")), "count='64' must be a whole number of GPUs"),
+    (lambda: list(frameworks.meshes(shape, 0)), "count=0 must be a whole number of GPUs"),
+    (lambda: backtest.same_mfu(backtest.load(), []), "fitted_to must have at least one"),
+    (
+        lambda: estimate.plan_of(config, {"tensor": 8}, Strategy()),
+        "axes={'tensor': 8} must have an axis 'data'",
+    ),
     (lambda: backtest.predict([None]), "rows=None must be rows of backtest.load()"),
     (lambda: estimate.choose(config, 64), "cluster=64 must be a Cluster: Cluster("),
     (lambda: estimate.choose("80gb", cluster), "config='80gb' must be a configuration"),
