@@ -88,13 +88,15 @@ def two_way_product(your_product):
                 " to the other half.",
             )
         of_first, of_second = np.asarray(first @ upper), np.asarray(second @ lower)
+        last_first = of_first.reshape(n, 2, -1)[::-1].reshape(of_first.shape)
         arrived = all(
             any(
                 close(
                     yours[:, columns],
-                    np.roll(of_first[:, columns], 2 * i, axis=0)
+                    np.roll(going_right[:, columns], 2 * i, axis=0)
                     + np.roll(of_second[:, columns], 2 * j, axis=0),
                 )
+                for going_right in (of_first, last_first)
                 for i, j in itertools.product(range(n), repeat=2)
             )
             for columns in (slice(3 * d, 3 * d + 3) for d in range(n))

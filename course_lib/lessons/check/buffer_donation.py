@@ -115,7 +115,7 @@ def all_of_the_state(your_step):
     state = {"mean": jnp.linspace(0.1, 1, 8).astype(jnp.bfloat16), "weight": jnp.ones(4)}
     old = state["mean"].astype(jnp.float32)
     history = jnp.zeros(16)
-    hint = "Compute in float32, and return `mean` in the dtype in which it came."
+    hint = "Compare the dtypes of the state that comes in and of the one that leaves."
     result = call(your_step, state, history, hint=hint)
     require(
         isinstance(result, tuple) and len(result) == 2,

@@ -203,7 +203,11 @@ def expert_layer(your_layer):
     with jax.default_matmul_precision("highest"):
         right = of_all(room, up, down)
         right_gradient = gradient(of_all, weights)(room, up, down)
-        others = [of_all(room, up, down, other) for other in (jnp.asarray, jax.nn.relu)]
+        exact = functools.partial(jax.nn.gelu, approximate=False)
+        others = [
+            of_all(room, up, down, other)
+            for other in (jnp.asarray, jax.nn.relu, jax.nn.silu, exact)
+        ]
         own = jax.shard_map(alone, mesh=mesh, in_specs=(cut,) * 3, out_specs=cut)(
             room, up, down
         )
@@ -219,7 +223,8 @@ def expert_layer(your_layer):
     )
     require(
         not any(close(yours, other) for other in others),
-        "The tokens met their experts, but an expert has GELU between its two products.",
+        "The tokens met their experts, but an expert has `jax.nn.gelu`, as it is by default,"
+        " between its two products.",
     )
     require(
         close(yours, right),

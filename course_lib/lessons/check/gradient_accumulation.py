@@ -85,6 +85,20 @@ def accumulation(your_accumulate):
             not close(yours, jax.tree.map(lambda g: g / weight.sum(), part)),
             "This is the gradient of one part only. Is the total carried from part to part?",
         )
+    for shape in ((1,), (2, 1)):  # `[0]` of a part is its first row; without it stays a column
+
+        def mixed_up(params, x, y, weight, shape=shape):
+            outputs = (jnp.tanh(x @ params["in"]) @ params["out"])[: shape[0]]
+            return jnp.sum(weight * (outputs.reshape(shape) - y) ** 2)
+
+        wrong = [
+            jax.grad(mixed_up)(params, *(a[i : i + 2] for a in batch)) for i in range(0, 8, 2)
+        ]
+        require(
+            not close(yours, jax.tree.map(lambda *g: sum(g) / weight.sum(), *wrong)),
+            "The output of one example was compared with the y of another. The formula is that"
+            " of one example: which shapes do outputs and y have for a part?",
+        )
     ratio = jnp.linalg.norm(yours["in"]) / jnp.linalg.norm(right["in"])
     require(
         jnp.isfinite(ratio),
@@ -208,7 +222,7 @@ def _what_is_wrong(yours, budget, parameters, batch_size, right):
     if yours is None:
         return (
             f"you returned None, but with M = {right} {peak(right)}. Do you return None before"
-            " all divisors are tried?"
+            " all divisors are tried, or count more than these three parts?"
         )
     if yours != int(yours) or yours < 1 or batch_size % yours:
         return (
@@ -251,7 +265,8 @@ def multi_steps_share(your_share):
     right = float(jax.grad(loss)(w, x, weights))
     require(
         abs(mean / right - 1 / 3) > 1e-3,
-        "A third of the right gradient: `MultiSteps` divides by M once more, so multiply by M.",
+        "A third of the right gradient. What does `MultiSteps` do with the sum of the M"
+        " gradients?",
     )
     require(
         len(set(map(float, shares))) > 1,

@@ -165,7 +165,8 @@ def stochastic_round(your_round):
         require(
             abs(mean - value) < 0.05 * gap,
             f"The mean of 4,096 copies of {name} is {mean:.5f}. The nearer"
-            " the value lies to the upper neighbour, the likelier that one must be.",
+            " the value lies to the upper neighbour, the likelier that one must be. (A"
+            " cast rounds to the nearest: which bits does it still find?)",
         )
     with_another_key = call(your_round, jax.random.key(1), x, hint=hint)
     require(

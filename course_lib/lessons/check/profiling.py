@@ -193,8 +193,8 @@ def stack_less(your_loss):
     names = {eqn.primitive.name for eqn in equations(program)}
     require(
         after < before or not any("checkpoint" in name or "remat" in name for name in names),
-        "It still stacks as much as the loss in the stub. `jax.checkpoint` saves the input of"
-        " its function, which is as large here: put the whole layer into it, product and tanh.",
+        "It still stacks as much as the loss in the stub. `jax.checkpoint` saves the inputs of"
+        " its function, and what a policy keeps. How many arrays of the size of x are these?",
     )
     require(
         after < before,

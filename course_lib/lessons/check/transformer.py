@@ -135,9 +135,9 @@ def attend(your_attend):
         large = call(your_attend, jnp.asarray(100 * first[0]), k, v, hint="")
     require(
         jnp.isfinite(large).all(),
-        "Right, but not for scores of 100 and more: the result is not a number. Hide the later"
-        " positions, then subtract the largest score of each query, as `jax.nn.softmax` does,"
-        " and only then take exponentials.",
+        "Right, but not for scores of 100 and more: the result is not a number. exp(89) is"
+        " infinite in float32. What may be subtracted from all scores of a query without a"
+        " change of its weights?",
     )
     exact = _attention(jnp.asarray(100 * first[0]), k, v)
     off = np.linalg.norm(np.asarray(large, np.float64) - exact) / np.linalg.norm(exact)
@@ -159,8 +159,7 @@ def attend(your_attend):
         error < 0.01,
         f"Right in float32. With bfloat16 arrays the result is {error:.1%} off; float32 scores"
         " and a float32 softmax leave less than 1%. A bfloat16 score near 50 is rounded to a"
-        " multiple of 0.25. Make q and k float32 first, or pass"
-        " `preferred_element_type=jnp.float32` to the product.",
+        " multiple of 0.25. In which dtype does your product of q and k leave its result?",
     )
     return f"in float32 to rounding; with bfloat16 arrays {error:.1%} off."
 
@@ -359,14 +358,10 @@ def looks_ahead(your_test):
         require(
             bool(yours) == right,
             f"{name[0].upper() + name[1:]}: your test says {bool(yours)}."
-            + (
-                " Look at each output alone, or square before you add."
-                if forward is cancels
-                else ""
-            )
+            + (" Which two derivatives add up to 0 there?" if forward is cancels else "")
             + (" Look at every position t." if forward is only_the_last else "")
             + (
-                " Look at every later position, and at absolute values or squares."
+                " Which positions do you compare, and which signs do you count?"
                 if forward is skips
                 else ""
             )
