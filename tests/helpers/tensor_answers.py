@@ -94,6 +94,10 @@ def same_rows(x, kernel):
     return halves()(x, jnp.concatenate([upper, upper]))
 
 
+def twice_as_large(x, kernel):
+    return 2 * halves()(x, kernel)
+
+
 def not_turned(x, kernel):
     d, (right, left) = jax.lax.axis_index("tensor"), jnp.split(x, 2, axis=1)
     alone = [(right, jnp.zeros_like(left)), (jnp.zeros_like(right), left)]
@@ -281,7 +285,8 @@ WRONG = [
     (check.two_way_product, (gathered_first,), "gathered at once"),
     (check.two_way_product, (one_ring(),), "one way around"),
     (check.two_way_product, (one_ring(False),), "wrong order"),
-    (check.two_way_product, (halves(False),), "same positions"),
+    (check.two_way_product, (halves(False),), "order of arrival. Turn"),
+    (check.two_way_product, (twice_as_large,), "Not x @ kernel"),
     (check.two_way_product, (same_rows,), "belong to the other half"),
     (check.two_way_product, (not_turned,), "order of arrival. Turn"),
     (check.two_way_product, (one_ring(False, backwards=False),), "wrong order"),
@@ -326,7 +331,8 @@ WRONG = [
     (check.expert_layer, (own_experts,), "own two experts only"),
     (check.expert_layer, (visited(back=False),), "Send each output back"),
     (check.expert_layer, (mixed_axes,), "Not the outputs"),
-    (check.expert_layer, (visited(activation=jax.nn.relu),), "has GELU"),
+    (check.expert_layer, (visited(activation=jax.nn.relu),), "has `jax.nn.gelu`"),
+    (check.expert_layer, (visited(activation=jax.nn.silu),), "has `jax.nn.gelu`"),
     (check.expert_layer, (gathered_experts,), "are gathered"),
     (check.expert_layer, (sent_twice,), "bytes are exchanged"),
     (check.expert_layer, (visited(detach=True),), "its gradient is not"),

@@ -165,7 +165,7 @@ WRONG = [
     (check.attend, (lambda q, k, v: k,), "its own value"),
     (check.attend, (lambda q, k, v: attend()(q, k, v).swapaxes(1, 2),), "is expected"),
     (check.attend, (attend(softmax=without_maximum),), "scores of 100"),
-    (check.attend, (lambda q, k, v: mask_last(q, k, v, True),), "Hide the later positions"),
+    (check.attend, (lambda q, k, v: mask_last(q, k, v, True),), "What may be subtracted"),
     (check.attend, (attend(scores_of=bfloat16_scores),), "With bfloat16 arrays the result is"),
     (check.attend, (attend(softmax=bfloat16_softmax),), "a float32 softmax leave"),
     (

@@ -230,6 +230,20 @@ def accumulated(part, total):
     return accumulate
 
 
+def mixed_up(choose):
+    """Applies the formula of one example to the outputs [n 1] of a part."""
+
+    def part_sum(params, x, y, weight):
+        return jnp.sum(weight * (choose(jnp.tanh(x @ params["in"]) @ params["out"]) - y) ** 2)
+
+    def accumulate(params, batch, M):
+        parts = zip(*(a.reshape(M, -1, *a.shape[1:]) for a in batch), strict=True)
+        grads = [jax.grad(part_sum)(params, *part) for part in parts]
+        return jax.tree.map(lambda *g: sum(g) / batch[2].sum(), *grads)
+
+    return accumulate
+
+
 def without_weights(params, batch, M):
     x, y, _ = batch
     grads = jax.grad(loss_sum)(params, x, y, jnp.ones(8))
@@ -683,6 +697,8 @@ WRONG = [
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 3),), "norm"),
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 4),), "of parts"),
     (check.accumulation, (without_weights,), "counts once"),
+    (check.accumulation, (mixed_up(lambda outputs: outputs[0]),), "the y of another"),
+    (check.accumulation, (mixed_up(lambda outputs: outputs),), "the y of another"),
     (check.accumulation, (lambda params, batch, M: {"in": params["in"]},), "structure"),
     (check.forgotten_division, (4, 4), "Adam"),
     (check.forgotten_division, (1, 1), "SGD"),
@@ -718,7 +734,7 @@ WRONG = [
         (lambda *sizes: smallest(peak)(*sizes) or 128,),
         "Return None",
     ),
-    (check.multi_steps_share, (lambda counts, m: counts[m] / sum(counts),), "multiply by M"),
+    (check.multi_steps_share, (lambda counts, m: counts[m] / sum(counts),), "A third of"),
     (check.multi_steps_share, (lambda counts, m: 1,), "equal"),
     (check.multi_steps_share, (lambda counts, m: 3 * counts[m] / sum(counts),), "wrong for 2"),
     (
@@ -799,7 +815,7 @@ WRONG = [
     ),
     (check.looks_ahead, (lambda forward, x: True,), "may read position t"),
     (check.looks_ahead, (lambda forward, x: jnp.ones((6, 6)),), "not an array of shape (6, 6)"),
-    (check.looks_ahead, (next_position_only,), "every later position"),
+    (check.looks_ahead, (next_position_only,), "Which positions do you compare"),
     (check.looks_ahead, (lambda forward, x: False,), "mixes all"),
     (check.scan_over_layers, (one_by_one,), "reads every layer"),
     (check.scan_over_layers, (lambda layer, w, x: layer(w[0], x),), "Only one layer"),
@@ -811,7 +827,7 @@ WRONG = [
     (check.stacked, (STACKED_MIB + 4,), "too many"),
     (check.stacked, (STACKED_MIB * 2**20,), "bytes"),
     (check.stack_less, (scanned,), "before the compiler"),
-    (check.stack_less, (rematerialized_tanh,), "the whole layer"),
+    (check.stack_less, (rematerialized_tanh,), "what a policy keeps"),
     (check.stack_less, (jax.checkpoint(scanned),), "one layer at a time"),
     (check.stack_less, (lambda w, x: 2 * scanned(w, x),), "the scan's is"),
     (check.stack_less, (lambda w, x: scanned(jax.lax.stop_gradient(w), x),), "gradient"),
