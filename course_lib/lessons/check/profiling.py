@@ -208,7 +208,11 @@ def stack_less(your_loss):
         " and stacks as much as before then, or it is no scan any more. How much would be"
         " stacked if one layer at a time were recomputed?",
     )
-    require(after == least, f"{after:.0f} MiB are stacked; {least:.0f} are possible.")
+    require(
+        after == least,
+        f"{after:.0f} MiB are stacked; {least:.0f} are possible. `jax.checkpoint` saves the"
+        " inputs of its function, and what a policy keeps.",
+    )
     return f"{after:.0f} MiB are stacked instead of {before:.0f}."
 
 
