@@ -194,7 +194,8 @@ def stack_less(your_loss):
     require(
         after < before or not any("checkpoint" in name or "remat" in name for name in names),
         "It still stacks as much as the loss in the stub. `jax.checkpoint` saves the inputs of"
-        " its function, and what a policy keeps. How many arrays of the size of x are these?",
+        " its function, and what a policy keeps. What stands outside saves its own. How many"
+        " arrays of the size of x does that make for one layer?",
     )
     require(
         after < before,

@@ -135,9 +135,10 @@ def attend(your_attend):
         large = call(your_attend, jnp.asarray(100 * first[0]), k, v, hint="")
     require(
         jnp.isfinite(large).all(),
-        "Right, but not for scores of 100 and more: the result is not a number. exp(89) is"
-        " infinite in float32. What may be subtracted from all scores of a query without a"
-        " change of its weights?",
+        "Right, but not for scores of 100 and more: the result is not a number. In float32"
+        " exp(89) is infinite, and exp(-104) is 0. What may be subtracted from all scores of a"
+        " query, so that its weights stay, and the sum of exponentials over the positions that"
+        " it sees is neither?",
     )
     exact = _attention(jnp.asarray(100 * first[0]), k, v)
     off = np.linalg.norm(np.asarray(large, np.float64) - exact) / np.linalg.norm(exact)
