@@ -76,7 +76,9 @@ def work(process: int, processes: int, address: str, path: str) -> None:
             placed, place(inputs, P("data")), place(labels, P("data"))
         )
     on_every_device = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
-    whole = on_every_device({"loss": loss, **grads})
+    # Each process waits for all of its devices: if one left early, another's transfer would
+    # wait for it forever.
+    whole = jax.block_until_ready(on_every_device({"loss": loss, **grads}))
     if process == 0:
         np.savez(path, **whole)
     jax.distributed.shutdown()
