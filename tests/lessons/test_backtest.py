@@ -416,6 +416,22 @@ def test_of_layouts_on_as_many_gpus_three_quarters_are_in_the_right_order():
     assert len(rest) == 30 and sum(rest) > 0.9 * len(rest)
 
 
+def test_without_pairs_of_two_software_releases_the_rule_orders_more_pairs_than_the_formula():
+    """As docs/backtest.md and notebook 12 say."""
+    pairs = backtest.of_layouts(backtest.pairs(backtest.predict(DENSE)))
+    releases = [pair for pair in pairs if pair[0].row.source == "dgxc_benchmarking"]
+    assert len(releases) == 13
+    assert all(a.row.where.split(",")[0] != b.row.where.split(",")[0] for a, b in releases)
+    others = [pair for pair in pairs if pair not in releases]
+    counts = len(others), sum(backtest.orders(others)), sum(backtest.orders_by_rule(others))
+    assert counts == (79, 54, 58)
+    close = [(a, b) for a, b in releases if {a.row.plan.chunks, b.row.plan.chunks} == {6, 12}]
+    assert len(close) == 5
+    for a, b in close:
+        assert abs(a.step.mfu / b.step.mfu - 1) < 0.0005
+        assert 0.05 < abs(a.row.mfu / b.row.mfu - 1) < 0.085
+
+
 def test_tpus_are_faster_than_predicted_as_the_step_model_says():
     errors = [each.error for each in backtest.predict(ROWS) if each.row.kind == "tpu"]
     assert len(errors) == 8 and min(errors) > 0.22
