@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,18 @@ def free_port() -> int:
     raise AssertionError("the candidates never end")
 
 
-def run(processes: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Starts the processes, waits for them, and returns the loss and the whole gradients.
+def run(processes: int, seconds: float = 900.0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Starts the processes, waits for them, and returns the loss and the whole gradients. When
+    it returns or raises, none of them runs any more.
 
     Args:
       processes: 2, 4 or 8.
+      seconds: the longest that it waits.
 
     Raises:
       ValueError: for another number of processes.
-      RuntimeError: if a process ends with an error; with the last lines that it printed.
+      RuntimeError: if a process ends with an error, or takes longer than `seconds`; with the
+        last lines that it printed.
     """
     if processes not in (2, 4, 8):
         raise ValueError(f"processes={processes} must be 2, 4 or 8, to divide eight devices")
@@ -126,14 +130,35 @@ def run(processes: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
             )
             for process, log in enumerate(logs)
         ]
-        codes = [process.wait() for process in started]
-        for code, log in zip(codes, logs, strict=True):
-            if code:
-                log.seek(0)
-                raise RuntimeError(f"a process ended with an error:\n{log.read()[-2000:]}")
+        codes = _wait(started, seconds)
+        # An error is the cause; a process that still runs may wait for the one that failed.
+        worst = max(range(processes), key=lambda n: (bool(codes[n]), codes[n] is None))
+        if codes[worst] != 0:
+            how = "ended with an error" if codes[worst] else f"still ran after {seconds:g} s"
+            logs[worst].seek(0)
+            raise RuntimeError(f"process {worst} {how}:\n{logs[worst].read()[-2000:]}")
         with np.load(path) as file:
             grads = dict(file)
     return grads.pop("loss"), grads
+
+
+def _wait(started: list[subprocess.Popen], seconds: float) -> list[int | None]:
+    """Waits until all have ended, one has failed, or the time is over. Then it ends the others.
+
+    Returns:
+      The exit codes; None for a process that still ran.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while True:
+            codes = [process.poll() for process in started]
+            if None not in codes or any(codes) or time.monotonic() > deadline:
+                return codes
+            time.sleep(0.05)
+    finally:  # an interrupted cell leaves none behind, either
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

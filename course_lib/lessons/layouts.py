@@ -153,12 +153,12 @@ def submit(
         part = max(yours.time.parts, key=lambda p: yours.time.parts[p] - target.time.parts[p])
         raise WrongAnswer(
             f"It fits, and takes {ratio:.2f} times as long as the best layout. Most of the"
-            f" difference is {part!r}: {yours.time.parts[part]:.2f} s beside"
-            f" {target.time.parts[part]:.2f}. {FASTER[part]}"
+            f" difference is {part!r}: {yours.time.parts[part]:.3g} s beside"
+            f" {target.time.parts[part]:.3g}. {FASTER[part]}"
         )
     return (
-        f"{yours.step:.2f} s per step. The planner's best is {_named(target)}:"
-        f" {target.step:.2f} s."
+        f"{yours.step:.3g} s per step. The planner's best is {_named(target)}:"
+        f" {target.step:.3g} s."
     )
 
 
@@ -213,7 +213,7 @@ def _table(level: int, target: Estimate) -> None:
             for name, each in rows
         ],
         title=f"Level {level}: {levels()[level].title}",
-        formats={"step (s)": ".2f"},
+        formats={"step (s)": ".3g"},
     )
 
 

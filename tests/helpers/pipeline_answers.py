@@ -43,6 +43,9 @@ def pipeline(
     whole=False,
     alike=False,
     late=0,
+    layer=lambda h, kernel: h + jnp.tanh(h @ kernel),
+    to_next=((0, 1), (1, 2), (2, 3)),
+    enters=lambda time, M: time % M,
 ):
     """GPipe on four devices: the right one, or with a part changed."""
 
@@ -54,11 +57,11 @@ def pipeline(
         def slot(carry, time):
             arrived, error = carry
             arrived = jax.lax.stop_gradient(arrived) if stop else arrived
-            h = jnp.where(stage == 0, x[time % M], arrived)
-            h = h + jnp.tanh(h @ kernel[0])
+            h = jnp.where(stage == 0, x[enters(time, M)], arrived)
+            h = layer(h, kernel[0])
             finished = (stage == 3) & (time >= 3) if masked else True
             error += jnp.where(finished, jnp.sum((h - y[(time - 3 - late) % M]) ** 2), 0.0)
-            return (jax.lax.ppermute(h, "pipe", [(0, 1), (1, 2), (2, 3)]), error), None
+            return (jax.lax.ppermute(h, "pipe", to_next), error), None
 
         zero = 0.0 if alike else 0.0 * stage
         start = jnp.zeros(x.shape[1:]) + zero, zero
@@ -97,7 +100,13 @@ WRONG = [
     (check.one_f_one_b, (order(microbatches=lambda M: M - 1),), "comes once"),
     (check.one_f_one_b, (order(spell=str.lower),), "Return a list"),
     (check.gpipe, (pipeline(slots=0),), "M + S - 1 slots"),
-    (check.gpipe, (pipeline(masked=False),), "too much is added"),
+    (check.gpipe, (pipeline(masked=False),), "Is too much added?"),
+    (check.gpipe, (pipeline(layer=lambda h, kernel: jnp.tanh(h @ kernel)),), "to its input"),
+    (check.gpipe, (pipeline(to_next=((3, 2), (2, 1), (1, 0))),), "computes with zeros"),
+    (check.gpipe, (pipeline(enters=lambda time, M: 0),), "the result of microbatch 0"),
+    (check.gpipe, (pipeline(slots=1),), "Only 4 of the 6"),
+    (check.gpipe, (pipeline(enters=lambda time, M: M - 1),), "which microbatch enters"),
+    (check.gpipe, (pipeline(layer=lambda h, kernel: 0.9 * h),), "each stage work on"),
     (check.gpipe, (pipeline(total=lambda error, axis: error),), "last device has the loss"),
     (check.gpipe, (pipeline(total=jax.lax.pmean),), "A quarter"),
     (check.gpipe, (pipeline(total=mean_of_six),), "divided by 6"),

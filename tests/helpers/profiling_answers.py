@@ -73,6 +73,17 @@ def swapped(events):
     return busy_and_idle()(events)[::-1]
 
 
+def without_the_last(events):
+    """Adds up merged events as they end, and forgets the one that is open at the end."""
+    busy, (begin, end) = 0, min(events)
+    end = begin + end
+    for start, duration in sorted(events):
+        if start > end:
+            busy, begin = busy + end - begin, start
+        end = max(end, start + duration)
+    return busy, end - min(events)[0] - busy
+
+
 def longest_gap(events):
     events = sorted(events)
     gaps = [b[0] - a[0] - a[1] for a, b in zip(events[:-1], events[1:], strict=True)]
@@ -115,6 +126,7 @@ WRONG = [
         (lambda events: (busy_and_idle()(events)[0], last_to_start(events)),),
         "whole time",
     ),
+    (check.busy_and_idle, (without_the_last,), "The last event is missing"),
     (check.busy_and_idle, (rounds,), "A list of 60 events"),
     (check.busy_and_idle, (lambda events: sum(d for _, d in events),), "Return two numbers"),
 ]

@@ -1,5 +1,8 @@
 """The gradient of several processes."""
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -28,3 +31,27 @@ def test_a_process_that_fails_says_why(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "no number")
     with pytest.raises(RuntimeError, match="no number"):
         by_processes.run(2)
+
+
+def test_processes_that_take_too_long_are_ended(monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        by_processes.subprocess,
+        "Popen",
+        lambda *args, popen=subprocess.Popen, **options: (
+            started.append(popen(*args, **options)) or started[-1]
+        ),
+    )
+    with pytest.raises(RuntimeError, match="process 0 still ran after 0 s"):
+        by_processes.run(2, seconds=0.0)
+    assert len(started) == 2
+    assert all(process.returncode is not None for process in started)
+
+
+def test_one_process_that_fails_ends_the_others():
+    waits, fails = (
+        subprocess.Popen([sys.executable, "-c", code])
+        for code in ("import time; time.sleep(3600)", "raise SystemExit(3)")
+    )
+    assert by_processes._wait([waits, fails], seconds=600.0) == [None, 3]
+    assert waits.returncode is not None

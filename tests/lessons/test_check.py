@@ -141,8 +141,9 @@ def test_a_check_that_cannot_read_an_answer_says_so_and_does_not_raise(capsys):
 # Plausible wrong answers, and a word that only the right explanation has.
 
 
-def step(*, scaled=True, unscaled=True, skips=True, half=False, sign=1):
+def step(*, scaled=True, unscaled=True, skips=True, half=False, sign=1, has_rate=True):
     def train_step(loss, params, scale, learning_rate):
+        learning_rate = learning_rate if has_rate else 1.0
         factor = scale if scaled else 1
         grads = jax.grad(lambda params: factor * loss(params))(params)
         if half:
@@ -189,6 +190,11 @@ def from_tanh(saved, g):
 
 def rounding(**options):
     return lambda x: tanh_forward(x, **options)
+
+
+def early_rounding(x):
+    t = jnp.tanh(x)
+    return t, 1 - t.astype(jnp.bfloat16) ** 2
 
 
 def gelu(x):
@@ -244,10 +250,10 @@ def mixed_up(choose):
     return accumulate
 
 
-def without_weights(params, batch, M):
+def without_weights(params, batch, M, total=8):
     x, y, _ = batch
     grads = jax.grad(loss_sum)(params, x, y, jnp.ones(8))
-    return jax.tree.map(lambda g: g / 8, grads)
+    return jax.tree.map(lambda g: g / total, grads)
 
 
 def in_float16(loss, params, scale, rate):
@@ -579,17 +585,26 @@ def summed_parts(shard):
     return jax.lax.psum(rows, "data")
 
 
+def python_loop(body, x, shards):
+    for shard in shards:
+        x, _ = body(x, shard)
+    return x, None
+
+
 def fsdp_loss(
     again,
     total=jax.lax.psum,
     layer=lambda x, w: x + jnp.tanh(x @ w),
     gather=gather_rows,
+    around=lambda layers: layers,
+    scan=jax.lax.scan,
 ):
     def loss(shards, x, y):
         def add_layer(x, shard):
             return layer(x, gather(shard)), None
 
-        x, _ = jax.lax.scan(jax.checkpoint(add_layer) if again else add_layer, x, shards)
+        body = jax.checkpoint(add_layer) if again else add_layer
+        x = around(lambda x, shards: scan(body, x, shards)[0])(x, shards)
         return total(jnp.sum((x - y) ** 2), "data")
 
     return loss
@@ -642,6 +657,7 @@ WRONG = [
     (check.scaled_step, (step(skips=False),), "skip"),
     (check.scaled_step, (step(half=True),), "in float16"),
     (check.scaled_step, (step(sign=-1),), "uphill"),
+    (check.scaled_step, (step(has_rate=False),), "by the learning rate"),
     (check.scaled_step, (in_float16,), "Are the parameters that you differentiate float32?"),
     (check.scaled_step, (lambda loss, params, scale, rate: params["w"],), "structure"),
     (check.stochastic_round, (lambda key, x: x.astype(jnp.bfloat16),), "of its own"),
@@ -666,6 +682,7 @@ WRONG = [
         (rounding(rounds="x"), lambda x, g: from_tanh(jnp.tanh(x.astype("float32")), g)),
         "tanh is near 1 or -1",
     ),
+    (check.small_tanh, (early_rounding, tanh_backward), "round after it"),
     (check.small_tanh, (tanh_forward, lambda saved, g: 1.0 * saved.astype("float32")), "by g"),
     (check.small_tanh, (tanh_forward, lambda saved, g: from_tanh(saved, g)), "times the right"),
     (check.keep_one_value, (gelu,), "inside `jax.checkpoint`"),
@@ -697,6 +714,9 @@ WRONG = [
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 3),), "norm"),
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: sum(g) / 4),), "of parts"),
     (check.accumulation, (without_weights,), "counts once"),
+    (check.accumulation, (lambda *args: without_weights(*args, total=9),), "counts once"),
+    (check.accumulation, (accumulated(lambda g, w: g / 2, lambda g, w: sum(g) / w),), "Half"),
+    (check.accumulation, (accumulated(lambda g, w: g / 2, lambda g, w: sum(g)),), "Half"),
     (check.accumulation, (mixed_up(lambda outputs: outputs[0]),), "the y of another"),
     (check.accumulation, (mixed_up(lambda outputs: outputs),), "the y of another"),
     (check.accumulation, (lambda params, batch, M: {"in": params["in"]},), "structure"),
@@ -742,12 +762,15 @@ WRONG = [
         (lambda counts, m: sum(counts) / len(counts) / counts[m],),
         "Upside down",
     ),
-    (check.multi_steps_share, (lambda counts, m: counts[m],), "whole batch"),
+    (check.multi_steps_share, (lambda counts, m: counts[m],), "right proportion"),
+    (check.multi_steps_share, (lambda counts, m: counts[m] / max(counts),), "right proportion"),
+    (check.multi_steps_share, (lambda counts, m: counts[m] + 1,), "whole batch"),
     (check.aliased_bytes, (12, 8), "Gradients"),
     (check.aliased_bytes, (8, 8), "Without momentum"),
-    (check.aliased_bytes, (4, 4), "Count the float32 numbers"),
+    (check.aliased_bytes, (4, 4), "Count the bytes"),
     (check.best_state, (best(lambda w: w),), "deleted"),
     (check.best_state, (best(jnp.copy, after=True),), "after the best step"),
+    (check.best_state, (lambda step, w, n: best(jnp.copy)(step, w, n - 1),), "num_steps steps"),
     (check.best_state, (lambda step, w, n: (step(w)[1], jnp.ones(1)),), "lowest"),
     (check.best_state, (lambda step, w, n: best(jnp.copy)(step, w, n)[::-1],), "two things"),
     (check.accumulation, (accumulated(lambda g, w: g, lambda g, w: -sum(g) / w),), "opposite"),
@@ -775,6 +798,8 @@ WRONG = [
     ),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - N * D,), "two norms"),
     (check.count_parameters, (lambda N, D, V, L: parameters(N, D, V, L) - D,), "last layer"),
+    (check.count_parameters, (lambda N, D, *_: parameters(N, D, *_) - 2 * N * D**2,), "four m"),
+    (check.count_parameters, (lambda N, D, *_: parameters(N, D, *_) - 3 * N * D**2,), "four m"),
     (
         check.count_parameters,  # matrices and embeddings, and no norm
         (lambda N, D, V, L: 12 * N * D**2 + V * D + L * D,),
@@ -823,6 +848,7 @@ WRONG = [
     (check.scan_over_layers, (lambda layer, w, x: jax.vmap(layer, (0, None))(w, x),), "shape"),
     (check.stacked, (8,), "count both"),
     (check.stacked, (100,), "counted"),
+    (check.stacked, (STACKED_MIB / 8,), "one layer"),
     (check.stacked, (STACKED_MIB - 4,), "missing"),
     (check.stacked, (STACKED_MIB + 4,), "too many"),
     (check.stacked, (STACKED_MIB * 2**20,), "bytes"),
@@ -843,6 +869,7 @@ WRONG = [
     (check.mfu, (lambda flops, seconds, peak: 300 * flops / seconds / peak,), "percentage"),
     (check.mfu, (lambda flops, seconds, peak: 4 * flops / seconds / peak,), "recomputation"),
     (check.mfu, (lambda flops, seconds, peak: seconds,), "too little"),
+    (check.mfu, (lambda flops, seconds, peak: 3 * flops / peak,), "seconds are missing"),
     (check.mfu, (lambda flops, seconds, peak: 3 * flops * seconds / peak,), "multiplies"),
     (check.mfu, (lambda flops, seconds, peak: 3 * flops / seconds,), "by the peak rate"),
     (check.mfu, (lambda flops, seconds, peak: seconds * peak / 3 / flops,), "inverse"),
@@ -878,6 +905,15 @@ WRONG = [
         "in each slot",
     ),
     (check.three_axes, (three_axes_with("@jax.checkpoint\n", ""),), "Rematerialize"),
+    (
+        check.three_axes,
+        (
+            three_axes_with(
+                '(params, ("data", "pipe"))', '(params, ("data", "pipe", "tensor"))'
+            ),
+        ),
+        "One branch returns",
+    ),
     (check.three_axes, (three_axes_with('mesh.shape["pipe"]', "2"),), "With four stages"),
     *optimizer_answers.WRONG,
     *tensor_answers.WRONG,
@@ -921,6 +957,12 @@ WRONG = [
     ),
     (check.fsdp, (gathered_first,), "6 layers whole at once"),
     (check.fsdp, (fsdp_loss(again=False),), "each kernel is gathered once"),
+    (check.fsdp, (fsdp_loss(False, around=jax.checkpoint),), "spans 6 layers"),
+    (
+        check.fsdp,
+        (fsdp_loss(False, around=jax.checkpoint, scan=python_loop),),
+        "spans 6 layers",
+    ),
     (check.fsdp, (fsdp_loss(True, lambda loss, axis: loss),), "Sum them"),
     (check.fsdp, (fsdp_loss(True, jax.lax.pmean),), "not `pmean`"),
     (check.fsdp, (fsdp_loss(True, lambda s, axis: jax.lax.psum(s / 32, axis)),), "their mean"),

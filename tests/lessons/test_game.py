@@ -179,6 +179,10 @@ WRONG = {
     "bfloat16 state": (returned(lambda s: (to_bfloat16(s), 0.0)), "is bfloat16; float32"),
     "no model": (returned(lambda state: (state, 0.0)), "multiplies no matrices"),
     "no division": (make_step(gradient=sum_of_minibatches), "4 times too large"),
+    "the loss scale of a T4 left in": (
+        make_step(lambda *a: 2**15 * game.loss(*a)),
+        "3.28e+04 times too large. Divide",
+    ),
     "a scale left in": (
         make_step(lambda *a: 1024 * game.loss(*a)),
         "1.02e+03 times too large. Divide",

@@ -95,13 +95,20 @@ def run(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        reason = _of_a_carry(error)
+        reason = _of_types(error)
         raise WrongAnswer(f"Your function raised {in_one_line(error)}{reason}") from error
 
 
-def _of_a_carry(error: Exception) -> str:
-    """Says which types differ in a loop's carry: the first line of JAX's message does not."""
+def _of_types(error: Exception) -> str:
+    """Says which types differ in a loop's carry, or in the branches of a `cond`. The first line
+    of JAX's message does not say it.
+    """
     text = str(error)
+    if "cond branches" in text:
+        return (
+            " One branch returns a value that is equal on all devices along an axis; another"
+            " returns one that differs."
+        )
     if "manual ax" not in text or "do not match" not in text:
         return ""
     return (
@@ -116,13 +123,18 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """
     for eqn in jaxpr.eqns:
         yield eqn
-        values = jax.tree.leaves(
-            list(eqn.params.values()),
-            is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
-        )
-        for inner in (getattr(value, "jaxpr", value) for value in values):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        for inner in programs_in(eqn):
+            yield from equations(inner)
+
+
+def programs_in(eqn: Any) -> list[Any]:
+    """Returns the programs (jaxprs) that an operation calls."""
+    values = jax.tree.leaves(
+        list(eqn.params.values()),
+        is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+    )
+    programs = [getattr(value, "jaxpr", value) for value in values]
+    return [program for program in programs if hasattr(program, "eqns")]
 
 
 def predicted(*numbers: Any, hint: str) -> None:

@@ -52,8 +52,8 @@ def aliased_bytes(momentum, plain):
         )
         require(
             guess == right,
-            f"{name}: {guess} is too {'many' if guess > right else 'few'}. Count the float32"
-            " numbers per parameter in `(params, opt_state)`.",
+            f"{name}: {guess} is too {'many' if guess > right else 'few'}. Count the bytes: 4"
+            " for each float32 number per parameter in `(params, opt_state)`.",
         )
     return "the state is aliased, and nothing else."
 
@@ -101,6 +101,12 @@ def best_state(your_loop):
     require(
         abs(value - path[best]) < 1e-5,
         f"The parameters with the lowest loss are {path[best]:.4f}; you returned {value:.4f}.",
+    )
+    again = call(your_loop, step, jnp.array([start]), best + 1, hint=hint)
+    require(
+        abs(float(again[0]) / losses[best] - 1) < 1e-4,
+        f"With num_steps = {best + 1} the last step has the lowest loss, {losses[best]:.4f};"
+        f" you returned {float(again[0]):.4f}. Does the loop make num_steps steps?",
     )
     return "copied before the step, and still there."
 

@@ -21,6 +21,7 @@ from course_lib.lessons.check.answers import (
     predicted,
     require,
 )
+from course_lib.lessons.check.many_devices import most_gathers_of_a_checkpoint
 from course_lib.many_devices import meshes
 
 
@@ -121,6 +122,13 @@ def fsdp(your_loss):
         gathered <= 12 * layer_bytes,
         f"Right, but {gathered // layer_bytes} kernels are gathered per step; six layers need"
         " 12, each once forward and once backward.",
+    )
+    at_once = most_gathers_of_a_checkpoint(jax.make_jaxpr(total)(*arguments).jaxpr)
+    require(
+        at_once <= 1,
+        f"Right, but one `jax.checkpoint` spans {at_once} layers: the backward pass gathers all"
+        " of their kernels before it uses the first. How many layers should it compute again at"
+        " a time?",
     )
     return (
         "one device's gradient; per step, 12 kernels are gathered and"

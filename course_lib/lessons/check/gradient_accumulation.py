@@ -99,6 +99,15 @@ def accumulation(your_accumulate):
             "The output of one example was compared with the y of another. The formula is that"
             " of one example: which shapes do outputs and y have for a part?",
         )
+    require(
+        not close(yours, jax.tree.map(lambda g: g / weight.sum(), unweighted)),
+        "Every example counts once here: multiply each one's loss by its weight.",
+    )
+    for divisor in (1, weight.sum()):
+        require(
+            not close(yours, jax.tree.map(lambda g, n=divisor: g / (2 * n), whole)),
+            "Half of the right sum: was each part's loss a mean? Add up sums.",
+        )
     ratio = jnp.linalg.norm(yours["in"]) / jnp.linalg.norm(right["in"])
     require(
         jnp.isfinite(ratio),
@@ -232,7 +241,10 @@ def _what_is_wrong(yours, budget, parameters, batch_size, right):
     if yours < right:
         forgotten = 0.5 + 20 / yours <= budget
         return f"with M = {yours} {peak(yours)}, too much." + (
-            " Is the accumulator counted, 4 bytes per parameter?" if forgotten else ""
+            " Are arguments and accumulator (4 bytes per parameter) counted in full? Only"
+            " activations are divided by M."
+            if forgotten
+            else ""
         )
     if yours > right:
         return (
@@ -275,6 +287,12 @@ def multi_steps_share(your_share):
     require(
         not close(jnp.array(shares, float), jnp.array([3 / 4, 3 / 4, 3])),
         "Upside down: a minibatch with more labels should count more.",
+    )
+    total = jnp.array(shares, float) / float(sum(shares))
+    require(
+        abs(mean / right - 1) < 1e-4 or not close(total, jnp.array(counts) / sum(counts)),
+        f"The factors are in the right proportion, and the mean is {mean / right:.3g} times the"
+        " right one. What must the factors add up to?",
     )
     require(
         abs(mean / right - 1) < 1e-4,

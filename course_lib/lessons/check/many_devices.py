@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from course_lib import measure
-from course_lib.lessons.check.answers import WrongAnswer, call, in_one_line
+from course_lib.lessons.check.answers import (
+    WrongAnswer,
+    call,
+    equations,
+    in_one_line,
+    programs_in,
+)
 from course_lib.measure.ledger import Ledger
 
 
@@ -80,3 +86,25 @@ def normal(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
     """Returns an array of normal numbers for each shape."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def most_gathers_of_a_checkpoint(program: Any) -> int:
+    """Returns how many all-gathers one `jax.checkpoint` executes, the most of any."""
+
+    def gathers(jaxpr: Any) -> int:
+        count = 0
+        for eqn in jaxpr.eqns:
+            turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            count += eqn.primitive.name.startswith("all_gather")
+            count += turns * sum(map(gathers, programs_in(eqn)))
+        return count
+
+    rematerialized = ("checkpoint", "remat")
+    return max(
+        (
+            sum(map(gathers, programs_in(eqn)))
+            for eqn in equations(program)
+            if eqn.primitive.name.startswith(rematerialized)
+        ),
+        default=0,
+    )

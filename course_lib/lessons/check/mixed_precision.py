@@ -85,6 +85,11 @@ def scaled_step(your_step):
         "The step is 16,384 times too long: divide the gradient by the scale before the"
         " update.",
     )
+    moved, without_rate = yours["w"] - params["w"], -2 * params["w"] * 2.0**-25
+    require(
+        not close(moved, without_rate, 1e-3),
+        "The step is a millionth of the right one: multiply the gradient by the learning rate.",
+    )
     require(
         not close(yours, params, 1e-6),
         "Nothing moved. Either the gradient became zero in float16: multiply the loss by the"
@@ -229,8 +234,8 @@ def small_tanh(your_forward, your_backward):
     require(
         off[worst] < 0.005,
         f"The gradient at x = {x[worst]:.2f} is {ratio[worst]:.3g} times the right one. There"
-        " tanh is near 1 or -1, and a small rounding of what you saved is a large one of 1 -"
-        " tanh^2. Which number could you round instead?",
+        " tanh is near 1 or -1, and a small rounding before the subtraction is a large one of"
+        " 1 - tanh^2. What could you round after it?",
     )
     return (
         f"{num_bytes:g} bytes per number, and the gradient is off by {off[worst]:.2%} at most."

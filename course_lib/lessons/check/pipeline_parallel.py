@@ -194,6 +194,33 @@ def gpipe(your_loss):
     with jax.default_matmul_precision("highest"):
         right, expected = jax.value_and_grad(one_device)(kernels, x, y)
         others = [one_device(kernels, x, jnp.roll(y, shift, axis=0)) for shift in range(M)]
+        alone = x
+        for kernel in kernels:
+            alone = jnp.tanh(alone @ kernel)
+        mistakes = (
+            (
+                jnp.sum((alone - y) ** 2),
+                "A layer adds tanh(h W) to its input. Yours returns tanh(h W) alone.",
+            ),
+            (
+                one_device(kernels[-1:], jnp.zeros_like(x), y),
+                "The last stage computes with zeros: no activation reaches it. Which device"
+                " sends to which, and where does a microbatch of x enter?",
+            ),
+            (
+                one_device(kernels, jnp.broadcast_to(x[:1], x.shape), y),
+                "Every y is compared with the result of microbatch 0. Which microbatch enters"
+                " the first stage in slot t?",
+            ),
+            *(
+                (
+                    one_device(kernels, x[:count], y[:count]),
+                    f"Only {count} of the {M} microbatches are in the loss. Do the others reach"
+                    " the last stage? It needs M + S - 1 slots.",
+                )
+                for count in range(1, M)
+            ),
+        )
     losses, _ = compiled(each, mesh, kernels, x, y)
     same = abs(losses - right) < 1e-4 * right
     require(
@@ -218,15 +245,18 @@ def gpipe(your_loss):
             "Each microbatch is compared with the y of another one. In which slot does the last"
             " stage finish microbatch 0?",
         )
+    for loss_of_it, reason in mistakes:
+        require(abs(losses[0] - loss_of_it) > 1e-4 * loss_of_it, reason)
     require(
         losses[0] < right * (1 + 1e-4),
-        f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}: too much is added. Only"
-        " the last stage finishes a microbatch, the first one in slot S - 1.",
+        f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}. Is too much added? Only"
+        " the last stage finishes a microbatch, the first one in slot S - 1. And which"
+        " microbatch enters in slot t?",
     )
     require(
         same.all(),
-        f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}. Does the last microbatch"
-        " reach the last stage? It needs M + S - 1 slots.",
+        f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}. Which"
+        " microbatch does each stage work on in slot t, and which device adds to the loss?",
     )
     loss = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P())
     grads, ledger = compiled(jax.value_and_grad(loss), mesh, kernels, x, y)

@@ -54,6 +54,10 @@ def busy_and_idle(your_function):
         busy != -3 and (busy, idle) != (2, 1),
         f"{words} The second number of an event is its duration, not its end.",
     )
+    require(
+        busy != 4,
+        f"{words} The last event is missing: count what is still open when the list ends.",
+    )
     require(busy != 2, f"{words} This is the first event alone: go through all of them.")
     for wrong, reason in (
         (
@@ -164,6 +168,7 @@ def stacked(mib):
         f"{mib}: one array of {one:.0f} MiB too many. The result of a tanh is the next layer's"
         " input: it is saved once.",
     )
+    require(mib != right / N, f"{mib}: this is one layer; the scan stacks {N} of them.")
     require(mib != right * 2**20, f"{mib}: these are bytes. Divide by 2^20.")
     require(
         abs(mib - right) < 0.5,
@@ -292,6 +297,7 @@ def mfu(your_mfu):
             " did",
         ),
         (100, "a share lies between 0 and 1; this is a percentage"),
+        (0.5, "the seconds are missing: divide by them, too"),
         (0.5**2, "this multiplies by the seconds; divide by them"),
         (27.8e12, "these are FLOPs per second; divide them by the peak rate"),
         (1 / right**2, "this is the inverse of the share"),

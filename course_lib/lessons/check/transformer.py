@@ -264,7 +264,13 @@ def _up_to_three_mistakes(N, D, V, L):
                 "in each layer, attention is missing (queries, keys, values and the output), or"
                 " one of the MLP's two matrices",
             ),
-            (N * D**2, "attention has four matrices: queries, keys, values and the output"),
+            *(
+                (
+                    n * N * D**2,
+                    "attention has four matrices: queries, keys, values and the output",
+                )
+                for n in (1, 2, 3)
+            ),
         ],
         [
             (V * D, "each of the V tokens has an embedding of D parameters"),
