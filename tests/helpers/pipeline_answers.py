@@ -43,6 +43,8 @@ def pipeline(
     whole=False,
     alike=False,
     late=0,
+    finished=lambda time, M: time >= 3,
+    compared=lambda time, M: (time - 3) % M,
     layer=lambda h, kernel: h + jnp.tanh(h @ kernel),
     to_next=((0, 1), (1, 2), (2, 3)),
     enters=lambda time, M: time % M,
@@ -59,8 +61,8 @@ def pipeline(
             arrived = jax.lax.stop_gradient(arrived) if stop else arrived
             h = jnp.where(stage == 0, x[enters(time, M)], arrived)
             h = layer(h, kernel[0])
-            finished = (stage == 3) & (time >= 3) if masked else True
-            error += jnp.where(finished, jnp.sum((h - y[(time - 3 - late) % M]) ** 2), 0.0)
+            adds = (stage == 3) & finished(time, M) if masked else True
+            error += jnp.where(adds, jnp.sum((h - y[compared(time - late, M)]) ** 2), 0.0)
             return (jax.lax.ppermute(h, "pipe", to_next), error), None
 
         zero = 0.0 if alike else 0.0 * stage
@@ -99,12 +101,19 @@ WRONG = [
     (check.one_f_one_b, (order(lambda device, S: max(1, S - device - 1)),), "too few forwards"),
     (check.one_f_one_b, (order(microbatches=lambda M: M - 1),), "comes once"),
     (check.one_f_one_b, (order(spell=str.lower),), "Return a list"),
-    (check.gpipe, (pipeline(slots=0),), "M + S - 1 slots"),
+    (check.gpipe, (pipeline(slots=0),), "Only 3 of the 6"),
     (check.gpipe, (pipeline(masked=False),), "Is too much added?"),
     (check.gpipe, (pipeline(layer=lambda h, kernel: jnp.tanh(h @ kernel)),), "to its input"),
     (check.gpipe, (pipeline(to_next=((3, 2), (2, 1), (1, 0))),), "computes with zeros"),
     (check.gpipe, (pipeline(enters=lambda time, M: 0),), "the result of microbatch 0"),
     (check.gpipe, (pipeline(slots=1),), "Only 4 of the 6"),
+    (
+        check.gpipe,
+        (pipeline(finished=lambda time, M: (time >= 3) & (time < M)),),
+        "does it add",
+    ),
+    (check.gpipe, (pipeline(finished=lambda time, M: time > 3),), "Microbatch 0 is not in"),
+    (check.gpipe, (pipeline(compared=lambda time, M: time),), "is compared with y[t]"),
     (check.gpipe, (pipeline(enters=lambda time, M: M - 1),), "which microbatch enters"),
     (check.gpipe, (pipeline(layer=lambda h, kernel: 0.9 * h),), "each stage work on"),
     (check.gpipe, (pipeline(total=lambda error, axis: error),), "last device has the loss"),

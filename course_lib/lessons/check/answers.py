@@ -104,13 +104,13 @@ def _of_types(error: Exception) -> str:
     of JAX's message does not say it.
     """
     text = str(error)
-    if "cond branches" in text:
+    if "manual ax" not in text or "do not match" not in text:
+        return ""
+    if "branches must have equal output types" in text:  # of a `cond` or a `switch`
         return (
             " One branch returns a value that is equal on all devices along an axis; another"
             " returns one that differs."
         )
-    if "manual ax" not in text or "do not match" not in text:
-        return ""
     return (
         " The loop's carry starts with a value that is equal on all devices, and a turn returns"
         " one that differs from device to device."

@@ -126,9 +126,9 @@ def fsdp(your_loss):
     at_once = most_gathers_of_a_checkpoint(jax.make_jaxpr(total)(*arguments).jaxpr)
     require(
         at_once <= 1,
-        f"Right, but one `jax.checkpoint` spans {at_once} layers: the backward pass gathers all"
-        " of their kernels before it uses the first. How many layers should it compute again at"
-        " a time?",
+        f"Right, but one `jax.checkpoint` spans {at_once} layers: the backward pass computes"
+        " all of them again first, and keeps their kernels whole. How many layers should it"
+        " compute again at a time?",
     )
     return (
         "one device's gradient; per step, 12 kernels are gathered and"

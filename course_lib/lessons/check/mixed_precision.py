@@ -234,8 +234,8 @@ def small_tanh(your_forward, your_backward):
     require(
         off[worst] < 0.005,
         f"The gradient at x = {x[worst]:.2f} is {ratio[worst]:.3g} times the right one. There"
-        " tanh is near 1 or -1, and a small rounding before the subtraction is a large one of"
-        " 1 - tanh^2. What could you round after it?",
+        " 1 - tanh^2 is near 0, and a small rounding of x or of tanh is large beside it. Which"
+        " number could you round last, to a floating-point type?",
     )
     return (
         f"{num_bytes:g} bytes per number, and the gradient is off by {off[worst]:.2%} at most."

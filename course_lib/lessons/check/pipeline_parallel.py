@@ -212,11 +212,21 @@ def gpipe(your_loss):
                 "Every y is compared with the result of microbatch 0. Which microbatch enters"
                 " the first stage in slot t?",
             ),
+            (
+                one_device(kernels, x, y[jnp.minimum(jnp.arange(M) + S - 1, M - 1)]),
+                "In slot t the result is compared with y[t]. But the microbatch that the last"
+                " stage finishes then has entered S - 1 slots before.",
+            ),
+            (
+                one_device(kernels, x[1:], y[1:]),
+                "Microbatch 0 is not in the loss. In which slot does the last stage finish it?",
+            ),
             *(
                 (
                     one_device(kernels, x[:count], y[:count]),
                     f"Only {count} of the {M} microbatches are in the loss. Do the others reach"
-                    " the last stage? It needs M + S - 1 slots.",
+                    " the last stage, and does it add them? The last one ends in slot"
+                    " M + S - 2.",
                 )
                 for count in range(1, M)
             ),

@@ -286,8 +286,8 @@ def mfu(your_mfu):
     into the model.
     """
     hint = "The formula stands above. How many FLOPs does the whole step have?"
-    yours = call(your_mfu, 3e12, 0.5, 27.8e12, hint=hint)
-    right = 3 * 3e12 / (0.5 * 27.8e12)
+    yours = call(your_mfu, 3e12, 0.7, 27.8e12, hint=hint)
+    right = 3 * 3e12 / (0.7 * 27.8e12)
     for factor, reason in (
         (1 / 3, "only the forward pass is counted; the backward pass has twice as many FLOPs"),
         (2 / 3, "the backward pass has twice the FLOPs of the forward pass, not as many"),
@@ -297,15 +297,15 @@ def mfu(your_mfu):
             " did",
         ),
         (100, "a share lies between 0 and 1; this is a percentage"),
-        (0.5, "the seconds are missing: divide by them, too"),
-        (0.5**2, "this multiplies by the seconds; divide by them"),
+        (0.7, "the seconds are missing: divide by them, too"),
+        (0.7**2, "this multiplies by the seconds; divide by them"),
         (27.8e12, "these are FLOPs per second; divide them by the peak rate"),
         (1 / right**2, "this is the inverse of the share"),
     ):
         require(abs(yours / right / factor - 1) > 1e-3, f"{yours:.3g}: {reason}.")
     require(
         abs(yours / right - 1) < 1e-3,
-        f"3e12 FLOPs forward in 0.5 s at a peak of 27.8e12 FLOP/s: {yours:.3g} is too"
+        f"3e12 FLOPs forward in 0.7 s at a peak of 27.8e12 FLOP/s: {yours:.3g} is too"
         f" {'much' if yours > right else 'little'}.",
     )
     other = call(your_mfu, 1e12, 2.0, 10e12, hint="")

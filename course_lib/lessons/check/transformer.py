@@ -267,7 +267,8 @@ def _up_to_three_mistakes(N, D, V, L):
             *(
                 (
                     n * N * D**2,
-                    "attention has four matrices: queries, keys, values and the output",
+                    "attention has four matrices (queries, keys, values and the output), and"
+                    " the MLP is four times as wide",
                 )
                 for n in (1, 2, 3)
             ),
