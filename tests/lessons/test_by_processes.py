@@ -34,14 +34,13 @@ def test_a_process_that_fails_says_why(monkeypatch):
 
 
 def test_processes_that_take_too_long_are_ended(monkeypatch):
-    started = []
-    monkeypatch.setattr(
-        by_processes.subprocess,
-        "Popen",
-        lambda *args, popen=subprocess.Popen, **options: (
-            started.append(popen(*args, **options)) or started[-1]
-        ),
-    )
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(RuntimeError, match="process 0 still ran after 0 s"):
         by_processes.run(2, seconds=0.0)
     assert len(started) == 2

@@ -288,9 +288,9 @@ def multi_steps_share(your_share):
         not close(jnp.array(shares, float), jnp.array([3 / 4, 3 / 4, 3])),
         "Upside down: a minibatch with more labels should count more.",
     )
-    total = jnp.array(shares, float) / float(sum(shares))
+    proportions = jnp.array(shares, float) / float(sum(shares))
     require(
-        abs(mean / right - 1) < 1e-4 or not close(total, jnp.array(counts) / sum(counts)),
+        abs(mean / right - 1) < 1e-4 or not close(proportions, jnp.array(counts) / sum(counts)),
         f"The factors are in the right proportion, and the mean is {mean / right:.3g} times the"
         " right one. What must the factors add up to?",
     )

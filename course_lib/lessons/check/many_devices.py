@@ -88,6 +88,13 @@ def normal(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+def without_residual(kernels: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns x after layers `tanh(x @ kernel)`: a likely mistake for `x + tanh(x @ kernel)`."""
+    for kernel in kernels:
+        x = jnp.tanh(x @ kernel)
+    return x
+
+
 def most_gathers_of_a_checkpoint(program: Any) -> int:
     """Returns how many all-gathers one `jax.checkpoint` executes, the most of any."""
 

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import call, close, exercise, predicted, require
-from course_lib.lessons.check.many_devices import compiled, normal, row_of_devices
+from course_lib.lessons.check.many_devices import (
+    compiled,
+    normal,
+    row_of_devices,
+    without_residual,
+)
 from course_lib.many_devices import meshes
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 
@@ -193,13 +198,17 @@ def gpipe(your_loss):
     )
     with jax.default_matmul_precision("highest"):
         right, expected = jax.value_and_grad(one_device)(kernels, x, y)
-        others = [one_device(kernels, x, jnp.roll(y, shift, axis=0)) for shift in range(M)]
-        alone = x
-        for kernel in kernels:
-            alone = jnp.tanh(alone @ kernel)
-        mistakes = (
+        mistakes = (  # the loss that each makes, and what to say of it
+            *(
+                (
+                    one_device(kernels, x, jnp.roll(y, shift, axis=0)),
+                    "Each microbatch is compared with the y of another one. In which slot does"
+                    " the last stage finish microbatch 0?",
+                )
+                for shift in range(1, M)
+            ),
             (
-                jnp.sum((alone - y) ** 2),
+                jnp.sum((without_residual(kernels, x) - y) ** 2),
                 "A layer adds tanh(h W) to its input. Yours returns tanh(h W) alone.",
             ),
             (
@@ -215,7 +224,7 @@ def gpipe(your_loss):
             (
                 one_device(kernels, x, y[jnp.minimum(jnp.arange(M) + S - 1, M - 1)]),
                 "In slot t the result is compared with y[t]. But the microbatch that the last"
-                " stage finishes then has entered S - 1 slots before.",
+                " stage finishes then entered S - 1 slots earlier.",
             ),
             (
                 one_device(kernels, x[1:], y[1:]),
@@ -248,15 +257,8 @@ def gpipe(your_loss):
             f"This is the right loss divided by {count}. It is a sum over microbatches, rows"
             " and features, not a mean.",
         )
-    for shift in range(1, M):
-        other = others[shift]
-        require(
-            abs(losses[0] - other) > 1e-4 * other,
-            "Each microbatch is compared with the y of another one. In which slot does the last"
-            " stage finish microbatch 0?",
-        )
-    for loss_of_it, reason in mistakes:
-        require(abs(losses[0] - loss_of_it) > 1e-4 * loss_of_it, reason)
+    for mistaken, reason in mistakes:
+        require(abs(losses[0] - mistaken) > 1e-4 * mistaken, reason)
     require(
         losses[0] < right * (1 + 1e-4),
         f"The loss is {losses[0]:.2f}, without a pipeline {right:.2f}. Is too much added? Only"

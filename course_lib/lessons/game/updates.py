@@ -282,6 +282,7 @@ def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | No
     """Returns a sentence on a wrong sum of right gradients; None if it is something else."""
     if rest > 0.1:
         return None
+    # relative: a scale left in the gradient enlarges what the fit puts down to the momentum
     if abs(momentum) > 0.05 * max(1.0, float(abs(counts).max())):
         return (
             "The optimizer's state is lost: config.optimizer.update takes the old one and"
