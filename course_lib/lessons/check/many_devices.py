@@ -89,7 +89,7 @@ def normal(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
 
 
 def without_residual(kernels: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns x after layers `tanh(x @ kernel)`: a likely mistake for `x + tanh(x @ kernel)`."""
+    """Returns x after layers `tanh(x @ kernel)`, often written for `x + tanh(x @ kernel)`."""
     for kernel in kernels:
         x = jnp.tanh(x @ kernel)
     return x
