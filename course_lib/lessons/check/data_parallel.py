@@ -110,6 +110,13 @@ def fsdp(your_loss):
         f"Right, but one all-gather makes {most // layer_bytes} layers whole at once. When does"
         " a device need each of them?",
     )
+    at_once = most_gathers_of_a_checkpoint(jax.make_jaxpr(total)(*arguments).jaxpr)
+    require(
+        at_once <= 1,
+        f"Right, but one `jax.checkpoint` spans {at_once} layers: the backward pass computes"
+        " all of them again first, and keeps their kernels whole. How many layers should it"
+        " compute again at a time?",
+    )
     require(
         gathered > 6 * layer_bytes,
         "Right, but each kernel is gathered once: all six stay whole until the backward pass."
@@ -119,13 +126,6 @@ def fsdp(your_loss):
         gathered <= 12 * layer_bytes,
         f"Right, but {gathered // layer_bytes} kernels are gathered per step; six layers need"
         " 12, each once forward and once backward.",
-    )
-    at_once = most_gathers_of_a_checkpoint(jax.make_jaxpr(total)(*arguments).jaxpr)
-    require(
-        at_once <= 1,
-        f"Right, but one `jax.checkpoint` spans {at_once} layers: the backward pass computes"
-        " all of them again first, and keeps their kernels whole. How many layers should it"
-        " compute again at a time?",
     )
     return (
         "one device's gradient; per step, 12 kernels are gathered and"
