@@ -103,11 +103,11 @@ soak: .venv/.installed ## kill a small training run 100 times and check that not
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.lessons.case_study
-	$(PY) tools/draw_case_study.py
+	$(PY) tools/draw.py case_study
 
 ladder: .venv/.installed ## compile every rung of notebook 19 and write the recorded table and its picture (minutes)
 	$(PY) -m course_lib.lessons.ladder
-	$(PY) tools/draw_ladder.py
+	$(PY) tools/draw.py smallest_step
 
 optimizers: .venv/.installed ## train a small model with each optimizer and write the recorded curves of notebook 17 (10 minutes of one core)
 	$(PY) -m course_lib.lessons.optimizer_study

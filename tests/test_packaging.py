@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import check_gpu
-import draw_case_study
+import draw
 import make_venv
 import nbformat
 import PIL.Image
@@ -218,9 +218,8 @@ def test_part_two_sets_up_eight_devices_before_jax_starts_and_part_one_one():
 
 def test_the_readmes_picture_shows_the_recorded_rows():
     with PIL.Image.open(ROOT / "docs" / "case_study.png") as picture:
-        assert picture.text["Description"] == draw_case_study.digest(), (
-            "run tools/draw_case_study.py"
-        )
+        digest = draw.PICTURES["case_study"].digest()
+        assert picture.text["Description"] == digest, "run tools/draw.py case_study"
 
 
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())

@@ -1,9 +1,10 @@
-"""Puts sixty faults into a copy of the project, one at a time, and runs the test that must find each.
+"""Puts faults into a copy of the project, one at a time, and runs the test that must find each.
 
     python tools/net.py            all of tools/net.toml (about 15 minutes on two cores)
     python tools/net.py ring mfu   those whose names contain one of these words
 
-A fault that no test finds is a hole in the tests. One whose text is not in its file any more has to be written again for the new code.
+A fault that no test finds is a hole in the tests. A fault whose text is no longer in its file
+has to be written again for the new code.
 """
 
 import argparse

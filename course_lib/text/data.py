@@ -28,7 +28,7 @@ from jaxtyping import Integer, UInt8, UInt16
 from course_lib import files
 
 CORPUS = "cpython-3.13.0.jsonl.gz"
-# The checksum of the text: see tools/build_corpus.py.
+# The checksum of the text: see corpus/SOURCE.md.
 CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"
 VOCAB_SIZE = 2048
 END = "<|end|>"  # ends each document; token 0

@@ -1,6 +1,6 @@
 """The ladder of notebook 19: each rung changes one field, and the records reach the goals."""
 
-import draw_ladder
+import draw
 import jax
 import PIL.Image
 import pytest
@@ -39,8 +39,9 @@ def test_the_recorded_rungs_reach_the_goals_of_the_notebook(name):
 
 
 def test_the_picture_is_that_of_the_recorded_rows():
-    with PIL.Image.open(draw_ladder.PICTURE) as picture:
-        assert picture.text["Description"] == draw_ladder.digest(), "make ladder"
+    picture = draw.PICTURES["smallest_step"]
+    with PIL.Image.open(draw.DOCS / "smallest_step.png") as stored:
+        assert stored.text["Description"] == picture.digest(), "make ladder"
 
 
 @pytest.mark.slow

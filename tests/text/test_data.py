@@ -5,7 +5,6 @@ import errno
 import gzip
 import hashlib
 import importlib.resources
-import json
 import os
 import pathlib
 import re
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import tracemalloc
 
-import build_corpus
 import numpy as np
 import pytest
 
@@ -40,34 +38,6 @@ def test_the_corpus_is_the_one_that_was_built():
         .read_bytes()
     )
     assert hashlib.sha256(gzip.decompress(packed)).hexdigest() == data.CORPUS_SHA256
-
-
-def test_the_build_script_packs_this_text_with_this_header_and_lists_these_modules():
-    packed = (
-        importlib.resources.files("course_lib.text")
-        .joinpath("corpus", data.CORPUS)
-        .read_bytes()
-    )
-    text = gzip.decompress(packed)
-    assert gzip.decompress(build_corpus.pack(text)) == text
-    # the header: no date, no name of a file or a system
-    assert build_corpus.pack(text)[:10] == packed[:10]
-    names = [json.loads(line)["name"] for line in text.splitlines()]
-    assert [name for name in names if name.startswith("lib/")] == sorted(
-        f"lib/{name}.py" for name in build_corpus.MODULES
-    )
-
-
-def test_another_release_of_python_is_no_source_of_the_corpus(tmp_path):
-    header = tmp_path / "include" / "python3.13" / "patchlevel.h"
-    header.parent.mkdir(parents=True)
-    header.write_text('#define PY_VERSION "3.13.1"')
-    source = tmp_path / "lib" / "python3.13"
-    with pytest.raises(
-        ValueError, match=r"must be the lib/python3\.13 of an installed CPython 3\.13\.0"
-    ):
-        build_corpus.build(source, tmp_path / "corpus")
-    assert not (tmp_path / "corpus").exists()
 
 
 def test_the_corpus_comes_with_its_licence_and_its_source():
