@@ -454,8 +454,8 @@ def test_the_page_shows_the_results_that_are_stored():
 
 def test_what_words_say_of_the_step_is_what_was_measured():
     root = Path(__file__).parents[1]
-    page, readme = (
-        " ".join((root / name).read_text().split()) for name in (table.PAGE, "README.md")
+    page, training = (
+        " ".join((root / name).read_text().split()) for name in (table.PAGE, "docs/training.md")
     )
     rows = {
         row["step"]: row
@@ -484,6 +484,6 @@ def test_what_words_say_of_the_step_is_what_was_measured():
     assert (
         f"without options, it has {plain[clock]:.2f} times the speed of PyTorch eager; with"
         f" three options, {own[clock]:.2f} times"
-    ) in readme
+    ) in training
     compiled = rows["PyTorch, compiled"]
-    assert f"Compiled PyTorch has {compiled[clock]:.2f} times" in readme
+    assert f"Compiled PyTorch has {compiled[clock]:.2f} times" in training
