@@ -138,45 +138,16 @@ def residuals(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
     Raises:
       ValueError: if there are no arrays.
     """
-    return _array_bars(style.as_dicts(arrays), "why", top, title)
-
-
-def largest_arrays(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
-    """Draws the arrays that are alive when memory peaks (`measure.heap(...).arrays`), largest
-    first.
-
-    Args:
-      arrays: mappings or dataclasses with `bytes`, `shape`, `dtype`, `scope`.
-      top: how many bars to draw; the rest shares the last one.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there are no arrays.
-    """
-    return _array_bars(style.as_dicts(arrays), "scope", top, title)
-
-
-def _two_lines(name: str, scope: str) -> str:
-    """Returns a name over its scope, shortened and without the first `jit(step)/`."""
-    return "\n".join(
-        style.shorten(line, 56)
-        for line in (name, re.sub(r"^jit\([^()]*\)/", "", scope))
-        if line
-    )
-
-
-def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: str) -> Figure:
-    """One bar for arrays of equal shape, dtype and reason."""
     total: Counter[tuple[str, str]] = Counter()
     count: Counter[tuple[str, str]] = Counter()
-    for array in arrays:
+    for array in style.as_dicts(arrays):
         shape = (
             f"{array['dtype']}[{','.join(map(str, array['shape']))}]"
             if array["dtype"]
             else "small arrays"
         )
-        total[shape, array[reason_key]] += array["bytes"]
-        count[shape, array[reason_key]] += 1
+        total[shape, array["why"]] += array["bytes"]
+        count[shape, array["why"]] += 1
     rows: list[dict[str, Any]] = []
     for (shape, reason), num_bytes in total.most_common(top):
         times = f"{count[shape, reason]} × " if count[shape, reason] > 1 else ""
@@ -194,6 +165,15 @@ def _array_bars(arrays: list[dict[str, Any]], reason_key: str, top: int, title: 
         style.write(axes, f"{mib:,.0f}" if mib >= 10 else f"{mib:.2g}", mib, y)
     _finish(figure, axes, title, "memory (MiB)")
     return figure
+
+
+def _two_lines(name: str, scope: str) -> str:
+    """Returns a name over its scope, shortened and without the first `jit(step)/`."""
+    return "\n".join(
+        style.shorten(line, 56)
+        for line in (name, re.sub(r"^jit\([^()]*\)/", "", scope))
+        if line
+    )
 
 
 def _case_axes(

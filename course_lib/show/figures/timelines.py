@@ -1,49 +1,12 @@
-"""Memory over the instructions of a program, and operations over the time of a step."""
+"""Operations over the time of a step."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from course_lib.show.figures import style
-
-
-def heap_timeline(
-    timelines: Mapping[str, Sequence[style.Number]], *, title: str = ""
-) -> Figure:
-    """Draws the memory that is alive at each point of a program, with the peak marked.
-
-    Args:
-      timelines: label -> bytes alive, in the order of the program's instructions
-        (`measure.heap(...).timeline`).
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is no timeline, or one is empty.
-    """
-    sizes = {label: len(timeline) for label, timeline in timelines.items()}
-    style.refuse_empty("timelines", sizes, "the bytes alive at each point")
-    figure, axes = style.canvas()
-    labels, peaks = [], []
-    unit, name = style.unit(max(max(timeline) for timeline in timelines.values()))
-    for i, (label, timeline) in enumerate(timelines.items()):
-        line = style.stroke(i) | {"marker": "", "linewidth": 1.3}
-        mark = style.stroke(i) | {"linestyle": "", "markersize": 9, "markeredgecolor": "black"}
-        heights = [b / unit for b in timeline]
-        axes.plot(range(len(heights)), heights, **line)
-        peak = max(heights)
-        axes.plot(heights.index(peak), peak, **mark)
-        labels.append(f"{label}: {peak:,.{0 if peak >= 100 else 1}f} {name}")
-        peaks.append((heights.index(peak), peak))
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-    axes.set(
-        xlabel="instruction, in the order of the program",
-        ylabel=f"memory alive ({name})",
-        title=title,
-    )
-    style.label_right(axes, peaks, labels)
-    return figure
 
 
 def kind(op: str) -> str:
