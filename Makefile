@@ -1,4 +1,5 @@
 # `make lab` and `make test` are all that a learner needs; `make help` lists the rest.
+# A comment after ##1 is for learners, after ## for developers.
 # Needs make and Python >= 3.11, best 3.13. To use another Python: make PYTHON=/path/to/python3 lab
 
 # $(call python,3.13 3.12): the first of these versions that runs and can make environments, on the PATH or among pyenv's.
@@ -21,6 +22,10 @@ NB ?=
 PY = .venv/bin/python
 # One process per core; the tests of one file, or the cells of one notebook, run in one process.
 TEST = -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+# Without the plugin for notebooks, which takes 2 s to import in each process.
+UNIT = $(TEST) -p no:nbval
+# Python keeps what it compiled, though containers often turn this off: jaxtyping's hook compiles the library in each process, 4 s.
+unexport PYTHONDONTWRITEBYTECODE
 # An environment is built again when one of these files changes, or the Python that built it.
 PINS = pyproject.toml requirements/reference.txt requirements/py311.txt requirements/colab.txt
 IDENTITY = -c 'import sys; print(sys.version.split()[0], sys.base_prefix)'
@@ -31,14 +36,16 @@ AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 .PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
 	case-study ladder optimizers soak badges environment pins clean another-python
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-18s%s\n", $$1, $$2 }' Makefile
+help: ##1 this list
+	@echo "For learners:"; awk -F ':.*##1 ' '/^[a-z0-9-]+:.*##1 / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
+	@echo "For developers:"; awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
 
-lab: .venv/.installed ## make .venv and open JupyterLab on notebooks/ (without a browser: prints the URL)
+lab: .venv/.installed ##1 make .venv and open JupyterLab on notebooks/ (without a browser: prints the URL)
 	$(PY) -m jupyterlab --notebook-dir=notebooks --LabApp.news_url=None \
 		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(AS_ROOT) $(LABFLAGS)
 
-test: lint unit nbval ## lint, types, unit tests, and every notebook against its stored outputs
+test: lint unit nbval ##1 lint, types, unit tests, and every notebook against its stored outputs
+	@[ -n "$$COURSE_SLOW" ] || echo "Left out: $$(cat .pytest_cache/v/course/left_out) slow cases. \`make test-all\` runs them."
 
 # Slow tests: docs/versions.md says what they do.
 test-all unit-all: export COURSE_SLOW = 1
@@ -53,7 +60,7 @@ lint: .venv/.installed ## lint, types, the workflow of GitHub
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 unit: .venv/.installed ## the unit tests alone, without the slow ones
-	$(PY) $(TEST) --durations=10
+	$(PY) $(UNIT) --durations=10
 
 nbval: .venv/.installed ## the notebooks alone; one of them: make nbval NB=01
 	$(PY) $(TEST) --durations=10 --nbval $(if $(NB),notebooks/$(NB)*.ipynb,notebooks)
@@ -63,7 +70,7 @@ notebooks: .venv/.installed ## run the notebooks again and store their outputs; 
 
 test-py311: .venv-py311/.installed ## types, unit tests and notebooks on Python 3.11, with JAX 0.10.2
 	.venv-py311/bin/python -m mypy
-	.venv-py311/bin/python $(TEST)
+	.venv-py311/bin/python $(UNIT)
 	.venv-py311/bin/python $(TEST) --nbval notebooks
 
 test-colab: test-colab-unit test-colab-live ## unit tests and notebooks with the versions that Colab ships (needs Python 3.13)
@@ -74,7 +81,7 @@ test-colab-live: .venv-colab/.installed ## the notebooks as after their first ce
 	.venv-colab-live/bin/python $(TEST) --nbval notebooks
 
 test-colab-unit: .venv-colab/.installed ## the unit tests alone with the versions that Colab ships
-	.venv-colab/bin/python $(TEST)
+	.venv-colab/bin/python $(UNIT)
 
 # Colab's debugger would write a warning for each process that starts a kernel.
 test-colab test-colab-unit test-colab-live: export PYDEVD_DISABLE_FILE_VALIDATION = 1
@@ -83,7 +90,7 @@ test-latest: ## unit tests and notebooks with the newest packages there are (nee
 	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The newest JAX needs Python 3.12 or newer (best 3.13), and none was found."; \
 		echo "Name one: make $@ NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
 	$(NEWEST_PYTHON) tools/make_venv.py .venv-latest newest
-	COURSE_SLOW=1 .venv-latest/bin/python $(TEST)
+	COURSE_SLOW=1 .venv-latest/bin/python $(UNIT)
 	COURSE_COMPARE=facts .venv-latest/bin/python $(TEST) --nbval notebooks
 
 # Without this the first process takes most of the GPU's memory, and the tests start several.

@@ -5,12 +5,26 @@ Only the tests are this strict. A learner's session has JAX's defaults.
 """
 
 import os
+import shutil
+import tempfile
 
 # The tests run on the CPU, or with COURSE_BACKEND=gpu on a GPU (`make gpu`). JAX reads its
 # platforms when it first looks for devices, so set them before anything imports it. Virtual
 # devices do not depend on them.
 if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
+
+# One cache of compiled programs for a session: its workers and the processes that tests start
+# inherit these variables. Names belong to the key, or an instrument would read those of another
+# program. Source lines, which nothing reads, would keep tests from sharing programs.
+OWN_CACHE = None
+if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
+    os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="course_")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jaxtyping
 
@@ -24,6 +38,7 @@ xla_flags.name_kernels()  # some tests record profiles
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # The tests of course_lib.many_devices need eight devices: the CPU shows as eight, unless there
 # are eight GPUs. Other tests use the first. JAX reads this when it starts.
@@ -79,6 +94,17 @@ A_LEARNERS_CODE = {
     "test_by_processes",
 }
 
+# A program out of the cache has no plan of its memory, which these tests read (measure.heap).
+READS_PLANS = {
+    "test_memory",
+    "test_tape",
+    "test_profiling",
+    "test_profiling_study",
+    "test_smallest_step",
+    "test_offload",
+    "test_figures",
+}
+
 # Files that take long. One process runs a whole file, so these start first: started last, they
 # would keep one process busy while the others idle.
 LONG = {
@@ -103,6 +129,8 @@ LONG = {
 
 
 def pytest_configure(config):
+    if OWN_CACHE:
+        config.add_cleanup(lambda: shutil.rmtree(OWN_CACHE, ignore_errors=True))
     config.addinivalue_line(
         "markers", "slow: runs with COURSE_SLOW=1 only; docs/versions.md says why"
     )
@@ -112,6 +140,15 @@ def pytest_runtest_setup(item):
     """Skips slow tests unless COURSE_SLOW=1; skipped here, they are one line of the summary."""
     if item.get_closest_marker("slow") and os.environ.get("COURSE_SLOW") != "1":
         pytest.skip("slow: `make test-all`, or COURSE_SLOW=1, runs it")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says how many cases were left out; `make test` says it again at its end."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    left_out = sum("slow: " in str(report.longrepr) for report in skipped)
+    config.cache.set("course/left_out", left_out)
+    if left_out:
+        terminalreporter.write_line(f"{left_out} slow cases were left out: make test-all")
 
 
 def pytest_collection_modifyitems(items):
@@ -129,6 +166,23 @@ def promotion(request):
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew(request):
+    """Compiles every program of a file that reads plans of memory."""
+    if request.module.__name__.rpartition(".")[2] not in READS_PLANS:
+        yield
+        return
+    before = jax.config.jax_enable_compilation_cache
+    use_cache(False)
+    yield
+    use_cache(before)
+
+
+def use_cache(yes):
+    compilation_cache.reset_cache()  # JAX looks once whether it is to use one
+    jax.config.update("jax_enable_compilation_cache", yes)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """Gives the tests of a module a cache folder of their own, empty at first."""
@@ -139,10 +193,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def programs_kept(tmp_path_factory):
-    """Returns environment variables with which processes compile each program once for all."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def programs_kept():
+    """Returns variables with which other processes use the session's cache."""
+    names = "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}

@@ -346,23 +346,6 @@ def test_the_page_about_the_gpu_shows_the_results_that_are_stored():
     assert gpu_page.draw("h200", root / gpu_page.RESULTS).axes
 
 
-def test_input_that_comes_in_half_the_time_of_a_step_is_twice_as_fast():
-    rows = input.summary(
-        {"input": [1.0, 1.0, 2.0], "step": [2.0] * 3, "fed": [2.5] * 3}, tokens=100
-    )
-    alone, step, fed = rows
-    assert (
-        alone["tokens/s"] == 100
-        and alone["over steps alone"] == 2
-        and alone["quartiles"] == [75, 100]
-    )
-    assert (
-        step["tokens/s"] == 50
-        and step["over steps alone"] == 1
-        and fed["over steps alone"] == 0.8
-    )
-
-
 def test_what_lies_ready_when_a_turn_begins_is_not_timed(monkeypatch):
     now, ready = 0.0, 0
 
@@ -434,13 +417,6 @@ def test_tables_of_the_page_are_made_from_the_results_and_the_words_stay():
         and "## y\n\n<!-- y -->\nCounted" in more
         and "abacus, 2; jax" in more
     )
-
-
-def test_a_table_without_a_result_is_refused():
-    with pytest.raises(
-        ValueError, match=r"must only name measurements that there are, not \['x'\]"
-    ):
-        table.page(PAGE, [])
 
 
 def test_the_page_shows_the_results_that_are_stored():

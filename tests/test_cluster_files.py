@@ -34,11 +34,8 @@ def bash(tmp_path):
 @pytest.mark.parametrize(
     ("codes", "starts"),
     [
-        ([0], 1),
         ([75, 143] * 4 + [0], 9),  # any number of preemptions
-        ([1, 76, 134, 1], 4),  # three failures in a row are tried again
-        ([1, 1, 75, 1, 1, 1, 137], 7),  # a preemption in between: it made progress
-        ([75, 2], 2),
+        ([1, 1, 75, 1, 1, 1, 137], 7),  # three failures in a row, a preemption in between
         ([1, 77], 2),
     ],
 )
@@ -96,57 +93,19 @@ def test_over_ssh_the_exit_code_is_that_of_the_process_that_failed(bash, tmp_pat
     assert done.returncode == 76
 
 
-@pytest.mark.parametrize("arguments", [["a", "--", "--preset", "cpu"], ["a", "b"], []])
+@pytest.mark.parametrize("arguments", [["a", "--", "--preset", "cpu"], ["a", "b"]])
 def test_over_ssh_fewer_than_two_hosts_or_a_missing_separator_is_refused(bash, arguments):
     done = bash("ssh.sh", *arguments, programs={})
     assert done.returncode == 2 and "usage:" in done.stderr
-
-
-def test_in_kubernetes_one_indexed_job_has_all_pods_and_they_may_look_it_up():
-    yaml = pytest.importorskip("yaml", reason="no PyYAML here: JupyterLab brings it")
-    account, role, binding, jobs = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
-    (job,) = jobs["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    pod = spec["template"]["spec"]
-    assert job["replicas"] == 1 and spec["completionMode"] == "Indexed"
-    assert spec["parallelism"] == spec["completions"] > 1
-    # all pods restart together, or none
-    assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert pod["shareProcessNamespace"]  # process 1 ignores SIGTERM before the first step
-    assert (
-        binding["subjects"][0]["name"]
-        == account["metadata"]["name"]
-        == pod["serviceAccountName"]
-    )
-    allowed = {
-        (resource, verb)
-        for rule in role["rules"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    # the calls of JAX's K8sCluster in a JobSet
-    assert allowed == {("pods", "list"), ("jobs", "get")}
-    assert len({part["metadata"]["namespace"] for part in (account, role, binding, jobs)}) == 1
-    mounted = {
-        mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]
-    }
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
-    first = f"{jobs['metadata']['name']}-{job['name']}-0-0.{jobs['metadata']['name']}"
-    assert (FOLDER / "kubernetes.md").read_text().count(first) == 2
 
 
 @pytest.mark.parametrize(
     ("ended", "action"),
     [
         (75, "RestartJobSetAndIgnoreMaxRestarts"),
-        (143, "RestartJobSetAndIgnoreMaxRestarts"),
         ("DisruptionTarget", "RestartJobSetAndIgnoreMaxRestarts"),
-        (2, "FailJobSet"),
         (77, "FailJobSet"),
         (1, None),  # a restart that counts as a failure
-        (76, None),
-        (134, None),
     ],
 )
 def test_in_kubernetes_preemptions_do_not_count_and_permanent_failures_end_the_job(

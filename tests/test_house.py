@@ -1,185 +1,250 @@
 """The library is built as docs/design.md says."""
 
 import ast
+import importlib
+import inspect
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "course_lib"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = sorted(
-    path.stem
-    for path in PACKAGE.iterdir()
-    if path.suffix == ".py" or (path / "__init__.py").exists()
-)
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# The list of imports in docs/design.md, line by line, with what each line allows.
+# What each part may import, beside itself: the list of docs/design.md, line by line.
 TOOLS = {"measure", "text", "show"}
 MODELS = TOOLS | {"one_device", "smaller_and_faster", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
-MAY_IMPORT = {
-    "1. `measure`, `text`, `show`: they import nothing of models": {
-        "measure": set(),
-        "files": set(),
-        "text": {"files"},
-        "show": {"measure"},
-    },
-    "2. `one_device`, `smaller_and_faster`": {
-        "one_device": TOOLS,
-        "smaller_and_faster": TOOLS,
-    },
-    "3. `models`, `optimizers`": {
-        "models": TOOLS | {"one_device", "smaller_and_faster"},
-        "optimizers": TOOLS | {"one_device", "smaller_and_faster"},
-    },
-    "4. `configs`, `training`": {
-        "configs": MODELS,
-        "training": MODELS | {"configs"},
-    },
-    "5. `many_devices`": {"many_devices": TRAINING},
-    "6. `program`": {
-        "program": TRAINING | {"many_devices", "files"},
-        "train": {"program"},
-    },
-    "7. `lessons`: no other part imports it": {
-        "lessons": TRAINING | {"many_devices", "program", "files"}
-    },
+ALLOWED = {
+    "measure": set(),
+    "files": set(),
+    "text": {"files"},
+    "show": {"measure"},
+    "one_device": TOOLS | {"xla_flags"},
+    "smaller_and_faster": TOOLS,
+    "models": TOOLS | {"one_device", "smaller_and_faster"},
+    "optimizers": TOOLS | {"one_device", "smaller_and_faster"},
+    "configs": MODELS,
+    "training": MODELS | {"configs"},
+    "many_devices": TRAINING,
+    "program": TRAINING | {"many_devices", "files"},
+    "train": {"program"},
+    "lessons": TRAINING | {"many_devices", "program", "files"},
+    "__init__": {"xla_flags"},
+    "xla_flags": set(),
 }
-ALLOWED = {part: others for clause in MAY_IMPORT.values() for part, others in clause.items()}
-ALLOWED |= {"__init__": {"xla_flags"}, "xla_flags": set()}
-ALLOWED["one_device"] = ALLOWED["one_device"] | {"xla_flags"}
 
 
-def imports(path: Path) -> set[str]:
-    """Returns the parts of course_lib that a file imports, at its top or inside a function."""
-    parts = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides where it points to"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        parts |= {name.split(".")[1] for name in names if name.startswith("course_lib.")}
-    return parts
-
-
-def part_of(path: Path) -> str:
+def part_of(path):
     """Returns the folder of course_lib that a file is in, or its name if it is in none."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_the_list_of_imports_stands_in_the_design_and_names_every_part():
-    text = " ".join(DESIGN.split())
-    assert [clause for clause in MAY_IMPORT if clause not in text] == []
-    assert set(ALLOWED) == set(PARTS)
-    assert "`train` imports only `program`" in text and "`xla_flags` import no other" in text
+def imports(path):
+    """Returns the parts of course_lib that a file imports, at its top or inside a function."""
+    names = []
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides where it points to"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("course_lib.")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_what_its_part_may_import(path):
-    part = part_of(path)
-    assert imports(path) - {part} <= ALLOWED[part]
-
-
-def test_the_tree_of_the_design_is_the_tree_of_the_library():
-    tree = (
-        DESIGN[DESIGN.index("    course_lib/\n") :].split("\n\n")[0].split("    notebooks/")[0]
-    )
-    shown, folder = set(), "course_lib"
-    for line in tree.splitlines():
-        if line_of_folder := re.match(r" +(\w+)/", line):
-            folder = line_of_folder[1]
-        elif re.match(r" {6}\w", line):
-            folder = "course_lib"
-        shown |= {(folder, stem) for stem in re.findall(r"\b(\w+)\.py\b", line)}
-    packages = {"hardware", "figures", "check", "game"}  # shown as folders, without their files
-    files = {(path.parent.name, path.stem) for path in FILES if path.stem != "__init__"}
-    assert shown == {(folder, stem) for folder, stem in files if folder not in packages}
-    folders = {path.parent.name for path in FILES}
-    assert folders <= set(re.findall(r"(\w+)/", tree))
-
-
-def test_the_design_and_each_module_are_read_in_one_sitting():
-    assert len(DESIGN.splitlines()) <= 250
-    lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert {path.name: count for path, count in lines.items() if count > 500} == {}
-    assert sorted(lines.values())[len(lines) // 2] < 300
+def test_each_part_imports_what_it_may():
+    assert {part_of(path) for path in FILES} == set(ALLOWED)
+    broken = {path: imports(path) - {part_of(path)} - ALLOWED[part_of(path)] for path in FILES}
+    assert {str(path): parts for path, parts in broken.items() if parts} == {}
 
 
 def test_a_notebook_has_a_module_of_its_name():
-    names = [path.stem.split("_", 1)[1] for path in (ROOT / "notebooks").glob("*.ipynb")]
+    names = {path.stem.split("_", 1)[1] for path in NOTEBOOKS}
     taught = [path for path in FILES if part_of(path) != "lessons"]
     modules = {path.stem for path in taught} | {path.parent.name for path in taught}
-    assert set(names) - modules == {"3d_parallelism", "train_for_real"}  # strategies, program
+    assert names - modules == {"3d_parallelism", "train_for_real"}  # strategies, program
 
 
 def test_importing_the_package_imports_no_jax_and_none_of_its_modules_but_the_one_for_flags():
-    assert imports(PACKAGE / "__init__.py") == {"xla_flags"}
     imported = subprocess.run(
         [sys.executable, "-c", "import sys, course_lib; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert [name for name in imported if name.startswith("course_lib.")] == [
-        "course_lib.xla_flags"
-    ]
+    ours = [name for name in imported if name.startswith("course_lib.")]
+    assert ours == ["course_lib.xla_flags"]
     assert "jax" not in imported and "numpy" not in imported
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_everything_public_says_what_it_is(path):
-    tree = ast.parse(path.read_text())
-    public = [
-        node
-        for scope in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
-        for node in scope.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-    ]
-    overrides = {"setup", "__call__"}  # Flax calls these: the docstring is the class's
-    silent = [
-        node.name
-        for node in public
-        if not ast.get_docstring(node) and node.name not in overrides
-    ]
-    assert ast.get_docstring(tree), "a file opens with a docstring"
-    assert not silent
-
-
-# A package has one file of tests, and so has a module together with one that serves it alone.
-PIPELINE = "many_devices/pipeline_parallel/"
-TESTED_WITH = {
-    "measure/units.py": "measure/test_memory.py",
-    "measure/hardware/": "measure/test_hardware.py",
-    "show/figures/": "show/test_figures.py",
-    "lessons/check/": "lessons/test_check.py",
-    "lessons/game/": "lessons/test_game.py",
-    "measure/heap.py": "measure/test_memory.py",
-    "many_devices/costs.py": "many_devices/test_estimate.py",
-    "many_devices/plans.py": "many_devices/test_step_model.py",
-    "many_devices/options.py": "many_devices/test_strategies.py",
-    "many_devices/sharding.py": "many_devices/test_strategies.py",
-    PIPELINE + "stage.py": PIPELINE + "test_pipeline.py",
-    "train.py": "program/test_command.py",
+# Files that are still longer: none may grow.
+LONG = {
+    "configs.py": 458,
+    "lessons/backtest.py": 454,
+    "lessons/check/data_parallel.py": 477,
+    "lessons/check/pipeline_parallel.py": 438,
+    "lessons/check/transformer.py": 439,
+    "many_devices/cluster_model.py": 490,
+    "many_devices/data_parallel.py": 482,
+    "many_devices/estimate.py": 422,
+    "many_devices/layer_model.py": 431,
+    "measure/virtual.py": 417,
+    "program/loop.py": 446,
+    "smaller_and_faster/flash_attention.py": 401,
+    "training.py": 463,
 }
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if path.name != "__init__.py"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
-def test_every_module_has_its_tests_in_the_same_folder(path):
-    name = path.relative_to(PACKAGE).as_posix()
-    beside = str(Path(name).with_name(f"test_{path.name}"))
-    wanted = next(
-        (test for start, test in TESTED_WITH.items() if name.startswith(start)), beside
-    )
-    assert (ROOT / "tests" / wanted).exists()
+def test_no_file_has_more_than_400_lines():
+    lines = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in FILES}
+    assert {name: n for name, n in lines.items() if n > LONG.get(name, 400)} == {}
+
+
+def definitions():
+    """Yields each function and class of course_lib: its dotted name and its node."""
+
+    def inside(node, name):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                yield f"{name}.{child.name}", child
+                yield from inside(child, f"{name}.{child.name}")
+
+    for path, tree in TREES.items():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield from inside(tree, ".".join(parts).removesuffix(".__init__"))
+
+
+DEFINED = dict(definitions())
+
+
+def named(thing, names):
+    """Yields where the things of `thing.a.b` are defined, of `thing` too."""
+    for name in [None, *names]:
+        thing = thing if name is None else getattr(thing, name, None)
+        if inspect.isroutine(thing) or inspect.isclass(thing):
+            yield f"{thing.__module__}.{thing.__qualname__}"
+
+
+def in_notebooks(of_sources=False):
+    """Returns the definitions that the notebooks' code names, or whose source it shows."""
+    found = set()
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text())["cells"]
+        code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        nodes = list(
+            ast.walk(ast.parse(re.sub(r"^(\s*)[%!]", r"\1pass  # ", code, flags=re.M)))
+        )
+        known = {}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("course_lib"):
+                exec(ast.unparse(node), known)
+        if of_sources:
+            shown = [n for n in nodes if isinstance(n, ast.Call)]
+            nodes = [
+                argument
+                for call in shown
+                if ast.unparse(call.func) == "notebook.source"
+                for argument in call.args
+            ]
+        for node in nodes:
+            if isinstance(node, ast.Attribute | ast.Name):
+                first, *rest = ast.unparse(node).split(".")
+                if first in known:
+                    found |= set(named(known[first], rest))
+    return found
+
+
+def on_pages():
+    """Returns the definitions that README, CONTRIBUTING and docs name, as in `configs.get`."""
+    modules = {}
+    for path in FILES:
+        if path.stem != "__main__" and path.name != "train.py":
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            name = name.removesuffix(".__init__")
+            modules[name.rpartition(".")[2]] = name
+    found = set()
+    for page in PAGES:
+        for words in re.findall(r"`(?:\w+\.)*?(\w+(?:\.\w+)+)[`(]", page.read_text()):
+            first, *rest = words.split(".")
+            if first in modules:
+                found |= set(named(importlib.import_module(modules[first]), rest))
+    return found
+
+
+def test_what_a_notebook_or_a_page_names_says_what_it_is():
+    named = (in_notebooks() | on_pages()) & DEFINED.keys()
+    assert len(named) > 200
+    assert sorted(name for name in named if not ast.get_docstring(DEFINED[name])) == []
+
+
+WORDY = 150  # docstrings that are still longer than their function; the number may only shrink
+
+
+def test_no_docstring_is_longer_than_its_function_unless_a_notebook_shows_it():
+    shown, found = in_notebooks(of_sources=True), []
+    for name, node in DEFINED.items():
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and name not in shown:
+            text = node.body[0]
+            if text.end_lineno - text.lineno + 1 > node.end_lineno - text.end_lineno:
+                found.append(name)
+    assert len(found) <= WORDY, found
+
+
+# Tests of which no case is quick, and why none is.
+ALWAYS_SLOW = {
+    "processes are killed, or started by Slurm or Open MPI": """
+        test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_or_the_one_before
+        test_the_program_trains_on_simulated_devices_ends_at_sigterm_and_goes_on
+        test_two_processes_of_which_one_is_killed_and_then_one_is_told_to_end_lose_nothing
+        test_two_processes_train_as_one_does_and_one_goes_on_with_what_they_saved
+        test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed
+        test_the_program_under_mpirun_has_the_losses_of_one_process
+        test_the_program_under_slurm_has_the_losses_of_one_process
+        test_if_one_process_is_killed_the_other_ends_in_time_and_says_why
+        test_if_one_process_is_alive_but_silent_the_other_ends_in_time_and_says_why
+        test_sigterm_to_one_process_and_its_children_ends_both_after_the_same_step
+        test_sigterm_to_one_process_before_its_first_step_ends_both_at_once
+        test_mpirun_ends_if_one_process_is_killed
+        test_slurm_ends_if_one_process_is_killed
+        test_slurm_runs_the_batch_script""",
+    "a record or a published number is compiled again; quick tests read the record": """
+        test_compiled_memory_is_within_12_percent_of_the_published
+        test_a_rung_compiles_to_its_record
+        test_a_move_compiles_to_its_recorded_score
+        test_a_submission_is_compiled_and_scored
+        test_the_measured_differences_leave_a_factor_of_two_to_the_tolerance""",
+    "options together, each of which has a quick test": """
+        test_float16_passes_without_a_scale
+        test_a_rematerialized_model_gives_the_same_gradient_and_stashes_less
+        test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently
+        test_data_pipeline_and_tensor_update_parameters_as_one_device_does
+        test_gradients_of_many_microbatches_in_bfloat16_add_up_as_those_of_one_device_do
+        test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries
+        test_a_loss_in_chunks_gives_the_gradient_of_all_logits_with_experts_and_remat
+        test_a_step_by_hand_draws_its_dropout_as_it_always_has
+        test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parameters_in_theirs
+        test_along_the_sequence_it_scatters_four_residuals_a_block_and_gathers_six
+        test_an_nnx_model_compiles_to_the_memory_of_the_same_model_in_linen
+        test_rematerialized_experts_give_the_same_gradient
+        test_a_run_with_offload_trains_like_one_without_on_both_ways_to_build_it
+        test_the_program_trains_with_offload_and_continues_from_a_checkpoint
+        test_one_device_of_a_mesh_computes_the_same""",
+    "whole notebooks or benchmarks run": """
+        test_it_trains_by_the_program_and_stores_what_it_prints
+        test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_others""",
+}
+
+
+def test_every_law_keeps_a_quick_case(request):
+    quick = {}
+    for item in request.session.items:
+        one = not item.get_closest_marker("slow")
+        quick[item.originalname] = quick.get(item.originalname, False) or one
+    listed = {name for names in ALWAYS_SLOW.values() for name in names.split()}
+    assert {name for name, any_quick in quick.items() if not any_quick} <= listed

@@ -1,14 +1,12 @@
-"""Checks the stored notebooks: run in one go, tagged, and laid out as docs/design.md says.
+"""Each stored notebook keeps the rules of docs/design.md; its test lists all that it breaks.
 
-`pytest --nbval notebooks` compares their outputs, but skips cells that were never run. These
-tests find such cells.
+`pytest --nbval notebooks` compares outputs, but skips cells that were never run.
 """
 
 import ast
 import importlib
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import nbformat
@@ -21,301 +19,176 @@ from course_lib.show import notebook as show_notebook
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception", "sizes", "technique"}
-# Each notebook begins with its technique in plain JAX, which may take this many lines.
-TECHNIQUE_LINES = {
-    "01_mixed_precision": 25,
-    "02_rematerialization": 25,
-    "03_gradient_accumulation": 25,
-    "04_buffer_donation": 25,
-    "05_transformer": 60,
-    "06_profiling": 25,
-    "07_collectives": 30,
-    "08_data_parallel": 30,
-    "09_pipeline_parallel": 30,
-    "10_tensor_parallel": 30,
-    "11_async_tensor_parallel": 30,
-    "12_3d_parallelism": 30,
-    "13_context_parallel": 30,
-    "14_expert_parallel": 30,
-    "15_large_vocabulary": 25,
-    "16_flash_attention": 25,
-    "17_optimizer_memory": 25,
-    "18_offload": 25,
-    "19_smallest_step": 25,
-    "21_train_for_real": 25,
-}
-assert set(TECHNIQUE_LINES) == set(NAMES)
+PYTHON = {"display_name": "Python 3", "language": "python", "name": "python3"}
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
-CLOSING = ["Summary", "Exercises", "References"]
-# Folders that differ between machines.
-FOLDERS = {
-    "/home",
-    "/Users",
-    "/tmp",
-    "/usr/lib",
-    "/var",
-    str(Path.home()),
-    str(Path(__file__).parents[2]),
-} - {"/"}
-MACHINE = re.compile(
-    rf"ipykernel_\d+|(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/\w|site-packages"
-)
-MOST_BYTES = 1_000_000
-PYPROJECT = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
-WIDTH = PYPROJECT["tool"]["ruff"]["line-length"]
-
-each = pytest.mark.parametrize("name", NAMES)
+ANSWERED = re.compile(r"^(check\.|lessons\.submit\(|layouts\.submit\()", re.M)
+ASSERTED = re.compile(r"^\s*assert |assert_allclose|assert_array_equal", re.M)
+HERE = {str(Path.home()), str(Path(__file__).parents[2])} - {"/"}
+FOLDERS = sorted({"/home", "/Users", "/tmp", "/usr/lib", "/var"} | HERE)
+MACHINE = re.compile(rf"ipykernel_\d+|(?:{'|'.join(map(re.escape, FOLDERS))})/\w|site-packages")
 
 
-def read(name):
-    return nbformat.read(FOLDER / f"{name}.ipynb", 4)
+def test_they_are_numbered_and_the_readme_links_to_each():
+    numbers = [int(name[:2]) for name in NAMES]
+    assert numbers == [*range(1, len(numbers)), 21]  # 20 is kept free
+    readme = (FOLDER.parent / "README.md").read_text()
+    assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", readme) == NAMES
 
 
-def code_cells(name):
-    return [cell for cell in read(name).cells if cell.cell_type == "code"]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_keeps_all_rules(name, monkeypatch):
+    book = nbformat.read(FOLDER / f"{name}.ipynb", 4)
+    nbformat.validate(book)
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    broken = [*of_the_file(name, book, cells), *of_the_exercises(book, cells)]
+    for number, cell in enumerate(cells, 1):
+        broken += [f"code cell {number}: {one}" for one in of_a_cell(cell)]
+    broken += [*of_shown_sources(name, cells, monkeypatch)]
+    assert not broken, "\n".join([name, *broken])
+
+
+def of_the_file(name, book, cells):
+    """Yields what is broken: how it was run, how it opens, what it shows."""
+    if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
+        yield f"was not run from top to bottom: make notebooks NB={name[:2]}"
+    if book.metadata != {
+        "kernelspec": PYTHON,
+        "language_info": book.metadata.get("language_info"),
+    }:
+        yield f"does not run in any Jupyter: {dict(book.metadata)}"
+    if (FOLDER / f"{name}.ipynb").stat().st_size > 1_000_000:
+        yield "is larger than 1 MB"
+    badge, setup = stamp.notebook_texts(f"{name}.ipynb", stamp.repository())
+    if not book.cells[0].source.startswith("# ") or badge not in book.cells[0].source:
+        yield "opens without a title and its badge: make badges"
+    if cells[0].source != setup or tags(cells[0]) != {"nbval-ignore-output"}:
+        yield "its first code is not the set-up: make badges"
+    for cell in book.cells:
+        texts = [cell.source, *map(text_of, cell.get("outputs", ()))]
+        if found := [match[0] for text in texts for match in MACHINE.finditer(text)]:
+            yield f"names paths of a machine: {found}"
+
+    if "sizes" not in tags(cells[1]) or "technique" not in tags(cells[2]):
+        yield "its first code is not a cell of sizes and the technique in plain JAX"
+    for cell in cells:
+        lines = [line for line in cell.source.splitlines() if line.strip()]
+        if "technique" in tags(cell) and len(lines) > (60 if name.startswith("05") else 30):
+            yield f"the technique in plain JAX takes {len(lines)} lines"
+    *assignments, stored = ast.parse(cells[1].source).body
+    values = {}
+    exec(cells[1].source, values)
+    if not all(isinstance(node, ast.Assign) for node in assignments):
+        yield "its cell of sizes does more than assign"
+    if not ast.unparse(stored).startswith("as_stored = ") or values["as_stored"] is not True:
+        yield "its sizes are not those of the stored outputs (as_stored)"
+    if not any("image/png" in out.get("data", {}) for cell in cells for out in cell.outputs):
+        yield "shows no picture"
+    if not any(ASSERTED.search(cell.source) for cell in cells):
+        yield "asserts none of its claims"
+
+
+def of_the_exercises(book, cells):
+    """Yields what is broken at the end: headings, folded solutions, cells to write in."""
+    markdown = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+    if re.findall(r"^## (.*)$", markdown, re.M)[-3:] != ["Summary", "Exercises", "References"]:
+        yield "does not close with Summary, Exercises, References"
+        return
+    exercises = markdown[markdown.index("## Exercises") : markdown.index("## References")]
+    folded = markdown.count("<details>")
+    if not 3 <= folded == exercises.count("<details>") == exercises.count("</details>"):
+        yield "folds fewer than three solutions, or something else"
+    if len(re.findall(r"<summary>.*?</summary>", exercises)) != folded:
+        yield "a solution has no summary"
+    answered = [cell for cell in cells if ANSWERED.search(cell.source)]
+    if len(answered) != folded:
+        yield f"{folded} exercises have {len(answered)} cells with a check"
+    for cell in answered:
+        if not "".join(out.get("text", "") for out in cell.outputs).startswith("✗ "):
+            yield f"stores an answer that is not ✗: {cell.source}"
+
+
+def of_a_cell(cell):
+    """Yields what is broken in one cell of code."""
+    raised = any(output.output_type == "error" for output in cell.outputs)
+    if tags(cell) - TAGS or {"nbval-ignore-output", "nbval-check-output"} <= tags(cell):
+        yield f"unknown or contradicting tags {tags(cell)}"
+    if raised != ("raises-exception" in tags(cell)):
+        yield "fails where the lesson is not the error, or the other way round"
+    if any(output.get("name") == "stderr" for output in cell.outputs):
+        yield "wrote to stderr"
+    if cell.source.rstrip().endswith(";"):
+        yield "ends in a semicolon, which nbval does not understand"
+    for line in cell.source.splitlines():
+        if len(line) > 96 and not re.fullmatch(r"\W*https?://\S+", line):
+            yield f"wider than 96 columns: {line}"
+    if "technique" in tags(cell):
+        if "course_lib" in cell.source.replace(PLAIN_MODEL, ""):
+            yield "the technique in plain JAX calls course_lib"
+
+    nodes = list(ast.walk(parse(cell.source)))
+    asserts = [node for node in nodes if isinstance(node, ast.Assert)]
+    if not all(node.msg for node in asserts):
+        yield "an assert does not say what failed"
+    drawn = [call.lineno for call in calls(nodes, "figures.")]
+    if any(node.lineno < line for node in asserts for line in drawn):
+        yield "an assert stands before the picture"
+    for shown in calls(nodes, "notebook.source"):
+        if any("._" in argument for argument in map(ast.unparse, shown.args)):
+            yield "shows a private function"
+
+    tables = [recorded.FOLDER / f"{word}.json" for word in re.findall(r'"(\w+)"', cell.source)]
+    dates = {json.loads(t.read_text())["recorded"] for t in tables if t.is_file()}
+    told = set(re.findall(r"recorded on ([\d-]+)", "".join(map(text_of, cell.outputs))))
+    if dates and told - dates:
+        yield f"shows records of {told}; today's are of {dates}"
+
+
+def of_shown_sources(name, cells, monkeypatch):
+    """Yields sources that are not the library's of today, and what repeats the library."""
+    shown, imported, library = [], {}, set()
+    monkeypatch.setattr(show_notebook, "display", lambda markdown: shown.append(markdown.data))
+    for number, cell in enumerate(cells, 1):
+        nodes = list(ast.walk(parse(cell.source)))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("course_lib"):
+                exec(ast.unparse(node), imported)
+            if isinstance(node, ast.ImportFrom) and node.module == "course_lib":
+                for alias in node.names:
+                    library |= set(dir(importlib.import_module(f"course_lib.{alias.name}")))
+        stored = [
+            undecorated(out.get("data", {}).get("text/markdown", "")) for out in cell.outputs
+        ]
+        for call in calls(nodes, "notebook.source"):
+            eval(ast.unparse(call), imported)
+            if undecorated(shown[-1]) not in stored:
+                yield f"code cell {number} shows yesterday's code: make notebooks NB={name[:2]}"
+    if not shown:
+        yield "shows no source of the library"
+    code = "\n".join(cell.source for cell in cells)
+    if again := set(re.findall(r"^(?:def|class) (\w+)", code, re.M)) & library:
+        yield f"defines what it could import: {again}"
 
 
 def tags(cell):
     return set(cell.metadata.get("tags", ()))
 
 
-def output_text(output):
-    return "".join(
-        [
-            output.get("text", ""),
-            *(v for k, v in output.get("data", {}).items() if k.startswith("text/")),
-        ]
-    )
+def text_of(output):
+    data = output.get("data", {})
+    return output.get("text", "") + "".join(v for k, v in data.items() if k[:5] == "text/")
 
 
-def test_they_are_numbered_and_the_readme_links_to_each():
-    numbers = [int(name[:2]) for name in NAMES]
-    *lessons, for_real = numbers
-    # 20 is kept free
-    assert (lessons, for_real) == (list(range(1, len(numbers))), 21)
-    readme = (FOLDER.parent / "README.md").read_text()
-    assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", readme) == NAMES
-
-
-@each
-def test_it_was_run_from_top_to_bottom(name):
-    nb = read(name)
-    nbformat.validate(nb)
-    counts = [cell.execution_count for cell in code_cells(name)]
-    assert counts == list(range(1, len(counts) + 1)), f"run make notebooks NB={name[:2]}"
-
-
-@each
-def test_it_runs_in_any_jupyter(name):
-    metadata = read(name).metadata
-    assert metadata.kernelspec == {
-        "display_name": "Python 3",
-        "language": "python",
-        "name": "python3",
-    }
-    assert set(metadata) == {"kernelspec", "language_info"}
-    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
-
-
-@each
-def test_its_tags_are_known_and_do_not_contradict_each_other(name):
-    for cell in code_cells(name):
-        assert tags(cell) <= TAGS
-        assert not {"nbval-ignore-output", "nbval-check-output"} <= tags(cell)
-
-
-@each
-def test_it_fails_only_where_the_lesson_is_the_error(name):
-    for cell in code_cells(name):
-        raised = any(output.output_type == "error" for output in cell.outputs)
-        assert raised == ("raises-exception" in tags(cell)), cell.source
-
-
-@each
-def test_nothing_was_written_to_stderr(name):
-    for cell in code_cells(name):
-        assert not [output.text for output in cell.outputs if output.get("name") == "stderr"], (
-            cell.source
-        )
-
-
-@each
-def test_it_names_no_path_of_a_machine(name):
-    for cell in read(name).cells:
-        texts = [cell.source, *map(output_text, cell.get("outputs", ()))]
-        assert not [match[0] for text in texts for match in MACHINE.finditer(text)]
-
-
-@each
-def test_no_cell_ends_in_a_semicolon_which_nbval_does_not_understand(name):
-    for cell in code_cells(name):
-        assert not cell.source.rstrip().endswith(";"), cell.source
-
-
-@each
-def test_its_code_is_no_wider_than_the_librarys_unless_a_line_is_one_url(name):
-    wide = [
-        line
-        for cell in code_cells(name)
-        for line in cell.source.splitlines()
-        if len(line) > WIDTH and not re.fullmatch(r"\W*https?://\S+", line)
-    ]
-    assert not wide
-
-
-@each
-def test_it_opens_with_title_badge_and_set_up(name):
-    title, *_ = read(name).cells
-    badge, setup = stamp.notebook_texts(f"{name}.ipynb", stamp.repository())
-    first = code_cells(name)[0]
-    assert (
-        title.cell_type == "markdown"
-        and title.source.startswith("# ")
-        and badge in title.source
-    ), "run make badges"
-    assert first.source == setup and tags(first) == {"nbval-ignore-output"}, "run make badges"
-
-
-@each
-def test_it_closes_with_summary_exercises_references(name):
-    markdown = "\n".join(
-        cell.source for cell in read(name).cells if cell.cell_type == "markdown"
-    )
-    headings = re.findall(r"^## (.*)$", markdown, re.M)
-    assert headings[-3:] == CLOSING
-    exercises = markdown[markdown.index("## Exercises") : markdown.index("## References")]
-    solutions = exercises.count("<details>")
-    assert solutions == exercises.count("</details>") >= 3
-    assert len(re.findall(r"<summary>.*?</summary>", exercises)) == solutions
-    assert markdown.count("<details>") == solutions, "only solutions are folded"
-
-
-@pytest.mark.parametrize("name", TECHNIQUE_LINES)
-def test_each_exercise_has_a_cell_to_write_in_and_a_check_that_answers(name):
-    answered = re.compile(r"^(check\.|lessons\.submit\(|layouts\.submit\()", re.M)
-    cells = [cell for cell in code_cells(name) if answered.search(cell.source)]
-    solutions = "\n".join(cell.source for cell in read(name).cells).count("<details>")
-    assert len(cells) == solutions
-    for cell in cells:
-        assert "".join(output.get("text", "") for output in cell.outputs).startswith("✗ ")
-
-
-@pytest.mark.parametrize("name", TECHNIQUE_LINES)
-def test_its_first_code_is_a_cell_of_sizes_and_the_technique_in_plain_jax(name):
-    _, sizes, technique, *_ = code_cells(name)
-    assert "sizes" in tags(sizes) and "technique" in tags(technique)
-    *assignments, stored = ast.parse(sizes.source).body
-    assert all(isinstance(node, ast.Assign) for node in assignments)
-    assert ast.unparse(stored).startswith("as_stored = ")
-    values = {}
-    exec(sizes.source, values)
-    assert values["as_stored"] is True, "the sizes differ from those of the stored outputs"
-    for cell in (cell for cell in code_cells(name) if "technique" in tags(cell)):
-        assert "course_lib" not in cell.source.replace(PLAIN_MODEL, "")
-        lines = [line for line in cell.source.splitlines() if line.strip()]
-        assert len(lines) <= TECHNIQUE_LINES[name]
-
-
-@pytest.mark.parametrize("name", TECHNIQUE_LINES)
-def test_each_assert_says_what_failed_and_stands_after_the_picture(name):
-    for cell in code_cells(name):
-        asserts = [
-            node for node in ast.walk(_tree(cell.source)) if isinstance(node, ast.Assert)
-        ]
-        pictures = [
-            node.lineno
-            for node in ast.walk(_tree(cell.source))
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("figures.")
-        ]
-        assert all(node.msg for node in asserts), cell.source
-        assert all(a.lineno > p for a in asserts for p in pictures), cell.source
-
-
-def _tree(code):
+def parse(code):
     """Parses a cell; JupyterLab's commands, which begin with % or !, become comments."""
     return ast.parse(re.sub(r"^(\s*)[%!]", r"\1pass  # ", code, flags=re.M))
 
 
-@each
-def test_it_shows_pictures_and_asserts_its_claims(name):
-    cells = code_cells(name)
-    assert any(
-        "image/png" in output.get("data", {}) for cell in cells for output in cell.outputs
-    )
-    assert any(
-        re.search(r"^\s*assert |assert_allclose|assert_array_equal", cell.source, re.M)
-        for cell in cells
-    )
+def calls(nodes, name):
+    """Returns the calls of what begins with a name."""
+    found = [node for node in nodes if isinstance(node, ast.Call)]
+    return [node for node in found if ast.unparse(node.func).startswith(name)]
 
 
-@each
-def test_it_shows_the_library_instead_of_repeating_it(name):
-    """A notebook defines nothing that it could import."""
-    code = "\n".join(cell.source for cell in code_cells(name))
-    imported = {
-        module
-        for line in re.findall(r"^from course_lib import (.*)$", code, re.M)
-        for module in line.split(", ")
-    }
-    library = {
-        public
-        for module in imported
-        for public in dir(importlib.import_module(f"course_lib.{module}"))
-    }
-    assert not set(re.findall(r"^(?:def|class) (\w+)", code, re.M)) & library
-    assert "notebook.source(" in code
-
-
-@each
-def test_it_shows_public_functions_only(name):
-    cells = [cell.source for cell in code_cells(name) if "notebook.source(" in cell.source]
-    assert cells
-    for call in (call for cell in cells for call in _source_calls(cell)):
-        assert not [argument for argument in map(ast.unparse, call.args) if "._" in argument]
-
-
-@each
-def test_the_sources_that_it_stores_are_the_librarys_of_today(name, monkeypatch):
-    shown = []
-    monkeypatch.setattr(show_notebook, "display", lambda markdown: shown.append(markdown.data))
-    imported = {}
-    for cell in code_cells(name):
-        for node in ast.walk(_tree(cell.source)):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("course_lib"):
-                exec(ast.unparse(node), imported)
-        stored = [
-            _undecorated(output.data["text/markdown"])
-            for output in cell.outputs
-            if "text/markdown" in output.get("data", {})
-        ]
-        for call in _source_calls(cell.source):
-            eval(ast.unparse(call), imported)
-            assert _undecorated(shown.pop()) in stored, (
-                f"run make notebooks NB={name[:2]}: {cell.source}"
-            )
-
-
-@each
-def test_the_records_that_it_shows_are_those_of_today(name):
-    for cell in code_cells(name):
-        tables = [
-            recorded.FOLDER / f"{word}.json" for word in re.findall(r'"(\w+)"', cell.source)
-        ]
-        dates = {json.loads(t.read_text())["recorded"] for t in tables if t.is_file()}
-        text = "".join(map(output_text, cell.outputs))
-        if dates:
-            assert set(re.findall(r"recorded on ([\d-]+)", text)) <= dates, cell.source
-
-
-def _undecorated(code):
+def undecorated(code):
     """Leaves out decorators: those of classes are hidden while the tests check types."""
     return re.sub(r"^@.*\n", "", code, flags=re.M)
-
-
-def _source_calls(code):
-    """Returns the calls in a cell that show sources of the library."""
-    return [
-        node
-        for node in ast.walk(_tree(code))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "notebook.source"
-    ]

@@ -11,7 +11,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import check_gpu
 import draw
 import make_venv
 import nbformat
@@ -23,7 +22,6 @@ import sync_environment
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from course_lib.show import colab
 
@@ -34,19 +32,15 @@ SETS = {
     name: sync_environment.pins(ROOT / "requirements" / f"{name}.txt")
     for name in ("reference", "py311", "colab")
 }
-ADDRESSES = re.compile(r"https?://\S+|--(?:extra-)?index-url|--find-links|@ |file:")
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_exact_versions_lie_in_the_ranges(name):
+def test_the_exact_versions_lie_in_the_ranges():
     wanted = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"]
-    for requirement in map(
-        Requirement, wanted + (EXTRAS["virtual"] if name != "colab" else [])
-    ):
-        (exact,) = SETS[name][canonicalize_name(requirement.name)].specifier
-        assert exact.operator == "==" and exact.version in requirement.specifier, str(
-            requirement
-        )
+    for name, pins in SETS.items():
+        for line in wanted + (EXTRAS["virtual"] if name != "colab" else []):
+            requirement = Requirement(line)
+            (exact,) = pins[canonicalize_name(requirement.name)].specifier
+            assert exact.operator == "==" and exact.version in requirement.specifier, line
 
 
 def test_the_lower_bounds_are_what_colab_ships():
@@ -65,49 +59,22 @@ def test_colabs_set_is_colabs_own_but_for_what_the_set_up_cell_raises_there():
     } == pin_versions.RAISED_ON_COLAB
 
 
-def test_python_311_alone_lags_behind_the_reference():
-    (reference,), (older,) = SETS["reference"]["jax"].specifier, SETS["py311"]["jax"].specifier
-    assert Version(reference.version) > Version(older.version) >= Version("0.10.2")
-
-
-@pytest.mark.parametrize("name", ["reference", "py311"])
-def test_the_cuda_plugin_is_of_jaxs_version_and_only_where_it_runs(name):
-    pins = SETS[name]
-    assert (
-        pins["jax-cuda13-plugin"].specifier
-        == pins["jax-cuda13-pjrt"].specifier
-        == pins["jax"].specifier
-    )
-    for wheel in ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm"):
-        assert pins[wheel].marker.evaluate(
-            {"sys_platform": "linux", "platform_machine": "x86_64"}
-        )
-        assert not pins[wheel].marker.evaluate(
-            {"sys_platform": "darwin", "platform_machine": "arm64"}
-        )
-    assert not any("cudnn" in pin or "cublas" in pin for pin in pins), (
-        "the compiler alone, not gigabytes of CUDA"
-    )
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem
-)
-def test_requirements_name_no_index_and_no_address(path):
-    assert not ADDRESSES.findall(path.read_text())
+def test_the_cuda_plugin_is_of_jaxs_version_and_only_where_it_runs():
+    linux = {"sys_platform": "linux", "platform_machine": "x86_64"}
+    mac = {"sys_platform": "darwin", "platform_machine": "arm64"}
+    for pins in (SETS["reference"], SETS["py311"]):
+        for wheel in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+            assert pins[wheel].specifier == pins["jax"].specifier
+        for wheel in ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm"):
+            assert pins[wheel].marker.evaluate(linux) and not pins[wheel].marker.evaluate(mac)
+        # the compiler alone, not gigabytes of CUDA
+        assert not any("cudnn" in pin or "cublas" in pin for pin in pins)
 
 
 def test_environment_yml_is_in_step():
     assert (ROOT / "environment.yml").read_text() == sync_environment.environment(), (
         "run make environment"
     )
-
-
-def test_plain_metadata_has_ranges_not_exact_versions():
-    for requirement in map(Requirement, PROJECT["dependencies"]):
-        assert not any(
-            specifier.operator in ("==", "===", "~=") for specifier in requirement.specifier
-        ), requirement
 
 
 def test_colab_gets_what_it_lacks_and_the_library_without_its_dependencies():
@@ -117,19 +84,6 @@ def test_colab_gets_what_it_lacks_and_the_library_without_its_dependencies():
     assert needed - set(shipped) <= lacks < needed
     assert "--no-deps" in stamp.SETUP
     assert set(colab.RAISED) == pin_versions.RAISED_ON_COLAB
-
-
-def test_colabs_virtual_gpus_lie_in_the_ranges():
-    virtual = {canonicalize_name(Requirement(r).name): r for r in EXTRAS["virtual"]}
-    ranges = virtual | {
-        canonicalize_name(Requirement(r).name): r
-        for r in PROJECT["dependencies"]
-        if Requirement(r).name == "flax"
-    }
-    for requirement in map(Requirement, colab.VIRTUAL_GPUS):
-        bounds = Requirement(ranges[canonicalize_name(requirement.name)]).specifier
-        lowest = next(s.version for s in requirement.specifier if s.operator in ("==", ">="))
-        assert lowest in bounds, requirement
 
 
 def test_the_set_up_checks_for_the_oldest_jax_that_is_allowed():
@@ -157,10 +111,6 @@ def test_data_files_travel_with_the_package():
     assert data and data <= carried, f"not in the wheel: {sorted(map(str, data - carried))}"
 
 
-def test_this_environment_has_what_the_project_asks_for():
-    assert not check_gpu.missing(), sys.prefix
-
-
 def test_the_readme_links_to_the_projects_own_address():
     readme, repo = (ROOT / "README.md").read_text(), stamp.repository()
     linked = set(
@@ -168,21 +118,6 @@ def test_the_readme_links_to_the_projects_own_address():
     )
     assert linked <= {repo}, "run make badges"
     assert "OWNER/REPO" not in readme, "the first page works as it stands"
-
-
-def test_a_new_address_reaches_every_link_of_the_readme():
-    text = (
-        "https://github.com/OWNER/REPO.git"
-        " https://colab.research.google.com/github/OWNER/REPO/blob/main/x.ipynb"
-    )
-    moved = (
-        "https://github.com/ada/course.git"
-        " https://colab.research.google.com/github/ada/course/blob/main/x.ipynb"
-    )
-    assert stamp.readme_with(text, "OWNER/REPO", "ada/course") == moved
-    assert stamp.readme_with(
-        "https://github.com/OWNER/REPO2", "OWNER/REPO", "ada/course"
-    ).endswith("OWNER/REPO2")
 
 
 def test_stamping_twice_is_stamping_once():
@@ -199,21 +134,6 @@ def test_stamping_twice_is_stamping_once():
     assert "git+https://github.com/ada/course" in nb.cells[1].source
     stamp.stamp_notebook(nb, "01_x.ipynb", "bob/course")
     assert "ada/course" not in nbformat.writes(nb)
-
-
-def test_part_two_sets_up_eight_devices_before_jax_starts_and_part_one_one():
-    (_, one), (_, eight) = (
-        stamp.notebook_texts(name, "ada/course") for name in ("06_x.ipynb", "07_x.ipynb")
-    )
-    assert "simulate" not in one
-    lines = [line for line in eight.splitlines() if not line.startswith("#")]
-    extra = [line for line in lines if line not in one.splitlines()]
-    assert (
-        extra[0] == "from course_lib.many_devices import meshes"
-        and extra[1].startswith("meshes.simulate(8)")
-        and len(extra) == 2
-    )
-    assert lines.index(extra[1]) < lines.index("notebook.setup()") == len(lines) - 1
 
 
 def test_the_readmes_picture_shows_the_recorded_rows():
@@ -305,7 +225,7 @@ def test_every_output_is_compared_at_the_reference_and_only_facts_elsewhere(
     assert why_only_facts(at["reference"]) == "on a GPU"
 
 
-@pytest.mark.parametrize("wanted", ["reference", "py311", "colab", "newest"])
+@pytest.mark.parametrize("wanted", ["reference"])
 def test_an_environment_of_a_python_that_its_versions_are_not_for_is_refused(
     wanted, monkeypatch, tmp_path
 ):

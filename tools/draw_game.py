@@ -4,15 +4,15 @@ records the same moves in float16 for a T4.
     python tools/draw_game.py                    # from the record
     COURSE_RECORD=1 python tools/draw_game.py    # compiles the moves first: minutes
 
-The moves are those of tests/lessons/moves, the folded solutions of notebooks 1 to 6 and 15 to
-19. The T4 has those of notebooks 1 to 6. The picture carries a digest of its rows, so that a
-test can tell whether it is up to date.
+The moves are folded solutions: of notebooks 1 to 6 and 15 to 19, for a T4 of 1 to 6. The
+picture carries a digest of its rows, so that a test can tell whether it is up to date.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,10 +25,9 @@ from course_lib.lessons.game import reference_moves, score, setups, submission
 from course_lib.show import figures
 
 ROOT = Path(__file__).parent.parent
-MOVES = sorted((ROOT / "tests" / "lessons" / "moves").glob("move_*.py"))
 PICTURE = ROOT / "docs" / "game.png"
 GPU = "a5000"
-LAST_OF_T4 = "move_06"  # the levels after it are for GPUs with bfloat16
+LAST_OF_T4 = 6  # the notebook; the levels after it are for GPUs with bfloat16
 
 # A T4 multiplies no bfloat16, and float16 needs a loss scale (notebook 1).
 SCALED = """
@@ -44,26 +43,34 @@ def value_and_grad(loss):
 """
 
 
-def source(path: Path, gpu: str) -> str:
-    """Returns the program of a move; for a T4, in float16 with a loss scale."""
-    text = path.read_text()
-    if score.half_dtype(gpu) == "bfloat16":
-        return text
-    scaled = text.replace("bfloat16", "float16")
-    return SCALED + scaled.replace("jax.value_and_grad(loss)", "value_and_grad(loss)")
+@functools.cache
+def solutions() -> dict[int, str]:
+    """Returns the program of each move, by the number of its notebook."""
+    found = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            for code in re.findall(r"```python\n(.*?)```", "".join(cell["source"]), re.S):
+                if cell["cell_type"] == "markdown" and "lessons.submit(" in code:
+                    found[int(path.name[:2])] = code
+    return found
 
 
 def moves(gpu: str = GPU) -> dict[str, tuple[Any, setups.Setup]]:
-    """Returns the `make_step` and the setup of the first step and of each move, by name."""
+    """Returns the `make_step` and the setup of the first step and of each move, by name. For a
+    T4 the moves are in float16, with a loss scale.
+    """
     by_name = {"first step": (game.first_step, setups.Setup())}
 
     def submit(make_step, name, **options):
         by_name[name] = make_step, setups.Setup(**options)
 
-    with mock.patch.object(lessons, "submit", submit):
-        for path in MOVES:
-            if path.stem <= LAST_OF_T4 or gpu != "t4":
-                exec(compile(source(path, gpu), path.name, "exec"), {"jax": jax})
+    for number, code in solutions().items():
+        if score.half_dtype(gpu) == "float16":
+            code = code.replace("bfloat16", "float16")
+            code = SCALED + code.replace("jax.value_and_grad(loss)", "value_and_grad(loss)")
+        if gpu != "t4" or number <= LAST_OF_T4:
+            with mock.patch.object(lessons, "submit", submit):
+                exec(compile(code, f"move {number}", "exec"), {"jax": jax})
     return by_name
 
 

@@ -160,6 +160,7 @@ def test_a_program_that_was_not_compiled_here_has_no_record():
 def cache(tmp_path):
     """JAX's persistent compilation cache, of all programs, in a folder of its own."""
     options = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

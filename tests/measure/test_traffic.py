@@ -51,6 +51,13 @@ def test_a_product_reads_two_matrices_and_writes_one(device):
 
 
 @DEVICES
+def test_a_slice_reads_the_slice_and_not_the_whole_operand(device):
+    rows, width = 128, 256
+    found = measured(lambda x: x[:rows] * 2, array(4096, width), device=device)
+    assert found.bytes == 2 * rows * width * FLOAT32
+
+
+@DEVICES
 def test_a_sum_reads_all_and_writes_little(device):
     n = 2**20
     found = measured(lambda x: jnp.sum(x), array(n), device=device)

@@ -76,6 +76,17 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_cuts_and_orders_them_
     assert len(set(ranks)) == len({epoch.min() for epoch in epochs}) == 3
 
 
+def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another_seed():
+    epochs = [
+        batch.inputs[:, 0].astype(int)
+        for seed in range(3)
+        for batch in take(batches(seed=seed, batch_size=WINDOWS), 3)
+    ]
+    # the steps from window to window, wherever an epoch makes its first cut
+    orders = {tuple(np.diff(epoch) % len(TOKENS)) for epoch in epochs}
+    assert len(orders) == len(epochs)
+
+
 def test_a_batch_may_hold_the_end_of_one_epoch_and_the_start_of_the_next():
     epochs = starts(take(batches(batch_size=WINDOWS), 2))
     np.testing.assert_array_equal(starts(take(batches(batch_size=7), 100)), epochs[:700])

@@ -25,6 +25,13 @@ def test_the_weight_between_pairs_and_tokens_is_chosen_on_the_end_of_the_trainin
     assert ngrams.bigram_loss(np.concatenate([up, up]), up, 4) < 0.02
 
 
+def test_the_weight_is_chosen_on_text_whose_pairs_were_not_counted():
+    train, validation = np.random.default_rng(0).integers(50, size=(2, 1000))
+    # Pairs of noise say nothing of the next token. Counted already, they would seem to say all.
+    unigram = ngrams.unigram_loss(train, validation, 50)
+    assert ngrams.bigram_loss(train, validation, 50) < 1.05 * unigram
+
+
 def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_the_unigram_its_frequency():
     train, validation = np.tile([0, 1], 500), np.tile([0, 1], 50)
     assert ngrams.unigram_loss(train, validation, 2) == pytest.approx(np.log(2), abs=1e-3)

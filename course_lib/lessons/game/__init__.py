@@ -13,7 +13,7 @@ In Part III a submission may train with another optimizer, or keep AdamW's momen
     lessons.submit(make_step, moments="host")
 """
 
-from course_lib.lessons.game.light import light_block, light_embed, light_head, light_loss
+# ruff: noqa: F401
 from course_lib.lessons.game.model import (
     REAL,
     Config,
@@ -23,29 +23,13 @@ from course_lib.lessons.game.model import (
     embed,
     first_step,
     init,
+    light_block,
+    light_embed,
+    light_head,
+    light_loss,
     loss,
     mlp,
     norm,
 )
 from course_lib.lessons.game.submission import submit
 from course_lib.lessons.game.updates import SMALL
-
-__all__ = [
-    "REAL",
-    "SMALL",
-    "Config",
-    "attention",
-    "block",
-    "cross_entropy",
-    "embed",
-    "first_step",
-    "init",
-    "light_block",
-    "light_embed",
-    "light_head",
-    "light_loss",
-    "loss",
-    "mlp",
-    "norm",
-    "submit",
-]

@@ -7,13 +7,7 @@ from course_lib.lessons.game.setups import Setup
 
 
 def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
-    """Returns a sentence on what to look at next.
-
-    Args:
-      submission: the newest.
-      program: its program.
-      earlier: the submissions before it, for the same GPU.
-    """
+    """Returns a sentence on what to look at next, after `earlier` ones for the same GPU."""
     sizes = model.REAL
     total = program.flops.total
     array = program.largest
@@ -68,13 +62,8 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
 
 
 def _where_to_look(notebook: int, largest: str, submission: Score, program: Program) -> str:
-    """Returns what to look at for the level of a notebook of Part III.
-
-    Args:
-      notebook: its number.
-      largest: the largest temporary of the compiled step, as a sentence without its end.
-      submission: the newest.
-      program: its program.
+    """Returns what to look at for the level of a notebook of Part III. `largest` is a sentence
+    without its end, on the largest temporary of the compiled step.
     """
     if notebook == 15:
         return (

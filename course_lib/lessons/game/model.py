@@ -16,34 +16,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from course_lib.smaller_and_faster import flash_attention, large_vocabulary
+
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a game, and its optimizer.
-
-    Attributes:
-      layers: number of layers.
-      width: of the model.
-      heads: of the attention; they divide the width.
-      vocabulary: number of tokens.
-      length: tokens per sequence.
-      batch_size: sequences per step.
-      optimizer: an Optax optimizer, which the step has to use.
-    """
+    """The sizes of a game, and its optimizer."""
 
     layers: int
     width: int
     heads: int
     vocabulary: int
-    length: int
+    length: int  # tokens per sequence
     batch_size: int
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation  # which the step has to use
 
 
-REAL = Config(12, 768, 12, 50_257, 1024, 16, optax.adamw(3e-4))
-"""The model that is to fit."""
+REAL = Config(12, 768, 12, 50_257, 1024, 16, optax.adamw(3e-4))  # the model that is to fit
 
 
 def init(config: Config, key: jax.Array) -> PyTree:
@@ -131,3 +122,51 @@ def first_step(config: Config) -> Callable[..., Any]:
         return (optax.apply_updates(params, updates), opt_state), value
 
     return step
+
+
+# The model of move 8, with which later moves begin: bfloat16, rematerialized blocks, flash
+# attention, and the loss in chunks.
+
+CHUNKS = 8  # of each sequence, in the loss
+
+
+def light_loss(params: PyTree, batch: jax.Array) -> jax.Array:
+    """Returns the mean loss over a batch of tokens [B L+1], like `game.loss`, in less memory.
+    Eight divides L.
+    """
+    params = _half(params)
+    x = light_embed(params, batch)
+    x, _ = jax.lax.scan(lambda x, layer: (light_block(layer, x), None), x, params["layers"])
+    return light_head(params, x, batch)[0]
+
+
+def light_embed(params: PyTree, batch: jax.Array) -> jax.Array:
+    """Returns the embeddings [B L D] of a batch's tokens [B L+1] without the last column."""
+    return embed(_half(params), batch[:, :-1])
+
+
+@jax.checkpoint  # saves its input alone
+def light_block(layer: PyTree, x: jax.Array, key: None = None) -> jax.Array:
+    """Applies one layer to x [B L D]. `key`, which `smallest_step` passes, is not used."""
+    layer = _half(layer)
+    q, k, v = jnp.einsum("bld,dchk->cblhk", norm(layer["norm_1"], x), layer["qkv"])
+    y = flash_attention.attend(q, k, v, tile=min(64, x.shape[1]))
+    x = x + jnp.einsum("blhk,hkd->bld", y, layer["out"])
+    return x + mlp(layer, norm(layer["norm_2"], x))
+
+
+def light_head(
+    params: PyTree, x: jax.Array, batch: jax.Array
+) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """Returns the mean loss for the last layer's x [B L D] and a batch's tokens [B L+1], and
+    the metrics {"loss": (sum, number of labels)}. Eight divides L.
+    """
+    params, labels = _half(params), batch[:, 1:]
+    per_label, _ = large_vocabulary.linear_cross_entropy(
+        norm(params["norm"], x), params["output"], labels, chunks=CHUNKS, along="tokens"
+    )
+    return per_label.mean(), {"loss": (per_label.sum(), jnp.float32(labels.size))}
+
+
+def _half(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)

@@ -17,19 +17,15 @@ def table(
     names: Sequence[str] = (),
     compute: Callable[[str], dict[str, Any]] | None = None,
 ) -> list[Score]:
-    """Returns the first step and the reference moves, in the order of the notebooks.
+    """Returns the first step and the recorded moves, in the order of the notebooks.
 
     Args:
       gpu: "a5000", or "t4" for the moves of Part I in float16.
-      names: of the moves. `tools/draw_game.py` passes both to record them.
-      compute: returns the row of a move.
-
-    Raises:
-      FileNotFoundError: if no moves were recorded for this GPU.
+      names: of moves to record, as `tools/draw_game.py` does with
+      compute: which returns the row of one.
     """
     sizes = dataclasses.asdict(model.REAL)
     del sizes["optimizer"]
-
     rows = recorded.partly_live(
         f"game_{gpu}", compute or _refuse, [], cases=names, sizes=sizes, accelerator=gpu
     ).rows
@@ -43,11 +39,7 @@ def _refuse(name: str) -> dict[str, Any]:
 
 
 def picture(moves: Sequence[Score]) -> Figure:
-    """Draws moves for one GPU, numbered from 0, the first step.
-
-    Raises:
-      ValueError: if there are no moves.
-    """
+    """Draws moves for one GPU, numbered from 0, the first step."""
     gpu = moves[0].gpu if moves else "a5000"
     return figures.rungs(
         moves,

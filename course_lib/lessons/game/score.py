@@ -19,46 +19,29 @@ from course_lib.measure import hardware, virtual
 from course_lib.measure.roofline import peak
 
 SHARE = 0.9  # of a GPU's memory; the rest is for CUDA, as in the training program's dry run
+# The target for memory. Parameters, moments and gradients alone are 2.4 GiB.
 SMALL_PEAK = int(3.5 * measure.GIB)
-"""The target for memory. Parameters, moments and gradients alone are 2.4 GiB."""
 
+# Bytes that a fast step may move. The target for the time is that of these bytes and of the
+# first step's FLOPs.
 FAST_BYTES = 150 * 10**9
-"""The bytes that a fast step may move. The target for the time follows from them and from the
-FLOPs of the first step."""
 
-LINK_OF = {
-    "l4": "pcie4",
-    "a5000": "pcie4",
-    "a100-40": "pcie4",
-    "a100-80": "pcie4",
-    "h100": "pcie5",
-}
-"""The link between a GPU and its host, by name in `hardware.HOST_LINKS`."""
+# The link between a GPU and its host, by name in `hardware.HOST_LINKS`.
+LINK_OF = dict.fromkeys(("l4", "a5000", "a100-40", "a100-80"), "pcie4") | {"h100": "pcie5"}
 
 SECONDS, SECONDS_PER_LINE = 7, 0.003  # to compile a lowered program, on two idle cores
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The costs of one submission on one GPU.
-
-    Attributes:
-      name: of the submission.
-      gpu: name in `hardware`.
-      peak: the step's peak memory on the GPU, in bytes.
-      seconds: attainable time of the step: `measure.attainable_seconds`.
-      extra_flops: FLOPs beyond the first step's, as a share of the first step's.
-      host_bytes: bytes moved per step between the host and the GPU, both directions summed.
-      optimizer: its name, one of `setups.OPTIMIZERS`.
-      moments: where the optimizer's moments are stored, one of `setups.MOMENTS`.
-    """
+    """The costs of one submission on one GPU."""
 
     name: str
-    gpu: str
-    peak: int
-    seconds: float
-    extra_flops: float
-    host_bytes: int
+    gpu: str  # name in `hardware`
+    peak: int  # bytes of the GPU's memory
+    seconds: float  # attainable time of the step: `measure.attainable_seconds`
+    extra_flops: float  # beyond the first step's, as a share of these
+    host_bytes: int  # moved per step between host and GPU, both directions summed
     optimizer: str = "adamw"
     moments: str = "device"
 
@@ -80,39 +63,23 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The compiled program behind a score, for hints.
-
-    Attributes:
-      flops: of the step.
-      traffic: of the compiled step.
-      aliased: bytes of the old state that the new state overwrites.
-      largest: the largest temporary array at the peak; None if there is none.
-    """
+    """The compiled program behind a score, for hints."""
 
     flops: measure.Flops
     traffic: measure.Traffic
-    aliased: int
-    largest: Any
+    aliased: int  # bytes of the old state that the new state overwrites
+    largest: Any  # the largest temporary array at the peak; None if there is none
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A target of Part III: memory and time at once.
-
-    Attributes:
-      notebook: its number.
-      name: for the table.
-      peak: bytes of the GPU's memory that the step may use.
-      traffic: bytes that the step may move. The time that it may take follows from them, as
-        with `FAST_BYTES`.
-      optimizer: the one that the step must train with; None: any.
-    """
+    """A target of Part III: memory and time at once."""
 
     notebook: int
     name: str
-    peak: int
-    traffic: int
-    optimizer: str | None = "adamw"
+    peak: int  # bytes of the GPU's memory
+    traffic: int  # bytes that the step may move; its time follows, as with `FAST_BYTES`
+    optimizer: str | None = "adamw"  # the one to train with; None: any
 
     def seconds(self, gpu: str) -> float:
         """Returns the attainable time that a step may take on a GPU."""
@@ -128,6 +95,7 @@ class Level:
         )
 
 
+# In order, for the GPUs of `LINK_OF`. The reference moves need a little less memory and time.
 LEVELS = (
     Level(15, "loss in one pass", SMALL_PEAK, 225 * 10**9),
     Level(16, "small and fast", SMALL_PEAK, FAST_BYTES),
@@ -135,17 +103,11 @@ LEVELS = (
     Level(18, "AdamW, moments on the host", int(2.1 * measure.GIB), 200 * 10**9),
     Level(19, "AdamW, gradients in place", int(1.7 * measure.GIB), 285 * 10**9),
 )
-"""The targets of Part III in order, for the GPUs of `LINK_OF`. The reference moves need a
-little less memory and time."""
 
 
 def open_levels(submissions: Sequence[Score]) -> list[Level]:
-    """Returns the levels that were reached and the next one.
-
-    The first level opens when one submission is small, and the same or another one is fast.
-
-    Args:
-      submissions: for one GPU.
+    """Returns the levels that submissions for one GPU reached, and the next one. The first
+    opens when one submission is small, and the same or another one is fast.
     """
     small, fast = (any(getattr(one, goal) for one in submissions) for goal in ("small", "fast"))
     if not (small and fast) or submissions[0].gpu not in LINK_OF:
@@ -176,11 +138,8 @@ def fast_seconds(gpu: str) -> float:
 
 
 def seconds_for(traffic: int, gpu: str) -> float:
-    """Returns the attainable time of a step with the first step's FLOPs, all in 16 bits.
-
-    Args:
-      traffic: bytes read from and written to the GPU's memory.
-      gpu: name in `hardware`.
+    """Returns the attainable time of a step with the first step's FLOPs, all in 16 bits, that
+    moves `traffic` bytes of the GPU's memory.
     """
     half = measure.Flops({half_dtype(gpu): reference_flops()}, {})
     return measure.attainable_seconds(half, measure.Traffic(traffic, ()), hardware.get(gpu))
@@ -219,11 +178,8 @@ def state_bytes(setup: Setup = FIRST) -> int:
 def compile_step(
     make_step: Any, gpu: str, name: str, setup: Setup = FIRST
 ) -> tuple[Score, Program]:
-    """Compiles a learner's real step for a virtual GPU. First prints an estimate of how long
-    this takes.
-
-    Raises:
-      WrongAnswer: if the step cannot be traced, or cannot be compiled for this GPU.
+    """Compiles a learner's real step for a virtual GPU, after an estimate of how long this
+    takes. Raises WrongAnswer if it cannot be traced or compiled.
     """
     accelerator = hardware.get(gpu)
     [device] = virtual.devices(gpu)

@@ -31,10 +31,7 @@ def _temporary_folder() -> pathlib.Path:
 
 
 def read() -> list[Score]:
-    """Returns the submissions, the oldest first.
-
-    A file that cannot be read is put aside, and a line says so.
-    """
+    """Returns the submissions, the oldest first. Puts a file aside that cannot be read."""
     file = path()
     try:
         return [Score(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
@@ -52,10 +49,7 @@ def read() -> list[Score]:
 
 
 def add(submission: Score) -> list[Score]:
-    """Writes a submission and returns all of them, the newest last.
-
-    The same submission twice in a row is one. If nothing can be written, a line says so.
-    """
+    """Writes a submission and returns all; the same one twice in a row is one."""
     submissions = read()
     if submissions[-1:] != [submission]:
         submissions.append(submission)

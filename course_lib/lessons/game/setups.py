@@ -17,20 +17,12 @@ from course_lib.smaller_and_faster import offload
 PyTree = Any
 
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_8bit", "lion", "adafactor")
-"""Names of `course_lib.optimizers`. All but "adamw" make other updates than the first step."""
-
 MOMENTS = ("device", "host")
-"""Memories for the optimizer's moments, before and after a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """An optimizer, and the memory of its moments.
-
-    Attributes:
-      optimizer: one of `OPTIMIZERS`.
-      moments: one of `MOMENTS`.
-    """
+    """An optimizer, and the memory of its moments before and after a step."""
 
     optimizer: str = "adamw"
     moments: str = "device"
@@ -46,8 +38,7 @@ class Setup:
         return optax.tree_map_params(optimizer, offload.to_host, opt_state)
 
 
-FIRST = Setup()
-"""The setup of the first step."""
+FIRST = Setup()  # of the first step
 
 
 def make(name: str) -> optax.GradientTransformation:
@@ -60,12 +51,7 @@ def make(name: str) -> optax.GradientTransformation:
 
 
 def read(optimizer: str, moments: str) -> Setup:
-    """Returns the setup of a submission.
-
-    Raises:
-      WrongAnswer: if there is no such optimizer or memory, or moments on the host cannot be
-        fetched layer by layer with this optimizer.
-    """
+    """Returns the setup of a submission."""
     for argument, value, known in (
         ("optimizer", optimizer, OPTIMIZERS),
         ("moments", moments, MOMENTS),

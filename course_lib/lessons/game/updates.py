@@ -41,14 +41,8 @@ detached 0.39; a sum of four minibatches 3.
 
 
 def check(make_step: Any, setup: Setup = FIRST) -> str:
-    """Returns how close the updates of a learner's step are to the first step's.
-
-    Args:
-      make_step: the submission.
-      setup: its optimizer, and where the moments are.
-
-    Raises:
-      WrongAnswer: saying what differs.
+    """Returns how close the updates of a learner's step are to the first step's. Raises
+    WrongAnswer, saying what differs.
     """
     state, _ = start()
     old, (old_momentum, _) = state
@@ -71,14 +65,7 @@ def check(make_step: Any, setup: Setup = FIRST) -> str:
 def one_step(
     make_step: Any, config: model.Config, state: PyTree, setup: Setup
 ) -> tuple[Any, PyTree]:
-    """Makes a learner's step and runs it once.
-
-    Returns:
-      The step, and the new state as NumPy arrays.
-
-    Raises:
-      WrongAnswer: if the new state has another structure or other memories than the old one.
-    """
+    """Makes a learner's step and runs it once: returns both, the new state as NumPy arrays."""
     hint = "Begin with a copy of `game.first_step`, and change one thing."
     step = call(make_step, config, hint=hint)
     require(callable(step), f"make_step should return the function `step`, not {step!r}.")
@@ -118,10 +105,8 @@ def memories(tree: PyTree) -> dict[str, int]:
 
 
 def memories_after(step: Any, state: PyTree, batch: Any) -> dict[str, int]:
-    """Returns the number of the new state's arrays in each memory, by their types.
-
-    Nothing runs: JAX ends the process if a donated array on the host becomes a result on
-    the device.
+    """Returns the same of a step's new state, by types alone: JAX ends a process in which a
+    donated array on the host becomes a result on the device.
     """
     names = {jax.memory.Space.Host: "pinned_host", jax.memory.Space.Device: "device"}
     results = jax.make_jaxpr(step)(state, batch).out_avals[: len(jax.tree.leaves(state))]
@@ -143,20 +128,11 @@ def _numbers(leaf: jax.Array) -> np.ndarray:
 
 
 def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
-    """Compares a step's updates with those that its optimizer computes from its gradient.
-
-    Args:
-      make_step: the submission.
-      setup: its optimizer, and where the moments are.
-      yours: the gradient of the step.
-
-    Raises:
-      WrongAnswer: if they differ.
+    """Compares a step's updates with those that its optimizer computes from its gradient,
+    `yours`. Raises WrongAnswer if they differ.
     """
-    config = setup.config(SMALL)
-    update = jax.jit(config.optimizer.update)
+    config, update, opt_state = second_step(setup)
     params = jax.tree.map(jnp.array, start()[0][0])
-    _, opt_state = update(gradient(), config.optimizer.init(params), params)
     _, (new, new_state) = one_step(make_step, config, (params, opt_state), setup)
     updates, expected = update(yours, opt_state, params)
     moved = jax.tree.map(lambda n, o: n - np.asarray(o), new, params)
@@ -178,6 +154,15 @@ def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
         f"The parameters are right, but the new state of {name} is not: {len(wrong)} of its"
         f" arrays differ, the first is {(wrong or [''])[0]}. Each step changes the state once.",
     )
+
+
+@functools.cache
+def second_step(setup: Setup) -> tuple[model.Config, Any, PyTree]:
+    """Returns a setup's configuration, its compiled update, and the state after one update."""
+    config = setup.config(SMALL)
+    update = jax.jit(config.optimizer.update)
+    params = start()[0][0]
+    return config, update, update(gradient(), config.optimizer.init(params), params)[1]
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
@@ -237,9 +222,7 @@ def gradients_of_sequences() -> PyTree:
 
 def difference(yours: PyTree, expected: PyTree) -> float:
     """Returns the root mean square, over all arrays of all layers, of the difference of one
-    array as a share of its norm.
-
-    Small arrays count as much as large ones, and the noise of 16 bits averages out.
+    array as a share of its norm: small arrays count as much as large ones.
     """
     shares = [
         np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -280,37 +263,37 @@ def explain(yours: PyTree) -> str:
 
 def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | None:
     """Returns a sentence on a wrong sum of right gradients; None if it is something else."""
-    if rest > 0.1:
-        return None
-    # relative: a scale left in the gradient enlarges what the fit puts down to the momentum
-    if abs(momentum) > 0.05 * max(1.0, float(abs(counts).max())):
-        return (
+    most, factor = abs(counts).max(), counts.mean()
+    missing = np.flatnonzero(abs(counts) < 0.2 * most)
+    first, size = missing[0] if missing.size else 0, f"The updates are {factor:.3g} times"
+    table: list[tuple[bool, str | None]] = [  # the first that holds
+        (rest > 0.1, None),
+        # relative: a scale left in the gradient enlarges what the fit puts down to the momentum
+        (
+            abs(momentum) > 0.05 * max(1.0, most),
             "The optimizer's state is lost: config.optimizer.update takes the old one and"
-            " returns the new one, which belongs into the new state."
-        )
-    missing = [i for i, count in enumerate(counts) if abs(count) < 0.2 * abs(counts).max()]
-    if missing:
-        return (
-            f"Of the {len(counts)} sequences of the batch, {len(missing)} do not count (the"
-            f" first of them is number {missing[0]}, from 0). Does every minibatch add its"
-            " gradient to the sum?"
-        )
-    factor = counts.mean()
-    if max(abs(counts / factor - 1)) > 0.2:
-        return (
+            " returns the new one, which belongs into the new state.",
+        ),
+        (
+            missing.size > 0,
+            f"Of the {len(counts)} sequences of the batch, {missing.size} do not count (the"
+            f" first of them is number {first}, from 0). Does every minibatch add its gradient"
+            " to the sum?",
+        ),
+        (
+            abs(counts - factor).max() > 0.2 * abs(factor),
             "All sequences of the batch should count alike; yours count"
-            f" {counts.min():.2g} to {counts.max():.2g} times as much as they should."
-        )
-    if factor < 0:
-        return f"The updates are {factor:.3g} times the right ones: they go uphill."
-    if factor > 1.1:
-        return (
-            f"The updates are {factor:.3g} times too large. Divide a sum over minibatches by"
-            " their number, and a scaled gradient by its scale."
-        )
-    if factor < 0.9:
-        return f"The updates are {factor:.3g} times the right ones. Is something divided twice?"
-    return None
+            f" {counts.min():.2g} to {counts.max():.2g} times as much as they should.",
+        ),
+        (factor < 0, f"{size} the right ones: they go uphill."),
+        (
+            factor > 1.1,
+            f"{size} too large. Divide a sum over minibatches by their number, and a scaled"
+            " gradient by its scale.",
+        ),
+        (factor < 0.9, f"{size} the right ones. Is something divided twice?"),
+    ]
+    return next((sentence for holds, sentence in table if holds), None)
 
 
 def _explain_model(shares: dict[str, float]) -> str:
@@ -323,11 +306,9 @@ def _explain_model(shares: dict[str, float]) -> str:
 
 
 def shares_of_sequences(yours: PyTree) -> tuple[np.ndarray, float, float]:
-    """Returns how a gradient is put together, by least squares.
-
-    Returns:
-      How much each sequence of the batch counts in it, 1 where it is right; how much of the old
-      momentum is in it, 0 where it is right; and the share of its norm that neither explains.
+    """Returns, by least squares, how much each sequence of the batch counts in a gradient (1
+    where it is right), how much of the old momentum is in it (0), and the share of its norm
+    that neither explains.
     """
     (_, (momentum, _)), _ = start()
     each, old, target = (
