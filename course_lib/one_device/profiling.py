@@ -22,7 +22,7 @@ import jax
 from jax.profiler import ProfileData
 
 from course_lib import xla_flags
-from course_lib.measure import hlo
+from course_lib.measure import program
 from course_lib.measure.heap import RECORD
 
 STEP = "train"  # the name of a step in a record
@@ -253,11 +253,9 @@ def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
       "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`. A fusion has the scope of its last
       operation. Instructions added by the compiler are missing.
     """
-    module = hlo.parse(compiled.as_text())
-    instructions = (
-        one for computation in module.computations.values() for one in computation.instructions
-    )
-    return {(module.name, one.name): one.scope for one in instructions if one.scope}
+    module = program.read(compiled).module
+    scopes = {name: one.scope for name, one in module.instructions.items()}
+    return {(module.name, name): scope for name, scope in scopes.items() if scope}
 
 
 def _ops(plane: Any) -> Iterator[Event]:
