@@ -59,9 +59,6 @@ def name_kernels() -> None:
 
     Notebook 6 calls this, and `profiling.trace` asks for it. Without an NVIDIA GPU it does
     nothing. A value that the user set for the flag stays.
-
-    Raises:
-      RuntimeError: if JAX runs already, without the flag.
     """
     if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))) or kernels_have_names():
         return

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import configs, measure, training
-from course_lib.measure import hlo, origin, virtual
+from course_lib.measure import origin, program, virtual
 from course_lib.measure.hardware import Accelerator
 from course_lib.measure.heap import memory_viewer
 from course_lib.measure.traffic import kind_of
@@ -58,8 +58,8 @@ def products(compiled: jax.stages.Compiled) -> frozenset[str]:
 
     A name does not say it: XLA:CPU calls fusions of a softmax `ynn_fusion`, too.
     """
-    parts = hlo.parse(compiled.as_text()).computations.values()
-    return frozenset(i.name for p in parts for i in p.instructions if kind_of(i) == "matmul")
+    instructions = program.read(compiled).module.instructions
+    return frozenset(name for name, i in instructions.items() if kind_of(i) == "matmul")
 
 
 def milliseconds_by_phase(
@@ -284,7 +284,7 @@ def order_of(compiled: jax.stages.Compiled, collective: str) -> list[str]:
 
     `measure.schedule_around` lists all kernels, of programs that start such a collective.
     """
-    entry = hlo.parse(compiled.as_text()).entry
+    entry = program.read(compiled).module.entry
     return [
         i.opcode if i.opcode.startswith(collective) else "product"
         for i in entry.instructions

@@ -11,60 +11,75 @@ These read the compiled program; the device need not be there:
     ledger(compiled, mesh)  the bytes that the devices send each other
     roofline(...)           the least time that FLOPs and bytes allow
 
+Each takes the step as it is at hand, lowered or compiled (tape and heap only lowered), and what
+was lowered is compiled once for all of them.
+
 `flops(step, state, batch)` counts before anything is compiled. `step_time`, `compare`, `mfu`
 and `peak_in_own_process` measure a step that runs.
 """
 
-from course_lib.measure import hlo as hlo
-from course_lib.measure.flops import Flops, flops
-from course_lib.measure.heap import Heap, LiveArray, heap, write_session
-from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
-from course_lib.measure.memory import Memory, gib, memory
-from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
-from course_lib.measure.tape import Tape, tape
-from course_lib.measure.timing import (
-    StepTime,
-    Time,
-    compare,
-    peak_in_own_process,
-    step_time,
-    time,
-)
-from course_lib.measure.traffic import HostTraffic, Move, Traffic, host_traffic, traffic
-from course_lib.measure.units import GIB, MIB
+# ruff: noqa: F401
 
-__all__ = [
-    "GIB",
-    "MIB",
-    "Collective",
-    "Flops",
-    "Heap",
-    "HostTraffic",
-    "Ledger",
-    "LiveArray",
-    "Memory",
-    "Move",
-    "Roofline",
-    "StepTime",
-    "Tape",
-    "Time",
-    "Traffic",
-    "attainable_seconds",
-    "compare",
-    "flops",
-    "gib",
-    "heap",
-    "hlo",
-    "host_traffic",
-    "ledger",
-    "memory",
-    "mfu",
-    "schedule_around",
-    "peak_in_own_process",
-    "roofline",
-    "step_time",
-    "tape",
-    "time",
-    "traffic",
-    "write_session",
-]
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+from course_lib.measure import environment
+
+environment.prepare()
+
+if TYPE_CHECKING:
+    from course_lib.measure import hlo as hlo
+    from course_lib.measure.flops import Flops, flops
+    from course_lib.measure.heap import Heap, LiveArray, heap, write_session
+    from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
+    from course_lib.measure.memory import Memory, memory
+    from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
+    from course_lib.measure.tape import Tape, tape
+    from course_lib.measure.timing import (
+        StepTime,
+        Time,
+        compare,
+        peak_in_own_process,
+        step_time,
+        time,
+    )
+    from course_lib.measure.traffic import HostTraffic, Move, Traffic, host_traffic, traffic
+    from course_lib.measure.units import GIB, MIB, gib
+
+_MODULES = {
+    "flops": "Flops flops",
+    "heap": "Heap LiveArray heap write_session",
+    "ledger": "Collective Ledger ledger schedule_around",
+    "memory": "Memory memory",
+    "roofline": "Roofline attainable_seconds mfu roofline",
+    "tape": "Tape tape",
+    "timing": "StepTime Time compare peak_in_own_process step_time time",
+    "traffic": "HostTraffic Move Traffic host_traffic traffic",
+    "units": "GIB MIB gib",
+}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = ["hlo", *_WHERE]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for."""
+    if name == "hlo":
+        return importlib.import_module("course_lib.measure.hlo")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+class _Functions(types.ModuleType):
+    """A package whose `heap` stays the function when somebody imports the module `heap`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _WHERE and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Functions

@@ -8,6 +8,7 @@ compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html), the same on eve
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,15 +31,10 @@ _OPAQUE = (
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs of matrix products, by the dtype of their operands.
+    """FLOPs of matrix products, by the dtype of their operands."""
 
-    Attributes:
-      total: FLOPs executed.
-      recomputed: the part that rematerialization adds.
-    """
-
-    total: Mapping[str, int]
-    recomputed: Mapping[str, int]
+    total: Mapping[str, int]  # executed
+    recomputed: Mapping[str, int]  # the part that rematerialization adds
 
     @property
     def model(self) -> dict[str, int]:
@@ -61,11 +57,9 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
 
     Returns:
       The counts by dtype, named as in `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A
-        product of unequal dtypes counts as the wider one.
-
-    Raises:
-      ValueError: for a loop that stops on a condition on data, a kernel without a cost
-        estimate, a call of a library's attention, or a `shard_map`.
+        product of unequal dtypes counts as the wider one. What cannot be counted is refused: a
+        loop that stops on a condition on data, a kernel without a cost estimate, a call of a
+        library's attention, a `shard_map`.
     """
     total: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
@@ -117,15 +111,9 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
-    """Returns the jaxprs that an equation calls: of jit, checkpoint, custom_jvp, custom_vjp,
-    scan, ...
-    """
-    values = [
-        v
-        for value in params.values()
-        for v in (value if isinstance(value, tuple | list) else (value,))
-    ]
-    jaxprs = [getattr(value, "jaxpr", value) for value in values]
+    """Returns the jaxprs that an equation calls: of jit, checkpoint, custom_vjp, scan, ..."""
+    values = (v if isinstance(v, tuple | list) else (v,) for v in params.values())
+    jaxprs = [getattr(v, "jaxpr", v) for v in itertools.chain(*values)]
     return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
 
 

@@ -40,17 +40,8 @@ def pairs(attributes: str) -> Groups:
 
 
 def groups(attributes: str, devices: int) -> Groups:
-    """Returns the groups of devices in which a collective runs.
-
-    Args:
-      attributes: of its instruction (`hlo.Instruction.attributes`).
-      devices: how many run the program.
-
-    Returns:
-      One tuple of device numbers per group. The groups of a permutation are its chains.
-
-    Raises:
-      ValueError: if XLA writes them in a way that is not known here.
+    """Returns the groups in which a collective of so many devices runs, a tuple of device
+    numbers each. The groups of a permutation are its chains.
     """
     if "source_target_pairs=" in attributes:
         return _chains(pairs(attributes))
@@ -67,11 +58,8 @@ def groups(attributes: str, devices: int) -> Groups:
 
 
 def axes_of_groups(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest axes of a mesh along which groups lie, `()` if they fit none.
-
-    Args:
-      members: the groups.
-      sizes: of the mesh's axes, by name (`mesh.shape`).
+    """Returns the fewest axes of a mesh along which groups lie, `()` if they fit none; `sizes`
+    is `mesh.shape`.
     """
     wanted = {frozenset(group) for group in members}
     devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
@@ -111,11 +99,8 @@ def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
     for name, size in names.items():
         inside = [(start, end) for axis, start, end in spans if axis == name]
         for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*inside)})):
-            axes += (
-                [len(sizes)]
-                if any(start <= low and high <= end for start, end in inside)
-                else []
-            )
+            if any(start <= low and high <= end for start, end in inside):
+                axes.append(len(sizes))
             sizes.append(high // low)
     listed = re.fullmatch(_ORDER, device_ids or f"[{math.prod(sizes)}]")
     devices = _order(listed[1], listed[2]) if listed else np.array(_ints(device_ids or ""))
@@ -125,11 +110,8 @@ def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
 def _order(sizes: str, transposed: str | None) -> np.ndarray:
     """Reads `[2,4]T(1,0)`: 0 to 7 in two rows of four, transposed."""
     shape = _ints(sizes)
-    return (
-        np.arange(math.prod(shape))
-        .reshape(shape)
-        .transpose(_ints(transposed) if transposed else None)
-    )
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    return devices.transpose(_ints(transposed) if transposed else None)
 
 
 def _last(devices: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

@@ -10,6 +10,8 @@ instructions, in order of execution. A fusion, a loop or a conditional calls oth
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -41,21 +43,14 @@ class Shape:
 
     @property
     def dtype(self) -> str:
-        """The type as JAX spells it: `bfloat16` for `bf16`, `int32` for `s32`, `float8_e4m3fn`
-        for `f8e4m3fn`.
-        """
+        """The type as JAX spells it: `bfloat16` for `bf16`, `float8_e4m3fn` for `f8e4m3fn`."""
         kind, bits, variant = self._parts()
-        return (
-            "bool"
-            if kind == "pred"
-            else kind
-            if not bits
-            else _KINDS[kind] + bits + (variant and f"_{variant}")
-        )
+        if not bits:
+            return "bool" if kind == "pred" else kind
+        return _KINDS[kind] + bits + (variant and f"_{variant}")
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -74,45 +69,30 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: unique in its computation.
-      opcode: "fusion", "while", "dot", "all-gather-start", ...
-      shapes: the arrays of its result, several if it is a tuple.
-      operands: the instructions whose results it reads.
-      calls: the computations that it calls, by role: "calls" of a fusion, "condition" and
-        "body" of a while, ...
-      literal: a parameter's number or a constant's value.
-      attributes: everything else, as text.
-      is_root: whether its result is that of its computation.
-    """
-
-    name: str
-    opcode: str
-    shapes: tuple[Shape, ...]
+    name: str  # unique in its computation
+    opcode: str  # "fusion", "while", "dot", "all-gather-start", ...
+    shapes: tuple[Shape, ...]  # of its result: several if it is a tuple
     operands: "tuple[Instruction, ...]" = dataclasses.field(repr=False)
+    # the computations that it calls, by role: "calls" of a fusion, "body" of a while, ...
     calls: "Mapping[str, tuple[Computation, ...]]" = dataclasses.field(repr=False)
-    literal: str
-    attributes: str = dataclasses.field(repr=False)
-    is_root: bool
+    literal: str  # a parameter's number or a constant's value
+    attributes: str = dataclasses.field(repr=False)  # everything else, as text
+    is_root: bool  # its result is that of its computation
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def elements(self) -> int:
-        """The number of elements of the result."""
         return sum(shape.elements for shape in self.shapes)
 
     @property
     def called(self) -> "tuple[Computation, ...]":
         """All computations that it calls."""
-        return tuple(
-            computation for computations in self.calls.values() for computation in computations
-        )
+        return tuple(itertools.chain(*self.calls.values()))
 
     @property
     def scope(self) -> str:
@@ -142,12 +122,8 @@ class Computation:
     @property
     def parameters(self) -> tuple[Instruction, ...]:
         """Its parameters, in the order of the caller's operands."""
-        return tuple(
-            sorted(
-                (i for i in self.instructions if i.opcode == "parameter"),
-                key=lambda i: int(i.literal),
-            )
-        )
+        parameters = (i for i in self.instructions if i.opcode == "parameter")
+        return tuple(sorted(parameters, key=lambda i: int(i.literal)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +135,14 @@ class Module:
     computations: Mapping[str, Computation] = dataclasses.field(repr=False)
     devices: int = 1
 
+    @functools.cached_property
+    def instructions(self) -> "Mapping[str, Instruction]":
+        """All instructions by name, which XLA gives only once in a program."""
+        return {i.name: i for c in self.computations.values() for i in c.instructions}
+
 
 def parse(text: str) -> Module:
-    """Reads the text of a compiled program.
-
-    Args:
-      text: `compiled.as_text()`, of any backend.
-
-    Raises:
-      ValueError: if `text` is no HLO module with an entry computation.
-    """
+    """Reads the text of a compiled program: `compiled.as_text()`, of any backend."""
     computations: dict[str, Computation] = {}
     entry, name = None, ""
     instructions: dict[str, Instruction] = {}
@@ -192,9 +166,7 @@ def parse(text: str) -> Module:
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-    """Reads shapes as HLO writes them: `f32[4,16]{1,0}`, or `(f32[4,16]{1,0}, s32[])` for a
-    tuple.
-    """
+    """Reads shapes as HLO writes them: `f32[4,16]{1,0}`, `(f32[4,16], s32[])` for a tuple."""
     shapes = _SHAPE.findall(text)
     return tuple(
         Shape(t, tuple(int(d.strip("<= ")) for d in ds.split(",") if d), int(s or 0))
@@ -203,11 +175,7 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def trip_count(loop: Instruction) -> int:
-    """Returns how often a `while` runs its body, as XLA derived it from the loop's bounds.
-
-    Raises:
-      ValueError: if the number is known only when the program runs.
-    """
+    """Returns how often a `while` runs its body, as XLA derived it from the loop's bounds."""
     if match := _TRIPS.search(loop.attributes):
         return int(match[1])
     raise ValueError(
@@ -235,9 +203,6 @@ def scheduled(
 
     Returns:
       (instruction, number of executions), in program order.
-
-    Raises:
-      ValueError: if a loop's number of iterations is not known.
     """
 
     def walk(computation: Computation, executions: int) -> list[tuple[Instruction, int]]:

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from course_lib.measure import groups, hlo, origin
-from course_lib.measure.memory import check_compiled
+from course_lib.measure.program import read
 from course_lib.measure.traffic import FREE, kind_of
 
 # The kinds of collectives, and how often each of n devices sends (n-1)/n of the payload.
@@ -42,38 +42,27 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The arrays of one dtype that one instruction communicates.
+    """The arrays of one dtype that one instruction communicates."""
 
-    Attributes:
-      kind: one of KINDS.
-      axes: the axes of the mesh along which it runs; `()` if its groups fit none, None if no
-        mesh was given.
-      dtype: of the arrays as they are sent.
-      payload_bytes: bytes of its larger side on one device in one execution: the result of an
-        all-gather, the operand of all others (for a reduce-scatter the array before it is cut).
-      sent_bytes: the least bytes that a device sends in one execution, rounded up (Patarasuk
-        and Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group:
-        2 (n-1)/n of the payload for an all-reduce, (n-1)/n for the others. For a permutation,
-        the mean over all devices, of which some may send nothing.
-      executions: how often it runs per step; in a loop, once per iteration.
-      asynchronous: whether anything, even another collective, runs between its start and end.
-      overlapped: the kinds (`traffic.KINDS`) of the instructions that compute between its start
-        and end, as in `("matmul", "elementwise")`. Empty if the devices wait for it.
-      group_size: devices in a group. In a permutation, those along one chain of sources and
-        targets.
-      scope: where in the source it comes from; empty where XLA does not say.
-    """
-
-    kind: str
+    kind: str  # one of KINDS
+    # the axes of the mesh along which it runs; () if its groups fit none, None without a mesh
     axes: tuple[str, ...] | None
-    dtype: str
+    dtype: str  # of the arrays as they are sent
+    # bytes of its larger side on one device in one execution: the result of an all-gather, the
+    # operand of all others (for a reduce-scatter the array before it is cut)
     payload_bytes: int
+    # the least bytes that a device sends in one execution, rounded up (Patarasuk and Yuan,
+    # 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). With n devices in a group: 2 (n-1)/n of
+    # the payload for an all-reduce, (n-1)/n for the others. For a permutation, the mean over
+    # all devices, of which some may send nothing
     sent_bytes: int
-    executions: int
-    asynchronous: bool
+    executions: int  # per step; in a loop, once per iteration
+    asynchronous: bool  # whether anything, even a collective, runs between its start and end
+    # the kinds (`traffic.KINDS`) of the instructions that compute between its start and end, as
+    # in ("matmul", "elementwise"); () if the devices wait for it
     overlapped: tuple[str, ...]
-    group_size: int
-    scope: str
+    group_size: int  # devices in a group; in a permutation, those along one chain
+    scope: str  # where in the source it comes from; "" where XLA does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,29 +81,21 @@ class Ledger:
           kind: one of KINDS; all if None.
           axis: only collectives along exactly this axis, or exactly these, so that the bytes of
             all combinations add up; `()` for those that fit no axes; all if None.
-
-        Raises:
-          ValueError: if there is no such kind or axis.
         """
         return sum(entry.payload_bytes * entry.executions for entry in self._select(kind, axis))
 
     def sent(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
         """Returns the bytes that a device sends in all executions (in permutations, the mean
-        over all devices); arguments and errors as in `payload`.
+        over all devices); arguments as in `payload`.
         """
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
     def overlapped_payload(
         self, kind: str | None = None, axis: str | Sequence[str] | None = None
     ) -> int:
-        """Returns the payload bytes of the executions that overlap with matmuls; arguments and
-        errors as in `payload`.
-        """
-        return sum(
-            entry.payload_bytes * entry.executions
-            for entry in self._select(kind, axis)
-            if "matmul" in entry.overlapped
-        )
+        """Returns the part of `payload` that is sent during matmuls."""
+        entries = [e for e in self._select(kind, axis) if "matmul" in e.overlapped]
+        return Ledger(tuple(entries)).payload()
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each kind, axes, dtype and group size, for `notebook.table`. The
@@ -134,10 +115,8 @@ class Ledger:
                 "devices": size,
                 "executions": sum(entry.executions for entry in entries),
                 "overlapped": sum(entry.executions for entry in entries if entry.overlapped),
-                "payload_bytes": sum(
-                    entry.payload_bytes * entry.executions for entry in entries
-                ),
-                "sent_bytes": sum(entry.sent_bytes * entry.executions for entry in entries),
+                "payload_bytes": Ledger(tuple(entries)).payload(),
+                "sent_bytes": Ledger(tuple(entries)).sent(),
             }
             for (kind, axes, dtype, size), entries in together.items()
         ]
@@ -168,7 +147,7 @@ def _check_kind(kind: str) -> None:
 
 
 def ledger(
-    compiled: jax.stages.Compiled,
+    step: Any,
     mesh: jax.sharding.Mesh | None = None,
     *,
     taken: Mapping[str, int] | None = None,
@@ -180,41 +159,31 @@ def ledger(
     collective along an axis of one device sends nothing and is left out.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices.
+      step: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices; or
+        lowered, then it is compiled here.
       mesh: the mesh of the program's arrays. Without it, the entries have no axes.
       taken: how often per step each such loop runs its body, by the loop's name. The compiled
         program does not say; `slots.taken` computes it from a pipeline's schedule.
-
-    Raises:
-      ValueError: if it is not compiled, the mesh has another size than the program, the program
-        uses send and recv, or the compiler does not know a loop's number of iterations.
     """
-    check_compiled(compiled)
-    module = hlo.parse(compiled.as_text())
-    return Ledger(
-        entries(module, mesh, taken), None if mesh is None else tuple(mesh.axis_names)
-    )
+    axis_names = None if mesh is None else tuple(mesh.axis_names)
+    return Ledger(entries(read(step).module, mesh, taken), axis_names)
 
 
-def schedule_around(compiled: jax.stages.Compiled, kind: str) -> list[str]:
+def schedule_around(step: Any, kind: str) -> list[str]:
     """Lists the kernels of a loop that starts a collective, in the order in which they run.
     Takes the first such loop, or the main program if no loop starts one.
 
     Args:
-      compiled: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start. XLA gives
+      step: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start. XLA gives
         it one where something can run meanwhile.
       kind: of the collective, one of KINDS.
 
     Returns:
       For each kernel its kind (`traffic.KINDS`). For the start and the end of the collective
         its opcode, for example "all-gather-start" and "all-gather-done".
-
-    Raises:
-      ValueError: if the program starts no collective of this kind, or is not compiled.
     """
-    check_compiled(compiled)
     _check_kind(kind)
-    for computation in hlo.parse(compiled.as_text()).computations.values():
+    for computation in read(step).module.computations.values():
         opcodes = {i.opcode for i in computation.instructions}
         if f"{kind}-start" in opcodes:
             return [
@@ -275,11 +244,8 @@ def _entries(
     """Reads one collective: an entry for each dtype among its operands; none if no device sends
     to another.
     """
-    kind, members, pairs = (
-        _kind(i),
-        groups.groups(i.attributes, devices),
-        groups.pairs(i.attributes),
-    )
+    kind, pairs = _kind(i), groups.pairs(i.attributes)
+    members = groups.groups(i.attributes, devices)
     size = max(map(len, members), default=1)
     if kind == "collective-permute":
         share = fractions.Fraction(sum(source != target for source, target in pairs), devices)
@@ -323,9 +289,8 @@ def _inside(i: hlo.Instruction) -> list[hlo.Instruction]:
 
 def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
     """Returns the payload of one execution in bytes, by dtype."""
-    copies = (
-        max(map(len, groups.groups(i.attributes, devices))) if _kind(i) == "all-gather" else 1
-    )
+    gathers = _kind(i) == "all-gather"
+    copies = max(map(len, groups.groups(i.attributes, devices))) if gathers else 1
     # The other operands of a ragged all-to-all are offsets and sizes.
     operands = i.operands[:1] if _kind(i) == "ragged-all-to-all" else i.operands
     payload: collections.Counter[str] = collections.Counter()

@@ -25,12 +25,8 @@ def body(instruction: hlo.Instruction) -> list[hlo.Instruction]:
     """Returns the instructions fused into a fusion, or any other instruction itself."""
     if instruction.opcode not in FUSIONS:
         return [instruction]
-    return [
-        deeper
-        for called in instruction.called
-        for inner in called.instructions
-        for deeper in body(inner)
-    ]
+    inside = (inner for called in instruction.called for inner in called.instructions)
+    return [deeper for inner in inside for deeper in body(inner)]
 
 
 def behind(instruction: hlo.Instruction) -> hlo.Instruction:
@@ -59,14 +55,8 @@ def origin(instruction: hlo.Instruction) -> str:
 
 
 def words(scope: str) -> str:
-    """Names in the model's words where an array comes from, for labels of pictures.
-
-    Args:
-      scope: of a `LiveArray`: "jit(f)/transpose(jvp(Transformer))/block/mlp/dot_general", or
-        the path of an argument, "params['block']['kernel']".
-
-    Returns:
-      The modules and the operation, then the pass: "block 3 / MLP / product, backward".
+    """Names in the model's words where an array comes from: "block 3 / MLP / product,
+    backward" for "jit(f)/transpose(jvp(Transformer))/block_3/mlp/dot_general".
     """
     if keys := re.findall(r"\['(\w+)'\]", scope):
         return " / ".join(map(_word, keys))
@@ -89,29 +79,25 @@ def _word(part: str) -> str:
 
 
 def stacked(module: hlo.Module) -> dict[str, str]:
-    """Returns the scopes of the arrays that loops fill slice by slice.
+    """Returns the scopes of the arrays that loops fill slice by slice, by instruction name,
+    followed by `{k}` for the k-th array of a tuple.
 
     Such an array exists before its loop as zeros, with the scope `broadcast_in_dim`. Its slices
     have a better one.
-
-    Returns:
-      The scope of the slices by instruction name, followed by `{k}` for the k-th array of a
-        tuple.
     """
     scopes: dict[str, str] = {}
-    for computation in module.computations.values():
-        for loop in computation.instructions:
-            if loop.opcode != "while":
-                continue
-            # The initial values, and the results of an iteration, in the order of the tuple.
-            first, last = loop.operands[0], loop.calls["body"][0].root
-            if first.opcode != "tuple" or last.opcode != "tuple":
-                continue
-            for before, after in zip(first.operands, last.operands, strict=True):
-                update = behind(after)
-                if any(i.opcode == "dynamic-update-slice" for i in body(update)):
-                    for name in _names(before):
-                        scopes.setdefault(name, origin(update))
+    for loop in module.instructions.values():
+        if loop.opcode != "while":
+            continue
+        # The initial values, and the results of an iteration, in the order of the tuple.
+        first, last = loop.operands[0], loop.calls["body"][0].root
+        if first.opcode != "tuple" or last.opcode != "tuple":
+            continue
+        for before, after in zip(first.operands, last.operands, strict=True):
+            update = behind(after)
+            if any(i.opcode == "dynamic-update-slice" for i in body(update)):
+                for name in _names(before):
+                    scopes.setdefault(name, origin(update))
     return scopes
 
 

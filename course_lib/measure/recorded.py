@@ -13,9 +13,7 @@ others there are no rows, and the note says how to get them.
 `COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
 that).
 
-Where rows take long to compute, `partly_live` computes a few and reads the others. `older_row`
-returns a recorded row that the installed versions cannot compute, with the date and the
-versions of its record.
+Where rows take long to compute, `partly_live` computes a few and reads the others.
 """
 
 import concurrent.futures
@@ -40,20 +38,13 @@ _VERSIONS_OF = ("jax", "jaxlib", "flax", "optax")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of a table, and where they come from.
+    """Rows of a table, and where they come from."""
 
-    Attributes:
-      rows: one dict per row, of JSON's types, computed or read. Empty if they cannot be
-        computed and were not recorded for these sizes and this accelerator.
-      live: whether all of them were computed just now.
-      note: a sentence for the reader. It says that the rows were computed here; or when they
-        were recorded, with which versions, and why they were not computed; or why there are
-        none.
-    """
-
+    # one dict per row, of JSON's types. Empty if they cannot be computed, and were not recorded
+    # for these sizes and this accelerator
     rows: list[dict[str, Any]]
-    live: bool
-    note: str
+    live: bool  # whether all of them were computed just now
+    note: str  # for the reader: computed here; or when recorded, with which versions, and why
 
     def __str__(self) -> str:
         """Returns the note in lines of at most 100 characters: `print(table)`."""
@@ -69,8 +60,7 @@ def live_or_recorded(
     """Computes a table for a virtual accelerator, or reads it where that cannot be done.
 
     Args:
-      name: of the table and of its file, `recorded_tables/<name>.json`: lower-case letters,
-        digits and underscores.
+      name: of the table and of its file, `recorded_tables/<name>.json`.
       compute: returns the rows, without times and dates: the same versions must give the same
         rows.
       accelerator: the name in `hardware` of the accelerator that `compute` compiles for. If it
@@ -78,24 +68,11 @@ def live_or_recorded(
         "accelerator".
       sizes: all numbers and options that the rows depend on, of JSON's types. Rows that were
         recorded for other sizes are not shown.
-
-    Raises:
-      ValueError: if `name` cannot be a file's name, there is no such accelerator, or a row does
-        not fit into JSON.
-      FileNotFoundError: if the table cannot be computed here and was not recorded.
     """
-    if not re.fullmatch(r"[a-z0-9_]+", name):
-        raise ValueError(
-            f"name={name!r} must have only lower-case letters, digits and underscores: it names"
-            " a file"
-        )
     reason = virtual.why_unavailable(accelerator)
     if reason is not None:
         return _read(name, accelerator, reason, sizes)
-    start = time.monotonic()
-    rows = _as_json(name, compute())
-    if _recording():
-        _write(name, accelerator, rows, sizes, time.monotonic() - start)
+    rows = _compute(name, compute, _recording(), accelerator, sizes)
     older = _older(rows)
     return Table(rows, not older, _computed_here(rows, accelerator) + older)
 
@@ -109,11 +86,7 @@ def partly_live(
     accelerator: str = "a5000",
     sizes: Mapping[str, Any] | None = None,
 ) -> Table:
-    """Computes some rows of a recorded table and reads the others. Without virtual devices,
-    reads all rows.
-
-    Two threads compute two rows at the same time: XLA's compiler releases Python's lock and
-    uses little more than one core.
+    """Computes some rows of a recorded table and reads the others; else as `live_or_recorded`.
 
     Args:
       name: of the table and of its file.
@@ -124,54 +97,37 @@ def partly_live(
       accelerator: as in `live_or_recorded`.
       sizes: as in `live_or_recorded`. If the record is for other sizes, only the rows of `live`
         are shown.
-
-    Raises:
-      ValueError: as in `live_or_recorded`, or if `live` names a case that is not in `cases`.
-      FileNotFoundError: if the table was not recorded.
     """
     if cases and not set(live) <= set(cases):
         raise ValueError(
             f"live={list(live)} must be among cases={list(cases)}: the table has no row of"
             " another case"
         )
-    reason = virtual.why_unavailable(accelerator)
-    if reason is not None:
-        return _read(name, accelerator, reason, sizes)
     recording = bool(cases) and _recording()
-    if not live and not recording:
-        return _read(name, accelerator, "no new row was requested", sizes)
-    start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        rows = _as_json(name, list(pool.map(compute, cases if recording else live)))
-    if recording:
-        _write(name, accelerator, rows, sizes, time.monotonic() - start)
+    why = "only some are computed, to save time" if live else "no new row was requested"
+    reason = virtual.why_unavailable(accelerator)
+    if reason is not None or not (live or recording):
+        return _read(name, accelerator, reason or why, sizes)
+
+    def rows_of_cases() -> list[dict[str, Any]]:
+        # XLA's compiler releases Python's lock and uses little more than one core.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+            return list(pool.map(compute, cases if recording else live))
+
+    rows = _compute(name, rows_of_cases, recording, accelerator, sizes)
     if live and cases and set(live) == set(cases):
         return Table(rows, False, _computed_here(rows, accelerator))
-    why = "only some are computed, to save time" if live else "no new row was requested"
     record = _read(name, accelerator, why, sizes)
     if not live:
         return record
     by_case = {row["case"]: row for row in [*record.rows, *rows]}  # in the order of the record
-    note = (
-        f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}; the other rows:"
-        f" {record.note}"
-    )
-    return Table(list(by_case.values()), False, note)
+    computed = f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}"
+    return Table(list(by_case.values()), False, f"{computed}; the other rows: {record.note}")
 
 
 def older_row(name: str, case: str) -> dict[str, Any]:
-    """Returns the recorded row of a case that the installed versions cannot compute.
-
-    Args:
-      name: of the table.
-      case: the row's "case".
-
-    Returns:
-      The row, with its date under "recorded" and its versions under "versions".
-
-    Raises:
-      FileNotFoundError: if the table was not recorded.
-      ValueError: if the table has no such row.
+    """Returns the recorded row of a case that the installed versions cannot compute, with its
+    date under "recorded" and its versions under "versions".
     """
     record = _load(name, f"the row {case!r} cannot be computed with these versions")
     rows = [row for row in record["rows"] if row.get("case") == case]
@@ -181,6 +137,25 @@ def older_row(name: str, case: str) -> dict[str, Any]:
             " compute it"
         )
     return {"recorded": record["recorded"], "versions": record["versions"]} | rows[0]
+
+
+def _compute(
+    name: str,
+    compute: Callable[[], list[dict[str, Any]]],
+    recording: bool,
+    accelerator: str,
+    sizes: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    if not re.fullmatch(r"[a-z0-9_]+", name):
+        raise ValueError(
+            f"name={name!r} must have only lower-case letters, digits and underscores: it names"
+            " a file"
+        )
+    start = time.monotonic()
+    rows = _as_json(name, compute())
+    if recording:
+        _write(name, accelerator, rows, sizes, time.monotonic() - start)
+    return rows
 
 
 def _older(rows: list[dict[str, Any]]) -> str:

@@ -14,44 +14,29 @@ import dataclasses
 
 from course_lib.measure import hardware
 from course_lib.measure.flops import Flops
-from course_lib.measure.hardware import Accelerator
 from course_lib.measure.traffic import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least time that a step can take on an accelerator, in seconds.
+    """The least time that a step can take on an accelerator, in seconds."""
 
-    Attributes:
-      compute_seconds: its matrix products at the accelerator's peak rate.
-      memory_seconds: its bytes at the peak bandwidth of device memory.
-      floor_seconds: the longer of the two, as if they overlapped entirely.
-    """
-
-    compute_seconds: float
-    memory_seconds: float
-    floor_seconds: float
+    compute_seconds: float  # its matrix products at the accelerator's peak rate
+    memory_seconds: float  # its bytes at the peak bandwidth of device memory
+    floor_seconds: float  # the longer of the two, as if they overlapped entirely
 
     def __str__(self) -> str:
-        compute, memory, floor = (
-            1e3 * s for s in (self.compute_seconds, self.memory_seconds, self.floor_seconds)
-        )
         return (
-            f"at least {floor:.4g} ms (a floor, not a forecast): products {compute:.4g} ms,"
-            f" memory {memory:.4g} ms"
+            f"at least {1e3 * self.floor_seconds:.4g} ms (a floor, not a forecast): products"
+            f" {1e3 * self.compute_seconds:.4g} ms, memory {1e3 * self.memory_seconds:.4g} ms"
         )
 
 
-def roofline(flops: Flops, traffic: Traffic, accelerator: Accelerator) -> Roofline:
-    """Returns the least time that a step can take on one accelerator.
+def roofline(flops: Flops, traffic: Traffic, accelerator: hardware.Accelerator) -> Roofline:
+    """Returns the least time that a step can take on one accelerator, a row of `hardware`.
 
-    Args:
-      flops: of the step; `total` counts, since recomputing takes time too.
-      traffic: of the step compiled for this accelerator.
-      accelerator: a row of `hardware`.
-
-    Raises:
-      ValueError: if the accelerator has no unit for the dtype of a product.
+    All FLOPs count, since recomputing takes time too. `traffic` is that of the step compiled
+    for this accelerator.
     """
     times = (count / peak(accelerator, dtype) for dtype, count in flops.total.items())
     compute = sum(times, start=0.0)
@@ -62,24 +47,15 @@ def roofline(flops: Flops, traffic: Traffic, accelerator: Accelerator) -> Roofli
 def attainable_seconds(
     flops: Flops,
     traffic: Traffic,
-    accelerator: Accelerator,
+    accelerator: hardware.Accelerator,
     link: hardware.HostLink | None = None,
 ) -> float:
     """Returns the time of a step whose kernels are good and do not overlap.
 
     Products run at 77% of the peak rate, then bytes move at 85% of the peak bandwidth, then
-    bytes cross the link to the host, in one direction at a time. Use it to compare two ways to
-    write one step: it counts recomputation, memory traffic and offload in one unit. It is no
-    measurement.
-
-    Args:
-      flops: as for `roofline`.
-      traffic: as for `roofline`. Moves of the kind "offload" cross the link.
-      accelerator: as for `roofline`.
-      link: to the host; None leaves out the time of these moves on the link.
-
-    Raises:
-      ValueError: as `roofline`.
+    bytes cross the link to the host (those of the kind "offload"), in one direction at a time.
+    Without `link`, the time of the latter is left out. Use it to compare two ways to write one
+    step: it counts recomputation, memory traffic and offload in one unit. It is no measurement.
     """
     limits = roofline(flops, traffic, accelerator)
     seconds = limits.compute_seconds / 0.77 + limits.memory_seconds / 0.85
@@ -88,22 +64,14 @@ def attainable_seconds(
     return seconds
 
 
-def mfu(flops: Flops, seconds: float, accelerator: Accelerator | None) -> float | None:
+def mfu(flops: Flops, seconds: float, accelerator: hardware.Accelerator | None) -> float | None:
     """Returns the model FLOPs utilization (MFU): the model's FLOPs as a share of the peak rate.
 
     Recomputed FLOPs do not count (Chowdhery et al., 2022, appendix B,
-    https://arxiv.org/abs/2204.02311).
-
-    Args:
-      flops: of the step.
-      seconds: measured step time.
-      accelerator: the one that it ran on, None if unknown.
+    https://arxiv.org/abs/2204.02311). `seconds` is the measured time of a step.
 
     Returns:
-      A fraction of 1, or None on an unknown accelerator.
-
-    Raises:
-      ValueError: if the accelerator has no unit for the dtype of a product, or no time went by.
+      A fraction of 1, or None on an unknown accelerator (None).
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds} must be above 0: the measured time of a step")
@@ -113,20 +81,12 @@ def mfu(flops: Flops, seconds: float, accelerator: Accelerator | None) -> float 
     return at_peak / seconds
 
 
-def peak(accelerator: Accelerator, dtype: str) -> float:
+def peak(accelerator: hardware.Accelerator, dtype: str) -> float:
     """Returns the peak rate of products of a dtype in FLOP/s.
 
     XLA computes float32 products as TensorFloat-32 on GPUs that have it, unless
     `precision="highest"` asks for more, and as bfloat16 on TPUs, which have nothing else.
-
-    Args:
-      accelerator: a row of `hardware`.
-      dtype: of the operands.
-
-    Raises:
-      ValueError: if the accelerator has no unit for the dtype.
     """
-    hardware.check(accelerator)
     if dtype == "float32":
         units = ("tensorfloat32", "float32", "bfloat16")
         dtype = next(unit for unit in units if unit in accelerator.peak_flops)

@@ -1,5 +1,4 @@
-"""Reads the tape of a step: what a compiled step holds in device memory at each instruction, by
-kind.
+"""Reads the tape of a step: what it holds in device memory at each instruction, by kind.
 
 XLA plans the memory of a program before it runs. Its dump says from which instruction to which
 each value lives (`...live-range.txt`), how large it is, and which values take the place of an
@@ -9,13 +8,13 @@ argument (`...buffer-assignment.txt`). JAX's scopes say what the value is for.
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from course_lib.measure import hlo, origin
-from course_lib.measure.heap import NO_PLAN, Heap, compile_with_plan
-from course_lib.measure.memory import check_lowered
+from course_lib.measure.program import NO_PLAN, with_plan
 from course_lib.measure.traffic import kind_of
 
 REST = "other activations, batch"
@@ -44,6 +43,7 @@ _SCOPES = {
     "MLP": r"\bmlp\b|\bMLP\b",
     "residual stream": r"norm|block|embed|residual|layer",
 }
+_INDEX = re.compile(r"\{(\d+)\}")
 _ARGUMENTS = {
     "optimizer state": r"opt_state|(^|_)(mu|nu)_|^state_1_",
     "parameters": r"params|^state_0_",
@@ -52,22 +52,16 @@ _ARGUMENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """The memory of one device over a program's instructions, by kind.
+    """The memory of one device over a program's instructions, by kind."""
 
-    Attributes:
-      bytes: kind -> bytes alive at each instruction, in the order of the program, from the
-        first to the last that holds a temporary. A loop's body occurs once. The kinds are those
-        of `KINDS` that occur.
-      backward: the index of the first product of the backward pass, None without one.
-      peak: the most bytes alive at one moment.
-    """
-
+    # kind -> bytes alive at each instruction, in the order of the program, from the first to
+    # the last that holds a temporary. A loop's body occurs once. Only kinds that occur
     bytes: dict[str, list[int]]
-    backward: int | None
-    peak: int
+    backward: int | None  # the index of the first product of the backward pass, None without
+    peak: int  # the most bytes alive at one moment
 
 
-def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
+def tape(step: Any, *, points: int = 400) -> Tape:
     """Compiles a step and reads what it holds at each instruction.
 
     "gradients" are values with the shape of a parameter, or of one layer of it, which the
@@ -77,27 +71,18 @@ def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
     `jax.named_scope("attention")` in plain JAX.
 
     Args:
-      step: `jax.jit(step).lower(...)`, for a real or a virtual device; or its `measure.heap`,
-        which is not compiled again. Its arguments are told apart by their names: "params";
-        "opt_state", or "mu" and "nu"; or "state", a pair of parameters and optimizer state.
+      step: `jax.jit(step).lower(...)`, for a real or a virtual device; or its `measure.heap`.
+        Its arguments are told apart by their names: "params"; "opt_state", or "mu" and "nu"; or
+        "state", a pair of parameters and optimizer state.
       points: the most instructions to return. Longer programs are cut into as many parts, and
         each shows its instruction with the most bytes.
-
-    Raises:
-      ValueError: if it is compiled already.
-      RuntimeError: if XLA wrote no plan, as for a program loaded from JAX's persistent
-        compilation cache; or no lifetimes, as before JAX 0.10.
     """
-    if isinstance(step, Heap):
-        compiled, plan = step.compiled, step.plan
-    else:
-        check_lowered(step)
-        compiled, _, plan = compile_with_plan(step)
+    program, plan = with_plan(step)
     if not plan.lifetimes:
         # older versions of XLA write where each value lies, but not how long it lives
         raise RuntimeError(TOO_OLD if plan.places else NO_PLAN)
     order, lifetimes = _lifetimes(plan.lifetimes)
-    kinds = _Kinds(hlo.parse(compiled.as_text()))
+    kinds = _Kinds(program.module)
     levels = {kind: np.zeros(len(order), np.int64) for kind in KINDS}
     for allocation in re.split(r"^allocation \d+: ", plan.places, flags=re.M)[1:]:
         head = allocation.partition("\n")[0]
@@ -112,9 +97,9 @@ def tape(step: jax.stages.Lowered | Heap, *, points: int = 400) -> Tape:
             levels["results"] += size
         else:
             for chain in _chains(values):
-                kind = kinds.of_chain(chain)
+                level = levels[kinds.of_chain(chain)]
                 for value in chain:
-                    levels[kind][value.first : value.last + 1] += value.bytes
+                    level[value.first : value.last + 1] += value.bytes
     backward = next((i for i, name in enumerate(order) if kinds.is_backward(name)), None)
     total = np.sum(list(levels.values()), axis=0)
     [work] = np.nonzero(total > total.min() + total.max() // 1000)
@@ -192,9 +177,7 @@ class _Kinds:
     """Tells what a value of a program is for."""
 
     def __init__(self, module: hlo.Module):
-        self.instructions = {
-            i.name: i for c in module.computations.values() for i in c.instructions
-        }
+        self.module = module
         self.stacked = origin.stacked(module)
         shapes = {
             shape.dims
@@ -207,8 +190,7 @@ class _Kinds:
 
     def of_argument(self, name: str) -> str:
         """Returns the kind of an argument."""
-        kinds = (kind for kind, names in _ARGUMENTS.items() if re.search(names, name))
-        return next(kinds, REST)
+        return _first_match(_ARGUMENTS, name)
 
     def of_chain(self, chain: list[_Value]) -> str:
         """Returns the kind of values that hand their bytes on."""
@@ -218,14 +200,17 @@ class _Kinds:
         return next((kind for kind in kinds if kind != REST), REST)
 
     def of(self, value: str) -> str:
-        """Returns the kind of one value."""
-        scope, shape = self._scope(value), self._shape(value)
-        if shape is not None and shape.dims in self.parameter_shapes:
+        """Returns the kind of one value: `fusion.3{1}` is the second result of `fusion.3`."""
+        index = _INDEX.search(value)
+        which = int(index[1]) if index else 0
+        instruction = self.module.instructions.get(value.split("{")[0])
+        shapes = instruction.shapes[which : which + 1] if instruction else ()
+        scope = self._scope(value)
+        if shapes and shapes[0].dims in self.parameter_shapes:
             # what is made of a parameter in the forward pass is its copy in 16 bits
-            if "transpose(" in scope or shape.dtype == "float32":
+            if "transpose(" in scope or shapes[0].dtype == "float32":
                 return "gradients"
-        kinds = (kind for kind, names in _SCOPES.items() if re.search(names, scope))
-        return next(kinds, REST)
+        return _first_match(_SCOPES, scope)
 
     def is_backward(self, name: str) -> bool:
         """Returns whether an instruction is a product of the backward pass.
@@ -233,7 +218,7 @@ class _Kinds:
         The scope alone does not tell: XLA gives it to zeros and changes of layout, too, and
         puts those long before the backward pass.
         """
-        instruction = self.instructions.get(name)
+        instruction = self.module.instructions.get(name)
         if instruction is None or kind_of(instruction) != "matmul":
             return False
         scope = self._scope(name)
@@ -243,27 +228,20 @@ class _Kinds:
         name = value.split("{")[0]
         if value in self.stacked or name in self.stacked:
             return self.stacked.get(value) or self.stacked[name]
-        instruction = self.instructions.get(name)
+        instruction = self.module.instructions.get(name)
         if instruction is None:
             return ""
-        output = self._output(instruction, value)
-        return origin.origin(output) or origin.origin(instruction)
-
-    def _output(self, instruction: hlo.Instruction, value: str) -> hlo.Instruction:
-        """Returns what computes one of a fusion's several outputs."""
-        index = re.search(r"\{(\d+)\}", value)
+        # one of a fusion's several results
+        index = _INDEX.search(value)
+        output = instruction
         if index and instruction.opcode in origin.FUSIONS:
             root = instruction.called[0].root
-            if root.opcode == "tuple":
-                return root.operands[int(index[1])]
-        return instruction
+            output = root.operands[int(index[1])] if root.opcode == "tuple" else instruction
+        return origin.origin(output) or origin.origin(instruction)
 
-    def _shape(self, value: str) -> hlo.Shape | None:
-        instruction = self.instructions.get(value.split("{")[0])
-        index = re.search(r"\{(\d+)\}", value)
-        shapes = instruction.shapes if instruction else ()
-        which = int(index[1]) if index else 0
-        return shapes[which] if which < len(shapes) else None
+
+def _first_match(patterns: Mapping[str, str], name: str) -> str:
+    return next((kind for kind, found in patterns.items() if re.search(found, name)), REST)
 
 
 def _shorten(levels: Mapping[str, np.ndarray], backward: int | None, points: int) -> Tape:

@@ -60,9 +60,6 @@ def step_time(
       batch: a batch; the same in all steps.
       steps: how many are timed.
       warmup: how many run before that.
-
-    Raises:
-      ValueError: if there is nothing to time.
     """
     if steps < 1 or warmup < 0:
         raise ValueError(
@@ -91,9 +88,6 @@ def compare(
       functions: name to a function without arguments that returns arrays (`lambda: step(x)`).
       repeats: timed calls of each.
       warmup: calls before that; at least 1, or the measurement would include compilation.
-
-    Raises:
-      ValueError: if there is nothing to time, or compilation would be timed.
     """
     if repeats < 1 or warmup < 1:
         raise ValueError(
@@ -129,10 +123,6 @@ def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
     Returns:
       The peak in bytes. None where devices do not count their memory, as on a CPU; then
       nothing is run.
-
-    Raises:
-      ValueError: if there is no such module or function.
-      RuntimeError: if the other process fails; the message ends with what it wrote.
     """
     module, _, function = target.partition(":")
     try:

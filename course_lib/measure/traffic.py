@@ -10,12 +10,12 @@ L2 cache, and higher where a kernel reads an operand more than once, as large ma
 do.
 """
 
+import collections
 import dataclasses
-
-import jax
+from typing import Any
 
 from course_lib.measure import hlo, origin
-from course_lib.measure.memory import check_compiled
+from course_lib.measure.program import read
 
 # The kinds of moves.
 KINDS = (
@@ -41,6 +41,9 @@ _SOLVERS = ("__cublas$triangularSolve",)
 _LIBRARIES = ("__cublas$", "__cublas$lt", "__cudnn$")  # what XLA calls of cuBLAS and cuDNN
 _KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
+_OTHER = frozenset(
+    "custom-call sort rng-bit-generator topk fft triangular-solve cholesky".split()
+)
 _RENAMES = frozenset("parameter constant bitcast reshape get-tuple-element tuple".split())
 _COPIES = _RENAMES.union(
     "copy copy-start transpose convert slice dynamic-slice".split(),
@@ -68,15 +71,13 @@ class Traffic:
 
     def by_kind(self) -> dict[str, int]:
         """Returns the bytes of each kind that occurs, most first."""
-        totals = {
-            kind: sum(move.bytes for move in self.moves if move.kind == kind) for kind in KINDS
-        }
-        return dict(
-            sorted(((kind, n) for kind, n in totals.items() if n), key=lambda item: -item[1])
-        )
+        totals: collections.Counter[str] = collections.Counter()
+        for move in self.moves:
+            totals[move.kind] += move.bytes
+        return dict(totals.most_common())
 
 
-def traffic(compiled: jax.stages.Compiled) -> Traffic:
+def traffic(step: Any) -> Traffic:
     """Counts the bytes that a compiled program moves through the memory of one device.
 
     Adds the operands and results of every instruction, times its executions. Three operations
@@ -85,16 +86,21 @@ def traffic(compiled: jax.stages.Compiled) -> Traffic:
     its most expensive branch.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, for a real or a virtual device. On a CPU,
-        caches save much of this traffic.
-
-    Raises:
-      ValueError: if it is not compiled, or has a loop of which the compiler does not know the
-        number of iterations.
+      step: `jax.jit(f).lower(...).compile()`, for a real or a virtual device; or lowered, then
+        it is compiled here. On a CPU, caches save much of this traffic.
     """
-    check_compiled(compiled)
-    all_moves = moves(hlo.parse(compiled.as_text()))
-    return Traffic(sum(move.bytes for move in all_moves), all_moves)
+    every = moves(read(step).module)
+    return Traffic(sum(move.bytes for move in every), every)
+
+
+def moves(module: hlo.Module) -> tuple[Move, ...]:
+    """Lists the traffic of each instruction of a parsed program."""
+    executed = ((i, n, _bytes(i)) for i, n in hlo.scheduled(module, weight=_bytes))
+    return tuple(
+        Move(i.name, kind_of(i), bytes * n, n, origin.origin(i))
+        for i, n, bytes in executed
+        if bytes
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +111,13 @@ class HostTraffic:
     to_device: int
 
 
-def host_traffic(compiled: jax.stages.Compiled) -> HostTraffic:
+def host_traffic(step: Any) -> HostTraffic:
     """Counts the bytes that a compiled program moves between the memories of host and device.
 
-    Arguments and errors as for `traffic`, whose kind "offload" is the sum of both directions.
+    As `traffic`, whose kind "offload" is the sum of both directions.
     """
-    check_compiled(compiled)
     totals = {True: 0, False: 0}
-    for i, n in hlo.scheduled(hlo.parse(compiled.as_text()), weight=_bytes):
+    for i, n in hlo.scheduled(read(step).module, weight=_bytes):
         if kind_of(i) == "offload":
             totals[_writes_to_host(i)] += _bytes(i) * n
     return HostTraffic(to_host=totals[True], to_device=totals[False])
@@ -124,16 +129,6 @@ def _writes_to_host(i: hlo.Instruction) -> bool:
     # the shapes of a copy-start are the result, the operand, and a semaphore
     shapes = root.shapes[:1] if root.opcode == "copy-start" else root.shapes
     return any(shape.space == hlo.HOST_SPACE for shape in shapes)
-
-
-def moves(module: hlo.Module) -> tuple[Move, ...]:
-    """Lists the traffic of each instruction of a parsed program, as `traffic` counts it."""
-    executed = hlo.scheduled(module, weight=_bytes)
-    return tuple(
-        Move(i.name, kind_of(i), _bytes(i) * n, n, origin.origin(i))
-        for i, n in executed
-        if _bytes(i)
-    )
 
 
 def _bytes(instruction: hlo.Instruction) -> int:
@@ -206,9 +201,7 @@ def _on_device(*shapes: hlo.Shape) -> int:
 
 
 def _updates_parameter(i: hlo.Instruction) -> bool:
-    """Returns whether an instruction writes a part of a parameter: XLA leaves the rest in
-    place.
-    """
+    """Whether an instruction writes a part of a parameter: XLA leaves the rest in place."""
     return (
         i.opcode in ("dynamic-update-slice", "scatter")
         and origin.behind(i.operands[0]).opcode == "parameter"
@@ -236,26 +229,14 @@ def kind_of(instruction: hlo.Instruction) -> str:
         return "gather/scatter"
     if opcodes & {"reduce", "reduce-window"}:
         return "reduce"
-    if opcodes & {
-        "custom-call",
-        "sort",
-        "rng-bit-generator",
-        "topk",
-        "fft",
-        "triangular-solve",
-        "cholesky",
-    }:
+    if opcodes & _OTHER:
         return "other"
     if opcodes <= _COPIES | {"broadcast", "iota"} and all(
         i.elements <= 1 for i in instruction.operands
     ):
         return "fill"
     if opcodes <= _COPIES and opcodes - _RENAMES - {"convert"}:
-        return (
-            "dynamic-slice"
-            if "dynamic-slice" in opcodes
-            else "gather/scatter"
-            if "gather" in opcodes
-            else "copy"
-        )
+        if "dynamic-slice" in opcodes:
+            return "dynamic-slice"
+        return "gather/scatter" if "gather" in opcodes else "copy"
     return "elementwise"

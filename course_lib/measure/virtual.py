@@ -12,28 +12,13 @@ much memory the real machine would need, and what it would execute:
 A plain `.compile()` gives the same memory and traffic, and takes longer: see `compile`.
 `jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
 XLA cannot time several kernels for a product and keep the fastest (*autotuning*).
-
-Import this module before the first computation. It hides one warning of JAX's compilation
-cache, and sets these environment variables, which JAX reads when it first looks for devices.
-One that is set already keeps its value, but for `TF_CPP_MIN_LOG_LEVEL=1`, which JAX itself
-sets:
-
-- `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no NVIDIA GPU: the CUDA plugin would
-  otherwise fail for lack of cuDNN, which compiling does not need.
-- `TF_CPP_MIN_LOG_LEVEL=3`: XLA would otherwise log when a program does not fit, which is often
-  the lesson here. Errors still arrive as exceptions.
-- `TPU_SKIP_MDS_QUERY`, `TPU_WORKER_HOSTNAMES`, `TPU_ACCELERATOR_TYPE` where libtpu is installed
-  and there is no TPU: it would otherwise look for its TPU machine, and complain.
 """
 
 import contextlib
 import functools
 import importlib.metadata
-import numbers
 import os
-import pathlib
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -50,7 +35,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from course_lib.measure import hardware
+from course_lib.measure import environment, hardware
 
 PyTree = Any
 
@@ -70,46 +55,10 @@ class NoCompiler(RuntimeError):
     """There is no compiler for an accelerator here. The message says why, and what to do."""
 
 
-def _keep_quiet() -> None:
-    if not _present("nvidiactl", "dxg"):  # dxg: a GPU seen from Windows' Linux
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    if _version("libtpu") and not _present("accel*", "vfio/[0-9]*"):
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # JAX's persistent compilation cache stores virtual programs, but cannot load them.
-    warnings.filterwarnings(
-        "ignore",
-        "Error reading persistent compilation cache entry .* constructed with a Client",
-    )
-
-
-def _present(*patterns: str) -> bool:
-    return any(True for pattern in patterns for _ in pathlib.Path("/dev").glob(pattern))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-_keep_quiet()
-
-
 def devices(name: str, count: int = 1) -> list[jax.Device]:
-    """Returns virtual devices of an accelerator.
+    """Returns virtual devices of an accelerator, one of `hardware.names()`.
 
-    Args:
-      name: an accelerator of `hardware.names()`.
-      count: up to 8 GPUs in one host, or whole hosts of 8; for TPUs, a size that is sold.
-
-    Raises:
-      ValueError: if there is no such accelerator or count.
-      NoCompiler: if this machine cannot compile for it.
+    `count` is up to 8 GPUs in one host, or whole hosts of 8; for TPUs, a size that is sold.
     """
     accelerator = hardware.get(name)
     _check_count(accelerator, count)
@@ -129,9 +78,6 @@ def why_unavailable(name: str = "a5000") -> str | None:
     """Returns None if `devices(name)` works here, else the reason.
 
     The first call for a name compiles a tiny program (a fraction of a second) to find out.
-
-    Raises:
-      ValueError: if there is no such accelerator.
     """
     accelerator = hardware.get(name)
     if reason := _why_no_compiler(accelerator.platform):
@@ -140,14 +86,11 @@ def why_unavailable(name: str = "a5000") -> str | None:
         x = abstract(jax.ShapeDtypeStruct((), jnp.float32), _describe(name, 1)[0])
         jax.jit(jnp.tan).lower(x).compile()
     except Exception as error:  # any error of the compiler is a reason
-        message = str(error).strip().splitlines() or [type(error).__name__]
-        if "PTX" in str(error) or "ptxas" in str(error):
-            return (
-                "NVIDIA's assembler `ptxas` is missing (it comes in the package"
-                " nvidia-cuda-nvcc)"
-            )
+        if "ptx" in str(error).lower():
+            return "NVIDIA's assembler `ptxas` is missing (package nvidia-cuda-nvcc)"
         if "libdevice" in str(error):
-            return "NVIDIA's `libdevice` is missing (it comes in the package nvidia-nvvm)"
+            return "NVIDIA's `libdevice` is missing (package nvidia-nvvm)"
+        message = str(error).strip().splitlines() or [type(error).__name__]
         return f"the compiler for {accelerator.title} fails: {message[0][:200]}"
     return None
 
@@ -164,10 +107,6 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
     Returns:
       The same tree of `jax.ShapeDtypeStruct`, ready for `.lower()`. Nothing is copied or
         computed.
-
-    Raises:
-      ValueError: if `place` is something else, such as a list of devices or a name; or if a
-        leaf is on the host, and `place` is a sharding that `on_host` refuses.
     """
     if not isinstance(place, jax.Device | Sharding):
         raise ValueError(
@@ -232,18 +171,11 @@ def on_host(place: jax.Device | Sharding) -> NamedSharding:
 
     Args:
       place: a device, real or virtual, or a `NamedSharding` or `SingleDeviceSharding`.
-
-    Raises:
-      ValueError: if it is none of these.
     """
     if isinstance(place, SingleDeviceSharding):
         place = next(iter(place.device_set))
     sharding = _named(place) if isinstance(place, jax.Device) else place
-    if not isinstance(sharding, NamedSharding):
-        raise ValueError(
-            f"place={place!r} must be a device, a NamedSharding or a SingleDeviceSharding: use"
-            " NamedSharding(mesh, spec)"
-        )
+    assert isinstance(sharding, NamedSharding), place
     moved = sharding.with_memory_kind(HOST_MEMORY)
     return moved if moved.memory_kind == HOST_MEMORY else _OnHost(sharding.mesh, sharding.spec)
 
@@ -332,10 +264,6 @@ def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:
 
 
 def _check_count(accelerator: hardware.Accelerator, count: int) -> None:
-    if not isinstance(count, numbers.Integral):
-        raise ValueError(
-            f"count={count!r} must be a whole number, as in devices({accelerator.name!r}, 8)"
-        )
     if isinstance(accelerator.target, hardware.TpuTarget):
         sizes = accelerator.target.layouts
         if count not in sizes:
@@ -357,16 +285,16 @@ def _why_no_compiler(platform_name: str) -> str | None:
     if platform.system() != "Linux":
         return f"the compiler comes for Linux only, and this is {platform.system()}"
     if platform_name == "tpu":
-        return None if _version("libtpu") else "libtpu is not installed"
+        return None if environment.version("libtpu") else "libtpu is not installed"
     if jax.__version_info__ < (0, 9):
         return (
             f"JAX {jax.__version__} cannot describe a GPU that is not there, JAX 0.9 and"
             " newer can"
         )
-    plugin = _version("jax-cuda13-pjrt") or _version("jax-cuda12-pjrt")
+    plugin = environment.version("jax-cuda13-pjrt") or environment.version("jax-cuda12-pjrt")
     if plugin is None:
         return "JAX's CUDA plugin is not installed"
-    jaxlib = _version("jaxlib")
+    jaxlib = environment.version("jaxlib")
     if plugin.split(".")[:3] != jaxlib.split(".")[:3]:
         return (
             f"JAX's CUDA plugin is of version {plugin}, jaxlib of version {jaxlib}: they must"

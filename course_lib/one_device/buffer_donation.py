@@ -19,51 +19,34 @@ from typing import Any
 
 import jax
 import numpy as np
-
-from course_lib.measure.memory import check_compiled
+from jax.tree_util import keystr
 
 
 @dataclass(frozen=True)
 class DonatedArgument:
-    """One array among the arguments of a compiled function.
+    """One array among the arguments of a compiled function."""
 
-    Attributes:
-      path: as `args[0].params['w']`, or under `kwargs` if it was passed by name.
-      shape: of the array.
-      dtype: name of its dtype.
-      bytes: its size.
-      donated: whether the caller donated it.
-      aliased_to: path of the output that reuses its buffer, as `out[0].params['w']`, or None.
-      why_not: the reason why it is not aliased, or None.
-    """
-
-    path: str
+    path: str  # as `args[0].params['w']`, or under `kwargs` if it was passed by name
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    donated: bool
-    aliased_to: str | None
-    why_not: str | None
+    donated: bool  # by the caller
+    aliased_to: str | None  # the output that reuses its buffer, as `out[0].params['w']`
+    why_not: str | None  # the reason why it is not aliased
 
 
 @dataclass(frozen=True)
 class Donation:
-    """The donated and aliased arguments of a compiled function. Sizes in bytes.
+    """The donated and aliased arguments of a compiled function.
 
-    Attributes:
-      arguments: every array among the arguments, in order.
-      argument_bytes: of the arguments that the program takes; JAX drops unused ones.
-      output_bytes: of all outputs.
-      donated_bytes: of the donated arguments.
-      aliased_bytes: of the arguments whose buffers outputs reuse. Arguments and outputs occupy
-        `argument_bytes + output_bytes - aliased_bytes`.
+    Arguments and outputs occupy `argument_bytes + output_bytes - aliased_bytes`.
     """
 
-    arguments: list[DonatedArgument]
-    argument_bytes: int
+    arguments: list[DonatedArgument]  # every array, in order
+    argument_bytes: int  # of those that the program takes; JAX drops unused ones
     output_bytes: int
     donated_bytes: int
-    aliased_bytes: int
+    aliased_bytes: int  # of the arguments whose buffers outputs reuse
 
 
 def report(compiled: jax.stages.Compiled) -> Donation:
@@ -73,22 +56,23 @@ def report(compiled: jax.stages.Compiled) -> Donation:
 
     Args:
       compiled: the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`.
-
-    Raises:
-      ValueError: if it is not compiled.
     """
-    check_compiled(compiled)
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise ValueError("compiled must be a compiled step: jax.jit(f).lower(...).compile()")
     arguments = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
     outputs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
     output_of = _aliases(compiled.as_text())
     parameter_of = _parameters(compiled)
     kinds = [_kind(leaf) for _, leaf in outputs]
+    # JAX pairs a donated array with an output of its shape and dtype. XLA may go on from there:
+    # what it did stands in the program, and why it did not can only be reasoned.
     free = [kind for index, kind in enumerate(kinds) if index not in output_of.values()]
 
     rows = []
     for index, (path, leaf) in enumerate(arguments):
         parameter = parameter_of.get(index)
         output = output_of.get(parameter)
+        aliased_to = None if output is None else "out" + keystr(outputs[output][0])
         if output is not None:
             why_not = None
         elif not leaf.donated:
@@ -103,22 +87,18 @@ def report(compiled: jax.stages.Compiled) -> Donation:
             why_not = "the compiler gave the matching output a buffer of its own"
         rows.append(
             DonatedArgument(
-                path=("kwargs", "args")[path[0].idx == 0] + jax.tree_util.keystr(path[1:]),
+                path=("kwargs", "args")[path[0].idx == 0] + keystr(path[1:]),
                 shape=tuple(leaf.shape),
                 dtype=str(leaf.dtype),
                 bytes=_bytes(leaf),
                 donated=leaf.donated,
-                aliased_to=(
-                    None if output is None else "out" + jax.tree_util.keystr(outputs[output][0])
-                ),
+                aliased_to=aliased_to,
                 why_not=why_not,
             )
         )
     return Donation(
         arguments=rows,
-        argument_bytes=sum(
-            row.bytes for index, row in enumerate(rows) if index in parameter_of
-        ),
+        argument_bytes=sum(rows[index].bytes for index in parameter_of),
         output_bytes=sum(_bytes(leaf) for _, leaf in outputs),
         donated_bytes=sum(row.bytes for row in rows if row.donated),
         aliased_bytes=sum(row.bytes for row in rows if row.aliased_to is not None),

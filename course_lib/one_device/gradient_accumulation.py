@@ -14,7 +14,6 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 """
 
 import functools
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -82,10 +81,6 @@ def accumulate(
     Returns:
       The gradient of the weighted mean over the batch, in the dtypes that `grad_fn` returns,
         and the summed metrics.
-
-    Raises:
-      ValueError: if the batch cannot be cut into M equal parts, `method` or `accumulator_dtype`
-        is unknown, or `grad_fn` does not return gradients, as a loss function does not.
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
@@ -105,6 +100,7 @@ def accumulate(
 
         return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
 
+    # Nothing is computed here: the sums begin as zeros of the shapes that `grad_fn` returns.
     shapes = jax.eval_shape(
         lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs
     )
@@ -116,13 +112,15 @@ def accumulate(
     run = scan_minibatches if method == "scan" else loop_minibatches
     total, metrics = run(add, zeros, params, minibatches, rngs)
 
+    return _mean(total, metrics, shapes[0]), metrics
+
+
+def _mean(total: PyTree, metrics: Metrics, like: PyTree) -> PyTree:
+    """Divides summed gradients by the summed weights."""
     count = nonzero(metrics["loss"][1])
-    grads = jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype),
-        total,
-        shapes[0],
+    return jax.tree.map(
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), total, like
     )
-    return grads, metrics
 
 
 def accumulate_in_place(
@@ -137,27 +135,10 @@ def accumulate_in_place(
 ) -> tuple[PyTree, Metrics]:
     """Computes the gradient of a batch with a function that adds to the sum of the gradients.
 
-    The result is that of `accumulate`, with the same keys. Only one tree of gradients exists.
-    A minibatch whose weights are all 0 must have a finite gradient, as with the losses of
-    `models.losses`.
-
-    Args:
-      add: `add(total, params, minibatch, rng) -> (total, metrics)`, which adds the gradient of
-        the weighted sum over labels (`smallest_step.gradient_in_place`).
-      params: pytree of parameters.
-      batch: pytree of arrays that share their first axis, of size B.
-      rng: typed random key.
-      num_minibatches: M, a divisor of B.
-      method: one of `METHODS`.
-      accumulator_dtype: one of `ACCUMULATOR_DTYPES`, of the sum.
-
-    Returns:
-      The gradient of the weighted mean over the batch, in the dtypes of the parameters, and the
-        summed metrics.
-
-    Raises:
-      ValueError: if the batch cannot be cut into M equal parts, or `method` or
-        `accumulator_dtype` is unknown.
+    `add(total, params, minibatch, rng) -> (total, metrics)` adds the gradient of the weighted
+    sum over labels (`smallest_step.gradient_in_place`). The result, the other arguments and the
+    keys are those of `accumulate`, but only one tree of gradients exists. A minibatch whose
+    weights are all 0 must have a finite gradient, as with the losses of `models.losses`.
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
@@ -177,11 +158,7 @@ def accumulate_in_place(
     run = scan_minibatches if method == "scan" else loop_minibatches
     start = zeros, jax.tree.map(jnp.zeros_like, metrics)
     total, metrics = run(add_minibatch, start, params, minibatches, rngs)
-    count = nonzero(metrics["loss"][1])
-    grads = jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), total, params
-    )
-    return grads, metrics
+    return _mean(total, metrics, params), metrics
 
 
 def in_minibatches(
@@ -191,17 +168,7 @@ def in_minibatches(
     method: str = "scan",
     accumulator_dtype: Any = jnp.float32,
 ) -> GradFn:
-    """Returns a gradient function that cuts its batch into minibatches: see `accumulate`.
-
-    Args:
-      grad_fn: of one minibatch.
-      num_minibatches: M, a divisor of the batch.
-      method: one of `METHODS`.
-      accumulator_dtype: one of `ACCUMULATOR_DTYPES`.
-
-    Raises:
-      ValueError: if an option does not exist.
-    """
+    """Returns a gradient function that cuts its batch into minibatches: see `accumulate`."""
     check_options(num_minibatches, method, accumulator_dtype)
     return functools.partial(
         accumulate,
@@ -265,15 +232,7 @@ def _take(tree, index):
 
 
 def check_divides(batch: PyTree, num_minibatches: int) -> None:
-    """Refuses a batch that cannot be cut into equal minibatches.
-
-    Args:
-      batch: pytree of arrays, or of their shapes, that share their first axis, of size B.
-      num_minibatches: M.
-
-    Raises:
-      ValueError: if M does not divide B, or the leaves differ in their first axis.
-    """
+    """Refuses a batch (arrays or their shapes) that cannot be cut into equal minibatches."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     sizes = {
         jax.tree_util.keystr(path): tuple(getattr(leaf, "shape", ()))[:1]
@@ -297,27 +256,17 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
 
 
 def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> jnp.dtype:
-    """Refuses options that do not exist, and returns the accumulator's dtype.
-
-    Raises:
-      ValueError: naming the option, its value and what it may be.
-    """
-    if not isinstance(num_minibatches, numbers.Integral):
-        raise ValueError(f"num_minibatches={num_minibatches!r} must be a whole number, as 4")
+    """Refuses options that do not exist, and returns the accumulator's dtype."""
     if num_minibatches < 1:
         raise ValueError(
             f"num_minibatches={num_minibatches} must be at least 1: the whole batch at once"
         )
     if method not in METHODS:
         raise ValueError(f"method={method!r} must be one of {list(METHODS)}")
-    try:
-        dtype = jnp.dtype(accumulator_dtype)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype.name not in ACCUMULATOR_DTYPES:
-        raise ValueError(
-            f"accumulator_dtype={accumulator_dtype!r} must be one of"
-            f" {list(ACCUMULATOR_DTYPES)}: a narrower one would overflow or lose the later"
-            " minibatches"
-        )
-    return dtype
+    for dtype in map(jnp.dtype, ACCUMULATOR_DTYPES):
+        if dtype == accumulator_dtype:
+            return dtype
+    raise ValueError(
+        f"accumulator_dtype={accumulator_dtype!r} must be one of {list(ACCUMULATOR_DTYPES)}: a"
+        " narrower one would overflow or lose the later minibatches"
+    )

@@ -24,15 +24,10 @@ from course_lib.one_device.gradient_accumulation import GradFn, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Signal and noise of gradients.
+    """Signal and noise of gradients."""
 
-    Attributes:
-      signal: estimate of |G|^2; below 0 where too few batches were averaged.
-      noise: estimate of tr(Sigma), for one example.
-    """
-
-    signal: float
-    noise: float
+    signal: float  # estimate of |G|^2; below 0 where too few batches were averaged
+    noise: float  # estimate of tr(Sigma), for one example
 
     @property
     def scale(self) -> float:
@@ -45,16 +40,8 @@ class Noise:
 
 
 def from_norms(small: float, large: float, batch_size: int, larger: int) -> Noise:
-    """Solves for signal and noise, from mean square norms of gradients at two batch sizes.
-
-    Args:
-      small: mean of |g|^2 over batches of `batch_size` examples.
-      large: mean of |g|^2 over batches of `larger` examples.
-      batch_size: the smaller size.
-      larger: the larger size.
-
-    Raises:
-      ValueError: if `batch_size` is not smaller than `larger`.
+    """Solves for signal and noise, from two means of |g|^2: `small` over batches of
+    `batch_size` examples, and `large` over batches of `larger` ones.
     """
     if not 0 < batch_size < larger:
         raise ValueError(
@@ -77,9 +64,6 @@ def measure(grad_fn: GradFn, params: PyTree, batches: Sequence[Any]) -> Noise:
       params: pytree of parameters.
       batches: at least two pytrees of arrays [B, ...], all with the same B and sum of weights.
         More batches give a better estimate; 32 are few.
-
-    Raises:
-      ValueError: if there are fewer than two, or they are not of one size.
     """
     sizes = {leaf.shape[0] for batch in batches for leaf in jax.tree.leaves(batch)}
     if len(batches) < 2 or len(sizes) != 1:

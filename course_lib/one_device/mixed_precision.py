@@ -26,51 +26,31 @@ FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The range and precision of a floating-point format.
+    """The range and precision of a floating-point format."""
 
-    Attributes:
-      name: its name in JAX.
-      bits: of one number: the sign, the exponent and the mantissa.
-      exponent_bits: bits that set the range.
-      mantissa_bits: bits that set the precision, without the leading one, which is not stored.
-      largest: largest finite number.
-      smallest_normal: smallest positive number at full precision.
-      smallest_subnormal: smallest positive number; some hardware, and XLA in places, rounds
-        subnormal numbers to zero.
-      epsilon: distance from 1 to the next larger number.
-    """
-
-    name: str
-    bits: int
-    exponent_bits: int
-    mantissa_bits: int
-    largest: float
-    smallest_normal: float
+    name: str  # in JAX
+    bits: int  # of one number: the sign, the exponent and the mantissa
+    exponent_bits: int  # they set the range
+    mantissa_bits: int  # they set the precision; the leading one is not stored, and not counted
+    largest: float  # finite number
+    smallest_normal: float  # positive number at full precision
+    # positive number; some hardware, and XLA in places, rounds subnormal numbers to zero
     smallest_subnormal: float
-    epsilon: float
+    epsilon: float  # distance from 1 to the next larger number
 
 
 def describe(dtype: Any, argument: str = "dtype") -> Format:
-    """Returns the properties of a floating dtype, as JAX reports them.
-
-    Args:
-      dtype: one of `FORMATS` or another floating dtype, by name or as a dtype.
-      argument: the argument's name in errors.
-
-    Raises:
-      ValueError: if there is no such floating dtype.
-    """
+    """Returns the properties of a floating dtype, named `argument` in errors."""
     try:
-        if dtype is None:  # NumPy takes it for float64
-            raise ValueError
-        info = jnp.finfo(dtype)
-        # A complex dtype has an info too, of its parts.
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError
-    except (TypeError, ValueError):
+        # NumPy takes None for float64, and has an info of complex dtypes, too.
+        is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # there is no such dtype
+        is_floating = False
+    if not is_floating:
         raise ValueError(
             f"{argument}={dtype!r} must be a floating dtype, such as {list(FORMATS)}"
-        ) from None
+        )
+    info = jnp.finfo(dtype)
     return Format(
         name=jnp.dtype(dtype).name,
         bits=int(info.bits),
@@ -87,14 +67,10 @@ def describe(dtype: Any, argument: str = "dtype") -> Format:
 class Policy:
     """Dtypes of computation and output. Casts change floating arrays only. Parameters, their
     gradients and the optimizer state keep the dtype in which `init` made them.
-
-    Attributes:
-      compute_dtype: of parameters and activations inside the model.
-      output_dtype: of the loss, and of all sums and means after the model.
     """
 
-    compute_dtype: Any
-    output_dtype: Any
+    compute_dtype: Any  # of parameters and activations inside the model
+    output_dtype: Any  # of the loss, and of all sums and means after the model
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Returns the tree with its floating arrays in `compute_dtype`."""
@@ -105,19 +81,16 @@ class Policy:
         return _cast(tree, self.output_dtype)
 
     def wrap(self, loss_fn: Callable) -> Callable:
-        """Returns the loss function, computed under this policy.
+        """Returns the loss function `loss_fn(params, batch, rng) -> (loss, metrics)`, computed
+        under this policy.
 
-        Parameters and `batch.inputs` are cast to `compute_dtype`; the weights of the labels,
-        which are summed, are not. The cast is differentiated, so a gradient has
-        its parameter's dtype.
-
-        Args:
-          loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`. `batch` is a dataclass with
-            a field `inputs`. A model with a compute dtype of its own (Flax's `dtype=`)
-            overrides the policy: leave it None there.
+        A model with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it
+        None there.
         """
 
         def in_policy(params, batch, rng):
+            # The cast is differentiated, so a gradient has its parameter's dtype. The weights
+            # of the labels are not cast: they are summed.
             batch = dataclasses.replace(batch, inputs=self.cast_to_compute(batch.inputs))
             return self.cast_to_output(loss_fn(self.cast_to_compute(params), batch, rng))
 
@@ -139,11 +112,7 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """Returns the policy named after its compute dtype; parameters and outputs are float32.
-
-    Raises:
-      ValueError: if `name` is not in `POLICIES`.
-    """
+    """Returns the policy named after its compute dtype; parameters and outputs are float32."""
     if name not in POLICIES:
         raise ValueError(f"policy={name!r} must be one of {list(POLICIES)}")
     return POLICIES[name]
@@ -162,50 +131,39 @@ class NoLossScale:
     """No loss scaling: for float32 and bfloat16. Costs nothing, and no step is skipped."""
 
     def scale(self, loss: Array) -> Array:
-        """Returns the loss as it is."""
         return loss
 
     def unscale(self, grads: PyTree) -> PyTree:
-        """Returns the gradients as they are."""
         return grads
 
     def update(self, finite: Array) -> "NoLossScale":
-        """Returns the same."""
         return self
 
 
 @struct.dataclass
 class StaticLossScale:
-    """A loss scale that never changes.
+    """A loss scale that never changes."""
 
-    Attributes:
-      value: float32, what the loss is multiplied by. A power of two only shifts exponents: no
-        digit is lost.
-    """
-
+    # float32, multiplies the loss. A power of two only shifts exponents: no digit is lost
     value: Any = 2.0**15
 
     def __post_init__(self):
-        if (
-            isinstance(self.value, float | int | np.generic)
-            and not 0 < float(self.value) < math.inf
-        ):
+        is_number = isinstance(self.value, float | int | np.generic)
+        if is_number and not 0 < float(self.value) < math.inf:
             raise ValueError(
                 f"value={self.value!r} must be positive and finite: it divides gradients;"
                 " 2.0**15 is a start"
             )
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the loss times the scale."""
         return loss * jnp.asarray(self.value, loss.dtype)
 
     def unscale(self, grads: PyTree) -> PyTree:
-        """Returns the gradients divided by the scale, in float32: float16 would underflow."""
+        # In float32: float16 would underflow, which is what the scale prevents.
         return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.float32(self.value), grads)
 
     def update(self, finite: Bool[Array, ""]) -> "StaticLossScale":
-        """Returns the same: after a skipped step the next one is tried with the same scale."""
-        return self
+        return self  # after a skipped step the next one is tried with the same scale
 
 
 @struct.dataclass
@@ -214,20 +172,14 @@ class DynamicLossScale(StaticLossScale):
 
     Defaults as in
     https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html
-
-    Attributes:
-      value: float32, what the loss is multiplied by now.
-      good_steps: int32, steps with finite gradients since the scale last changed.
-      growth_interval: the number of good steps after which the scale grows.
-      factor: multiplies the scale to grow it, divides it to back off.
-      smallest: lower bound of `value`.
-      largest: upper bound of `value`.
     """
 
-    good_steps: Any = 0
+    good_steps: Any = 0  # int32, with finite gradients, since the scale last changed
+    # after so many good steps the scale grows
     growth_interval: int = struct.field(pytree_node=False, default=2000)
+    # multiplies the scale to grow it, divides it to back off
     factor: float = struct.field(pytree_node=False, default=2.0)
-    smallest: float = struct.field(pytree_node=False, default=1.0)
+    smallest: float = struct.field(pytree_node=False, default=1.0)  # bounds of `value`
     largest: float = struct.field(pytree_node=False, default=2.0**24)
 
     def __post_init__(self):
@@ -255,11 +207,8 @@ class DynamicLossScale(StaticLossScale):
                 )
 
     def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
-        """Returns the scale for the next step.
-
-        Args:
-          finite: whether all gradients of this step were finite; if not, this step's update is
-            skipped.
+        """Returns the scale for the next step. If a gradient of this step was not finite, its
+        update is skipped.
         """
         value, good_steps = jnp.float32(self.value), jnp.int32(self.good_steps) + 1
         grows = finite & (good_steps >= self.growth_interval)
@@ -279,20 +228,9 @@ LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": Dynami
 
 
 def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
-    """Refuses to compute in float16 without a loss scale: small gradients would become 0.
-
-    Args:
-      policy: dtypes to compute in, if any.
-      loss_scale: of the train state.
-
-    Raises:
-      ValueError: if the policy computes in float16 and the loss is not scaled.
-    """
-    if (
-        policy
-        and jnp.dtype(policy.compute_dtype) == jnp.float16
-        and isinstance(loss_scale, NoLossScale)
-    ):
+    """Refuses to compute in float16 without a loss scale: small gradients would become 0."""
+    in_float16 = policy and jnp.dtype(policy.compute_dtype) == jnp.float16
+    if in_float16 and isinstance(loss_scale, NoLossScale):
         raise ValueError(
             f"loss_scale={loss_scale!r} must scale the loss for a policy that computes in"
             " float16: small gradients would become 0; use init_state(...,"
@@ -301,11 +239,7 @@ def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
 
 
 def loss_scale(name: str) -> LossScale:
-    """Returns a loss scale by name, with its defaults.
-
-    Raises:
-      ValueError: if `name` is not in `LOSS_SCALES`.
-    """
+    """Returns a loss scale by name, with its defaults."""
     if name not in LOSS_SCALES:
         raise ValueError(f"loss_scale={name!r} must be one of {list(LOSS_SCALES)}")
     return LOSS_SCALES[name]()

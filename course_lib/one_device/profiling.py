@@ -22,7 +22,7 @@ import jax
 from jax.profiler import ProfileData
 
 from course_lib import xla_flags
-from course_lib.measure import hlo
+from course_lib.measure import program
 from course_lib.measure.heap import RECORD
 
 STEP = "train"  # the name of a step in a record
@@ -97,10 +97,7 @@ class Trace:
     ) -> list[OpTime]:
         """Returns the `k` operations with most self time, largest first, by program.
 
-        Args:
-          k: number of operations.
-          scopes: (program, instruction) -> scope (`op_scopes`); join those of several programs
-            with `|`.
+        Join the `scopes` (`op_scopes`) of several programs with `|`.
         """
         own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
         for step in range(len(self.spans)):
@@ -133,14 +130,7 @@ class Trace:
         ]
 
 
-def trace(
-    logdir: str | Path,
-    step: Any,
-    state: Any,
-    batch: Any,
-    *,
-    steps: int = 3,
-) -> Any:
+def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int = 3) -> Any:
     """Records a few training steps with JAX's profiler.
 
     One step runs before the recording, which then contains no compilation. `trace` waits for
@@ -157,10 +147,6 @@ def trace(
 
     Returns:
       The state after `steps + 1` steps.
-
-    Raises:
-      ValueError: if `steps` is not positive.
-      RuntimeError: on a GPU, if its kernels have no names (`xla_flags.name_kernels`).
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1: nothing would be recorded")
@@ -185,31 +171,21 @@ def trace(
 
 
 def read(logdir: str | Path) -> Trace:
-    """Reads the newest record under a folder, for the first device that computed.
-
-    Args:
-      logdir: the folder that `trace` wrote to.
-
-    Raises:
-      FileNotFoundError: if there is no record under `logdir`.
-      ValueError: if the record holds no step, or no operation.
+    """Reads the newest record under a folder that `trace` wrote to, for the first device that
+    computed.
     """
-    files = [
-        file
-        for file in Path(logdir).glob("plugins/profile/*/*.xplane.pb")
-        if file.name != RECORD
-    ]
-    if not files:  # nothing ran in those of `measure.write_session`
+    # Nothing ran in the records of `measure.write_session`.
+    records = Path(logdir).glob("plugins/profile/*/*.xplane.pb")
+    files = [file for file in records if file.name != RECORD]
+    if not files:
         raise FileNotFoundError(
             f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run"
             " profiling.trace"
         )
     newest = max(files, key=lambda file: file.stat().st_mtime)
     planes = list(ProfileData.from_file(str(newest)).planes)
-    devices = sorted(
-        (plane for plane in planes if plane.name.startswith("/device:")),
-        key=lambda plane: plane.name,
-    )
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    devices.sort(key=lambda plane: plane.name)
     hosts = [plane for plane in planes if plane.name == "/host:CPU"]
     with warnings.catch_warnings():
         # JAX 0.7.2 on Python 3.13 warns: "event_stats has no __module__".
@@ -232,32 +208,23 @@ def read(logdir: str | Path) -> Trace:
                 e for e in _ops(plane) if any(start <= e.start < end for start, end in spans)
             ]
             if events:
-                return Trace(
-                    plane.name,
-                    tuple(spans),
-                    tuple(sorted(events, key=lambda event: event.start)),
-                )
+                events.sort(key=lambda event: event.start)
+                return Trace(plane.name, tuple(spans), tuple(events))
     raise ValueError(
         f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps"
     )
 
 
 def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
-    """Returns the scope in the source of each instruction of a compiled program.
+    """Returns the scope in the source of each instruction of a compiled program:
+    `{("jit_step", "fusion.12"): "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`.
 
-    Args:
-      compiled: `jax.jit(step).lower(...).compile()`.
-
-    Returns:
-      (program, instruction) -> scope, as `{("jit_step", "fusion.12"):
-      "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`. A fusion has the scope of its last
-      operation. Instructions added by the compiler are missing.
+    A fusion has the scope of its last operation. Instructions added by the compiler are
+    missing.
     """
-    module = hlo.parse(compiled.as_text())
-    instructions = (
-        one for computation in module.computations.values() for one in computation.instructions
-    )
-    return {(module.name, one.name): one.scope for one in instructions if one.scope}
+    module = program.read(compiled).module
+    scopes = {name: one.scope for name, one in module.instructions.items()}
+    return {(module.name, name): scope for name, scope in scopes.items() if scope}
 
 
 def _ops(plane: Any) -> Iterator[Event]:

@@ -1,3 +1,1 @@
-"""Text to train on: the corpus, its tokenizer, batches, token files, and n-gram models to
-compare with.
-"""
+"""Text to train on: the corpus, its tokenizer, batches, and n-gram models to compare with."""

@@ -47,39 +47,25 @@ class Document:
 
 @struct.dataclass
 class Batch:
-    """Examples, their labels, and how much each label counts.
+    """Examples, their labels, and how much each label counts."""
 
-    Attributes:
-      inputs: int32 tokens [B, L] of a language model, or float features [B, D] of a classifier.
-      labels: int32 [B, L], the token after each input; or [B], the classes.
-      weights: float32, shaped like labels: 1, or 0 where a label is only padding.
-    """
-
-    inputs: Any
-    labels: Any
-    weights: Any
+    inputs: Any  # int32 tokens [B, L] of a language model, or features [B, D] of a classifier
+    labels: Any  # int32 [B, L], the token after each input; or [B], the classes
+    weights: Any  # float32, shaped like labels: 1, or 0 where a label is only padding
 
 
 def documents(split: str, corpus: Corpus = "shipped") -> list[Document]:
-    """Returns the documents of one split, sorted by name.
+    """Returns the documents of one split ("train" or "validation"), sorted by name.
 
-    A tenth of the files, those whose names have the smallest CRC-32, are for validation.
-
-    Args:
-      split: "train" or "validation".
-      corpus: "shipped", or a folder of UTF-8 text with its subfolders. Links to folders are
-        followed, and each folder is read once.
-
-    Raises:
-      ValueError: if the split is unknown, the folder is missing or has fewer than two files,
-        a file of the split is not UTF-8 or holds `END`, all of them are empty, or as
-        `files.below`.
+    A tenth of the files, those whose names have the smallest CRC-32, are for validation. The
+    corpus is "shipped", or a folder of UTF-8 text with its subfolders. Links to folders are
+    followed, and each folder is read once.
     """
     return list(_documents(split, corpus))
 
 
 def _documents(split: str, corpus: Corpus) -> Iterator[Document]:
-    """Yields what `documents` returns, and reads each file of a folder when it is its turn."""
+    """Reads each file of a folder when it is its turn."""
     if corpus == "shipped":
         folder = importlib.resources.files("course_lib.text").joinpath("corpus")
         lines = gzip.decompress(folder.joinpath(CORPUS).read_bytes()).splitlines()
@@ -95,21 +81,15 @@ def _documents(split: str, corpus: Corpus) -> Iterator[Document]:
     for name in names:
         try:
             text = paths[name].read_bytes().decode("utf-8")
+            bad = f"holds {END!r}, which ends a document" if END in text else ""
         except (UnicodeDecodeError, PermissionError) as error:
-            raise ValueError(
-                f"corpus={str(corpus)!r}: {name!r} is not UTF-8, or unreadable ({error}); mend"
-                " or remove it"
-            ) from None
-        if END in text:
-            raise ValueError(
-                f"corpus={str(corpus)!r}: {name!r} holds {END!r}, which ends a document; remove"
-                " it"
-            )
+            bad = f"is not UTF-8, or unreadable ({error})"
+        if bad:
+            raise ValueError(f"corpus={str(corpus)!r}: {name!r} {bad}; mend or remove it")
         yield Document(name, text)
 
 
 def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
-    """Returns the names that belong to one split, sorted."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {SPLITS}")
     if len(names) < 2:
@@ -175,14 +155,6 @@ def tokens(split: str, corpus: Corpus = "shipped") -> UInt16[np.ndarray, "T"]:
     read one after another: a corpus may be larger than the memory, a document may not. The file
     is made again if a name, a size or a time of the corpus' files changes, or if its checksum,
     which each call reads, does not agree.
-
-    Args:
-      split: "train" or "validation".
-      corpus: as for `documents`.
-
-    Raises:
-      ValueError: as `documents`.
-      OSError: if a document cannot be read or changes meanwhile, or the file cannot be written.
     """
     key, model = _key(corpus), tokenizer()
     return _cached(f"tokens-{key}-{split}.bin", _encoded(split, corpus, model, key)).view("<u2")
@@ -211,10 +183,7 @@ def _encoded(
     for _, some in itertools.groupby(_documents(split, corpus), group):
         yield encode(model, [document.text for document in some]).astype("<u2")
     if _key(corpus) != key:
-        raise OSError(
-            f"corpus={str(corpus)!r} changed while it was read: call again when nobody writes"
-            " to it"
-        )
+        raise OSError(f"corpus={str(corpus)!r} changed while it was read: call again")
 
 
 def encode(model: tokenizers.Tokenizer, texts: list[str]) -> UInt16[np.ndarray, "T"]:
@@ -266,9 +235,6 @@ def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
 
     In a compiled step an index out of range is no error: the embedding reads NaN, and one step
     later every parameter is NaN.
-
-    Raises:
-      ValueError: naming the first such token and its position.
     """
     signed = tokens.dtype.kind == "i"
     if tokens.size and (tokens.max() >= vocab_size or (signed and tokens.min() < 0)):
@@ -281,11 +247,7 @@ def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
 
 
 def check_windows(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size: int) -> None:
-    """Refuses a stream of tokens that batches of windows cannot be cut from.
-
-    Raises:
-      ValueError: as `batches`.
-    """
+    """Refuses a stream of tokens that batches of windows cannot be cut from."""
     _check_stream(tokens, batch_size, seq_len, vocab_size)
     if len(tokens) < seq_len + 1:
         raise ValueError(
@@ -295,11 +257,8 @@ def check_windows(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size:
 
 
 def _check_stream(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size: int) -> None:
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [T], one"
-            " after another"
-        )
+    if tokens.dtype.kind not in "iu":  # they would become integers, without a word
+        raise ValueError(f"tokens of dtype {tokens.dtype} must be integers")
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1: a batch would hold no label")
@@ -315,20 +274,8 @@ def batches(
     steps: int,
     vocab_size: int,
 ) -> Iterator[Batch]:
-    """Yields `steps` batches of windows from anywhere in the tokens, the same for the same
-    seed.
-
-    Args:
-      tokens: a split.
-      batch_size: B windows per batch.
-      seq_len: L tokens per window.
-      seed: chooses where the windows lie.
-      steps: number of batches.
-      vocab_size: V; every token must be below it.
-
-    Raises:
-      ValueError: at the call, if no window fits, a token is outside the vocabulary, or B, L or
-        `steps` is below 1.
+    """Yields `steps` batches [B, L] of windows from anywhere in the tokens of a split, the same
+    for the same seed.
     """
     check_windows(tokens, batch_size, seq_len, vocab_size)
     if steps < 1:
@@ -352,23 +299,11 @@ def validation_batches(
 
     The last batch is padded with labels of weight 0, so a mean weighted by the labels' weights
     is exact. Each batch is made when it is asked for.
-
-    Args:
-      tokens: a split.
-      batch_size: B windows per batch.
-      seq_len: L tokens per window.
-      vocab_size: V; every token must be below it.
-
-    Raises:
-      ValueError: at the call, if there are fewer than two tokens, one is outside the
-        vocabulary, or B or L is below 1.
     """
     _check_stream(tokens, batch_size, seq_len, vocab_size)
     labels, size = len(tokens) - 1, batch_size * seq_len
     if labels < 1:
-        raise ValueError(
-            f"tokens must be two or more, not {len(tokens)}: the second is the first label"
-        )
+        raise ValueError(f"tokens must be two or more, not {len(tokens)}: there is no label")
 
     def batch(start):
         positions = start + np.arange(size).reshape(batch_size, seq_len)

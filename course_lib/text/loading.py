@@ -69,38 +69,15 @@ def batches(
     that JSON can store, and `set_state(state)` moves the iterator to that place.
 
     An epoch has T // L windows, and each comes once. A batch may contain the end of one epoch
-    and the start of the next. The global batches are the same for every number of shards: of n
-    shards, shard p has the rows p * B / n to (p + 1) * B / n of each batch. One thread
-    prefetches.
-
-    Args:
-      tokens: a split, as `data.tokens` returns it.
-      batch_size: B windows per batch, of all shards together.
-      seq_len: L tokens per window.
-      seed: decides the cuts and the order of the windows.
-      vocab_size: V; every token must be less than V. The call reads all tokens once to check
-        this.
-      shard: which part of each batch, from 0.
-      shards: number of parts; see `shard_of`.
-
-    Raises:
-      ValueError: at the call, if the tokens do not fill one window; a token is outside the
-        vocabulary; the seed is negative; B, L or `shards` is below 1; B is not a multiple of
-        `shards`; or `shard` is outside [0, shards).
+    and the start of the next. The global batches [B, L] are the same for every number of
+    shards: of n shards, shard p has the rows p * B / n to (p + 1) * B / n of each batch. See
+    `shard_of`. One thread prefetches. The call reads all tokens once to check them.
     """
     data.check_windows(tokens, batch_size, seq_len, vocab_size)
-    if seed < 0:
+    if shards < 1 or batch_size % shards or not 0 <= shard < shards:
         raise ValueError(
-            f"seed={seed} must be 0 or more: NumPy's generators take no negative seed"
-        )
-    if shards < 1 or batch_size % shards:
-        raise ValueError(
-            f"batch_size={batch_size} must be a multiple of shards={shards}: each process has"
-            " the same number of rows"
-        )
-    if not 0 <= shard < shards:
-        raise ValueError(
-            f"shard={shard} must be in [0, shards={shards}): there is no such part of a batch"
+            f"batch_size={batch_size} must be a multiple of shards={shards}, and"
+            f" shard={shard} one of them: each process has the same number of rows"
         )
 
     count = len(tokens) // seq_len
@@ -132,18 +109,10 @@ def shard_of(
     seq_len: int,
     devices: Iterable[jax.Device] | None = None,
 ) -> tuple[int, int]:
-    """Returns `(shard, shards)` for `batches`: the part of a batch [B, L] on these devices.
+    """Returns `(shard, shards)` for `batches`: the part of a batch [B, L] on these devices (by
+    default those of this process).
 
     Processes that divide the model, not the batch, get the same shard.
-
-    Args:
-      sharding: of a batch.
-      batch_size: B.
-      seq_len: L.
-      devices: by default those of this process.
-
-    Raises:
-      ValueError: if the rows on these devices are not one of several equal parts of the batch.
     """
     devices = sharding.addressable_devices if devices is None else devices
     indices = sharding.devices_indices_map((batch_size, seq_len))
@@ -159,12 +128,8 @@ def shard_of(
 
 
 class DeviceBatches(Iterator[data.Batch]):
-    """Turns the batches into global `jax.Array`s, and sends `AHEAD` of them to the devices in
-    advance (prefetch).
-
-    Args:
-      iterator: from `batches`, with the shard that `shard_of` returns for this sharding.
-      sharding: of the batch; its first dimension is B.
+    """Turns the batches of an iterator from `batches`, with the shard that `shard_of` returns,
+    into global `jax.Array`s, and sends `AHEAD` of them to the devices in advance (prefetch).
     """
 
     def __init__(self, iterator: grain.DatasetIterator, sharding: jax.sharding.Sharding):

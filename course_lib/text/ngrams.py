@@ -9,17 +9,10 @@ from course_lib.text import data
 def unigram_loss(
     train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int
 ) -> float:
-    """Returns the loss of predicting each token by its frequency, in nats per token.
+    """Returns the loss of predicting each token of `validation` but the first by its frequency
+    in `train`, in nats per token.
 
     p(v) = (count(v) + 1) / (T + V): add-one smoothing, so that no token is impossible.
-
-    Args:
-      train: the tokens that are counted.
-      validation: the tokens that are predicted, all but the first, as by a language model.
-      vocab_size: V.
-
-    Raises:
-      ValueError: if a token is not in [0, V), or a text is too short.
     """
     _check(train, validation, vocab_size)
     return float(-np.log(_unigram(train, vocab_size)[validation[1:]]).mean())
@@ -28,22 +21,14 @@ def unigram_loss(
 def bigram_loss(
     train: Integer[np.ndarray, "T"], validation: Integer[np.ndarray, "U"], vocab_size: int
 ) -> float:
-    """Returns the loss of predicting each token from the one before it, in nats per token.
+    """Returns the loss of predicting each token but the first from the one before it.
 
     p(v | u) = w count(u, v) / count(u) + (1 - w) p(v), with the unigram's p(v). A pair that was
     never seen has only the second term. The weight w is chosen on the last tenth of `train`,
     with counts from the rest (Jelinek and Mercer, 1980); then all of `train` is counted. The
     choice does not see `validation`.
-
-    Args:
-      train: the tokens that are counted, at least 20: the last tenth must hold a pair.
-      validation: the tokens that are predicted, all but the first.
-      vocab_size: V.
-
-    Raises:
-      ValueError: if a token is not in [0, V), or a text is too short.
     """
-    _check(train, validation, vocab_size, shortest=20)
+    _check(train, validation, vocab_size, shortest=20)  # the last tenth must hold a pair
     cut = len(train) - len(train) // 10
     weights = np.linspace(0.01, 0.99, 99)
     bigram, unigram = _probabilities(train[:cut], train[cut:], vocab_size)
@@ -58,10 +43,7 @@ def _check(
 ) -> None:
     for name, tokens, least in (("train", train, shortest), ("validation", validation, 2)):
         if len(tokens) < least:
-            raise ValueError(
-                f"len({name})={len(tokens)} must be at least {least}: else a mean is over no"
-                " token"
-            )
+            raise ValueError(f"len({name})={len(tokens)} must be at least {least}")
         data.check_tokens(tokens, vocab_size)  # another would be counted as another pair
 
 

@@ -143,10 +143,10 @@ def test_a_dtype_may_be_spelt_in_any_way():
     assert h100.peak(jnp.float64) is None
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "tf32", jnp.int32, "int8", None])
-def test_what_is_no_float_has_no_peak(dtype):
-    with pytest.raises(ValueError, match="dtype="):
-        hardware.get("h100").peak(dtype)
+def test_what_is_no_float_has_no_peak():
+    assert hardware.get("h100").peak(jnp.int32) is None
+    with pytest.raises(TypeError, match="bf16"):
+        hardware.get("h100").peak("bf16")
 
 
 @each

@@ -251,7 +251,7 @@ def test_a_row_that_was_never_recorded_cannot_be_kept(table):
 
 
 @pytest.mark.parametrize("name", ["", "../secret", "A table", "a-b"])
-def test_a_name_that_is_no_plain_file_name_is_refused(folder, name):
+def test_a_name_that_is_no_plain_file_name_is_refused(folder, here, name):
     with pytest.raises(ValueError, match="name="):
         recorded.live_or_recorded(name, never)
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from slow_cases import slow
 
-from course_lib import measure
 from course_lib.measure import hlo, memory, tape, virtual
 from course_lib.measure.tape import KINDS, _Kinds
 
@@ -83,7 +82,7 @@ def lowered(device, remat=False, scan=False, minibatches=1):
 
 @functools.cache
 def read(device, **options):
-    """Returns the tape of a step; a `Lowered` that `lowered` keeps is compiled only once."""
+    """Returns the tape of a step, all of it."""
     return tape(lowered(device, **options), points=10**6)
 
 
@@ -98,7 +97,7 @@ CASES = [{}, slow({"remat": True}), {"scan": True}, slow({"minibatches": 4})]
 @DEVICES
 def test_its_highest_moment_is_the_peak_that_the_compiler_reports(device, options):
     found = read(device, **options)
-    reported = memory(virtual.compile(lowered(device, **options))).peak
+    reported = memory(lowered(device, **options)).peak
     assert found.peak == total(found).max()
     assert found.peak == pytest.approx(reported, rel=1e-3)
 
@@ -200,7 +199,7 @@ def test_the_place_of_what_is_not_donated_is_there_from_the_first_instruction(de
         found, table = tape(lowered), 8 * 4 * N  # the addresses of the results
         assert min(found.bytes["results"]) == copies * WEIGHT_BYTES + table
         assert found.bytes["parameters"][0] == found.bytes["optimizer state"][0] == WEIGHT_BYTES
-        assert found.peak == pytest.approx(memory(lowered.compile()).peak, rel=1e-3)
+        assert found.peak == pytest.approx(memory(lowered).peak, rel=1e-3)
 
 
 @DEVICES
@@ -208,15 +207,3 @@ def test_minibatches_keep_one_tree_of_gradients_and_scanned_layers_fill_one(devi
     for options in ({"minibatches": 4}, {"scan": True}):
         gradients = max(read(device, **options).bytes["gradients"])
         assert 0.9 * WEIGHT_BYTES < gradients < 2.1 * WEIGHT_BYTES
-
-
-@DEVICES
-def test_a_heap_has_the_tape_of_its_program_without_another_compilation(device, monkeypatch):
-    program = measure.heap(lowered(device))
-    expected = tape(lowered(device))
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(virtual, "compile", refuse)
-    assert tape(program) == expected

@@ -231,3 +231,11 @@ ENTRY %main (a: f32[1024]) -> f32[1024] {
 """
     (move,) = moves(hlo.parse(text))
     assert (move.kind, move.bytes) == ("offload", 1024 * FLOAT32)
+
+
+@DEVICES
+def test_of_a_slice_only_the_rows_are_read_that_it_takes(device):
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    args = (x,) if device == "here" else virtual.abstract((x,), virtual.devices(device)[0])
+    counted = traffic(jax.jit(lambda x: x[:128] * 2).lower(*args))
+    assert counted.bytes == 2 * 128 * 64 * 4  # read, and written

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from course_lib import configs, measure
 from course_lib.many_devices import meshes, strategies
-from course_lib.measure import hardware, virtual
+from course_lib.measure import environment, hardware, virtual
 
 needs_virtual = pytest.mark.skipif(
     virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
@@ -67,26 +67,12 @@ def test_each_gpu_of_the_table_can_be_compiled_for_and_is_recognized(name):
 
 
 @needs_virtual
-def test_jax_goes_on_with_the_devices_that_it_has():
-    before = jax.devices()
-    there = virtual.devices("h100", count=8)
-    assert jax.devices() == before and not set(before) & set(there)
-
-
-@needs_virtual
-@pytest.mark.parametrize("count", [1, 4, 8, 16, 6144])
-def test_as_many_devices_come_as_were_asked_for_8_to_a_host(count):
-    devices = virtual.devices("h100", count)
+@pytest.mark.parametrize("count", [4, 6144])
+def test_as_many_devices_come_as_were_asked_for_8_to_a_host_beside_those_that_jax_has(count):
+    before, devices = jax.devices(), virtual.devices("h100", count)
+    assert jax.devices() == before and not set(before) & set(devices)
     assert len(set(devices)) == count
     assert len({device.process_index for device in devices}) == -(-count // 8)
-
-
-@needs_virtual
-def test_memory_of_a_program_is_that_of_the_gpu():
-    x = virtual.abstract(jnp.ones((1024, 256)), virtual.devices("a5000")[0])
-    memory = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().memory_analysis()
-    assert memory.argument_size_in_bytes == 1024 * 256 * 4
-    assert memory.output_size_in_bytes == 4
 
 
 def gradient_on_one():
@@ -170,27 +156,19 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
 
 
 @needs_virtual
-def test_a_program_that_needs_xlas_choice_of_kernels_gets_it(monkeypatch):
-    given, compile = [], jax.stages.Lowered.compile
+def test_a_program_that_needs_xlas_choice_of_kernels_gets_it_else_xlas_own_words(monkeypatch):
+    given = []
 
-    def refuse_at_first(self, compiler_options=None):
+    def refuse(self, compiler_options=None):
         given.append(compiler_options)
-        if len(given) == 1:
-            raise jax.errors.JaxRuntimeError("No supported config found")
-        return compile(self, compiler_options)
+        raise jax.errors.JaxRuntimeError("No supported config found")
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse_at_first)
-    [device] = virtual.devices("a5000")
-    virtual.compile(jax.jit(lambda x: x + 1).lower(virtual.abstract(jnp.ones(8), device)))
-    assert given == [virtual.COMPILE_ONLY, {"xla_backend_optimization_level": 0}]
-
-
-@needs_virtual
-def test_what_xla_refuses_is_refused_with_its_own_words():
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     [device] = virtual.devices("a5000")
     lowered = jax.jit(lambda x: x + 1).lower(virtual.abstract(jnp.ones(8), device))
-    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
-        virtual.compile(lowered, {"xla_no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No supported config found"):
+        virtual.compile(lowered)
+    assert given == [virtual.COMPILE_ONLY, {"xla_backend_optimization_level": 0}]
 
 
 def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu():
@@ -203,50 +181,17 @@ def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu():
 
 @needs_virtual
 def test_a_t4_widens_bfloat16_and_an_a5000_does_not():
-    x = jnp.ones((1024, 1024), jnp.bfloat16)
-    temporaries = {
-        name: (
-            jax.jit(lambda x: x @ x)
-            .lower(virtual.abstract(x, virtual.devices(name)[0]))
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    t4, a5000 = (
+        jax.jit(lambda x: x @ x).lower(virtual.abstract(x, virtual.devices(name)[0]))
         for name in ("t4", "a5000")
-    }
-    assert temporaries["t4"] >= 2 * 4 * 1024 * 1024 > temporaries["a5000"]
-
-
-@needs_virtual
-def test_a_step_over_eight_gpus_communicates():
-    mesh = jax.make_mesh(
-        (8,), ("data",), devices=virtual.devices("h100", 8), axis_types=(AxisType.Auto,)
     )
-    x = virtual.abstract(jnp.ones((64, 32)), NamedSharding(mesh, PartitionSpec("data")))
-    assert "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text()
+    widened = 2 * 4 * 1024 * 1024
+    assert measure.memory(t4).temporaries >= widened > measure.memory(a5000).temporaries
 
 
 @needs_virtual
-def test_a_typed_key_can_be_an_argument():
-    args = virtual.abstract(
-        (jax.random.key(0), jax.random.split(jax.random.key(1), 4)), virtual.devices("a5000")[0]
-    )
-    step = jax.jit(
-        lambda key, keys: jax.random.normal(key) + jax.vmap(jax.random.normal)(keys).sum()
-    )
-    assert step.lower(*args).compile().memory_analysis().argument_size_in_bytes == (1 + 4) * 8
-
-
-@needs_virtual
-@pytest.mark.parametrize(
-    "environment", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["plain", "JAX_PLATFORMS=cpu"]
-)
-def test_nothing_is_written_to_the_screen_even_for_a_program_that_does_not_fit(environment):
-    run = run_alone(COMPILE, **environment)
-    assert (run.returncode, run.stderr, run.stdout) == (0, "", "2\n")
-
-
-@needs_virtual
+@pytest.mark.slow
 def test_it_works_where_jax_was_started_before_the_import():
     run = run_alone("import jax; jax.devices()" + COMPILE)
     assert (run.returncode, run.stdout) == (0, "2\n")
@@ -259,14 +204,15 @@ def test_what_trains_needs_no_other_import_to_start_without_noise():
 
 
 @needs_virtual
-def test_the_persistent_compilation_cache_does_not_warn(tmp_path):
+def test_nothing_is_written_to_the_screen_not_even_of_the_persistent_cache(tmp_path):
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     first, second = run_alone(COMPILE, **cache), run_alone(COMPILE, **cache)
     assert any(tmp_path.iterdir())
-    assert (second.returncode, first.stderr, second.stderr) == (0, "", "")
+    for run in (first, second):
+        assert (run.returncode, run.stderr, run.stdout) == (0, "", "2\n")
 
 
 @pytest.mark.skipif(
@@ -276,14 +222,8 @@ def test_a_program_compiles_for_a_tpu():
     device = virtual.devices("v5e")[0]
     assert hardware.recognize(device) is hardware.get("v5e")
     x = virtual.abstract(jnp.ones((1024, 256)), device)
-    assert (
-        jax.jit(lambda x: (x @ x.T).sum())
-        .lower(x)
-        .compile()
-        .memory_analysis()
-        .argument_size_in_bytes
-        == 1024 * 256 * 4
-    )
+    compiled = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile()
+    assert measure.memory(compiled).arguments == 1024 * 256 * 4
 
 
 # Everywhere
@@ -294,27 +234,14 @@ def test_a_user_who_asked_for_logs_keeps_them(monkeypatch, asked, found):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if asked is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", asked)
-    virtual._keep_quiet()
+    environment.prepare()
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == found
 
 
-@pytest.mark.parametrize(
-    ("count", "advice"), [(12, "take 8 or 16"), (9, "take 8 or 16"), (0, "at least 1")]
-)
+@pytest.mark.parametrize(("count", "advice"), [(12, "take 8 or 16"), (0, "at least 1")])
 def test_a_number_of_gpus_that_fills_no_hosts_is_refused(count, advice):
     with pytest.raises(ValueError, match=f"count={count} .*{advice}"):
         virtual.devices("h100", count)
-
-
-@pytest.mark.parametrize("count", ["8", 8.0])
-def test_a_number_that_is_not_whole_is_refused(count):
-    as_a_user = inspect.unwrap(virtual.devices)  # without the tests' checks of types
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(ValueError, match=rf"count={count!r} must be a whole number"),
-    ):
-        patch.setattr(virtual, "_check_count", inspect.unwrap(virtual._check_count))
-        as_a_user("h100", count)
 
 
 def test_a_number_of_chips_that_no_tpu_has_is_refused():
@@ -341,9 +268,9 @@ def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
     [
         ("jax.__version_info__", (0, 7, 2), "cannot describe a GPU"),
         ("platform.system", lambda: "Darwin", "this is Darwin"),
-        ("_version", lambda package: None, "plugin is not installed"),
+        ("environment.version", lambda package: None, "plugin is not installed"),
         (
-            "_version",
+            "environment.version",
             lambda package: "0.11.0" if "cuda" in package else "0.10.2",
             "must be the same",
         ),
@@ -380,25 +307,11 @@ def test_abstract_keeps_tree_shapes_dtypes_and_weak_types():
         assert after.sharding == SingleDeviceSharding(device)
 
 
-def test_abstract_takes_a_sharding_and_moves_what_was_placed():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    once = virtual.abstract({"x": jnp.ones((8, 2))}, jax.devices()[0])
-    assert virtual.abstract(once, sharding)["x"].sharding == sharding
-
-
-@pytest.mark.parametrize("place", ["h100", None])
-def test_a_name_is_no_place(place):
-    with pytest.raises(ValueError, match=f"place={place!r} must be a device"):
+@pytest.mark.parametrize("place", ["h100", [None]])
+def test_a_name_or_a_list_is_no_place(place):
+    with pytest.raises(ValueError, match="place=.* must be a device"):
         # without the tests' checks of types
         inspect.unwrap(virtual.abstract)(jnp.ones(2), place)
-
-
-def test_a_list_of_devices_is_no_place():
-    # The tests' type checks are the first to say so (TypeError); a learner's session has the
-    # ValueError.
-    with pytest.raises((ValueError, TypeError), match="place"):
-        virtual.abstract(jnp.ones(3), jax.devices())
 
 
 # The host's memory
@@ -441,8 +354,3 @@ def test_shapes_keep_dtypes_that_may_still_change():
         return jnp.sin(1.0), jnp.sin(jnp.float32(1.0))
 
     assert [leaf.weak_type for leaf in virtual.shapes(weak_and_strong)] == [True, False]
-
-
-def test_a_place_that_has_no_host_is_refused():
-    with pytest.raises(ValueError, match="must be a device, a NamedSharding or"):
-        inspect.unwrap(virtual.on_host)("h100")

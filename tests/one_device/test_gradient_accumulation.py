@@ -304,16 +304,6 @@ def test_options_that_do_not_exist_are_refused(options, message):
         accumulate(example_batch(), **options)
 
 
-@pytest.mark.parametrize("num_minibatches", ["4", 4.0])
-def test_a_number_that_is_not_whole_is_refused(num_minibatches):
-    # without the tests' checks of types
-    as_a_user = inspect.unwrap(gradient_accumulation.check_options)
-    with pytest.raises(
-        ValueError, match=f"num_minibatches={num_minibatches!r} must be a whole number"
-    ):
-        as_a_user(num_minibatches, "scan", "float32")
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 4])
 def test_a_loss_function_is_not_taken_for_a_gradient_function(num_minibatches):
     def only_gradients(*args):

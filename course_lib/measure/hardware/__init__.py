@@ -18,8 +18,16 @@ from course_lib.measure.hardware.accelerator import (
     GpuTarget,
     TpuTarget,
 )
-from course_lib.measure.hardware.host_link import HOST_LINKS, HostLink, host_link
-from course_lib.measure.hardware.table import check, cores, get, names, recognize
+from course_lib.measure.hardware.table import (
+    HOST_LINKS,
+    HostLink,
+    check,
+    cores,
+    get,
+    host_link,
+    names,
+    recognize,
+)
 
 __all__ = [
     "HOST_LINKS",

@@ -32,14 +32,10 @@ class GpuTarget:
 
     def text(self, description: str, memory_bytes: int, memory_bandwidth: float) -> str:
         """Returns XLA's `GpuTargetConfigProto` in text form, for
-        `topologies.get_topology_desc(target_config=...)`.
-
-        Args:
-          description: becomes the `device_kind` of the devices.
-          memory_bytes: device memory. XLA rematerializes on its own when a program comes close
-            to it.
-          memory_bandwidth: bytes per second.
+        `topologies.get_topology_desc(target_config=...)`; `description` becomes the
+        `device_kind` of the devices.
         """
+        # XLA rematerializes on its own when a program comes close to `device_memory_size`.
         major, minor = self.compute_capability
         return f"""
             gpu_device_info {{
@@ -86,11 +82,11 @@ class Accelerator:
     memory_bandwidth: float  # bytes/s between device memory and the chip
     link_bandwidth: float  # bytes/s in one direction over `link`
     link: str  # the fastest way to a neighbour
-    network_bandwidth: float | None  # the same to another host; None: no such figure
     peak_flops: Mapping[str, float]  # dense, by precision; float32 is without tensor cores
     device_kinds: tuple[str, ...]  # jax.Device.device_kind; virtual devices carry the first
     target: GpuTarget | TpuTarget
     source: str
+    network_bandwidth: float | None = None  # bytes/s to another host; None: no such figure
 
     @property
     def platform(self) -> str:
@@ -106,21 +102,9 @@ class Accelerator:
 
         Returns:
           FLOP/s, or None where the table has no figure: bfloat16 on a T4, float32 on a TPU,
-            float64 anywhere.
-
-        Raises:
-          ValueError: if `dtype` is no floating-point dtype.
+            float64 and integers anywhere.
         """
         if isinstance(dtype, str) and dtype in PRECISIONS:
             return self.peak_flops.get(dtype)
-        try:
-            name = jnp.dtype(dtype).name
-            is_float = jnp.issubdtype(name, jnp.floating)
-        except TypeError:
-            is_float = False
-        if dtype is None or not is_float:  # NumPy reads None as float64
-            raise ValueError(
-                f"dtype={dtype!r} must be a floating-point dtype or one of"
-                f" {', '.join(PRECISIONS)}"
-            )
+        name = jnp.dtype(dtype).name
         return self.peak_flops.get("float8" if name.startswith("float8") else name)

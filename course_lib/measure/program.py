@@ -1,0 +1,146 @@
+"""Reads a step once, for all instruments.
+
+`read` takes a step as it is at hand. One that is only lowered is compiled here, and XLA's plan
+of its memory is kept with it: a program that somebody else compiled has lost its plan.
+
+    program = read(step.lower(state, batch))
+    memory(program), heap(program), tape(program), traffic(program)  # one compilation for all
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from course_lib.measure import hlo, virtual
+
+NO_PLAN = "XLA wrote no plan of the program's memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """XLA's plan of a program's memory, as it dumps it."""
+
+    proto: bytes  # the program with its plan: a serialized `HloProto`
+    places: str  # `buffer-assignment.txt`: the allocation and offset of each value
+    lifetimes: str  # `live-range.txt`: their first and last instruction; "" before JAX 0.10
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled step, and the plan of its memory if it was compiled here."""
+
+    compiled: jax.stages.Compiled
+    plan: Plan | None = None
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        """Its instructions."""
+        return hlo.parse(self.compiled.as_text())
+
+    @property
+    def platform(self) -> str:
+        """Where it runs: "cpu", "gpu" or "tpu"."""
+        shardings = jax.tree.leaves(
+            (self.compiled.input_shardings, self.compiled.output_shardings)
+        )
+        return next(iter(shardings[0].device_set)).platform
+
+
+_read: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
+
+
+def read(step: Any) -> Program:
+    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`).
+
+    What was read once is not read again.
+    """
+    if isinstance(step, Program):
+        return step
+    if isinstance(getattr(step, "program", None), Program):  # of a heap
+        return step.program
+    if not isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
+        raise ValueError(
+            f"step=<{type(step).__name__}> must be lowered or compiled: jax.jit(f).lower(...),"
+            " or jax.jit(f).lower(...).compile()"
+        )
+    if step not in _read:
+        _read[step] = _compile(step) if isinstance(step, jax.stages.Lowered) else Program(step)
+    return _read[step]
+
+
+def with_plan(step: Any) -> tuple[Program, Plan]:
+    """Returns the program of a step and the plan of its memory."""
+    program = read(step)
+    if program.plan is None:
+        raise ValueError(
+            "step=<Compiled> must be lowered, not yet compiled: jax.jit(f).lower(...). A"
+            " compiled program has lost the plan of its memory"
+        )
+    return program, program.plan
+
+
+def _compile(lowered: jax.stages.Lowered) -> Program:
+    """Compiles a program, and reads XLA's dump of it."""
+    with tempfile.TemporaryDirectory() as folder, without_cache():
+        dump = {"xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
+        compiled = virtual.compile(lowered, {"xla_dump_to": folder, **dump})
+        proto, places, lifetimes = (
+            _largest(folder, ending)
+            for ending in (
+                "after_optimizations.hlo.pb",
+                "buffer-assignment.txt",
+                "live-range.txt",
+            )
+        )
+        if not proto:
+            raise RuntimeError(NO_PLAN)
+        return Program(compiled, Plan(proto, places.decode(), lifetimes.decode()))
+
+
+def _largest(folder: str, ending: str) -> bytes:
+    """Returns the largest file with an ending. Smaller ones belong to programs that a GPU times
+    to choose kernels.
+    """
+    files = (path.read_bytes() for path in pathlib.Path(folder).glob(f"*{ending}"))
+    return max(files, key=len, default=b"")
+
+
+_lock = threading.Lock()
+_inside = 0  # how many threads are inside of `without_cache`
+_before = True
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Switches JAX's persistent compilation cache off, for all threads.
+
+    Its key leaves the names of operations out, so it may hand back a program with the names of
+    another one. XLA also plans no memory for a program that is loaded.
+    """
+    global _inside, _before
+    with _lock:
+        if not _inside:
+            _before = jax.config.jax_enable_compilation_cache
+            _enable(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _enable(_before)
+
+
+def _enable(cache: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", cache)
+    compilation_cache.reset_cache()  # JAX looks at its configuration once
