@@ -72,6 +72,7 @@ CALLS_FLAX_OR_OPTAX = {
 # Code that a learner types runs with JAX's defaults.
 A_LEARNERS_CODE = {
     "test_solutions",
+    "test_tables",
     "test_check",
     "test_game",
     "test_tiny_transformer",
