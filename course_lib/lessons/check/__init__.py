@@ -29,11 +29,6 @@ OTHERS = {
     "rematerialization": "depth keep_one_value square_root",
     "smallest_step": "add_in_place bytes_of_state update_in_backward",
     "transformer": "attend count_parameters looks_ahead scan_over_layers scores_outgrow_mlp",
-    "async_tensor_parallel": "hidden_with_latency order_of_arrival two_way_product",
-    "collectives": "cut_norm mean_gradient two_levels",
-    "context_parallel": "merge ring_bytes ulysses work_in_order",
-    "expert_parallel": "dropped expert_layer least_room places",
-    "pipeline_parallel": "bubble_share fast_pipeline gpipe one_f_one_b shared_slots stash",
     "strategies": "three_axes twice_the_gpus",
 }
 

@@ -199,7 +199,7 @@ def in_form_of(expected: Any, yours: Any) -> Any:
         if is_sequence and len(yours) == len(expected):
             parts = list(map(in_form_of, expected, yours))
             return type(expected)(*parts) if _is_named(expected) else type(expected)(parts)
-    elif isinstance(expected, bool | int | float):
+    elif isinstance(expected, bool | int | float | str):
         return _as_number(yours)
     elif np.ndim(expected) and _is_list(yours):
         with contextlib.suppress(TypeError, ValueError):
@@ -223,7 +223,8 @@ def _pairs(yours: Any, expected: Any) -> Any:
 
 
 def close(yours: Any, expected: Any, tolerance: int | float = 1e-4) -> bool:
-    """Returns whether each leaf is within this share of the expected leaf's norm.
+    """Returns whether each leaf is within this share of the expected leaf's norm, and infinite
+    in the same places.
 
     Raises:
       WrongAnswer: if structures or shapes differ.
@@ -231,6 +232,9 @@ def close(yours: Any, expected: Any, tolerance: int | float = 1e-4) -> bool:
     same_structure(yours, expected, "your result")
     for (_, leaf), like in _pairs(yours, expected):
         a, b = np.asarray(leaf, np.float64), np.asarray(like, np.float64)
-        if not np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) + 1e-12:
+        finite = np.isfinite(b)
+        error = np.linalg.norm(a[finite] - b[finite])
+        same = np.array_equal(a[~finite], b[~finite])
+        if not (same and error <= tolerance * np.linalg.norm(b[finite]) + 1e-12):
             return False
     return True
