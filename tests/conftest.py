@@ -73,6 +73,7 @@ CALLS_FLAX_OR_OPTAX = {
 A_LEARNERS_CODE = {
     "test_solutions",
     "test_tables",
+    "test_learners_answers",
     "test_check",
     "test_game",
     "test_tiny_transformer",

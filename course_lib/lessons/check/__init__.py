@@ -29,7 +29,6 @@ OTHERS = {
     "rematerialization": "depth keep_one_value square_root",
     "smallest_step": "add_in_place bytes_of_state update_in_backward",
     "transformer": "attend count_parameters looks_ahead scan_over_layers scores_outgrow_mlp",
-    "strategies": "three_axes twice_the_gpus",
 }
 
 
