@@ -197,7 +197,8 @@ def in_form_of(expected: Any, yours: Any) -> Any:
     elif isinstance(expected, list | tuple):
         is_sequence = isinstance(yours, list | tuple) or len(getattr(yours, "shape", ()))
         if is_sequence and len(yours) == len(expected):
-            return type(expected)(map(in_form_of, expected, yours))
+            parts = list(map(in_form_of, expected, yours))
+            return type(expected)(*parts) if _is_named(expected) else type(expected)(parts)
     elif isinstance(expected, bool | int | float | str):
         return _as_number(yours)
     elif hasattr(expected, "dtype") and np.ndim(expected) and _is_list(yours):
@@ -205,6 +206,10 @@ def in_form_of(expected: Any, yours: Any) -> Any:
             has_dtype = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(yours))
             return jnp.asarray(yours, None if has_dtype else expected.dtype)
     return yours
+
+
+def _is_named(value: Any) -> bool:
+    return hasattr(value, "_fields")
 
 
 def _is_list(value: Any) -> bool:
