@@ -73,8 +73,8 @@ CALLS_FLAX_OR_OPTAX = {
 A_LEARNERS_CODE = {
     "test_solutions",
     "test_tables",
+    "test_learners_answers",
     "test_learners_answers_one_device",
-    "test_check",
     "test_game",
     "test_tiny_transformer",
     "test_three_axes",
@@ -92,7 +92,6 @@ LONG = {
     "test_estimate",
     "test_pipeline",
     "test_strategies",
-    "test_check",
     "test_faults",
     "test_command",
     "test_stored_runs",

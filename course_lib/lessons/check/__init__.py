@@ -15,31 +15,14 @@ import re
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
-# Exercises of modules that have no text file yet.
-OTHERS = {
-    "buffer_donation": "aliased_bytes all_of_the_state best_state",
-    "flash_attention": "gradient_kernel largest_tiles query_gradient window_pairs",
-    "gradient_accumulation": "accumulation forgotten_division multi_steps_share"
-    " smallest_number_of_minibatches",
-    "large_vocabulary": "bytes_of_logits one_pass online_logsumexp",
-    "mixed_precision": "loss_scale_range scaled_step small_tanh stochastic_round",
-    "offload": "streamed_bytes streamed_momentum what_to_offload",
-    "optimizer_memory": "lion_8bit lost_updates state_of_a_matrix",
-    "profiling": "busy_and_idle mfu named_part on_h100 stack_less stacked",
-    "rematerialization": "depth keep_one_value square_root",
-    "smallest_step": "add_in_place bytes_of_state update_in_backward",
-    "transformer": "attend count_parameters looks_ahead scan_over_layers scores_outgrow_mlp",
-    "strategies": "three_axes twice_the_gpus",
-}
 
 
 @functools.cache
 def modules() -> dict[str, str]:
     """Returns the module of each exercise."""
-    names = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.toml"))}
-    names = {stem: re.findall(r"^\[(\w+)\]$", text, re.M) for stem, text in names.items()}
-    others = {stem: listed.split() for stem, listed in OTHERS.items()}
-    return {one: stem for stem, listed in (others | names).items() for one in listed}
+    texts = {file.stem: file.read_text() for file in FOLDER.glob("*.toml")}
+    names = {stem: re.findall(r"^\[(\w+)\]$", text, re.M) for stem, text in texts.items()}
+    return {one: stem for stem, listed in names.items() for one in listed}
 
 
 def __getattr__(name: str) -> Any:

@@ -201,7 +201,7 @@ def in_form_of(expected: Any, yours: Any) -> Any:
             return type(expected)(*parts) if _is_named(expected) else type(expected)(parts)
     elif isinstance(expected, bool | int | float | str):
         return _as_number(yours)
-    elif np.ndim(expected) and _is_list(yours):
+    elif hasattr(expected, "dtype") and np.ndim(expected) and _is_list(yours):
         with contextlib.suppress(TypeError, ValueError):
             has_dtype = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(yours))
             return jnp.asarray(yours, None if has_dtype else expected.dtype)

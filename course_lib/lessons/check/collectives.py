@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import predicted
-from course_lib.lessons.check.exercises import Numbers
+from course_lib.lessons.check.exercises import Numbered, Numbers
 from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
 from course_lib.many_devices import meshes
 
@@ -92,9 +92,16 @@ cut_norm = CutNorm(
         "sends more": (norm_of_gathered, lambda it: it.sent > 96),
     },
 )
+
+
+class SentBytes(Numbered):
+    sent = property(lambda it: it.right["sent"])
+
+
 norm_bytes = Numbers(
     "cut_norm",
     lambda: {"sent": cut_norm.outcome_of(norm, 0).sent},
+    outcome=SentBytes,
     rows={
         "sent": {
             "sums": 64,
