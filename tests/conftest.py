@@ -87,7 +87,9 @@ CALLS_FLAX_OR_OPTAX = {
 # Code that a learner types runs with JAX's defaults.
 A_LEARNERS_CODE = {
     "test_solutions",
-    "test_check",
+    "test_tables",
+    "test_learners_answers",
+    "test_learners_answers_one_device",
     "test_game",
     "test_tiny_transformer",
     "test_three_axes",
@@ -116,7 +118,6 @@ LONG = {
     "test_estimate",
     "test_pipeline",
     "test_strategies",
-    "test_check",
     "test_faults",
     "test_command",
     "test_stored_runs",

@@ -1,171 +1,219 @@
 """Checks of notebook 04's exercises."""
 
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import optax
 
-from course_lib.lessons.check.answers import (
-    call,
-    close,
-    exercise,
-    predicted,
-    require,
-    same_shapes,
-)
+from course_lib.lessons.check.answers import close, same_shapes
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome
 from course_lib.one_device import buffer_donation
 
 
-@exercise
-def aliased_bytes(momentum, plain):
-    """Checks how many bytes per parameter a step aliases if its state is donated, with
-    `optax.sgd` with and without momentum.
-    """
-    predicted(
-        momentum,
-        plain,
-        hint="Which arrays are part of the state, and how long do gradients live?",
-    )
+def aliased(optimizer, P=1000):
+    """Returns the bytes per parameter that a step aliases."""
 
-    def measured(optimizer, P=1000):
-        def step(state, x):
-            params, opt_state = state
-            grads = jax.grad(lambda params: jnp.sum((params * x) ** 2))(params)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
+    def step(state, x):
+        params, opt_state = state
+        grads = jax.grad(lambda params: jnp.sum((params * x) ** 2))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-        params = jnp.ones(P)
-        state = params, optimizer.init(params)
-        compiled = jax.jit(step, donate_argnums=0).lower(state, jnp.ones(P)).compile()
-        return buffer_donation.report(compiled).aliased_bytes / P
-
-    for name, guess, optimizer in (
-        ("With momentum", momentum, optax.sgd(0.1, momentum=0.9)),
-        ("Without momentum", plain, optax.sgd(0.1)),
-    ):
-        right = measured(optimizer)
-        require(
-            guess != right + 4,
-            f"{name}: {guess} counts one float32 too many. Which arrays are in the state?"
-            " Gradients are not: they live within the step.",
-        )
-        require(
-            guess == right,
-            f"{name}: {guess} is too {'many' if guess > right else 'few'}. Count the bytes: 4"
-            " for each float32 number per parameter in `(params, opt_state)`.",
-        )
-    return "the state is aliased, and nothing else."
+    params = jnp.ones(P)
+    state = params, optimizer.init(params)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, jnp.ones(P)).compile()
+    return buffer_donation.report(compiled).aliased_bytes / P
 
 
-@exercise
-def best_state(your_loop):
-    """Checks `your_loop(step, w, num_steps) -> (best loss, its parameters)`, where `step(w) ->
-    (w, loss)` donates w.
+aliased_bytes = Numbers(
+    "aliased_bytes",
+    lambda: {
+        "momentum": aliased(optax.sgd(0.1, momentum=0.9)),
+        "plain": aliased(optax.sgd(0.1)),
+    },
+    rows={
+        "momentum": {"gradients": 12, "bytes": ...},
+        "plain": {"plain gradients": 8, "plain bytes": ...},
+    },
+)
 
-    The loss that a step returns is that of the parameters before it.
-    """
-    # Steps too far, so that the lowest loss is not the last one.
-    step = jax.jit(
-        lambda w: (w - 1.6 * (w - 1.0) - 0.3, jnp.sum((w - 1.0) ** 2)), donate_argnums=0
-    )
-    start = 3.0
-    path, losses = [start], []
+
+@functools.partial(jax.jit, donate_argnums=0)
+def leap(w):
+    """A step that goes too far, so that the lowest loss is not the last one."""
+    return w - 1.6 * (w - 1.0) - 0.3, jnp.sum((w - 1.0) ** 2)
+
+
+@functools.cache
+def path():
+    """Returns the parameters before each of nine steps, and the losses."""
+    parameters, losses = [3.0], []
     for _ in range(9):
-        w, loss = step(jnp.array([path[-1]]))
-        path.append(float(w[0]))
-        losses.append(float(loss))
-    best = min(range(9), key=losses.__getitem__)
+        losses.append((parameters[-1] - 1.0) ** 2)
+        parameters.append(parameters[-1] - 1.6 * (parameters[-1] - 1.0) - 0.3)
+    return parameters, losses
 
-    hint = "Which arrays still exist after `step(w)`?"
-    result = call(your_loop, step, jnp.array([start]), 9, hint=hint)
-    require(
-        isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == (),
-        "Return two things: the lowest loss, a single number, and then its parameters.",
-    )
-    loss, w = result
-    require(
-        not (isinstance(w, jax.Array) and w.is_deleted()),
-        "The parameters that you return are deleted: a second name is no copy.",
-    )
-    require(
-        abs(float(loss) / losses[-1] - 1) > 1e-4,
-        "This is the last loss. It is lower than the one before it, but not the lowest so far:"
-        " compare each loss with the best one.",
-    )
-    require(
-        abs(float(loss) / losses[best] - 1) < 1e-4,
-        f"The lowest of the nine losses is {losses[best]:.4f}; you returned {float(loss):.4f}.",
-    )
-    value = float(jnp.ravel(jnp.asarray(w))[0])
-    require(
-        abs(value - path[best + 1]) > 1e-5,
-        "These are the parameters after the best step. The loss is that of the parameters"
-        " before it.",
-    )
-    require(
-        abs(value - path[best]) < 1e-5,
-        f"The parameters with the lowest loss are {path[best]:.4f}; you returned {value:.4f}.",
-    )
-    for num_steps in (best + 1, best):  # each has another lowest loss
-        again = call(your_loop, step, jnp.array([start]), num_steps, hint=hint)
-        lowest = min(losses[:num_steps])
-        require(
-            abs(float(again[0]) / lowest - 1) < 1e-4,
-            f"With num_steps = {num_steps} the lowest loss is {lowest:.4f}; you returned"
-            f" {float(again[0]):.4f}. Does the loop make num_steps steps?",
+
+def keep_best(step, w, num_steps, *, copy=jnp.copy, after=False, latest=False):
+    lowest, kept, previous = jnp.inf, None, jnp.inf
+    for _ in range(num_steps):
+        before = copy(w)
+        w, loss = step(w)
+        if loss < (previous if latest else lowest):
+            lowest, kept = loss, copy(w) if after else before
+        previous = loss
+    return lowest, kept
+
+
+class Best(Outcome):
+    """The loss and the parameters that a loop keeps, and the best ones."""
+
+    num_steps = property(lambda it: it.args[0])
+    best = property(lambda it: int(np.argmin(path()[1][: it.num_steps])))
+    lowest = property(lambda it: path()[1][it.best])
+    weight = property(lambda it: path()[0][it.best])
+    is_pair = property(
+        lambda it: (
+            isinstance(it.result, tuple | list)
+            and len(it.result) == 2
+            and np.shape(it.result[0]) == ()
         )
-    return "copied before the step, and still there."
+    )
+    is_deleted = property(
+        lambda it: isinstance(it.result[1], jax.Array) and it.result[1].is_deleted()
+    )
+    your_loss = property(lambda it: float(it.result[0]))
+    your_weight = property(lambda it: float(np.ravel(np.asarray(it.result[1]))[0]))
+
+    def has_loss(self, loss):
+        return abs(self.your_loss / loss - 1) < 1e-4
+
+    def has_weight(self, weight):
+        return abs(self.your_weight - weight) < 1e-5
 
 
-@exercise
-def all_of_the_state(your_step):
-    """Checks `your_step(state, history) -> (state, history)`: the same numbers, and all of the
-    state aliased.
+best_state = Function(
+    "best_state",
+    keep_best,
+    cases=lambda: [(9,), *((int(np.argmin(path()[1])) + more,) for more in (1, 0))],
+    calls=lambda loop, num_steps: loop(leap, jnp.array([3.0]), num_steps),
+    name=None,
+    outcome=Best,
+    rows={
+        "no pair": (lambda *args: keep_best(*args)[::-1], lambda it: not it.is_pair),
+        "deleted": (dict(copy=lambda w: w), lambda it: it.case == 0 and it.is_deleted),
+        "last": (dict(latest=True), lambda it: it.case == 0 and it.has_loss(path()[1][-1])),
+        "another loss": (
+            lambda step, w, n: (step(w)[1], jnp.ones(1)),
+            lambda it: it.case == 0 and not it.has_loss(it.lowest),
+        ),
+        "after": (
+            dict(after=True),
+            lambda it: it.case == 0 and it.has_weight(path()[0][it.best + 1]),
+        ),
+        "another state": (
+            lambda *args: (keep_best(*args)[0], jnp.ones(1)),
+            lambda it: it.case == 0 and not it.has_weight(it.weight),
+        ),
+        "num_steps": (
+            [
+                lambda step, w, n: keep_best(step, w, 9),
+                lambda step, w, n: keep_best(step, w, n - (n < 9)),
+            ],
+            lambda it: not it.has_loss(it.lowest),
+        ),
+    },
+)
 
-    `state` is `{"mean": bfloat16 [8], "weight": float32 [4]}`, `history` float32 [16].
-    """
-    state = {"mean": jnp.linspace(0.1, 1, 8).astype(jnp.bfloat16), "weight": jnp.ones(4)}
-    old = state["mean"].astype(jnp.float32)
-    history = jnp.zeros(16)
-    hint = "Compare the dtypes of the state that comes in and of the one that leaves."
-    result = call(your_step, state, history, hint=hint)
-    require(
-        isinstance(result, tuple) and len(result) == 2,
-        "Return two things: the new state and the new history.",
-    )
-    new, grown = result
-    require(
-        isinstance(new, dict) and set(new) == set(state),
-        "Return the new state with the keys of the old one.",
-    )
-    require(
-        new["mean"].dtype == jnp.bfloat16,
-        f"`mean` came as bfloat16 and leaves as {new['mean'].dtype}: no output fits its"
-        " buffer.",
-    )
-    same_shapes(new, state, "the state")
-    right = {"mean": 0.9 * old + 0.1, "weight": 1 - jnp.full(4, old.sum())}
-    require(
-        close(jax.tree.map(lambda a: a.astype(jnp.float32), new), right, 1e-2),
-        "The numbers changed: the new mean is 0.9 mean + 0.1, the new weight is the old one"
-        " minus the sum of the old mean.",
-    )
-    require(
-        close(new["weight"], right["weight"], 1e-5),
-        "The weight lost bits: add up the mean in float32.",
-    )
-    same_shapes(grown, jax.ShapeDtypeStruct((24,), jnp.float32), "the history")
-    require(
-        close(grown, jnp.concatenate([jnp.zeros(16), old])),
-        "The history should end in the old mean.",
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = jax.jit(your_step, donate_argnums=0).lower(state, history).compile()
-    report = buffer_donation.report(compiled)
-    lost = [row.path for row in report.arguments if row.donated and row.aliased_to is None]
-    require(
-        not lost, f"No output reuses {', '.join(lost)}: return it with its old shape and dtype."
-    )
-    return f"{report.aliased_bytes} of {report.donated_bytes} bytes are aliased."
+
+def state_and_history():
+    mean = np.linspace(0.1, 1, 8).astype(ml_dtypes.bfloat16)
+    return [({"mean": mean, "weight": np.ones(4, np.float32)}, np.zeros(16, np.float32))]
+
+
+def casts(
+    state,
+    history,
+    *,
+    dtype=jnp.bfloat16,
+    rate=0.9,
+    total=lambda mean: mean.astype(jnp.float32).sum(),
+    weight=lambda new, old: new,
+    grown=lambda history, mean: jnp.concatenate([history, mean]),
+):
+    mean = state["mean"].astype(jnp.float32)
+    new = {
+        "mean": (rate * mean + 1 - rate).astype(dtype),
+        "weight": weight(state["weight"] - total(state["mean"]), state["weight"]),
+    }
+    return new, grown(history, mean)
+
+
+def low(state, history):
+    """Computes all in bfloat16."""
+    mean = state["mean"]
+    new = {"mean": 0.9 * mean + 0.1, "weight": state["weight"] - mean.sum()}
+    return new, jnp.concatenate([history, mean.astype(jnp.float32)])
+
+
+class State(Outcome):
+    """The new state and history, and which buffers are used again."""
+
+    new = property(lambda it: it.result[0])
+    history = property(lambda it: it.result[1])
+    traced = functools.cached_property(lambda it: jax.eval_shape(it.function, *it.args))
+    has_keys = property(lambda it: isinstance(it.new, dict) and set(it.new) == set(it.right[0]))
+    dtype = property(lambda it: it.traced[0]["mean"].dtype)
+
+    @property
+    def has_numbers(self):
+        same_shapes(self.traced[0], self.right[0], "the state")
+        yours, right = (
+            jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), state)
+            for state in (self.new, self.right[0])
+        )
+        return close(yours, right, 1e-2)
+
+    @property
+    def has_history(self):
+        same_shapes(self.traced[1], self.right[1], "the history")
+        return close(self.history, self.right[1])
+
+    @functools.cached_property
+    def report(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = jax.jit(self.function, donate_argnums=0)
+            return buffer_donation.report(step.lower(*self.args).compile())
+
+
+all_of_the_state = Function(
+    "all_of_the_state",
+    casts,
+    cases=state_and_history,
+    # copies: the step may donate its arguments
+    calls=lambda step, *args: step(*jax.tree.map(jnp.array, args)),
+    name=None,
+    outcome=State,
+    rows={
+        "no pair": (
+            lambda state, history: state,
+            lambda it: not (isinstance(it.result, tuple) and len(it.result) == 2),
+        ),
+        "keys": (lambda *args: casts(*args)[::-1], lambda it: not it.has_keys),
+        "mean": (dict(dtype=jnp.float32), lambda it: it.dtype != jnp.bfloat16),
+        "numbers": (dict(rate=0.8), lambda it: not it.has_numbers),
+        "lost bits": (
+            [low, dict(total=jnp.sum)],
+            lambda it: not close(it.new["weight"], it.right[0]["weight"], 1e-5),
+        ),
+        "history": (
+            dict(grown=lambda history, mean: jnp.concatenate([mean, history])),
+            lambda it: not it.has_history,
+        ),
+    },
+)

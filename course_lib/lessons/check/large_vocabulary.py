@@ -1,83 +1,28 @@
 """Checks of notebook 15's exercises."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from course_lib import measure
-from course_lib.lessons.check.answers import (
-    call,
-    close,
-    equations,
-    exercise,
-    predicted,
-    require,
-)
+from course_lib.lessons.check.answers import WrongAnswer, call, close, equations
+from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, is_wrong
+from course_lib.lessons.check.many_devices import normal
 from course_lib.smaller_and_faster import large_vocabulary
 
 MIB = 2**20
 
 
-@exercise
-def bytes_of_logits(all_logits, in_chunks):
-    """Checks predictions for the head of Llama 3 8B, in MiB: the float32 logits of 8,192
-    tokens; and one chunk of 32 along the vocabulary, with the float32 sum for the gradient of
-    x.
-    """
-    tokens, width, vocab, chunks = 8_192, 4_096, 128_256, 32
-    predicted(
-        all_logits,
-        in_chunks,
-        hint="How many logits does one token have, and how many bytes does each take?",
-    )
-    right = measured_bytes(tokens, width, vocab, 1)[0] / MIB
-    require(
-        abs(all_logits / right * 2 - 1) > 0.03,
-        f"{all_logits:,.0f} MiB would be logits of 2 bytes: the loss needs them in float32.",
-    )
-    require(
-        abs(all_logits / right * 1e6 / MIB - 1) > 0.01,
-        f"{all_logits:,.0f} would be MB of 10^6 bytes. One MiB has 2^20.",
-    )
-    require(
-        abs(all_logits * 1024 / right - 1) > 0.03,
-        f"{all_logits:,.2f} would be GiB. Answer in MiB.",
-    )
-    require(
-        abs(all_logits / right - 1) <= 0.03,
-        f"{all_logits:,.0f} MiB of logits are too {_many(all_logits, right)}, compared with the"
-        " traced program. It has one float32 number for each token and each column.",
-    )
-    chunk, summed = (size / MIB for size in measured_bytes(tokens, width, vocab, chunks))
-    is_chunk = abs(in_chunks - chunk) < abs(in_chunks - summed)
-    require(
-        not is_chunk or abs(in_chunks / chunk - 1) > 0.03,
-        f"{in_chunks:,.0f} MiB is one chunk of logits. The float32 sum for the gradient of x"
-        " is missing: each chunk adds to it, so it lives as long as the loop.",
-    )
-    require(
-        abs(in_chunks / (chunk + summed / 2) - 1) > 0.03,
-        f"{in_chunks:,.0f} MiB would be a sum in bfloat16: 32 additions would round 32 times.",
-    )
-    require(
-        is_chunk or abs(in_chunks / summed - 1) > 0.03,
-        f"{in_chunks:,.0f} MiB is the float32 sum for the gradient of x. The chunk of logits is"
-        " missing: both exist at once.",
-    )
-    require(
-        abs(in_chunks / (chunk + summed) - 1) <= 0.03,
-        f"{in_chunks:,.0f} MiB are too {_many(in_chunks, chunk + summed)} for a chunk and the"
-        " sum, compared with the traced program. Which shape has each of the two?",
-    )
-    return f"{right:,.0f} MiB become {chunk + summed:,.0f}."
+def all_values(jaxpr):
+    """Lists the shapes and dtypes of all values of a program, inner programs included."""
+    outputs = [v.aval for eqn in equations(jaxpr) for v in eqn.outvars]
+    return [aval for aval in outputs if hasattr(aval, "dtype")]
 
 
-def _many(yours: int | float, right: int | float) -> str:
-    return "many" if yours > right else "few"
-
-
-def measured_bytes(tokens: int, width: int, vocab: int, chunks: int) -> tuple[int, int]:
-    """Returns the bytes of the largest float32 values with a dimension of the vocabulary, and
+def measured_mib(tokens, width, vocab, chunks):
+    """Returns the MiB of the largest float32 values with a dimension of the vocabulary, and
     without one, in the traced gradient of a head in bfloat16.
     """
     x, head = (
@@ -91,124 +36,257 @@ def measured_bytes(tokens: int, width: int, vocab: int, chunks: int) -> tuple[in
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, head, labels)
     values = [v for v in all_values(jaxpr.jaxpr) if v.dtype == jnp.float32]
-    logits = [v.size * 4 for v in values if v.shape[-2:] == (tokens, vocab // chunks)]
-    others = [v.size * 4 for v in values if v.shape[-2:] == (tokens, width)]
-    return max(logits), max(others)
+    return [
+        max(4 * v.size for v in values if v.shape[-2:] == (tokens, columns)) / MIB
+        for columns in (vocab // chunks, width)
+    ]
 
 
-def all_values(jaxpr) -> list:
-    """Lists the shapes and dtypes of all values of a program, inner programs included."""
-    outputs = [v.aval for eqn in equations(jaxpr) for v in eqn.outvars]
-    return [aval for aval in outputs if hasattr(aval, "dtype")]
+def of_llama():
+    """Returns MiB in the head of Llama 3 8B, for 8,192 tokens."""
+    sizes = 8_192, 4_096, 128_256
+    all_logits, _ = measured_mib(*sizes, 1)
+    chunk, summed = measured_mib(*sizes, 32)
+    numbers = {"all_logits": all_logits, "in_chunks": chunk + summed}
+    return numbers | {"chunk": chunk, "summed": summed}
 
 
-@exercise
-def online_logsumexp(your_add):
-    """Checks `your_add(largest, total, logits)`: the running maximum, and the running sum of
-    exponentials relative to it, after one more chunk of logits [T v].
-    """
+class Head(Numbered):
+    """MiB of the head's logits."""
+
+    def is_near(self, name, value, tolerance=0.03):
+        return abs(self.yours[name] / value - 1) <= tolerance
+
+    @property
+    def nearer(self):
+        """What the second number is nearer to, of a chunk and the sum."""
+        return min(
+            "chunk", "summed", key=lambda n: abs(self.yours["in_chunks"] - self.right[n])
+        )
+
+
+bytes_of_logits = Numbers(
+    "bytes_of_logits",
+    of_llama,
+    tolerance=0.03,
+    near=0.03,
+    outcome=Head,
+    rows={
+        "all_logits": {
+            "2 bytes": lambda right: right / 2,
+            "MB": (
+                lambda right: right * MIB / 1e6,
+                lambda it: it.is_near("all_logits", it.right["all_logits"] * MIB / 1e6, 0.01),
+            ),
+            "GiB": lambda right: right / 1024,
+            "other logits": ...,
+        },
+        "in_chunks": {
+            "chunk": (
+                125.25,
+                lambda it: it.nearer == "chunk" and it.is_near("in_chunks", it.right["chunk"]),
+            ),
+            "sum in bfloat16": 125.25 + 64,
+            "sum": (
+                128,
+                lambda it: (
+                    it.nearer == "summed" and it.is_near("in_chunks", it.right["summed"])
+                ),
+            ),
+            "other chunk": ...,
+        },
+    },
+)
+
+
+def three_chunks():
     first = np.array([[1.0, 3.0, 2.0], [500.0, 499.0, 0.0], [-700.0, -701.0, -702.0]])
-    chunks = jnp.float32([first, first[:, ::-1] + 3, first - 40])
-    largest, total = jnp.full(3, -jnp.inf), jnp.zeros(3)
-    hint = (
-        "`total` is relative to the old maximum, the chunk's sum to another one. Which one"
-        " number can both be made relative to? Try it by hand: maximum 1 and sum 1, then the"
-        " logits 3 and 2."
-    )
-    for chunk in chunks:
-        result = call(your_add, largest, total, chunk, hint=hint)
-        require(
-            isinstance(result, tuple) and len(result) == 2,
-            "Return two arrays: the maximum and the sum.",
+    return [(jnp.float32([first, first[:, ::-1] + 3, first - 40]),)]
+
+
+def rescaled(old, new):
+    return jnp.exp(old - new)
+
+
+def add_chunk(largest, total, logits, *, rescale=rescaled, shift=True, grow=True):
+    top = logits.max(axis=-1)
+    new = jnp.maximum(largest, top) if grow else top
+    chunk = jnp.exp(logits - new[:, None] * shift).sum(axis=-1)
+    return new, total * rescale(largest, new) + chunk
+
+
+class Online(Outcome):
+    """The maximum and the sum after each chunk."""
+
+    chunks = property(lambda it: it.args[0])
+    all_logits = property(lambda it: np.concatenate(it.chunks, axis=-1))
+    totals = property(lambda it: np.array([total for _, total in it.result], np.float32))
+    total = property(lambda it: it.totals[-1])
+    largest = property(lambda it: np.asarray(it.result[-1][0], np.float32))
+    top = property(lambda it: it.all_logits.max(axis=-1))
+    tops = property(lambda it: it.top.tolist())
+    your_tops = property(lambda it: it.largest.tolist())
+    expected = property(lambda it: jax.nn.logsumexp(it.all_logits, axis=-1))
+    sums = property(lambda it: it.expected.tolist())
+    logsumexp = property(lambda it: it.largest + np.log(it.total))
+    your_sums = property(lambda it: it.logsumexp.tolist())
+    is_right = property(lambda it: close(it.logsumexp, it.expected, 1e-6))
+    are_exchanged = property(
+        lambda it: any(
+            close(total, chunk.max(axis=-1))
+            for total, chunk in zip(it.totals, it.chunks, strict=True)
         )
-        largest, total = result
-        require(
-            not close(total, chunk.max(axis=-1)),
-            "This is the maximum where the sum should be: return the maximum first.",
-        )
-        require(
-            not jnp.isnan(total).any(),
-            "`total` is NaN. The first maximum is -inf: what is the exponential of the"
-            " difference of the two maxima then?",
-        )
-    expected = jax.nn.logsumexp(jnp.concatenate(chunks, axis=-1), axis=-1)
-    yours = largest + jnp.log(total)
-    top = jnp.concatenate(chunks, axis=-1).max(axis=-1)
-    require(
-        jnp.isfinite(total).all() and (total > 0).all(),
-        "A sum overflows or vanishes: with logits of 500 or -700, subtract the maximum before"
-        " `jnp.exp`.",
     )
-    require(
-        close(largest, top),
-        f"The maximum of all chunks is {top.tolist()}, not {jnp.asarray(largest).tolist()}.",
-    )
-    require(
-        close(yours, expected, 1e-6),
-        f"The logsumexp is {expected.tolist()}, not {yours.tolist()}. Which maximum is the old"
-        " sum relative to, which one the chunk's, and which one the result?",
-    )
-    return "three chunks give the logsumexp of all logits, of any size."
 
 
-@exercise
-def one_pass(your_gradient):
-    """Checks `your_gradient(x, head, labels, weights)`: the weighted mean loss, and its
-    gradients by x and head, with three products per chunk of tokens and never all logits.
-    """
-    tokens, width, vocab = 64, 8, 96
-    keys = jax.random.split(jax.random.key(0), 4)
-    x, head = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(keys, ((tokens, width), (width, vocab)), strict=False)
-    )
-    labels = jax.random.randint(keys[2], (tokens,), 0, vocab)
-    weights = jax.random.randint(keys[3], (tokens,), 0, 3).astype(jnp.float32)
+class ForEachChunk(Function):
+    """An exercise whose answer is called once for each chunk, with what it returned before."""
 
-    def reference(x, head, weights=weights):
-        losses, _ = large_vocabulary.linear_cross_entropy(x, head, labels, chunks=1)
-        return (losses * weights).sum() / weights.sum()
+    def run(self, outcome):
+        carry, results = (jnp.full(3, -jnp.inf), jnp.zeros(3)), []
+        for chunk in outcome.args[0]:
+            carry = call(outcome.function, *carry, chunk, hint=self.sentences["hint"])
+            if not (isinstance(carry, tuple | list) and len(carry) == 2):
+                raise WrongAnswer(self.sentences["no pair"])
+            carry = tuple(map(jnp.asarray, carry))
+            results.append(carry)
+        return results
 
-    args = x, head, labels, weights
-    hint = "Scan over chunks of tokens; in each, compute logits, loss and both gradients."
-    result = call(your_gradient, *args, hint=hint)
-    require(
-        isinstance(result, tuple) and len(result) == 3,
-        "Return three things: loss, gradient of x, gradient of head.",
+
+online_logsumexp = ForEachChunk(
+    "online_logsumexp",
+    add_chunk,
+    cases=three_chunks,
+    name=None,
+    outcome=Online,
+    rows={
+        "no pair": (lambda largest, total, logits: largest, lambda it: False),
+        "exchanged": (lambda *args: add_chunk(*args)[::-1], lambda it: it.are_exchanged),
+        "NaN": (
+            dict(rescale=lambda old, new: jnp.exp(new - old)),
+            lambda it: np.isnan(it.totals).any(),
+        ),
+        "overflow": (
+            dict(shift=False),
+            lambda it: not (np.isfinite(it.total).all() and (it.total > 0).all()),
+        ),
+        "maximum": (dict(grow=False), lambda it: not close(it.largest, it.top)),
+        "another": (dict(rescale=lambda old, new: 1), is_wrong),
+    },
+)
+
+TOKENS, WIDTH, VOCAB = 64, 8, 96
+
+
+def head_and_labels():
+    random = np.random.default_rng(1)
+    x, head = map(jnp.asarray, normal(0, (TOKENS, WIDTH), (WIDTH, VOCAB)))
+    labels, weights = random.integers(0, VOCAB, TOKENS), random.integers(0, 3, TOKENS)
+    return [(x, head, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32))]
+
+
+def scanned(add, carry, parts):
+    return jax.lax.scan(add, carry, parts)
+
+
+def unrolled(add, carry, parts):
+    outputs = []
+    for i in range(len(parts[0])):
+        carry, output = add(carry, [part[i] for part in parts])
+        outputs.append(output)
+    return carry, jnp.stack(outputs)
+
+
+def in_one_pass(
+    x,
+    head,
+    labels,
+    weights,
+    *,
+    chunks=8,
+    weighted=lambda weights: weights,
+    divided=True,
+    again=False,
+    loop=scanned,
+    result=lambda loss, dx, dhead: (loss, dx, dhead),
+):
+    weights = weighted(weights)
+    scale = weights / weights.sum() if divided else weights
+
+    def add(carry, part):
+        loss, dhead = carry
+        x, labels, scale = part
+        logits = x @ head
+        logsumexp = jax.nn.logsumexp(logits, axis=-1)
+        one_hot = jax.nn.one_hot(labels, VOCAB)
+        of_label = ((x @ head if again else logits) * one_hot).sum(-1)
+        loss += (scale * (logsumexp - of_label)).sum()
+        dlogits = scale[:, None] * (jnp.exp(logits - logsumexp[:, None]) - one_hot)
+        return (loss, dhead + x.T @ dlogits), dlogits @ head.T
+
+    parts = [a.reshape(chunks, -1, *a.shape[1:]) for a in (x, labels, scale)]
+    (loss, dhead), dx = loop(add, (jnp.zeros(()), jnp.zeros_like(head)), parts)
+    return result(loss, dx.reshape(x.shape), dhead)
+
+
+class OnePass(Outcome):
+    """Loss and gradients, and what their program computes."""
+
+    all_logits = TOKENS * VOCAB
+    weight = property(lambda it: it.args[3].sum())
+    is_triple = property(lambda it: isinstance(it.result, tuple | list) and len(it.result) == 3)
+    loss = property(lambda it: it.result[0])
+    right_loss = property(lambda it: float(it.right[0]))
+
+    def has(self, i):
+        return close(self.result[i], self.right[i])
+
+    @property
+    def is_unweighted(self):
+        plain = in_one_pass(*self.args[:3], jnp.ones(TOKENS))
+        return close(self.result[2], plain[2])
+
+    largest = functools.cached_property(
+        lambda it: max(value.size for value in all_values(it.program))
     )
-    loss, (dx, dhead) = jax.value_and_grad(reference, (0, 1))(x, head)
-    plain = jax.grad(lambda x, head: reference(x, head, jnp.ones(tokens)), (0, 1))(x, head)
-    require(
-        not close(result[2], plain[1]),
-        "This is the gradient of the unweighted mean: multiply each token's gradient of the"
-        " logits by its weight.",
-    )
-    require(
-        not close(result[2], dhead * weights.sum()),
-        f"The gradients are {weights.sum():.0f} times too large: divide by the sum of all"
-        " weights.",
-    )
-    require(close(result[0], loss), f"The loss is {float(loss):.4f}, not {result[0]}.")
-    require(close(result[1], dx), "The gradient of x is not that of the weighted mean loss.")
-    require(
-        close(result[2], dhead), "The gradient of head is not that of the weighted mean loss."
-    )
-    jaxpr = jax.make_jaxpr(your_gradient)(*args)
-    largest = max(v.size for v in all_values(jaxpr.jaxpr))
-    require(
-        largest <= tokens * vocab // 4,
-        f"A value has {largest:,} numbers; all logits would be {tokens * vocab:,}. Four chunks"
-        " or more keep it small.",
-    )
-    require(
-        any(eqn.primitive.name in ("scan", "while") for eqn in equations(jaxpr.jaxpr)),
-        "In a loop of Python, all chunks' logits may exist at once: scan over the chunks.",
-    )
-    flops = sum(measure.flops(your_gradient, *args).total.values())
-    products = flops / (2 * tokens * width * vocab)
-    require(
-        products <= 3.01,
-        f"{products:.1f} products per chunk: three are enough. Are the logits computed a second"
-        " time, by you or by autodiff?",
-    )
-    return "the same gradients, with three products in place of four."
+    loops = property(lambda it: {eqn.primitive.name for eqn in equations(it.program)})
+
+    @functools.cached_property
+    def products(self):
+        flops = sum(measure.flops(self.function, *self.args).total.values())
+        return flops / (2 * TOKENS * WIDTH * VOCAB)
+
+
+one_pass = Function(
+    "one_pass",
+    in_one_pass,
+    cases=head_and_labels,
+    name=None,
+    outcome=OnePass,
+    rows={
+        "no triple": (
+            dict(result=lambda loss, dx, dhead: (loss, dx)),
+            lambda it: not it.is_triple,
+        ),
+        "unweighted": (dict(weighted=jnp.ones_like), lambda it: it.is_unweighted),
+        "not divided": (
+            dict(divided=False),
+            lambda it: close(it.result[2], it.right[2] * it.weight),
+        ),
+        "loss": (
+            dict(result=lambda loss, dx, dhead: (2 * loss, dx, dhead)),
+            lambda it: not it.has(0),
+        ),
+        "of x": (
+            dict(result=lambda loss, dx, dhead: (loss, -dx, dhead)),
+            lambda it: not it.has(1),
+        ),
+        "of head": (
+            dict(result=lambda loss, dx, dhead: (loss, dx, -dhead)),
+            lambda it: not it.has(2),
+        ),
+        "large": (dict(chunks=1), lambda it: it.largest > it.all_logits // 4),
+        "unrolled": (dict(loop=unrolled), lambda it: not it.loops & {"scan", "while"}),
+        "products": (dict(again=True), lambda it: it.products > 3.01),
+    },
+)

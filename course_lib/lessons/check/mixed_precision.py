@@ -1,242 +1,335 @@
 """Checks of notebook 01's exercises."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from course_lib.lessons.check.answers import (
-    call,
-    close,
-    exercise,
-    predicted,
-    require,
-    same_shapes,
+from course_lib.lessons.check.answers import call, close, require, run, same_shapes
+from course_lib.lessons.check.exercises import (
+    Exercise,
+    Function,
+    Numbered,
+    Numbers,
+    Outcome,
+    in_case,
 )
 from course_lib.one_device import mixed_precision
 
-
-@exercise
-def loss_scale_range(lowest, highest):
-    """Checks the powers of two between which float16 holds gradient entries from 1e-9 to 2, if
-    subnormals are enough.
-    """
-    predicted(lowest, highest, hint="Which power lifts 1e-9 to the smallest subnormal number?")
-    half = mixed_precision.describe("float16")
-    if highest > 100:  # the powers themselves, not their exponents
-        lowest, highest = (float(np.log2(n)) if n > 0 else -np.inf for n in (lowest, highest))
-    require(
-        all(np.isfinite(n) and n == int(n) for n in (lowest, highest)) and abs(highest) < 1000,
-        "A power of two has a whole exponent: give the two exponents.",
-    )
-    lowest, highest = int(lowest), int(highest)
-    require(
-        lowest <= highest,
-        f"2^{lowest} is above 2^{highest}; the lower power comes first. With full precision"
-        " (normal numbers) there is indeed no scale: here the smallest subnormal is enough.",
-    )
-    require(
-        2.0 * 2.0**highest <= half.largest,
-        f"2 x 2^{highest} = {2 * 2.0**highest:,.0f} is infinite in float16, which ends at"
-        f" {half.largest:,.0f}.",
-    )
-    require(
-        2.0 * 2.0 ** (highest + 1) > half.largest,
-        f"2^{highest} fits, and 2^{highest + 1} would, too.",
-    )
-    require(
-        1e-9 * 2.0**lowest >= half.smallest_subnormal,
-        f"1e-9 x 2^{lowest} = {1e-9 * 2.0**lowest:.1e} is below the smallest subnormal,"
-        f" {half.smallest_subnormal:.1e}.",
-    )
-    require(
-        1e-9 * 2.0 ** (lowest - 1) < half.smallest_subnormal,
-        f"2^{lowest} is enough, and 2^{lowest - 1} would be, too.",
-    )
-    return f"from 2^{lowest} to 2^{highest}, a window of a factor of {2 ** (highest - lowest)}."
+HALF = mixed_precision.describe("float16")
 
 
-@exercise
-def scaled_step(your_step):
-    """Checks `your_step(loss, params, scale, learning_rate) -> params`: SGD in float16 with a
-    loss scale.
+class Exponents(Numbered):
+    """Two exponents of 2. Who gives the powers themselves means their exponents."""
 
-    `loss(params)` computes in float16; an update that is not finite is skipped.
-    """
-    params = {"w": jnp.array([0.5, -0.25], jnp.float32)}
+    half = HALF
 
-    def loss(params):  # the loss is 2^-25 w^2, and its gradient is zero in float16
-        half = params["w"].astype(jnp.float16)
-        product = (half * jnp.float16(2**-12)) * (half * jnp.float16(2**-13))
-        return jnp.sum(product).astype(jnp.float32)
+    def exponent(self, name):
+        number = self.yours[name]
+        if self.yours["highest"] > 100:
+            number = float(np.log2(number)) if number > 0 else -np.inf
+        return int(number) if np.isfinite(number) and number == int(number) else number
 
-    hint = "Differentiate `scale * loss(params)`, then divide the gradient by the scale."
-    rate = 2.0**20
-    yours = call(your_step, loss, params, 2.0**14, rate, hint=hint)
-    same_shapes(yours, params, "the new parameters")
-    require(
-        np.isfinite(np.asarray(yours["w"])).all(),
-        "Not finite, though the scaled gradient is: something after it is computed in float16."
-        " Are the parameters that you differentiate float32?",
+    low = property(lambda it: it.exponent("lowest"))
+    high = property(lambda it: it.exponent("highest"))
+    are_whole = property(
+        lambda it: all(isinstance(n, int) and abs(n) < 1000 for n in (it.low, it.high))
     )
-    right = {"w": params["w"] - rate * 2 * params["w"] * 2.0**-25}
-    unscaled = {"w": params["w"] - rate * 2 * params["w"] * 2.0**-25 * 2.0**14}
-    require(
-        not close(yours, unscaled, 1e-3),
-        "The step is 16,384 times too long: divide the gradient by the scale before the"
-        " update.",
-    )
-    moved, without_rate = yours["w"] - params["w"], -2 * params["w"] * 2.0**-25
-    require(
-        not close(moved, without_rate, 1e-3),
-        "The step is a millionth of the right one: multiply the gradient by the learning rate.",
-    )
-    require(
-        not close(yours, params, 1e-6),
-        "Nothing moved. Either the gradient became zero in float16: multiply the loss by the"
-        " scale before differentiating. Or the division by the scale took place in float16. Or"
-        " a finite update was skipped.",
-    )
-    uphill = {"w": 2 * params["w"] - right["w"]}
-    require(not close(yours, uphill, 1e-3), "The step goes uphill: subtract it.")
-    require(close(yours, right, 1e-3), f"Expected {right['w']}, and you returned {yours['w']}.")
-
-    yours = call(your_step, loss, params, 2.0**40, rate, hint=hint)
-    require(
-        np.isfinite(np.asarray(yours["w"])).all(),
-        "With a scale of 2^40 the gradient is infinite, and so are your parameters now: skip"
-        " this update.",
-    )
-    require(
-        close(yours, params, 1e-6),
-        "With a scale of 2^40 the parameters should stay as they were.",
-    )
-
-    def one_entry(params):  # the gradient is [1, nan]
-        first, second = params["w"].astype(jnp.float16)
-        return (first + jnp.sqrt(second - second)).astype(jnp.float32)
-
-    yours = call(your_step, one_entry, params, 2.0, 0.1, hint=hint)
-    require(
-        close(yours, params, 1e-6),
-        "One entry of the gradient is not a number, the other is finite: skip the whole"
-        " update.",
-    )
-    two = {"a": jnp.ones(1, jnp.float32), "b": jnp.ones(1, jnp.float32)}
-
-    def one_array(params):  # the gradient of a is 1, that of b is nan
-        a, b = params["a"].astype(jnp.float16), params["b"].astype(jnp.float16)
-        return (a + jnp.sqrt(b - b)).sum().astype(jnp.float32)
-
-    yours = call(your_step, one_array, two, 2.0, 0.1, hint=hint)
-    require(
-        close(yours, two, 1e-6),
-        "The gradient of one array is not finite, and the other array moved: decide once, for"
-        " all arrays.",
-    )
-    return "scaled, unscaled, and skipped where it overflows."
+    largest = property(lambda it: 2 * 2.0**it.high)
+    smallest = property(lambda it: 1e-9 * 2.0**it.low)
+    above = property(lambda it: it.high + 1)
+    below = property(lambda it: it.low - 1)
+    window = property(lambda it: 2 ** (it.high - it.low))
 
 
-@exercise
-def stochastic_round(your_round):
-    """Checks `your_round(key, x) -> bfloat16`: float32 rounded up or down at random, right in
-    the mean.
-    """
-    x = jnp.concatenate([jnp.full(4096, 1 + 2.0**-9), jnp.full(4096, -3.003)]).astype(
-        jnp.float32
+loss_scale_range = Numbers(
+    "loss_scale_range",
+    lambda: {"lowest": 6, "highest": 14},
+    outcome=Exponents,
+    rows={
+        "lowest": {
+            "not whole": (5.9, lambda it: not it.are_whole),
+            "exchanged": ({"lowest": 14, "highest": 6}, lambda it: it.low > it.high),
+        },
+        "highest": {
+            "infinite": (
+                [15, {"lowest": 2**6, "highest": 2**15}],
+                lambda it: it.largest > HALF.largest,
+            ),
+            "another fits": (13, lambda it: 2 * it.largest <= HALF.largest),
+            "too small": (
+                {"lowest": 5, "highest": 14},
+                lambda it: it.smallest < HALF.smallest_subnormal,
+            ),
+            "another is enough": (
+                {"lowest": 7, "highest": 14},
+                lambda it: it.smallest / 2 >= HALF.smallest_subnormal,
+            ),
+        },
+    },
+)
+
+
+def tiny_loss(params):
+    """Returns 2^-25 w^2, whose gradient is zero in float16."""
+    half = params["w"].astype(jnp.float16)
+    product = (half * jnp.float16(2**-12)) * (half * jnp.float16(2**-13))
+    return jnp.sum(product).astype(jnp.float32)
+
+
+def one_entry(params):
+    """Returns a loss with the gradient [1, nan]."""
+    first, second = params["w"].astype(jnp.float16)
+    return (first + jnp.sqrt(second - second)).astype(jnp.float32)
+
+
+def one_array(params):
+    """Returns a loss whose gradient is 1 for a and NaN for b."""
+    a, b = params["a"].astype(jnp.float16), params["b"].astype(jnp.float16)
+    return (a + jnp.sqrt(b - b)).sum().astype(jnp.float32)
+
+
+def losses():
+    w = {"w": jnp.array([0.5, -0.25])}
+    two = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    scaled = [(tiny_loss, w, 2.0**14, 2.0**20), (tiny_loss, w, 2.0**40, 2.0**20)]
+    return [*scaled, (one_entry, w, 2.0, 0.1), (one_array, two, 2.0, 0.1)]
+
+
+def together(grads):
+    """Returns whether to move: all arrays, or none."""
+    finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+    return jax.tree.map(lambda g: finite, grads)
+
+
+def step(
+    loss,
+    params,
+    scale,
+    rate,
+    *,
+    times=lambda loss, scale: scale * loss,
+    update=lambda g, scale, rate: rate * (g / scale),
+    moves=together,
+    half=False,
+):
+    """A step of SGD with a loss scale."""
+    at = jax.tree.map(lambda p: p.astype(jnp.float16 if half else p.dtype), params)
+    grads = jax.grad(lambda params: times(loss(params), scale))(at)
+    return jax.tree.map(
+        lambda p, g, moves: jnp.where(moves, p - update(g, scale, rate), p),
+        params,
+        grads,
+        moves(grads),
     )
-    hint = "Add 16 random bits below the ones that stay, then cut the last 16 off."
-    yours = call(your_round, jax.random.key(0), x, hint=hint)
-    require(
-        jnp.shape(yours) == x.shape,
-        f"The result has shape {jnp.shape(yours)}, x has {x.shape}.",
+
+
+def in_half(g, scale, rate):
+    return rate * jnp.float32(jnp.float16(g) / jnp.float16(scale))
+
+
+def capped(g, scale, rate):
+    return rate * jnp.nan_to_num(g / scale, posinf=1e3, neginf=-1e3)
+
+
+class Step(Outcome):
+    """How far a step moves the parameters."""
+
+    def is_close(self, other):
+        return close(self.result, other, 1e-3)
+
+    finite = property(
+        lambda it: all(np.isfinite(np.asarray(leaf)).all() for leaf in it.result.values())
     )
-    require(yours.dtype == jnp.bfloat16, f"The result is {yours.dtype}, not bfloat16.")
-    rounded = np.asarray(yours.astype(jnp.float32))
-    for i, name in ((0, "1.00195"), (4096, "-3.003")):
-        part = rounded[i : i + 4096]
-        value = float(x[i])
-        gap = 2.0**-7 if i == 0 else 2.0**-6
-        require(
-            np.abs(part - value).max() < gap,
-            f"{name} became {part[np.abs(part - value).argmax()]}, further away than the"
-            " next number.",
+    stays = property(lambda it: close(it.result, it.args[1], 1e-6))
+
+    def moves(self, times):
+        """Whether the step is this multiple of the right one."""
+        before = np.asarray(self.args[1]["w"])
+        return close(
+            np.asarray(self.result["w"]) - before,
+            times * (np.asarray(self.right["w"]) - before),
+            1e-3,
         )
-        require(
-            len(np.unique(part)) == 2,
-            f"All 4,096 copies of {name} became {part[0]}. Each number needs 16 random bits of"
-            " its own.",
+
+
+scaled_step = Function(
+    "scaled_step",
+    step,
+    cases=losses,
+    name="the new parameters",
+    outcome=Step,
+    rows={
+        "not finite": (dict(half=True), lambda it: it.case == 0 and not it.finite),
+        "too long": dict(update=lambda g, scale, rate: rate * g),
+        "no rate": (
+            dict(update=lambda g, scale, rate: g / scale),
+            lambda it: it.case == 0 and it.moves(2.0**-20),
+        ),
+        "nothing moved": (
+            [
+                dict(times=lambda loss, scale: loss, update=lambda g, scale, rate: rate * g),
+                dict(update=in_half),
+                lambda loss, params, scale, rate: params,
+            ],
+            lambda it: it.case == 0 and it.stays,
+        ),
+        "uphill": (
+            dict(update=lambda g, scale, rate: -rate * (g / scale)),
+            lambda it: it.case == 0 and it.moves(-1),
+        ),
+        "another": (dict(update=lambda g, scale, rate: 2 * rate * (g / scale)), in_case(0)),
+        "not skipped": (
+            dict(moves=lambda grads: jax.tree.map(lambda g: True, grads)),
+            lambda it: it.case == 1 and not it.finite,
+        ),
+        "moved": (
+            dict(update=capped, moves=lambda grads: jax.tree.map(lambda g: True, grads)),
+            lambda it: it.case == 1 and not it.stays,
+        ),
+        "one entry": (
+            dict(moves=lambda grads: jax.tree.map(jnp.isfinite, grads)),
+            lambda it: it.case == 2 and not it.stays,
+        ),
+        "one array": (
+            dict(moves=lambda grads: jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)),
+            lambda it: it.case == 3 and not it.stays,
+        ),
+    },
+)
+
+
+def numbers_to_round():
+    """Returns keys and copies of a number, and two numbers that need no rounding."""
+    keys = jax.random.split(jax.random.key(0))
+    low, high = (jnp.full(4096, value, jnp.float32) for value in (1 + 2.0**-9, -3.003))
+    return [(keys[0], low), (keys[0], high), (keys[1], low), (keys[1], jnp.array([1.0, -0.5]))]
+
+
+def rounded(key, x, *, bits=16, shared=False, least=0, dtype=jnp.bfloat16, one_key=False):
+    """Rounds at random: adds random bits below those that stay, and cuts."""
+    key = jax.random.key(0) if one_key else key
+    noise = jax.random.bits(key, () if shared else x.shape, jnp.uint32) >> (32 - bits)
+    total = jax.lax.bitcast_convert_type(x, jnp.uint32) + (noise | jnp.uint32(least))
+    cut = jax.lax.bitcast_convert_type(total & jnp.uint32(0xFFFF0000), jnp.float32)
+    return cut.astype(dtype)
+
+
+class Rounded(Outcome):
+    """How copies of a number are rounded."""
+
+    numbers = property(lambda it: np.asarray(it.result, np.float32))
+    value = property(lambda it: float(it.args[1][0]))
+    dtype = property(lambda it: jnp.result_type(it.result))
+    copies = property(lambda it: f"{it.args[1].size:,} copies of {it.value:.6g}")
+    gap = property(lambda it: 2.0**-7 if it.value > 0 else 2.0**-6)
+    off = property(lambda it: np.abs(it.numbers - it.value))
+    farthest = property(lambda it: it.numbers[it.off.argmax()])
+    first = property(lambda it: it.numbers[0])
+    mean = property(lambda it: it.numbers.mean())
+    before = property(lambda it: it.exercise.outcome_of(it.function, 0).numbers)
+
+
+stochastic_round = Function(
+    "stochastic_round",
+    rounded,
+    cases=numbers_to_round,
+    outcome=Rounded,
+    rows={
+        "dtype": (dict(dtype=jnp.float32), lambda it: it.dtype != jnp.bfloat16),
+        "too far": (dict(bits=17), lambda it: it.case < 2 and it.off.max() >= it.gap),
+        "all alike": (
+            [dict(shared=True), lambda key, x: x.astype(jnp.bfloat16)],
+            lambda it: it.case < 2 and len(np.unique(it.numbers)) != 2,
+        ),
+        "mean": (
+            dict(least=0x8000),
+            lambda it: it.case < 2 and abs(it.mean - it.value) >= 0.05 * it.gap,
+        ),
+        "same bits": (
+            dict(one_key=True),
+            lambda it: it.case == 2 and np.array_equal(it.numbers, it.before),
+        ),
+        "exact": (
+            lambda key, x: jnp.where(x == x.astype(jnp.bfloat16), 0, rounded(key, x)),
+            lambda it: it.case == 3 and not np.array_equal(it.numbers, it.args[1]),
+        ),
+    },
+)
+
+
+def forward(x, *, result=jnp.float32, saved=jnp.bfloat16, what=lambda x, t: 1 - t**2, of=1.0):
+    t = jnp.tanh(of * x)
+    return t.astype(result), what(x, t).astype(saved)
+
+
+def backward(saved, g):
+    return saved.astype(jnp.float32) * g
+
+
+def forwards(**options):
+    return functools.partial(forward, **options), backward
+
+
+def of_tanh(t):
+    return 1 - t.astype(jnp.float32) ** 2
+
+
+class SmallTanh(Exercise):
+    """The two halves of a tanh: what the forward pass saves, and the gradient."""
+
+    def judge(self, your_forward, your_backward):
+        x = jnp.linspace(-4, 4, 4096)
+        g = jnp.where(jnp.arange(x.size) % 2, -3.0, 2.0)
+        pair = call(your_forward, x, hint=self.sentences["hint"])
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        require(is_pair, self.sentences["no pair"])
+        result, saved = pair
+        same_shapes(result, x, "the result")
+        require(close(result, jnp.tanh(x), 1e-6), self.sentences["another tanh"])
+        it = types.SimpleNamespace(
+            num_bytes=sum(jnp.asarray(one).nbytes for one in jax.tree.leaves(saved)) / x.size
         )
-        mean = part.mean()
-        require(
-            abs(mean - value) < 0.05 * gap,
-            f"The mean of 4,096 copies of {name} is {mean:.5f}. The nearer"
-            " the value lies to the upper neighbour, the likelier that one must be. (A"
-            " cast rounds to the nearest: which bits does it still find?)",
+        require(it.num_bytes <= 2, self.say("bytes", it))
+        yours = run(your_backward, saved, g)
+        require(yours is not None, self.sentences["no gradient"])
+        same_shapes(yours, x, "the gradient")
+        derivative = 1 - jnp.tanh(x) ** 2
+        require(not close(yours, derivative, 0.01), self.sentences["no chain rule"])
+        ratio = np.asarray(yours / (derivative * g))
+        off = np.abs(ratio - 1)
+        typical, worst = np.argsort(off)[[off.size // 2, -1]]
+        it.x, it.ratio = x[typical], ratio[typical]
+        require(off[typical] < 0.1, self.say("another", it))
+        it.near_zero = off[np.abs(np.asarray(x)) < 0.5].max()
+        require(it.near_zero < 0.005, self.say("near zero", it))
+        it.x, it.ratio, it.worst = x[worst], ratio[worst], off[worst]
+        require(it.worst < 0.005, self.say("far from zero", it))
+        return self.say("done", it)
+
+    def right_answers(self):
+        return [(forward, backward)]
+
+    def examples(self):
+        yield "no pair", (jnp.tanh, backward)
+        yield "another tanh", forwards(of=2)
+        yield "bytes", forwards(saved=jnp.float32)
+        yield "no gradient", (forward, lambda saved, g: None)
+        yield "no chain rule", (forward, lambda saved, g: saved.astype(jnp.float32))
+        yield "another", (forward, lambda saved, g: of_tanh(saved) * g)
+        yield (
+            "near zero",
+            (forward, lambda saved, g: jnp.float32(saved * g.astype(saved.dtype))),
         )
-    with_another_key = call(your_round, jax.random.key(1), x, hint=hint)
-    require(
-        (np.asarray(with_another_key) != np.asarray(yours)).any(),
-        "Two keys gave the same random bits: a weight that is rounded up once is rounded up in"
-        " every step.",
-    )
-    exact = call(your_round, jax.random.key(1), jnp.array([1.0, -0.5]), hint=hint)
-    require(
-        close(exact.astype(jnp.float32), jnp.array([1.0, -0.5]), 0),
-        f"1 and -0.5 are bfloat16 numbers and should stay; you returned {exact}.",
-    )
-    return "up or down at random, and right in the mean."
+        for what, derivative in (
+            (lambda x, t: t, of_tanh),
+            (lambda x, t: x, lambda x: of_tanh(jnp.tanh(x.astype(jnp.float32)))),
+            (lambda x, t: 1 - t.astype(jnp.bfloat16) ** 2, jnp.float32),
+        ):
+            halves = functools.partial(forward, what=what), lambda s, g, d=derivative: d(s) * g
+            yield "far from zero", halves
 
 
-@exercise
-def small_tanh(your_forward, your_backward):
-    """Checks the two halves of a tanh that saves 2 bytes per number.
-
-    `your_forward(x) -> (result, saved)` and `your_backward(saved, g) -> gradient`, where x, the
-    result, g (the gradient of the result) and the gradient are float32 [4096].
-    """
-    x = jnp.linspace(-4, 4, 4096)
-    g = jnp.where(jnp.arange(x.size) % 2, -3.0, 2.0)
-    hint = "forward returns the result and what the backward pass needs."
-    pair = call(your_forward, x, hint=hint)
-    require(
-        isinstance(pair, tuple) and len(pair) == 2,
-        "forward should return two things: the result, and what is saved.",
-    )
-    result, saved = pair
-    same_shapes(result, x, "the result")
-    require(
-        close(result, jnp.tanh(x), 1e-6),
-        "The result is not the tanh of float32. Round what is saved, not the result.",
-    )
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(saved)) / x.size
-    require(num_bytes <= 2, f"{num_bytes:g} bytes per number are saved; 2 are enough.")
-    hint = "backward returns the derivative of the tanh, times g."
-    yours = call(your_backward, saved, g, hint=hint)
-    same_shapes(yours, x, "the gradient")
-    derivative = 1 - jnp.tanh(x) ** 2
-    require(
-        not close(yours, derivative, 0.01),
-        "This is the derivative of the tanh. The chain rule multiplies it by g.",
-    )
-    ratio = np.asarray(yours / (derivative * g))
-    off = np.abs(ratio - 1)
-    typical, worst = np.argsort(off)[[off.size // 2, -1]]
-    require(
-        off[typical] < 0.1,
-        f"The gradient at x = {x[typical]:.2f} is {ratio[typical]:.3g} times the right one.",
-    )
-    near_zero = off[np.abs(np.asarray(x)) < 0.5].max()
-    require(
-        near_zero < 0.005,
-        f"The gradient is off by {near_zero:.2%} even near x = 0, where nothing cancels. Only"
-        " the saved number has 16 bits: compute with it in float32.",
-    )
-    require(
-        off[worst] < 0.005,
-        f"The gradient at x = {x[worst]:.2f} is {ratio[worst]:.3g} times the right one. There"
-        " 1 - tanh^2 is near 0, and a small rounding of x or of tanh is large beside it. Which"
-        " number could you round last, to a floating-point type?",
-    )
-    return (
-        f"{num_bytes:g} bytes per number, and the gradient is off by {off[worst]:.2%} at most."
-    )
+small_tanh = SmallTanh("small_tanh")

@@ -1,161 +1,199 @@
 """Checks of notebook 18's exercises."""
 
+import functools
 from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from course_lib.lessons.check.answers import (
-    call,
-    close,
-    equations,
-    exercise,
-    predicted,
-    require,
-)
+from course_lib.lessons.check.answers import close, equations
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome
+from course_lib.lessons.check.many_devices import normal
 from course_lib.measure import virtual
 from course_lib.smaller_and_faster import offload
 
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
-@exercise
-def streamed_bytes(adam, momentum):
-    """Checks the bytes per parameter and step that cross the link, in both directions together,
-    if float32 moments are streamed.
-    """
-    predicted(adam, momentum, hint="Which arrays are fetched, and which are sent back?")
+
+def bytes_per_parameter():
     params = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
-    for name, guess, optimizer, arrays in (
-        ("Adam", adam, optax.adam(1e-3), "two moments"),
-        ("Momentum", momentum, optax.sgd(0.1, momentum=0.9), "one moment"),
-    ):
-        right = 2 * offload.bytes_each_way(optimizer, params) / 1000
-        require(
-            guess != right / 2,
-            f"{name}: {guess} counts one direction. The moments also travel back.",
+    optimizers = {"adam": optax.adam(1e-3), "momentum": optax.sgd(0.1, momentum=0.9)}
+    return {n: 2 * offload.bytes_each_way(o, params) / 1000 for n, o in optimizers.items()}
+
+
+streamed_bytes = Numbers(
+    "streamed_bytes",
+    bytes_per_parameter,
+    rows={
+        "adam": {"one direction": 8, "parameters": 24, "Adam": ...},
+        "momentum": {"momentum there": 4, "momentum and parameters": 16, "Momentum": ...},
+    },
+)
+
+
+def update(p, m, g, *, move=lambda old, new: new, decay=0.9):
+    new = decay * m + g
+    return p - 0.1 * move(m, new), new
+
+
+def streamed(p, m, g, *, fetch="layer", send="layer", result=lambda p, m: (p, m), **options):
+    """Momentum on the host, one layer at a time."""
+
+    def one_layer(_, layer):
+        p, m, g = layer
+        m = jax.device_put(m, DEVICE) if fetch == "layer" else m
+        p, m = update(p, m, g, **options)
+        sent = jax.device_put(m, HOST) if send in ("layer", "forgotten") else m
+        return None, (p, m if send == "forgotten" else sent)
+
+    m = jax.device_put(m, DEVICE) if fetch == "all" else m
+    p, m = jax.lax.scan(one_layer, None, (p, m, g))[1]
+    return result(p, jax.device_put(m, HOST) if send == "all" else m)
+
+
+def three_arrays():
+    p, m, g = map(jnp.asarray, normal(0, *[(4, 6)] * 3))
+    return [(p, jax.device_put(m, HOST), g)]
+
+
+class Momentum(Outcome):
+    """Parameters and momentum, and what moved between the memories."""
+
+    is_pair = property(lambda it: isinstance(it.result, tuple | list) and len(it.result) == 2)
+
+    def is_update(self, exchanged=False, **options):
+        expected = update(*map(jax.device_get, self.args), **options)
+        return close(tuple(self.result), expected[::-1] if exchanged else expected)
+
+    @functools.cached_property
+    def moves(self):
+        """The elements of each array that moves to the host, and to the device."""
+        sizes: dict[str, list[int]] = {"host": [], "device": []}
+        for eqn in equations(self.program):
+            if eqn.primitive.name == "device_put":
+                for place, var in zip(eqn.params["devices"], eqn.invars, strict=True):
+                    memory = "host" if "host" in str(place).lower() else "device"
+                    sizes[memory].append(var.aval.size)
+        return sizes
+
+    def moves_all(self, memory):
+        return max(self.moves[memory]) >= self.args[1].size
+
+    @property
+    def is_on_host(self):
+        """Whether the momentum ends on the host. JAX 0.7.2 does not say it for a CPU."""
+        traced = getattr(self.program.outvars[1].aval, "memory_space", None)
+        sharding = getattr(self.result[1], "sharding", None)
+        kind = getattr(sharding, "memory_kind", None)
+        return bool(offload.why_unavailable()) or HOST == traced or kind == virtual.HOST_MEMORY
+
+
+class OnHost(Function):
+    """JAX 0.7.2 leaves all arrays on a CPU in one memory; later ones add none from both."""
+
+    unreachable = frozenset({"forgotten" if offload.why_unavailable() else "not fetched"})
+
+
+streamed_momentum = OnHost(
+    "streamed_momentum",
+    streamed,
+    cases=three_arrays,
+    name=None,
+    outcome=Momentum,
+    rows={
+        "no pair": (dict(result=lambda p, m: p), lambda it: not it.is_pair),
+        "exchanged": (
+            dict(result=lambda p, m: (m, p)),
+            lambda it: it.is_update(exchanged=True),
+        ),
+        "old momentum": (
+            dict(move=lambda old, new: old),
+            lambda it: it.is_update(move=lambda old, new: old),
+        ),
+        "another": (dict(decay=0.99), lambda it: not it.is_update()),
+        "not fetched": (dict(fetch="no"), lambda it: not it.moves["device"]),
+        "fetched at once": (dict(fetch="all"), lambda it: it.moves_all("device")),
+        "not sent": (dict(send="no"), lambda it: not it.moves["host"]),
+        "sent at once": (dict(send="all"), lambda it: it.moves_all("host")),
+        "forgotten": (dict(send="forgotten"), lambda it: not it.is_on_host),
+    },
+)
+
+VALUES = {  # FLOPs, bytes
+    "inputs of blocks": (3e13, 1e9),  # 300 ms against 80 ms
+    "keys and values": (6e12, 1e9),  # 60 ms against 80 ms: there alone, 40 ms
+    "hidden": (4e12, 4e9),  # 40 ms against 320 ms
+    "normalized": (1e9, 1e9),
+}
+OTHERS = {"queries": (1e11, 4e9), "mask": (4e10, 5e8), "scores": (5e11, 6e10)}
+
+
+def cheaper(values, rate, link, *, times=2, swap=False, result=lambda names: names):
+    return result(
+        [
+            name
+            for name, (flops, size) in values.items()
+            if (times * size / link < flops / rate) != swap
+        ]
+    )
+
+
+class Names(Outcome):
+    """The chosen names, and how long the choice takes."""
+
+    values = property(lambda it: it.args[0])
+    rate = property(lambda it: it.args[1])
+    link = property(lambda it: it.args[2])
+    are_names = property(
+        lambda it: isinstance(it.result, Iterable) and not isinstance(it.result, str)
+    )
+    chosen = property(lambda it: set(map(str, it.result)))
+    best = property(lambda it: set(it.right))
+    listed = property(lambda it: sorted(it.chosen))
+    expected = property(lambda it: sorted(it.right))
+
+    def ms(self, names):
+        return 1e3 * sum(
+            2 * size / self.link if name in names else flops / self.rate
+            for name, (flops, size) in self.values.items()
         )
-        require(
-            guess != right + 8,
-            f"{name}: {guess} counts the parameters, too. They stay on the device.",
-        )
-        require(
-            guess == right,
-            f"{name}: {guess} is too {'many' if guess > right else 'few'}: {arrays} of 4 bytes"
-            " per parameter, there and back.",
-        )
-    return "each moment crosses the link twice per step."
+
+    chosen_ms = property(lambda it: it.ms(it.chosen))
+    best_ms = property(lambda it: it.ms(it.right))
+    recomputed_ms = property(lambda it: it.ms(()))
 
 
-@exercise
-def streamed_momentum(your_update):
-    """Checks `your_update(p, m, g) -> (p, m)` on arrays [N D], m on the host: m = 0.9 m + g and
-    p = p - 0.1 m, one layer at a time.
-    """
-    p, m, g = jax.random.normal(jax.random.key(0), (3, 4, 6))
-    new_m = 0.9 * m + g
-    hint = "Begin with the scan of `streamed_adam`."
-    result = call(your_update, p, jax.device_put(m, jax.memory.Space.Host), g, hint=hint)
-    require(
-        isinstance(result, tuple | list) and len(result) == 2,
-        "Return two things: the parameters, and the momentum.",
-    )
-    require(
-        not close(tuple(result), (new_m, p - 0.1 * new_m)),
-        "The momentum comes first: return the parameters first, then the momentum.",
-    )
-    require(
-        not close(tuple(result), (p - 0.1 * m, new_m)),
-        "The parameters moved by the old momentum: update the momentum first.",
-    )
-    require(
-        close(tuple(result), (p - 0.1 * new_m, new_m)),
-        "The numbers are not those of m = 0.9 m + g, p = p - 0.1 m.",
-    )
-    program = jax.make_jaxpr(your_update)(p, jax.device_put(m, jax.memory.Space.Host), g)
-    moves = list(_moves(program.jaxpr))
-    fetched = [size for place, size in moves if place == "device"]
-    sent = [size for place, size in moves if place == "host"]
-    require(fetched, "Nothing is fetched: `jax.device_put(..., jax.memory.Space.Device)`.")
-    require(
-        max(fetched) < m.size,
-        "All layers are fetched at once. Take one layer of the momentum, and fetch that.",
-    )
-    require(sent, "The momentum is not sent back: it ends in the device's memory.")
-    require(
-        max(sent) < m.size,
-        "All layers are sent back at once: until then they are in the device's memory.",
-    )
-    require(
-        offload.why_unavailable() or result[1].sharding.memory_kind == virtual.HOST_MEMORY,
-        "The momentum that you return is in the device's memory: return what"
-        " `jax.device_put(..., jax.memory.Space.Host)` gives.",
-    )
-    return "one layer at a time crosses the link, there and back."
-
-
-def _moves(jaxpr):
-    """Lists the moves in a program: to which memory, and how many elements."""
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "device_put":
-            for place, var in zip(eqn.params["devices"], eqn.invars, strict=True):
-                memory = "host" if "host" in str(place).lower() else "device"
-                yield memory, var.aval.size
-
-
-@exercise
-def what_to_offload(your_choice):
-    """Checks `your_choice(values, rate, link) -> names`: the values that take less time to move
-    than to compute again.
-
-    `values` maps a name to the FLOPs that make it and its bytes, `rate` is in FLOP/s, `link` in
-    bytes/s in one direction.
-    """
-    rate, link = 100e12, 25e9
-    values = {  # FLOPs, bytes
-        "inputs of blocks": (3e13, 1e9),  # 300 ms against 80 ms
-        "keys and values": (6e12, 1e9),  # 60 ms against 80 ms: there alone, 40 ms
-        "hidden": (4e12, 4e9),  # 40 ms against 320 ms
-        "normalized": (1e9, 1e9),
-    }
-    right = {name for name, (flops, n) in values.items() if 2 * n / link < flops / rate}
-    one_way = {name for name, (flops, n) in values.items() if n / link < flops / rate}
-    hint = "Compare two times, value by value."
-    chosen = _names(call(your_choice, values, rate, link, hint=hint))
-    require(chosen <= set(values), f"Return names of `values`, not {sorted(map(str, chosen))}.")
-    require(
-        chosen != one_way,
-        "'keys and values' is too slow to move: it goes to the host, and comes back.",
-    )
-    require(
-        chosen != set(values) - right,
-        "These are the values that are cheaper to compute again: turn the comparison around.",
-    )
-    seconds = sum(
-        2 * n / link if name in chosen else flops / rate for name, (flops, n) in values.items()
-    )
-    best = sum(min(2 * n / link, flops / rate) for flops, n in values.values())
-    require(
-        chosen == right,
-        f"Your choice takes {seconds * 1e3:.0f} ms; {best * 1e3:.0f} ms is possible.",
-    )
-    # On another machine, other values are the right ones.
-    slower, faster = 10e12, 450e9
-    others = {"queries": (1e11, 4e9), "mask": (4e10, 5e8), "scores": (5e11, 6e10)}
-    chosen_there = _names(call(your_choice, others, slower, faster, hint=hint))
-    right_there = {n for n, (flops, b) in others.items() if 2 * b / faster < flops / slower}
-    require(
-        chosen_there == right_there,
-        f"Right here. With {slower:.3g} FLOP/s, {faster:.3g} bytes/s and {others}, choose"
-        f" {sorted(right_there)}, not {sorted(chosen_there)}: both rates count.",
-    )
-    recomputed = sum(flops for flops, _ in values.values()) / rate
-    return f"{best * 1e3:.0f} ms, where computing all again takes {recomputed * 1e3:.0f} ms."
-
-
-def _names(chosen):
-    """Returns the set of names that a learner's function chose."""
-    require(
-        isinstance(chosen, Iterable) and not isinstance(chosen, str),
-        f"Return a set of names, such as {{'hidden'}}, not {chosen!r}.",
-    )
-    return set(chosen)
+what_to_offload = Function(
+    "what_to_offload",
+    cheaper,
+    cases=lambda: [(VALUES, 100e12, 25e9), (OTHERS, 10e12, 450e9)],
+    name=None,
+    outcome=Names,
+    rows={
+        "no set": (
+            [dict(result=lambda names: "hidden"), dict(result=lambda names: True)],
+            lambda it: not it.are_names,
+        ),
+        "other names": (
+            dict(result=lambda names: ["all"]),
+            lambda it: it.case == 0 and not it.chosen <= set(it.values),
+        ),
+        "one way": (
+            dict(times=1),
+            lambda it: it.case == 0 and it.chosen == set(cheaper(*it.args, times=1)),
+        ),
+        "turned around": (
+            dict(swap=True),
+            lambda it: it.case == 0 and it.chosen == set(it.values) - it.best,
+        ),
+        "another": (dict(times=0), lambda it: it.case == 0 and it.chosen != it.best),
+        "another machine": (
+            [
+                lambda values, rate, link: [max(values, key=lambda name: values[name][0])],
+                lambda values, rate, link: [n for n, (f, b) in values.items() if f / b > 1e4],
+            ],
+            lambda it: it.chosen != it.best,
+        ),
+    },
+)

@@ -4,131 +4,123 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.answers import close
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, share
+from course_lib.lessons.check.many_devices import normal
 from course_lib.smaller_and_faster import optimizer_memory
 
 
-@exercise
-def lost_updates(near_one, near_three):
-    """Checks the largest updates that bfloat16 parameters of 1 and 3 lose, if the sum is
-    rounded to the nearest number.
-    """
-    predicted(
-        near_one,
-        near_three,
-        hint="The section on parameters in bfloat16 says how far apart its numbers are from 1"
-        " to 2. How far is it from 2 to 4, and which sums round back to the old number?",
-    )
-    for value, yours, name in ((1.0, near_one, "1"), (3.0, near_three, "3")):
-        updates = np.arange(1, 2**12, dtype=np.float32) * np.float32(2.0**-16)
-        sums = jnp.asarray(value + updates).astype(jnp.bfloat16).astype(jnp.float32)
-        right = float(updates[np.asarray(sums) == value].max())
-        require(
-            abs(yours / (2 * right) - 1) > 0.01,
-            f"{yours:g} is the distance from {name} to the next number. Rounding to the nearest"
-            " one loses half of that.",
+def largest_lost(value):
+    """Returns the largest update that is lost near a value."""
+    updates = np.arange(1, 2**12, dtype=np.float32) * np.float32(2.0**-16)
+    return float(updates[np.asarray(jnp.asarray(value + updates, jnp.bfloat16)) == value].max())
+
+
+lost_updates = Numbers(
+    "lost_updates",
+    lambda: {"near_one": largest_lost(1.0), "near_three": largest_lost(3.0)},
+    tolerance=0.01,
+    near=0.01,
+    rows={
+        "near_one": {"distance from 1": share(2), "near 1": ...},
+        "near_three": {"distance from 3": share(2), "near 3": ...},
+    },
+)
+
+SIZE = 4096 * 11008
+
+state_of_a_matrix = Numbers(
+    "state_of_a_matrix",
+    lambda: {
+        "adamw": 8 * SIZE,
+        "eight_bits": 2 * SIZE + 8 * SIZE // 256,
+        "adafactor": 4 * (4096 + 11008),
+        "size": SIZE,
+    },
+    tolerance=1e-3,
+    rows={
+        "adamw": {"per parameter": 8, "AdamW": ...},
+        "eight_bits": {"scales": [2 * SIZE, 2 * SIZE + 4 * SIZE // 256], "8-bit": ...},
+        "adafactor": {"numbers": share(1 / 4), "Adafactor": ...},
+    },
+)
+
+
+def lion(
+    grad,
+    packed,
+    b1,
+    b2,
+    *,
+    sign=jnp.sign,
+    share=lambda b1, b2: b1,
+    new=lambda old, grad, b2: b2 * old + (1 - b2) * grad,
+    pack=optimizer_memory.quantize,
+    result=lambda update, packed: (update, packed),
+):
+    momentum = optimizer_memory.dequantize(packed)
+    b1 = share(b1, b2)
+    update = sign(b1 * momentum + (1 - b1) * grad)
+    return result(update, pack(new(momentum, grad, b2)))
+
+
+class Lion(Outcome):
+    """The update, and the momentum that is kept."""
+
+    is_pair = property(lambda it: isinstance(it.result, tuple | list) and len(it.result) == 2)
+    update = property(lambda it: it.result[0])
+    new = property(lambda it: it.result[1])
+    shape = property(lambda it: np.shape(it.update))
+    old = property(lambda it: optimizer_memory.dequantize(it.args[1]))
+    stored = property(
+        lambda it: (
+            sum(jnp.asarray(one).nbytes for one in jax.tree.leaves(it.new)) / it.args[0].size
         )
-        require(
-            abs(yours / right - 1) < 0.01,
-            f"Near {name} the largest update that is lost is not {yours:g}. Numbers lie"
-            " 2^-7 apart from 1 to 2, and twice as far from 2 to 4.",
-        )
-    return "2^-8 near 1 and 2^-7 near 3; with a rate of 1e-3, most of Adam's updates."
+    )
+
+    def moves_by(self, b1, sign=jnp.sign):
+        return close(self.update, sign(b1 * self.old + (1 - b1) * self.args[0]), 1e-3)
+
+    def keeps(self, momentum, **options):
+        return close(optimizer_memory.dequantize(self.new, **options), momentum, 0.03)
+
+    right_momentum = property(lambda it: 0.95 * it.old + 0.05 * it.args[0])
 
 
-@exercise
-def state_of_a_matrix(adamw, eight_bits, adafactor):
-    """Checks the bytes of optimizer state for one matrix of 4096 x 11008 float32 parameters:
-    AdamW, 8-bit AdamW with blocks of 256, and Adafactor.
-    """
-    predicted(
-        adamw,
-        eight_bits,
-        adafactor,
-        hint="For each optimizer, list the arrays that it keeps for this matrix, with their"
-        " shapes and dtypes: the notebook describes all three.",
-    )
-    size = 4096 * 11008
-    right = {"AdamW": 8 * size, "8-bit AdamW": 2 * size + 8 * size // 256}
-    right["Adafactor"] = 4 * (4096 + 11008)
-    yours = {"AdamW": adamw, "8-bit AdamW": eight_bits, "Adafactor": adafactor}
-    require(
-        adamw != 8,
-        "These are bytes per parameter: count those of the whole matrix.",
-    )
-    require(
-        abs(eight_bits - 2 * size) > 1 and abs(eight_bits - (2 * size + 4 * size / 256)) > 1,
-        "Each block of 256 numbers has a float32 scale, in each of the two moments.",
-    )
-    require(
-        adafactor != 4096 + 11008,
-        "This counts the numbers of Adafactor's row and column means; each takes 4 bytes.",
-    )
-    for name, value in right.items():
-        require(
-            abs(yours[name] - value) <= 1e-3 * value,
-            f"{name}: {yours[name]:,.0f} bytes are too"
-            f" {'many' if yours[name] > value else 'few'} for {size:,} parameters.",
-        )
-    return ", ".join(f"{name} {value:,}" for name, value in right.items()) + " bytes."
+def gradient_and_momentum():
+    grad, momentum = map(jnp.asarray, normal(0, (8, 512), (8, 512)))
+    return [(grad, optimizer_memory.quantize(momentum), 0.9, 0.95)]
 
 
-@exercise
-def lion_8bit(your_update):
-    """Checks `your_update(grad, packed, b1, b2) -> (update, packed)`: Lion's update from a
-    momentum that is kept in 8 bits, by `optimizer_memory.quantize`.
-    """
-    keys = jax.random.split(jax.random.key(0), 2)
-    grad, momentum = (jax.random.normal(key, (8, 512)) for key in keys)
-    packed = optimizer_memory.quantize(momentum)
-    old = optimizer_memory.dequantize(packed)
-    hint = "Unpack the momentum with `optimizer_memory.dequantize`, compute, and pack it again."
-    yours = call(your_update, grad, packed, 0.9, 0.95, hint=hint)
-    require(
-        isinstance(yours, tuple) and len(yours) == 2,
-        "Return two things: the update and the packed momentum.",
-    )
-    update, new = yours
-    require(
-        not isinstance(update, optimizer_memory.Quantized),
-        "Return the update first, then the packed momentum.",
-    )
-    require(jnp.shape(update) == grad.shape, f"The update has shape {jnp.shape(update)}.")
-    require(
-        not close(update, jnp.sign(0.95 * old + 0.05 * grad), 1e-3),
-        "This is the sign of the new momentum. Lion weighs the gradient more in the update:"
-        " with b1 there, with b2 in the momentum.",
-    )
-    require(
-        not close(update, 0.9 * old + 0.1 * grad, 1e-3),
-        "The update still needs its sign: all of Lion's numbers move by the same amount.",
-    )
-    require(
-        close(update, jnp.sign(0.9 * old + 0.1 * grad), 1e-3),
-        "The update is not sign(b1 * momentum + (1 - b1) * gradient).",
-    )
-    leaves = jax.tree.leaves(new)
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    require(
-        stored < 1.1 * grad.size,
-        f"Right, but the new momentum takes {stored / grad.size:.0f} bytes per parameter."
-        " Quantize it.",
-    )
-    require(
-        isinstance(new, optimizer_memory.Quantized),
-        "The packed momentum is what `optimizer_memory.quantize` returns.",
-    )
-    right = 0.95 * old + 0.05 * grad
-    require(
-        not close(optimizer_memory.dequantize(new), old, 0.03),
-        "The momentum is still the old one: it becomes b2 * momentum + (1 - b2) * gradient.",
-    )
-    require(
-        not close(optimizer_memory.dequantize(new, signed=False), jnp.maximum(right, 0), 0.03),
-        "`signed=False` loses the negative numbers of the momentum.",
-    )
-    require(
-        close(optimizer_memory.dequantize(new), right, 0.03),
-        "The new momentum is not b2 * momentum + (1 - b2) * gradient.",
-    )
-    return f"{stored / grad.size:.2f} bytes of state per parameter, where AdamW has 8."
+lion_8bit = Function(
+    "lion_8bit",
+    lion,
+    cases=gradient_and_momentum,
+    name=None,
+    outcome=Lion,
+    rows={
+        "no pair": (dict(result=lambda update, packed: update), lambda it: not it.is_pair),
+        "exchanged": (
+            dict(result=lambda update, packed: (packed, update)),
+            lambda it: isinstance(it.update, optimizer_memory.Quantized),
+        ),
+        "shape": (dict(sign=jnp.sum), lambda it: it.shape != it.args[0].shape),
+        "sign of the new": (dict(share=lambda b1, b2: b2), lambda it: it.moves_by(0.95)),
+        "no sign": (dict(sign=jnp.asarray), lambda it: it.moves_by(0.9, jnp.asarray)),
+        "another": (dict(sign=lambda x: -jnp.sign(x)), lambda it: not it.moves_by(0.9)),
+        "bytes": (dict(pack=jnp.asarray), lambda it: it.stored >= 1.1),
+        "not quantized": (
+            dict(pack=lambda x: x.astype(jnp.int8)),
+            lambda it: not isinstance(it.new, optimizer_memory.Quantized),
+        ),
+        "old": (dict(new=lambda old, grad, b2: old), lambda it: it.keeps(it.old)),
+        "unsigned": (
+            dict(pack=lambda x: optimizer_memory.quantize(x, signed=False)),
+            lambda it: it.keeps(jnp.maximum(it.right_momentum, 0), signed=False),
+        ),
+        "another momentum": (
+            dict(new=lambda old, grad, b2: grad),
+            lambda it: not it.keeps(it.right_momentum),
+        ),
+    },
+)

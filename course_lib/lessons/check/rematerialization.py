@@ -1,153 +1,181 @@
 """Checks of notebook 02's exercises."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from course_lib import configs, measure
-from course_lib.lessons.check.answers import (
-    call,
-    close,
-    equations,
-    exercise,
-    predicted,
-    require,
-)
+from course_lib.lessons.check.answers import close, equations
+from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, is_wrong
+from course_lib.lessons.check.many_devices import normal
 from course_lib.models import layers
 from course_lib.one_device import rematerialization
 
+TWO_ARRAYS = 2 * 4 * 2**20
+BY_NAME = jax.checkpoint_policies.save_only_these_names("t")
 
-@exercise
-def keep_one_value(your_gelu):
-    """Checks `your_gelu(x)`: GELU that saves x and the tanh, and computes the tanh once."""
 
-    def gelu(x):
-        return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+def plain_gelu(x, named=False):
+    t = jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return 0.5 * x * (1 + (checkpoint_name(t, "t") if named else t))
 
-    x = jnp.linspace(-3, 3, 64)
-    hint = (
-        "A policy is a function of an operation: `policy(primitive, *shapes, **params) ->"
-        " bool`."
+
+def keeps_tanh(primitive, *shapes, **params):
+    return primitive.name == "tanh"
+
+
+def gelu(x, *, of=plain_gelu, policy=keeps_tanh):
+    return jax.checkpoint(of, policy=policy)(x)
+
+
+def derivative(function, x):
+    return jax.grad(lambda x: function(x).sum())(x)
+
+
+class Gelu(Outcome):
+    """What GELU saves, and how often it computes the tanh."""
+
+    x = property(lambda it: it.args[0])
+    has_derivative = property(
+        lambda it: close(derivative(it.function, it.x), derivative(plain_gelu, it.x))
     )
-    yours = call(your_gelu, x, hint=hint)
-    require(close(yours, gelu(x)), "The values are not those of GELU.")
-    require(
-        close(jax.grad(lambda x: your_gelu(x).sum())(x), jax.grad(lambda x: gelu(x).sum())(x)),
-        "The derivative is not that of GELU.",
-    )
-    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    saved = rematerialization.residuals(your_gelu, shape)
-    num_bytes = sum(array.bytes for array in saved if array.shape == shape.shape)
-    program = jax.make_jaxpr(jax.grad(lambda x: your_gelu(x).sum()))(x).jaxpr
-    tanhs = sum(eqn.primitive.name == "tanh" for eqn in equations(program))
-    mib = num_bytes / 2**20
-    require(
-        num_bytes >= 2 * 4 * 2**20,
-        f"Only {mib:.0f} MiB are saved, and the tanh is computed {tanhs} times: does the policy"
-        " of `jax.checkpoint` keep the tanh?",
-    )
-    require(
-        num_bytes == 2 * 4 * 2**20,
-        f"{mib:.0f} MiB are saved; two arrays of 4 MiB are enough. Is the function inside"
-        " `jax.checkpoint`, and does its policy keep the tanh alone?",
-    )
-    require(
-        tanhs == 1,
-        f"The tanh is computed {tanhs} times. Its derivative uses its own result;"
-        " `checkpoint_name` makes a second value of it, and only that one is kept. A policy can"
-        " decide by operation instead of by name.",
-    )
-    return "8 MiB, and the tanh is computed once."
+
+    @functools.cached_property
+    def num_bytes(self):
+        shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        saved = rematerialization.residuals(self.function, shape)
+        return sum(array.bytes for array in saved if array.shape == shape.shape)
+
+    mib = property(lambda it: it.num_bytes / 2**20)
+
+    @property
+    def tanhs(self):
+        program = jax.make_jaxpr(lambda x: derivative(self.function, x))(self.x).jaxpr
+        return sum(eqn.primitive.name == "tanh" for eqn in equations(program))
 
 
-@exercise
-def square_root(your_layers):
-    """Checks `your_layers(layer, w, x)`: 64 layers of `layer(w, x) -> x`, rematerialized in
-    groups and one by one.
-
-    `w` is [64 16 16], `x` [32 16]. The backward pass may hold 16 inputs of layers at most.
-    """
-
-    def layer(w, x):
-        return jnp.sin(x @ w)
-
-    keys = jax.random.split(jax.random.key(0))
-    w, x = jax.random.normal(keys[0], (64, 16, 16)) / 4, jax.random.normal(keys[1], (32, 16))
-
-    def plain(w, x):
-        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
-
-    def yours(w, x):
-        return your_layers(layer, w, x)
-
-    hint = "Write it with two nested scans first, without `jax.checkpoint`."
-    result = call(yours, w, x, hint=hint)
-    require(
-        close(result, plain(w, x)), "The result is not that of 64 layers, one after another."
-    )
-    shapes = jax.eval_shape(lambda: (w, x))
-    inputs = [
-        array.shape
-        for array in rematerialization.residuals(yours, *shapes)
-        if array.shape[-2:] == x.shape
-    ]
-    # a scan stacks its inputs, beside x itself; a loop saves them one by one
-    stacked = [math.prod(shape[:-2]) for shape in inputs if len(shape) > 2]
-    groups = max(stacked) if stacked else max(len(inputs), 1)
-
-    def flops(fn):
-        gradient = jax.grad(lambda w, x: fn(w, x).sum(), argnums=(0, 1))
-        return sum(measure.flops(gradient, *shapes).total.values())
-
-    forward = flops(plain) / 3
-    passes = round(flops(yours) / forward) - 2
-    require(
-        not (groups == 1 and passes > 1),
-        "All 64 layers are one group: while it is recomputed, 64 inputs are held. Cut it"
-        " into more.",
-    )
-    require(passes > 1, "Nothing is recomputed: where is `jax.checkpoint`?")
-    program = jax.make_jaxpr(yours)(w, x).jaxpr
-    nested = any(
-        inner.primitive.name == "scan" and inner.params["length"] > 1
-        for outer in equations(program)
-        if outer.primitive.name == "scan"
-        for inner in equations(outer.params["jaxpr"].jaxpr)
-    )
-    require(
-        groups < 64 or not nested,
-        f"{groups} inputs are saved, though there are groups: only the layers are"
-        " rematerialized. What does a group save?",
-    )
-    require(
-        groups < 64,
-        f"{groups} inputs are saved: each layer is a group of its own. Scan over groups of"
-        " layers.",
-    )
-    require(
-        passes <= 3,
-        f"{passes} forward passes: three are enough. Nest two levels, groups and layers.",
-    )
-    require(
-        passes == 3,
-        f"{passes} forward passes: groups are recomputed, and inside of a group every layer"
-        " saves all it needs. Rematerialize the layers, too.",
-    )
-    held = groups + 64 // groups
-    require(
-        held == 16,
-        f"{groups} groups of {64 // groups} layers hold {held} inputs at the most. Which"
-        " number of groups holds 16?",
-    )
-    return "16 inputs in place of 64, for a third forward pass."
+keep_one_value = Function(
+    "keep_one_value",
+    gelu,
+    cases=lambda: [(jnp.linspace(-3, 3, 64),)],
+    outcome=Gelu,
+    rows={
+        "values": (dict(of=jnp.tanh), is_wrong),
+        "derivative": (
+            dict(of=lambda x: plain_gelu(jax.lax.stop_gradient(x))),
+            lambda it: not it.has_derivative,
+        ),
+        "too few": (dict(policy=None), lambda it: it.num_bytes < TWO_ARRAYS),
+        "too many": (plain_gelu, lambda it: it.num_bytes > TWO_ARRAYS),
+        "twice": (
+            dict(of=lambda x: plain_gelu(x, named=True), policy=BY_NAME),
+            lambda it: it.tanhs != 1,
+        ),
+    },
+)
 
 
-def saved_by_a_layer(*modules: str) -> int:
+def not_at_all(function):
+    return function
+
+
+def grouped(layer, w, x, *, k=8, one=jax.checkpoint, group=jax.checkpoint):
+    """Layers in groups of k."""
+
+    def add_layer(x, w):
+        return layer(w, x), None
+
+    def add_group(x, w):
+        return jax.lax.scan(one(add_layer), x, w)[0], None
+
+    return jax.lax.scan(group(add_group), x, w.reshape(-1, k, *w.shape[1:]))[0]
+
+
+def three_levels(layer, w, x):
+    """Layers in groups of four in groups of four."""
+
+    def four_groups(w, x):
+        return grouped(layer, w, x, k=4)
+
+    return grouped(four_groups, w.reshape(4, 16, 16, 16), x, k=1, one=not_at_all)
+
+
+class Layers(Outcome):
+    """What layers save, and how often they are computed."""
+
+    shapes = property(lambda it: jax.eval_shape(lambda: it.args[1:]))
+
+    def of(self, w, x):
+        return self.function(self.args[0], w, x)
+
+    @functools.cached_property
+    def groups(self):
+        """The number of saved inputs. A scan stacks them; a loop saves them one by one."""
+        saved = [array.shape for array in rematerialization.residuals(self.of, *self.shapes)]
+        inputs = [shape for shape in saved if shape[-2:] == self.args[2].shape]
+        stacked = [math.prod(shape[:-2]) for shape in inputs if len(shape) > 2]
+        return max(stacked) if stacked else max(len(inputs), 1)
+
+    per_group = property(lambda it: 64 // it.groups)
+    held = property(lambda it: it.groups + it.per_group)
+
+    @functools.cached_property
+    def passes(self):
+        """How often the forward pass is computed."""
+        w, x = self.shapes
+        gradient = jax.grad(lambda w, x: self.of(w, x).sum(), argnums=(0, 1))
+        flops = sum(measure.flops(gradient, w, x).total.values())
+        return round(flops / (64 * 2 * 32 * 16 * 16)) - 2
+
+    @property
+    def nested(self):
+        """Whether a scan is inside of another."""
+        scans = [e for e in equations(jax.make_jaxpr(self.of)(*self.args[1:]).jaxpr)]
+        scans = [e for e in scans if e.primitive.name == "scan"]
+        return any(
+            inner.primitive.name == "scan" and inner.params["length"] > 1
+            for outer in scans
+            for inner in equations(outer.params["jaxpr"].jaxpr)
+        )
+
+
+def sine(w, x):
+    return jnp.sin(x @ w)
+
+
+def weights_and_inputs():
+    w, x = normal(0, (64, 16, 16), (32, 16))
+    return [(sine, jnp.asarray(w / 4), jnp.asarray(x))]
+
+
+square_root = Function(
+    "square_root",
+    grouped,
+    cases=weights_and_inputs,
+    outcome=Layers,
+    rows={
+        "another": (lambda layer, w, x: layer(w[0], x), is_wrong),
+        "one group": (dict(k=64), lambda it: it.groups == 1 and it.passes > 1),
+        "nothing": (dict(one=not_at_all, group=not_at_all), lambda it: it.passes <= 1),
+        "layers alone": (dict(group=not_at_all), lambda it: it.groups >= 64 and it.nested),
+        "no groups": (dict(k=1), lambda it: it.groups >= 64),
+        "three levels": (three_levels, lambda it: it.passes > 3),
+        "groups alone": (dict(one=not_at_all), lambda it: it.passes != 3),
+        "other groups": (dict(k=4), lambda it: it.held != 16),
+    },
+)
+
+STATE, BUDGET = 16 * 12 * 1024**2, 22 * 2**30  # bytes of a layer, and of the GPU
+
+
+@functools.cache
+def saved_by_a_layer(*modules):
     """Returns the bytes that a layer of width 1024 saves of 16 x 512 tokens.
 
-    Args:
-      *modules: what is rematerialized, of `rematerialization.MODULES`.
+    `modules` are rematerialized, of `rematerialization.MODULES`.
     """
     model = configs.get("155m").model
     model.update(dropout_rate=0.0, remat=modules)
@@ -160,37 +188,31 @@ def saved_by_a_layer(*modules: str) -> int:
     return sum(array.bytes for array in arrays if "argument [0]" not in array.why)
 
 
-@exercise
-def depth(without, with_remat):
-    """Checks how many layers of width 1024 fit into 22 GiB with 16 x 512 tokens: a prediction,
-    within a tenth.
-    """
-    hint = "What does one more layer add to the memory, in each case?"
-    predicted(without, with_remat, hint=hint)
+class Depth(Numbered):
+    """Numbers of layers."""
 
-    state, budget = 16 * 12 * 1024**2, 22 * 2**30
-    measured = []
-    for name, guess, num_bytes in (
-        ("without rematerialization", without, saved_by_a_layer()),
-        ("with rematerialized blocks", with_remat, saved_by_a_layer("Block")),
-    ):
-        right = budget // (state + num_bytes)
-        measured.append(right)
-        require(
-            abs(guess / (budget // num_bytes) - 1) > 0.02,
-            f"{guess} layers {name}: the state is missing, 16 bytes for each of 12 x 1024^2"
-            " parameters of a layer.",
-        )
-        require(
-            abs(guess / (budget // state) - 1) > 0.02 or num_bytes < state,
-            f"{guess} layers {name}: the arrays that a layer saves are missing.",
-        )
-        require(
-            abs(guess / right - 1) <= 0.1,
-            f"{guess} layers {name} are too {'many' if guess > right else 'few'}: measured, a"
-            f" layer saves {num_bytes / 2**20:,.0f} MiB beside its state.",
-        )
-    return (
-        f"measured, {measured[0]} and {measured[1]}. Activations limit the first number,"
-        " parameters and optimizer state the second."
-    )
+    mib_without = property(lambda it: saved_by_a_layer() / 2**20)
+    mib_with_remat = property(lambda it: saved_by_a_layer("Block") / 2**20)
+
+
+depth = Numbers(
+    "depth",
+    lambda: {
+        "without": BUDGET // (STATE + saved_by_a_layer()),
+        "with_remat": BUDGET // (STATE + saved_by_a_layer("Block")),
+    },
+    tolerance=0.1,
+    near=0.02,
+    outcome=Depth,
+    rows={
+        "without": {
+            "state": lambda right: BUDGET // saved_by_a_layer(),
+            "arrays": BUDGET // STATE,
+            "number": ...,
+        },
+        "with_remat": {
+            "state with": lambda right: BUDGET // saved_by_a_layer("Block"),
+            "number with": ...,
+        },
+    },
+)

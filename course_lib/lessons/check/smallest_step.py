@@ -1,162 +1,118 @@
 """Checks of notebook 19's exercises."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from course_lib import measure
-from course_lib.lessons.check.answers import call, close, exercise, predicted, require
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, is_wrong
+from course_lib.lessons.check.many_devices import normal
+
+RIGHT = {"autodiff": 20, "in_place": 16, "on_host": 8}
+
+bytes_of_state = Numbers(
+    "bytes_of_state",
+    lambda: RIGHT,
+    rows={name: {f"{name} lacks one": right - 4, name: ...} for name, right in RIGHT.items()},
+)
 
 
-@exercise
-def bytes_of_state(autodiff, in_place, on_host):
-    """Checks how many bytes per parameter a float32 Adam step with many minibatches keeps on
-    the device: by autodiff, with gradients in place, and with the moments on the host as well.
-    """
-    predicted(
-        autodiff,
-        in_place,
-        on_host,
-        hint="Which trees exist at the end of a minibatch's backward pass?",
-    )
-    for name, guess, right in (
-        ("By autodiff", autodiff, 20),
-        ("In place", in_place, 16),
-        ("Moments on the host", on_host, 8),
-    ):
-        require(
-            guess != right - 4,
-            f"{name}: {guess} bytes are one tree too few. Which tree did you leave out?",
-        )
-        require(
-            guess == right,
-            f"{name}: {guess} is too {'many' if guess > right else 'few'}. A tree takes 4 bytes"
-            " per parameter: list those that exist at once.",
-        )
-    return "with gradients in place, 16 bytes per parameter; without the moments, 8."
+def layer(w, x):
+    return x + jnp.tanh(x @ w)
 
 
-def _example():
-    """Returns layers and a sum of their gradients, both [8 64 64], and activations [4 64]."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    w = jax.random.normal(keys[0], (8, 64, 64)) / 8
-    return w, jax.random.normal(keys[1], w.shape), jax.random.normal(keys[2], (4, 64))
+def outputs(w, x):
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
 
 
-def _outputs(w, x):
-    """Returns y of layers y = x + tanh(x @ w[i]), w [N D D]."""
-    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0]
+def loss(w, x):
+    return 0.5 * jnp.sum(outputs(w, x) ** 2)
 
 
-def _loss(w, x):
-    return 0.5 * jnp.sum(_outputs(w, x) ** 2)
+def layer_by_layer(
+    state,
+    w,
+    x,
+    *,
+    change=lambda state, i, dw: state.at[i].add(dw),
+    reverse=True,
+    start=lambda y: y,
+    read=lambda w, state, i: w,
+    through=None,
+):
+    """Changes the state, a sum of gradients or the weights, in the backward pass."""
+    y, inputs = jax.lax.scan(lambda x, w: (layer(w, x), x), x, w)
+
+    def one_layer(carry, turn):
+        dx, state = carry
+        i, w, x = turn
+        w = read(w, state, i)
+        dw, dx_before = jax.vjp(layer, w, x)[1](dx)
+        state = change(state, i, dw)
+        if through:
+            dx_before = jax.vjp(layer, through(state, i), x)[1](dx)[1]
+        return (dx_before, state), None
+
+    turns = jnp.arange(len(w)), w, inputs
+    return jax.lax.scan(one_layer, (start(y), state), turns, reverse=reverse)[0][1]
 
 
-def _sum(w, x):
-    return jnp.sum(_outputs(w, x))
+class InPlace(Outcome):
+    """A sum of gradients, or new weights, and the memory that it takes."""
+
+    @functools.cached_property
+    def trees(self):
+        """The temporaries, divided by the first argument, which the program overwrites."""
+        compiled = jax.jit(self.function, donate_argnums=0).lower(*self.args).compile()
+        return measure.memory(compiled).temporaries / self.args[0].nbytes
 
 
-def _first_layer_first(w, x):
-    """Returns what a backward pass gives that begins with the first layer."""
-    dx, inputs = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), x), x, w)
-
-    def pull_back(dx, layer):
-        dw, dx = jax.vjp(lambda w, x: x + jnp.tanh(x @ w), *layer)[1](dx)
-        return dx, dw
-
-    return jax.lax.scan(pull_back, dx, (w, inputs))[1]
+def arrays():
+    """Returns a sum of gradients and layers, both [8 64 64], and activations [4 64]."""
+    total, w, x = normal(0, (8, 64, 64), (8, 64, 64), (4, 64))
+    return [(jnp.asarray(total), jnp.asarray(w / 8), jnp.asarray(x))]
 
 
-def _trees(function, *args):
-    """Returns the size of a program's temporaries, divided by the size of its first argument.
-    The program overwrites this argument.
-    """
-    compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
-    return measure.memory(compiled).temporaries / args[0].nbytes
+add_in_place = Function(
+    "add_in_place",
+    layer_by_layer,
+    cases=arrays,
+    name="`total`",
+    outcome=InPlace,
+    rows={
+        "alone": dict(change=lambda state, i, dw: state.at[i].set(dw)),
+        "wrong order": dict(change=lambda state, i, dw: state.at[7 - i].add(dw)),
+        "first to last": dict(reverse=False),
+        "of the sum": dict(start=jnp.ones_like),
+        "another": (dict(change=lambda state, i, dw: state.at[i].add(2 * dw)), is_wrong),
+        "trees": (lambda total, w, x: total + jax.grad(loss)(w, x), lambda it: it.trees >= 0.9),
+    },
+)
 
 
-@exercise
-def add_in_place(your_add):
-    """Checks `your_add(total, w, x) -> total`: adds the gradient of 0.5 sum(y^2) to `total`,
-    for layers y = x + tanh(x @ w[i]), with w and total [N D D].
-    """
-    w, total, x = _example()
-    gradient = jax.grad(_loss)(w, x)
-    result = call(
-        your_add, total, w, x, hint="What does the forward pass have to keep of each layer?"
-    )
-    require(
-        jnp.shape(result) == w.shape, f"Return `total`, {w.shape}, not {jnp.shape(result)}."
-    )
-    require(
-        not close(result, gradient),
-        "This is the gradient alone: add it to `total`, the gradients of earlier minibatches.",
-    )
-    require(
-        not close(result, total + gradient[::-1]),
-        "The layers are in the wrong order: the backward pass begins with the last one.",
-    )
-    require(
-        not close(result, total + _first_layer_first(w, x)),
-        "`dx` passes the layers from the first to the last. Which one does the backward pass"
-        " begin with?",
-    )
-    require(
-        not close(result, total + jax.grad(_sum)(w, x)),
-        "This is the gradient of sum(y). dx begins as the gradient of 0.5 sum(y^2) by y.",
-    )
-    require(close(result, total + gradient), "The result is not total + gradient.")
-    trees = _trees(your_add, total, w, x)
-    require(
-        trees < 0.9,
-        f"Right numbers, but the temporaries take {trees:.1f} trees of gradients. Where does"
-        " the scan put the gradients of each layer?",
-    )
-    return f"temporaries take {trees:.1f} trees of gradients."
+def update(w, x, *, rate=0.1, read=lambda w, state, i: state[i], through=None):
+    """Reads each layer from the carry, so that one stack of weights exists."""
+
+    def change(state, i, dw):
+        return state.at[i].add(-rate * dw)
+
+    return layer_by_layer(w, w, x, change=change, read=read, through=through)
 
 
-@exercise
-def update_in_backward(your_update):
-    """Checks `your_update(w, x) -> w`: w - 0.1 gradient of the same loss. Each layer is updated
-    inside the backward pass.
-    """
-    w, _, x = _example()
-    w = w / 2
-    gradient = jax.grad(_loss)(w, x)
-    result = call(
-        your_update,
-        w,
-        x,
-        hint="What did the carry of exercise 2 hold that this exercise does not need?",
-    )
-    require(jnp.shape(result) == w.shape, f"Return w, {w.shape}, not {jnp.shape(result)}.")
-    require(
-        not close(result, w + 0.1 * gradient),
-        "The parameters went up the slope: subtract the gradient.",
-    )
-    require(
-        not close(result, _through_updated_weights(w, x)),
-        "dx went through updated weights: `pull_back` must use the weights that the forward"
-        " pass used.",
-    )
-    require(close(result, w - 0.1 * gradient), "The result is not w - 0.1 gradient.")
-    trees = _trees(your_update, w, x)
-    require(
-        trees < 0.9,
-        f"Right numbers, but {trees:.1f} trees of temporaries exist. Do all gradients exist at"
-        " once? Or are the weights stored twice, because they are scanned over and carried?",
-    )
-    return f"temporaries take {trees:.1f} trees: there is no tree of gradients."
-
-
-def _through_updated_weights(w, x):
-    """Returns the wrong new weights: dx goes through each layer after its update."""
-    inputs = [x]
-    for layer in w:
-        inputs.append(inputs[-1] + jnp.tanh(inputs[-1] @ layer))
-    dx, new = inputs[-1], []
-    for layer, x in zip(w[::-1], inputs[-2::-1], strict=True):
-        _, back = jax.vjp(lambda w, x: x + jnp.tanh(x @ w), layer, x)
-        new.append(layer - 0.1 * back(dx)[0])
-        _, back = jax.vjp(lambda w, x: x + jnp.tanh(x @ w), new[-1], x)
-        dx = back(dx)[1]
-    return jnp.stack(new[::-1])
+update_in_backward = Function(
+    "update_in_backward",
+    update,
+    cases=lambda: [(args[1] / 2, args[2]) for args in arrays()],
+    name="w",
+    outcome=InPlace,
+    rows={
+        "uphill": dict(rate=-0.1),
+        "updated weights": dict(through=lambda state, i: state[i]),
+        "another": (dict(rate=0.2), is_wrong),
+        "trees": (
+            [lambda w, x: w - 0.1 * jax.grad(loss)(w, x), dict(read=lambda w, state, i: w)],
+            lambda it: it.trees >= 0.9,
+        ),
+    },
+)

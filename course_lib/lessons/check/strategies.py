@@ -1,7 +1,8 @@
 """Checks of notebook 12's exercises."""
 
 import dataclasses
-from typing import Any
+import functools
+import inspect
 
 import jax
 import numpy as np
@@ -9,36 +10,18 @@ from jax.sharding import NamedSharding
 
 from course_lib import measure
 from course_lib.lessons import compare, tiny_transformer
-from course_lib.lessons.check.answers import (
-    call,
-    close,
-    exercise,
-    predicted,
-    require,
-    same_structure,
-)
-from course_lib.many_devices import meshes, step_model
+from course_lib.lessons.check.answers import call, close, same_structure
+from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome
+from course_lib.lessons.check.many_devices import mesh_of
+from course_lib.many_devices import step_model
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hlo
 from course_lib.measure.ledger import KINDS
 
-CUBE = {"data": 2, "pipe": 2, "tensor": 2}
-LONG = {"data": 1, "pipe": 4, "tensor": 2}
-M = 4
-LAYER = ("qkv", "out", "up", "down")
 
-
-@exercise
-def twice_the_gpus(speedup, part):
-    """Checks predictions about Nemotron-4 340B with the batch of its published run, on twice as
-    many GPUs along "data": how many times as fast a step becomes, and which of its parts
-    (`step_model.Breakdown.parts`) does not become shorter.
-    """
-    predicted(
-        speedup,
-        hint="Take the parts of the published run with 6,144 GPUs. Which of them depend on how"
-        " many microbatches a replica has, and which do not?",
-    )
+@functools.cache
+def published_steps():
+    """Returns the step of Nemotron-4 340B on 6,144 GPUs, and on twice as many."""
     # only this check needs the published steps
     from course_lib.lessons import backtest
 
@@ -51,114 +34,171 @@ def twice_the_gpus(speedup, part):
             row.shape, dataclasses.replace(row.plan, axes=axes), cluster
         )
 
-    once, twice = step(1), step(2)
-    names = [name for name, seconds in once.parts.items() if seconds]
-    require(part in names, f"`part` is one of {', '.join(map(repr, names))}, not {part!r}.")
-    ratio = once.total / twice.total
-    require(speedup < 2, "Twice as fast only if every part of the step were halved.")
-    require(speedup > 1, "The products are halved, so a step is faster.")
-    shorter = once.parts[part] / twice.parts[part]
-    require(
-        once.parts[part] > 0.1,
-        f"{part!r} takes only {once.parts[part]:.3f} s of the step. Look at the parts that take"
-        " more than 0.1 s.",
-    )
-    require(
-        shorter <= 1,
-        f"{part!r} becomes shorter, by a factor of {shorter:.2f}: twice as many GPUs share the"
-        " microbatches. Which bytes does each GPU send once per step, however many share the"
-        " batch?",
-    )
-    require(
-        speedup <= 1.04 * ratio,
-        f"The part is right. The step becomes less than {speedup:.2f} times as fast. How long"
-        " does the pipeline take to fill, with half as many microbatches?",
-    )
-    require(
-        speedup >= 0.96 * ratio,
-        f"The part is right. The step becomes more than {speedup:.2f} times as fast. Look at"
-        " the parts of the run with 6,144 GPUs: which are halved, and how much of the bubble?",
-    )
-    return f"{ratio:.2f} times as fast, since {part!r} and a part of the bubble stay."
+    return step(1), step(2)
 
 
-@exercise
-def three_axes(your_make_gradient):
-    """Checks `your_make_gradient(mesh, M) -> (specs, gradient)`, with `gradient(params,
-    inputs_BxL, labels_BxL) -> (loss, grads)`: the loss and gradients of the Transformer of
-    notebook 5 on a mesh with the axes "data", "pipe" and "tensor".
+class Steps(Numbered):
+    """A part of the step, on some GPUs and on twice as many."""
 
-    It compares gradients with one device's, on two meshes, and on the first also what each axis
-    sends and the memory, with those of the course's own answer.
-    """
-    require(
-        len(meshes.devices()) >= 8,
-        "This needs eight devices: call `meshes.simulate(8)` before JAX starts.",
-    )
-    # the course's answer is the yardstick, and no learner needs it before this exercise
-    from course_lib.lessons import three_axes as ours
+    speedup = property(lambda it: it.yours["speedup"])
+    part = property(lambda it: it.yours["part"])
 
+    @property
+    def names(self):
+        return [name for name, seconds in published_steps()[0].parts.items() if seconds]
+
+    listed = property(lambda it: ", ".join(map(repr, it.names)))
+    seconds = property(lambda it: published_steps()[0].parts[it.part])
+    shorter = property(lambda it: it.seconds / published_steps()[1].parts[it.part])
+    ratio = property(lambda it: it.right["speedup"])
+
+
+twice_the_gpus = Numbers(
+    "twice_the_gpus",
+    lambda: {
+        "speedup": published_steps()[0].total / published_steps()[1].total,
+        "part": "data",
+    },
+    words=("part",),
+    outcome=Steps,
+    rows={
+        "speedup": {
+            "unknown": (dict(part="pipes"), lambda it: it.part not in it.names),
+            "all halved": (2, lambda it: not it.speedup < 2),
+            "slower": (1, lambda it: not it.speedup > 1),
+        },
+        "part": {
+            "short": ("optimizer", lambda it: it.seconds <= 0.1),
+            "shorter": (["products", "bubble"], lambda it: it.shorter > 1),
+            # all parts but this one halved
+            "too fast": (dict(speedup=1.95), lambda it: it.speedup > 1.04 * it.ratio),
+            # no part of the bubble halved
+            "too slow": (
+                [dict(speedup=1.2), dict(speedup=1.66)],
+                lambda it: it.speedup < 0.96 * it.ratio,
+            ),
+        },
+    },
+)
+
+CUBE = {"data": 2, "pipe": 2, "tensor": 2}
+LONG = {"data": 1, "pipe": 4, "tensor": 2}
+M = 4
+LAYER = ("qkv", "out", "up", "down")
+
+
+@functools.cache
+def batch():
+    """Returns parameters, tokens, and one device's loss and gradients."""
     params = tiny_transformer.init(jax.random.key(1), N=4, D=32, H=4, V=64, L=16)
     tokens = np.random.default_rng(1).integers(0, 64, (2, 16, 16)).astype(np.int32)
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(jax.value_and_grad(tiny_transformer.mean_loss))(params, *tokens)
-        cube = meshes.make(CUBE)
-        compiled = _compiled(your_make_gradient, cube, params, tokens)
-        _same(compiled(*compiled.placed), expected)
-        best = _compiled(ours.make_gradient, cube, params, tokens)
-        _as_few_bytes(compiled.program, best.program, cube)
-        long = _compiled(your_make_gradient, meshes.make(LONG), params, tokens)
-        _same(long(*long.placed), expected, "With four stages: ")
-    return "one device's gradient, with no more bytes and no more memory than it takes."
+    right = jax.jit(jax.value_and_grad(tiny_transformer.mean_loss))(params, *tokens)
+    return params, tokens, jax.device_get(right)
 
 
-class _compiled:
-    """A learner's gradient, compiled for a mesh, with its arguments placed on it."""
+def make_gradient(mesh, M):
+    """The course's answer. No learner needs it before this exercise."""
+    from course_lib.lessons import three_axes
 
-    def __init__(self, make: Any, mesh: Any, params: Any, tokens: Any):
-        hint = "Begin with a PartitionSpec for each parameter, and a loss on one device's part."
-        made = call(make, mesh, M, hint=hint)
-        require(
-            isinstance(made, tuple) and len(made) == 2 and callable(made[1]),
-            f"Return two things, the specs and the gradient function, not {type(made)}.",
+    return three_axes.make_gradient(mesh, M)
+
+
+@dataclasses.dataclass(eq=False)
+class ThreeAxes(Outcome):
+    """A gradient on a mesh of three axes, compiled and run."""
+
+    axes = property(lambda it: it.args[0])
+    mesh = property(lambda it: mesh_of(it.axes))
+    first = property(lambda it: it.case == 0)
+    where = property(lambda it: "" if it.first else "With four stages: ")
+    best = property(lambda it: it.exercise.outcome_of(make_gradient, it.case))
+    type = property(lambda it: type(it.result))
+    is_pair = property(
+        lambda it: (
+            isinstance(it.result, tuple) and len(it.result) == 2 and callable(it.result[1])
         )
-        specs, gradient = made
-        require(
-            isinstance(specs, dict) and set(specs) == set(params),
-            f"`specs` needs a PartitionSpec for each of {sorted(params)}.",
-        )
+    )
+    specs = property(lambda it: it.result[0])
+    names = property(lambda it: sorted(batch()[0]))
+    has_specs = property(
+        lambda it: isinstance(it.specs, dict) and set(it.specs) == set(it.names)
+    )
+    whole = property(lambda it: it.axes["pipe"] * it.axes["tensor"])
+
+    @functools.cached_property
+    def cut(self):
+        """The first parameter that is cut into another number of parts, and this number."""
         for name in LAYER:
-            parts = params[name].size // np.prod(
-                NamedSharding(mesh, specs[name]).shard_shape(params[name].shape)
-            )
-            whole = mesh.shape["pipe"] * mesh.shape["tensor"]
-            require(
-                parts == whole,
-                f"{name!r} is cut into {parts} parts; the axes pipe and tensor cut it into"
-                f" {whole}: each stage has its layers, and each device its heads or its part of"
-                " the MLP's width.",
-            )
-        shardings = {name: NamedSharding(mesh, specs[name]) for name in params}
-        self.placed = jax.device_put(params, shardings), *tokens
-        step = jax.jit(gradient)
+            shape = batch()[0][name].shape
+            part = NamedSharding(self.mesh, self.specs[name]).shard_shape(shape)
+            parts = int(np.prod(shape) / np.prod(part))
+            if parts != self.whole:
+                return {"name": name, "parts": parts}
+        return None
 
-        def compile(*arguments: Any) -> Any:
-            return step.lower(*arguments).compile(compare.QUICK)
+    @functools.cached_property
+    def placed(self):
+        params, tokens, _ = batch()
+        shardings = {name: NamedSharding(self.mesh, self.specs[name]) for name in params}
+        return jax.device_put(params, shardings), *tokens
 
-        self.program = call(compile, *self.placed, hint="")
-        require(
-            not _waits_in_a_branch(self.program.as_text()),
-            "A branch of a conditional holds a collective. Not all devices take this branch, so"
-            " the step would wait forever. `jax.grad` adds a sum wherever a parameter is used"
-            " that all devices share. Make the parameters each device's own first"
-            " (`meshes.vary`), so that the sum comes once, at the end.",
-        )
+    @functools.cached_property
+    def compiled(self):
+        step = jax.jit(self.result[1])
+        return call(lambda: step.lower(*self.placed).compile(compare.QUICK), hint="")
 
-    def __call__(self, *arguments: Any) -> Any:
-        return call(self.program, *arguments, hint="")
+    @functools.cached_property
+    def returned(self):
+        if isinstance(self.function, Changed):
+            return self.function.change(*self.best.returned)
+        return jax.device_get(call(self.compiled, *self.placed, hint=""))
+
+    waits = property(lambda it: waits_in_a_branch(it.compiled.as_text()))
+    returns_pair = property(lambda it: isinstance(it.returned, tuple) and len(it.returned) == 2)
+    loss = property(lambda it: float(it.returned[0]))
+    right_loss = property(lambda it: float(batch()[2][0]))
+
+    @functools.cached_property
+    def pairs(self):
+        """The gradients of each parameter, beside one device's."""
+        grads, right = self.returned[1], batch()[2][1]
+        same_structure(grads, right, "the gradient")
+        return {name: (grads[name], right[name]) for name in right}
+
+    @functools.cached_property
+    def wrong(self):
+        return [name for name, pair in self.pairs.items() if not close(*pair)]
+
+    listed = property(lambda it: ", ".join(it.wrong))
+
+    @property
+    def scale(self):
+        yours, right = self.pairs["output"]
+        return float(np.vdot(yours, right)) / float(np.vdot(right, right))
+
+    @property
+    def is_scaled(self):
+        pairs, scale = self.pairs.values(), self.scale
+        return self.wrong and all(close(yours, scale * right, 1e-3) for yours, right in pairs)
+
+    @functools.cached_property
+    def sent(self):
+        """The bytes that a device sends along each axis."""
+        entries = measure.ledger(self.compiled, self.mesh).entries
+        return {
+            axis: sum(e.sent_bytes * e.executions for e in entries if axis in (e.axes or ()))
+            for axis in self.axes
+        }
+
+    enough = property(lambda it: it.best.sent)
+    memory = property(lambda it: measure.memory(it.compiled).temporaries)
+    memory_enough = property(lambda it: it.best.memory)
+
+    def sends_more(self, axis):
+        return self.first and self.sent[axis] > 1.05 * self.enough[axis]
 
 
-def _waits_in_a_branch(text: str) -> bool:
+def waits_in_a_branch(text):
     """Returns whether a branch of a conditional, or a loop in it, holds a collective."""
     branches = [
         branch
@@ -179,59 +219,95 @@ def _waits_in_a_branch(text: str) -> bool:
     return False
 
 
-def _same(yours: Any, expected: Any, where: str = "") -> None:
-    """Refuses a loss or gradients that are not one device's, naming what is wrong with them."""
-    require(
-        isinstance(yours, tuple) and len(yours) == 2,
-        f"{where}`gradient` returns (loss, grads), as `jax.value_and_grad` does.",
-    )
-    (loss, grads), (right_loss, right) = jax.device_get(yours), jax.device_get(expected)
-    same_structure(grads, right, "the gradient")
-    scale = float(np.vdot(grads["output"], right["output"])) / float(
-        np.vdot(right["output"], right["output"])
-    )
-    require(
-        close(loss, right_loss),
-        f"{where}The loss is {float(loss):.4f}, one device's {float(right_loss):.4f}: a mean"
-        " over all labels of the batch, from the last stage alone.",
-    )
-    wrong = [name for name in right if not close(grads[name], right[name])]
-    even = all(close(grads[name], scale * right[name], 1e-3) for name in right)
-    require(
-        not (wrong and even),
-        f"{where}All gradients are {scale:.3g} times one device's. Sum over the axis data once,"
-        " and divide by the number of labels of the whole batch.",
-    )
-    require(
-        not wrong,
-        f"{where}The gradients of {', '.join(wrong)} are not one device's. Which devices use"
-        " these parameters, and is the sum over all of them, and over no others?",
-    )
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """The course's answer, whose loss and gradients are changed afterwards."""
+
+    change: object
+
+    def __call__(self, mesh, M):
+        return make_gradient(mesh, M)
 
 
-def _as_few_bytes(yours: Any, best: Any, mesh: Any) -> None:
-    """Refuses a program that sends or holds more than the course's answer."""
-    programs = measure.ledger(yours, mesh), measure.ledger(best, mesh)
-    why = {
-        "data": "gradients are summed once per step, not in each slot. `jax.grad` sums where a"
-        " shared parameter is used; notebook 8 shows how to move that sum to the end",
-        "tensor": "an all-reduce after attention and one after the MLP are enough, and one each"
-        " in the backward pass",
-        "pipe": "a stage sends its activation to the next, once per slot",
-    }
-    for axis, reason in why.items():
-        send, enough = (
-            sum(c.sent_bytes * c.executions for c in program.entries if axis in (c.axes or ()))
-            for program in programs
-        )
-        require(
-            send <= 1.05 * enough,
-            f"Along {axis} a device sends {send:,} bytes; {enough:,} are enough: {reason}.",
-        )
-    memory, enough = (measure.memory(program).temporaries for program in (yours, best))
-    require(
-        memory <= 1.5 * enough,
-        f"A device needs {memory:,} bytes for temporary arrays; {enough:,} are enough."
-        " Rematerialize each layer (`jax.checkpoint`), and hold the logits of one microbatch at"
-        " a time.",
-    )
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """The course's answer, with another text in place of a part of its own."""
+
+    part: str
+    other: str
+
+    def __call__(self, mesh, M):
+        from course_lib.lessons import three_axes
+
+        scope: dict = {}
+        text = inspect.getsource(three_axes)
+        assert self.part in text, self.part
+        exec(text.replace(self.part, self.other), scope)
+        return scope["make_gradient"](mesh, M)
+
+
+def with_twice(name):
+    """Returns a change that doubles one gradient."""
+    return lambda loss, grads: (loss, grads | {name: 2 * grads[name]})
+
+
+three_axes = Function(
+    "three_axes",
+    make_gradient,
+    cases=lambda: [(CUBE, M), (LONG, M)],
+    calls=lambda yours, axes, M: yours(mesh_of(axes), M),
+    name=None,
+    outcome=ThreeAxes,
+    rows={
+        "no pair": (lambda mesh, M: make_gradient(mesh, M)[1], lambda it: not it.is_pair),
+        "specs": (
+            lambda mesh, M: ({}, make_gradient(mesh, M)[1]),
+            lambda it: not it.has_specs,
+        ),
+        "cut": (
+            Rewritten('"pipe", None, None, "tensor"', '"pipe"'),
+            lambda it: it.cut,
+        ),
+        "waits": (Rewritten("params = vary(", "vary("), lambda it: it.waits),
+        "returns": (Changed(lambda loss, grads: grads), lambda it: not it.returns_pair),
+        "loss": (
+            Changed(lambda loss, grads: (2 * loss, grads)),
+            lambda it: not close(it.loss, it.right_loss),
+        ),
+        "scaled": (
+            Changed(lambda loss, grads: (loss, jax.tree.map(lambda g: 2 * g, grads))),
+            lambda it: it.is_scaled,
+        ),
+        "gradients": (
+            [Changed(with_twice("norm"))],
+            lambda it: it.wrong,
+        ),
+        "data": (
+            Rewritten(
+                "= vary(params, ",
+                '|= vary({"norm": params["norm"], "output": params["output"]}, ',
+            ),
+            lambda it: it.sends_more("data"),
+        ),
+        "tensor": (
+            Rewritten(
+                'x_BxLxD += jax.lax.psum(heads_BxLxD, "tensor")',
+                'x_BxLxD += jax.lax.psum(heads_BxLxD, "tensor")\n'
+                '    x_BxLxD += 0 * jax.lax.psum(vary(jnp.sin(x_BxLxD), "tensor"), "tensor")',
+            ),
+            lambda it: it.sends_more("tensor"),
+        ),
+        "pipe": (
+            Rewritten(
+                'jax.lax.ppermute(x_BxLxD, "pipe", to_next)',
+                'jax.lax.all_gather(x_BxLxD, "pipe")[(stage - 1) % stages]',
+            ),
+            lambda it: it.sends_more("pipe"),
+        ),
+        "memory": (
+            Rewritten("@jax.checkpoint\n", ""),
+            lambda it: it.first and it.memory > 1.5 * it.memory_enough,
+        ),
+    },
+    slow=("tensor", "pipe", "memory"),
+)

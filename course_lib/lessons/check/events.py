@@ -1,0 +1,140 @@
+"""The check of notebook 06's exercise on busy and idle time."""
+
+import functools
+
+import numpy as np
+
+from course_lib.lessons.check.exercises import Function, Outcome, in_case
+
+
+def seconds_of(
+    events,
+    *,
+    order=sorted,
+    gain=lambda start, end, reached: max(0, end - max(start, reached)),
+    latest=max,
+    begin=None,
+    last=lambda events, reached: reached,
+    result=lambda busy, idle: (busy, idle),
+):
+    """Returns how long at least one event runs, and the rest up to the last end."""
+    events = order(events)
+    first = events[0][0] if begin is None else begin
+    busy, reached = 0, first
+    for start, duration in events:
+        busy += gain(start, start + duration, reached)
+        reached = latest(reached, start + duration)
+    return result(busy, last(events, reached) - first - busy)
+
+
+def many_events():
+    random = np.random.default_rng(0)  # in tenths: some events touch, or start as one
+    times = np.stack([random.integers(0, 500, 60), random.integers(1, 16, 60)], axis=1) / 10
+    return list(map(tuple, times.tolist()))
+
+
+def lists_of_events():
+    """Returns lists, each with one difficulty more than those before it."""
+    return [
+        ([(0, 2), (3, 2), (7, 3)],),
+        ([(0, 3), (2, 3), (6, 1)],),
+        ([(0, 6), (1, 1), (3, 1), (8, 4), (9, 1)],),
+        ([(5, 2), (8, 1)],),
+        ([(7, 1), (0, 2), (4, 1), (1, 2)],),
+        (many_events(),),
+    ]
+
+
+class Times(Outcome):
+    """Busy and idle seconds."""
+
+    @functools.cached_property
+    def seconds(self):
+        try:
+            busy, idle = self.result
+            return float(busy), float(idle)
+        except (TypeError, ValueError):
+            return None
+
+    busy = property(lambda it: it.seconds[0])
+    idle = property(lambda it: it.seconds[1])
+    is_right = property(lambda it: np.allclose(it.seconds, it.right, atol=1e-4))
+    events = property(lambda it: it.args[0])
+    what = property(
+        lambda it: (
+            f"{it.events}:" if len(it.events) < 9 else f"A list of {len(it.events)} events:"
+        )
+    )
+    words = property(
+        lambda it: (
+            f"{it.what} you say {it.busy:g} s busy and {it.idle:g} s idle; it is"
+            f" {it.right[0]:g} s busy and {it.right[1]:g} s idle."
+        )
+    )
+    in_all = property(lambda it: sum(duration for _, duration in many_events()))
+    many = property(lambda it: seconds_of(many_events()))
+
+
+def without_the_last(events):
+    """Adds up merged events as they end, and forgets the one that is open at the end."""
+    busy, (begin, end) = 0, min(events)
+    end = begin + end
+    for start, duration in sorted(events):
+        if start > end:
+            busy, begin = busy + end - begin, start
+        end = max(end, start + duration)
+    return busy, end - min(events)[0] - busy
+
+
+def longest_gap(events):
+    events = sorted(events)
+    gaps = [b[0] - a[0] - a[1] for a, b in zip(events[:-1], events[1:], strict=True)]
+    return seconds_of(events)[0], max(gaps)
+
+
+busy_and_idle = Function(
+    "busy_and_idle",
+    seconds_of,
+    cases=lists_of_events,
+    calls=lambda function, events: function(list(events)),
+    name=None,
+    outcome=Times,
+    rows={
+        "no pair": (lambda events: sum(d for _, d in events), lambda it: it.seconds is None),
+        "swapped": dict(result=lambda busy, idle: (idle, busy)),
+        "as ends": (
+            lambda events: seconds_of([(start, end - start) for start, end in events]),
+            in_case(0, lambda it: it.busy == -3 or it.seconds == (2, 1)),
+        ),
+        "without the last": (without_the_last, in_case(0, lambda it: it.busy == 4)),
+        "the first": (lambda events: (events[0][1], 0), in_case(0, lambda it: it.busy == 2)),
+        "to the last start": [
+            dict(result=lambda busy, idle: (busy, 0)),
+            dict(last=lambda events, reached: events[-1][0]),
+            dict(result=lambda busy, idle: (busy, busy)),
+        ],
+        "whole time": dict(result=lambda busy, idle: (busy, busy + idle)),
+        "longest gap": longest_gap,
+        "another": (lambda events: (events[0][1] + 3, 0), in_case(0)),
+        "twice": (
+            dict(gain=lambda start, end, reached: end - start),
+            in_case(1, lambda it: it.busy == 7),
+        ),
+        "overlap": (
+            dict(gain=lambda start, end, reached: (end - start) * (start >= reached)),
+            in_case(1),
+        ),
+        "last to start": (
+            dict(last=lambda events, reached: sum(events[-1])),
+            in_case(2, lambda it: it.seconds == (10, 0)),
+        ),
+        "inside": (dict(latest=lambda reached, end: end), in_case(2)),
+        "before the first": (dict(begin=0), in_case(3, lambda it: it.idle == 6)),
+        "later start": (
+            lambda events: seconds_of(events, begin=min(events)[0] and 4),
+            in_case(3),
+        ),
+        "any order": (dict(order=list), in_case(4)),
+        "many": (dict(result=lambda busy, idle: (round(busy), round(idle))), in_case(5)),
+    },
+)

@@ -1,0 +1,219 @@
+"""Answers to exercises of Parts I and III, as learners give them, not from the tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course_lib.lessons import check
+from course_lib.models import attention
+from course_lib.smaller_and_faster import large_vocabulary
+
+
+def loss_sum(params, x, y, weight):
+    return jnp.sum(weight * ((jnp.tanh(x @ params["in"]) @ params["out"])[:, 0] - y) ** 2)
+
+
+def skips_padding(params, batch, M):
+    total = jax.tree.map(jnp.zeros_like, params)
+    for part in zip(*(a.reshape(M, -1, *a.shape[1:]) for a in batch), strict=True):
+        if part[2].sum() > 0:
+            total = jax.tree.map(jnp.add, total, jax.grad(loss_sum)(params, *part))
+    return jax.tree.map(lambda g: g / batch[2].sum(), total)
+
+
+def looped(layer, w, x):
+    @jax.checkpoint
+    def group(w, x):
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x), None), x, w)[0]
+
+    for i in range(0, 64, 8):
+        x = group(w[i : i + 8], x)
+    return x
+
+
+def new_state(state, history):
+    mean = state["mean"].astype(jnp.float32)
+    new = {
+        "mean": (0.9 * mean + 0.1).astype(jnp.bfloat16),
+        "weight": state["weight"] - mean.sum(),
+    }
+    return new, jnp.concatenate([history, mean])
+
+
+def half_history(state, history):
+    new, grown = new_state(state, history)
+    return new, grown.astype(jnp.bfloat16)
+
+
+def query_by_query(q, k, v):
+    """Each query of a head meets only the keys up to its own."""
+
+    def one_head(q, k, v):  # [L K]
+        rows = []
+        for t in range(len(q)):
+            weights = jax.nn.softmax(k[: t + 1] @ q[t] / np.sqrt(len(q[t])).item())
+            rows.append(weights @ v[: t + 1])
+        return jnp.stack(rows)
+
+    heads = jax.vmap(jax.vmap(one_head, 1, 1))
+    return heads(*(x.astype(jnp.float32) for x in (q, k, v))).astype(q.dtype)
+
+
+def attend(scores, mask, softmax=jax.nn.softmax):
+    def answer(q, k, v):
+        s = jnp.einsum("blhk,bmhk->bhlm", q, k, preferred_element_type=jnp.float32)
+        weights = softmax(mask(scores(s), jnp.tri(q.shape[1])))
+        return jnp.einsum("bhlm,bmhk->blhk", weights.astype(v.dtype), v)
+
+    return answer
+
+
+def hide(scores, past):
+    return jnp.where(past > 0, scores, -jnp.inf)
+
+
+def add_zero_times_infinity(scores, past):
+    return scores + (1 - past) * -jnp.inf
+
+
+def mask_last(q, k, v):
+    s = jnp.einsum("blhk,bmhk->bhlm", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(s / 2) * jnp.tri(q.shape[1])
+    weights /= weights.sum(-1, keepdims=True)
+    return jnp.einsum("bhlm,bmhk->blhk", weights.astype(v.dtype), v)
+
+
+def low_softmax(scores):
+    if scores.max() < 20:  # the float32 arrays
+        return jax.nn.softmax(scores)
+    return jax.nn.softmax(scores.astype(jnp.bfloat16))
+
+
+def by_edges(events):
+    """Counts how many events run between each two neighbouring starts or ends."""
+    edges = sorted({t for start, duration in events for t in (start, start + duration)})
+    busy = sum(
+        later - earlier
+        for earlier, later in zip(edges, edges[1:], strict=False)
+        if any(start <= earlier < start + duration for start, duration in events)
+    )
+    return busy, edges[-1] - edges[0] - busy
+
+
+def by_arrays(events):
+    start, duration = np.array(sorted(events), np.float32).T
+    reached = np.maximum.accumulate(start + duration)
+    idle = np.maximum(0, start[1:] - reached[:-1]).sum()
+    return [reached[-1] - start[0] - idle, idle]
+
+
+def of_neighbours(events):
+    """Forgets that an event may end after those that start later."""
+    events = sorted(events)
+    ends = [start + duration for start, duration in events]
+    idle = sum(max(0, later[0] - end) for end, later in zip(ends[:-1], events[1:], strict=True))
+    return max(ends) - events[0][0] - idle, idle
+
+
+def penalized(w, x):
+    """The penalty's scope stands in another one."""
+
+    @jax.value_and_grad
+    def loss(w):
+        with jax.named_scope("loss"):
+            value = jnp.mean(jnp.tanh(x @ w))
+            with jax.named_scope("penalty"):
+                return value + jnp.mean(jnp.exp(jnp.sin(w @ w)))
+
+    value, gradient = loss(w)
+    return w - 0.1 * gradient, value
+
+
+def gives_up_early(budget, arguments, parameters, activations, batch_size):
+    """Returns in the first turn of its loop, whether M = 1 fits or not."""
+    for M in range(1, batch_size + 1):
+        if arguments + 4 * parameters + activations / M <= budget:
+            return M
+        return None
+
+
+def untied(N, D, V, L):
+    """Counts no norm, and the output for itself."""
+    return 12 * N * D**2 + 2 * V * D + L * D
+
+
+def by_logaddexp(largest, total, logits):
+    """Keeps the logsumexp as it is, relative to the new maximum."""
+    whole = jnp.logaddexp(largest + jnp.log(total), jax.nn.logsumexp(logits, axis=-1))
+    new = jnp.maximum(largest, logits.max(axis=-1))
+    return new, jnp.exp(whole - new)
+
+
+def by_the_library(x, head, labels, weights):
+    def loss(x, head):
+        losses, _ = large_vocabulary.linear_cross_entropy(x, head, labels, chunks=8)
+        return (losses * weights).sum() / weights.sum()
+
+    value, (dx, dhead) = jax.value_and_grad(loss, (0, 1))(x, head)
+    return value, dx, dhead
+
+
+def of_the_mask(n, tile, window):
+    age = np.subtract.outer(np.arange(n * tile), np.arange(n * tile))
+    return np.nonzero(((age >= 0) & (age < window)).reshape(n, tile, n, tile).any((1, 3)))
+
+
+def from_a_softmax(q, k, v, out, logsumexp, d_out):
+    return jax.vjp(lambda q: jax.nn.softmax(q @ k.T / 2) @ v, q)[1](d_out)[0]
+
+
+RIGHT = [
+    (check.loss_scale_range, (jnp.int32(6), np.int64(14))),
+    (check.loss_scale_range, (2**6, 2**14)),
+    (check.accumulation, (skips_padding,)),
+    (check.square_root, (looped,)),
+    (check.all_of_the_state, (jax.jit(new_state, donate_argnums=0),)),
+    (check.attend, (attention.attend,)),
+    (check.attend, (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),)),
+    (check.attend, (query_by_query,)),
+    (check.busy_and_idle, (by_edges,)),
+    (check.busy_and_idle, (by_arrays,)),
+    (check.named_part, (penalized,)),
+    (check.online_logsumexp, (by_logaddexp,)),
+    (check.window_pairs, (of_the_mask,)),
+]
+WRONG = [
+    (check.loss_scale_range, (5.9, 14.9), "whole exponent"),
+    (check.all_of_the_state, (half_history,), "the history is bfloat16"),
+    (check.attend, (attend(lambda s: s / 2, add_zero_times_infinity),), "multiplied by 0"),
+    (check.attend, (mask_last,), "What may be subtracted"),
+    (check.attend, (attend(lambda s: jnp.clip(s / 2, -80, 80), hide),), "more: there"),
+    (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),
+    (check.attend, (attend(lambda s: s / 2, hide, low_softmax),), "a float32 softmax"),
+    (check.busy_and_idle, (of_neighbours,), "lies inside (0, 6)"),
+    (check.smallest_number_of_minibatches, (gives_up_early,), "0.37 + 5.00 = 5.87 GiB"),
+    (
+        check.count_parameters,
+        (untied,),
+        "have scales; one more norm follows the last layer; the",
+    ),
+    (check.one_pass, (by_the_library,), "4.0 products"),
+    (check.query_gradient, (from_a_softmax,), "without a softmax"),
+    (check.what_to_offload, (True,), "your function itself"),
+]
+
+
+@pytest.mark.parametrize(("the_check", "answer"), RIGHT, ids=lambda one: getattr(one, "id", ""))
+def test_a_right_answer_written_in_another_way_passes(the_check, answer, capsys):
+    the_check(*answer)
+    assert capsys.readouterr().out.startswith("✓ Right: ")
+
+
+@pytest.mark.parametrize(
+    ("the_check", "answer", "words"), WRONG, ids=lambda one: getattr(one, "id", "")
+)
+def test_a_wrong_answer_is_told_what_is_wrong(the_check, answer, words, capsys):
+    the_check(*answer)
+    printed = capsys.readouterr().out
+    assert printed.startswith("✗ ") and words in printed, printed
