@@ -208,8 +208,8 @@ def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]
 
 
 def _cut(path: pathlib.Path, after: int) -> int:
-    """Removes the lines of steps above `after`, or all lines if `after` is 0. Returns how many
-    of the lines it read were damaged.
+    """Removes damaged lines and those of steps above `after`, or all if it is 0. Returns how
+    many were damaged.
     """
     lines, content = _lines(path) if after else ([], b"")
     wanted = b"".join(line for line, values in lines if values and values["step"] <= after)
@@ -239,36 +239,31 @@ def report(folder: str | os.PathLike[str]) -> pathlib.Path:
             " nothing to report"
         )
 
-    def last(name):
-        return [value for _, value in pairs(metrics + times, name)][-1:]
+    def values(name):
+        return [value for _, value in pairs(metrics + times, name)]
 
     def median(name):
-        values = [value for _, value in pairs(times, name)]
-        return [statistics.median(values)] if values else []
+        return [statistics.median(values(name))] if values(name) else []
 
     nats = "{:.3f} nats per token"
     best = [min(validation, key=lambda point: point[1])] if validation else []
-    rows = [  # title, format, no or one value
-        ("parameters", "{:,}", last("parameters")),
-        ("steps", "{:,}", [train[-1][0]]),
-        ("tokens per step", "{:,}", last("tokens_a_step")),
-        ("loss of the last training batches", nats, last("loss")),
-        ("validation loss", nats, last("validation_loss")),
+    rows = [  # title, format, values of which the last is shown
+        ("parameters", "{:,}", values("parameters")),
+        ("steps", "{:,}", [step for step, _ in train]),
+        ("tokens per step", "{:,}", values("tokens_a_step")),
+        ("loss of the last training batches", nats, values("loss")),
+        ("validation loss", nats, values("validation_loss")),
         ("best validation loss", nats, [loss for _, loss in best]),
         ("step of the best validation loss", "{:,}", [step for step, _ in best]),
-        ("bigram model's validation loss", nats, last("bigram_loss")),
-        (
-            "updates skipped as not finite",
-            "{:,}",
-            [count for count in last("skipped") if count],
-        ),
-        ("ran on", "{}", last("device")),
+        ("bigram model's validation loss", nats, values("bigram_loss")),
+        ("updates skipped as not finite", "{:,}", values("skipped")),
+        ("ran on", "{}", values("device")),
         ("tokens/s, median", "{:,.0f}", median("tokens_per_second")),
         ("model FLOPs utilization, median", "{:.1%}", median("mfu")),
         ("memory in GiB, median", "{:.2f}", [x / GIB for x in median("memory_bytes")]),
     ]
     text = [f"# {folder.absolute().name}", "", "| | |", "|---|---|"]
-    text += [f"| {title} | {form.format(x)} |" for title, form, values in rows for x in values]
+    text += [f"| {title} | {form.format(found[-1])} |" for title, form, found in rows if found]
     text += ["", *(f"![{title}]({name})\n" for name, title in _draw(folder, metrics, times))]
     for step, sample in pairs(read(folder, "samples"), "text")[-1:]:
         text += [f"A sample, after step {step:,}:", ""]

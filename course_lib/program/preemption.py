@@ -8,8 +8,6 @@
                 ...    # in all processes after the same step: save a checkpoint, and end
 
 Little time is left after SIGTERM: 30 s by default in Kubernetes; under Slurm, the site decides.
-Preparing a text and compiling the first step may take longer, and a checkpoint would save
-nothing of this work. So before the first step is done, nothing is saved.
 """
 
 import contextlib

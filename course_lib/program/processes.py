@@ -8,13 +8,10 @@ devices of all, and runs the same steps on its part of the arrays
         grid = meshes.make({"data": jax.device_count()}, jax.devices())
         ...                    # the training: every process executes the same code
 
-Every step needs every process, so if one ends, all end soon:
-
-- A process with an error prints its traceback and ends at once. Python's own exit would wait in
-  JAX's shutdown for the other processes, which wait for this one in the middle of a step.
-- If a process is killed, its connections close, and the next exchange of data raises an error
-  in the others. If it only falls silent, JAX's coordination service misses its heartbeat, and
-  aborts the others from C++ after `heartbeat` seconds.
+Every step needs every process, so if one ends, all end soon. If a process is killed, its
+connections close, and the next exchange of data raises an error in the others. If it only falls
+silent, JAX's coordination service misses its heartbeat, and aborts the others from C++ after
+`heartbeat` seconds.
 """
 
 import collections
@@ -133,6 +130,7 @@ def start(
         yield
         jax.distributed.shutdown()
     except BaseException:
+        # Python's own exit would wait for the others, which wait for this one within a step.
         traceback.print_exc()
         _say(
             f"process {jax.process_index()} ends with this error, and the others end, too. If a"
