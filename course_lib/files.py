@@ -2,16 +2,15 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import pathlib
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import IO
 
-REPLACED = "replaced-"  # begins the name of a folder that is being replaced
+import filelock
+
 STALE = 3600  # seconds; a younger part may still be written to
 
 
@@ -25,12 +24,13 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
     """Yields each folder from `top` down, with the sorted names in it that are not folders.
 
     Links to folders are followed. Each folder comes once, so links may lead in a circle.
-
-    Raises:
-      OSError: if a folder cannot be read.
     """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     seen = set()
-    for folder, inner, others in os.walk(top, onerror=_raise, followlinks=True):
+    for folder, inner, others in os.walk(top, onerror=fail, followlinks=True):
         status = os.stat(folder)
         if (place := (status.st_dev, status.st_ino)) in seen:
             inner.clear()
@@ -40,17 +40,9 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
         yield pathlib.Path(folder), sorted(others)
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def below(top: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files in a folder and in its `folders`, sorted by path.
-
-    Raises:
-      ValueError: naming what may not be read, what is neither a file nor a folder, or a name
-        that is not UTF-8.
-      OSError: if something cannot be read for another reason.
+    """Returns all files in a folder and in its `folders`, sorted by path. Refuses what may not
+    be read, what is neither a file nor a folder, and a name that is not UTF-8.
     """
     try:
         paths = sorted(folder / name for folder, names in folders(top) for name in names)
@@ -71,9 +63,6 @@ def below(top: pathlib.Path) -> list[pathlib.Path]:
 def check_name(path: str | os.PathLike[str]) -> None:
     """Refuses a path that is not UTF-8: Python can open it, libraries in other languages
     cannot.
-
-    Raises:
-      ValueError: naming the path.
     """
     try:
         os.fspath(path).encode()
@@ -84,17 +73,12 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 
 def to_disk(*paths: pathlib.Path) -> None:
-    """Writes files, and the names in folders, through to the disk: they outlive a power cut.
-
-    Raises:
-      OSError: if they cannot be written there. A file system that does not sync folders is no
-        error.
-    """
+    """Writes files, and the names in folders, through to the disk: they outlive a power cut."""
     for path in paths:
         opened = os.open(path, os.O_RDONLY)
         try:
             os.fsync(opened)
-        except OSError as error:
+        except OSError as error:  # some file systems sync no folders
             if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
@@ -130,79 +114,39 @@ def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
             raise
 
 
-def complete_folder(draft: pathlib.Path, path: pathlib.Path) -> None:
-    """Writes a draft folder through to the disk, then renames it to `path`.
-
-    If `path` exists, it is first moved beside the draft. If the process is killed between the
-    two renames, `put_back` moves it back.
-    """
-    to_disk(draft, *draft.rglob("*"))
-    if path.exists():
-        path.rename(draft.parent / f"{REPLACED}{path.name}")
-    draft.rename(path)
-    to_disk(path.parent)
-
-
-def put_back(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves back the folders that `complete_folder` moved away but did not replace."""
-    for path in drafts.glob(f"{REPLACED}*"):
-        if not (named := folder / path.name.removeprefix(REPLACED)).exists():
-            path.rename(named)
-
-
-def remove_drafts(drafts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Removes the folder of drafts, after `put_back`."""
-    put_back(drafts, folder)
-    shutil.rmtree(drafts, ignore_errors=True)
-
-
 def why(error: Exception) -> str:
     """Returns the reason of a failed write in a few words."""
-    return (
-        "no space left on the disk"
-        if "No space left" in str(error)
-        else f"{type(error).__name__}: {error}"
-    )
+    full = "No space left" in str(error)
+    return "no space left on the disk" if full else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
-    """Locks a folder, by its file `lock`, for as long as the `with` lasts.
-
-    The operating system ends the lock with the process. A file system without locks lets every
-    process in.
-
-    Args:
-      folder: made if it is missing.
-      wait: waits for another process that has the lock.
+    """Locks a folder, by its file `lock`, while the `with` lasts. The operating system ends the
+    lock with the process.
 
     Raises:
-      BlockingIOError: if another process has the lock and `wait` is False. That process may run
-        on another host, if the file system has locks between hosts (NFS, Lustre).
+      BlockingIOError: if another process has the lock and `wait` is False. It may run on
+        another host, if the file system has locks between hosts (NFS, Lustre).
       ValueError: if there is a file in the folder's place, or nothing may be written there.
     """
+    where = f"folder={str(folder)!r}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # NFS locks only files that are open for writing. The lock of a shared cache, which
-        # `wait` is for, belongs to one of its users: the others may only read it.
-        access = os.O_RDONLY if wait else os.O_RDWR
-        lock = os.open(folder / "lock", access | os.O_CREAT, 0o644)
+        # All users of a shared cache may lock it.
+        lock = filelock.FileLock(folder / "lock", -1 if wait else 0, 0o666)
+        lock.acquire()
+    except filelock.Timeout:
+        raise BlockingIOError(
+            f"{folder} is in use by another process: wait until that one ends, or end it"
+        ) from None
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
-            f"folder={str(folder)!r} must be a folder, and there is a file in its way: name"
-            " another"
+            f"{where} must be a folder, and there is a file in its way: name another"
         ) from None
     except PermissionError:
-        raise ValueError(
-            f"folder={str(folder)!r} may not be written to: permit it, or name another"
-        ) from None
-    with open(lock):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"{folder} is in use by another process: wait until that one ends, or end it"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        raise ValueError(f"{where} may not be written to: permit it, or name another") from None
+    try:
         yield
+    finally:
+        lock.release()

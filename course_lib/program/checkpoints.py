@@ -11,22 +11,20 @@ A checkpoint is a folder named by its step:
     00000100/about.json    step, loss, configuration, state of the data, shapes of the arrays
     00000100/SHA256SUMS    the checksum of each file above
 
-A checkpoint is written as `unfinished/00000100`, and renamed when its checksums are written and
-all files are on the disk. Older ones are deleted after that. A kill or a power cut therefore
-leaves either a complete checkpoint of that name or none. If a file is damaged later, its
-checksum differs, and the run resumes from the checkpoint before that one. If a step is saved
-again, the new checkpoint replaces the old one. If a kill interrupts the replacement, the next
-run of the program puts the old one back.
-
-This module does not use Orbax's `CheckpointManager`, which also names and deletes checkpoints.
-The manager refuses to save a step again, does not flush metadata and folders to the disk, and
-still writes into a checkpoint after its last hook, where this module would have to compute the
-checksums.
+It is written as `unfinished/00000100`, and renamed when all files are on the disk. Older ones
+are deleted after that. A kill or a power cut therefore leaves either a complete checkpoint of
+that name or none. If a file is damaged later, its checksum differs, and the run resumes from
+the checkpoint before that one.
 
 Where many processes train, each makes its `Checkpoints` with the same folder, on a file system
 that they share, and all of them call the same methods. Process 0 reads all files once for the
 checksums, and chooses the step to restore.
 """
+
+# Orbax's `CheckpointManager` names and deletes checkpoints, too. It is not used: it syncs
+# nothing to the disk, refuses to save a step again, deletes older checkpoints before anybody
+# can compute checksums, and asks JAX about a preemption with numbers of steps, which would
+# confuse `preemption.notices`. A save takes it a third longer.
 
 import contextlib
 import dataclasses
@@ -53,9 +51,9 @@ from course_lib.program.differences import differences
 PyTree = Any
 
 ARRAYS, ABOUT = "arrays", "about.json"
+REPLACED = "replaced-"  # begins the name of a checkpoint that is being replaced
 
-# Hides Orbax's log, a report of each step of its work. Errors need no log: they are raised
-# here.
+# Hides Orbax's log of each step of its work. Errors are raised here.
 logging.getLogger("absl").addFilter(
     lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname
 )
@@ -67,23 +65,14 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is not damaged.
+    """A checkpoint that is not damaged."""
 
-    Attributes:
-      step: the last step before it was saved.
-      loss: the validation loss, or None.
-      config: as saved, except that tuples are lists.
-      data_state: as saved.
-      arrays: dtype and shape of each array of the state, by its name.
-      state: pytree of arrays, bit for bit as saved; None until `restore`.
-    """
-
-    step: int
-    loss: float | None
-    config: dict[str, Any]
+    step: int  # the last step before it was saved
+    loss: float | None  # of the validation
+    config: dict[str, Any]  # as saved, except that tuples are lists
     data_state: Any
-    arrays: dict[str, str]
-    state: PyTree = None
+    arrays: dict[str, str]  # dtype and shape of each array of the state, by its name
+    state: PyTree = None  # bit for bit as saved; None until `restore`
 
 
 class Checkpoints:
@@ -92,13 +81,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3):
-        """Reads and writes nothing yet.
-
-        Args:
-          folder: for this run alone; the first `save` makes it.
-          keep: how many of the newest to keep, besides the one with the lowest loss. At least
-            2, because the newest may be damaged.
-        """
+        """Keeps so many of the newest, and the one with the lowest loss. Writes nothing yet."""
         self.folder = Path(folder).absolute()
         self._drafts, self._keep = self.folder / "unfinished", keep
         self._damaged: set[int] = set()
@@ -112,21 +95,15 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Returns the steps of all checkpoints, in order. They may be damaged."""
+        """Returns the steps of all checkpoints, damaged ones too, in order."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
-
-    def best(self) -> float | None:
-        """Returns the lowest loss of checkpoints not known to be damaged; None without one."""
-        return min(self._losses().values(), default=None)
 
     def save(
         self, step: int, state: PyTree, data_state: Any, config: Any, loss: float | None = None
     ) -> None:
         """Begins to save, and returns as soon as `state` is copied. After that, the next step
-        may overwrite (donate) it.
-
-        Waits first for the checkpoint that the previous `save` began. Replaces a checkpoint of
-        the same step.
+        may overwrite (donate) it. Waits first for the checkpoint that the previous `save`
+        began. Replaces a checkpoint of the same step.
 
         Args:
           step: the last step before this checkpoint.
@@ -134,14 +111,6 @@ class Checkpoints:
           data_state: what the input needs to go on: dicts, lists, strings, numbers, None.
           config: nested dicts of these types, which `differences` compares later.
           loss: the validation loss.
-
-        Raises:
-          CheckpointError: if the previous checkpoint could not be written (raised once), or
-            this one could not be started. Older checkpoints stay as they are. A run of one
-            process may go on and save again. A run of several must stop, because the other
-            processes may not know of the error.
-          TypeError: if `data_state` or `config` has a value that JSON does not know.
-          ValueError: if `data_state` changes on its way through JSON, as a tuple does.
         """
         self.wait()
         about = dict(step=step, loss=loss, config=config, data_state=data_state)
@@ -153,24 +122,18 @@ class Checkpoints:
             )
         draft = self._drafts / self._path(step).name
         with self._reported(step):
-            if jax.process_index() == 0:  # drafts of a process that was killed
-                files.remove_drafts(self._drafts, self.folder)
+            self._remove_drafts()  # of a process that was killed
             self._orbax.save(draft / ARRAYS, args=ocp.args.PyTreeSave(state))
         self._writing = step, self._thread.submit(self._finish, step, draft, text)
 
     def wait(self) -> None:
-        """Returns when the checkpoint that `save` began is complete.
-
-        Raises:
-          CheckpointError: if it could not be written (raised once).
-        """
+        """Returns when the checkpoint that `save` began is complete; raises why it is not."""
         if self._writing is not None:
             (step, ended), self._writing = self._writing, None
             with self._reported(step):
                 ended.result()
 
     def close(self) -> None:
-        """Waits, and ends all threads. Raises what `wait` raises."""
         try:
             self.wait()
         finally:
@@ -179,16 +142,13 @@ class Checkpoints:
 
     def newest(self) -> Saved | None:
         """Returns the newest undamaged checkpoint, without its state; None if there is none.
-        Process 0 prints which ones are damaged.
-
-        Raises:
-          CheckpointError: if all checkpoints are damaged. Starting again from step 0 would hide
-            the damage.
+        Process 0 prints which ones are damaged. If all are, that is an error: starting again
+        from step 0 would hide the damage.
         """
         self.wait()
         step = -1
         if jax.process_index() == 0:
-            files.put_back(self._drafts, self.folder)
+            self._put_back()
             step = next(filter(self._undamaged, reversed(self.steps())), -1)
         # All processes take the step of process 0.
         step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
@@ -202,24 +162,18 @@ class Checkpoints:
         return None
 
     def restore(self, abstract_state: PyTree, saved: Saved | None = None) -> Saved | None:
-        """Restores a checkpoint onto any mesh of any number of processes.
+        """Returns a checkpoint with its state, on any mesh of any number of processes.
 
         Args:
-          abstract_state: pytree of `jax.ShapeDtypeStruct` or arrays. Their shardings place the
-            arrays; one without a sharding goes to this process's first device.
+          abstract_state: pytree of `jax.ShapeDtypeStruct` or arrays, with the saved names,
+            shapes and dtypes. Their shardings place the arrays; one without a sharding goes to
+            this process's first device.
           saved: as `newest` returned it; None calls `newest`.
-
-        Returns:
-          The checkpoint with its state.
-
-        Raises:
-          CheckpointError: if all checkpoints are damaged.
-          ValueError: if names, shapes or dtypes differ from the saved ones: `restore` casts,
-            cuts and pads nothing.
         """
         if (saved := saved or self.newest()) is None:
             return None
         path = self._path(saved.step)
+        # Orbax would cast, cut and pad.
         if unlike := differences(saved.arrays, _shapes(abstract_state)):
             raise ValueError(
                 f"abstract_state must be like the state saved in {path}, but"
@@ -232,24 +186,11 @@ class Checkpoints:
         )
         return dataclasses.replace(saved, state=state)
 
-    def _usable(self) -> list[int]:
-        return [step for step in self.steps() if step not in self._damaged]
-
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
     def _about(self, step: int) -> dict[str, Any]:
         return json.loads((self._path(step) / ABOUT).read_text())
-
-    def _losses(self) -> dict[int, float]:
-        """Returns the finite losses of usable checkpoints, by step."""
-        losses = {}
-        for step in self._usable():
-            # An error means: no loss, or damage that nobody has noticed yet.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if math.isfinite(loss := self._about(step)["loss"]):
-                    losses[step] = loss
-        return losses
 
     def _undamaged(self, step: int) -> bool:
         if (reason := checksums.damage(self._path(step))) is None:
@@ -259,26 +200,44 @@ class Checkpoints:
         return False
 
     def _finish(self, step: int, draft: Path, about: str) -> None:
-        """Waits for Orbax, adds the checksums, and renames the checkpoint. Runs in a thread,
-        while training continues.
-        """
+        """Runs in a thread, while training continues."""
         self._orbax.wait_until_finished()
         if jax.process_index() == 0:
             (draft / ABOUT).write_text(about)
             checksums.write(draft)
-            files.complete_folder(draft, self._path(step))
+            files.to_disk(draft, *draft.rglob("*"))
+            if (path := self._path(step)).exists():
+                path.rename(self._drafts / f"{REPLACED}{path.name}")
+            draft.rename(path)
+            files.to_disk(self.folder)
             self._damaged.discard(step)
             self._delete_old()
 
     def _delete_old(self) -> None:
         """Deletes all but the newest usable checkpoints and the best one."""
-        losses = self._losses()
-        best = min(losses, key=lambda step: losses[step], default=None)
-        for step in set(self.steps()) - {*self._usable()[-self._keep :], best}:
+        losses, usable = {}, [step for step in self.steps() if step not in self._damaged]
+        for step in usable:
+            # An error means: no loss, or damage that nobody has noticed yet.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if math.isfinite(loss := self._about(step)["loss"]):
+                    losses[step] = loss
+        best = min(losses, key=losses.__getitem__, default=None)
+        for step in set(self.steps()) - {*usable[-self._keep :], best}:
             # Renamed before it is deleted: half a folder must not look like a checkpoint.
             self._path(step).rename(self._drafts / f"old-{step}")
         shutil.rmtree(self._drafts, ignore_errors=True)
         self._damaged.clear()
+
+    def _put_back(self) -> None:
+        """Moves back a checkpoint that was moved away but, after a kill, never replaced."""
+        for path in self._drafts.glob(f"{REPLACED}*"):
+            if not (named := self.folder / path.name.removeprefix(REPLACED)).exists():
+                path.rename(named)
+
+    def _remove_drafts(self) -> None:
+        if jax.process_index() == 0:
+            self._put_back()
+            shutil.rmtree(self._drafts, ignore_errors=True)
 
     @contextlib.contextmanager
     def _reported(self, step: int) -> Iterator[None]:
@@ -289,9 +248,8 @@ class Checkpoints:
             # Files that Orbax still writes would collide with the next checkpoint.
             with contextlib.suppress(Exception):
                 self._orbax.wait_until_finished()
-            if jax.process_index() == 0:  # a full disk needs the room
-                with contextlib.suppress(OSError):
-                    files.remove_drafts(self._drafts, self.folder)
+            with contextlib.suppress(OSError):  # a full disk needs the room
+                self._remove_drafts()
             raise CheckpointError(
                 f"step {step} could not be saved in {self.folder} ({files.why(error)}); the"
                 f" saved steps are {self.steps()}"
@@ -299,9 +257,7 @@ class Checkpoints:
 
 
 def _shapes(tree: PyTree) -> dict[str, str]:
-    """Returns the dtype and shape of each leaf by its name, such as
-    {"params.Dense_0.kernel": "float32[4, 8]"}.
-    """
+    """Returns each leaf's dtype and shape: {"params.Dense_0.kernel": "float32[4, 8]"}."""
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

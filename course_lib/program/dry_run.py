@@ -32,54 +32,33 @@ GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's defau
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """Memory, bytes and time that a step would need.
-
-    Attributes:
-      target: title of the accelerator.
-      axes: the size of each mesh axis, by name.
-      strategy: how these axes are used.
-      memory: bytes per device: "arguments", "temporaries", and "peak", which has to fit.
-      capacity: bytes of a device's memory that the program may use.
-      flops: the model's FLOPs per step, on all devices together.
-      sent: bytes that a device sends per step, by kind and axes.
-      estimate: what `many_devices.estimate` returns, or the reason why there is none.
-      refused: why the program would refuse this configuration; "" if it would not. If refused,
-        all numbers are those of the configuration with `suggested`.
-      suggested: fields to change, and their values, for a step that is estimated to be faster,
-        or to fit.
-      advice: the same in words, or why nothing is suggested; "" if mesh or strategy were given,
-        or no formula covers the configuration.
-      note: what runs in place of a kernel that the target cannot run, if anything; else "".
+    """Memory, bytes and time that a step would need. If the program would refuse the
+    configuration, all numbers are those of the one with `suggested`.
     """
 
-    target: str
-    axes: dict[str, int]
-    strategy: Strategy
-    memory: dict[str, int]
-    capacity: int
-    flops: int
-    sent: dict[str, int]
-    estimate: estimates.Estimate | str
-    refused: str
-    suggested: dict[str, Any]
-    advice: str
-    note: str = ""
+    target: str  # title of the accelerator
+    axes: dict[str, int]  # the size of each mesh axis, by name
+    strategy: Strategy  # how these axes are used
+    memory: dict[str, int]  # bytes per device: "arguments", "temporaries", "peak"
+    capacity: int  # bytes of a device's memory that the program may use; the peak has to fit
+    flops: int  # the model's FLOPs per step, on all devices together
+    sent: dict[str, int]  # bytes that a device sends per step, by kind and axes
+    estimate: estimates.Estimate | str  # or the reason why there is none
+    refused: str  # why the program would refuse this configuration, or ""
+    suggested: dict[str, Any]  # fields to change for a step that is faster, or fits
+    advice: str  # the same in words, or why nothing is suggested
+    note: str = ""  # what runs in place of a kernel that the target cannot run
 
     @property
     def fits(self) -> bool:
-        """Whether a step needs no more memory than the program has."""
         return self.memory["peak"] <= self.capacity
 
     def text(self) -> str:
-        """Returns all of it as lines for a terminal."""
         count = math.prod(self.axes.values())
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        parts = ", ".join(
-            f"{name} {measure.gib(size)}"
-            for name, size in self.memory.items()
-            if name != "peak"
-        )
-        peak, capacity = measure.gib(self.memory["peak"]), measure.gib(self.capacity)
+        sizes = {name: measure.gib(size) for name, size in self.memory.items()}
+        peak, capacity = sizes.pop("peak"), measure.gib(self.capacity)
+        parts = ", ".join(f"{name} {size}" for name, size in sizes.items())
         large = {what: n for what, n in self.sent.items() if n >= 0.05 * measure.MIB}
         small = len(self.sent) - len(large)
         lines = [
@@ -116,20 +95,9 @@ def _time(guess: estimates.Estimate | str) -> str:
 
 
 def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
-    """Compiles the train step for devices that need not be there.
-
-    If the program would refuse the configuration on this number of devices, it compiles the
-    suggested one, if there is a suggestion.
-
-    Args:
-      config: as `settings.complete` returns it.
-      target: a name of `hardware.names()`.
-      count: number of devices.
-
-    Raises:
-      ValueError: if the configuration cannot work there, or the target's compiler refuses its
-        step.
-      course_lib.measure.virtual.NoCompiler: if this machine cannot compile for the target.
+    """Compiles the train step of a configuration for `count` devices of a target (a name of
+    `hardware.names()`) that need not be there. If the program would refuse it there, compiles
+    the suggested one, if there is a suggestion.
     """
     settings.check(config)
     accelerator = hardware.get(target)

@@ -8,14 +8,12 @@
     events/             the numbers of all three, for TensorBoard
     report.md, *.png    made from the lines by `report`
 
-A run that is killed may have written lines beyond its last checkpoint, and half of one more
-line. They are removed when the run resumes, so in the end `metrics.jsonl` and `samples.jsonl`
-are those of a run that was never killed, byte for byte. A full disk does not end a training:
-lines wait in memory until there is room.
+A run that is killed, or finds the disk full, may have written lines beyond its last checkpoint,
+and half of one more line. They are removed when the run resumes, so in the end `metrics.jsonl`
+and `samples.jsonl` are those of a run that was never stopped, byte for byte.
 """
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -24,6 +22,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -41,7 +40,10 @@ QUIET = 10  # seconds between two lines where there is no terminal to draw a bar
 
 
 class Journal:
-    """Writes the files of a run and shows its progress; a context, which closes the files."""
+    """Writes the files of a run and shows its progress; a context, which closes the files.
+
+    What cannot be written, on a full disk for example, is an OSError that says what to do.
+    """
 
     def __init__(
         self, folder: str | os.PathLike[str], after: int, total: int, *, writes: bool = True
@@ -65,32 +67,39 @@ class Journal:
         number = len(list((self._folder / "events").iterdir()))
         # The name that TensorBoard expects.
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{number}"
-        self._files = {"events": _File(self._folder / "events" / name)}
+        self._files = {"events": (self._folder / "events" / name).open("ab")}
         for name in FILES:
             path = self._folder / f"{name}.jsonl"
             if damaged := _cut(path, after):
                 self.say(f"{path.name}: {damaged} damaged line(s) left out")
-            self._files[name] = _File(path)
-        self._failing: set[str] = set()
-        self._event(0, file_version="brain.Event:2")
-        # TensorBoard then drops what an earlier process wrote of later steps.
-        self._event(after + 1, session_log=SessionLog(status=SessionLog.START))
+            self._files[name] = path.open("ab")
+        try:
+            self._event(0, file_version="brain.Event:2")
+            # TensorBoard then drops what an earlier process wrote of later steps.
+            self._event(after + 1, session_log=SessionLog(status=SessionLog.START))
+        except OSError:
+            self._close()
+            raise
 
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._writes:
-            self.sync()
-            for name, file in self._files.items():
-                if lost := file.close():
-                    self.say(f"{name}: {lost} bytes could not be written and are lost")
-            self._bar.close()
+            try:
+                if kind is None:
+                    self.sync()
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # half a line, which the next start removes
+                file.close()
+        self._bar.close()
 
     def write(self, step: int, name: str = "metrics", **values: Any) -> None:
         """Writes a line before it returns; a number that is not finite becomes null.
-
-        If the disk is full, that is reported, and the line is written when there is room.
 
         Args:
           step: the step after which this holds.
@@ -103,7 +112,9 @@ class Journal:
             key: None if isinstance(x, float) and not math.isfinite(x) else x
             for key, x in values.items()
         }
-        self._add(name, (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        with self._must_write(name):
+            self._files[name].write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+            self._files[name].flush()
         numbers = [
             Summary.Value(tag=key, simple_value=x)
             for key, x in values.items()
@@ -112,49 +123,34 @@ class Journal:
         if numbers:
             self._event(step, summary=Summary(value=numbers))
 
-    def sync(self) -> bool:
-        """Flushes all lines to the disk, and returns whether that succeeded. Call it before a
-        checkpoint of the same step is complete.
-        """
-        return not self._writes or all(
-            [self._add(name, b"", sync=True) for name in self._files]
-        )
-
     def _event(self, step: int, **what: Any) -> None:
-        record = io.BytesIO()
-        RecordWriter(record).write(
-            Event(wall_time=time.time(), step=step, **what).SerializeToString()
-        )
-        self._add("events", record.getvalue())
+        with self._must_write("events"):
+            event = Event(wall_time=time.time(), step=step, **what)
+            RecordWriter(self._files["events"]).write(event.SerializeToString())
+            self._files["events"].flush()
 
-    def _add(self, name: str, what: bytes, sync: bool = False) -> bool:
-        """Appends to a file, and returns whether that succeeded. Prints a line when writing
-        begins to fail, and another one when it works again.
-        """
+    def sync(self) -> None:
+        """Flushes all lines to the disk. Call it before a checkpoint of the same step."""
+        if self._writes:
+            for name, file in self._files.items():
+                with self._must_write(name):
+                    os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _must_write(self, name: str) -> Iterator[None]:
         try:
-            self._files[name].add(what, sync)
+            yield
         except OSError as error:
-            if name not in self._failing:
-                self.say(
-                    f"{name} cannot be written ({error.strerror}): training goes on, and new"
-                    " lines wait in memory until there is room"
-                )
-            self._failing.add(name)
-            return False
-        if name in self._failing:
-            self.say(f"{name} are written again, none is lost")
-        self._failing.discard(name)
-        return True
+            raise OSError(
+                f"{name} of {self._folder} cannot be written ({files.why(error)}): when it can,"
+                " the same command goes on from the last checkpoint"
+            ) from error
 
     def report(self) -> None:
-        """Writes the report if there are metrics. If that fails, prints a line, and raises
-        nothing.
-        """
+        """Writes the report if there are metrics."""
         if self._writes and pairs(read(self._folder), "loss"):
-            try:
+            with self._must_write("the report"):
                 report(self._folder)
-            except OSError as error:
-                self.say(f"the report cannot be written ({error.strerror})")
 
     def compiling(self) -> None:
         """Says that the first step compiles, if a step is left."""
@@ -186,45 +182,9 @@ class Journal:
                 sys.stderr.flush()
 
 
-class _File:
-    """A file that only grows. Bytes that the disk has no room for wait in memory, so no line
-    stays half written between others.
-    """
-
-    def __init__(self, path: pathlib.Path):
-        self._file = path.open("ab", buffering=0)
-        self._waiting, self._written = b"", b""  # since the last sync
-
-    def add(self, what: bytes, sync: bool) -> None:
-        """Raises OSError unless all that was ever added is written."""
-        self._waiting += what
-        while self._waiting:
-            count = self._file.write(self._waiting)
-            self._written += self._waiting[:count]
-            self._waiting = self._waiting[count:]
-        if sync:
-            try:
-                os.fsync(self._file.fileno())
-            except OSError:
-                # Lines written since the last sync may be lost: write them again.
-                self._file.truncate(os.fstat(self._file.fileno()).st_size - len(self._written))
-                self._waiting, self._written = self._written, b""
-                raise
-            self._written = b""
-
-    def close(self) -> int:
-        """Closes the file and returns how many bytes are lost."""
-        self._file.close()
-        return len(self._waiting)
-
-
 def read(folder: str | os.PathLike[str], name: str = "metrics") -> list[dict[str, Any]]:
-    """Returns the lines of a file, except damaged and half-written ones; [] if there is no such
-    file.
-
-    Args:
-      folder: of the run.
-      name: one of `FILES`.
+    """Returns the lines of one of a run's `FILES`, except damaged and half-written ones; []
+    without a file.
     """
     lines, _ = _lines(pathlib.Path(folder) / f"{name}.jsonl")
     return [values for _, values in lines if values is not None]
@@ -236,13 +196,11 @@ def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]
     """
 
     def values(line):
-        try:
+        with contextlib.suppress(ValueError):
             parsed = json.loads(line.decode())
-        except ValueError:
-            return None
-        return (
-            parsed if isinstance(parsed, dict) and isinstance(parsed.get("step"), int) else None
-        )
+            if isinstance(parsed, dict) and isinstance(parsed.get("step"), int):
+                return parsed
+        return None
 
     content = path.read_bytes() if path.exists() else b""
     *lines, _ = content.split(b"\n")  # the last one is not complete
@@ -250,8 +208,8 @@ def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]
 
 
 def _cut(path: pathlib.Path, after: int) -> int:
-    """Removes the lines of steps above `after`, or all lines if `after` is 0. Returns how many
-    of the lines it read were damaged.
+    """Removes damaged lines and those of steps above `after`, or all if it is 0. Returns how
+    many were damaged.
     """
     lines, content = _lines(path) if after else ([], b"")
     wanted = b"".join(line for line, values in lines if values and values["step"] <= after)
@@ -271,9 +229,6 @@ def pairs(lines: list[dict[str, Any]], name: str) -> list[tuple[int, Any]]:
 def report(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Writes `report.md` and its pictures from the lines of a run, complete or not, and returns
     its path.
-
-    Raises:
-      ValueError: if there are no metrics yet.
     """
     folder = pathlib.Path(folder)
     metrics, times = read(folder), read(folder, "times")
@@ -284,36 +239,31 @@ def report(folder: str | os.PathLike[str]) -> pathlib.Path:
             " nothing to report"
         )
 
-    def last(name):
-        return [value for _, value in pairs(metrics + times, name)][-1:]
+    def values(name):
+        return [value for _, value in pairs(metrics + times, name)]
 
     def median(name):
-        values = [value for _, value in pairs(times, name)]
-        return [statistics.median(values)] if values else []
+        return [statistics.median(values(name))] if values(name) else []
 
     nats = "{:.3f} nats per token"
     best = [min(validation, key=lambda point: point[1])] if validation else []
-    rows = [  # title, format, no or one value
-        ("parameters", "{:,}", last("parameters")),
-        ("steps", "{:,}", [train[-1][0]]),
-        ("tokens per step", "{:,}", last("tokens_a_step")),
-        ("loss of the last training batches", nats, last("loss")),
-        ("validation loss", nats, last("validation_loss")),
+    rows = [  # title, format, values of which the last is shown
+        ("parameters", "{:,}", values("parameters")),
+        ("steps", "{:,}", [step for step, _ in train]),
+        ("tokens per step", "{:,}", values("tokens_a_step")),
+        ("loss of the last training batches", nats, values("loss")),
+        ("validation loss", nats, values("validation_loss")),
         ("best validation loss", nats, [loss for _, loss in best]),
         ("step of the best validation loss", "{:,}", [step for step, _ in best]),
-        ("bigram model's validation loss", nats, last("bigram_loss")),
-        (
-            "updates skipped as not finite",
-            "{:,}",
-            [count for count in last("skipped") if count],
-        ),
-        ("ran on", "{}", last("device")),
+        ("bigram model's validation loss", nats, values("bigram_loss")),
+        ("updates skipped as not finite", "{:,}", values("skipped")),
+        ("ran on", "{}", values("device")),
         ("tokens/s, median", "{:,.0f}", median("tokens_per_second")),
         ("model FLOPs utilization, median", "{:.1%}", median("mfu")),
         ("memory in GiB, median", "{:.2f}", [x / GIB for x in median("memory_bytes")]),
     ]
     text = [f"# {folder.absolute().name}", "", "| | |", "|---|---|"]
-    text += [f"| {title} | {form.format(x)} |" for title, form, values in rows for x in values]
+    text += [f"| {title} | {form.format(found[-1])} |" for title, form, found in rows if found]
     text += ["", *(f"![{title}]({name})\n" for name, title in _draw(folder, metrics, times))]
     for step, sample in pairs(read(folder, "samples"), "text")[-1:]:
         text += [f"A sample, after step {step:,}:", ""]

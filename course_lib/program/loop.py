@@ -4,16 +4,11 @@
 
 A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
 The same call resumes a run that was killed, from its last complete checkpoint. With the same
-JAX on the same devices (for a CPU: the same number of cores), the resumed run computes the same
-numbers and writes the same `metrics.jsonl` and `samples.jsonl`, bit for bit, as a run that was
-never killed. A checkpoint therefore holds everything that the next step reads: parameters,
-optimizer state, random key, step, loss scale, the position in the data, and the sums for the
-next line of metrics. On GPUs, equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
-Without it, atomic additions happen in any order, and each start times kernels again and may
-choose others. With it, steps are slower (https://openxla.org/xla/determinism).
-
-Between validations, samples and checkpoints the devices do not wait for this loop: it reads
-the metrics of a step while later steps run.
+JAX on the same devices, the resumed run computes the same numbers and writes the same
+`metrics.jsonl` and `samples.jsonl`, bit for bit, as a run that was never killed (`--help` says
+what that needs on GPUs). A checkpoint therefore holds everything that the next step reads:
+parameters, optimizer state, random key, step, loss scale, the position in the data, and the
+sums for the next line of metrics.
 """
 
 import collections
@@ -23,7 +18,7 @@ import math
 import operator
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +34,7 @@ from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, settings
-from course_lib.program.checkpoints import CheckpointError, Checkpoints, Saved
+from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
 
@@ -57,9 +52,8 @@ class Ended:
 
     Attributes:
       reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint;
-        or `NOT_FINITE`: the loss, the parameters or the optimizer state are not finite, or
-        `run.skips_in_a_row` updates were skipped in a row. In that case no new checkpoint is
-        written.
+        or `NOT_FINITE`, without one: the loss or the train state is not finite, or
+        `run.skips_in_a_row` updates were skipped in a row.
       step: the last step.
     """
 
@@ -75,36 +69,21 @@ class Refused(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Everything a run needs except its state.
-
-    Attributes:
-      run: model, optimizer and train step.
-      place: the sharding of a batch.
-      tokens: token arrays of the splits "train" and "validation".
-      batches: an iterator over this process's batches.
-      fixed: what must not change between starts (`settings.fixed`), and the text's identity.
-      computed: what the rounding depends on (`settings.numerics`).
-    """
+    """Everything a run needs except its state."""
 
     run: training.Run
-    place: NamedSharding
-    tokens: dict[str, np.ndarray]
-    batches: loading.DeviceBatches
-    fixed: dict[str, Any]
-    computed: dict[str, Any]
+    place: NamedSharding  # of a batch
+    tokens: dict[str, np.ndarray]  # of the splits "train" and "validation"
+    batches: loading.DeviceBatches  # this process's
+    fixed: dict[str, Any]  # must not change between starts: `settings.fixed` and the text
+    computed: dict[str, Any]  # what the rounding depends on: `settings.numerics`
 
 
 def build(
     config: ConfigDict, devices: Sequence[jax.Device] | None = None
 ) -> tuple[training.Run, NamedSharding]:
-    """Returns the run, and the sharding of a batch, which is cut along the mesh axis "data".
-
-    Args:
-      config: as `settings.complete` returns it, after `settings.check` accepted it.
-      devices: to run on; all that JAX has if None.
-
-    Raises:
-      ValueError: if the configuration does not fit the devices.
+    """Returns the run of a checked configuration, and the sharding of a batch, which is cut
+    along the mesh axis "data".
     """
     devices = jax.devices() if devices is None else devices
     if not devices:
@@ -123,9 +102,8 @@ def train(
     devices: Sequence[jax.Device] | None = None,
 ) -> Ended:
     """Trains from the last checkpoint, or from the start, until all steps are done, and writes
-    the report.
-
-    Where several processes train, each of them calls this function inside `processes.start`.
+    the report. Where several processes train, each of them calls this function inside
+    `processes.start`.
 
     Args:
       config: as `settings.complete` returns it.
@@ -133,14 +111,12 @@ def train(
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: if the configuration cannot work; if it differs from that of the run in the
-        folder or of another process (the error names the fields); or if the folder holds
-        something else. All processes raise it, before the run's configuration,
-        lines or checkpoints are written.
-      BlockingIOError: if another program trains in that folder. A file system shared
-        by hosts may end the lock of a host that is gone.
-      CheckpointError: if all checkpoints are damaged, or the last one cannot be written; with
-        several processes, if any one cannot.
+      Refused: in all processes, before anything is written, if the configuration cannot work;
+        if it differs from that of the run in the folder or of another process (the error names
+        the fields); or if the folder holds something else.
+      BlockingIOError: if another program trains in that folder.
+      CheckpointError: if all checkpoints are damaged, or one cannot be written.
+      OSError: if a line cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -183,11 +159,7 @@ def prepare(
     stack: contextlib.ExitStack,
 ) -> Inputs:
     """Builds what a run needs, and locks its folder until the stack closes. A collective: every
-    process must call it.
-
-    Raises:
-      Refused: in all processes, if the configuration fails in one of them or differs between
-        them.
+    process must call it. All refuse what one refuses, or what differs between them.
     """
     compared = config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__}
     # Another process may have the same text in another folder.
@@ -221,7 +193,7 @@ def prepare(
 def read_batches(
     config: ConfigDict, tokens: np.ndarray, place: NamedSharding
 ) -> loading.DeviceBatches:
-    """Returns an iterator over this process's batches, on its devices."""
+    """Returns this process's batches, on its devices."""
     size, length = config.data.batch_size, config.data.seq_len
     shard, shards = loading.shard_of(place, size, length)
     batches = loading.batches(
@@ -237,11 +209,7 @@ def read_batches(
 
 
 def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> Saved | None:
-    """Restores the newest undamaged checkpoint; None if there is none and the run may begin.
-
-    Raises:
-      Refused: if the run in the folder is another one, or something else is in the folder.
-    """
+    """Restores the newest undamaged checkpoint; None if there is none and the run may begin."""
     saved = checkpoints.newest()
     if saved is None:
         if why := settings.why_not_begun(folder):
@@ -256,16 +224,11 @@ def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> S
 
 
 class Loop:
-    """Takes steps, and does what is due between them.
+    """Takes steps, and does what is due between them."""
 
-    Attributes:
-      step: the last step taken.
-      state: the train state after it.
-      best: the lowest validation loss; None before the first validation.
-      caught_up: whether the validation and the sample that were due after the last step are
-        done.
-      tally: sums for the next line of metrics.
-    """
+    step: int  # the last step taken
+    best: float | None  # the lowest validation loss
+    caught_up: bool  # whether the validation and the sample due after the last step are done
 
     def __init__(
         self,
@@ -316,12 +279,11 @@ class Loop:
                 return NOT_FINITE
             self.caught_up = not due & {"validate", "sample"}
             if why := why or self.evaluate_and_save(due, stop_reason):
-                self.save(loss=None, must=True)
+                self.save(loss=None)
                 return why
         return DONE
 
     def due(self, step: int) -> set[str]:
-        """Returns what is due after a step. After the last step, everything is due."""
         names, every = ("log", "validate", "sample", "checkpoint"), self.config.run
         return {
             name for name in names if step == self.total or step % every[f"{name}_every"] == 0
@@ -353,35 +315,19 @@ class Loop:
     def evaluate_and_save(
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
-        """Validates, samples and saves, each only if it is due. A new best validation loss
-        makes a checkpoint due.
+        """Validates, samples and saves what is due; a new best loss makes a checkpoint due.
+        Returns "", or why the run has to end, if a notice came during the validation. In that
+        case nothing was written.
 
-        Args:
-          due: what `due` returned for this step.
-          stop_reason: asked between the batches of a validation; `str()` is "", no reason.
-          again: whether an earlier process may have written this step's lines before it was
-            killed.
-
-        Returns:
-          "", or why the run has to end, if a notice came during the validation. In that case
-          nothing was written.
+        `again` says that an earlier process may have written this step's lines.
         """
-        metrics: dict[str, float] = {}
+        loss, params = None, self.state.params
         with self.speed.paused():
             if "validate" in due:
-                # A failed save changes which loss is the best one.
-                with self.reporting_errors(must=False):
-                    self.checkpoints.wait()
-                run, tokens = self.run, self.inputs.tokens["validation"]
-                place = self.inputs.place
+                tokens, place = self.inputs.tokens["validation"], self.inputs.place
                 try:
                     metrics = observe.validate(
-                        run,
-                        self.state.params,
-                        tokens,
-                        self.config,
-                        place,
-                        stop_reason=stop_reason,
+                        self.run, params, tokens, self.config, place, stop_reason=stop_reason
                     )
                 except preemption.StopRequested as why:
                     return str(why)
@@ -392,27 +338,22 @@ class Loop:
                 if math.isfinite(loss) and (self.best is None or loss < self.best):
                     self.best, due = loss, due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
-                text = observe.sample(self.run, self.state.params, self.config, self.step)
+                text = observe.sample(self.run, params, self.config, self.step)
                 self.write("samples", again, text=text)
         self.caught_up = True
         if "checkpoint" in due:
-            self.save(metrics.get("loss"), must=self.step == self.total)
+            self.save(loss)
         return ""
 
     def write(self, name: str, again: bool, **values: Any) -> None:
-        """Writes a line of this step to the journal. With `again`, skips a line that an earlier
-        process has written.
-        """
+        """Writes a line of this step, unless an earlier process has written it."""
         lines = journal.read(self.checkpoints.folder.parent, name) if again else []
         if not any(
             line["step"] == self.step and line.keys() >= values.keys() for line in lines
         ):
             self.book.write(self.step, name, **values)
 
-    def save(self, loss: float | None, must: bool) -> None:
-        """Begins to write a checkpoint. An error ends the run if the checkpoint `must` succeed,
-        or if there are several processes.
-        """
+    def save(self, loss: float | None) -> None:
         data_state = {
             "batches": self.inputs.batches.get_state(),
             "tally": self.tally.state(),
@@ -420,27 +361,6 @@ class Loop:
             "best": self.best,
             "computed": self.inputs.computed,
         }
-        with self.reporting_errors(must=False):  # errors of the checkpoint before this one
-            self.checkpoints.wait()
-        with self.reporting_errors(must=must):
-            # The lines up to this step must be on the disk before the checkpoint is complete.
-            if not self.book.sync():
-                raise CheckpointError(
-                    f"step {self.step} is not saved, because the lines up to it cannot be"
-                    " written"
-                )
-            self.checkpoints.save(self.step, self.state, data_state, self.inputs.fixed, loss)
-
-    @contextlib.contextmanager
-    def reporting_errors(self, must: bool) -> Iterator[None]:
-        """Prints the error of a checkpoint in place of raising it, so that training goes on: a
-        full disk may have room later. Still raises it if the checkpoint `must` succeed, or if
-        there are several processes.
-        """
-        try:
-            yield
-        except CheckpointError as error:
-            if must or jax.process_count() > 1:  # the other processes do not know of it
-                raise
-            self.book.say(f"{error}; training goes on")
-            self.best = self.checkpoints.best()
+        # The lines up to this step must be on the disk before the checkpoint is complete.
+        self.book.sync()
+        self.checkpoints.save(self.step, self.state, data_state, self.inputs.fixed, loss)

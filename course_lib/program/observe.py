@@ -38,7 +38,7 @@ class Tally:
         self._sums = {name: list(pair) for name, pair in saved["sums"].items()}
 
     def state(self) -> dict[str, Any]:
-        """Returns the argument `saved` with which `__init__` makes an equal tally."""
+        """Returns what `__init__` takes as `saved`."""
         sums = {name: list(pair) for name, pair in self._sums.items()}
         return {"sums": sums, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
@@ -69,15 +69,6 @@ class Speed:
     def __init__(
         self, config: ConfigDict, journal: Journal, after: int, devices: int, params: PyTree
     ):
-        """Writes a line with the device and the sizes of model and step.
-
-        Args:
-          config: as `settings.complete` returns it.
-          journal: the line is written there.
-          after: the restored step.
-          devices: number of devices.
-          params: of the model, or their shapes.
-        """
         self._journal, self._devices = journal, devices
         self._device = jax.local_devices()[0]
         self._accelerator = hardware.recognize(self._device)
@@ -115,7 +106,7 @@ class Speed:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time of a `with` out of the measurement: no step runs in it."""
+        """Leaves a time without steps out of the measurement."""
         start = time.perf_counter()
         yield
         if self._since is not None:
@@ -137,9 +128,7 @@ def _flops_for_mfu(
 
 
 def _memory(device: Any) -> int | None:
-    """Returns the device's peak bytes in use, if it counts them. Otherwise, on a CPU, returns
-    the bytes that this process uses now, or None where Linux's /proc is missing.
-    """
+    """Returns the device's peak bytes in use; on a CPU, those that this process uses now."""
     if stats := device.memory_stats():
         return stats.get("peak_bytes_in_use")
     try:
@@ -150,10 +139,8 @@ def _memory(device: Any) -> int | None:
 
 
 def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
-    """Returns the learning rate of a step, computed on the CPU: another device would answer
-    only after the steps that it is busy with.
-    """
-    try:
+    """Returns the learning rate of a step."""
+    try:  # another device would answer only after the steps that it is busy with
         [host, *_] = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX runs without its CPU backend
         host = None
@@ -162,10 +149,8 @@ def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
 
 
 def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[np.ndarray, "_"]:
-    """Returns the tokens that a run validates on: the beginning of the validation split.
-
-    They are the labels of `run.validation_batches` batches, and the token before the first
-    label. If that field is 0, they are the full split, but at most `VALIDATED` labels.
+    """Returns the beginning of the validation split that a run validates on: the labels of
+    `run.validation_batches` batches (0: all, at most `VALIDATED`), and the token before them.
     """
     labels = config.run.validation_batches * config.data.batch_size * config.data.seq_len
     return tokens[: (labels or VALIDATED) + 1]
@@ -174,35 +159,22 @@ def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[n
 def validation_batches(
     tokens: Integer[np.ndarray, "T"], config: ConfigDict
 ) -> Iterator[data.Batch]:
-    """Yields the batches that `validate` averages over. They are as large as a minibatch of the
-    step, so they fit into memory if the step does.
-
-    Args:
-      tokens: of the validation split.
-      config: as `settings.complete` returns it.
-
-    Raises:
-      ValueError: at the call, if there are fewer than two tokens, or one is outside the
-        vocabulary.
-    """
-    size = config.data.batch_size // config.training.num_minibatches
-    where = dict(
-        batch_size=size, seq_len=config.data.seq_len, vocab_size=config.model.vocab_size
+    """Yields the batches that `validate` averages over. Refuses bad tokens at the call."""
+    sizes = dict(
+        # As large as a minibatch of the step: it fits into memory if the step does.
+        batch_size=config.data.batch_size // config.training.num_minibatches,
+        seq_len=config.data.seq_len,
+        vocab_size=config.model.vocab_size,
     )
     try:
-        return data.validation_batches(validated(tokens, config), **where)
+        return data.validation_batches(validated(tokens, config), **sizes)
     except ValueError as error:
         raise ValueError(f"the validation split: {error}") from None
 
 
 def bigram_loss(tokens: dict[str, np.ndarray], config: ConfigDict) -> dict[str, Any]:
-    """Returns {"bigram_loss": the loss of a bigram model}, in nats per token; {} if a split is
-    too short for one.
-
-    Args:
-      tokens: of the course's tokenizer: "train", of which at most `COUNTED` are counted, and
-        "validation", of which the `validated` ones are predicted.
-      config: as `settings.complete` returns it.
+    """Returns {"bigram_loss": the loss of a bigram model on what is validated}, in nats per
+    token; {} if a split is too short for one.
     """
     train, validation = tokens["train"][:COUNTED], validated(tokens["validation"], config)
     if len(train) < 20 or len(validation) < 2:
@@ -219,19 +191,8 @@ def validate(
     *,
     stop_reason: Callable[[], str] = str,
 ) -> dict[str, float]:
-    """Returns the mean metrics of the `validated` tokens of the validation split.
-
-    Args:
-      run: as built.
-      params: its parameters, on any devices.
-      tokens: of the validation split.
-      config: as `settings.complete` returns it.
-      place: sharding of a batch.
-      stop_reason: called before each batch; returns why to end, or "": see
-        `preemption.notices`.
-
-    Raises:
-      preemption.StopRequested: with that reason.
+    """Returns the mean metrics of the `validated` tokens. Before each batch it asks
+    `stop_reason`, and raises `preemption.StopRequested` if there is one.
     """
     size = config.data.batch_size // config.training.num_minibatches
     shard, shards = loading.shard_of(place, size, config.data.seq_len)
@@ -248,20 +209,9 @@ def validate(
     return training.evaluate(run.loss_fn, params, on_devices())
 
 
-def sample(
-    run: training.Run,
-    params: PyTree,
-    config: ConfigDict,
-    step: int,
-) -> str:
+def sample(run: training.Run, params: PyTree, config: ConfigDict, step: int) -> str:
     """Returns the text of `run.sample_tokens` tokens that the model generates at the start of a
     document, without those that the tokenizer does not know. The same step gives the same text.
-
-    Args:
-      run: as built.
-      params: its parameters, on any devices.
-      config: as `settings.complete` returns it.
-      step: chooses the random key, with `config.seed`.
     """
     everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
     # Token 0 is END: a document begins after it.

@@ -8,8 +8,6 @@
                 ...    # in all processes after the same step: save a checkpoint, and end
 
 Little time is left after SIGTERM: 30 s by default in Kubernetes; under Slurm, the site decides.
-Preparing a text and compiling the first step may take longer, and a checkpoint would save
-nothing of this work. So before the first step is done, nothing is saved.
 """
 
 import contextlib
@@ -36,28 +34,24 @@ class StopRequested(Exception):
 
 @contextlib.contextmanager
 def notices() -> Iterator[Callable[[], str]]:
-    """Turn SIGTERM and Ctrl-C into notices while a `with` lasts.
+    """Turns SIGTERM and Ctrl-C into notices while a `with` lasts.
 
-    Until the first step is done there is nothing to save, and both signals keep their usual
-    effect: SIGTERM ends the process at once, even during a compilation. After that, both ask
-    the process to end after the current step, and a second Ctrl-C ends it at once. A signal
-    that the process ignores, like SIGINT in a shell's background, stays ignored. Outside of the
-    main thread Python handles no signals, so a run of one process gets no notice.
-
-    With several processes, JAX tells all of them of a SIGTERM to any of them, and they agree on
-    a step (`multihost_utils.reached_preemption_sync_point`). Ctrl-C in one of them is passed on
-    as SIGTERM.
+    Until the first step is done there is nothing to save, and both signals end the process at
+    once, even during a compilation. After that, both ask it to end after the current step, and
+    a second Ctrl-C ends it at once. A signal that the process ignores, like SIGINT in a shell's
+    background, stays ignored. With several processes, JAX tells all of them of a SIGTERM to any
+    of them, and they agree on a step (`multihost_utils.reached_preemption_sync_point`).
 
     Yields:
-      A function that all processes call equally often: for the first time after the first step
-      (from then on signals are notices), then after each step, and during work that takes
-      long. It returns "", or the reason to end: `INTERRUPTED` in the process where
-      somebody pressed Ctrl-C, else `PREEMPTED`.
+      A function that all processes call equally often: first after the first step, then after
+      each step, and during work that takes long. It returns "", or the reason to end:
+      `INTERRUPTED` in the process where somebody pressed Ctrl-C, else `PREEMPTED`.
     """
     seen: list[int] = []
     calls = itertools.count(1)
     several = jax.process_count() > 1
     signals = [signal.SIGINT] if several else [signal.SIGINT, signal.SIGTERM]
+    # Elsewhere Python handles no signals.
     in_main = threading.current_thread() is threading.main_thread()
     before = {
         number: handler
@@ -74,7 +68,7 @@ def notices() -> Iterator[Callable[[], str]]:
                 b"\nCtrl-C: ends after this step, with a checkpoint. Again: ends at once,"
                 b" without one\n",
             )
-            if several:
+            if several:  # JAX tells the others
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def stop_reason() -> str:

@@ -1,24 +1,17 @@
 """Several processes, one training: connected by `jax.distributed`, and ended together.
 
-A launcher, or you, starts the same program once per host or once per GPU. Each process then
-sees the devices of all processes, and runs the same steps on its own part of the arrays
+A launcher, or you, starts the same program once per host or once per GPU. Each process sees the
+devices of all, and runs the same steps on its part of the arrays
 (https://docs.jax.dev/en/latest/multi_process.html):
 
     with processes.start():    # does nothing if this process is the only one
         grid = meshes.make({"data": jax.device_count()}, jax.devices())
         ...                    # the training: every process executes the same code
 
-Process 0 runs JAX's coordination service. JAX derives its address from the environment under
-Slurm, Open MPI 4 and Kubernetes; elsewhere you pass it. The devices exchange data directly,
-through NCCL on GPUs and Gloo on CPUs.
-
-Every step needs every process, so if one ends, all end soon:
-
-- A process with an error prints its traceback and ends at once. Python's own exit would wait in
-  JAX's shutdown for the other processes, which wait for this one in the middle of a step.
-- If a process is killed, its connections close, and the next exchange of data raises an error
-  in the others. If it only falls silent, JAX's coordination service misses its heartbeat, and
-  aborts the others from C++ after `heartbeat` seconds.
+Every step needs every process, so if one ends, all end soon. If a process is killed, its
+connections close, and the next exchange of data raises an error in the others. If it only falls
+silent, JAX's coordination service misses its heartbeat, and aborts the others from C++ after
+`heartbeat` seconds.
 """
 
 import collections
@@ -43,18 +36,15 @@ _gathered = itertools.count()
 
 
 def from_launcher(environ: Mapping[str, str] | None = None) -> dict[str, Any] | None:
-    """Return what a launcher's environment variables say about this process.
+    """Returns what a launcher's environment variables say about this process: arguments of
+    `jax.distributed.initialize`, or None if this is the only process.
 
-    Open MPI's come first, since `mpirun` may run inside a Slurm job.
-
-    Args:
-      environ: environment variables; `os.environ` if None.
-
-    Returns:
-      Arguments of `jax.distributed.initialize`, or None if this is the only process. In an
-      indexed Job, JAX asks the API of Kubernetes for the other arguments.
+    JAX reads them, too, and finds process 0. But it would give a process that has a host for
+    itself one of its GPUs, not read Open MPI 5 without `mpi4py`, and (before 0.8) take each
+    process of a Slurm job for one that `srun` started.
     """
     env = os.environ if environ is None else environ
+    # Open MPI's come first, since `mpirun` may run inside a Slurm job.
     if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         number, count, on_host = (
             int(env[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")
@@ -67,6 +57,7 @@ def from_launcher(environ: Mapping[str, str] | None = None) -> dict[str, Any] | 
         )
         shares_host = count > int(env["SLURM_STEP_NUM_NODES"])
     elif "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
+        # JAX asks the API of Kubernetes for the other arguments.
         return {"process_id": int(env["JOB_COMPLETION_INDEX"])}
     else:
         return None
@@ -84,37 +75,22 @@ def start(
     heartbeat: int = HEARTBEAT,
     patience: int = PATIENCE,
 ) -> Iterator[None]:
-    """Connect this process with the others inside a `with` block.
+    """Connects this process with the others inside a `with` block.
 
     Call it before JAX looks for devices. Under a launcher it needs no arguments. With one
-    process it does nothing.
-
-    Under Open MPI and Slurm, processes that share a host take one GPU each, by their number on
-    the host. Otherwise a process takes all GPUs that it sees. If `CUDA_VISIBLE_DEVICES` names a
-    single GPU, the process takes that one.
-
-    When the block ends, the processes wait for each other. Inside the block JAX handles
-    SIGTERM, and `preemption.notices` reads it from JAX.
+    process it does nothing. Under Open MPI and Slurm, processes that share a host take one GPU
+    each, by their number on the host, unless `CUDA_VISIBLE_DEVICES` names a single one.
+    Otherwise a process takes all GPUs that it sees.
 
     Args:
       coordinator: "host:port": the host of process 0, and a free port that all can reach.
       process: this process's number, from 0.
       processes: the number of processes; 1 ignores the launcher.
       heartbeat: seconds without a heartbeat until a process counts as gone.
-      patience: seconds that the processes wait for each other at the start. A few seconds later
-        JAX aborts the processes that waited.
-
-    Raises:
-      ValueError: if JAX cannot tell from arguments and launcher where process 0 is and which
-        process this is, or if the processes have different numbers of devices.
-      RuntimeError: if JAX has looked for devices already.
+      patience: seconds that the processes wait for each other at the start.
     """
-    arguments = {
-        "coordinator_address": coordinator,
-        "process_id": process,
-        "num_processes": processes,
-    }
-    arguments = {name: value for name, value in arguments.items() if value is not None}
+    given = dict(coordinator_address=coordinator, process_id=process, num_processes=processes)
+    arguments = {name: value for name, value in given.items() if value is not None}
     place = from_launcher()
     if processes == 1 or not (place or arguments):
         if processes is None and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
@@ -154,6 +130,7 @@ def start(
         yield
         jax.distributed.shutdown()
     except BaseException:
+        # Python's own exit would wait for the others, which wait for this one within a step.
         traceback.print_exc()
         _say(
             f"process {jax.process_index()} ends with this error, and the others end, too. If a"
@@ -165,13 +142,8 @@ def start(
 
 
 def gather(text: str) -> list[str]:
-    """Return the texts of all processes, by their numbers, in every process.
-
-    A collective: every process must call it, and waits for the others for up to `PREPARING`
-    seconds.
-
-    Args:
-      text: the text of this process. It must not contain NUL, which pads shorter texts.
+    """Returns the texts (without NUL) of all processes, by their numbers. A collective: every
+    process must call it, and waits for the others for up to `PREPARING` seconds.
     """
     if jax.process_count() == 1:
         return [text]
@@ -186,7 +158,7 @@ def gather(text: str) -> list[str]:
 
 
 def _check_devices() -> None:
-    """Refuse, in all processes, unequal numbers of devices: a mesh is a rectangular array."""
+    """Refuses, in all processes, unequal numbers of devices: a mesh is a rectangular array."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         jax.distributed.shutdown()

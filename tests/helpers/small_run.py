@@ -7,6 +7,8 @@ the command `course_lib.train` with the arguments that the line holds, in JSON, 
 file; for a line with a process's number it waits for that one, and says its exit code.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import runpy
@@ -61,6 +63,83 @@ def configuration(corpus, **changes):
         whole[part][name] = value
     settings.check(whole)
     return whole
+
+
+def one_device():
+    import jax
+
+    return jax.devices("cpu")[:1]
+
+
+def train(corpus, folder, devices=None, **changes):
+    from course_lib.program import loop
+
+    return loop.train(configuration(corpus, **changes), folder, devices or one_device())
+
+
+def final_state(corpus, folder, **changes):
+    """Restores the newest checkpoint of a run on one device."""
+    from course_lib.program import checkpoints, loop
+
+    run, _ = loop.build(configuration(corpus, **changes), one_device())
+    with contextlib.closing(checkpoints.Checkpoints(folder / "checkpoints")) as found:
+        return found.restore(run.abstract()[0])
+
+
+def is_key(leaf):
+    import jax
+
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def steps_end_with(monkeypatch, change):
+    """Has `change` make something else of the state and the metrics that a step returns."""
+    from course_lib.program import loop
+
+    build = loop.build
+
+    def built(*given):
+        run, place = build(*given)
+
+        def step(*given):
+            return change(*run.train_step(*given))
+
+        return dataclasses.replace(run, train_step=step), place
+
+    monkeypatch.setattr(loop, "build", built)
+
+
+def losses(folder, ends):
+    """Returns the mean training losses up to each of some steps, of lines that may be of fewer
+    steps each.
+    """
+    from course_lib.program import journal
+
+    means, total, before = [], 0.0, 0
+    for step, loss in journal.pairs(journal.read(folder), "loss"):
+        total, before = total + loss * (step - before), step
+        if step in ends:
+            means.append(total / (step - max((end for end in ends if end < step), default=0)))
+            total = 0.0
+    return means
+
+
+def assert_same_losses(folder, other):
+    """Compares losses of programs that round in another order and may have ended in between."""
+    import numpy as np
+
+    from course_lib.program import journal
+
+    expected = journal.read(other)
+    ends = [step for step, _ in journal.pairs(expected, "loss")]
+    # Adam divides what rounding has changed
+    np.testing.assert_allclose(losses(folder, ends), losses(other, ends), rtol=1e-4)
+    found, expected = (
+        dict(journal.pairs(lines, "validation_loss"))
+        for lines in (journal.read(folder), expected)
+    )
+    assert expected and found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
 
 
 def arguments(corpus, run, devices, *changes):

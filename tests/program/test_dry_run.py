@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from slow_cases import slow
 
 from course_lib import configs, measure
 from course_lib.many_devices import estimate
@@ -37,35 +39,35 @@ def fields_of(line):
     return dict(re.findall(r"--set (\S+)=(\S+)", line))
 
 
+@pytest.fixture
+def compiles_nothing(monkeypatch):
+    """Gives a small program in place of the step, which takes long to compile."""
+
+    def compile_small(lowered):
+        x = virtual.abstract(jax.ShapeDtypeStruct((8,), "float32"), virtual.devices("h100")[0])
+        return compiled(jax.jit(jnp.cos).lower(x))
+
+    compiled = virtual.compile
+    monkeypatch.setattr(virtual, "compile", compile_small)
+    sends_nothing = types.SimpleNamespace(rows=list)
+    monkeypatch.setattr(measure, "ledger", lambda compiled, mesh: sends_nothing)
+
+
 @needs_virtual
-def test_the_step_that_is_compiled_is_the_one_that_the_program_builds(monkeypatch):
-    whole, memory, compiled = tiny(**{"run.non_finite": "skip"}), measure.memory, []
+def test_the_programs_step_is_compiled_as_configured_and_a_faster_mesh_is_advice(monkeypatch):
+    given = {"training.num_minibatches": 4, "model.remat": ("Block",), "run.non_finite": "skip"}
+    whole, memory, compiled = tiny(**given), measure.memory, []
     monkeypatch.setattr(
         measure, "memory", lambda step: (compiled.append(step), memory(step))[1]
     )
-    found = dry_run.dry_run(whole, "h100", 1)
-    [device] = virtual.devices("h100")
-    run, _ = loop.build(whole, [device])
-    lowered = run.train_step.lower(*run.abstract())
+    found = dry_run.dry_run(whole, "h100", 2)
+    run, _ = loop.build(whole, virtual.devices("h100", 2))
+    tree = jax.tree.structure(jax.eval_shape(run.train_step, *run.abstract()))
+    assert compiled[0].out_tree == tree and "skipped" in str(tree)
     assert found.memory["peak"] == memory(compiled[0]).peak > found.memory["arguments"]
     assert found.capacity == int(0.9 * hardware.get("h100").memory_bytes)
     assert found.flops == pytest.approx(8 * 32 * estimate.shape_of(whole).flops, rel=0.01)
-    assert compiled[0].out_tree == lowered.out_tree and "skipped" in str(lowered.out_tree)
-    assert (
-        found.fits and found.sent == {} and "sent per device      0.0 MiB\ntime" in found.text()
-    )
-    large = dataclasses.replace(found, memory=found.memory | {"peak": found.capacity + 1})
-    assert not large.fits and "DOES NOT FIT" in large.text()
-    noted = dataclasses.replace(found, note="tiles in JAX, not a kernel")
-    assert "note                 tiles in JAX, not a kernel" in noted.text()
-    assert "\nnote " not in found.text()
 
-
-@needs_virtual
-def test_as_configured_is_what_is_compiled_and_a_faster_mesh_is_advice():
-    given = {"training.num_minibatches": 4, "model.remat": ("Block",)}
-    whole = tiny(**given)
-    found = dry_run.dry_run(whole, "h100", 2)
     both = [tiny(**given | {"model.remat": remat}) for remat in TRIED]
     ranked = [estimate.choose(each, Cluster(hardware.get("h100"), 2))[0] for each in both]
     best = min(ranked, key=lambda guess: guess.step)
@@ -73,11 +75,8 @@ def test_as_configured_is_what_is_compiled_and_a_faster_mesh_is_advice():
     assert found.fits and found.memory["arguments"] == found.estimate.arguments
     assert set(found.sent) == {"all-reduce along data"}
     *_, time, unhidden, advice, flags = found.text().splitlines()
-    assert (
-        "2 x" in found.text()
-        and ": fits" in found.text()
-        and "% is exposed communication; MFU " in time
-    )
+    assert "2 x" in found.text() and ": fits" in found.text()
+    assert "% is exposed communication; MFU " in time
     assert f"or {found.estimate.unhidden.total:.3g} s if transfers of gradients and" in unhidden
     again = tiny(**given)
     for field, value in fields_of(flags).items():
@@ -87,37 +86,49 @@ def test_as_configured_is_what_is_compiled_and_a_faster_mesh_is_advice():
     assert again.training.num_minibatches == best.parts
     assert tuple(again.model.remat) == TRIED[ranked.index(best)]
 
+    large = dataclasses.replace(found, memory=found.memory | {"peak": found.capacity + 1})
+    assert not large.fits and "DOES NOT FIT" in large.text()
+    noted = dataclasses.replace(found, note="tiles in JAX, not a kernel")
+    assert "note                 tiles in JAX, not a kernel" in noted.text()
+    assert "\nnote " not in found.text()
+
 
 @needs_virtual
-def test_what_the_program_would_refuse_is_said_to_be_and_what_would_run_is_compiled():
-    found = dry_run.dry_run(tiny(**{"training.num_minibatches": 8}), "h100", 2)
+def test_what_the_program_would_refuse_is_said_to_be_and_what_would_run_is_compiled(
+    compiles_nothing,
+):
+    given = {"training.num_minibatches": 8}
+    found = dry_run.dry_run(tiny(**given), "h100", 2)
     first, second, flags, *_ = found.text().splitlines()
     assert first.startswith("REFUSED ") and "batch_size=8 must be a multiple of 16" in first
     assert second.startswith("instead ") and fields_of(flags).keys() == found.suggested.keys()
-    again = tiny(**{"training.num_minibatches": 8})
+    again = tiny(**given)
     again.update_from_flattened_dict(found.suggested)
     assert found.suggested["training.num_minibatches"] < 8
     assert (found.axes, found.strategy) == (settings.axes(again, 2), settings.strategy(again))
     with pytest.raises(ValueError, match="batch_size=8 must be a multiple of 16"):
-        dry_run.dry_run(tiny(**{"training.num_minibatches": 8, "strategy.zero": 1}), "h100", 2)
+        dry_run.dry_run(tiny(**given, **{"strategy.zero": 1}), "h100", 2)
 
 
 @needs_virtual
-def test_a_mesh_that_is_given_is_compiled_as_it_is():
+def test_a_mesh_that_is_given_is_compiled_as_it_is(compiles_nothing):
     given = {"mesh.tensor": 2, "strategy.zero": 1}
     found = dry_run.dry_run(tiny(**given), "h100", 4)
-    assert (
-        found.advice == ""
-        and found.axes == {"data": 2, "tensor": 2}
-        and found.strategy == Strategy(zero=1)
-    )
-    along = {what.rpartition(" along ")[2] for what in found.sent}
-    assert {"data", "tensor"} <= along and " MiB: reduce-scatter along data" in found.text()
+    assert found.advice == "" and found.axes == {"data": 2, "tensor": 2}
+    assert found.strategy == Strategy(zero=1)
     by_compiler = dry_run._estimate(
         tiny(**given | {"strategy.by": "compiler"}), Cluster(hardware.get("h100"), 4)
     )
     text = dataclasses.replace(found, estimate=by_compiler).text()
     assert "time per step        no estimate: by='compiler' must be 'hand'" in text
+
+
+@pytest.mark.slow
+@needs_virtual
+def test_what_is_sent_is_told_by_axis():
+    found = dry_run.dry_run(tiny(**{"mesh.tensor": 2, "strategy.zero": 1}), "h100", 4)
+    along = {what.rpartition(" along ")[2] for what in found.sent}
+    assert {"data", "tensor"} <= along and " MiB: reduce-scatter along data" in found.text()
 
 
 def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
@@ -133,7 +144,9 @@ def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
 
 
 @needs_virtual
-def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_kernel_never():
+def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_kernel_never(
+    compiles_nothing,
+):
     found = dry_run.dry_run(tiny(**{"model.dtype": "bfloat16"}), "t4", 1)
     assert found.fits and "T4 has no unit for" in found.text() and not found.suggested
     with pytest.raises(ValueError, match="model.attention='cudnn' cannot run on NVIDIA T4"):
@@ -142,9 +155,8 @@ def test_a_dtype_without_a_unit_runs_without_an_estimate_attention_without_a_ker
         )
 
 
-@pytest.mark.parametrize("preset", ["80gb", "155m"])
-def test_bfloat16_in_xla_attention_on_a_t4_is_refused_before_it_is_compiled(preset):
-    whole = settings.complete(configs.get(preset))
+def test_bfloat16_in_xla_attention_on_a_t4_is_refused_before_it_is_compiled():
+    whole = settings.complete(configs.get("80gb"))
     whole.model.attention = "xla"
     with pytest.raises(
         ValueError,
@@ -156,7 +168,7 @@ def test_bfloat16_in_xla_attention_on_a_t4_is_refused_before_it_is_compiled(pres
 @needs_virtual
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [("blocks", "bfloat16"), ("xla", "float16"), ("xla", "float32")],
+    [("blocks", "bfloat16"), slow("xla", "float16"), slow("xla", "float32")],
 )
 def test_attention_that_is_not_refused_compiles_for_a_t4(implementation, dtype):
     """The attention alone: a whole step in bfloat16 is compiled for a T4 above."""

@@ -14,18 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from small_run import configuration, corpus
+from small_run import configuration
 
 from course_lib import configs, measure, training
 from course_lib.measure import hardware
 from course_lib.program import journal, loop, observe, settings
-from course_lib.text import data, loading
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus") / "text")
+from course_lib.text import data
 
 
 def metrics(loss, count=4.0, **others):
@@ -75,16 +69,6 @@ def test_a_step_in_a_dtype_without_a_unit_is_no_part_of_a_peak(text):
     assert observe._flops_for_mfu(whole, None) == (None, "unknown device")
 
 
-def test_tokens_are_known_by_what_they_are(monkeypatch):
-    tokens = np.arange(9_000_000, dtype=np.uint16)
-    other = tokens.copy()
-    other[-1] += 1
-    assert (
-        loading.identity(tokens) == loading.identity(tokens.copy()) != loading.identity(other)
-    )
-    assert loading.identity(tokens)["tokens"] == 9_000_000
-
-
 def test_the_bigram_model_is_that_of_the_text_or_none(text):
     tokens = {split: data.tokens(split, text) for split in data.SPLITS}
     whole, part = configuration(text, run__validation_batches=0), configuration(text)
@@ -119,47 +103,36 @@ def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text)
     )
 
 
-def test_validation_takes_a_minibatch_at_a_time_and_all_of_them_are_the_batch(text):
-    tokens, found, rows = data.tokens("validation", text), {}, []
-    for minibatches in (1, 4):
-        whole = configuration(
-            text, model__dropout_rate=0.0, training__num_minibatches=minibatches
-        )
-        run, place = loop.build(whole, jax.devices("cpu")[:1])
+def test_validation_is_the_mean_on_any_devices_in_any_minibatches_and_can_be_shortened(text):
+    tokens, rows = data.tokens("validation", text), []
 
-        def loss_fn(params, batch, rng, run=run):
-            rows.append(len(batch.inputs))
-            return run.loss_fn(params, batch, rng)
+    def loss_fn(params, batch, rng):  # in place of the model
+        rows.append(len(batch.inputs))
+        loss = (batch.weights * (params + batch.labels)).sum()
+        return loss, {"loss": (loss, batch.weights.sum())}
 
-        params = run.init(jax.random.key(0)).params
-        found[minibatches] = observe.validate(
-            dataclasses.replace(run, loss_fn=loss_fn), params, tokens, whole, place
-        )
-    assert rows == [4, 1]  # each is traced once
-    np.testing.assert_allclose(found[4]["loss"], found[1]["loss"], rtol=1e-6)
-
-
-def test_validation_is_the_same_on_one_device_and_on_four_and_can_be_shortened(text):
-    tokens = data.tokens("validation", text)
-    found = {}
-    for count, limits in ((1, [0]), (4, [0, 2])):
-        whole = configuration(text, model__dropout_rate=0.0)
+    def validated(count, **changes):
+        whole = configuration(text, **changes)
         run, place = loop.build(whole, jax.devices("cpu")[:count])
-        params = run.init(jax.random.key(0)).params
-        for limit in limits:
-            whole.run.validation_batches = limit
-            found[count, limit] = observe.validate(run, params, tokens, whole, place)
-    np.testing.assert_allclose(found[4, 0]["loss"], found[1, 0]["loss"], rtol=1e-5)
-    single = training.build(whole)
-    first = data.validation_batches(
-        tokens[: 2 * 4 * 16 + 1], batch_size=4, seq_len=16, vocab_size=2048
-    )
-    by_hand = training.evaluate(single.loss_fn, single.init(jax.random.key(0)).params, first)
-    np.testing.assert_allclose(found[4, 2]["loss"], by_hand["loss"], rtol=1e-5)
-    assert found[4, 2]["loss"] != found[4, 0]["loss"]
+        run = dataclasses.replace(run, loss_fn=loss_fn)
+        return observe.validate(run, jnp.float32(0.5), tokens, whole, place)["loss"]
 
-    sample = [observe.sample(run, params, whole, step) for step in (1, 1, 2)]
-    assert sample[0] == sample[1] != sample[2]
+    everything = 0.5 + tokens[1:].astype(np.float64).mean()
+    shortened = 0.5 + tokens[1 : 2 * 4 * 16 + 1].astype(np.float64).mean()
+    assert shortened != pytest.approx(everything, rel=1e-5)
+    for count, limit, mean in ((1, 0, everything), (4, 0, everything), (4, 2, shortened)):
+        found = validated(count, run__validation_batches=limit)
+        assert found == pytest.approx(mean, rel=1e-5)
+    found = validated(1, run__validation_batches=0, training__num_minibatches=4)
+    assert found == pytest.approx(everything, rel=1e-5) and rows == [4, 4, 1]  # each traced
+
+
+def test_the_same_step_gives_the_same_sample_and_another_step_another(text):
+    whole = configuration(text)
+    run, _ = loop.build(whole, jax.devices("cpu")[:1])
+    params = run.init(jax.random.key(0)).params
+    first, again, other = (observe.sample(run, params, whole, step) for step in (1, 1, 2))
+    assert first == again != other
 
 
 PARAMS = {
@@ -271,12 +244,3 @@ def test_the_learning_rate_is_computed_by_the_cpu_whatever_device_is_busy():
     with jax.default_device(jax.devices("cpu")[3]):
         assert observe.learning_rate(schedule, 3) == 3 / 8
     assert seen == [{jax.devices("cpu")[0]}]
-
-
-def test_a_batch_lies_where_the_mesh_says(text):
-    run, place = loop.build(configuration(text), jax.devices("cpu")[:2])
-    assert (
-        isinstance(place, NamedSharding)
-        and place.spec == PartitionSpec("data")
-        and run.mesh.shape == {"data": 2}
-    )

@@ -3,7 +3,6 @@
 The tests start two processes with two simulated devices each.
 """
 
-import contextlib
 import getpass
 import os
 import re
@@ -13,16 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 import small_run
 
 from course_lib.lessons.by_processes import free_port
-from course_lib.program import journal, processes
+from course_lib.program import journal
 
 ROOT = Path(__file__).parents[2]
 WORKER = [
@@ -336,154 +332,3 @@ def test_a_process_that_is_alone_at_the_start_says_where_it_waits_and_ends(launc
     assert alone.wait(AT_LAST) != 0  # after two seconds, and a few more that JAX takes
     words = "process 1 waits up to 2 s for the other processes, which meet at process 0 at"
     assert alone.output().startswith(f"{words} {address}")
-
-
-def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    for counts, fits in (([2, 2], True), ([2, 1], False), ([2, 4, 3], False)):
-        devices = [
-            types.SimpleNamespace(process_index=number)
-            for number, count in enumerate(counts)
-            for _ in range(count)
-        ]
-        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
-        with (
-            contextlib.nullcontext()
-            if fits
-            else pytest.raises(ValueError, match=r"\[\(0, 2\), \(1, \d\)")
-        ):
-            processes._check_devices()
-
-
-def test_one_process_alone_gathers_its_own_text():
-    assert processes.gather("é") == ["é"]
-
-
-def test_all_processes_wait_for_the_slowest_before_their_devices_exchange_anything(monkeypatch):
-    order = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        processes.ocp.multihost, "get_barrier_sync_fn", lambda: lambda **how: order.append(how)
-    )
-
-    def exchange(mine):
-        order.append("devices")
-        return np.stack([mine, mine])
-
-    monkeypatch.setattr(processes.multihost_utils, "process_allgather", exchange)
-    assert processes.gather("é") == processes.gather("é") == ["é", "é"]
-    first, *exchanges, second = order[:4]
-    assert (
-        exchanges == ["devices", "devices"]
-        and first["timeout_ms"] == second["timeout_ms"] > 3600 * 1000
-    )
-    assert first["key"] != second["key"]  # a barrier's key works once
-
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
-SLURM = {
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-}
-KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
-
-
-def place(*gpus):
-    return {"process_id": 3, "num_processes": 4, "local_device_ids": list(gpus)}
-
-
-@pytest.mark.parametrize(
-    ("environ", "arguments"),
-    [
-        ({}, None),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, place(1)),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, place()),
-        (SLURM, place(1)),
-        ({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1"}, place(1)),
-        ({**SLURM, "CUDA_VISIBLE_DEVICES": "1"}, place()),  # it sees no other
-        ({**SLURM, "SLURM_STEP_NUM_NODES": "4"}, place()),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-        ({**OPEN_MPI, **SLURM}, place()),
-        (KUBERNETES, {"process_id": 3}),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
-    ],
-)
-def test_a_launcher_says_which_process_this_is_and_which_gpu_it_takes(environ, arguments):
-    assert processes.from_launcher(environ) == arguments
-
-
-@pytest.fixture
-def environ(monkeypatch):
-    """Returns a function that sets variables in an environment without a launcher."""
-    for name in os.environ:
-        if name.startswith((*LAUNCHERS, "CUDA_VISIBLE_DEVICES")):
-            monkeypatch.delenv(name)
-    return lambda values: [monkeypatch.setenv(name, value) for name, value in values.items()]
-
-
-@pytest.mark.parametrize(
-    ("values", "arguments", "message"),
-    [
-        ({}, (), ""),
-        (SLURM, (None, None, 1), ""),
-        ({"SLURM_NTASKS": "4"}, (), "srun did not start this process: it is alone"),
-    ],
-    ids=["no launcher", "one of a launcher's", "srun was forgotten"],
-)
-def test_one_process_alone_connects_to_nobody(environ, values, arguments, message, capsys):
-    environ(values)
-    with processes.start(*arguments):
-        assert not jax.distributed.is_initialized()
-    printed = capsys.readouterr().err
-    assert message in printed and bool(message) == bool(printed)
-
-
-@pytest.mark.parametrize(
-    ("values", "arguments", "message"),
-    [
-        (
-            {},
-            ("host:1", 0, None),
-            r"processes=None must be given together, because no launcher",
-        ),
-        ({}, (None, 0, 2), r"coordinator=None, .* must be given together"),
-        ({}, ("host", 0, 2), r"coordinator='host' must be host:port"),
-        ({}, (":1234", 0, 2), r"coordinator=':1234' must be host:port"),
-        # JAX finds no coordinator
-        (KUBERNETES, (), r'coordinator=None, .* no address.* `pip install "jax\[k8s\]"`'),
-    ],
-)
-def test_arguments_that_describe_no_process_are_refused(
-    environ, values, arguments, message, monkeypatch
-):
-    def initialize(**_):
-        raise ValueError("no address.")
-
-    environ(values)
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(ValueError, match=message), processes.start(*arguments):
-        pass
-
-
-def test_arguments_come_before_what_the_launcher_says(environ, monkeypatch):
-    passed = {}
-    environ(SLURM)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **named: passed.update(named))
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    with processes.start("host:1", None, 5, heartbeat=7, patience=8):
-        pass
-    assert passed == {
-        "coordinator_address": "host:1",
-        "process_id": 3,
-        "num_processes": 5,
-        "local_device_ids": [1],
-        "heartbeat_timeout_seconds": 7,
-        "initialization_timeout": 8,
-    }

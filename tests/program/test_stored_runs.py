@@ -10,7 +10,7 @@ import shutil
 
 import jax
 import pytest
-from small_run import corpus
+from slow_cases import slow
 
 from course_lib import configs
 from course_lib.program import checksums, loop, settings
@@ -28,12 +28,7 @@ NEW = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus") / "text")
-
-
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=["one_device", slow("eight_devices")])
 def name(request):
     return request.param
 
@@ -44,18 +39,13 @@ def devices(name):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
-    """Builds a configuration once; one with new fields anew, on one device.
-
-    On eight devices the same fields come through the same code, and compile longer.
+    """Builds every configuration, and takes the first, compiled one of so many devices: their
+    fields differ in name only.
     """
     build, built = loop.build, {}
 
     def build_once(config, devices):
-        sizes = {part: len(fields) for part, fields in config.items() if part != "seed"}
-        key = len(devices), *(sizes.items() if len(devices) == 1 else ())
-        if key not in built:
-            built[key] = build(config, devices)
-        return built[key]
+        return built.setdefault(len(devices), build(config, devices))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "build", build_once)
@@ -109,6 +99,7 @@ def as_stored(text, name, tmp_path_factory):
     return continued(copied(name, tmp_path_factory.mktemp("stored") / name), text, name)
 
 
+@pytest.mark.parametrize("name", DEVICES)
 def test_a_stored_run_is_restored_bit_for_bit(name):
     whole = settings.complete(json.loads((DATA / name / "config.json").read_text()))
     found = digest(restored(DATA / name, whole, name).state)
