@@ -99,6 +99,16 @@ FIELDS = dict(
 """All fields. Their defaults make `published_155m`."""
 
 
+PRESETS: dict[str, Callable[[], ConfigDict]] = {}
+"""Configurations by name."""
+
+
+def preset(name: str) -> Callable[[Callable[[], ConfigDict]], Callable[[], ConfigDict]]:
+    """Puts a function into `PRESETS`."""
+    return lambda make: PRESETS.setdefault(name, make)
+
+
+@preset("155m")
 def published_155m() -> ConfigDict:
     """The Transformer of the series that this course builds on: 155.9 million parameters.
 
@@ -111,6 +121,7 @@ def published_155m() -> ConfigDict:
     return fields.template(FIELDS)
 
 
+@preset("cpu")
 def cpu() -> ConfigDict:
     """For two CPU cores: 1.1 million parameters. 1,000 steps take about 95 s of CPU time, 50 to
     95 s on two idle cores.
@@ -132,6 +143,7 @@ def cpu() -> ConfigDict:
     return config
 
 
+@preset("t4")
 def t4() -> ConfigDict:
     """For a T4 of 16 GB, which Colab has: 155.9 million parameters, as in `155m`, but in
     float16, with dynamic loss scaling.
@@ -146,6 +158,7 @@ def t4() -> ConfigDict:
     return config
 
 
+@preset("80gb")
 def gpu_80gb() -> ConfigDict:
     """For one GPU of 80 GB: 2.5 billion parameters. Compiled for an H100, a step needs 55 GiB,
     28 GiB of them for the train state.
@@ -161,15 +174,6 @@ def gpu_80gb() -> ConfigDict:
     config.data.update(seq_len=1024)
     config.training.update(steps=1000)
     return config
-
-
-PRESETS: dict[str, Callable[[], ConfigDict]] = {
-    "155m": published_155m,
-    "cpu": cpu,
-    "t4": t4,
-    "80gb": gpu_80gb,
-}
-"""Configurations by name."""
 
 
 def nemotron_340b() -> ConfigDict:
@@ -201,13 +205,8 @@ def nemotron_340b() -> ConfigDict:
 
 
 def get(preset: str) -> ConfigDict:
-    """Returns a preset. Its fields can be set; none can be added.
-
-    Raises:
-      ValueError: if there is no such preset.
-    """
-    if preset not in PRESETS:
-        raise ValueError(f"preset={preset!r} must be one of {list(PRESETS)}")
+    """Returns a preset. Its fields can be set; none can be added."""
+    arguments.one_of("preset", preset, PRESETS)
     return PRESETS[preset]().lock()
 
 
@@ -255,47 +254,31 @@ def check_pairs(config: ConfigDict) -> None:
 
 def model_errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
     """Yields an error for each rule between fields of a model that it breaks."""
-    remat, names = set(m.remat), tuple(m.remat_names)
+    remat, names, width = tuple(m.remat), tuple(m.remat_names), m.hidden_size
+    in_parts = {"MLP", "Attn"} & set(remat)
     if seq_len > m.max_seq_len:
         yield (
             f"seq_len={seq_len} must be at most max_seq_len={m.max_seq_len}: later positions"
             " have no embedding; raise max_seq_len or cut the sequences"
         )
-    if m.num_heads * m.head_dim != m.hidden_size:
-        yield (
-            f"head_dim={m.head_dim} must be hidden_size / num_heads = {m.hidden_size} /"
-            f" {m.num_heads}: the heads share the width of the model"
-        )
+    if m.num_heads * m.head_dim != width:
+        yield f"head_dim={m.head_dim} must be hidden_size / num_heads = {width} / {m.num_heads}"
     if m.num_kv_heads and m.num_heads % m.num_kv_heads:
-        yield (
-            f"num_kv_heads={m.num_kv_heads} must divide num_heads={m.num_heads}, so that each"
-            " key head serves equally many query heads; or be 0, for one per query head"
-        )
+        yield f"num_kv_heads={m.num_kv_heads} must divide num_heads={m.num_heads}, or be 0"
     if m.positions == "rotary" and m.head_dim % 2:
-        yield (
-            f"head_dim={m.head_dim} must be even for positions='rotary': dimensions are turned"
-            " in pairs"
-        )
+        yield f"head_dim={m.head_dim} must be even for positions='rotary', which turns pairs"
     if m.num_experts:
-        if m.experts_per_token > m.num_experts:
-            yield (
-                f"experts_per_token={m.experts_per_token} must be between 1 and"
-                f" num_experts={m.num_experts}"
-            )
-        if not routing.capacity(seq_len, m.num_experts, m.experts_per_token, m.capacity_factor):
-            yield (
-                f"capacity_factor={m.capacity_factor!r} must be larger: no expert would have"
-                " room for a token; take 1.25"
-            )
+        routed = m.num_experts, m.experts_per_token, m.capacity_factor
+        if routed[1] > routed[0]:
+            yield f"experts_per_token={routed[1]} must be between 1 and num_experts={routed[0]}"
+        if not routing.capacity(seq_len, *routed):
+            yield f"capacity_factor={routed[2]} must be larger: no expert has room; take 1.25"
         if m.parallel_block:
-            yield (
-                f"num_experts={m.num_experts} must be 0 for parallel_block=True, whose MLP"
-                " shares its matmuls with the attention"
-            )
-    if m.parallel_block and {"MLP", "Attn"} & remat:
+            yield f"num_experts={routed[0]} must be 0 for parallel_block=True"
+    if m.parallel_block and in_parts:
         yield (
-            f"remat={tuple(m.remat)!r} must be () or ('Block',) for parallel_block=True, which"
-            " computes MLP and attention together"
+            f"remat={remat} must be () or ('Block',) for parallel_block=True, which computes"
+            " MLP and attention together"
         )
     large_vocabulary.check(
         m.loss_chunks, m.loss_along, tokens=seq_len, vocabulary=m.num_outputs, prefix="loss_"
@@ -303,29 +286,22 @@ def model_errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
     takes_names = m.remat_policy in ("names", "offload")
     if takes_names != bool(names):
         must = "name a value" if takes_names else "be empty"
-        yield f"remat_names={names!r} must {must} for remat_policy={m.remat_policy!r}"
+        yield f"remat_names={names} must {must} for remat_policy={m.remat_policy!r}"
     if m.remat_policy != "nothing" and not remat:
-        yield (
-            f"remat_policy={m.remat_policy!r} must be 'nothing' for remat=(): it says what to"
-            f" keep inside of rematerialized modules; name some of {MODULES}"
-        )
+        yield f"remat_policy={m.remat_policy!r} must be 'nothing' for remat=(): or fill remat"
     for name in names:
-        if not {layers.NAMES[name], "Block"} & remat:
+        if not {layers.NAMES[name], "Block"} & set(remat):
             yield (
-                f"remat={tuple(m.remat)!r} must hold {layers.NAMES[name]!r} or 'Block' for"
-                f" remat_names to hold {name!r}: these modules make that value, and a module"
-                " that is not rematerialized keeps it anyway"
+                f"remat={remat} must hold {layers.NAMES[name]!r} or 'Block' for remat_names to"
+                f" hold {name!r}: a module that is not rematerialized keeps it anyway"
             )
     if m.softmax_dtype != "float32" and m.attention not in ("reference", "blocks"):
         yield (
-            f"softmax_dtype={m.softmax_dtype!r} must be 'float32' for attention="
-            f"{m.attention!r}: its softmax is always float32; use 'reference' or 'blocks'"
+            f"softmax_dtype={m.softmax_dtype!r} must be 'float32' for"
+            f" attention={m.attention!r}; 'reference' and 'blocks' have others"
         )
     if m.attention == "cudnn" and m.dtype == "float32":
-        yield (
-            "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'; or use"
-            " 'xla'"
-        )
+        yield "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"
     if m.attention == "flash":
         flash_attention.check(seq_len=seq_len, head_dim=m.head_dim, dtype=m.dtype)
 
@@ -341,10 +317,8 @@ def _errors(c: ConfigDict) -> Iterator[str]:
             " embedding; to pad, raise both"
         )
     if c.data.batch_size % t.num_minibatches:
-        yield (
-            f"training.num_minibatches={t.num_minibatches} must divide"
-            f" data.batch_size={c.data.batch_size}"
-        )
+        size = c.data.batch_size
+        yield f"training.num_minibatches={t.num_minibatches} must divide data.batch_size={size}"
     if m.dtype == "float16" and t.loss_scale == "none":
         yield (
             "training.loss_scale='none' must be 'static' or 'dynamic' for"

@@ -34,7 +34,7 @@ NOT_NEGATIVE = Rule(lambda x: x >= 0, "not be negative; 0 turns it off")
 FRACTION = Rule(lambda x: 0 <= x < 1, "be in [0, 1): 1 leaves nothing")
 
 
-def at_least(least: int, why: str = "") -> Rule:
+def at_least(least: int | float, why: str = "") -> Rule:
     return Rule(lambda x: x >= least, f"be at least {least}{why}")
 
 
