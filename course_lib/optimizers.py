@@ -2,13 +2,15 @@
 (https://optax.readthedocs.io).
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from ml_collections import ConfigDict
 
+from course_lib import arguments
+from course_lib.fields import Field, at_least
 from course_lib.smaller_and_faster import offload, optimizer_memory
 
 SCHEDULES = {
@@ -31,50 +33,75 @@ A configuration has the fields of all of them, so that changing `schedule` is en
 ignores the fields that it does not name above.
 """
 
+
+class Optimizer(NamedTuple):
+    """An optimizer that a configuration can name."""
+
+    make: Callable[[ConfigDict, optax.Schedule], optax.GradientTransformation]
+    about: str  # for --help
+    decays: bool = False  # whether it reads `weight_decay`
+    streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
+    # ||update on many devices - update on one|| / ||update||: 0 if no sum runs over devices
+    tolerance: float = 0.0
+    fields: Mapping[str, Any] = {}  # that it alone has, as in configs.OPTIMIZER
+
+
 OPTIMIZERS = {
-    "sgd": lambda config, rate: optax.sgd(rate),
-    "adam": lambda config, rate: optax.adam(rate, b1=config.b1, b2=config.b2),
-    "adamw": lambda config, rate: optax.adamw(
-        rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay
+    "sgd": Optimizer(lambda c, rate: optax.sgd(rate), "gradient descent"),
+    "adam": Optimizer(
+        lambda c, rate: optax.adam(rate, b1=c.b1, b2=c.b2),
+        "arXiv 1412.6980",
+        streams=True,
     ),
-    "adamw_bf16": lambda config, rate: _adamw(
-        optimizer_memory.scale_by_adam_bf16(config.b1, config.b2), config, rate
+    "adamw": Optimizer(
+        lambda c, rate: optax.adamw(rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay),
+        "decoupled weight decay, arXiv 1711.05101",
+        decays=True,
+        streams=True,
     ),
-    "adamw_8bit": lambda config, rate: _adamw(
-        optimizer_memory.scale_by_adam_8bit(config.b1, config.b2, block_size=config.block_size),
-        config,
-        rate,
+    "adamw_bf16": Optimizer(
+        lambda c, rate: _adamw(optimizer_memory.scale_by_adam_bf16(c.b1, c.b2), c, rate),
+        "AdamW with moments in bfloat16",
+        decays=True,
     ),
-    "lion": lambda config, rate: optax.lion(
-        rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay
+    "adamw_8bit": Optimizer(
+        lambda c, rate: _adamw(
+            optimizer_memory.scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
+        ),
+        "AdamW with moments in 8 bits",
+        decays=True,
+        # numbers per scale; a block lies on one device
+        fields=dict(block_size=Field(256, at_least(16, ": each block has a scale"))),
     ),
-    "muon": lambda config, rate: optax.contrib.muon(
-        rate,
-        adam_b1=config.b1,
-        adam_b2=config.b2,
-        weight_decay=config.weight_decay,
-        adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=optimizer_memory.matrices,
-        consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
+    "lion": Optimizer(
+        lambda c, rate: optax.lion(rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay),
+        "one moment, and updates of one size, arXiv 2302.06675",
+        decays=True,
+        streams=True,
     ),
-    "adafactor": lambda config, rate: optax.adafactor(rate, min_dim_size_to_factor=32),
+    "muon": Optimizer(
+        lambda c, rate: optax.contrib.muon(
+            rate,
+            adam_b1=c.b1,
+            adam_b2=c.b2,
+            weight_decay=c.weight_decay,
+            adam_weight_decay=c.weight_decay,
+            muon_weight_dimension_numbers=optimizer_memory.matrices,
+            consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
+        ),
+        "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
+        " embeddings, output layer, norms and biases",
+        decays=True,
+        tolerance=1e-4,
+    ),
+    "adafactor": Optimizer(
+        lambda c, rate: optax.adafactor(rate, min_dim_size_to_factor=32),
+        "no first moment, the second one as its row and column means"
+        ", arXiv 1804.04235; the rate is relative to a parameter's size",
+        tolerance=1e-5,
+    ),
 }
-"""Optimizers by name:
-
-    sgd         gradient descent
-    adam        Adam (https://arxiv.org/abs/1412.6980)
-    adamw       with decoupled weight decay (https://arxiv.org/abs/1711.05101)
-    adamw_bf16  with moments in bfloat16: `optimizer_memory.scale_by_adam_bf16`
-    adamw_8bit  with moments in 8 bits: `optimizer_memory.scale_by_adam_8bit`
-    lion        one moment, and updates of one size (https://arxiv.org/abs/2302.06675)
-    muon        one moment, made orthogonal (https://kellerjordan.github.io/posts/muon), with
-                AdamW for embeddings, output layer, norms and biases
-    adafactor   no first moment; the second one as its row and column means
-                (https://arxiv.org/abs/1804.04235); the rate is relative to a parameter's size
-"""
-
-DECAYING = ("adamw", "adamw_bf16", "adamw_8bit", "lion", "muon")
-"""The optimizers that read `weight_decay`."""
+"""Optimizers by name. `configs`, --help and the tests of optimizers follow this table."""
 
 PARAM_DTYPES = ("float32", "bfloat16")
 """Dtypes of the stored parameters. bfloat16 ones are rounded stochastically."""
@@ -91,12 +118,7 @@ def _adamw(
 
 
 def cast_params(config: ConfigDict, params: Any) -> Any:
-    """Returns parameters in the dtype of a configuration's `optimizer` part.
-
-    Args:
-      config: its `param_dtype` is one of `PARAM_DTYPES`.
-      params: pytree of float32 arrays.
-    """
+    """Returns float32 parameters in `param_dtype` of a configuration's `optimizer` part."""
     if config.param_dtype == "float32":
         return params
     return jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
@@ -108,30 +130,13 @@ def from_config(
     """Returns the optimizer of a configuration; with `clip_norm` it clips the gradient first.
 
     Args:
-      config: the `optimizer` part of a configuration: `name`, `schedule`, `clip_norm` (0: no
-        clipping), `param_dtype` of the parameters, `offload` (whether its moments are on the
-        host), and the fields that name and schedule read.
+      config: the `optimizer` part of a configuration.
       schedule: the learning rate by step; None: that of the configuration.
-
-    Raises:
-      ValueError: if `name`, `schedule` or `param_dtype` is unknown, or the warm-up does not
-        end.
     """
-    known_values: dict[str, Collection[str]] = dict(
-        name=OPTIMIZERS, schedule=SCHEDULES, param_dtype=PARAM_DTYPES
-    )
-    for field, known in known_values.items():
-        if config[field] not in known:
-            raise ValueError(
-                f"optimizer.{field}={config[field]!r} must be one of {list(known)}"
-            )
-    if config.schedule == "warmup_cosine" and config.warmup_steps >= config.total_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={config.warmup_steps} must be under"
-            f" total_steps={config.total_steps}: the rate would never come down"
-        )
+    arguments.one_of("optimizer.name", config.name, OPTIMIZERS)
+    arguments.one_of("optimizer.schedule", config.schedule, SCHEDULES)
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
-    update = OPTIMIZERS[config.name](config, rate)
+    update = OPTIMIZERS[config.name].make(config, rate)
     if config.offload:
         update = offload.streamed(update)  # after the norm, which needs all gradients
     if config.clip_norm:

@@ -19,6 +19,7 @@ of parts meet in each step. In each step after the first, every device computes 
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,7 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from course_lib.many_devices import collectives, meshes
+from course_lib import arguments
+from course_lib.arguments import nearest
+from course_lib.many_devices import collectives
+from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
 
@@ -48,7 +52,7 @@ def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
     Raises:
       ValueError: if L is not a multiple of 2n.
     """
-    check_parts(length, size, 2 * size)
+    arguments.refuse(_uneven(length, size, 2 * size))
     parts = np.arange(length).reshape(2 * size, -1)
     return np.stack([np.concatenate((parts[i], parts[2 * size - 1 - i])) for i in range(size)])
 
@@ -83,7 +87,7 @@ def attend(
     Raises:
       ValueError: for another implementation or dtype of the softmax.
     """
-    _check_implementation(implementation, softmax_dtype)
+    arguments.refuse(_not_a_ring(implementation, softmax_dtype))
     batch, length, heads, width = query.shape
     groups = key.shape[2]
     parts = batch, 2, length // 2, groups
@@ -235,48 +239,48 @@ def hooks(others: Hooks) -> Hooks:
     )
 
 
-def check(model: Any, seq_len: int, mesh: meshes.AnyMesh, by_hand: bool) -> None:
-    """Refuses a model whose sequences cannot be divided among the devices of the "context"
-    axis.
-
-    Args:
-      model: the `model` part of a configuration.
-      seq_len: L.
-      mesh: with an axis "context".
-      by_hand: whether attention is the ring of this file; else the compiler divides it.
-
-    Raises:
-      ValueError: naming the field, its value and the possible ones.
-    """
-    n = meshes.axis_size(mesh, AXIS)
-    if by_hand:
-        _check_implementation(model.attention, model.softmax_dtype)
+def errors(asked: Asked) -> Iterator[str]:
+    """Yields what a model and a mesh must not ask of the axis."""
+    if AXIS not in asked.n:
+        return
+    size, hand, model = asked.n[AXIS], asked.by_hand, asked.model
+    if "pipe" in asked.n:
+        yield (
+            f"mesh={dict(asked.n)} must not have both 'context' and 'pipe': stages do different"
+            " work at the same time, so devices of a ring would wait for each other forever"
+        )
+    if asked.strategy.sequence:
+        yield (
+            "sequence=True must not come with a mesh axis 'context', which divides the sequence"
+            " already"
+        )
+    if hand:
+        yield from _not_a_ring(model.attention, model.softmax_dtype)
     elif model.attention not in ("reference", "xla"):
-        raise ValueError(
+        yield (
             f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis"
-            f" {AXIS!r} and by='compiler': the compiler cannot divide a kernel, and would"
-            " gather all queries"
+            " 'context' and by='compiler', which cannot divide a kernel"
         )
-    check_parts(seq_len, n, 2 * n if by_hand else n)
+    yield from _uneven(asked.seq_len, size, 2 * size if hand else size)
 
 
-def check_parts(length: int, size: int, parts: int) -> None:
-    """Refuses a length that devices cannot cut into equal parts.
-
-    Raises:
-      ValueError: naming the nearest possible lengths.
-    """
+def _uneven(length: int, size: int, parts: int) -> Iterator[str]:
     if length % parts:
-        raise ValueError(
+        yield (
             f"seq_len={length} must be a multiple of {parts}, the parts into which the {size}"
-            f" devices of axis {AXIS!r} cut it; take {meshes.nearest(length, parts)}"
+            f" devices of axis {AXIS!r} cut it; take {nearest(length, parts)}"
         )
 
 
-def _check_implementation(implementation: str, softmax_dtype: Any) -> None:
-    if implementation != "reference" or jnp.dtype(softmax_dtype) != jnp.float32:
-        raise ValueError(
-            f"attention={implementation!r}, softmax_dtype={jnp.dtype(softmax_dtype).name!r}"
-            f" must be 'reference' and 'float32' with a mesh axis {AXIS!r}: ring attention"
-            " replaces the kernel, with a float32 softmax"
+def _not_a_ring(implementation: str, softmax_dtype: Any) -> Iterator[str]:
+    dtype = jnp.dtype(softmax_dtype)
+    if implementation != "reference" or dtype != jnp.float32:
+        yield (
+            f"attention={implementation!r}, softmax_dtype={dtype.name!r} must be 'reference'"
+            f" and 'float32' with a mesh axis {AXIS!r}: ring attention replaces the kernel"
         )
+
+
+CONTEXT = Axis(
+    AXIS, errors, activations={"length": AXIS, "positions": AXIS}, hooks=hooks, own=own
+)

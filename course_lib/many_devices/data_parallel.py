@@ -23,7 +23,7 @@ of the output) stay whole.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -34,6 +34,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 
+from course_lib.arguments import nearest
+from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.meshes import vary
 from course_lib.many_devices.sharding import dim_of, place
 from course_lib.one_device import gradient_accumulation
@@ -459,24 +461,27 @@ def check_stage(stage: int) -> None:
         raise ValueError(f"zero={stage!r} must be one of {STAGES}: 3 is also called FSDP")
 
 
-def check_gathering(stage: int, again: bool, remat: Sequence[str]) -> None:
-    """Refuses a `gather_again` that would undo rematerialization, or do nothing.
-
-    Args:
-      stage: of ZeRO by hand; 0 if the compiler divides the arrays.
-      again: as for `gather_layers`.
-      remat: the rematerialized parts of the model.
-
-    Raises:
-      ValueError: naming values that are possible.
-    """
-    if not again and stage != 3:
-        raise ValueError(
+def errors(asked: Asked) -> Iterator[str]:
+    """Yields what a model and a mesh must not ask of the axis."""
+    strategy, remat = asked.strategy, asked.model.remat
+    gathers = strategy.zero == 3 and asked.by_hand
+    if not strategy.gather_again and not gathers:
+        yield (
             "gather_again=False must come with zero=3 and by='hand': at other stages layers"
             " gather nothing, and the compiler decides by itself when to gather"
         )
-    if again and stage == 3 and {"MLP", "Attn"} & set(remat):
-        raise ValueError(
+    if strategy.gather_again and gathers and {"MLP", "Attn"} & set(remat):
+        yield (
             f"remat={tuple(remat)!r} must be () or ('Block',) with gather_again=True, which"
             " saves all of a layer except gathered parameters; or take gather_again=False"
         )
+    n, minibatches, micro = asked.n[AXIS], asked.num_minibatches, strategy.microbatches
+    if asked.batch_size % (parts := n * minibatches * micro):
+        yield (
+            f"batch_size={asked.batch_size} must be a multiple of {parts}: {n} devices along"
+            f" 'data' x {minibatches} minibatches x {micro} microbatches of one size; take"
+            f" {nearest(asked.batch_size, parts)}"
+        )
+
+
+DATA = Axis(AXIS, errors, activations={"batch": AXIS, "sequences": AXIS})

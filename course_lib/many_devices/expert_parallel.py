@@ -18,13 +18,14 @@ that axis; it is summed along "data". All other gradients are summed along both 
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 from jaxtyping import Array, Float, Shaped
 
-from course_lib.many_devices import meshes
+from course_lib import arguments
+from course_lib.many_devices import meshes, sharding
+from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
 
@@ -61,27 +62,39 @@ def hooks(others: Hooks) -> Hooks:
     return dataclasses.replace(others, experts=exchange)
 
 
-def check(model: Any, sequences: int, mesh: meshes.AnyMesh) -> None:
-    """Refuses a model whose experts cannot be divided among the devices of the "expert" axis.
-
-    Args:
-      model: the `model` part of a configuration.
-      sequences: number of sequences per minibatch for one index of the "data" axis.
-      mesh: with an axis "expert".
-
-    Raises:
-      ValueError: naming the field, what is wrong, and the fix.
-    """
-    n = meshes.axis_size(mesh, AXIS)
-    if not model.num_experts:
-        raise ValueError(
-            f"num_experts=0 means a model without experts, so the {n} devices of a mesh axis"
-            f" {AXIS!r} have none to divide: num_experts must be a multiple of {n}, or the axis"
-            " left out"
+def errors(asked: Asked) -> Iterator[str]:
+    """Yields what a model and a mesh must not ask of the axis."""
+    experts = asked.model.num_experts
+    others = [axis for axis in ("pipe", "context", "tensor") if axis in asked.n]
+    if others and (AXIS in asked.n or experts):
+        yield (
+            f"mesh={dict(asked.n)} must have no other axes than 'data' and 'expert' with"
+            f" num_experts={experts}: layers with experts are not divided along"
+            f" {' and '.join(map(repr, others))}"
         )
-    meshes.check_multiple("num_experts", model.num_experts, AXIS, n)
-    if sequences % n:
-        raise ValueError(
+    if AXIS not in asked.n:
+        return
+    size = asked.n[AXIS]
+    if not experts:
+        yield (
+            f"num_experts=0 means a model without experts, so the {size} devices of a mesh"
+            f" axis {AXIS!r} have none to divide: num_experts must be a multiple of {size}, or"
+            " the axis left out"
+        )
+    yield from arguments.shared("num_experts", experts, size, f"devices along {AXIS!r}")
+    sequences = asked.batch_size // (asked.n["data"] * asked.num_minibatches)
+    if sequences % size:
+        yield (
             f"batch_size gives {sequences} sequences per minibatch to each index of 'data', and"
-            f" must give a multiple of {n}: the {n} devices along {AXIS!r} share them equally"
+            f" must give a multiple of {size}: the {size} devices along {AXIS!r} share them"
         )
+
+
+EXPERT = Axis(
+    AXIS,
+    errors,
+    params=sharding.EXPERTS,
+    activations={**sharding.EXPERTS, "batch": ("data", AXIS)},
+    hooks=hooks,
+    own=own_sequences,
+)

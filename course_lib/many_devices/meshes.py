@@ -16,11 +16,12 @@ decides, and JAX tracks over which axes a value varies from device to device
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from course_lib.arguments import nearest
 
 PyTree = Any
 
@@ -36,12 +37,8 @@ def simulate(count: int = 8) -> None:
     not how fast it is.
 
     Raises:
-      TypeError: if `count` is no whole number.
-      ValueError: if `count` is below 1.
       RuntimeError: if JAX has started with another number of CPU devices.
     """
-    if not isinstance(count, Integral):
-        raise TypeError(f"count={count!r} must be a whole number of devices")
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     try:
@@ -58,13 +55,8 @@ def simulate(count: int = 8) -> None:
 
 
 def devices(count: int | None = None) -> list[jax.Device]:
-    """Returns GPUs or TPUs if there are enough of them, else simulated CPU devices.
-
-    Args:
-      count: how many. None: as many as the simulated CPU devices.
-
-    Raises:
-      ValueError: if neither kind has that many, or `count` is below 1.
+    """Returns GPUs or TPUs if there are enough of them, else simulated CPU devices. None: as
+    many as the simulated CPU devices.
     """
     cpus = jax.devices("cpu")
     count = len(cpus) if count is None else count
@@ -86,20 +78,11 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
 
     Args:
       axes: the size of each axis by its name, one of `AXES`, outer to inner. Neighbours on the
-        innermost axis are neighbouring devices. They share a host if the
-        axis divides its devices (`cluster_model.Cluster.group` has their links).
+        innermost axis are neighbouring devices. They share a host if the axis divides its
+        devices (`cluster_model.Cluster.group` has their links).
       devices: real, simulated or virtual devices. None: those of `meshes.devices()`.
-
-    Raises:
-      TypeError: if `axes` is no mapping, or a size is no whole number.
-      ValueError: if a name is unknown, a size is below 1, or the sizes do not multiply to the
-        number of devices.
     """
-    if not isinstance(axes, Mapping):
-        raise TypeError(f'axes={axes!r} must be a mapping of sizes by name: {{"data": 8}}')
     axes = dict(axes)
-    if wrong := {name: size for name, size in axes.items() if not isinstance(size, Integral)}:
-        raise TypeError(f"axes={wrong} must have whole numbers of devices")
     devices = list(_devices() if devices is None else devices)
     unknown = [name for name in axes if name not in AXES]
     if unknown or not axes:
@@ -127,11 +110,7 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
 
 
 def axis_size(mesh: AnyMesh, axis: str) -> int:
-    """Returns the number of devices along an axis.
-
-    Raises:
-      ValueError: if the mesh has no such axis.
-    """
+    """Returns the number of devices along an axis."""
     if axis not in mesh.shape:
         raise ValueError(
             f"axis={axis!r} must be an axis of the mesh: {', '.join(mesh.axis_names)}"
@@ -139,44 +118,8 @@ def axis_size(mesh: AnyMesh, axis: str) -> int:
     return mesh.shape[axis]
 
 
-def nearest(size: int, count: int) -> str:
-    """Returns the multiples of a count around a size, as in "6 or 8", for an error message."""
-    below = size - size % count
-    return f"{below} or " * (below > 0) + f"{below + count}"
-
-
-def check_multiple(name: str, size: int, axis: str, count: int) -> None:
-    """Checks that the devices along a mesh axis can share a number of things equally.
-
-    Args:
-      name: of the number in the message, as in "num_heads".
-      size: the number.
-      axis: the mesh axis.
-      count: of devices along it.
-
-    Raises:
-      ValueError: if `count` does not divide `size`.
-    """
-    if size % count:
-        raise ValueError(
-            f"{name}={size} must be a multiple of the {count} devices along {axis!r}; take"
-            f" {nearest(size, count)}"
-        )
-
-
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:
-    """Checks that a mesh axis cuts a dimension of an array into equal parts.
-
-    Args:
-      shape: of the array.
-      dim: the dimension to cut.
-      axis: the mesh axis.
-      size: the number of devices along it.
-      name: of the array in the message, as in "query kernel".
-
-    Raises:
-      ValueError: if the array has no such dimension, or `size` does not divide it.
-    """
+    """Refuses to cut a dimension of an array called `name` into unequal parts."""
     shape = tuple(shape)
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"dim={dim} must be a dimension of {name}: its shape is {shape}")
@@ -208,10 +151,7 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
 
     Args:
       tree: pytree of arrays. A leaf that already varies over an axis does not change.
-      axes: name or names of mesh axes.
-
-    Raises:
-      ValueError: if this does not run inside a `jax.shard_map` over these axes.
+      axes: name or names of mesh axes, of the `jax.shard_map` around the call.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     here = jax.sharding.get_abstract_mesh().manual_axes
@@ -236,25 +176,15 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """The part of an array on one device.
+    """The part of an array on one device."""
 
-    Attributes:
-      device: its number, `jax.Device.id`.
-      ranges: for each dimension, the part's first index and the index after its last.
-      bytes: of the part.
-    """
-
-    device: int
-    ranges: tuple[tuple[int, int], ...]
+    device: int  # `jax.Device.id`
+    ranges: tuple[tuple[int, int], ...]  # by dimension: first index, and the one after the last
     bytes: int
 
 
 def holdings(array: jax.Array | jax.ShapeDtypeStruct) -> list[Holding]:
-    """Returns the part of an array on each device, read from its sharding, in order of devices.
-
-    Raises:
-      ValueError: if the array (a `jax.ShapeDtypeStruct`) has no sharding.
-    """
+    """Returns the part of an array on each device, by its sharding, in order of devices."""
     if array.sharding is None:
         raise ValueError(
             f"array={array} must have a sharding: without one no device holds it; see"

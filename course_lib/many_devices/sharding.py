@@ -88,32 +88,8 @@ PIPELINE: Rules = {"layers": "pipe"}
 EXPERTS: Rules = {"experts": "expert"}
 
 
-def activation_rules(mesh: Mesh, sequence: bool) -> Rules:
-    """Returns the rules of activations: "data" cuts the batch, "tensor" cuts heads and hidden
-    width.
-
-    Args:
-      mesh: with an axis "data", and perhaps "expert", "context" and "tensor".
-      sequence: whether "tensor" also cuts norms and residuals along the sequence.
-    """
-    rules: dict[str, str | tuple[str, ...]] = {"batch": "data", "sequences": "data"}
-    if "expert" in mesh.shape:
-        rules |= {**EXPERTS, "batch": ("data", "expert")}
-    if "tensor" in mesh.shape:
-        rules |= TENSOR
-    if "context" in mesh.shape:
-        rules |= {"length": "context", "positions": "context"}
-    if sequence:
-        rules |= {"length": "tensor"}
-    return rules
-
-
 def spec(logical: tuple[str, ...], rules: Rules) -> P:
-    """Returns the PartitionSpec of an array from the names of its dimensions.
-
-    Raises:
-      ValueError: if one mesh axis would cut two dimensions.
-    """
+    """Returns the PartitionSpec of an array from the names of its dimensions."""
     axes = [rules.get(name) for name in logical]
     for axis in axes:
         if axis is not None and axes.count(axis) > 1:
@@ -126,18 +102,7 @@ def spec(logical: tuple[str, ...], rules: Rules) -> P:
 
 
 def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh) -> PyTree:
-    """Returns the PartitionSpec of each parameter of the Transformer.
-
-    Args:
-      params: the model's parameters, or their shapes.
-      rules: from logical names to mesh axes.
-      mesh: with all of these axes.
-
-    Raises:
-      ValueError: if an axis is not in the mesh, does not divide a dimension, or would cut a
-        parameter twice.
-      KeyError: if a parameter is not in `LOGICAL`.
-    """
+    """Returns the PartitionSpec of each parameter of the Transformer, or of its shape."""
 
     def of_leaf(path: Any, leaf: Any) -> P:
         keys = [key.key for key in path]
@@ -173,9 +138,6 @@ def state_specs(
       params: specs of the parameters.
       moment_specs: specs of their gradients.
       mesh: the mesh, or its shape.
-
-    Raises:
-      ValueError: if a block of 8-bit moments would straddle devices.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))

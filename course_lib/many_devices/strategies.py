@@ -29,9 +29,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from course_lib import configs, optimizers, training
 from course_lib.many_devices import (
     async_tensor_parallel,
-    context_parallel,
     data_parallel,
-    expert_parallel,
     meshes,
     options,
     sharding,
@@ -50,12 +48,8 @@ PyTree = Any
 
 
 def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
-    """Refuses a configuration, a mesh and a strategy that do not go together.
-
-    Arguments as for `build`; the shape of a mesh will do.
-
-    Raises:
-      ValueError: naming what is wrong, its value and the fix.
+    """Refuses a configuration, a mesh and a strategy that do not go together. Arguments as for
+    `build`; the shape of a mesh will do.
     """
     configs.check(config)
     _check_strategy(config, mesh, strategy)
@@ -99,24 +93,22 @@ def _shapes(init: Callable[..., training.TrainState]) -> training.TrainState:
 def layout_of(
     state: training.TrainState, mesh: meshes.AnyMesh, strategy: Strategy
 ) -> tuple[training.TrainState, PyTree]:
-    """Returns the specs of a train state, and of its gradients, for a checked strategy.
-
-    Args:
-      state: a train state, or its shapes.
-      mesh: the mesh, or its shape.
-      strategy: how its axes are used.
+    """Returns the specs of a train state (or its shapes) and of its gradients, for a checked
+    strategy.
     """
-    rules = {"pipe": sharding.PIPELINE, "expert": sharding.EXPERTS, "tensor": sharding.TENSOR}
-    model = {
-        name: axis
-        for used, rule in rules.items()
-        if used in mesh.shape
-        for name, axis in rule.items()
-    }
+    model = {name: cut for axis in options.used(mesh) for name, cut in axis.params.items()}
     divided = {**model, **sharding.ZERO}
     params = sharding.specs(state.params, divided if strategy.zero == 3 else model, mesh)
     grads = sharding.specs(state.params, divided if strategy.zero else model, mesh)
     return sharding.state_specs(state, params, grads, mesh), grads
+
+
+def activation_rules(mesh: meshes.AnyMesh, sequence: bool) -> sharding.Rules:
+    """Returns which mesh axes cut the dimensions of activations: "data" cuts the batch,
+    "tensor" the heads and the hidden width, and with `sequence` also norms and residuals.
+    """
+    rules = {name: cut for axis in options.used(mesh) for name, cut in axis.activations.items()}
+    return rules | ({"length": "tensor"} if sequence else {})
 
 
 def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
@@ -302,10 +294,8 @@ def _local_loss(
             param_specs, model.dtype, again=again, scanned=model.scan_layers
         )
         hooks = dataclasses.replace(hooks, layer=layer)
-    if "context" in mesh.shape:
-        hooks = context_parallel.hooks(hooks)
-    if "expert" in mesh.shape:
-        hooks = expert_parallel.hooks(hooks)
+    for axis in options.used(mesh):
+        hooks = axis.hooks(hooks)
     apply_fn = training.as_function(Transformer(model, hooks), balance=model.num_experts > 0)
     if strategy.zero == 2:
         apply_fn = data_parallel.scatter_around(apply_fn, grad_specs)
@@ -314,10 +304,9 @@ def _local_loss(
     if strategy.sequence:
         apply_fn = tensor_parallel.own_dropout(apply_fn)
     loss_fn = losses.transformer_loss(model, apply_fn, score)
-    if "context" in mesh.shape:
-        loss_fn = data_parallel.divided(loss_fn, "context", context_parallel.own)
-    if "expert" in mesh.shape:
-        loss_fn = data_parallel.divided(loss_fn, "expert", expert_parallel.own_sequences)
+    for axis in options.used(mesh):
+        if axis.own:
+            loss_fn = data_parallel.divided(loss_fn, axis.name, axis.own)
     return loss_fn
 
 
@@ -363,7 +352,7 @@ def _constrained_loss(
     """Returns the loss of one device, with sharding constraints on the values that the model
     names, and in ZeRO stage 2 on the gradients of each layer.
     """
-    rules = sharding.activation_rules(mesh, strategy.sequence)
+    rules = activation_rules(mesh, strategy.sequence)
 
     def named(x: Array, name: str) -> Array:
         place = NamedSharding(mesh, sharding.spec(sharding.ACTIVATIONS[name], rules))

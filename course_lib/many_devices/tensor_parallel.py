@@ -16,7 +16,7 @@ sequence there instead: a column matmul first gathers the sequence, and a row ma
 its sum. The number of bytes sent is the same, and norms and residuals are divided, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +24,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from course_lib.many_devices import meshes
+from course_lib import arguments
+from course_lib.many_devices import meshes, sharding
+from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
 from course_lib.smaller_and_faster import large_vocabulary
@@ -210,25 +212,32 @@ def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
     return folded
 
 
-def check(model: Any, seq_len: int, mesh: meshes.AnyMesh, sequence: bool) -> None:
-    """Refuses a model that cannot be divided among the devices of the "tensor" axis.
-
-    Args:
-      model: the `model` part of a configuration.
-      seq_len: L.
-      mesh: with an axis "tensor".
-      sequence: whether the sequence is divided as well.
-
-    Raises:
-      ValueError: naming the field, its value and the nearest possible values.
-    """
-    n = meshes.axis_size(mesh, AXIS)
+def errors(asked: Asked) -> Iterator[str]:
+    """Yields what a model and a mesh must not ask of the axis."""
+    model, strategy = asked.model, asked.strategy
+    if strategy.sequence and AXIS not in asked.n:
+        yield "sequence=True must come with a mesh axis 'tensor', which divides the sequence"
+    if strategy.overlap != "none" and not (strategy.sequence and asked.by_hand):
+        yield (
+            f"overlap={strategy.overlap!r} must come with sequence=True and by='hand': the ring"
+            " moves parts of the sequence"
+        )
+    if AXIS not in asked.n:
+        return
     cut = {
         "num_heads": model.num_heads,
         "mlp_expansion * hidden_size": model.mlp_expansion * model.hidden_size,
         "vocab_size": model.vocab_size,
         "num_outputs": model.num_outputs,
         "num_kv_heads": model.num_kv_heads or model.num_heads,
-    } | ({"seq_len": seq_len} if sequence else {})
+    } | ({"seq_len": asked.seq_len} if strategy.sequence else {})
     for name, size in cut.items():
-        meshes.check_multiple(name, size, AXIS, n)
+        yield from arguments.shared(name, size, asked.n[AXIS], f"devices along {AXIS!r}")
+    if model.flat_products and asked.by_hand:
+        yield (
+            "flat_products=True must be False with a mesh axis 'tensor' by hand, which has"
+            " products of its own"
+        )
+
+
+TENSOR = Axis(AXIS, errors, params=sharding.TENSOR, activations=sharding.TENSOR)

@@ -8,70 +8,71 @@ The additional parts are `run`, what the program does besides the steps; `mesh`,
 devices along each axis; and `strategy`, how they are used (`options.Strategy`).
 """
 
-import dataclasses
+import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+from flax.traverse_util import unflatten_dict
 from ml_collections import ConfigDict
 
-from course_lib import configs, files
+from course_lib import configs, fields, files, optimizers
+from course_lib.fields import (
+    FIXED,
+    FREE,
+    ROUNDING,
+    Field,
+    Free,
+    Rounding,
+    Rule,
+    at_least,
+    differences,
+)
+from course_lib.fields import set_field as set_field
 from course_lib.many_devices import meshes
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware
 from course_lib.program import journal, processes
-from course_lib.program.differences import differences, with_defaults
 
 NON_FINITE = ("stop", "skip")
 ALL = 0  # of a mesh axis: all devices that the other axes leave
-LIMITS: configs.Limits = {
-    "be 'shipped' or a folder of UTF-8 text": (bool, "run.corpus"),
-    "be at least 1 step; for never, more than training.steps": (
-        lambda x: x >= 1,
-        "run.log_every run.validate_every run.checkpoint_every run.sample_every",
-    ),
-    "be 0 or more": (lambda x: x >= 0, "run.validation_batches run.sample_tokens"),
-    "be at least 2: if the last is damaged, the one before is needed": (
-        lambda x: x >= 2,
-        "run.keep",
-    ),
-    f"be one of {NON_FINITE}": (NON_FINITE.__contains__, "run.non_finite"),
-    "be at least 1": (
-        lambda x: x >= 1,
-        " ".join(
-            ["run.skips_in_a_row", *(f"mesh.{axis}" for axis in meshes.AXES if axis != "data")]
-        ),
-    ),
-    "be at least 1, or 0 for all devices": (lambda x: x >= ALL, "mesh.data"),
-}
+EVERY = at_least(1, " step; for never, more than training.steps")
+KEEP = at_least(2, ": if the last is damaged, the one before is needed")
+COUNT = Rule(lambda x: x >= 0, "be 0 or more")
+CORPUS = Rule(bool, "be 'shipped' or a folder of UTF-8 text")
+DEVICES = Rule(lambda x: x >= ALL, "be at least 1, or 0 for all devices")
+RUN = dict(
+    corpus=Free("shipped", CORPUS, about="or a folder of UTF-8 text"),
+    log_every=Free(10, EVERY, about="steps between two lines of metrics, means over them"),
+    validate_every=Free(250, EVERY, about="steps, and at the end"),
+    validation_batches=Field(0, COUNT, about="all, up to 262,144 tokens"),
+    checkpoint_every=Free(250, EVERY, about="steps, at the end, and at SIGTERM"),
+    keep=Free(3, KEEP, about="checkpoints, and the best one besides"),
+    sample_every=Free(250, EVERY, about="steps, and at the end"),
+    sample_tokens=Free(100, COUNT, about="per sample, or 0 for none"),
+    non_finite=Field("stop", NON_FINITE, about="or skip: updates that are not finite"),
+    # a dynamic loss scale falls to 1 within 24
+    skips_in_a_row=Free(25, at_least(1), about="updates skipped in a row that end the run"),
+)
+MESH = {axis: Rounding(1, at_least(1)) for axis in meshes.AXES}
+MESH["data"] = Rounding(ALL, DEVICES, about="all devices that the other axes leave")
+OWN = dict(run=RUN, mesh=MESH, strategy=fields.of_class(Strategy))
+FIELDS = fields.by_name(configs.FIELDS | OWN)
 
 
 def defaults() -> ConfigDict:
     """Returns the parts of a configuration that only the program reads."""
-    run = dict(
-        corpus="shipped",  # or a folder of UTF-8 text: see course_lib.text.data.documents
-        log_every=10,  # steps between two lines of metrics, each a mean over these steps
-        validate_every=250,  # steps; and at the end. A new best is written as a checkpoint, too
-        validation_batches=0,  # of the validation split; 0: all, up to observe.VALIDATED tokens
-        checkpoint_every=250,  # steps; a kill loses no more. Also at the end, and at SIGTERM
-        keep=3,  # checkpoints, and the best one besides
-        sample_every=250,  # steps between two samples; and at the end
-        sample_tokens=100,  # per sample; 0: none
-        non_finite="stop",  # or "skip": skip updates that are not finite, and count them
-        skips_in_a_row=25,  # as many end the run; a dynamic loss scale falls to 1 within 24
-    )
-    mesh = dict.fromkeys(meshes.AXES, 1) | {"data": ALL}
-    return ConfigDict(dict(run=run, mesh=mesh, strategy=dataclasses.asdict(Strategy())))
+    return fields.template(OWN)
 
 
 def complete(config: Any) -> ConfigDict:
     """Returns a copy of a configuration, with the default of each field that is missing.
 
-    Fields of `course_lib.configs` have their defaults in `configs.published_155m`, the others
-    in `defaults`. A file that is older than a field can therefore be read.
+    A file that is older than a field can therefore be read.
 
     Args:
       config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and
@@ -80,12 +81,12 @@ def complete(config: Any) -> ConfigDict:
     Raises:
       ValueError: if it is neither of these, or a field does not exist or has another type.
     """
-    fields = config.to_dict() if isinstance(config, ConfigDict) else config
+    given = config.to_dict() if isinstance(config, ConfigDict) else config
     filled = _template()
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"config={fields!r} must have parts, as {sorted(filled)}")
-    configs.check_fields(fields, filled, may_lack=True)
-    filled.update(fields)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config={given!r} must have parts, as {sorted(filled)}")
+    fields.check(given, filled, may_lack=True)
+    filled.update(given)
     return filled.lock()
 
 
@@ -104,10 +105,43 @@ def check(config: ConfigDict) -> None:
     """
     if missing := [name for name in configs.PROGRAM if name not in config]:
         raise ValueError(f"{missing[0]} must be given: start from settings.complete(config)")
-    configs.check_fields(config, _template())
-    configs.check(config)
-    configs.check_limits(config, LIMITS)
-    strategy(config)
+    fields.check(config, _template(), FIELDS)
+    configs.check_pairs(config)
+
+
+def described() -> str:
+    """Returns what --help says about the fields of --set."""
+    run = [f"{name}={f.default} ({f.about})" for name, f in RUN.items()]
+    names = [f"{name} ({row.about})" for name, row in optimizers.OPTIMIZERS.items()]
+    free, rounding = (", ".join(_resumed_as(kind)) for kind in (FREE, ROUNDING))
+    paragraphs = [
+        "model, optimizer, data, training, seed: see course_lib/configs.py; a run's config.json"
+        " has all of them with their values",
+        f"optimizer.name is one of {', '.join(names)}",
+        f"run.*: {', '.join(run)}",
+        f"mesh.*: {', '.join(MESH)}; data={ALL} ({MESH['data'].about})",
+        f"strategy.*: {', '.join(OWN['strategy'])} (course_lib/many_devices/options.py)",
+        f"When a run goes on, these fields may differ: {free}. The text must be the same, but"
+        " may lie in another folder. run.non_finite may change only from stop to skip. These"
+        f" may differ, too, but change the rounding: {rounding} (with several chunks,"
+        " mesh.pipe may not)",
+    ]
+    fill = functools.partial(
+        textwrap.fill, width=96, initial_indent="  ", subsequent_indent="    "
+    )
+    return "\n".join(["fields of --set:", *map(fill, paragraphs)])
+
+
+def _resumed_as(kind: str) -> Iterator[str]:
+    """Yields the fields of a kind; as "run.* except ..." if they are most of a part."""
+    for part in ("model", "optimizer", "data", "training", *configs.PROGRAM):
+        own = {f.partition(".")[2]: f for f in FIELDS if f.startswith(f"{part}.")}
+        alike = [f for f in own.values() if resumed(f) == kind]
+        others = [name for name, f in own.items() if f not in alike]
+        if len(alike) > len(others):
+            yield f"{part}.*" + f" except {' and '.join(others)}" * bool(others)
+        else:
+            yield from alike
 
 
 def axes(config: ConfigDict, count: int) -> dict[str, int]:
@@ -140,51 +174,24 @@ def strategy(config: ConfigDict) -> Strategy:
         raise ValueError(f"strategy.{error}") from None
 
 
+def resumed(field: str) -> str:
+    """Returns whether a field may change when a run goes on: `FIXED`, `ROUNDING` or `FREE`."""
+    return FIELDS[field].resumed if field in FIELDS else FIXED
+
+
 def fixed(config: ConfigDict) -> dict[str, Any]:
     """Returns the fields that must not change when a run is resumed, as its numbers depend on
     them.
 
-    These fields may change without changing a single bit of the result:
-
-    - `training.steps`, to train longer, and `training.donate`, which says where results are
-      written;
-    - most of `run`: what is done besides the steps, and when. The text is identified by its
-      tokens, so its folder may change.
-
-    These fields may change, but they change the rounding (the same sums in another order):
-
-    - `mesh` and `strategy`, which say which device computes what (dropout masks differ, too).
-      If a pipeline has several chunks per device, layers are stored in the order of its stages:
-      then `mesh.pipe` and `strategy.chunks` are fixed;
-    - `model.remat*`, `model.attention`, `model.flat_products`, `model.loss_*`,
-      `training.accumulation` and `training.backward`, which say how a device computes it.
-
-    Two fields of `run` are fixed: `validation_batches`, because validation losses are compared
-    with each other and must be of the same text, and `non_finite`, which says which updates are
-    made (see `changed`).
+    If a pipeline has several chunks per device, layers are stored in the order of its stages:
+    then `mesh.pipe` is fixed, too. `run.validation_batches` is, because validation losses are
+    compared with each other and must be of the same text; `run.non_finite`, because it says
+    which updates are made (see `changed`).
     """
-    fields = {k: v for k, v in config.to_dict().items() if k not in configs.PROGRAM}
-    for part, names in (*_ROUNDING.items(), ("training", ("steps", "donate"))):
-        fields[part] = {k: v for k, v in fields[part].items() if k not in names}
-    fields["run"] = {name: config.run[name] for name in ("validation_batches", "non_finite")}
-    fields["strategy"] = {"chunks": config.strategy.chunks}
+    kept = {f: value for f, value in fields.flat(config).items() if resumed(f) == FIXED}
     if config.strategy.chunks > 1:
-        fields["mesh"] = {"pipe": config.mesh.pipe}
-    return fields
-
-
-_ROUNDING = {
-    "training": ("accumulation", "backward"),
-    "model": (
-        "remat",
-        "remat_policy",
-        "remat_names",
-        "attention",
-        "flat_products",
-        "loss_chunks",
-        "loss_along",
-    ),
-}
+        kept["mesh.pipe"] = config.mesh.pipe
+    return unflatten_dict(kept, sep=".")
 
 
 def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
@@ -204,48 +211,43 @@ def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
     }
     if kinds == "cpu":
         values["cores"] = hardware.cores()
-    for part, names in _ROUNDING.items():
-        values[part] = {name: config[part][name] for name in names}
-    return json.loads(json.dumps(values))  # as a checkpoint gives it back
+    own = {part: value for part, value in config.items() if part not in OWN}
+    rounding = {f: x for f, x in fields.flat(ConfigDict(own)).items() if resumed(f) == ROUNDING}
+    # as a checkpoint gives it back
+    return json.loads(json.dumps(values | unflatten_dict(rounding, sep=".")))
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each field that differs and must not.
 
     A field that the saved configuration lacks counts as having its default: the run is older
-    than the field. A run with `non_finite="stop"` has skipped no update so far, so it may go on
-    with "skip", but not the other way round.
+    than the field. One that was fixed then and may change now is left out. A run with
+    `non_finite="stop"` has skipped no update so far, so it may go on with "skip", but not the
+    other way round.
 
     Args:
       saved: as `fixed` returned it, perhaps in an older version of this course.
       now: as `fixed` returns it.
     """
-    template = _template().to_dict()
-    saved = _still_fixed(with_defaults(saved, now, template), now, template)
-    if saved["run"]["non_finite"] == "stop":
-        saved = {**saved, "run": {**saved["run"], "non_finite": now["run"]["non_finite"]}}
-    return differences(saved, now)
-
-
-def _still_fixed(
-    saved: Mapping[str, Any], now: Mapping[str, Any], template: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns saved fields without those that were fixed then and may change now."""
-    return {
-        name: _still_fixed(value, now[name], template[name])
-        if isinstance(value, Mapping) and name in now and name in template
-        else value
-        for name, value in saved.items()
-        if name in now or name not in template
-    }
+    usual, new = fields.flat(_template()), fields.flat(now)
+    old = {f: x for f, x in _with_defaults(saved, now).items() if f in new or f not in usual}
+    if old["run.non_finite"] == "stop":
+        old["run.non_finite"] = new["run.non_finite"]
+    return differences(old, new)
 
 
 def rounded_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each difference that changes the rounding, between two results of
     `numerics`. A saved field that is missing has its default, as for `changed`.
     """
-    fields = {name: part for name, part in now.items() if name != "mesh"}  # has no defaults
-    return differences(with_defaults(saved, fields, _template().to_dict()), now)
+    without_mesh = {name: part for name, part in now.items() if name != "mesh"}
+    return differences(_with_defaults(saved, without_mesh), now)
+
+
+def _with_defaults(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved fields by name, with the default of each field that only `now` has."""
+    old, usual = fields.flat(saved), fields.flat(_template())
+    return old | {f: usual[f] for f in fields.flat(now) if f in usual and f not in old}
 
 
 def unlike(values: Mapping[str, Any]) -> list[str]:
@@ -299,44 +301,3 @@ def write(config: ConfigDict, folder: pathlib.Path) -> None:
     """Writes `config.json` of a run folder."""
     with files.atomic_write(folder / "config.json") as file:
         file.write(json.dumps(config.to_dict(), indent=1).encode())
-
-
-def set_field(config: ConfigDict, field: str, text: str) -> None:
-    """Sets a field from text, in the type of the field.
-
-    Args:
-      config: as `complete` returns it; it is changed.
-      field: its name with its part, as in "model.num_layers".
-      text: a number; true or false; a string as it is; for a tuple, its strings with commas
-        between them, a list in JSON, or an empty text for ().
-
-    Raises:
-      ValueError: if there is no such field, or the text is not of its type.
-    """
-    fields = {"seed": 0} | {
-        f"{part}.{name}": example
-        for part, examples in _template().items()
-        if part != "seed"
-        for name, example in examples.items()
-    }
-    if field not in fields:
-        raise configs.no_field(field, text, fields)
-    read, kind = _READ[type(fields[field])]
-    try:
-        config.update_from_flattened_dict({field: read(text)})
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{field}={text} must be {kind}") from None
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = json.loads(text) if text.startswith("[") else text.split(",")
-    return tuple(filter(None, map(str.strip, names)))
-
-
-_READ: dict[type, tuple[Callable[[str], Any], str]] = {
-    str: (str, "a text"),
-    tuple: (_names, 'names, as MLP,Attn or ["MLP", "Attn"]'),
-    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-}

@@ -18,10 +18,8 @@ from course_lib.many_devices.options import Strategy
 from course_lib.text.data import Batch
 
 DEVICES = 4
-EXACT = ("adamw", "adamw_bf16", "adamw_8bit", "lion")
-ROUNDED = {"adafactor": 1e-5, "muon": 1e-4}  # sums over shards, in another order
-COVERED = ("sgd", "adam")  # by the tests of strategies and of adamw
-assert {*EXACT, *ROUNDED, *COVERED} == set(optimizers.OPTIMIZERS), "an optimizer is not tested"
+# SGD has no state; Adam's is AdamW's.
+NAMES = [name for name in optimizers.OPTIMIZERS if name not in ("sgd", "adam")]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +36,7 @@ def config_of(name, **options):
     config.model.scan_layers = True
     config.data.update(batch_size=8, seq_len=8)
     config.optimizer.update(name=name, block_size=32, schedule="constant", clip_norm=0.0)
-    if name not in optimizers.DECAYING:
+    if not optimizers.OPTIMIZERS[name].decays:
         config.optimizer.weight_decay = 0.0
     config.optimizer.update(options)
     return config
@@ -91,36 +89,25 @@ def divided(config):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        slow(each) if each in ("adamw", "adamw_bf16", "lion") else each
-        for each in (*EXACT, *ROUNDED)
-    ],
+    "name", [slow(n) if n in ("adamw", "adamw_bf16", "lion") else n for n in NAMES]
 )
 def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name):
-    config = config_of(name)
+    config, tolerance = config_of(name), optimizers.OPTIMIZERS[name].tolerance
     alone, _, _ = second_update(config, lambda tree, state: (tree, state))
     update, state, compiled = second_update(config, divided(config))
     for (path, one), other in zip(
         jax.tree_util.tree_leaves_with_path(alone), jax.tree.leaves(update), strict=True
     ):
-        where = jax.tree_util.keystr(path)
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        if name in EXACT:
-            np.testing.assert_array_equal(one, other, err_msg=where)
-        else:
-            assert np.linalg.norm(one - other) <= ROUNDED[name] * np.linalg.norm(one), where
+        error = np.linalg.norm(one - other)
+        assert error <= tolerance * np.linalg.norm(one), jax.tree_util.keystr(path)
     sent = measure.ledger(compiled, mesh()).payload()
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(alone))
-    if name in EXACT:
-        assert sent == 0, "an update of each number by itself needs no other device"
-    elif name == "adafactor":
-        assert 0 < sent < 0.1 * whole, "row and column means are sums over devices"
-    else:
-        assert sent > 0.5 * whole, "Muon sums products of whole matrices over devices"
-    if name != "adafactor":
-        own = sum(leaf.addressable_shards[0].data.nbytes for leaf in _arrays(state))
-        assert own < 1.2 * sum(leaf.nbytes for leaf in _arrays(state)) / DEVICES
+    # An update of each number by itself needs no other device; sums over devices are rounded.
+    assert (sent == 0) == (tolerance == 0)
+    # Of state with a parameter's shape a device keeps its part; the rest is small.
+    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in _arrays(state))
+    whole = sum(leaf.nbytes for leaf in _arrays(state))
+    assert own - whole / DEVICES < 0.02 * sum(leaf.nbytes for leaf in jax.tree.leaves(alone))
 
 
 def _arrays(state):

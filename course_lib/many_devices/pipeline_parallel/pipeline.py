@@ -25,7 +25,7 @@ Parameters of layers never move.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,7 +36,9 @@ from jaxtyping import Array
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import training
-from course_lib.many_devices import data_parallel, meshes
+from course_lib.arguments import nearest
+from course_lib.many_devices import data_parallel, meshes, sharding
+from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
 from course_lib.many_devices.pipeline_parallel import schedules, slots, split, stage
@@ -334,47 +336,6 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
     return params if 1 in sizes else params | {"block": jax.tree.map(of_leaf, params["block"])}
 
 
-def check(
-    model: ConfigDict, mesh: meshes.AnyMesh, chunks: int = 1, num_minibatches: int = 1
-) -> None:
-    """Refuses what a pipeline does not support: layers that do not divide into its stages,
-    layers that are not scanned, offloaded activations, and minibatches.
-
-    Args:
-      model: the `model` part of a configuration.
-      mesh: with an axis "pipe".
-      chunks: v, chunks per device.
-      num_minibatches: into how many the batch is cut.
-
-    Raises:
-      ValueError: naming the field, its value and the nearest that would do.
-    """
-    size = meshes.axis_size(mesh, AXIS)
-    stages, layers = size * chunks, model.num_layers
-    if num_minibatches != 1:
-        raise ValueError(
-            f"num_minibatches={num_minibatches} must be 1 with a pipeline, which adds up the"
-            " gradients of microbatches itself; take Strategy(microbatches=...)"
-        )
-    if not model.scan_layers:
-        raise ValueError(
-            "scan_layers=False must be True for a pipeline: it cuts the stacked parameters of"
-            " all layers"
-        )
-    if model.remat and model.remat_policy == "offload":
-        raise ValueError(
-            "remat_policy='offload' must be another policy for a pipeline, which keeps what a"
-            " backward reads in the device's memory; 'names' keeps the same values"
-        )
-    if rest := layers % stages:
-        below = layers - rest
-        why = f"{rest} would be left over" if below else "some stages would have no layer"
-        raise ValueError(
-            f"num_layers={layers} must be a multiple of the {stages} stages, {chunks} on each"
-            f" of {size} devices: {why}; take {f'{below} or ' * (below > 0)}{below + stages}"
-        )
-
-
 def check_schedule(schedule: Schedule, mesh: Mesh) -> None:
     """Refuses a schedule that is not legal, or whose stages are not the devices along "pipe".
 
@@ -388,3 +349,44 @@ def check_schedule(schedule: Schedule, mesh: Mesh) -> None:
             f" 'pipe': {size}"
         )
     schedules.check(schedule)
+
+
+def errors(asked: Asked) -> Iterator[str]:
+    """Yields what a model and a mesh must not ask of the axis."""
+    model, strategy = asked.model, asked.strategy
+    if AXIS not in asked.n:
+        names = ("schedule", "microbatches", "chunks")
+        chosen = {name: getattr(strategy, name) for name in names}
+        if chosen != {name: getattr(type(strategy), name) for name in names}:
+            yield f"{chosen} must come with a mesh axis 'pipe': without one it would do nothing"
+        return
+    sums = asked.accumulator_dtype
+    for name, value, possible, why in (
+        ("by", strategy.by, ["hand"], "shardings do not set the order of execution"),
+        ("overlap", strategy.overlap, ["none"], "devices of a ring wait for each other"),
+        ("zero", strategy.zero, [0, 1], "a stage would send it all for each microbatch"),
+        ("accumulator_dtype", sums, ["float32"], "microbatches are added up in float32"),
+        ("num_minibatches", asked.num_minibatches, [1], "take Strategy(microbatches=...)"),
+        ("scan_layers", model.scan_layers, [True], "it cuts stacked parameters of layers"),
+    ):
+        if value not in possible:
+            needed = " or ".join(map(repr, possible))
+            yield f"{name}={value!r} must be {needed} with a mesh axis 'pipe': {why}"
+    if model.remat and model.remat_policy == "offload":
+        yield (
+            "remat_policy='offload' must be another policy for a pipeline, which keeps what a"
+            " backward reads in the device's memory; 'names' keeps the same values"
+        )
+    size, layers = asked.n[AXIS], model.num_layers
+    stages = size * strategy.chunks
+    if rest := layers % stages:
+        left = f"{rest} would be left over"
+        if layers < stages:
+            left = "some stages would have no layer"
+        yield (
+            f"num_layers={layers} must be a multiple of the {stages} stages, {strategy.chunks}"
+            f" on each of {size} devices: {left}; take {nearest(layers, stages)}"
+        )
+
+
+PIPE = Axis(AXIS, errors, params=sharding.PIPELINE)

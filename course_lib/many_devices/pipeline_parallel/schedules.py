@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from course_lib.many_devices import meshes
+from course_lib.arguments import nearest
 
 KINDS = ("F", "B", "W", "BW", "-")
 
@@ -128,7 +128,7 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
         raise ValueError(
             f"microbatches={microbatches} must be a multiple of the {stages} stages for"
             f" depth_first, which takes as many at a time: {rest} would be left over; take"
-            f" {meshes.nearest(microbatches, stages)}"
+            f" {nearest(microbatches, stages)}"
         )
     rounds = [(first, c) for first in range(0, microbatches, stages) for c in range(chunks)]
     forward = [Op("F", first + i, c) for first, c in rounds for i in range(stages)]

@@ -420,7 +420,7 @@ def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
         (
             {"training.accumulator_dtype": "bfloat16"},
             {},
-            "accumulator_dtype='bfloat16' must be 'float32' with a pipeline",
+            "accumulator_dtype='bfloat16' must be 'float32' with a mesh axis 'pipe'",
         ),
         ({}, {"chunks": 0}, "chunks=0 must be"),
         (

@@ -1,0 +1,216 @@
+"""Fields of a configuration. One line declares a field: its default, what its values must be,
+and whether a run may go on with another value.
+
+    MODEL = dict(num_layers=12, attention=Rounding("reference", IMPLEMENTATIONS))
+    TABLE = dict(model=MODEL)
+    check(config, template(TABLE), by_name(TABLE))
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from flax.traverse_util import flatten_dict
+from ml_collections import ConfigDict, FrozenConfigDict
+
+# When a run goes on, a field keeps its value; or it may change, and the same sums are rounded
+# otherwise; or it may change, and no number does.
+FIXED, ROUNDING, FREE = "fixed", "rounding", "free"
+
+
+class Rule(NamedTuple):
+    """What values must be: a test, and the same in words, as in "be positive"."""
+
+    holds: Callable[[Any], bool]
+    must: str
+
+
+POSITIVE = Rule(lambda x: x > 0, "be positive")
+NOT_NEGATIVE = Rule(lambda x: x >= 0, "not be negative; 0 turns it off")
+FRACTION = Rule(lambda x: 0 <= x < 1, "be in [0, 1): 1 leaves nothing")
+
+
+def at_least(least: int | float, why: str = "") -> Rule:
+    return Rule(lambda x: x >= least, f"be at least {least}{why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field, whose values have the type of its default."""
+
+    default: Any
+    given: Rule | Collection[Any] | None = None  # a rule, or a table that has the values
+    resumed: str = FIXED
+    about: str = ""  # for --help
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of its values. Numbers without one must be positive; or, if their default is
+        0, not negative.
+        """
+        if self.given is None:
+            number = type(self.default) in (int, float)
+            return (POSITIVE if self.default else NOT_NEGATIVE) if number else None
+        if isinstance(self.given, Rule):
+            return self.given
+        known = tuple(self.given)
+        return Rule(lambda x: x in known, f"be one of {known}")
+
+
+Rounding = functools.partial(Field, resumed=ROUNDING)
+Free = functools.partial(Field, resumed=FREE)
+Table = Mapping[str, Any]  # from names to fields, to defaults (fields, too), or to tables
+
+
+def option(default: Any, given: Any = None, resumed: str = ROUNDING) -> Any:
+    """Returns a field of a dataclass, for `of_class`."""
+    return dataclasses.field(
+        default=default, metadata={"field": Field(default, given, resumed)}
+    )
+
+
+def of_class(kind: type) -> dict[str, Field]:
+    """Returns the fields of a dataclass that `option` made."""
+    return {each.name: each.metadata["field"] for each in dataclasses.fields(kind)}
+
+
+def template(table: Table) -> ConfigDict:
+    """Returns a configuration in which every field has its default."""
+    parts = {name: template(part) for name, part in table.items() if isinstance(part, Mapping)}
+    own = {name: getattr(f, "default", f) for name, f in table.items() if name not in parts}
+    return ConfigDict(own | parts)
+
+
+def by_name(table: Table) -> dict[str, Field]:
+    """Returns the fields by name with their part: "model.num_layers"."""
+    return {name: f if isinstance(f, Field) else Field(f) for name, f in flat(table).items()}
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of nested dicts, or of a configuration, by name with their part."""
+    return flatten_dict(tree.to_dict() if isinstance(tree, ConfigDict) else tree, sep=".")
+
+
+def check(
+    config: Any,
+    template: Any,
+    fields: Mapping[str, Field] = {},  # noqa: B006
+    path: str = "",
+    *,
+    may_lack: bool = False,
+) -> None:
+    """Refuses misspelt and missing fields, values of another type or against a rule.
+
+    ConfigDict's own checks accept None for any field and True for a number, and their errors
+    name a field without its part.
+
+    Args:
+      config: a ConfigDict, or a dict as JSON has it: tuples are lists, and 1.0 may be 1.
+      template: a configuration with the same fields.
+      fields: by name with their part; without them, only names and types are compared.
+      path: the part, with a dot behind it; "" for all of it.
+      may_lack: whether fields may be missing, as in a file from before they existed.
+    """
+    for name in config:
+        if name not in template:
+            raise no_field(f"{path}{name}", config[name], [f"{path}{n}" for n in template])
+    for name, example in template.items():
+        field = f"{path}{name}"
+        if name not in config:
+            if may_lack:
+                continue
+            raise ValueError(f"{field} must be given: start from a preset, configs.get('155m')")
+        value = config[name]
+        if not isinstance(example, ConfigDict):
+            rule = fields[field].rule if field in fields else None
+            must = _not_like(value, example) or (
+                "" if not rule or rule.holds(value) else rule.must
+            )
+        elif isinstance(value, ConfigDict | FrozenConfigDict | Mapping):
+            check(value, example, fields, f"{field}.", may_lack=may_lack)
+            continue
+        else:
+            must = f"have fields, as {sorted(example)}"
+        if must:
+            raise ValueError(f"{field}={value!r} must {must}")
+
+
+def _not_like(value: Any, example: Any) -> str:
+    """Returns what a value must be to be of the kind of an example; "" if it is."""
+    kind = type(example)
+    types = {float: (float, int), tuple: (tuple, list)}.get(kind, kind)
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, types):
+        return f"be of type {kind.__name__}, as in {example!r}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "be a finite number"
+    if kind is tuple and not all(isinstance(x, str) for x in value):
+        return "hold strings"
+    return ""
+
+
+def _against(field: Field | None, value: Any) -> str:
+    """Returns what a value must be by the rule of its field; "" if it is."""
+    rule = field.rule if field else None
+    return rule.must if rule and not rule.holds(value) else ""
+
+
+def no_field(field: str, value: Any, known: Iterable[str]) -> ValueError:
+    """Returns the error for a field that does not exist."""
+    close = " or ".join(difflib.get_close_matches(field, known, n=3, cutoff=0))
+    return ValueError(
+        f"{field}={value!r} is no field and would change nothing: did you mean {close}?"
+    )
+
+
+def differences(
+    first: Any, second: Any, names: tuple[str, str] = ("saved", "given")
+) -> list[str]:
+    """Returns a line for each field in which two nested dicts differ: "model.num_layers: 3
+    saved, 6 given". Values are compared as JSON stores them: a tuple equals a list.
+    """
+    old, new = (
+        {field: repr(json.loads(json.dumps(value))) for field, value in flat(tree).items()}
+        for tree in (first, second)
+    )
+    return [
+        f"{field}: {old.get(field, 'not')} {names[0]}, {new.get(field, 'not')} {names[1]}"
+        for field in old | new
+        if old.get(field) != new.get(field)
+    ]
+
+
+def set_field(config: ConfigDict, field: str, text: str) -> None:
+    """Sets a field from text, in its own type.
+
+    Args:
+      config: is changed.
+      field: its name with its part, as in "model.num_layers".
+      text: a number; true or false; a string as it is; for a tuple, its strings with commas
+        between them, a list in JSON, or an empty text for ().
+    """
+    examples = flat(config)
+    if field not in examples:
+        raise no_field(field, text, examples)
+    read, kind = _READ[type(examples[field])]
+    try:
+        config.update_from_flattened_dict({field: read(text)})
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{field}={text} must be {kind}") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = json.loads(text) if text.startswith("[") else text.split(",")
+    return tuple(filter(None, map(str.strip, names)))
+
+
+_READ: dict[type, tuple[Callable[[str], Any], str]] = {
+    str: (str, "a text"),
+    tuple: (_names, 'names, as MLP,Attn or ["MLP", "Attn"]'),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+}
