@@ -237,16 +237,7 @@ def hooks(others: Hooks) -> Hooks:
 
 def check(model: Any, seq_len: int, mesh: meshes.AnyMesh, by_hand: bool) -> None:
     """Refuses a model whose sequences cannot be divided among the devices of the "context"
-    axis.
-
-    Args:
-      model: the `model` part of a configuration.
-      seq_len: L.
-      mesh: with an axis "context".
-      by_hand: whether attention is the ring of this file; else the compiler divides it.
-
-    Raises:
-      ValueError: naming the field, its value and the possible ones.
+    axis. `by_hand`: attention is the ring of this file; else the compiler divides it.
     """
     n = meshes.axis_size(mesh, AXIS)
     if by_hand:
@@ -261,11 +252,7 @@ def check(model: Any, seq_len: int, mesh: meshes.AnyMesh, by_hand: bool) -> None
 
 
 def check_parts(length: int, size: int, parts: int) -> None:
-    """Refuses a length that devices cannot cut into equal parts.
-
-    Raises:
-      ValueError: naming the nearest possible lengths.
-    """
+    """Refuses a length that devices cannot cut into equal parts."""
     if length % parts:
         raise ValueError(
             f"seq_len={length} must be a multiple of {parts}, the parts into which the {size}"

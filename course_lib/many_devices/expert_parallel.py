@@ -33,11 +33,7 @@ Experts = Callable[[Array], Array]
 
 
 def own_sequences(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
-    """Takes this device's sequences from those of all devices along the axis.
-
-    Raises:
-      ValueError: if the number of devices does not divide the number of sequences.
-    """
+    """Takes this device's sequences from those of all devices along the axis."""
     n = jax.lax.axis_size(AXIS)
     meshes.check_divides(x.shape, 0, AXIS, n, "batch")
     size = x.shape[0] // n
@@ -63,14 +59,7 @@ def hooks(others: Hooks) -> Hooks:
 
 def check(model: Any, sequences: int, mesh: meshes.AnyMesh) -> None:
     """Refuses a model whose experts cannot be divided among the devices of the "expert" axis.
-
-    Args:
-      model: the `model` part of a configuration.
-      sequences: number of sequences per minibatch for one index of the "data" axis.
-      mesh: with an axis "expert".
-
-    Raises:
-      ValueError: naming the field, what is wrong, and the fix.
+    `sequences` counts those of a minibatch for one index of the "data" axis.
     """
     n = meshes.axis_size(mesh, AXIS)
     if not model.num_experts:
