@@ -15,12 +15,11 @@ if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 # One cache of compiled programs for a session: its workers and the processes that tests start
-# inherit these variables. Names belong to the key, or an instrument would read those of another
-# program. Source lines, which nothing reads, would keep tests from sharing programs.
+# inherit these variables. Names and source lines belong to the key, or an instrument would read
+# those of another program.
 OWN_CACHE = None
 if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
-    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="course_")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -105,6 +104,7 @@ READS_PLANS = {
     "test_smallest_step",
     "test_offload",
     "test_figures",
+    "test_solutions",  # until it is known why a solution of notebook 16 failed with the cache
 }
 
 # Files that take long. One process runs a whole file, so these start first: started last, they
