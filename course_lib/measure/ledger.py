@@ -241,9 +241,7 @@ def _entries(
     devices: int,
     mesh: jax.sharding.Mesh | None,
 ) -> list[Collective]:
-    """Reads one collective: an entry for each dtype among its operands; none if no device sends
-    to another.
-    """
+    """Returns an entry for each dtype among the operands; none if nothing is sent."""
     kind, pairs = _kind(i), groups.pairs(i.attributes)
     members = groups.groups(i.attributes, devices)
     size = max(map(len, members), default=1)

@@ -57,7 +57,7 @@ def step_time(
       step: `step(state, batch) -> (state, metrics)`, jitted or not. A jitted one is compiled
         here, once.
       state: a state to begin with, on the device.
-      batch: a batch; the same in all steps.
+      batch: the same in all steps.
       steps: how many are timed.
       warmup: how many run before that.
     """

@@ -96,17 +96,10 @@ def why_unavailable(name: str = "a5000") -> str | None:
 
 
 def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
-    """Replaces each leaf by its shape and dtype, placed on a device or by a sharding.
+    """Replaces each leaf (an array, a typed random key, a shape, a Python number) by its shape
+    and dtype, placed on a device or by one sharding: a tree that is ready for `.lower()`.
 
-    Args:
-      tree: pytree of arrays, typed random keys, `jax.ShapeDtypeStruct`s, NumPy arrays and
-        Python numbers.
-      place: a device, real or virtual, or one sharding for all leaves. Leaves that are in the
-        host's memory stay there (`on_host`).
-
-    Returns:
-      The same tree of `jax.ShapeDtypeStruct`, ready for `.lower()`. Nothing is copied or
-        computed.
+    Nothing is copied or computed. Leaves in the host's memory stay there (`on_host`).
     """
     if not isinstance(place, jax.Device | Sharding):
         raise ValueError(
@@ -128,11 +121,8 @@ def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
     that are on the host.
 
     `jax.eval_shape` loses this mark: a step lowered for such shapes would take all arguments
-    from the device.
-
-    Returns:
-      A tree of `jax.ShapeDtypeStruct`. A result on the host has a sharding in the host's
-        memory, of JAX's default device; `abstract` replaces the device.
+    from the device. The mark is a sharding of JAX's default device; `abstract` replaces the
+    device.
     """
     traced, tree = jax.make_jaxpr(function, return_shape=True)(*args)
     here = on_host(_named(jax.devices()[0]))
@@ -159,8 +149,8 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def on_host(place: jax.Device | Sharding) -> NamedSharding:
-    """Returns a sharding over the same devices, in the memory of the host: for arguments of a
-    step that offloads.
+    """Returns a sharding over the same devices (or one device), in the memory of the host: for
+    arguments of a step that offloads.
 
     Virtual devices list no memories, and JAX drops the memory kind of their shardings:
     `NamedSharding(mesh, P(), memory_kind="pinned_host").memory_kind` is None, and what is
@@ -168,9 +158,6 @@ def on_host(place: jax.Device | Sharding) -> NamedSharding:
 
     Such a sharding cannot be among a jitted function's `out_shardings`: leave None there, and
     move the result with `jax.device_put(x, jax.memory.Space.Host)` inside the function.
-
-    Args:
-      place: a device, real or virtual, or a `NamedSharding` or `SingleDeviceSharding`.
     """
     if isinstance(place, SingleDeviceSharding):
         place = next(iter(place.device_set))
@@ -211,11 +198,8 @@ def compile(
     """Compiles a program as `.compile()` does, but faster for virtual GPUs.
 
     Memory, traffic and collectives are decided before XLA makes machine code. A virtual program
-    never runs, so `COMPILE_ONLY` skips the optimization of that code.
-
-    Args:
-      lowered: `jax.jit(f).lower(...)`, for real or virtual devices.
-      options: more compiler options, which take precedence.
+    never runs, so `COMPILE_ONLY` skips the optimization of that code. More compiler `options`
+    take precedence.
     """
     asked = dict(options or {})
     if _is_for_virtual_gpus(lowered):

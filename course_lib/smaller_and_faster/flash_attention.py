@@ -55,11 +55,6 @@ def attend(
 
     Returns:
       The attended values, in the dtype of `query`. Scores and sums are float32.
-
-    Raises:
-      ValueError: if `by` is unknown or not available here, or if `check_arrays` or `check`
-        refuses the arrays. With by="kernel" inside `jax.jit` or `jax.grad`, the ValueError for
-        a CPU comes from Pallas when the program is lowered: only then is the device known.
     """
     if by not in BY:
         raise ValueError(f"by={by!r} must be one of {BY}")
@@ -75,37 +70,22 @@ def attend(
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> None:
-    """Refuses arrays with which attention would silently compute wrong numbers.
-
-    Raises:
-      ValueError: if shapes or dtypes do not go together.
-    """
-    arrays = dict(query=query, key=key, value=value)
-    for name, array in arrays.items():
-        if array.ndim != 4:
-            raise ValueError(
-                f"{name} of shape {array.shape} must be [B, L, H, K]: sequences, positions,"
-                " heads, their width"
-            )
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} of dtype {array.dtype} must be floating, as weights are:"
-                f" {name}.astype(jnp.float32)"
-            )
-    if len({array.dtype for array in arrays.values()}) > 1:
-        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+    """Refuses arrays with which attention would silently compute wrong numbers."""
+    dtypes = query.dtype, key.dtype, value.dtype
+    if len(set(dtypes)) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
         raise ValueError(
-            f"query, key and value must be of one dtype, not {dtypes}: cast them to the compute"
-            " dtype"
+            f"query, key and value must be of one floating dtype, not {list(map(str, dtypes))}:"
+            " cast them to the compute dtype"
         )
-    batch, length, _, width = query.shape
-    if key.shape != value.shape or (*key.shape[:2], key.shape[3]) != (batch, length, width):
+    if query.ndim != 4:
+        raise ValueError(f"query of shape {query.shape} must be [B, L, H, K]")
+    batch, length, heads, width = query.shape
+    if key.shape != value.shape or (*key.shape[:2], *key.shape[3:]) != (batch, length, width):
         raise ValueError(
             f"key of shape {key.shape} and value of shape {value.shape} must be [{batch},"
             f" {length}, G, {width}], as the query is {query.shape}: as many positions of as"
             " many sequences, and heads as wide"
         )
-    heads = query.shape[2]
     if heads % key.shape[2]:
         raise ValueError(
             f"key of shape {key.shape} must have a number of heads that divides the query's"
@@ -126,38 +106,24 @@ def _check_on_gpu(array: Any) -> None:
 
 
 def tile_for(head_dim: int, dtype: Any) -> int:
-    """Returns the largest tile of `TILES` that fits every GPU of `hardware` from 8.0 on.
-
-    Raises:
-      ValueError: if not even the smallest fits.
-    """
+    """Returns the largest tile of `TILES` that fits every GPU of `hardware` from 8.0 on."""
     gpu = hardware.get(_SMALLEST)
-    for tile in TILES:
+    for tile in TILES[:-1]:
         if shared_memory(tile, head_dim, dtype, gpu) <= shared_memory_limit(gpu):
             return tile
     check_fits(TILES[-1], head_dim, dtype, gpu)
-    raise AssertionError("check_fits refuses a tile that does not fit")
+    return TILES[-1]
 
 
 def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -> None:
-    """Refuses shapes that cannot be cut into tiles, on any device.
-
-    Args:
-      seq_len: L.
-      head_dim: K.
-      dtype: of queries, keys and values.
-      tile: positions per tile; `tile_for` if None.
-
-    Raises:
-      ValueError: naming the argument, its value and the fix.
-    """
+    """Refuses shapes that cannot be cut into tiles (`tile_for` if None), on any device."""
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(
             f"head_dim={head_dim} must be a power of two, at least 16, for flash attention:"
             " matrix units multiply tiles of these widths; use 'reference' or 'xla' attention"
         )
     tile = tile_for(head_dim, dtype) if tile is None else tile
-    if not isinstance(tile, int | np.integer) or tile < 16 or tile & (tile - 1):
+    if tile < 16 or tile & (tile - 1):
         raise ValueError(f"tile={tile!r} must be a power of two, at least 16, such as 64")
     if seq_len % tile:
         raise ValueError(
@@ -196,9 +162,6 @@ def check_fits(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -
     """Refuses a tile that a GPU's shared memory has no room for.
 
     In float32, where `shared_memory` is an upper bound, it may refuse a tile that would fit.
-
-    Raises:
-      ValueError: naming the tile, the bytes, and the GPU's limit.
     """
     needed = shared_memory(tile, head_dim, dtype, accelerator)
     limit = shared_memory_limit(accelerator)
@@ -211,11 +174,7 @@ def check_fits(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -
 
 
 def shared_memory_limit(accelerator: Accelerator) -> int:
-    """Returns the bytes of shared memory that one block of threads may take.
-
-    Raises:
-      ValueError: if the accelerator is no NVIDIA GPU.
-    """
+    """Returns the bytes of shared memory that one block of threads may take."""
     return _gpu(accelerator).shared_memory_per_block
 
 
@@ -232,8 +191,7 @@ def _gpu(accelerator: Accelerator) -> GpuTarget:
 def why_no_kernel(accelerator: Accelerator | None) -> str | None:
     """Returns why tiles in JAX stand in for the kernel, or None where the kernel runs.
 
-    Args:
-      accelerator: the target of the compiler; None for a CPU or an unknown device.
+    The accelerator is the target of the compiler, None for a CPU or an unknown device.
     """
     hardware.check(accelerator)
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
@@ -294,9 +252,8 @@ def forward_by_tiles(
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B H L"]]:
     """Attends with one scan over all pairs of tiles that are not masked entirely.
 
-    Returns:
-      The attended values in the query's dtype, and the logsumexp of each query's scores in
-        float32, as `flash_kernels.forward` returns them.
+    Returns the attended values in the query's dtype, and the logsumexp of each query's scores
+    in float32, as `flash_kernels.forward` does.
     """
     groups = key.shape[2]
     q, k, v = (_cut(x, groups, tile) for x in (query, key, value))
@@ -306,6 +263,7 @@ def forward_by_tiles(
         i, j = pair
         top, total, out = (x[i] for x in state)
         s = _scores(q[i], k[j], i, j, causal)
+        # The online softmax: a larger score shrinks the sums so far, as if it had come first.
         new_top = jnp.maximum(top, s.max(axis=-1))
         shrink, weights = jnp.exp(top - new_top), jnp.exp(s - new_top[..., None])
         total = total * shrink + weights.sum(axis=-1)
@@ -336,6 +294,8 @@ def backward_by_tiles(
     """Returns the gradients of query, key and value. One scan over the pairs of tiles of
     `forward_by_tiles` computes their attention weights again.
     """
+    # The gradient of a softmax subtracts, for each query, the sum of weight times the weight's
+    # gradient over all keys. It equals this product, so no pass over the tiles is needed first.
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2)  # [B H L]
     groups = key.shape[2]
@@ -348,6 +308,7 @@ def backward_by_tiles(
     def step(gradients, pair):
         i, j = pair
         d_q, d_k, d_v = gradients
+        # The forward pass dropped the weights; the logsumexp makes them again, in one go.
         weights = jnp.exp(_scores(q[i], k[j], i, j, causal) - logsumexp[i][..., None])
         d_weights = _product("bgrtk,bgsk->bgrts", d_o[i], v[j])
         d_scores = (weights * (d_weights - delta[i][..., None])).astype(q.dtype)

@@ -126,13 +126,8 @@ def forward(
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B H L"]]:
     """Attends, and keeps the sums that the backward pass needs.
 
-    Args:
-      query: B sequences of L positions, H heads of width K, a power of two.
-      key: G heads. Each is read by H / G consecutive heads of queries.
-      value: like the key.
-      causal: whether a position sees only itself and the positions before it.
-      tile: positions per tile: a power of two, at least 16, that divides L.
-      interpret: whether Pallas runs the kernel as plain JAX, on any device.
+    Arguments as in `flash_attention.attend`; with `interpret`, Pallas runs the kernel as plain
+    JAX, on any device.
 
     Returns:
       The attended values in the query's dtype, and in float32 the logsumexp of each query's

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -41,34 +40,21 @@ LENGTHS = {
 
 
 class Statistics(NamedTuple):
-    """The numbers that the loss needs about the logits of each token.
+    """The numbers that the loss needs about the logits of each token."""
 
-    Attributes:
-      logsumexp: logarithm of the sum of the exponentials of its logits.
-      of_label: the logit of its label; NaN if the head has no such column.
-      top: its largest logit.
-      best: the column of its largest logit; of several, the first.
-    """
-
-    logsumexp: Float[Array, "..."]
-    of_label: Float[Array, "..."]
-    top: Float[Array, "..."]
-    best: Int[Array, "..."]
+    logsumexp: Float[Array, "..."]  # logarithm of the sum of the exponentials of its logits
+    of_label: Float[Array, "..."]  # the logit of its label; NaN if the head has no such column
+    top: Float[Array, "..."]  # its largest logit
+    best: Int[Array, "..."]  # the column of its largest logit; of several, the first
 
 
 @struct.dataclass
 class Factors:
-    """Logits that are not computed yet: `x @ head + bias`.
+    """Logits that are not computed yet: `x @ head + bias`."""
 
-    Attributes:
-      x: activations [..., D].
-      head: weights of the output layer, [D, V].
-      bias: of the output layer, [V], or None.
-    """
-
-    x: Array
-    head: Array
-    bias: Array | None = None
+    x: Array  # activations [..., D]
+    head: Array  # weights of the output layer, [D, V]
+    bias: Array | None = None  # of the output layer, [V]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,10 +86,6 @@ def linear_cross_entropy(
       bias: added to the logits.
       chunks: into how many the logits are cut.
       along: "vocabulary" or "tokens".
-
-    Raises:
-      ValueError: if shapes or dtypes do not go together, `along` does not exist, or `chunks`
-        does not divide what it cuts.
     """
     check_arrays(x, head, bias, labels)
     places = jnp.where(labels < 0, labels + head.shape[1], labels)
@@ -117,8 +99,8 @@ def statistics(
 ) -> Statistics:
     """Returns the statistics of each token's logits, of which only one chunk exists at a time.
 
-    Gradients of `logsumexp` and `of_label` reach x, head and bias; `top` has none. Arguments
-    and errors are as for `linear_cross_entropy`, but a negative label is outside.
+    Gradients of `logsumexp` and `of_label` reach x, head and bias; `top` has none. As
+    `linear_cross_entropy`, but a negative label is outside.
     """
     x, head = logits.x, logits.head
     check_arrays(x, head, logits.bias, labels)
@@ -132,22 +114,7 @@ def statistics(
 
 
 def check_arrays(x: Any, head: Any, bias: Any, labels: Any) -> None:
-    """Refuses arrays with which the loss would be that of other tokens, or of other logits.
-
-    Raises:
-      ValueError: naming the array, its shape or dtype, and the fix.
-    """
-    for name, array in dict(x=x, head=head, bias=bias).items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} of dtype {array.dtype} must be floating, as activations and weights"
-                f" are: {name}.astype(jnp.float32)"
-            )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(
-            f"labels of dtype {labels.dtype} must be integers, the columns of the head:"
-            " labels.astype(jnp.int32)"
-        )
+    """Refuses arrays with which the loss would be that of other tokens, or of other logits."""
     if x.ndim == 0 or head.ndim != 2 or head.shape[0] != x.shape[-1]:
         raise ValueError(
             f"head of shape {head.shape} must be [D, V], and x of shape {x.shape} must end in"
@@ -166,27 +133,15 @@ def check_arrays(x: Any, head: Any, bias: Any, labels: Any) -> None:
 
 
 def check(chunks: int, along: str, *, tokens: int, vocabulary: int, prefix: str = "") -> None:
-    """Refuses chunks that cannot be cut.
-
-    Args:
-      chunks: into how many the logits are cut.
-      along: one of `ALONG`.
-      tokens: the length of the dimension that is cut along "tokens".
-      vocabulary: V, on one device.
-      prefix: of the names in the error.
-
-    Raises:
-      ValueError: naming the value and the fix.
+    """Refuses chunks that cannot be cut from the tokens or the columns of a device; `prefix` is
+    that of the names in the error.
     """
     if along not in ALONG:
         raise ValueError(f"{prefix}along={along!r} must be one of {ALONG}")
-    if not isinstance(chunks, int | np.integer):
-        raise ValueError(f"{prefix}chunks={chunks!r} must be a whole number, such as 8")
     size = {"tokens": tokens, "vocabulary": vocabulary}[along]
     if chunks < 1 or size % chunks:
-        near = min(
-            (n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - chunks)
-        )
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        near = min(divisors, key=lambda n: abs(n - chunks))
         raise ValueError(
             f"{prefix}chunks={chunks} must divide the {size} {LENGTHS[along]}, so that all"
             f" chunks have one size; take {near}"

@@ -33,11 +33,7 @@ LAYERS, REST, ALONE = "layers", "rest", "alone"  # what `streamed` does with a l
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Moves arrays to the host's memory, in a compiled function or outside of it.
-
-    Raises:
-      RuntimeError: if JAX would leave them on the device (`why_unavailable`).
-    """
+    """Moves arrays to the host's memory, in a compiled function or outside of it."""
     check_available()
     return jax.device_put(tree, jax.memory.Space.Host)
 
@@ -69,11 +65,7 @@ def why_unavailable() -> str | None:
 
 
 def check_available() -> None:
-    """Refuses to offload where it would do nothing.
-
-    Raises:
-      RuntimeError: with the reason.
-    """
+    """Refuses to offload where it would do nothing."""
     if reason := why_unavailable():
         raise RuntimeError(f"nothing can be offloaded here: {reason}")
 
@@ -105,15 +97,7 @@ def streamed(
       stacked: the entries of the parameters whose leaves have a leading axis of layers, as
         `nn.scan` makes them.
 
-    Returns:
-      The optimizer. Its `init` and `update` raise a RuntimeError where JAX has no host memory,
-      and its `update` a ValueError if the parameters have no such entry, their leaves have
-      different numbers of layers, or the moments are not on the host.
-
-    Raises:
-      ValueError: if `stacked` is a string.
     """
-    _check_names(stacked)
 
     def init(params: PyTree) -> PyTree:
         return optax.tree_map_params(optimizer, to_host, optimizer.init(params))
@@ -125,6 +109,7 @@ def streamed(
             name: jax.tree.map(lambda _, name=name: LAYERS if name in stacked else REST, part)
             for name, part in grads.items()
         }
+        # The state has trees like the parameters, and numbers that stand alone: step counts.
         place_in_state = optax.tree_map_params(
             optimizer,
             lambda _, where: where,
@@ -180,13 +165,7 @@ def streamed(
 
 
 def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
-    """Returns the length of the leading axis that all leaves of some entries share.
-
-    Raises:
-      ValueError: if `stacked` is a string, the parameters have no such entry, or the lengths
-        differ.
-    """
-    _check_names(stacked)
+    """Returns the length of the leading axis that all leaves of some entries share."""
     names = list(params) if isinstance(params, Mapping) else None
     if not names or not set(stacked) <= set(names):
         raise ValueError(
@@ -205,14 +184,6 @@ def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
     return lengths.pop()[0]
 
 
-def _check_names(stacked: Sequence[str]) -> None:
-    if isinstance(stacked, str):
-        raise ValueError(
-            f"stacked={stacked!r} must be a sequence of names, as ({stacked!r},): a string is a"
-            " sequence of letters"
-        )
-
-
 def _check_on_host(state: PyTree, places: PyTree) -> None:
     for where, leaf in zip(jax.tree.leaves(places), jax.tree.leaves(state), strict=True):
         if where != ALONE and jax.typeof(leaf).memory_space != jax.memory.Space.Host:
@@ -225,12 +196,7 @@ def _check_on_host(state: PyTree, places: PyTree) -> None:
 
 
 def bytes_each_way(optimizer: optax.GradientTransformation, params: PyTree) -> int:
-    """Returns the bytes that a streamed update fetches from the host; it sends back as many.
-
-    Args:
-      optimizer: one that `streamed` takes.
-      params: pytree of parameters, or their shapes.
-    """
+    """Returns the bytes that a streamed update fetches from the host; it sends back as many."""
     sizes: list[int] = []
     optax.tree_map_params(
         optimizer,
@@ -249,11 +215,6 @@ def break_even_width(
     One number of the result is a sum over `width` inputs: `2 * width` FLOPs. Moving it costs
     `itemsize` bytes to the host, and later as many back. In wider layers, moving the result
     takes less time than computing it again.
-
-    Args:
-      flops_per_second: of matrix products.
-      link: between the host and the device.
-      itemsize: bytes per number.
     """
     return 2 * itemsize / link.bandwidth * flops_per_second / 2
 
@@ -270,13 +231,7 @@ def break_even_tokens(
 
     This holds where transfers run during matmuls, and where the link sends both ways at once.
     Transfers grow with the parameters, FLOPs with parameters times tokens: the parameters
-    cancel.
-
-    Args:
-      flops_per_second: of matrix products.
-      link: between the host and the device.
-      bytes_each_way: per parameter: 8 for float32 Adam, 4 for momentum.
-      flops_per_token: per parameter: 6 for forward and backward, 8 if the forward pass is
-        computed twice (full rematerialization).
+    cancel. Per parameter, float32 Adam has 8 bytes, momentum 4; a token takes 6 FLOPs for
+    forward and backward, 8 if the forward pass is computed twice (full rematerialization).
     """
     return bytes_each_way / link.bandwidth * flops_per_second / flops_per_token

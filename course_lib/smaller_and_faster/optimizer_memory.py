@@ -33,13 +33,8 @@ sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsan
 
 
 def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
-    """Returns the bytes of an optimizer's state, divided by the number of parameters.
-
-    Nothing is computed or allocated.
-
-    Args:
-      optimizer: any of Optax.
-      params: pytree of arrays or of their shapes.
+    """Returns the bytes of an optimizer's state, divided by the number of parameters (or of
+    their shapes). Nothing is computed or allocated.
     """
     state = jax.eval_shape(optimizer.init, params)
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -50,21 +45,11 @@ def stochastic_round(key: Key[Array, ""], x: Float[Array, "..."]) -> Float[Array
     """Rounds float32 numbers to one of their two bfloat16 neighbours, without bias.
 
     A number that lies a quarter of the way to the upper neighbour becomes that with probability
-    1/4. bfloat16 is the upper half of a float32: adding a random number to the lower half
-    carries into the upper half with this probability. Numbers that are not finite stay as they
-    are.
-
-    Args:
-      key: typed random key.
-      x: float32.
-
-    Returns:
-      bfloat16, of the same shape.
-
-    Raises:
-      ValueError: if `x` is not float32.
+    1/4. Numbers that are not finite stay as they are.
     """
     _check_float32(x, "there is nothing to round at random in another dtype")
+    # bfloat16 is the upper half of a float32: adding a random number to the lower half carries
+    # into the upper half with this probability.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -87,14 +72,9 @@ def round_stochastically(
     rounded to the nearest one. Rounded stochastically, it is right on average (Gupta et al.,
     2015, https://arxiv.org/abs/1502.02551).
 
-    Args:
-      optimizer: sees gradients and parameters in float32, so its state is what it is for
-        float32 parameters.
-      seed: of the random numbers.
-
-    Returns:
-      A transformation for bfloat16 parameters. Its updates are float32 differences of bfloat16
-      numbers: `optax.apply_updates` rounds nothing after that.
+    The optimizer sees gradients and parameters in float32, so its state is what it is for
+    float32 parameters. The updates are float32 differences of bfloat16 numbers:
+    `optax.apply_updates` rounds nothing after that.
     """
 
     def init(params: PyTree) -> RoundedState:
@@ -152,11 +132,8 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
     Seven decades from 1e-7 to 1. Each decade has twice as many numbers as the one below it, so
     large numbers are precise to a few percent (3% in the largest decade, 6% if signed), and
-    small ones still differ from 0.
-
-    Args:
-      signed: for first moments, with half of the numbers below 0. Second moments are never
-        negative.
+    small ones still differ from 0. First moments are `signed`; second moments are never
+    negative.
 
     Source: Dettmers et al., section 1.3, and `create_dynamic_map` in bitsandbytes.
     """
@@ -169,29 +146,19 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 
 class Quantized(NamedTuple):
-    """An array in 8 bits per number.
+    """An array in 8 bits per number."""
 
-    Attributes:
-      codes: of the array's shape.
-      scales: the largest absolute number of each block; the array's shape with the last
-        dimension divided by the block size.
-    """
-
-    codes: UInt8[Array, "..."]
+    codes: UInt8[Array, "..."]  # of the array's shape
+    # the largest absolute number of each block: the last dimension is divided by its size
     scales: Float[Array, "..."]
 
 
 def block_length(width: int, block_size: int) -> int:
-    """Returns the numbers per block: the largest divisor of `width` up to `block_size`.
-
-    Raises:
-      ValueError: if `block_size` or this divisor is less than 16: the scales would take more
-        than 2 bits per number.
-    """
+    """Returns the numbers per block: the largest divisor of `width` up to `block_size`."""
     if block_size < 16:
         raise ValueError(f"block_size={block_size} must be at least 16: each block has a scale")
     length = max(d for d in range(1, min(width, block_size) + 1) if width % d == 0)
-    if length < 16:
+    if length < 16:  # the scales would take more than 2 bits per number
         raise ValueError(
             f"block_size={block_size} must have a divisor of the last dimension {width} between"
             f" 16 and itself, but only {length} divides it; pad that dimension"
@@ -206,17 +173,8 @@ def quantize(
     the nearest number of `dynamic_map`.
 
     Blocks are runs along the last dimension, so a device that holds whole blocks needs nothing
-    from another one. A positive number of an unsigned array never becomes 0: Adam divides by
-    its root.
-
-    Args:
-      x: float32, at least one dimension.
-      signed: whether `x` may have negative numbers. If False, a negative number becomes 0,
-        without an error: a compiled function cannot look at its values.
-      block_size: largest number of elements per block; see `block_length`.
-
-    Raises:
-      ValueError: if `x` is not float32, or cannot be cut into blocks.
+    from another one; `block_length` says how long they are. Unless `signed`, a negative number
+    becomes 0, without an error: a compiled function cannot look at its values.
     """
     _check_float32(x, "moments are computed in it, and scales keep its dtype")
     length = block_length(x.shape[-1], block_size)
@@ -228,7 +186,7 @@ def quantize(
     codes = jnp.zeros(units.shape, jnp.int32)
     for bit in (128, 64, 32, 16, 8, 4, 2, 1):  # a binary search
         codes = codes + jnp.where(units > middles[codes + (bit - 1)], bit, 0)
-    if not signed:
+    if not signed:  # a positive number must not become 0: Adam divides by its root
         codes = jnp.where(units > 0, jnp.maximum(codes, 1), codes)
     return Quantized(codes.astype(jnp.uint8).reshape(x.shape), scales)
 
@@ -242,19 +200,12 @@ def dequantize(quantized: Quantized, *, signed: bool = True) -> Float[Array, "..
 
 
 class AdamState(NamedTuple):
-    """State of the two Adams below.
+    """State of the two Adams below."""
 
-    Attributes:
-      count: int32, steps so far.
-      key: typed random key, if moments are rounded stochastically.
-      mu: means of the gradients, one entry per parameter, as they are stored.
-      nu: means of their squares.
-    """
-
-    count: Any
-    key: Any
-    mu: PyTree
-    nu: PyTree
+    count: Any  # int32, steps so far
+    key: Any  # typed random key, if moments are rounded stochastically
+    mu: PyTree  # means of the gradients, one entry per parameter, as they are stored
+    nu: PyTree  # means of their squares
 
 
 def scale_by_adam_bf16(
@@ -265,12 +216,6 @@ def scale_by_adam_bf16(
     With b2=0.999 a second moment falls by at most a thousandth per step, and neighbouring
     bfloat16 numbers differ by 1/256 to 1/128: rounded to the nearest one, it would never fall.
     So moments are rounded stochastically.
-
-    Args:
-      b1: share of the old mean in the new one.
-      b2: the same for the mean square.
-      eps: added to the root of the mean square.
-      seed: of the random numbers.
     """
 
     def pack(moment: Array, signed: bool, key: Any) -> Array:
@@ -288,16 +233,8 @@ def scale_by_adam_8bit(
     """Adam's update, with both moments stored in 8 bits: 2 + 8 / block bytes per parameter.
 
     Each step unpacks the moments of an array to float32, computes Adam's update from them, and
-    packs them again. Arrays of less than `SMALLEST` numbers keep float32 moments.
-
-    Args:
-      b1: share of the old mean in the new one.
-      b2: the same for the mean square.
-      eps: added to the root of the mean square.
-      block_size: see `quantize`; bitsandbytes takes 256, the paper 2048.
-
-    Raises:
-      ValueError: in `init`, if a parameter cannot be cut into blocks.
+    packs them again. Arrays of less than `SMALLEST` numbers keep float32 moments. Blocks are
+    those of `quantize`; bitsandbytes takes 256 numbers, the paper 2048.
     """
 
     def pack(moment: Array, signed: bool, key: Any) -> Any:
@@ -366,13 +303,8 @@ def matrices(params: PyTree) -> PyTree:
 
     These are the kernels inside the layers. Each scanned layer, and each expert, has a matrix
     of its own. Embeddings, the output layer, norms and biases are left to Adam, as Muon's
-    author does (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
-
-    Args:
-      params: the Transformer's parameters, or their shapes.
-
-    Returns:
-      A tree like `params`, with `MuonDimensionNumbers` for matrices and None for the rest.
+    author does (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): they have None
+    in the tree that is returned.
     """
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:

@@ -67,17 +67,7 @@ def gradient_in_place(
         name -> (sum, count), as for any loss function. It reads the same `rest` as `embed`, so
         embeddings may be tied.
       stacked: the entry of the parameters whose leaves have a leading axis of layers.
-
-    Returns:
-      The function. It raises a ValueError if the parameters have no such entry, its leaves
-      have different numbers of layers, `total` has other shapes than `params`, or `head`
-      returns something else than above.
     """
-
-    def loss_and_metrics(*args: Any) -> tuple[Any, Any]:
-        result = head(*args)
-        _check_metrics(result)
-        return result
 
     def add(total: PyTree, params: PyTree, batch: Any, rng: Any) -> tuple[PyTree, Any]:
         num_layers = offload.num_layers(params, (stacked,))
@@ -88,9 +78,10 @@ def gradient_in_place(
             x, from_embed = jax.vjp(lambda rest: embed(rest, batch), rest)
             x, saved, pull_back = forward_and_saved(layer, stack, x, keys)
             _, from_head, metrics = jax.vjp(
-                lambda rest, x: loss_and_metrics(rest, x, batch), rest, x, has_aux=True
+                lambda rest, x: head(rest, x, batch), rest, x, has_aux=True
             )
         with jax.named_scope("backward"):
+            # Of the loss times the summed weights: the sum over labels, not their mean.
             to_head, dx = from_head(metrics["loss"][1])
 
             def backward(carry: Any, inputs: Any) -> tuple[Any, None]:
@@ -117,12 +108,6 @@ def gradient_in_place(
 
 def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any, PyTree, Any]:
     """Applies all layers, and saves what the backward pass reads, except the weights.
-
-    Args:
-      layer: `layer(weights, x, key) -> x`.
-      stack: the weights of all layers, stacked.
-      x: activations.
-      keys: one random key per layer, or None.
 
     Returns:
       The result; the values that the backward pass reads, stacked; and a function
@@ -151,34 +136,17 @@ def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any
 
 
 def _check_total(total: PyTree, params: PyTree) -> None:
-    fix = "start with jax.tree.map(jnp.zeros_like, params), in any dtype"
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (total, params)]
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"total of structure {structures[0]} must have that of the parameters,"
-            f" {structures[1]}: {fix}"
-        )
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(total), jax.tree.leaves(params), strict=True
-    )
-    for (path, leaf), param in pairs:
+    """Refuses sums of other shapes, to which a gradient would be added by broadcasting."""
+
+    def check(path: Any, param: Any, leaf: Any) -> None:
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
                 f"total{jax.tree_util.keystr(path)} of shape {jnp.shape(leaf)} must be of the"
-                f" parameter's shape {jnp.shape(param)}: {fix}"
+                f" parameter's shape {jnp.shape(param)}: start with"
+                " jax.tree.map(jnp.zeros_like, params), in any dtype"
             )
 
-
-def _check_metrics(result: Any) -> None:
-    """Refuses a result of `head` without the loss's sum and count, which the gradient needs."""
-    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
-    metric = result[1].get("loss") if pair else None
-    if not (isinstance(metric, tuple | list) and len(metric) == 2):
-        shown = f"metrics {dict(result[1])}" if pair else f"a {type(result).__name__}"
-        raise ValueError(
-            f"head returned {shown} and must return (loss, metrics), the loss a mean and"
-            ' metrics["loss"] = (sum over labels, sum of their weights)'
-        )
+    jax.tree_util.tree_map_with_path(check, params, total)
 
 
 def _without(tree: Mapping[str, PyTree], name: str) -> dict[str, PyTree]:

@@ -196,7 +196,7 @@ def place(device):
 
 def compiled(fn, args, device, several=False):
     args = args if device == "here" else virtual.abstract(args, place(device))
-    return jax.jit(fn).lower(*(args if several else (args,))).compile()
+    return virtual.compile(jax.jit(fn).lower(*(args if several else (args,))))
 
 
 def holds_product(i):

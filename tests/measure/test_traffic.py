@@ -28,7 +28,7 @@ def array(*shape, dtype=jnp.float32):
 
 def measured(fn, *args, device, donate=()):
     args = args if device == "here" else virtual.abstract(args, virtual.devices(device)[0])
-    return traffic(jax.jit(fn, donate_argnums=donate).lower(*args).compile())
+    return traffic(virtual.compile(jax.jit(fn, donate_argnums=donate).lower(*args)))
 
 
 @DEVICES

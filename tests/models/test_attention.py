@@ -234,15 +234,15 @@ AS_A_USER = inspect.unwrap(attention.attend)
     [
         (
             lambda q, k, v: [x.astype(jnp.int32) for x in (q, k, v)],
-            "query of dtype int32 must be floating",
+            r"must be of one floating dtype, not \['int32', 'int32', 'int32'\]",
         ),
         (
             lambda q, k, v: [q, k.astype(jnp.bfloat16), v],
-            "of one dtype, not query float32, key bfloat16, value float32",
+            r"must be of one floating dtype, not \['float32', 'bfloat16', 'float32'\]",
         ),
         (
             lambda q, k, v: [q, k, v.astype(jnp.float16)],
-            "must be of one dtype, not query float32, key float32, value float16",
+            r"must be of one floating dtype, not \['float32', 'float32', 'float16'\]",
         ),
         (lambda q, k, v: [q[0], k, v], r"query of shape \(6, 2, 4\) must be \[B, L, H, K\]"),
         (

@@ -48,7 +48,7 @@ def report(function, *args, **options):
     with warnings.catch_warnings():
         # JAX's own, at lowering
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        compiled = jax.jit(function, **options).lower(*args).compile()
+        compiled = virtual.compile(jax.jit(function, **options).lower(*args))
     return buffer_donation.report(compiled)
 
 

@@ -21,8 +21,8 @@ WAYS = pytest.mark.parametrize("by", ["tiles", "interpreter"])
 def arrays(groups=G, dtype=jnp.float32):
     """Queries, keys, values, and weights of a loss that differ for each number."""
     shapes = [(B, L, H, K), (B, L, groups, K), (B, L, groups, K), (B, L, H, K)]
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
 
 
 def out_and_gradients(attend, query, key, value, weights):
@@ -42,8 +42,10 @@ def error(ours, exact):
 
 
 @WAYS
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("groups", "causal"),
+    [(2, True), (1, False), pytest.param(4, True, marks=pytest.mark.slow)],
+)
 def test_values_and_gradients_are_those_of_the_reference(by, causal, groups):
     given = arrays(groups)
     reference = functools.partial(attention.attend, causal=causal)
@@ -146,7 +148,7 @@ def test_the_default_tile_is_the_largest_that_every_gpu_has_room_for(width, dtyp
             lambda f: inspect.unwrap(f.attend)(
                 arrays()[0].astype(jnp.bfloat16), *arrays()[1:3]
             ),
-            "query, key and value must be of one dtype",
+            "query, key and value must be of one floating dtype",
         ),
     ],
 )
