@@ -118,6 +118,7 @@ LONG = {
     "test_estimate",
     "test_pipeline",
     "test_strategies",
+    "test_tables",
     "test_faults",
     "test_command",
     "test_stored_runs",

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ def attention(
 
 
 # What can be wrong with the weights, and with the divisor; both at once, too.
-WEIGHTS = {
+WEIGHTS: dict[str, Any] = {
     "no mask": dict(seen=np.ones((L, L), bool)),
     "upper triangle": dict(seen=PAST.T),
     "inverted mask": dict(seen=~PAST),
@@ -135,6 +136,10 @@ def three_dtypes():
     return [tuple(map(jnp.asarray, first)), tuple(map(jnp.asarray, large)), small]
 
 
+def is_mistake(row):
+    return in_case(0, lambda it: row in it.mistakes)
+
+
 class Attend(Function):
     """Says what is wrong with the weights, and with the divisor, too."""
 
@@ -150,14 +155,8 @@ attend = Attend(
     name=None,
     outcome=Attention,
     rows={
-        **{
-            row: (options, in_case(0, lambda it, row=row: it.mistakes[0] == row))
-            for row, options in WEIGHTS.items()
-        },
-        **{
-            row: (dict(divisor=divisor), in_case(0, lambda it, row=row: row in it.mistakes))
-            for row, divisor in DIVISORS.items()
-        },
+        **{row: (options, is_mistake(row)) for row, options in WEIGHTS.items()},
+        **{row: (dict(divisor=one), is_mistake(row)) for row, one in DIVISORS.items()},
         "exchanged": (
             lambda q, k, v: attention(k, q, v),
             in_case(0, lambda it: it.is_like(it.args[1], it.args[0], it.args[2])),

@@ -1,6 +1,7 @@
 """Checks of notebook 15's exercises."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,8 @@ class ForEachChunk(Function):
     """An exercise whose answer is called once for each chunk, with what it returned before."""
 
     def run(self, outcome):
-        carry, results = (jnp.full(3, -jnp.inf), jnp.zeros(3)), []
+        results: list[Any] = []
+        carry: Any = jnp.full(3, -jnp.inf), jnp.zeros(3)
         for chunk in outcome.args[0]:
             carry = call(outcome.function, *carry, chunk, hint=self.sentences["hint"])
             if not (isinstance(carry, tuple | list) and len(carry) == 2):
@@ -243,7 +245,8 @@ class OnePass(Outcome):
 
     @property
     def is_unweighted(self):
-        plain = in_one_pass(*self.args[:3], jnp.ones(TOKENS))
+        x, head, labels, _ = self.args
+        plain = in_one_pass(x, head, labels, jnp.ones(TOKENS))
         return close(self.result[2], plain[2])
 
     largest = functools.cached_property(

@@ -20,39 +20,39 @@ def count(N, D, V, L):
     return sum(array.size for name, array in arrays.items() if name != "output")
 
 
-# Mistakes: how many parameters an answer lacks. An answer has at most one of each group.
-MISTAKES = (
-    {"positions": lambda N, D, V, L: L * D},
-    {
-        "no norms": lambda N, D, V, L: 2 * N * D,
-        "one norm": lambda N, D, V, L: N * D,
-        "three norms": lambda N, D, V, L: -N * D,
-        "biases of norms": lambda N, D, V, L: -2 * N * D,
-        "biases of all norms": lambda N, D, V, L: -(2 * N + 1) * D,
-    },
-    {"last norm": lambda N, D, V, L: D, "large last norm": lambda N, D, V, L: -D},
-    {
-        "no MLP": lambda N, D, V, L: 8 * N * D**2,
-        "no attention": lambda N, D, V, L: 4 * N * D**2,
-        **{f"{n} matrices": lambda N, D, V, L, n=n: n * N * D**2 for n in (1, 2, 3)},
-    },
-    {
-        "no tokens": lambda N, D, V, L: V * D,
-        "output": lambda N, D, V, L: -V * D,
-        "output with bias": lambda N, D, V, L: -V * D - V,
-    },
-    {
-        "biases": lambda N, D, V, L: -9 * N * D,
-        "case study": lambda N, D, V, L: -(11 * N * D + D + V * D + V),
-    },
-)
-LACKS = {row: lacks for group in MISTAKES for row, lacks in group.items()}
-UP_TO_THREE = [
-    rows
-    for most in (1, 2, 3)
-    for chosen in itertools.product(*([None, *group] for group in MISTAKES))
-    if len(rows := [row for row in chosen if row]) == most
-]
+def lacks(N, D, V, L):
+    """Returns how many parameters an answer lacks, by mistake. It makes one of each group."""
+    return (
+        {"positions": L * D},
+        {
+            "no norms": 2 * N * D,
+            "one norm": N * D,
+            "three norms": -N * D,
+            "biases of norms": -2 * N * D,
+            "biases of all norms": -(2 * N + 1) * D,
+        },
+        {"last norm": D, "large last norm": -D},
+        {
+            "no MLP": 8 * N * D**2,
+            "no attention": 4 * N * D**2,
+            "1 matrices": N * D**2,
+            "2 matrices": 2 * N * D**2,
+            "3 matrices": 3 * N * D**2,
+        },
+        {"no tokens": V * D, "output": -V * D, "output with bias": -V * D - V},
+        {"biases": -9 * N * D, "case study": -(11 * N * D + D + V * D + V)},
+    )
+
+
+def explanations(missing, groups):
+    """Yields lists of up to three mistakes that explain what is missing, the shortest first."""
+    choices = list(itertools.product(*({"": 0} | group for group in groups)))
+    numbers = {row: number for group in groups for row, number in group.items()}
+    for most in (1, 2, 3):
+        for choice in choices:
+            rows = [row for row in choice if row]
+            if len(rows) == most and sum(numbers[row] for row in rows) == missing:
+                yield rows
 
 
 class Count(Outcome):
@@ -66,11 +66,8 @@ class Count(Outcome):
 
     @functools.cached_property
     def mistakes(self):
-        lacks = {row: lacks(*self.args) for row, lacks in LACKS.items()}
-        explained = (
-            rows for rows in UP_TO_THREE if sum(lacks[row] for row in rows) == self.missing
-        )
-        return next(explained, []) if self.missing else []
+        found = explanations(self.missing, lacks(*self.args))
+        return next(found, []) if self.missing else []
 
     @property
     def more(self):
@@ -81,6 +78,15 @@ class Count(Outcome):
         )
 
 
+def with_mistake(row):
+    """Returns a row: an answer with this mistake, and when it is the first of several."""
+
+    def wrong(*sizes):
+        return count(*sizes) - next(group[row] for group in lacks(*sizes) if row in group)
+
+    return wrong, lambda it: it.mistakes[:1] == [row]
+
+
 count_parameters = Function(
     "count_parameters",
     count,
@@ -88,13 +94,7 @@ count_parameters = Function(
     name=None,
     outcome=Count,
     rows={
-        **{
-            row: (
-                lambda *sizes, lacks=lacks: count(*sizes) - lacks(*sizes),
-                lambda it, row=row: it.mistakes[:1] == [row],
-            )
-            for row, lacks in LACKS.items()
-        },
+        **{row: with_mistake(row) for group in lacks(1, 1, 1, 1) for row in group},
         "unexplained": (lambda *sizes: count(*sizes) + 1, lambda it: it.missing != 0),
     },
 )
