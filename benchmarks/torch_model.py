@@ -19,7 +19,7 @@ from course_lib.measure import hardware
 
 
 class MLPBlock(nn.Module):
-    """`course_lib.models.layers.MLPBlock`."""
+    """`course_lib.models.layers.mlp`."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()
@@ -37,7 +37,7 @@ class MLPBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """`course_lib.models.layers.AttentionBlock`."""
+    """`course_lib.models.layers.attention`."""
 
     def __init__(self, config: ConfigDict):
         super().__init__()

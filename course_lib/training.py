@@ -31,15 +31,14 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from course_lib import measure, optimizers
 from course_lib.configs import check, published_155m
 from course_lib.measure import virtual
-from course_lib.models import losses
+from course_lib.models import losses, parameters, transformer
 from course_lib.models.hooks import Hooks
 from course_lib.models.losses import ApplyFn
 from course_lib.models.losses import as_function as as_function  # these belong to training
 from course_lib.models.losses import classification_loss as classification_loss
 from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
-from course_lib.models.transformer import Layer, Transformer
-from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
+from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
 from course_lib.smaller_and_faster import large_vocabulary, smallest_step
 from course_lib.text.data import Batch
@@ -49,20 +48,13 @@ from course_lib.text.data import Batch
 class TrainState:
     """Everything that one step hands to the next: a pytree of arrays, which can be donated,
     placed and stored.
-
-    Attributes:
-      step: int32, the number of batches so far, skipped updates included.
-      params: pytree of parameters.
-      opt_state: the optimizer's state.
-      rng: typed random key, split at every step.
-      loss_scale: one of `course_lib.one_device.mixed_precision`.
     """
 
-    step: Any
+    step: Any  # int32, the number of batches so far, skipped updates included
     params: PyTree
     opt_state: PyTree
-    rng: Any
-    loss_scale: Any
+    rng: Any  # typed random key, split at every step
+    loss_scale: Any  # one of `mixed_precision`
 
 
 def init_state(
@@ -74,13 +66,7 @@ def init_state(
     """Returns the state before the first step.
 
     It holds `params` and `rng` themselves, not copies: a step that donates its state consumes
-    them.
-
-    Args:
-      params: pytree of parameters.
-      optimizer: the one that `make_train_step` gets.
-      rng: typed random key, for dropout.
-      loss_scale: how the loss is scaled; None: not at all.
+    them. `rng` is a typed random key, for dropout.
     """
     scale = mixed_precision.NoLossScale() if loss_scale is None else loss_scale
     return TrainState(
@@ -145,16 +131,6 @@ def make_train_step(
             f"num_minibatches={num_minibatches}, method={method!r},"
             f" accumulator_dtype={accumulator_dtype!r} must not come with gradient_fn, which"
             " cuts the batch itself: they would do nothing"
-        )
-    if not callable(loss_fn):
-        raise ValueError(
-            f"loss_fn={loss_fn!r} must be a function, as next_token_loss(apply_fn) returns one"
-        )
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise ValueError(f"optimizer={optimizer!r} must be one of optax's, as optax.adam(1e-3)")
-    if not isinstance(policy, mixed_precision.Policy | None):
-        raise ValueError(
-            f"policy={policy!r} must be a Policy, as mixed_precision.policy('bfloat16')"
         )
     gradient_fn = gradient_fn or (
         lambda loss_fn: gradient_accumulation.in_minibatches(
@@ -270,25 +246,15 @@ ONE_DEVICE = AbstractMesh((1,), ("data",))
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training run, built from one configuration.
+    """A training run, built from one configuration."""
 
-    Attributes:
-      config: a frozen copy of the configuration.
-      apply_fn: the Transformer as a function of its parameters.
-      loss_fn: its next-token loss.
-      train_step: `train_step(state, batch) -> (state, metrics)`.
-      init: `init(rng) -> state`, the state before the first step.
-      mesh: of the devices.
-      specs: a `TrainState` of PartitionSpecs; None if no device is named.
-    """
-
-    config: ConfigDict
-    apply_fn: ApplyFn
-    loss_fn: LossFn
+    config: ConfigDict  # a frozen copy of the configuration
+    apply_fn: ApplyFn  # the Transformer as a function of its parameters
+    loss_fn: LossFn  # its next-token loss
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    init: Callable[[Key[Array, ""]], TrainState]
+    init: Callable[[Key[Array, ""]], TrainState]  # the state before the first step
     mesh: Mesh | AbstractMesh = ONE_DEVICE
-    specs: Any = None
+    specs: Any = None  # a `TrainState` of PartitionSpecs; None if no device is named
 
     def abstract(self) -> tuple[TrainState, Batch]:
         """Returns the shapes of the state and of a batch, to lower the step with. They are
@@ -313,28 +279,23 @@ class Run:
 
 
 def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:
-    """Returns a configuration's Transformer as `apply_fn`, its loss, and `init(rng) -> state`.
-
-    Args:
-      config: a frozen, checked configuration.
-    """
-    model, optimizer = Transformer(config.model), optimizers.from_config(config.optimizer)
+    """Returns `apply_fn`, loss and `init(rng) -> state` of a frozen, checked configuration."""
+    optimizer = optimizers.from_config(config.optimizer)
     scale = mixed_precision.loss_scale(config.training.loss_scale)
 
     def init(rng):
         param_rng, state_rng = jax.random.split(rng)
-        tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
-        params = model.init(param_rng, tokens, train=False)["params"]
+        params = parameters.init(param_rng, config.model)
         params = optimizers.cast_params(config.optimizer, params)
         return init_state(params, optimizer, state_rng, scale)
 
-    return as_function(model), loss_of(config.model), init
+    return transformer.function(config.model), loss_of(config.model), init
 
 
 def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
     """Returns the loss of the Transformer of a configuration's `model` part."""
     hooks, score = hooks_and_score(model, hooks or Hooks())
-    apply_fn = as_function(Transformer(model, hooks), balance=model.num_experts > 0)
+    apply_fn = transformer.function(model, hooks, balance=model.num_experts > 0)
     return losses.transformer_loss(model, apply_fn, score)
 
 
@@ -348,58 +309,15 @@ def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..
     return dataclasses.replace(hooks, output=output), losses.chunked_cross_entropy(model)
 
 
-def embed_layer_head(
-    model: ConfigDict,
-) -> tuple[
-    Callable[[PyTree, Batch], Array],
-    Callable[[PyTree, Array, Any], Array],
-    Callable[[PyTree, Array, Batch], tuple[Array, Metrics]],
-]:
-    """Returns the Transformer as three functions, for `smallest_step.gradient_in_place`.
-
-    A layer is rematerialized as `model.remat_policy` says. It draws the same dropout masks as
-    the loss of `loss_of`.
-
-    Args:
-      model: the `model` part of a frozen configuration, with scanned layers.
-
-    Returns:
-      `embed(rest, batch) -> x`, `layer(weights, x, key) -> x` and `head(rest, x, batch) ->
-        (loss, metrics)`. x are activations [B L D]; `rest` are the parameters without "block",
-        and `weights` those of one layer.
-    """
-    hooks, score = hooks_and_score(model, Hooks())
-    no_remat: dict[str, Any] = {"remat": (), "remat_policy": "nothing", "remat_names": ()}
-    plain = FrozenConfigDict(model.to_dict() | no_remat)
-    network, one_layer = Transformer(plain, hooks), Layer(plain, hooks)
-
-    def embed(rest, batch):
-        return network.apply({"params": rest}, batch.inputs, train=False, parts=("embed",))
-
-    def layer(weights, x, key):
-        params = {"block": jax.tree.map(lambda leaf: leaf[None], weights)}
-        return one_layer.apply({"params": params}, x, train=True, rngs={"dropout": key})
-
-    def head(rest, x, batch):
-        logits = network.apply({"params": rest}, x, train=False, parts=("head",))
-        return next_token_loss(lambda *_: logits, score)(rest, batch, None)
-
-    policy = rematerialization.policy(model.remat_policy, model.remat_names)
-    return embed, jax.checkpoint(layer, prevent_cse=False, policy=policy), head
-
-
 def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
     """Returns a function that makes the gradient function of a batch on one device from a loss.
 
     With `training.backward="in_place"` the gradient is that of the model's own loss: the
     loss function that it is called with is ignored.
-
-    Args:
-      config: a frozen, checked configuration.
     """
     parts = minibatches(config)
     if config.training.backward == "in_place":
-        add = smallest_step.gradient_in_place(*embed_layer_head(config.model))
+        add = add_in_place(config.model)
         grad_fn = functools.partial(gradient_accumulation.accumulate_in_place, add, **parts)
         return lambda loss_fn: grad_fn
     return lambda loss_fn: gradient_accumulation.in_minibatches(
@@ -407,10 +325,24 @@ def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulatio
     )
 
 
-def minibatches(config: ConfigDict) -> dict[str, Any]:
-    """Returns how a configuration cuts a batch: arguments of
-    `gradient_accumulation.in_minibatches`.
+def add_in_place(model: ConfigDict) -> smallest_step.Add:
+    """Returns `smallest_step.gradient_in_place` of the Transformer: `add(total, params, batch,
+    rng)`. A layer is rematerialized as `model.remat_policy` says, whatever `model.remat` holds.
     """
+    hooks, score = hooks_and_score(model, Hooks())
+    again = FrozenConfigDict(model.to_dict() | {"remat": ("Block",)})
+    parts = transformer.parts(again, hooks)
+
+    def loss(rest: PyTree, x: Array, batch: Batch) -> tuple[Array, Metrics]:
+        return next_token_loss(lambda *_: parts.head(rest, x), score)(rest, batch, None)
+
+    return smallest_step.gradient_in_place(
+        lambda rest, batch: parts.embed(rest, batch.inputs), parts.layer, loss
+    )
+
+
+def minibatches(config: ConfigDict) -> dict[str, Any]:
+    """Returns the arguments of `gradient_accumulation.in_minibatches`."""
     options = config.training
     return dict(
         num_minibatches=options.num_minibatches,
@@ -424,13 +356,7 @@ def build(config: ConfigDict) -> Run:
     is computed yet.
 
     `strategies.build` names one or more devices; on a mesh of one it compiles to the same
-    program.
-
-    Args:
-      config: a configuration (`course_lib.configs`).
-
-    Raises:
-      ValueError: if it cannot work: the field, its value and the fix.
+    program. Raises a ValueError if the configuration cannot work.
     """
     check(config)
     config = FrozenConfigDict(config)  # later changes of the argument do not reach this run
@@ -449,9 +375,6 @@ def step_flops(config: ConfigDict) -> measure.Flops:
     Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
     out, every kind of attention counts alike. A loss in chunks computes the logits twice; they
     count once. `training.backward` does not matter.
-
-    Args:
-      config: a configuration that can work.
     """
     written_out = ConfigDict(config.to_dict())  # a copy: the caller's stays as it is
     written_out.model.update(attention="reference", loss_chunks=1)

@@ -332,28 +332,6 @@ def test_every_policy_trains_and_keeps_a_float32_state(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss_fn": None}, "loss_fn=None must be a function"),
-        (
-            {"optimizer": "adam"},
-            r"optimizer='adam' must be one of optax's, as optax.adam\(1e-3\)",
-        ),
-        (
-            {"policy": "bfloat16"},
-            r"policy='bfloat16' must be a Policy, as mixed_precision.policy\('bfloat16'\)",
-        ),
-    ],
-)
-def test_names_in_place_of_what_they_stand_for_are_refused_when_the_step_is_built(
-    changes, message
-):
-    given = {"loss_fn": lambda *args: None, "optimizer": optax.sgd(0.1)} | changes
-    with pytest.raises(ValueError, match=message):
-        inspect.unwrap(training.make_train_step)(**given)  # without the tests' checks of types
-
-
 @pytest.mark.parametrize("batch", [np.ones((2, 3)), jnp.ones((2, 3))])
 def test_one_batch_is_not_evaluated_row_by_row(batch):
     for one in (batch, Batch(batch, batch, batch)):

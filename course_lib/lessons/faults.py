@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -187,8 +186,8 @@ def bias_on_every_shard(right: Any) -> Any:
 
             return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
-        def layer(module: type[nn.Module]) -> type[nn.Module]:
-            return nn.map_variables(module, "params", times)
+        def layer(right: Any) -> Any:
+            return lambda params, *args: right(times(params), *args)
 
         return dataclasses.replace(right(grid, sequence=sequence), layer=layer)
 
@@ -228,15 +227,15 @@ def gradient_of_one_shard(right: Any) -> Any:
     return lambda x, *args, **options: right(_through_one_device(x), *args, **options)
 
 
-@_fault(layers, "norm_of_heads")
+@_fault(layers, "norm")
 def norm_of_own_heads(right: Any) -> Any:
     """Normalizes queries and keys over all heads of a device."""
 
-    def wrong(x: Array, name: str) -> Array:
-        norm = nn.LayerNorm(
-            dtype=x.dtype, use_bias=False, reduction_axes=(-2, -1), feature_axes=-1, name=name
-        )
-        return norm(x)
+    def wrong(params: Any, name: str, x: Array) -> Array:
+        if name not in ("query_norm", "key_norm"):
+            return right(params, name, x)
+        scale = {"scale": jnp.tile(params[name]["scale"], x.shape[-2])}
+        return right({name: scale}, name, x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     return wrong
 
@@ -250,9 +249,9 @@ def scale_of_one_shard(right: Any) -> Any:
             is_scale = path[-2].key in ("query_norm", "key_norm")
             return _through_one_device(leaf) if is_scale else leaf
 
-        def layer(module: type[nn.Module]) -> type[nn.Module]:
-            return nn.map_variables(
-                module, "params", functools.partial(jax.tree_util.tree_map_with_path, of_one)
+        def layer(right: Any) -> Any:
+            return lambda params, *args: right(
+                jax.tree_util.tree_map_with_path(of_one, params), *args
             )
 
         return dataclasses.replace(right(grid, sequence=sequence), layer=layer)

@@ -74,9 +74,6 @@ def reduce_scatter(
     """Returns this device's part, along a dimension, of the sum of all devices' arrays.
 
     The sum for a device starts at the farthest device. Each device on the way adds its part.
-
-    Raises:
-      ValueError: if the number of devices does not divide the dimension.
     """
     right, left = hops(axis, bidirectional)
     parts = split(x, axis, dim)
@@ -98,9 +95,6 @@ def all_reduce(
     The result is the same on all devices, but JAX cannot know that and counts it as varying
     over the axis, unlike the result of `jax.lax.psum`. `meshes.vary(jax.lax.psum(x, axis),
     axis)` equals this function in every respect.
-
-    Raises:
-      ValueError: if the number of devices does not divide the dimension.
     """
     return all_gather(reduce_scatter(x, axis, dim, bidirectional), axis, dim, bidirectional)
 
@@ -116,9 +110,6 @@ def all_to_all(
     the parts that arrive, joined along another dimension.
 
     Each device passes on all parts that are not for itself: one part fewer per step.
-
-    Raises:
-      ValueError: if the number of devices does not divide the dimension that is split.
     """
     right, _ = hops(axis, bidirectional)
     parts = split(x, axis, split_dim)
@@ -139,9 +130,6 @@ def all_to_all_direct(
 ) -> Shaped[Array, "..."]:
     """Like `all_to_all`, for devices that are all linked with each other, as by a switch: each
     part goes to its device at once.
-
-    Raises:
-      ValueError: if the number of devices does not divide the dimension that is split.
     """
     parts = split(x, axis, split_dim)
     before = [part if by == 0 else shift(part, axis, by) for by, part in enumerate(parts)]
@@ -175,18 +163,11 @@ def join(parts: list[Array], first: int, axis: str, dim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class RingCost:
-    """The cost of a collective on a ring.
+    """The cost of a collective on a ring."""
 
-    Attributes:
-      steps: messages that follow each other; messages in opposite directions travel at once.
-      sent_bytes: bytes that each device sends, both directions together.
-      seconds: `steps` times the latency, plus the bytes in the busier direction over the
-        bandwidth.
-    """
-
-    steps: int
-    sent_bytes: float
-    seconds: float
+    steps: int  # messages that follow each other; opposite directions travel at once
+    sent_bytes: float  # by each device, both directions together
+    seconds: float  # steps * latency + bytes in the busier direction / bandwidth
 
 
 def cost(

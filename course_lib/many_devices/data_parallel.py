@@ -26,7 +26,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -42,6 +41,7 @@ from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 
 PyTree = Any
+Layer = Callable[..., Any]  # (params, x, key) -> anything
 
 STAGES = (0, 1, 2, 3)
 AXIS = "data"
@@ -72,11 +72,9 @@ def gradient(
       stage: of ZeRO, 0 to 3.
       cut: takes the gradient function of a minibatch, and returns that of a device's share. By
         default the share is one minibatch. Stages 0 and 1 communicate once for all minibatches.
-
-    Raises:
-      ValueError: if there is no such stage.
     """
-    check_stage(stage)
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage!r} must be one of {STAGES}: 3 is also called FSDP")
     of_share = cut(
         gradient_accumulation.gradient(loss_fn)
         if stage < 2
@@ -105,12 +103,7 @@ def gradient(
 
 def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
     """Returns the loss function on arrays that are spread over the mesh: the weighted mean over
-    all devices.
-
-    Args:
-      loss_fn: one device's loss.
-      mesh: with an axis "data".
-      param_specs: specs of the parameters.
+    all devices of `loss_fn`, one device's loss.
     """
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
@@ -127,12 +120,7 @@ def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn
 
     The parameters are marked as each device's own before they are used, so that JAX sums their
     gradients over devices once, at the end of the backward pass. Each device draws dropout from
-    its own key.
-
-    Args:
-      loss_fn: a device's loss, of its own tokens.
-      axis: of the mesh.
-      own: returns a device's part of an array of tokens.
+    its own key. `own` returns a device's part of an array of tokens.
     """
 
     def of_all(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
@@ -202,15 +190,9 @@ def _own_slice(param: Array, param_spec: P, grad_spec: P) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scattered:
-    """A whole parameter. The device keeps one slice of its gradient (ZeRO stage 2).
+    """A whole parameter. The device keeps one slice of its gradient (ZeRO stage 2)."""
 
-    Attributes:
-      own: this device's slice. Nothing reads its values; gradients are taken with respect to
-      it.
-      whole: the parameter.
-    """
-
-    own: Array
+    own: Array  # its values are not read: gradients are taken with respect to it
     whole: Array
 
 
@@ -219,12 +201,8 @@ def scatter_gradient(own: Array, whole: Array, dim: int) -> Array:
     """Returns the whole parameter. Its gradient is reduce-scattered into the gradient of `own`.
 
     This is an all-gather without a transfer: the device has the whole parameter already. Its
-    transpose is that of an all-gather, a reduce-scatter.
-
-    Args:
-      own: this device's slice, along `dim`.
-      whole: the parameter.
-      dim: the dimension that "data" cuts.
+    transpose is that of an all-gather, a reduce-scatter. `own` is the device's slice along
+    `dim`, which "data" cuts.
     """
     return whole
 
@@ -242,18 +220,14 @@ scatter_gradient.defvjp(_scatter_forward, _scatter_backward)
 
 
 def scatter(params: PyTree, specs: PyTree) -> PyTree:
-    """Makes each `Scattered` parameter whole; others stay as they are.
-
-    Args:
-      params: pytree of arrays and `Scattered`.
-      specs: of the gradients.
+    """Makes each `Scattered` parameter whole; others stay as they are. `specs` are those of the
+    gradients.
     """
 
     def of_leaf(leaf: Any, spec: P) -> Array:
         if not isinstance(leaf, Scattered):
             return leaf
-        dim = dim_of(spec, AXIS)
-        return scatter_gradient(leaf.own, leaf.whole, dim)
+        return scatter_gradient(leaf.own, leaf.whole, dim_of(spec, AXIS))
 
     return jax.tree.map(of_leaf, params, specs, is_leaf=lambda x: isinstance(x, Scattered))
 
@@ -288,13 +262,8 @@ def sum_over_devices(grads: PyTree, param_specs: PyTree, grad_specs: PyTree) -> 
 
 
 def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
-    """Gathers parameters from the slices of the devices along "data".
-
-    Args:
-      params: slices.
-      specs: of the parameters.
-      dtype: the dtype in which layers compute. Kernels and their gradients are sent in it;
-        the rest stays float32.
+    """Gathers parameters from the slices of the devices along "data". Kernels and their
+    gradients are sent in `dtype`, in which layers compute; the rest stays float32.
     """
 
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
@@ -317,10 +286,7 @@ def gather_around(
 
 
 def scatter_around(apply_fn: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """Returns a model that scatters the gradients of parameters that belong to no layer.
-
-    `specs` are those of the gradients.
-    """
+    """Returns a model that scatters the gradients of parameters that belong to no layer."""
     return _around(apply_fn, specs, scatter)
 
 
@@ -348,29 +314,17 @@ def of_layer(specs: PyTree, scanned: bool) -> PyTree:
     )
 
 
-def scatter_layers(
-    specs: PyTree, scanned: bool
-) -> Callable[[type[nn.Module]], type[nn.Module]]:
+def scatter_layers(specs: PyTree, scanned: bool) -> Callable[[Layer], Layer]:
     """Returns a wrapper for `hooks.Hooks.layer`: a wrapped layer reduce-scatters its gradients
-    as soon as the backward pass has computed them.
-
-    Args:
-      specs: of all gradients.
-      scanned: whether the layers are scanned.
+    as soon as the backward pass has computed them. `specs` are those of all gradients.
     """
     per_layer = of_layer(specs, scanned)
-
-    def wrap(module: type[nn.Module]) -> type[nn.Module]:
-        return nn.map_variables(
-            module, "params", lambda tree: {"params": scatter(tree["params"], per_layer)}
-        )
-
-    return wrap
+    return lambda layer: lambda params, *args: layer(scatter(params, per_layer), *args)
 
 
 def gather_layers(
     specs: PyTree, dtype: Any, again: bool, scanned: bool
-) -> Callable[[type[nn.Module]], type[nn.Module]]:
+) -> Callable[[Layer], Layer]:
     """Returns a wrapper for `hooks.Hooks.layer`: a wrapped layer gathers its parameters when it
     runs.
 
@@ -384,13 +338,13 @@ def gather_layers(
     """
     per_layer = of_layer(specs, scanned)
 
-    def wrap(module: type[nn.Module]) -> type[nn.Module]:
-        gathering = nn.map_variables(
-            module, "params", lambda tree: {"params": gather(tree["params"], per_layer, dtype)}
-        )
+    def wrap(layer: Layer) -> Layer:
+        def gathering(params: PyTree, *args: Any) -> Any:
+            return layer(gather(params, per_layer, dtype), *args)
+
         if not again:
             return gathering
-        return nn.remat(gathering, prevent_cse=not scanned, policy=save_all_but_gathered)
+        return jax.checkpoint(gathering, prevent_cse=not scanned, policy=save_all_but_gathered)
 
     return wrap
 
@@ -417,28 +371,13 @@ def _constrain_backward(places: Any, _: None, grads: PyTree) -> tuple[PyTree]:
 constrain_gradient.defvjp(_constrain_forward, _constrain_backward)
 
 
-def constrain_layers(
-    specs: PyTree, mesh: Mesh, scanned: bool
-) -> Callable[[type[nn.Module]], type[nn.Module]]:
+def constrain_layers(specs: PyTree, mesh: Mesh, scanned: bool) -> Callable[[Layer], Layer]:
     """Returns the compiler's form of `scatter_layers`: a wrapped layer constrains its gradients
     to the slices of the devices.
-
-    Args:
-      specs: of all gradients.
-      mesh: of the devices.
-      scanned: whether the layers are scanned.
     """
     per_layer = place(of_layer(specs, scanned), mesh)
     places = tuple(jax.tree.leaves(per_layer))
-
-    def wrap(module: type[nn.Module]) -> type[nn.Module]:
-        return nn.map_variables(
-            module,
-            "params",
-            lambda tree: {"params": constrain_gradient(tree["params"], places)},
-        )
-
-    return wrap
+    return lambda layer: lambda params, *args: layer(constrain_gradient(params, places), *args)
 
 
 def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -449,16 +388,6 @@ def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     return (
         primitive.name != "all_gather" and not made_of_it and params.get("name") != "gathered"
     )
-
-
-def check_stage(stage: int) -> None:
-    """Refuses a stage of ZeRO that does not exist.
-
-    Raises:
-      ValueError: naming the stages that exist.
-    """
-    if stage not in STAGES:
-        raise ValueError(f"zero={stage!r} must be one of {STAGES}: 3 is also called FSDP")
 
 
 def errors(asked: Asked) -> Iterator[str]:

@@ -34,11 +34,7 @@ Experts = Callable[[Array], Array]
 
 
 def own_sequences(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B_n ..."]:
-    """Takes this device's sequences from those of all devices along the axis.
-
-    Raises:
-      ValueError: if the number of devices does not divide the number of sequences.
-    """
+    """Takes this device's sequences from those of all devices along the axis."""
     n = jax.lax.axis_size(AXIS)
     meshes.check_divides(x.shape, 0, AXIS, n, "batch")
     size = x.shape[0] // n

@@ -37,9 +37,8 @@ from course_lib.many_devices import (
 )
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import pipeline, schedules
-from course_lib.models import losses
+from course_lib.models import losses, transformer
 from course_lib.models.hooks import Hooks
-from course_lib.models.transformer import Transformer
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 from course_lib.training import Run as Run
@@ -296,13 +295,11 @@ def _local_loss(
         hooks = dataclasses.replace(hooks, layer=layer)
     for axis in options.used(mesh):
         hooks = axis.hooks(hooks)
-    apply_fn = training.as_function(Transformer(model, hooks), balance=model.num_experts > 0)
+    apply_fn = transformer.function(model, hooks, balance=model.num_experts > 0)
     if strategy.zero == 2:
         apply_fn = data_parallel.scatter_around(apply_fn, grad_specs)
     if strategy.zero == 3:
         apply_fn = data_parallel.gather_around(apply_fn, param_specs, model.dtype)
-    if strategy.sequence:
-        apply_fn = tensor_parallel.own_dropout(apply_fn)
     loss_fn = losses.transformer_loss(model, apply_fn, score)
     for axis in options.used(mesh):
         if axis.own:
@@ -339,11 +336,9 @@ def _pipeline(
     parameters and the schedule.
     """
     stages, chunks = mesh.shape["pipe"], strategy.chunks
-    apply_part = pipeline.parts(model, stages * chunks, _tensor(model, mesh, strategy)[0])
-    if strategy.sequence:
-        apply_part = tensor_parallel.own_dropout(apply_part)
+    parts = transformer.parts(model, _tensor(model, mesh, strategy)[0])
     schedule = schedules.make(strategy.schedule, stages, strategy.microbatches, chunks)
-    return apply_part, mesh, param_specs, schedule
+    return parts, mesh, param_specs, schedule
 
 
 def _constrained_loss(

@@ -16,7 +16,7 @@ sequence there instead: a column matmul first gathers the sequence, and a row ma
 its sum. The number of bytes sent is the same, and norms and residuals are divided, too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -187,29 +187,18 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
     def positions(length: int) -> Array:
         return jax.lax.axis_index(AXIS) * (length // n) + jnp.arange(length // n)
 
+    def own_key(key: Any) -> Any:
+        # Without it devices drop the same values, as they must where they hold the same values.
+        return None if key is None else jax.random.fold_in(key, jax.lax.axis_index(AXIS))
+
     return Hooks(
         shards=n,
         column=gather_column,
         row=row_scatter,
         lookup=lookup_scatter,
         positions=positions,
+        own_key=own_key,
     )
-
-
-def own_dropout(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model, or a part of one, in which each device along "tensor" has its own
-    dropout key.
-
-    Use it where each device has its own part of the sequence. Without it, devices drop the same
-    values, as they must where they hold the same values.
-    """
-
-    def folded(*args: Any) -> Any:
-        *others, rng = args
-        rng = None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(AXIS))
-        return apply_fn(*others, rng)
-
-    return folded
 
 
 def errors(asked: Asked) -> Iterator[str]:

@@ -99,12 +99,7 @@ def _why_not_installed(implementation: str) -> str | None:
 
 
 def stand_in(implementation: str, accelerator: Accelerator | None) -> str | None:
-    """Returns a sentence about what runs in place of a kernel, or None if nothing does.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      accelerator: the target of the compiler; None for a CPU or an unknown one.
-    """
+    """Returns a sentence about what runs in place of a kernel, or None if nothing does."""
     if implementation != "flash" or not (reason := flash_attention.why_no_kernel(accelerator)):
         return None
     return f"flash attention runs as tiles in JAX, not as a kernel: {reason}"
@@ -118,18 +113,7 @@ def check(
     seq_len: int,
     head_dim: int,
 ) -> None:
-    """Refuses options that an implementation does not have, on any accelerator.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      dtype: of queries, keys and values.
-      softmax_dtype: of the scores and of the softmax.
-      seq_len: L.
-      head_dim: K.
-
-    Raises:
-      ValueError: naming the argument, its value and the fix.
-    """
+    """Refuses options that an implementation does not have, on any accelerator."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
     mixed_precision.describe(softmax_dtype, "softmax_dtype")

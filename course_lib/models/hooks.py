@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -42,7 +41,9 @@ class Hooks:
       attend: replaces `attention.attend`, with the same arguments.
       named: gives a value one of the names in `layers.NAMES`, which remat policies use. It may
         also place the value on devices.
-      layer: wraps the class of a layer, to change the parameters that it sees.
+      layer: wraps a layer, `f(params, x, key)`, to change the parameters that it sees.
+      own_key: changes the random key of dropout, for a device with its own part of the
+        sequence: it drops other values than its neighbours.
       experts: takes `run`, a function that applies this device's experts, and tokens [E B C D]
         for all experts; returns the results of all experts.
     """
@@ -56,7 +57,8 @@ class Hooks:
     attend_positions: Callable[[int], Array] = jnp.arange
     attend: Callable[..., Array] = attention.attend
     named: Callable[[Array, str], Array] = checkpoint_name
-    layer: Callable[[type[nn.Module]], type[nn.Module]] = lambda module: module
+    layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer
+    own_key: Callable[[Any], Any] = lambda key: key
     experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, tokens: run(
         tokens
     )

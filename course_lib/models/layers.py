@@ -1,4 +1,4 @@
-"""The layers of the Transformer: MLP, attention and blocks, with options of later models.
+"""A layer of the Transformer: an MLP and an attention, with options of later models.
 
 The defaults are those of the tutorial series that this course builds on. Each option is off by
 default, and changes parameters and products as in its source:
@@ -15,13 +15,18 @@ default, and changes parameters and products as in its source:
                     (Su et al., 2021, https://arxiv.org/abs/2104.09864)
     use_bias        False: neither matmuls nor norms add a bias
                     (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
-    num_experts     each token is computed by few of many MLPs: see `ExpertsBlock`
+    num_experts     each token is computed by few of many MLPs: see `experts`
+
+All are functions of a dict of parameters. Every technique of this course changes `layer` a
+little: it computes it again (`rematerialized`), on a device's part of the parameters (`Hooks`),
+or on another device than its neighbours (`many_devices.pipeline_parallel`).
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -29,8 +34,13 @@ from ml_collections import ConfigDict
 
 from course_lib.models import routing
 from course_lib.models.hooks import Hooks
-from course_lib.models.products import Shape, columns, initialize, initialize_all, rows
+from course_lib.models.parameters import keys_in_layer
+from course_lib.models.products import columns, rows, with_bias
 from course_lib.one_device import rematerialization
+
+Params = Mapping[str, Any]
+Key = Any  # a typed random key for dropout, or None for none
+Layer = Callable[[Params, Array, Key], tuple[Array, Array | None]]
 
 NAMES = {"block_in": "Block", "mlp_hidden": "MLP", "qkv": "Attn", "attn_out": "Attn"}
 """The values that a remat policy can keep or offload by name, and the module of each.
@@ -40,8 +50,8 @@ and [B L G 2K]), [B L H K].
 """
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "gelu": nn.gelu,
-    "squared_relu": lambda x: jnp.square(nn.relu(x)),
+    "gelu": jax.nn.gelu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
 }
 """The activation functions between the two products of an MLP, by name."""
 
@@ -49,175 +59,152 @@ POSITIONS = ("learned", "rotary")
 """Position embeddings: a learned table, or rotations of queries and keys."""
 
 
-class MLPBlock(nn.Module):
-    """LayerNorm, Dense to F = mlp_expansion * D, activation, Dense back to D, Dropout."""
+def layer(
+    config: ConfigDict,
+    hooks: Hooks,
+    params: Params,
+    x: Float[Array, "B _ D"],
+    key: Key = None,
+    *,
+    name: str = "block",
+) -> tuple[Float[Array, "B _ D"], Float[Array, " B"] | None]:
+    """Applies one layer: an MLP, or experts, then an attention, each added to its input.
 
-    config: ConfigDict
-    train: bool
-    hooks: Hooks = Hooks()
+    Args:
+      config: the `model` part of a configuration.
+      hooks: from `products.with_products`.
+      params: of this layer.
+      x: activations.
+      key: for dropout; None without dropout.
+      name: of the layer in the profiler: "block" if it is scanned, else "block_0", ...
 
-    @nn.compact
-    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Transforms each position by itself."""
-        config, hooks, width = self.config, self.hooks, x.shape[-1]
-        common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
-        x = nn.LayerNorm(**common, name="pre_norm")(x)
-        hidden = config.mlp_expansion * width // hooks.shards
-        x = nn.Dense(hidden, **common, dot_general=hooks.column, name="input_layer")(x)
-        x = hooks.named(x, "mlp_hidden")
-        x = ACTIVATIONS[config.mlp_activation](x)
-        x = nn.Dense(width, **common, dot_general=hooks.row, name="output_layer")(x)
-        return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
-
-
-class ExpertsBlock(nn.Module):
-    """LayerNorm, a router, its chosen experts (MLPs), their weighted sum, Dropout."""
-
-    config: ConfigDict
-    train: bool
-    hooks: Hooks = Hooks()
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Transforms each position by its experts; 0 where all of them are full."""
-        config, hooks, (_, length, width) = self.config, self.hooks, x.shape
-        common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
-        x = nn.LayerNorm(**common, name="pre_norm")(x)
-        router = self.param(
-            "router", nn.initializers.lecun_normal(), (width, config.num_experts)
-        )
-        logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
-        per_token = config.experts_per_token
-        room = routing.capacity(length, config.num_experts, per_token, config.capacity_factor)
-        routed = routing.route(logits, per_token, room)
-        self.sow("balance", "balance", routed.balance)
-
-        stacked = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})
-        first = stacked(config.mlp_expansion * width, **common, name="expert_in")
-        second = stacked(width, **common, name="expert_out")
-
-        def run(tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
-            hidden = checkpoint_name(first(tokens), "mlp_hidden")
-            return second(ACTIVATIONS[config.mlp_activation](hidden))
-
-        outputs = hooks.experts(
-            run, jnp.einsum("blec,bld->ebcd", routed.dispatch.astype(x.dtype), x)
-        )
-        x = jnp.einsum("blec,ebcd->bld", routed.combine.astype(x.dtype), outputs)
-        return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
-
-
-class AttentionBlock(nn.Module):
-    """LayerNorm, a Dense for queries, keys and values, attention, Dense to D, Dropout."""
-
-    config: ConfigDict
-    train: bool
-    hooks: Hooks = Hooks()
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Lets each position read from the positions that it may see."""
-        config, hooks, width = self.config, self.hooks, x.shape[-1]
-        common: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), use_bias=config.use_bias)
-        x = nn.LayerNorm(**common, name="pre_norm")(x)
-        shapes = _projections(config, hooks.shards)
-        if "qkv" in shapes:
-            products = [
-                nn.DenseGeneral(
-                    shapes["qkv"][1], **common, dot_general=hooks.column, name="qkv"
-                )(x)
-            ]
-        else:
-            weights = [
-                self.param(name, initialize, shape, config.use_bias)
-                for name, shape in shapes.items()
-            ]
-            products = columns(hooks, x, weights)
-        x = attended(config, hooks, products)
-        x = nn.DenseGeneral(
-            width, axis=(-2, -1), **common, dot_general=hooks.row, name="output_layer"
-        )(x)
-        return nn.Dropout(config.dropout_rate, deterministic=not self.train)(x)
-
-
-class Block(nn.Module):
-    """An MLP, or experts, then an attention, each added to its input."""
-
-    config: ConfigDict
-    train: bool
-    hooks: Hooks = Hooks()
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Applies one layer of the model."""
-        options = self.config, self.train, self.hooks
-        x = self.hooks.named(x, "block_in")
-        mlp = ExpertsBlock if self.config.num_experts else MLPBlock
-        x = x + rematerialized(mlp, "MLP", self.config)(*options, name="mlp")(x)
-        x = x + rematerialized(AttentionBlock, "Attn", self.config)(*options, name="attn")(x)
-        return x
-
-
-class ParallelBlock(nn.Module):
-    """An MLP and an attention that read the same normalized input; their sum is added to it.
-
-    With tensor parallelism it needs one exchange before both and one after, where `Block` needs
-    two of each.
+    Returns:
+      The activations, and the load-balancing loss of each sequence, or None without experts.
     """
-
-    config: ConfigDict
-    train: bool
-    hooks: Hooks = Hooks()
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Applies one layer of the model."""
-        config, hooks, width = self.config, self.hooks, x.shape[-1]
-        hidden, heads = (
-            config.mlp_expansion * width // hooks.shards,
-            (
-                config.num_heads // hooks.shards,
-                config.head_dim,
-            ),
-        )
-        projections = _projections(config, hooks.shards)
-        of_mlp = {"input_layer": ((width,), (hidden,)), "output_layer": ((hidden,), (width,))}
-        of_attention = {**projections, "output_layer": (heads, (width,))}
-        mlp = self.param("mlp", initialize_all, of_mlp, config.use_bias)
-        attn = self.param("attn", initialize_all, of_attention, config.use_bias)
-
+    with jax.named_scope(name):
         x = hooks.named(x, "block_in")
-        y = nn.LayerNorm(
-            dtype=jnp.dtype(config.dtype), use_bias=config.use_bias, name="pre_norm"
-        )(x)
-        y, *products = columns(
-            hooks, y, [mlp["input_layer"], *(attn[name] for name in projections)]
-        )
-        y = ACTIVATIONS[config.mlp_activation](hooks.named(y, "mlp_hidden"))
-        y = rows(
-            hooks,
-            [y, attended(config, hooks, products)],
-            [mlp["output_layer"], attn["output_layer"]],
-        )
-        return x + nn.Dropout(config.dropout_rate, deterministic=not self.train)(y)
+        if config.parallel_block:
+            (key,) = keys_in_layer(key, name, "Dropout_0")
+            return x + parallel(config, hooks, params, x, key), None
+        (of_mlp,) = keys_in_layer(key, name, "mlp", "Dropout_0")
+        (of_attn,) = keys_in_layer(key, name, "attn", "Dropout_0")
+        run = rematerialized(functools.partial(mlp, config, hooks), "MLP", config)
+        y, balance = run(params["mlp"], x, of_mlp)
+        x = x + y
+        run = rematerialized(functools.partial(attention, config, hooks), "Attn", config)
+        return x + run(params["attn"], x, of_attn), balance
+
+
+def changed_layer(config: ConfigDict, hooks: Hooks, name: str = "block") -> Layer:
+    """Returns `layer(params, x, key)`, changed by the hooks, and rematerialized if the
+    configuration says so.
+    """
+    one = hooks.layer(functools.partial(layer, config, hooks, name=name))
+    return rematerialized(one, "Block", config)
+
+
+def rematerialized(function: Callable[..., Any], name: str, config: ConfigDict) -> Any:
+    """Returns a part of a layer, rematerialized if `config.remat` holds its name.
+
+    `prevent_cse`: a compiler that sees the forward pass and its repetition merges them (common
+    subexpression elimination), which undoes the rematerialization. Unrolled layers need JAX's
+    barriers against that. Inside a scan the two are in different loops and cannot be merged,
+    and barriers would only prevent fusion.
+    """
+    if name not in config.remat:
+        return function
+    policy = rematerialization.policy(config.remat_policy, config.remat_names)
+    return jax.checkpoint(function, prevent_cse=not config.scan_layers, policy=policy)
+
+
+@jax.named_scope("mlp")
+def mlp(
+    config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key
+) -> tuple[Float[Array, "B _ D"], Float[Array, " B"] | None]:
+    """Transforms each position by itself: D to F = mlp_expansion * D, activation, back to D."""
+    x = norm(params, "pre_norm", x)
+    if config.num_experts:
+        x, balance = experts(config, hooks, params, x)
+    else:
+        x = hooks.named(dense(params, "input_layer", x, hooks.column), "mlp_hidden")
+        x = ACTIVATIONS[config.mlp_activation](x)
+        x, balance = dense(params, "output_layer", x, hooks.row), None
+    return dropout(x, config.dropout_rate, key), balance
+
+
+def experts(
+    config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B L D"]
+) -> tuple[Float[Array, "B L D"], Float[Array, " B"]]:
+    """Transforms each token by the experts (MLPs) that a router chooses for it, and adds up
+    their weighted results; 0 where all of them are full.
+    """
+    # bfloat16 would round the small differences that decide between experts
+    logits = jnp.matmul(x.astype(jnp.float32), params["router"], precision="highest")
+    per_token = config.experts_per_token
+    room = routing.capacity(x.shape[1], config.num_experts, per_token, config.capacity_factor)
+    routed = routing.route(logits, per_token, room)
+
+    def expert(params: Params, x: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
+        x = dense(params, "expert_in", x, jax.lax.dot_general)
+        x = ACTIVATIONS[config.mlp_activation](checkpoint_name(x, "mlp_hidden"))
+        return dense(params, "expert_out", x, jax.lax.dot_general)
+
+    def run(tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
+        weights = {name: params[name] for name in ("expert_in", "expert_out")}
+        return jax.vmap(expert)(weights, tokens)
+
+    tokens = jnp.einsum("blec,bld->ebcd", routed.dispatch.astype(x.dtype), x)
+    results = hooks.experts(run, tokens)
+    return jnp.einsum("blec,ebcd->bld", routed.combine.astype(x.dtype), results), routed.balance
+
+
+@jax.named_scope("attn")
+def attention(
+    config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key
+) -> Float[Array, "B _ D"]:
+    """Lets each position read from the positions that it may see."""
+    x = norm(params, "pre_norm", x)
+    if "qkv" in params:
+        products = [dense(params, "qkv", x, hooks.column)]
+    else:
+        products = columns(hooks, x, [params["q"], params["kv"]])
+    x = attended(config, hooks, params, products)
+    x = dense(params, "output_layer", x, hooks.row, inputs=2)
+    return dropout(x, config.dropout_rate, key)
+
+
+def parallel(
+    config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key
+) -> Float[Array, "B _ D"]:
+    """Returns the sum of an MLP and an attention that read the same normalized input.
+
+    With tensor parallelism they need one exchange before both and one after, where `mlp` and
+    `attention` need two of each.
+    """
+    mlp, attn = params["mlp"], params["attn"]
+    x = norm(params, "pre_norm", x)
+    projections = [attn[name] for name in ("qkv", "q", "kv") if name in attn]
+    hidden, *products = columns(hooks, x, [mlp["input_layer"], *projections])
+    hidden = ACTIVATIONS[config.mlp_activation](hooks.named(hidden, "mlp_hidden"))
+    inputs = [hidden, attended(config, hooks, params, products)]
+    x = rows(hooks, inputs, [mlp["output_layer"], attn["output_layer"]])
+    return dropout(x, config.dropout_rate, key)
 
 
 def attended(
-    config: ConfigDict, hooks: Hooks, products: Sequence[Array]
+    config: ConfigDict, hooks: Hooks, params: Params, products: Sequence[Array]
 ) -> Float[Array, "B L H K"]:
     """Returns the attended values of all heads, given the products of the input with `qkv`, or
-    with `q` and `kv`.
-
-    Call it inside a module: that module owns the scales of the norms of queries and keys, one
-    number for each of the K dimensions of a head.
+    with `q` and `kv`. `params` has the scales of the norms of queries and keys, one number for
+    each of the K dimensions of a head.
     """
     products = [hooks.named(product, "qkv") for product in products]
     if len(products) == 1:
         query, key, value = jnp.split(products[0], 3, axis=-1)
     else:
         query, (key, value) = products[0], jnp.split(products[1], 2, axis=-1)
-    if config.qk_norm:
-        query, key = norm_of_heads(query, "query_norm"), norm_of_heads(key, "key_norm")
+    if config.qk_norm:  # each head by itself: it does not matter how many a device has
+        query, key = norm(params, "query_norm", query), norm(params, "key_norm", key)
     if config.positions == "rotary":
         positions = hooks.attend_positions(query.shape[1])
         query, key = rotate(query, positions), rotate(key, positions)
@@ -232,11 +219,36 @@ def attended(
     return hooks.named(x, "attn_out")
 
 
-def norm_of_heads(x: Float[Array, "B L H K"], name: str) -> Float[Array, "B L H K"]:
-    """Normalizes each head by itself, so the result does not depend on how many heads a device
-    has. Call it inside a module.
-    """
-    return nn.LayerNorm(dtype=x.dtype, use_bias=False, name=name)(x)
+def dense(
+    params: Params, name: str, x: Float[Array, "..."], product: Callable, inputs: int = 1
+) -> Float[Array, "..."]:
+    """Multiplies the last `inputs` dimensions of x by a kernel [*inputs *outputs]."""
+    with jax.named_scope(name):
+        weights = params[name]
+        axes = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
+        y = product(x, weights["kernel"].astype(x.dtype), (axes, ((), ())))
+        return with_bias(y, weights)
+
+
+def norm(params: Params, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """LayerNorm over the last dimension, in float32."""
+    with jax.named_scope(name):
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        variance = jnp.maximum(0, (wide**2).mean(-1, keepdims=True) - mean**2)
+        scale = params[name]["scale"].reshape((1,) * (x.ndim - 1) + (-1,))
+        # Cast x a second time, as Flax does: the two gradients are added in the dtype of x.
+        y = (x.astype(jnp.float32) - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale)
+        return with_bias(y, params[name]).astype(x.dtype)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."]:
+    """Sets a share of the numbers to 0 and enlarges the others; nothing without a key."""
+    if key is None or rate == 0:
+        return x
+    with jax.named_scope("dropout"):
+        kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+        return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
 def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Array, "B L H K"]:
@@ -257,39 +269,8 @@ def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Arr
     ).astype(x.dtype)
 
 
-def _projections(config: ConfigDict, shards: int) -> dict[str, Shape]:
-    """Returns the shapes of one device's layers for queries, keys and values."""
-    width, heads, size = config.hidden_size, config.num_heads // shards, config.head_dim
-    if config.num_kv_heads in (0, config.num_heads):
-        return {"qkv": ((width,), (heads, 3 * size))}
-    return {
-        "q": ((width,), (heads, size)),
-        "kv": ((width,), (config.num_kv_heads // shards, 2 * size)),
-    }
-
-
-def rematerialized(module: type[nn.Module], name: str, config: ConfigDict) -> type[nn.Module]:
-    """Returns `module`, rematerialized if the configuration names it."""
-    return rematerialization.wrap(
-        module,
-        name,
-        config.remat,
-        config.remat_policy,
-        config.remat_names,
-        scanned=config.scan_layers,
-    )
-
-
 def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses impossible layers.
-
-    Args:
-      config: the `model` part of a configuration.
-      seq_len: L.
-
-    Raises:
-      ValueError: naming the field, its value and the fix.
-    """
+    """Refuses impossible layers."""
     for name, known in (("mlp_activation", tuple(ACTIVATIONS)), ("positions", POSITIONS)):
         if config[name] not in known:
             raise ValueError(f"{name}={config[name]!r} must be one of {known}")

@@ -26,11 +26,8 @@ from course_lib.smaller_and_faster import large_vocabulary
 ApplyFn = Callable[..., Any]
 Score = Callable[..., tuple[Array, Array]]
 
-BALANCE = "balance"
-"""The Flax collection of the experts' load-balancing losses, one per sequence and layer."""
 
-
-def as_function(model: Any, balance: bool = False) -> ApplyFn:
+def as_function(model: Any) -> ApplyFn:
     """Returns a Flax model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
 
     Args:
@@ -38,29 +35,16 @@ def as_function(model: Any, balance: bool = False) -> ApplyFn:
         `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`.
         Besides them it may hold streams of random numbers (`nnx.RngState`), and no other
         variables.
-      balance: whether the function returns `(logits, balance)`, with the load-balancing loss of
-        each sequence, the mean over layers. Linen only.
 
     Raises:
-      ValueError: if an NNX module holds other state, such as batch statistics, or `balance` is
-        True for an NNX module.
+      ValueError: if an NNX module holds other state, such as batch statistics.
     """
     if isinstance(model, nnx.Module):
-        if balance:
-            raise ValueError(
-                "balance=True must come with a Linen model, which stores the load-balancing"
-                f" loss in the collection {BALANCE!r}; an NNX model has none"
-            )
         return _nnx_as_function(model)
 
     def apply_fn(params, inputs, rng=None):
         mode = dict(train=False) if rng is None else dict(train=True, rngs={"dropout": rng})
-        if not balance:
-            return model.apply({"params": params}, inputs, **mode)
-        logits, left = model.apply({"params": params}, inputs, **mode, mutable=[BALANCE])
-        # Scanned layers leave one array in all, unrolled ones one per layer.
-        of_layers = [leaf.reshape(-1, logits.shape[0]) for leaf in jax.tree.leaves(left)]
-        return logits, jnp.concatenate(of_layers).mean(axis=0)
+        return model.apply({"params": params}, inputs, **mode)
 
     return apply_fn
 
@@ -181,7 +165,7 @@ def transformer_loss(
 
     Args:
       config: the `model` part of a configuration.
-      apply_fn: the model, as `as_function(model, balance=config.num_experts > 0)` gives it.
+      apply_fn: the model, with its balance if it has experts (`transformer.function`).
       score: as for `classification_loss`.
     """
     return (
@@ -199,7 +183,7 @@ def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy
     devices can add up. `metrics["balance"]` reports the load-balancing loss alone.
 
     Args:
-      apply_fn: gives `(logits, balance)`, as `as_function(model, balance=True)` does.
+      apply_fn: gives `(logits, balance)`, as `transformer.function(config, balance=True)` does.
       weight: of the balance; Fedus et al., 2021 (https://arxiv.org/abs/2101.03961) take 0.01.
       score: as for `classification_loss`.
     """

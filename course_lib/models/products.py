@@ -1,4 +1,4 @@
-"""Matrix products that layers share, and the weights that they start with.
+"""Matrix products that layers share.
 
 Several layers may read the same input (`columns`), or add up their results (`rows`). Computed
 as one product, they exchange this input or sum with other devices only once.
@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ from jaxtyping import Array, Float
 
 from course_lib.models.hooks import Hooks
 
-Shape = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a layer
 _MATRICES = (((2,), (0,)), ((), ()))  # dimension numbers of [B L in] times [in out]
 
 
@@ -34,15 +32,8 @@ def flat(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Arr
     Args:
       x: [..., *inputs].
       kernel: [*inputs, *outputs].
-      dimension_numbers: as a layer of Flax gives them: the last dimensions of x with the first
-        of the kernel, and no batch.
+      dimension_numbers: the last dimensions of x with the first of the kernel, and no batch.
       options: of `jax.lax.dot_general`, such as `precision`.
-
-    Returns:
-      [..., *outputs].
-
-    Raises:
-      TypeError: if x and kernel do not have the same inputs.
     """
     # The first `summed` dimensions of the kernel are inputs.
     summed = len(dimension_numbers[0][1])
@@ -86,7 +77,7 @@ def columns(
         y.reshape(*y.shape[:2], *kernel.shape[1:])
         for y, kernel in zip(products, kernels, strict=True)
     ]
-    return [_with_bias(y, layer) for y, layer in zip(shaped, weights, strict=True)]
+    return [with_bias(y, layer) for y, layer in zip(shaped, weights, strict=True)]
 
 
 def rows(
@@ -107,33 +98,12 @@ def rows(
     product = hooks.row or jax.lax.dot_general
     products = [product(x, kernel, _MATRICES) for x, kernel in zip(flat, kernels, strict=True)]
     y = functools.reduce(jnp.add, products)
-    return functools.reduce(_with_bias, weights, y)
+    return functools.reduce(with_bias, weights, y)
 
 
-def _with_bias(x: Array, weights: Mapping[str, Array]) -> Array:
+def with_bias(x: Array, weights: Mapping[str, Array]) -> Array:
+    """Adds a layer's bias, if it has one."""
     if "bias" not in weights:
         return x
     bias = weights["bias"].astype(x.dtype)
     return x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
-
-
-def initialize(key: Array, shape: Shape, use_bias: bool) -> dict[str, Array]:
-    """Returns a layer's kernel [inputs outputs] and, with `use_bias`, its bias [outputs], as
-    `nn.DenseGeneral` starts with.
-    """
-    inputs, outputs = shape
-    kernel = nn.initializers.lecun_normal()(
-        key, (math.prod(inputs), math.prod(outputs))
-    ).reshape(inputs + outputs)
-    return {"kernel": kernel} | ({"bias": jnp.zeros(outputs)} if use_bias else {})
-
-
-def initialize_all(
-    key: Array, shapes: Mapping[str, Shape], use_bias: bool
-) -> dict[str, dict[str, Array]]:
-    """Returns the weights of several layers by name, as `initialize` does those of one."""
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: initialize(key, shape, use_bias)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }

@@ -3,13 +3,15 @@
 It is the model of the tutorial series that this course builds on, so that its published
 measurements can be compared with ours
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html).
-It has learned positions, N blocks and an output layer. A block is an MLP and an attention, each
+It has learned positions, N layers and an output layer. A layer is an MLP and an attention, each
 with a norm before it, and each added to its input. `layers` lists the options of later models.
 Parameters and logits are float32, everything else has `dtype`.
+
+The model is functions of a dict of parameters. `Transformer` makes a Flax module of them.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -18,8 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from course_lib.models import attention, layers
+from course_lib.models import attention, layers, parameters
 from course_lib.models.hooks import Hooks
+from course_lib.models.layers import Key, Params
 from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
 from course_lib.smaller_and_faster import large_vocabulary
@@ -27,151 +30,150 @@ from course_lib.text import data
 
 PyTree = Any
 
-PARTS = ("embed", "layers", "head")
-"""The parts of the model: tokens to activations, N blocks, and activations to logits."""
+
+def apply(
+    config: ConfigDict,
+    params: Params,
+    tokens: Array,
+    key: Key = None,
+    hooks: Hooks = Hooks(),
+) -> tuple[Any, Float[Array, "N B"] | None]:
+    """Returns float32 logits [B L V] of the token at each position, given those before it, and
+    the load-balancing loss of each layer, or None without experts.
+
+    Args:
+      config: the `model` part of a configuration.
+      params: as `parameters.init` returns them.
+      tokens: [B, L]. If the hooks divide the sequences, they are this device's part.
+      key: for dropout; None without dropout.
+      hooks: how one device's share of the model differs from the whole model.
+
+    Raises:
+      ValueError: if L exceeds `max_seq_len`, an option does not exist, tokens are not integers
+        [B, L], or one is outside the vocabulary. Inside `jax.jit`, where values are not known,
+        such a token gets an embedding of NaN: check tokens that do not come from `data` with
+        `data.check_tokens`.
+    """
+    _check_tokens(tokens, config.vocab_size)
+    check(config, tokens.shape[1])
+    hooks = with_products(hooks, config.flat_products)
+    with jax.named_scope("Transformer"):
+        x = embed(config, hooks, params, tokens)
+        x, balance = all_layers(config, hooks, params, x, hooks.own_key(key))
+        return head(config, hooks, params, x), balance
+
+
+def embed(
+    config: ConfigDict, hooks: Hooks, params: Params, tokens: Int[Array, "B L"]
+) -> Float[Array, "B _ D"]:
+    """Returns the activations of tokens and their positions."""
+    # Both tables are read in float32: the gradient of a row sums over all its uses, more than
+    # bfloat16 can add up.
+    with jax.named_scope("embed"):
+        x = hooks.lookup(params["embed"]["embedding"], tokens)
+    if config.positions == "learned":
+        with jax.named_scope("pos_emb"):
+            places = hooks.positions(tokens.shape[1])
+            x = x + jnp.take(params["pos_emb"]["embedding"], places, axis=0)[None]
+    return x.astype(jnp.dtype(config.dtype))
+
+
+def all_layers(
+    config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key = None
+) -> tuple[Float[Array, "B _ D"], Float[Array, "N B"] | None]:
+    """Applies N layers. With `scan_layers` one layer is traced and compiled; its parameters in
+    "block" have a leading axis of N.
+    """
+    if config.scan_layers:
+        one = layers.changed_layer(config, hooks)
+        keys = None if key is None else jax.random.split(key, config.num_layers)
+        of_layers = params["block"], keys
+        return jax.lax.scan(
+            lambda x, of_layer: one(of_layer[0], x, of_layer[1]),
+            x,
+            of_layers,
+            config.num_layers,
+        )
+    balances = []
+    for name in (f"block_{i}" for i in range(config.num_layers)):
+        x, balance = layers.changed_layer(config, hooks, name)(params[name], x, key)
+        balances.append(balance)
+    return x, jnp.stack(balances) if config.num_experts else None
+
+
+def head(config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"]) -> Any:
+    """Returns float32 logits [B L V], or what `hooks.output` makes of their factors."""
+    x = layers.norm(params, "post_norm", x)
+    if hooks.output:
+        with jax.named_scope("output_layer"):
+            weights = params["output_layer"]
+            return hooks.output(x, weights["kernel"], weights.get("bias"))
+    return layers.dense(params, "output_layer", x, hooks.column).astype(jnp.float32)
 
 
 class Transformer(nn.Module):
-    """The whole model, from tokens to logits.
+    """The model as a Flax module.
 
         params = model.init(key, tokens, train=False)["params"]
         logits = model.apply({"params": params}, tokens, train=True, rngs={"dropout": key})
 
     Attributes:
       config: the `model` part of a configuration (`course_lib.configs`).
-      hooks: how one device's share of the model differs from the whole model.
     """
 
     config: ConfigDict
-    hooks: Hooks = Hooks()
 
     @nn.compact
-    def __call__(
-        self,
-        x: Int[Array, "B L"] | Float[Array, "B _ D"],
-        *,
-        train: bool = True,
-        parts: Sequence[str] = PARTS,
-    ) -> Any:
-        """Returns float32 logits [B L V] of the token at each position, given those before it.
-
-        Args:
-          x: the tokens before each position, B sequences of L; or activations, if `parts` does
-            not begin with "embed". If the hooks divide the sequences, x is this device's part.
-          train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
-          parts: those of `PARTS` to run, in that order; without "head" it returns activations
-            [B L D].
-
-        Raises:
-          ValueError: if L exceeds `max_seq_len`, an option or part does not exist, tokens are
-            not integers [B, L], or one is outside the vocabulary. Inside `jax.jit`, where
-            values are not known, such a token gets an embedding of NaN: check tokens that do
-            not come from `data` with `data.check_tokens`.
-        """
-        check_parts(parts)
-        if "embed" in parts:
-            _check_tokens(x, self.config.vocab_size)
-        config, dtype, length = self.config, jnp.dtype(self.config.dtype), x.shape[1]
-        hooks = with_products(self.hooks, config.flat_products)
-        check(config, length)
-        if "embed" in parts:
-            # Both tables are read in float32: the gradient of a row sums over all its uses,
-            # more than bfloat16 can add up.
-            small = nn.initializers.normal(0.02)
-            embed = nn.Embed(
-                config.vocab_size // hooks.shards, config.hidden_size, name="embed"
-            )
-            x = hooks.lookup(embed.embedding, x)
-            if config.positions == "learned":
-                pos_emb = nn.Embed(
-                    config.max_seq_len, config.hidden_size, embedding_init=small, name="pos_emb"
-                )
-                x = x + pos_emb(hooks.positions(length))[None]
-            x = x.astype(dtype)
-        if "layers" in parts:
-            block = _block(config, hooks)
-            # Scanned: one traced and compiled block; its parameters have a leading axis of N.
-            if config.scan_layers:
-                x = _scanned(
-                    block(config, train, hooks, name="block"), x, length=config.num_layers
-                )
-            else:
-                for layer in range(config.num_layers):
-                    x = block(config, train, hooks, name=f"block_{layer}")(x)
-        if "head" in parts:
-            x = nn.LayerNorm(dtype=dtype, use_bias=config.use_bias, name="post_norm")(x)
-            outputs = config.num_outputs // hooks.shards
-            if hooks.output:
-                weights = OutputWeights(outputs, config.use_bias, name="output_layer")
-                return hooks.output(x, *weights(config.hidden_size))
-            common: dict[str, Any] = dict(
-                dtype=dtype, use_bias=config.use_bias, dot_general=hooks.column
-            )
-            x = nn.Dense(outputs, **common, name="output_layer")(x)
-            x = x.astype(jnp.float32)
-        return x
+    def __call__(self, tokens: Array, *, train: bool = True) -> Array:
+        """Returns the logits of `apply`. `train` turns dropout on."""
+        if self.is_initializing():
+            check(self.config, tokens.shape[1])
+            for name, part in parameters.init(
+                self.scope.rngs["params"].rng, self.config
+            ).items():
+                self.put_variable("params", name, part)
+        params = self.variables["params"]
+        parameters.check(params, self.config)
+        drops = train and self.config.dropout_rate > 0 and not self.is_initializing()
+        key = self.scope.rngs["dropout"].rng if drops else None
+        return apply(self.config, params, tokens, key)[0]
 
 
-class OutputWeights(nn.Module):
-    """The weights of the output layer, as `nn.Dense` has them, without its product.
-
-    Attributes:
-      outputs: V, on one device.
-      use_bias: whether there is a bias.
+def function(
+    config: ConfigDict, hooks: Hooks = Hooks(), *, balance: bool = False
+) -> Callable[..., Any]:
+    """Returns the model as `apply_fn(params, tokens, rng=None) -> logits`; with `balance` as
+    `-> (logits, balance)`, with the load-balancing loss of each sequence, the mean over layers.
     """
 
-    outputs: int
-    use_bias: bool
+    def apply_fn(params: Params, tokens: Array, rng: Key = None) -> Any:
+        logits, of_layers = apply(config, params, tokens, rng, hooks)
+        return (logits, of_layers.mean(axis=0)) if balance else logits
 
-    @nn.compact
-    def __call__(self, width: int) -> tuple[Array, Array | None]:
-        """Returns the kernel [D, V] and the bias [V], or None. `width` is D."""
-        kernel = self.param(
-            "kernel", nn.initializers.lecun_normal(), (width, self.outputs), jnp.float32
-        )
-        if not self.use_bias:
-            return kernel, None
-        return kernel, self.param("bias", nn.initializers.zeros, (self.outputs,), jnp.float32)
+    return apply_fn
 
 
-class Layer(nn.Module):
-    """One layer of a Transformer whose layers are scanned: a scan of one turn.
+class Parts(NamedTuple):
+    """The model as three functions, for those who run it layer by layer."""
 
-    Its parameters are `{"block": ...}` with a leading axis of 1. It takes the random key of its
-    layer, `jax.random.split(key, num_layers)[layer]`, and draws from it what the scan over all
-    layers draws. Attributes are as for `Transformer`.
+    embed: Callable[[Params, Array], Array]  # (params, tokens) -> activations [B L D]
+    layer: Callable[[Params, Array, Key], Array]  # (params of one layer, activations, key)
+    head: Callable[[Params, Array], Any]  # (params, activations) -> logits
+    own_key: Callable[[Key], Key]  # as in `Hooks`, for those who make the keys of layers
+
+
+def parts(config: ConfigDict, hooks: Hooks = Hooks()) -> Parts:
+    """Returns the parts of a model with scanned layers, each with the random key that
+    `jax.random.split` makes for it.
     """
-
-    config: ConfigDict
-    hooks: Hooks = Hooks()
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B _ D"], *, train: bool = True
-    ) -> Float[Array, "B _ D"]:
-        """Applies the layer to activations. `train` is as for `Transformer`."""
-        hooks = with_products(self.hooks, self.config.flat_products)
-        block = _block(self.config, hooks)(self.config, train, hooks, name="block")
-        return _scanned(block, x, length=1, split=False)
-
-
-def _scanned(block: nn.Module, x: Array, *, length: int, split: bool = True) -> Array:
-    """Applies a block `length` times, each time with its own parameters and, with `split`, its
-    own random key.
-    """
-    scan = nn.scan(
-        lambda block, x, _: (block(x), None),
-        variable_axes={"params": 0, "balance": 0},
-        split_rngs={"params": split, "dropout": split},
-        length=length,
+    hooks = with_products(hooks, config.flat_products)
+    one = layers.changed_layer(config, hooks)
+    return Parts(
+        lambda params, tokens: embed(config, hooks, params, tokens),
+        lambda params, x, key=None: one(params, x, key)[0],
+        lambda params, x: head(config, hooks, params, x),
+        hooks.own_key,
     )
-    return scan(block, x, None)[0]
-
-
-def _block(config: ConfigDict, hooks: Hooks) -> type[nn.Module]:
-    """Returns the class of a layer, rematerialized if the configuration says so."""
-    chosen = layers.ParallelBlock if config.parallel_block else layers.Block
-    return layers.rematerialized(hooks.layer(chosen), "Block", config)
 
 
 def _check_tokens(tokens, vocab_size):
@@ -186,15 +188,7 @@ def _check_tokens(tokens, vocab_size):
 
 
 def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses an impossible model.
-
-    Args:
-      config: the `model` part of a configuration.
-      seq_len: L, the length of the sequences that the model is to see.
-
-    Raises:
-      ValueError: naming the field, its value and the fix.
-    """
+    """Refuses an impossible model, or sequences of a length that it cannot see."""
     if seq_len > config.max_seq_len:
         raise ValueError(
             f"seq_len={seq_len} must be at most max_seq_len={config.max_seq_len}: later"
@@ -234,20 +228,6 @@ def check(config: ConfigDict, seq_len: int) -> None:
         seq_len=seq_len,
         head_dim=config.head_dim,
     )
-
-
-def check_parts(parts: Sequence[str]) -> None:
-    """Refuses parts that the model does not have.
-
-    Raises:
-      ValueError: naming `parts` and what it may hold.
-    """
-    neighbours = [PARTS[i:j] for i in range(len(PARTS)) for j in range(i + 1, len(PARTS) + 1)]
-    if tuple(parts) not in neighbours:
-        raise ValueError(
-            f"parts={parts!r} must be one of {PARTS}, or several in a row: others do not fit"
-            " together"
-        )
 
 
 def num_params(params: PyTree) -> int:

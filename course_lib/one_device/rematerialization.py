@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -80,12 +79,7 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 def check(
     remat: Sequence[str], policy_name: str = "nothing", names: Sequence[str] = ()
 ) -> None:
-    """Refuses options that do not exist, or that would change nothing.
-
-    Raises:
-      ValueError: if `remat` is not a tuple of `MODULES`, `names` is not a tuple, the policy
-        does not exist (see `policy`), or there is a policy but no module.
-    """
+    """Refuses options that do not exist, or that would change nothing."""
     for field, value in (("remat", remat), ("remat_names", names)):
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ValueError(
@@ -103,52 +97,6 @@ def check(
             f"remat_policy={policy_name!r} must be 'nothing' for remat=(): it says what to keep"
             f" inside of rematerialized modules, and there are none; name some of {MODULES}"
         )
-
-
-def wrap(
-    module: type[nn.Module],
-    name: str,
-    remat: Sequence[str],
-    policy_name: str = "nothing",
-    names: Sequence[str] = (),
-    *,
-    scanned: bool,
-) -> type[nn.Module]:
-    """Returns `module`, rematerialized if `name` is among `remat`.
-
-    `prevent_cse`: a compiler that sees the forward pass and its repetition merges them (common
-    subexpression elimination), which undoes the rematerialization. Unrolled layers need JAX's
-    barriers against that. Inside a scan the two are in different loops and cannot be merged,
-    and barriers would only prevent fusion.
-
-    Static options (`train`) must be attributes of the module: arguments of a rematerialized
-    call are traced.
-
-    Args:
-      module: a Linen module class.
-      name: the module's name in `MODULES`.
-      remat: the names to rematerialize.
-      policy_name: one of `POLICIES`.
-      names: as for `policy`.
-      scanned: whether the module runs inside a scan over layers.
-
-    Raises:
-      ValueError: if a name is unknown, or `module` is no such class.
-    """
-    if name not in MODULES:
-        raise ValueError(
-            f"name={name!r} must be one of {MODULES}: under another nothing would be"
-            " rematerialized"
-        )
-    if not (isinstance(module, type) and issubclass(module, nn.Module)):
-        raise ValueError(
-            f"module={module!r} must be a class of Linen modules, as layers.Block; for"
-            " functions: jax.checkpoint"
-        )
-    check(remat, policy_name, names)
-    if name not in remat:
-        return module
-    return nn.remat(module, prevent_cse=not scanned, policy=policy(policy_name, names))
 
 
 @dataclass(frozen=True)

@@ -249,10 +249,9 @@ def test_devices_along_tensor_drop_the_same_units_of_what_they_share(sequence):
 
 
 def test_each_part_of_the_sequence_has_its_own_key():
-    draw = tensor_parallel.own_dropout(
-        lambda params, inputs, rng: jax.random.uniform(rng, (1,))
-    )
+    grid = one_device.grid(tensor=4)
+    own_key = tensor_parallel.hooks(grid, sequence=True).own_key
     draws = on_devices(
-        lambda key: draw(None, jnp.zeros(1), key), one_device.grid(tensor=4), P(), P("tensor")
+        lambda key: jax.random.uniform(own_key(key), (1,)), grid, P(), P("tensor")
     )
     assert len(set(draws(jax.random.key(0)).tolist())) == 4

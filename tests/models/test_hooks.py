@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import one_device
 import pytest
 
-from course_lib.models import attention, hooks
+from course_lib.models import attention, hooks, parameters, transformer
 from course_lib.models.hooks import Hooks
-from course_lib.models.transformer import Transformer
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -28,23 +27,18 @@ def test_the_model_asks_each_hook_and_hooks_that_do_nothing_change_nothing(posit
         row=jax.lax.dot_general,
         lookup=hooks._lookup,
         attend=attention.attend,
-    ) | {name: getattr(nothing, name) for name in ("named", "layer")}
+    ) | {name: getattr(nothing, name) for name in ("named", "layer", "own_key")}
     place = "positions" if positions == "learned" else "attend_positions"
     functions[place] = getattr(nothing, place)
     same = Hooks(**{name: recorded(name, function) for name, function in functions.items()})
 
     tokens = jnp.arange(12).reshape(2, 6)
-    params = jax.eval_shape(
-        lambda key: Transformer(model).init(key, tokens, train=False), jax.random.key(0)
-    )
+    params = jax.eval_shape(lambda: parameters.init(jax.random.key(0), model))
 
     def program(*hooks):
         """Returns the program of the model before it is compiled."""
-
-        def logits(params):
-            return Transformer(model, *hooks).apply(params, tokens, train=False)
-
-        return jax.jit(logits).lower(params).as_text()
+        apply_fn = transformer.function(model, *hooks)
+        return jax.jit(lambda params: apply_fn(params, tokens)).lower(params).as_text()
 
     assert program(same) == program()
     assert called == set(functions)

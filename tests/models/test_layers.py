@@ -3,15 +3,15 @@
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from course_lib import configs
-from course_lib.models import layers, transformer
-from course_lib.models.layers import AttentionBlock, Block, MLPBlock, ParallelBlock
+from course_lib.models import layers, parameters, transformer
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import with_products
 from course_lib.models.transformer import Transformer
 
 B, L, D, H, K, F = 2, 5, 16, 4, 4, 64
@@ -40,27 +40,27 @@ def small(**changes):
 
 
 @functools.cache
-def block_of(kind=Block, **changes):
-    """Returns a block, random parameters for it, none of them 0, and an input."""
-    block = kind(small(**changes), train=False)
+def block_of(**changes):
+    """Returns random parameters of a block, none of them 0, and an input, as NumPy arrays."""
+    draw = np.random.default_rng(0)
+    params = jax.eval_shape(
+        lambda: parameters.init(jax.random.key(0), small(**changes))["block_0"]
+    )
 
-    @jax.jit
-    def random():
-        x = jax.random.normal(jax.random.key(0), (B, L, D))
-        leaves, tree = jax.tree.flatten(block.init(jax.random.key(1), x)["params"])
-        keys = jax.random.split(jax.random.key(2), len(leaves))
-        moved = [
-            leaf + 0.1 * jax.random.normal(key, leaf.shape)
-            for leaf, key in zip(leaves, keys, strict=True)
-        ]
-        return jax.tree.unflatten(tree, moved), x
+    def random(path, leaf):
+        scale = leaf.shape[0] ** -0.5 if path[-1].key == "kernel" else 0.1
+        moved = (path[-1].key == "scale") + scale * draw.normal(size=leaf.shape)
+        return jnp.asarray(moved, jnp.float32)
 
-    return block, *random()
+    x = jnp.asarray(draw.normal(size=(B, L, D)), jnp.float32)
+    return jax.tree_util.tree_map_with_path(random, params), x
 
 
-def apply(block, params, x, rngs=None):
-    """Applies a block, in one program instead of one per operation."""
-    return jax.jit(block.apply)({"params": params}, x, rngs=rngs)
+def apply(model, params, x, key=None, part=layers.layer):
+    """Applies a block or a part of it, in one program instead of one per operation."""
+    hooks = with_products(Hooks(), flat_products=False)
+    y = jax.jit(lambda *args: part(model, hooks, *args))(params, x, key)
+    return y[0] if isinstance(y, tuple) else y
 
 
 def norm(x, scale, bias=0.0):
@@ -124,7 +124,7 @@ def test_the_number_of_parameters_with_all_options_is_that_of_the_formula(use_bi
 
 
 def test_a_parallel_block_adds_mlp_and_attention_of_the_same_normalized_input():
-    block, params, x = block_of(ParallelBlock)
+    params, x = block_of(parallel_block=True)
     p = jax.device_get(params)
     y = norm(np.asarray(x), **p["pre_norm"])
     hidden = np.asarray(
@@ -140,7 +140,7 @@ def test_a_parallel_block_adds_mlp_and_attention_of_the_same_normalized_input():
         + p["attn"]["output_layer"]["bias"]
     )
     with jax.default_matmul_precision("highest"):
-        found = apply(block, params, x)
+        found = apply(small(parallel_block=True), params, x)
     # exp and 64 terms in another order
     np.testing.assert_allclose(found, x + mlp + attn, rtol=1e-4, atol=1e-4)
 
@@ -149,38 +149,25 @@ def test_normalized_queries_and_keys_do_not_grow_with_their_kernel_and_values_do
     """Heads read the same from queries and keys a thousand times larger, and a thousand times
     as much from such values.
     """
-    model = small(qk_norm=True)
+    model, one = small(qk_norm=True), {"scale": jnp.ones(K)}
+    product = np.random.default_rng(0).normal(size=(B, L, H, 3, K)).astype(np.float32)
 
-    def read(scale):
-        product = jax.random.normal(jax.random.key(0), (B, L, H, 3 * K)) * scale
-        return nn_apply(lambda: layers.attended(model, layers.Hooks(), [product]))
+    @jax.jit
+    def read(of_keys, of_values):
+        scale = jnp.stack([of_keys, of_keys, of_values])[None, None, None, :, None]
+        products = [(product * scale).reshape(B, L, H, 3 * K)]
+        norms = {"query_norm": one, "key_norm": one}
+        return layers.attended(model, Hooks(), norms, products)
 
-    larger = jnp.concatenate([jnp.full(2 * K, 1e3), jnp.ones(K)])[None, None, None]
-    np.testing.assert_allclose(read(larger), read(jnp.ones((1, 1, 1, 1))), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        read(1e3 * larger**0), 1e3 * read(jnp.ones((1, 1, 1, 1))), rtol=1e-4, atol=1e-2
-    )
-
-
-def nn_apply(function):
-    """Calls a function inside of a module."""
-
-    class Around(nn.Module):
-        @nn.compact
-        def __call__(self):
-            return function()
-
-    return jax.jit(lambda key: Around().init_with_output(key)[0])(jax.random.key(0))
+    np.testing.assert_allclose(read(1e3, 1.0), read(1.0, 1.0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(read(1e3, 1e3), 1e3 * read(1.0, 1.0), rtol=1e-4, atol=1e-2)
 
 
 def test_each_head_is_normalized_by_its_own_mean_and_variance():
-    x = (
-        3
-        + jax.random.normal(jax.random.key(0), (B, L, H, K))
-        * jnp.arange(1.0, H + 1)[None, None, :, None]
-    )
-    found = nn_apply(lambda: layers.norm_of_heads(x, "query_norm"))
-    np.testing.assert_allclose(found, norm(np.asarray(x), 1.0), rtol=1e-4, atol=1e-4)
+    draw = np.random.default_rng(0).normal(size=(B, L, H, K))
+    x = (3 + draw * np.arange(1.0, H + 1)[:, None]).astype(np.float32)
+    found = layers.norm({"query_norm": {"scale": jnp.ones(K)}}, "query_norm", jnp.asarray(x))
+    np.testing.assert_allclose(found, norm(x, 1.0), rtol=1e-4, atol=1e-4)
 
 
 def test_the_score_of_turned_queries_and_keys_depends_on_their_distance_alone():
@@ -218,28 +205,28 @@ def test_a_model_with_rotary_positions_knows_the_order_of_tokens():
     assert np.abs(first - second).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", [Block, ParallelBlock])
+@pytest.mark.parametrize("parallel_block", [False, True])
 @pytest.mark.parametrize(
     "option",
     [{"mlp_activation": "squared_relu"}, {"causal_mask": False}, {"softmax_dtype": "bfloat16"}],
 )
-def test_an_option_reaches_the_block(kind, option):
-    plain, params, x = block_of(kind)
-    changed = kind(small(**option), train=False)
-    assert abs(np.subtract(apply(plain, params, x), apply(changed, params, x))).max() > 1e-5
+def test_an_option_reaches_the_block(parallel_block, option):
+    params, x = block_of(parallel_block=parallel_block)
+    kept = apply(small(parallel_block=parallel_block), params, x)
+    changed = apply(small(parallel_block=parallel_block, **option), params, x)
+    assert abs(np.subtract(kept, changed)).max() > 1e-5
 
 
-@pytest.mark.parametrize("kind", [MLPBlock, AttentionBlock, ParallelBlock])
-def test_a_layer_drops_in_training_only(kind):
-    _, params, x = block_of(kind)
-    asked, trained = (kind(small(dropout_rate=0.5), train=train) for train in (False, True))
-    kept = apply(asked, params, x)
-    dropped = apply(trained, params, x, {"dropout": jax.random.key(3)})
-    change = dropped - (x if kind is ParallelBlock else 0)
-    of_layer = kept - (x if kind is ParallelBlock else 0)
-    gone = abs(change) < 1e-6
+@pytest.mark.parametrize("part", [layers.mlp, layers.attention, layers.parallel])
+def test_a_layer_drops_with_a_key_only(part):
+    params, x = block_of(parallel_block=part is layers.parallel)
+    params = {layers.mlp: params["mlp"], layers.attention: params["attn"]}.get(part, params)
+    model = small(dropout_rate=0.5)
+    kept = apply(model, params, x, part=part)
+    dropped = np.asarray(apply(model, params, x, jax.random.key(3), part=part))
+    gone = abs(dropped) < 1e-6
     assert 0.3 < gone.mean() < 0.7
-    np.testing.assert_allclose(change[~gone], 2 * of_layer[~gone], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dropped[~gone], 2 * kept[~gone], rtol=1e-4, atol=1e-5)
 
 
 def test_squared_relu_is_what_it_is_called():
@@ -252,8 +239,7 @@ def test_grouped_queries_are_heads_that_share_keys_and_values(parallel_block):
     """With keys and values of each group copied for each of its heads, the ungrouped layer
     computes the same.
     """
-    kind = ParallelBlock if parallel_block else Block
-    grouped, params, x = block_of(kind, num_kv_heads=2)
+    params, x = block_of(parallel_block=parallel_block, num_kv_heads=2)
     q, kv = params["attn"]["q"], params["attn"]["kv"]
     qkv = {
         name: jnp.concatenate([q[name], jnp.repeat(kv[name], H // 2, axis=-2)], axis=-1)
@@ -262,8 +248,9 @@ def test_grouped_queries_are_heads_that_share_keys_and_values(parallel_block):
     attn = {name: leaf for name, leaf in params["attn"].items() if name not in ("q", "kv")} | {
         "qkv": qkv
     }
-    whole = kind(small(), train=False)
+    grouped = small(parallel_block=parallel_block, num_kv_heads=2)
     with jax.default_matmul_precision("highest"):
         found = apply(grouped, params, x)
-        expected = apply(whole, params | {"attn": attn}, x)
+        whole = params | {"attn": attn}
+        expected = apply(small(parallel_block=parallel_block), whole, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -179,8 +179,6 @@ def test_an_nnx_model_with_other_state_is_refused_by_its_name():
         match=r"model=Normalized must hold .* only, not norm\.mean.*, norm\.var.*LayerNorm",
     ):
         losses.as_function(Normalized())
-    with pytest.raises(ValueError, match="balance=True must come with a Linen model"):
-        losses.as_function(NnxClassifier(2, 2, 2), balance=True)
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import one_device
 import pytest
 
 from course_lib import configs, measure, training
-from course_lib.models import layers, routing
-from course_lib.models.transformer import Transformer
+from course_lib.models import layers, parameters, routing, transformer
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import with_products
 
 LOGITS = jax.random.normal(jax.random.key(0), (3, 7, 4))
 
@@ -121,20 +122,22 @@ def small(**changes):
     return one_device.small(**{f"model.{name}": value for name, value in given.items()})
 
 
-def block(model, kind):
-    """Returns a layer of a model, its parameters, and activations to apply it to."""
-    x = jax.random.normal(jax.random.key(1), (3, 7, model.hidden_size))
-    layer = kind(model, train=False)
-    return layer, jax.jit(layer.init)(jax.random.key(0), x)["params"], x
+def mlp(model):
+    """Returns the MLP of a model's layers, its parameters, and activations to apply it to."""
+    x = np.random.default_rng(1).normal(size=(3, 7, model.hidden_size))
+    params = jax.jit(lambda: parameters.init(jax.random.key(0), model))()["block"]["mlp"]
+    hooks = with_products(Hooks(), flat_products=False)
+    run = jax.jit(lambda params, x: layers.mlp(model, hooks, params, x, None)[0])
+    return run, jax.tree.map(lambda leaf: leaf[0], params), jnp.asarray(x, jnp.float32)
 
 
 def test_the_router_computes_in_float32_also_where_factors_of_float32_are_rounded_by_default():
     """As on GPUs and TPUs: to 11 bits, or to 8, unless the highest precision is asked for."""
     model = small(dtype="bfloat16").model
-    layer, params, x = block(model, layers.ExpertsBlock)
-    gradients = jax.make_jaxpr(
-        jax.grad(lambda *given: layer.apply({"params": given[0]}, given[1]).sum(), (0, 1))
-    )(params, x)
+    run, params, x = mlp(model)
+    gradients = jax.make_jaxpr(jax.grad(lambda *given: run.__wrapped__(*given).sum(), (0, 1)))(
+        params, x.astype(jnp.bfloat16)
+    )
     of_router = []
     for eqn in gradients.eqns:
         factors = [var.aval for var in eqn.invars]
@@ -156,10 +159,7 @@ RENAMED = {"expert_in": "input_layer", "expert_out": "output_layer"}
 
 def test_one_expert_with_room_for_all_is_an_mlp():
     model = small(num_experts=1, experts_per_token=1).model
-    (mlp, params, x), (with_experts, *_) = (
-        block(model, layers.MLPBlock),
-        block(model, layers.ExpertsBlock),
-    )
+    (expected, params, x), (found, *_) = mlp(small(num_experts=0).model), mlp(model)
     stacked = {
         new: jax.tree.map(lambda leaf: leaf[None], params[old]) for new, old in RENAMED.items()
     }
@@ -168,18 +168,15 @@ def test_one_expert_with_room_for_all_is_an_mlp():
         "router": jnp.zeros((model.hidden_size, 1)),
         **stacked,
     }
-    found = jax.jit(with_experts.apply)({"params": same}, x)
-    expected = jax.jit(mlp.apply)({"params": params}, x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found(same, x), expected(params, x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_without_room_is_left_to_the_residual():
     # room for one token of a sequence at each expert
     model = small(experts_per_token=1, capacity_factor=0.1).model
-    with_experts, params, x = block(model, layers.ExpertsBlock)
+    run, params, x = mlp(model)
     params = params | {"router": jnp.zeros((model.hidden_size, 4)).at[:, 0].set(1e-3)}
-    found = jax.jit(with_experts.apply)({"params": params}, jnp.abs(x))
-    norms = np.linalg.norm(found, axis=-1)
+    norms = np.linalg.norm(run(params, jnp.abs(x)), axis=-1)
     assert (norms == 0).sum() >= 3 * (7 - 2) and ((norms > 0).sum(axis=1) >= 1).all()
 
 
@@ -207,11 +204,9 @@ def test_scanned_layers_leave_the_balance_that_layers_one_by_one_leave():
         f"block_{layer}": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["block"])
         for layer in range(2)
     }
-    one = jax.jit(training.as_function(Transformer(scanned.model), balance=True))(
-        params, tokens
-    )
-    other = jax.jit(training.as_function(Transformer(unrolled.model), balance=True))(
-        params | each, tokens
+    one, other = (
+        jax.jit(transformer.function(whole.model, balance=True))(params | each, tokens)
+        for whole in (scanned, unrolled)
     )
     for found, expected in zip(one, other, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

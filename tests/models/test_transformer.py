@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from course_lib import configs, measure
-from course_lib.models import attention, layers, losses, transformer
+from course_lib.models import attention, layers, losses, parameters, transformer
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import with_products
 from course_lib.models.transformer import Transformer
 from course_lib.one_device import rematerialization
 
@@ -123,23 +125,18 @@ def test_dropout_is_the_same_when_the_forward_pass_is_computed_again():
     _assert_same(_grads(train=True, dropout_rate=0.5, remat=("Block",)), plain)
 
 
-def test_dropout_draws_in_training_only_and_differs_from_layer_to_layer():
-    model, params = (
-        Transformer(_config(dropout_rate=0.5, scan_layers=False)),
-        _params(scan_layers=False),
-    )
+def test_dropout_draws_in_training_only_and_differs_from_layer_to_layer(monkeypatch):
+    config = _config(dropout_rate=0.5, scan_layers=False)
+    params = jax.tree.map(jnp.asarray, _params(scan_layers=False))
+    right, seen = layers.dropout, []
+    monkeypatch.setattr(layers, "dropout", lambda *args: seen.append(right(*args)) or seen[-1])
 
     @functools.partial(jax.jit, static_argnames="train")
     def zeros(seed, train):
         """Shows where the outputs of the MLPs are zero."""
-        rngs = {"dropout": jax.random.key(seed)}
-        _, found = model.apply(
-            {"params": params}, _tokens(), train=train, rngs=rngs, capture_intermediates=True
-        )
-        return [
-            found["intermediates"][f"block_{i}"]["mlp"]["Dropout_0"]["__call__"][0] == 0
-            for i in range(2)
-        ]
+        seen.clear()
+        transformer.apply(config, params, _tokens(), jax.random.key(seed) if train else None)
+        return [x == 0 for x in seen[::2]]
 
     assert not np.any(zeros(0, train=False))
     first, second = zeros(0, train=True)
@@ -167,20 +164,25 @@ def test_a_prediction_depends_on_its_own_token_and_those_before_and_on_none_afte
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_parameters_gradients_and_logits_are_float32_and_activations_are_not(dtype):
-    model = Transformer(_config(dtype=dtype, scan_layers=False))
-    params = _params(scan_layers=False)
+def test_parameters_gradients_and_logits_are_float32_and_activations_are_not(
+    dtype, monkeypatch
+):
+    config, params, activations = _config(dtype=dtype, scan_layers=False), _params(False), []
+
+    def watched(right):
+        def seen(*args, **options):
+            activations.append(right(*args, **options))
+            return activations[-1]
+
+        return seen
+
+    for name in ("norm", "dense", "attended", "layer"):
+        monkeypatch.setattr(layers, name, watched(getattr(layers, name)))
 
     def forward(params):
-        return model.apply(
-            {"params": params}, _tokens(), train=False, capture_intermediates=True
-        )
+        return transformer.apply(config, params, _tokens())
 
-    logits, found = jax.eval_shape(forward, params)
-    activations = {
-        name: found["intermediates"][name]
-        for name in ("block_0", "block_1", "post_norm", "output_layer")
-    }
+    logits, _ = jax.eval_shape(forward, params)
     grads = jax.eval_shape(jax.grad(lambda params: forward(params)[0].sum()), params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(activations)} == {dtype}
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, grads, logits))} == {"float32"}
@@ -204,18 +206,30 @@ def test_the_gradient_of_a_token_that_occurs_often_is_summed_in_float32():
     np.testing.assert_allclose(gradient(np.zeros((1024, 1), np.int32)), 1024 * one, rtol=0.01)
 
 
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_scan(
+    scan_layers,
+):
+    model = _config(scan_layers=scan_layers, remat=("MLP",), num_layers=1)
+    params = jax.eval_shape(lambda: parameters.init(jax.random.key(0), model))
+    loss = jax.grad(lambda params: transformer.apply(model, params, _tokens())[0].sum())
+    assert ("optimization_barrier" in jax.jit(loss).lower(params).as_text()) == (
+        not scan_layers
+    )
+
+
 @pytest.mark.parametrize(
-    "parts", [("embed", "layer"), "head", (), ("embed", "head"), ("layers", "embed")]
+    ("changes", "name"),
+    [
+        ({"num_layers": 3}, "block/attn/output_layer/bias"),
+        ({"max_seq_len": 9}, "pos_emb/embedding"),
+        ({"use_bias": False}, "block/attn/output_layer/bias"),
+        ({"num_heads": 1, "head_dim": 16}, "block/attn/output_layer/kernel"),
+    ],
 )
-def test_parts_that_the_model_does_not_have_are_refused(parts):
-    with pytest.raises(
-        ValueError, match=r"parts=.* must be one of \('embed', 'layers', 'head'\)"
-    ):
-        jax.eval_shape(
-            lambda: Transformer(_config()).init(
-                jax.random.key(0), jnp.zeros((3, 6), jnp.int32), parts=parts
-            )
-        )
+def test_parameters_of_another_model_are_refused(changes, name):
+    with pytest.raises(ValueError, match=rf"params\['{name}'\]"):
+        Transformer(_config(**changes)).apply({"params": _params()}, _tokens(), train=False)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -330,17 +344,14 @@ def test_what_cannot_be_is_refused_when_the_model_is_traced(changes, message):
 @pytest.mark.parametrize("modules", REMAT[1:])
 def test_a_name_is_refused_exactly_where_it_would_change_nothing(name, modules):
     x = jax.ShapeDtypeStruct((3, 6, 16), jnp.float32)
+    params = _params(scan_layers=False)["block_0"]
 
     def saved(policy, names):
         """Returns what a block saves that is more than its arguments."""
         model = _config(remat=modules, remat_policy=policy, remat_names=names)
-        block = layers.rematerialized(layers.Block, "Block", model)(model, train=True)
-        params = jax.eval_shape(block.init, jax.random.key(0), x)
-        return [
-            r
-            for r in rematerialization.residuals(block.apply, params, x)
-            if not r.why.startswith("argument")
-        ]
+        block = layers.changed_layer(model, with_products(Hooks(), False))
+        saved = rematerialization.residuals(lambda p, x: block(p, x, None)[0], params, x)
+        return [r for r in saved if not r.why.startswith("argument")]
 
     chosen = _config(remat=modules, remat_policy="names", remat_names=(name,))
     # an argument under another name: it can be offloaded

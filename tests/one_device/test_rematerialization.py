@@ -3,7 +3,6 @@
 import functools
 import inspect
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,47 +107,6 @@ def test_every_policy_gives_the_same_gradient():
         )(x, w)
         # another order of sums
         np.testing.assert_allclose(again, plain, rtol=1e-5, atol=1e-5 * jnp.abs(plain).max())
-
-
-class Dense(nn.Module):
-    """A module to wrap."""
-
-    @nn.compact
-    def __call__(self, x):
-        return jnp.sin(nn.Dense(16)(x))
-
-
-def test_only_what_is_named_is_wrapped():
-    assert rematerialization.wrap(Dense, "MLP", ("Attn", "Block"), scanned=True) is Dense
-    assert rematerialization.wrap(Dense, "MLP", ("MLP",), scanned=True) is not Dense
-
-
-def test_a_module_that_no_name_stands_for_is_refused():
-    with pytest.raises(
-        ValueError, match=r"name='Blok' must be one of \('MLP', 'Attn', 'Block'\)"
-    ):
-        rematerialization.wrap(Dense, "Blok", ("Block",), scanned=True)
-
-
-@pytest.mark.parametrize("module", [jnp.sin, Dense()])
-def test_what_is_no_class_of_modules_is_refused(module):
-    with pytest.raises(ValueError, match="module=.* must be a class of Linen modules"):
-        # without the tests' checks of types
-        inspect.unwrap(rematerialization.wrap)(module, "Block", ("Block",), scanned=True)
-
-
-@pytest.mark.parametrize("scanned", [True, False])
-def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_scan(
-    scanned,
-):
-    model = rematerialization.wrap(Dense, "MLP", ("MLP",), scanned=scanned)()
-    params = model.init(jax.random.key(0), jnp.ones((8, 16)))
-    program = (
-        jax.jit(jax.grad(lambda params, x: model.apply(params, x).sum()))
-        .lower(params, X)
-        .as_text()
-    )
-    assert ("optimization_barrier" in program) == (not scanned)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ Parameters of layers never move.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +32,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
-from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import training
 from course_lib.arguments import nearest
@@ -43,58 +41,25 @@ from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
 from course_lib.many_devices.pipeline_parallel import schedules, slots, split, stage
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
-from course_lib.models.hooks import Hooks
-from course_lib.models.transformer import Layer, Transformer
+from course_lib.models.transformer import Parts
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 
 PyTree = Any
-ApplyPart = Callable[..., Any]
 
 AXIS = "pipe"
 
 
-def parts(config: ConfigDict, stages: int, hooks: Hooks) -> ApplyPart:
-    """Returns the Transformer in parts, `apply_part(part, params, x, layer, rng)`.
-
-    The parts are "embed", "layer" and "head". For one layer, `params` are `{"block": ...}`
-    without an axis of layers, `layer` is its index within its stage, and `rng` is the key of
-    the stage, from which it takes its own. The other parts need neither.
-
-    Args:
-      config: the `model` part of a configuration.
-      stages: S v, the stages of the model.
-      hooks: those of tensor parallelism, or `Hooks()`.
-    """
-    frozen = FrozenConfigDict(config.to_dict())
-    model, one_layer = Transformer(frozen, hooks), Layer(frozen, hooks)
-    per_stage = config.num_layers // stages
-
-    def apply_part(part: str, params: PyTree, x: Array, layer: Any, rng: Any) -> Any:
-        if part != "layer":
-            return model.apply({"params": params}, x, train=False, parts=(part,))
-        # The keys that a scan over the layers of a stage would give them.
-        rngs = {} if rng is None else {"dropout": jax.random.split(rng, per_stage)[layer]}
-        params = jax.tree.map(lambda leaf: leaf[None], params)
-        return one_layer.apply({"params": params}, x, train=rng is not None, rngs=rngs)
-
-    return apply_part
-
-
-def loss_of_head(
-    apply_part: ApplyPart, score: Callable[..., Any] = training.cross_entropy
-) -> LossFn:
+def loss_of_head(parts: Parts, score: Callable[..., Any] = training.cross_entropy) -> LossFn:
     """Returns the loss as a function of the head's parameters, on a batch whose inputs are
     activations.
     """
-    return training.next_token_loss(
-        lambda params, x, rng: apply_part("head", params, x, None, None), score
-    )
+    return training.next_token_loss(lambda params, x, rng: parts.head(params, x), score)
 
 
 def gradient(
     loss_fn: LossFn,
-    apply_part: ApplyPart,
+    parts: Parts,
     mesh: Mesh,
     param_specs: PyTree,
     schedule: Schedule,
@@ -108,7 +73,7 @@ def gradient(
 
     Args:
       loss_fn: the loss of the head, from `loss_of_head`.
-      apply_part: the model in parts.
+      parts: the model, from `transformer.parts`.
       mesh: with the axes "data" and "pipe".
       param_specs: specs of the parameters, whose layers lie as `to_stages` places them.
       schedule: any legal schedule with as many stages as "pipe" has devices.
@@ -123,21 +88,21 @@ def gradient(
     grad_specs = param_specs if grad_specs is None else grad_specs
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
-        state = _execute(loss_fn, apply_part, schedule, params, batch, rng)
+        state = _execute(loss_fn, parts, schedule, params, batch, rng)
         return _sum(state, params, param_specs, grad_specs)
 
     return _spread(on_one_device, mesh, schedule, param_specs, (grad_specs, P()))
 
 
 def loss(
-    loss_fn: LossFn, apply_part: ApplyPart, mesh: Mesh, param_specs: PyTree, schedule: Schedule
+    loss_fn: LossFn, parts: Parts, mesh: Mesh, param_specs: PyTree, schedule: Schedule
 ) -> LossFn:
     """Returns the loss function of the model on arrays that are spread over the mesh: it runs
     the forwards of a schedule. Arguments and errors as for `gradient`.
     """
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
-        state = _execute(loss_fn, apply_part, slots.forward(schedule), params, batch, rng)
+        state = _execute(loss_fn, parts, slots.forward(schedule), params, batch, rng)
         metrics = jax.lax.psum(state["metrics"], ("data", AXIS))
         total, count = metrics["loss"]
         return total / gradient_accumulation.nonzero(count), metrics
@@ -146,7 +111,7 @@ def loss(
 
 
 def count(
-    loss_fn: LossFn, apply_part: ApplyPart, mesh: Mesh, param_specs: PyTree, schedule: Schedule
+    loss_fn: LossFn, parts: Parts, mesh: Mesh, param_specs: PyTree, schedule: Schedule
 ) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
     """Returns a gradient function that also counts each device's ops while they run.
 
@@ -162,7 +127,7 @@ def count(
     kinds, length = slots.program(schedule).kinds, len(schedule.table[0])
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree, PyTree]:
-        state = _execute(loss_fn, apply_part, schedule, params, batch, rng)
+        state = _execute(loss_fn, parts, schedule, params, batch, rng)
         taken = state["taken"].at[0].set(length - state["taken"].sum())
         counts = {
             "slots": dict(zip(kinds, taken[:, None], strict=True)),
@@ -195,7 +160,7 @@ def _spread(
 
 def _execute(
     loss_fn: LossFn,
-    apply_part: ApplyPart,
+    parts: Parts,
     schedule: Schedule,
     params: PyTree,
     batch: PyTree,
@@ -213,18 +178,24 @@ def _execute(
     batch = jax.tree.map(lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:]), batch)
     if rng is not None:
         rng = vary(jax.random.fold_in(rng, jax.lax.axis_index("data")), AXIS)
-    nothing = stage.zeros_like(
-        lambda: apply_part("embed", params["embed"], batch.inputs[0], None, None)
-    )
+    nothing = stage.zeros_like(lambda: parts.embed(params["embed"], batch.inputs[0]))
+    per_chunk = len(jax.tree.leaves(params["layers"])[0]) // schedule.chunks
+
+    def layer(weights: PyTree, x: Array, i: Array, rng: Any) -> Array:
+        # The keys that a scan over the layers of a chunk would give them.
+        key = None if rng is None else jax.random.split(parts.own_key(rng), per_chunk)[i]
+        return parts.layer(weights["block"], x, key)
+
     weights = stage.take(params["layers"], 0)
     first = jnp.zeros((), jnp.int32)
-    layer = split.split(functools.partial(apply_part, "layer"), weights, nothing, first, rng)
+    cut = split.split(layer, weights, nothing, first, rng)
     device = stage.Device(
-        apply_part=apply_part,
+        embed=parts.embed,
+        layer=layer,
         loss_fn=loss_fn,
-        split=layer,
+        split=cut,
         params=params,
-        per_chunk=len(jax.tree.leaves(params["layers"])[0]) // schedule.chunks,
+        per_chunk=per_chunk,
         batch=batch,
         total=jax.lax.psum(batch.weights.astype(jnp.float32).sum(), "data"),
         rng=rng,
@@ -276,11 +247,10 @@ def _execute(
     if backward:
 
         def waiting() -> tuple[Any, Any]:
-            _, saved = layer.forward(weights, nothing, first, rng)
-            _, passed = layer.backward(weights, saved, nothing, first, rng)
+            _, saved = cut.forward(weights, nothing, first, rng)
+            _, passed = cut.backward(weights, saved, nothing, first, rng)
             return saved, passed
 
-        per_chunk = device.per_chunk
         state |= {
             "stash": stage.zeros_like(lambda: waiting()[0], sizes["stash"] * per_chunk),
             "output": stage.zeros_like(lambda: nothing, sizes["stash"]),
@@ -311,13 +281,8 @@ def _sum(
 
 
 def to_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
-    """Puts the layers into the order of the devices: first the v chunks of the first device.
-    With one chunk per device the order stays.
-
-    Args:
-      params: of the model, or a tree like them, with scanned layers [N, ...].
-      stages: S devices.
-      chunks: v.
+    """Puts scanned layers [N, ...] into the order of the S devices: first the v chunks of the
+    first device. With one chunk per device the order stays.
     """
     return _reorder(params, (chunks, stages))
 
@@ -337,11 +302,7 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
 
 
 def check_schedule(schedule: Schedule, mesh: Mesh) -> None:
-    """Refuses a schedule that is not legal, or whose stages are not the devices along "pipe".
-
-    Raises:
-      ValueError: naming the number of stages, or the cell of the table.
-    """
+    """Refuses an illegal schedule, or one whose stages are not the devices along "pipe"."""
     size = meshes.axis_size(mesh, AXIS)
     if schedule.stages != size:
         raise ValueError(

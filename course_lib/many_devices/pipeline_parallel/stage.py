@@ -32,7 +32,7 @@ PARTS = {
     "layers": ("block",),
     "head": ("post_norm", "output_layer"),
 }
-"""The parameters of each part of the model (`transformer.PARTS`)."""
+"""The parameters of each part of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,28 +40,18 @@ class Device:
     """Model and data of one device, inside `jax.shard_map`: the same in all slots of a step.
 
     Its methods take a state and an op, a column of `slots.Program`, and return the new state.
-
-    Attributes:
-      apply_part: the model in parts, `apply_part(part, params, x, layer, rng)`.
-      loss_fn: of the head's parameters, on a batch whose inputs are activations.
-      split: the gradient of one layer in three programs.
-      params: by part. Layers are the device's, one chunk after the other.
-      per_chunk: number of layers in a chunk.
-      batch: the device's share, in microbatches [M, b, ...].
-      total: the summed weights of the labels of all devices.
-      rng: key for dropout, of this device's share; None without dropout.
-      last: the number of the last stage.
     """
 
-    apply_part: Callable[..., Any]
-    loss_fn: LossFn
-    split: Split
-    params: PyTree
-    per_chunk: int
-    batch: PyTree
-    total: Array
-    rng: Any
-    last: int
+    embed: Callable[..., Any]  # (params, tokens) -> x
+    layer: Callable[..., Any]  # (params, x, i, rng) -> x, the i-th layer of a chunk
+    loss_fn: LossFn  # of the head's parameters, on a batch whose inputs are activations
+    split: Split  # the gradient of one layer in three programs
+    params: PyTree  # by part; layers are the device's, one chunk after the other
+    per_chunk: int  # number of layers in a chunk
+    batch: PyTree  # the device's share, in microbatches [M, b, ...]
+    total: Array  # the summed weights of the labels of all devices
+    rng: Any  # key for dropout, of this device's share; None without dropout
+    last: int  # the number of the last stage
 
     def forward(self, state: State, op: PyTree) -> State:
         """Runs F: stashes what B and W will read, and the output, for the head."""
@@ -143,7 +133,7 @@ class Device:
         y = jax.lax.fori_loop(
             0,
             self.per_chunk,
-            lambda i, x: self.apply_part("layer", self._weights(op, i), x, i, rng),
+            lambda i, x: self.layer(self._weights(op, i), x, i, rng),
             self._input(state, op),
         )
 
@@ -172,7 +162,7 @@ class Device:
     def _input(self, state: State, op: PyTree) -> Array:
         def embedded(_: Array, turn: Array) -> Array:
             tokens = self._microbatch(at(turn, op)).inputs
-            return self.apply_part("embed", self.params["embed"], tokens, None, None)
+            return self.embed(self.params["embed"], tokens)
 
         return only_if(op["stage"] == 0, embedded, take(state["inbox"], op["inbox"]))
 
@@ -205,10 +195,7 @@ class Device:
     def _from_embedding(self, op: PyTree, grads: PyTree, gradient: Array) -> PyTree:
         """Adds this microbatch's gradients of the embedding."""
         tokens = self._microbatch(op).inputs
-        _, pull_back = jax.vjp(
-            lambda embed: self.apply_part("embed", embed, tokens, None, None),
-            self.params["embed"],
-        )
+        _, pull_back = jax.vjp(lambda embed: self.embed(embed, tokens), self.params["embed"])
         return add(grads, pull_back(gradient)[0])
 
 

@@ -18,7 +18,7 @@ from course_lib.many_devices import meshes, sharding, strategies
 from course_lib.many_devices.pipeline_parallel import pipeline, schedules, slots
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hlo, virtual
-from course_lib.models.hooks import Hooks
+from course_lib.models import transformer
 from course_lib.one_device import gradient_accumulation
 
 KEY = jax.random.key(2)
@@ -75,9 +75,9 @@ def executed(name, stages, microbatches, chunks, n, layers=8):
     grid = one_device.grid(data=n, pipe=stages)
     params, _, _ = reference(whole)
     found = schedules.make(name, stages, microbatches, chunks)
-    apply_part = pipeline.parts(whole.model, stages * chunks, Hooks())
+    parts = transformer.parts(FrozenConfigDict(whole.model))
     held = sharding.specs(params, sharding.PIPELINE, grid)
-    count = pipeline.count(pipeline.loss_of_head(apply_part), apply_part, grid, held, found)
+    count = pipeline.count(pipeline.loss_of_head(parts), parts, grid, held, found)
     given = jax.device_put(
         pipeline.to_stages(params, stages, chunks), sharding.place(held, grid)
     )
@@ -217,13 +217,13 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
     stages, microbatches, n = 2, 2, 2
     params, _, _ = reference(small(**{"model.num_layers": 4}))
     grid = one_device.grid(data=n, pipe=stages)
-    apply_part = pipeline.parts(whole.model, stages, Hooks())
+    parts = transformer.parts(FrozenConfigDict(whole.model))
     loss_fn, held = (
-        pipeline.loss_of_head(apply_part),
+        pipeline.loss_of_head(parts),
         sharding.specs(params, sharding.PIPELINE, grid),
     )
     grad_fn = pipeline.gradient(
-        loss_fn, apply_part, grid, held, schedules.zero_bubble(stages, microbatches)
+        loss_fn, parts, grid, held, schedules.zero_bubble(stages, microbatches)
     )
     batch = one_device.batch(whole)
 
@@ -239,13 +239,12 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
             rng = jax.random.fold_in(
                 jax.random.fold_in(KEY, index // microbatches), index % microbatches
             )
-            x = apply_part("embed", params, part.inputs, None, None)
+            x = parts.embed(params, part.inputs)
             for number in range(4):
                 block = jax.tree.map(lambda leaf, number=number: leaf[number], params["block"])
                 stage, layer = divmod(number, 2)
-                x = apply_part(
-                    "layer", {"block": block}, x, layer, jax.random.fold_in(rng, stage)
-                )
+                keys = jax.random.split(jax.random.fold_in(rng, stage), 2)
+                x = parts.layer(block, x, keys[layer])
             return loss_fn(params, dataclasses.replace(part, inputs=x), None)[1]["loss"][0]
 
         return jax.lax.map(loss_of, jnp.arange(n * microbatches)).sum() / batch.weights.sum()
@@ -363,24 +362,25 @@ def test_no_device_ever_holds_all_layers_while_they_are_made(name):
 
 def test_a_schedule_for_other_devices_or_an_illegal_one_is_refused():
     grid = one_device.grid(data=1, pipe=2)
+    parts = transformer.parts(FrozenConfigDict(small().model))
     with pytest.raises(
         ValueError, match="stages=4 must be the number of devices along the mesh axis 'pipe': 2"
     ):
-        pipeline.gradient(print, print, grid, {}, schedules.gpipe(4, 2))
+        pipeline.gradient(print, parts, grid, {}, schedules.gpipe(4, 2))
     legal = schedules.gpipe(2, 2)
     late = dataclasses.replace(legal, table=((None,) + legal.table[0][1:], legal.table[1]))
     with pytest.raises(ValueError, match=r"table\[0\] must have F of microbatch 0"):
-        pipeline.gradient(print, print, grid, {}, late)
+        pipeline.gradient(print, parts, grid, {}, late)
 
 
 def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
     whole = small()
-    apply_part = pipeline.parts(whole.model, 2, Hooks())
+    parts = transformer.parts(FrozenConfigDict(whole.model))
     params, _, _ = reference(whole)
     grid = one_device.grid(data=2, pipe=2)
     held = sharding.specs(params, sharding.PIPELINE, grid)
     grad_fn = pipeline.gradient(
-        pipeline.loss_of_head(apply_part), apply_part, grid, held, schedules.gpipe(2, 5)
+        pipeline.loss_of_head(parts), parts, grid, held, schedules.gpipe(2, 5)
     )
     with pytest.raises(ValueError, match="=10 must divide the batch of 24 examples"):
         grad_fn(params, one_device.batch(whole), None)

@@ -12,7 +12,9 @@ from ml_collections import FrozenConfigDict
 from slow_cases import slow
 
 from course_lib.many_devices.pipeline_parallel import split
-from course_lib.models.transformer import Layer
+from course_lib.models import layers, parameters
+from course_lib.models.hooks import Hooks
+from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
 
 B, L, D = 2, 8, 16
@@ -43,11 +45,12 @@ def cut(name):
     """Returns a layer as a function, its arguments and its split."""
     changes = {"max_seq_len": L} | MODELS[name]
     whole = one_device.small(**{f"model.{field}": new for field, new in changes.items()})
-    layer = Layer(FrozenConfigDict(whole.model))
+    model = FrozenConfigDict(whole.model)
+    hooks = with_products(Hooks(), model.flat_products)
+    layer = layers.changed_layer(model, hooks)
     keys = jax.random.split(jax.random.key(0), 5)
     x, dy = (jax.random.normal(key, (B, L, D)) for key in keys[:2])
-    params = layer.init(keys[2], x, train=False)["params"]
-    params = jax.tree.map(lambda leaf: leaf[0], params)
+    params = jax.tree.map(lambda leaf: leaf[0], parameters.init(keys[2], model)["block"])
     # biases and scales start at 0 and 1, where an error could hide
     flat, tree = jax.tree.flatten(params)
     random = jax.random.split(keys[3], len(flat))
@@ -59,8 +62,7 @@ def cut(name):
     )
 
     def apply(params, x, rng):
-        params = jax.tree.map(lambda leaf: leaf[None], params)
-        return layer.apply({"params": params}, x, train=True, rngs={"dropout": rng})
+        return layer(params, x, rng)[0]
 
     return apply, (params, x, keys[4]), dy, split.split(apply, params, x, keys[4])
 
