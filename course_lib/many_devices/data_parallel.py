@@ -390,16 +390,6 @@ def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     )
 
 
-def check_stage(stage: int) -> None:
-    """Refuses a stage of ZeRO that does not exist.
-
-    Raises:
-      ValueError: naming the stages that exist.
-    """
-    if stage not in STAGES:
-        raise ValueError(f"zero={stage!r} must be one of {STAGES}: 3 is also called FSDP")
-
-
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
     strategy, remat = asked.strategy, asked.model.remat

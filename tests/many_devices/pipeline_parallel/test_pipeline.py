@@ -362,14 +362,15 @@ def test_no_device_ever_holds_all_layers_while_they_are_made(name):
 
 def test_a_schedule_for_other_devices_or_an_illegal_one_is_refused():
     grid = one_device.grid(data=1, pipe=2)
+    parts = transformer.parts(FrozenConfigDict(small().model))
     with pytest.raises(
         ValueError, match="stages=4 must be the number of devices along the mesh axis 'pipe': 2"
     ):
-        pipeline.gradient(print, print, grid, {}, schedules.gpipe(4, 2))
+        pipeline.gradient(print, parts, grid, {}, schedules.gpipe(4, 2))
     legal = schedules.gpipe(2, 2)
     late = dataclasses.replace(legal, table=((None,) + legal.table[0][1:], legal.table[1]))
     with pytest.raises(ValueError, match=r"table\[0\] must have F of microbatch 0"):
-        pipeline.gradient(print, print, grid, {}, late)
+        pipeline.gradient(print, parts, grid, {}, late)
 
 
 def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
