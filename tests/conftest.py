@@ -59,6 +59,7 @@ CALLS_FLAX_OR_OPTAX = {
     "test_data_parallel",
     "test_layouts",
     "test_estimate",
+    "test_frozen",
     "test_expert_parallel",
     "test_strategies",
     "test_tensor_parallel",
