@@ -5,7 +5,7 @@ and time.
 
 The step is the one that `course_lib.program.loop` would run on these devices, built by the same
 function. Memory and communication are read from the compiled program, FLOPs are counted, and
-the time is estimated by `many_devices.estimate`. If the configuration leaves mesh and strategy
+the time is estimated by `planner`. If the configuration leaves mesh and strategy
 at their defaults, advice follows: the mesh and strategy with the fastest estimate.
 """
 
@@ -18,9 +18,8 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from course_lib import measure, training
+from course_lib import measure, planner, training
 from course_lib.configs import check_attention
-from course_lib.many_devices import estimate as estimates
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
@@ -42,7 +41,7 @@ class DryRun:
       capacity: bytes of a device's memory that the program may use.
       flops: the model's FLOPs per step, on all devices together.
       sent: bytes that a device sends per step, by kind and axes.
-      estimate: what `many_devices.estimate` returns, or the reason why there is none.
+      estimate: what `planner.estimate` returns, or the reason why there is none.
       refused: why the program would refuse this configuration; "" if it would not. If refused,
         all numbers are those of the configuration with `suggested`.
       suggested: fields to change, and their values, for a step that is estimated to be faster,
@@ -59,7 +58,7 @@ class DryRun:
     capacity: int
     flops: int
     sent: dict[str, int]
-    estimate: estimates.Estimate | str
+    estimate: planner.Estimate | str
     refused: str
     suggested: dict[str, Any]
     advice: str
@@ -99,7 +98,7 @@ class DryRun:
         return "\n".join([*lines, *[f"advice               {self.advice}"] * bool(self.advice)])
 
 
-def _time(guess: estimates.Estimate | str) -> str:
+def _time(guess: planner.Estimate | str) -> str:
     if isinstance(guess, str):
         return f"no estimate: {guess}"
     exposed = guess.time.exposed / guess.step
@@ -181,10 +180,10 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     )
 
 
-def _estimate(config: ConfigDict, cluster: Cluster) -> estimates.Estimate | str:
+def _estimate(config: ConfigDict, cluster: Cluster) -> planner.Estimate | str:
     axes, strategy = settings.axes(config, cluster.count), settings.strategy(config)
     try:
-        return estimates.estimate(config, axes, strategy, cluster)
+        return planner.estimate(config, axes, strategy, cluster)
     except ValueError as error:  # the program can run it, only the formula cannot
         return str(error)
 
@@ -199,7 +198,7 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
             changed = config.copy_and_resolve_references()
             changed.model.remat = tried
             # The program's meshes have one order of axes: "data" outermost, "tensor" innermost.
-            ranked = estimates.choose(changed, cluster, reorder=False)
+            ranked = planner.ranked(planner.Course(changed, reorder=False), cluster)
             if ranked and (best is None or ranked[0].step < best.step):
                 best, remat = ranked[0], tried
     except ValueError:  # there is no formula, as the line about the time says

@@ -13,14 +13,13 @@ from pathlib import Path
 import one_device
 import pytest
 
-from course_lib import configs
-from course_lib.lessons import backtest, frameworks, layouts
-from course_lib.many_devices import estimate, step_model
+from course_lib import configs, planner
+from course_lib.lessons import backtest, layouts
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules
-from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure import hardware
+from course_lib.planner import Plan, Shape
 
 PLACE = Path(__file__).parents[1] / "data" / "planner.json.gz"
 FROZEN = json.loads(gzip.decompress(PLACE.read_bytes()))
@@ -30,6 +29,10 @@ H100 = hardware.get("h100")
 def plan_of(fields):
     made = fields.get("schedule")
     return Plan(**fields | ({"schedule": schedules.make(*made)} if made else {}))
+
+
+def step_of(shape, plan):
+    return planner.step(Shape(**shape), plan_of(plan))
 
 
 def cluster_of(fields):
@@ -66,9 +69,7 @@ def changed(rows):
 
 def test_random_plans_of_all_options_take_the_seconds_of_the_file():
     assert not changed(
-        same_times(
-            step_model.breakdown(Shape(**shape), plan_of(plan), cluster_of(cluster)), frozen
-        )
+        same_times(planner.seconds(step_of(shape, plan), cluster_of(cluster)), frozen)
         for shape, plan, cluster, frozen in FROZEN["plans"]
     )
 
@@ -86,7 +87,7 @@ def test_published_steps_take_the_seconds_of_the_file():
 
 def test_frameworks_hold_the_bytes_of_the_file():
     assert not changed(
-        abs(frameworks.memory_bytes(Shape(**shape), plan_of(plan)) - size) < 0.5
+        abs(sum(planner.held(step_of(shape, plan)).values()) - size) < 0.5
         for shape, plan, size in FROZEN["memory"]
     )
 
@@ -94,7 +95,7 @@ def test_frameworks_hold_the_bytes_of_the_file():
 def test_configurations_hold_and_send_the_bytes_of_the_file():
     def same(base, changes, axes, strategy, frozen):
         cluster = Cluster(H100, math.prod(axes.values()))
-        found = estimate.estimate(config_of(base, changes), axes, Strategy(**strategy), cluster)
+        found = planner.estimate(config_of(base, changes), axes, Strategy(**strategy), cluster)
         sent = {axis: found.sent.get(axis, 0) for axis in frozen["sent"]}
         return (
             (found.bytes, sent, found.parts)
@@ -109,7 +110,9 @@ def test_configurations_hold_and_send_the_bytes_of_the_file():
 @pytest.mark.parametrize("number", range(len(FROZEN["searches"])))
 def test_frameworks_have_the_layouts_of_the_file_in_its_order(number):
     shape, count, batch, options, frozen = FROZEN["searches"][number]
-    found = frameworks.search(Shape(**shape), Cluster(H100, count), batch, **options)
+    found = planner.ranked(
+        planner.Frameworks(Shape(**shape), batch, **options), Cluster(H100, count)
+    )
     for layout, (plan, seconds, memory, name, recomputes) in zip(found, frozen, strict=True):
         assert layout.plan == plan_of(plan)
         assert list(layout.plan.axes) == list(plan["axes"])
@@ -122,7 +125,7 @@ def test_frameworks_have_the_layouts_of_the_file_in_its_order(number):
 def test_this_course_has_the_layouts_of_the_file_in_its_order(number):
     level, reorder, frozen = FROZEN["choices"][number]
     chosen = layouts.levels()[level]
-    found = estimate.choose(chosen.config, chosen.cluster, reorder=reorder)
+    found = planner.ranked(planner.Course(chosen.config, reorder), chosen.cluster)
     for each, (axes, strategy, parts, held, step, unhidden) in zip(found, frozen, strict=True):
         assert list(each.axes.items()) == list(axes.items())
         assert each.strategy == Strategy(**strategy)

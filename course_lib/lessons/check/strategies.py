@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from course_lib import measure
+from course_lib import measure, planner
 from course_lib.lessons import compare, tiny_transformer
 from course_lib.lessons.check.answers import (
     call,
@@ -17,7 +17,7 @@ from course_lib.lessons.check.answers import (
     require,
     same_structure,
 )
-from course_lib.many_devices import meshes, step_model
+from course_lib.many_devices import meshes
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hlo
 from course_lib.measure.ledger import KINDS
@@ -32,7 +32,7 @@ LAYER = ("qkv", "out", "up", "down")
 def twice_the_gpus(speedup, part):
     """Checks predictions about Nemotron-4 340B with the batch of its published run, on twice as
     many GPUs along "data": how many times as fast a step becomes, and which of its parts
-    (`step_model.Breakdown.parts`) does not become shorter.
+    (`planner.Breakdown.parts`) does not become shorter.
     """
     predicted(
         speedup,
@@ -47,9 +47,8 @@ def twice_the_gpus(speedup, part):
     def step(times):
         axes = {**row.plan.axes, "data": times * row.plan.axes["data"]}
         cluster = Cluster(row.cluster.accelerator, times * row.cluster.count)
-        return step_model.breakdown(
-            row.shape, dataclasses.replace(row.plan, axes=axes), cluster
-        )
+        plan = dataclasses.replace(row.plan, axes=axes)
+        return planner.seconds(planner.step(row.shape, plan), cluster)
 
     once, twice = step(1), step(2)
     names = [name for name, seconds in once.parts.items() if seconds]
