@@ -398,7 +398,7 @@ def of_layouts(
 ) -> list[tuple[Prediction, Prediction]]:
     """Returns the pairs with other axes or chunks, but as many GPUs, the same batch and the
     same recomputation. Most differ in their microbatch, too, and those of dgxc_benchmarking in
-    the release of the software. `estimate.choose` asks for their order.
+    the release of the software. `planner.ranked` asks for their order.
     """
 
     def task(row: Row) -> tuple[int, int, str]:

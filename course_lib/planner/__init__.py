@@ -12,6 +12,7 @@ No device is needed. `events` lists what travels: (kind, axes, bytes, times, bes
 the sum of that list, seconds their price on a cluster (`price`), and memory is what is kept of
 parameters and activations (`memory`). `estimate` has bytes and seconds side by side.
 """
+# ruff: noqa: F401  (the interface)
 
 from collections.abc import Mapping
 
@@ -25,32 +26,6 @@ from course_lib.planner.events import sent
 from course_lib.planner.plan import Plan, Shape, Step, check
 from course_lib.planner.price import Breakdown
 from course_lib.planner.search import KINDS, Course, Frameworks, Layout, best, layout, ranked
-
-__all__ = [
-    "KINDS",
-    "Breakdown",
-    "Course",
-    "Estimate",
-    "Frameworks",
-    "Layout",
-    "Plan",
-    "Shape",
-    "Step",
-    "best",
-    "course",
-    "estimate",
-    "events",
-    "held",
-    "layout",
-    "memory",
-    "plan_of",
-    "price",
-    "ranked",
-    "seconds",
-    "sent",
-    "shape_of",
-    "step",
-]
 
 
 def step(

@@ -30,31 +30,21 @@ from course_lib.planner.price import Breakdown
 class Estimate:
     """Bytes that one device holds and sends, and the time of a step.
 
-    Attributes:
-      axes: the mesh, sizes by name, outer to inner.
-      strategy: how its axes are used.
-      parts: number of microbatches, or minibatches, into which a device along "data" cuts its
-        sequences.
-      bytes: exact numbers for "parameters", "optimizer" and "batch", the arguments of the step;
-        estimates of "gradients", "activations" and "copies" (parameters as layers compute with
-        them).
-      sent: bytes that a device sends along each axis.
-      time: seconds per step, one number per kind of work. Gradients and parameters travel along
-        "data" while layers compute, as with PyTorch's FSDP and MaxText.
-      unhidden: the same, if nothing is sent along "data" while layers compute. By these
-        formulas this course's own step lies between the two (notebook 8). No step of this
-        course was timed on a cluster.
-      fits: whether all of `bytes` is at most the accelerator's memory.
+    Gradients and parameters travel along "data" while layers compute, as with PyTorch's FSDP
+    and MaxText (`time`), or do not (`unhidden`). By these formulas this course's own step lies
+    between the two (notebook 8). No step of this course was timed on a cluster.
     """
 
-    axes: Mapping[str, int]
+    axes: Mapping[str, int]  # the mesh, sizes by name, outer to inner
     strategy: Strategy
-    parts: int
+    parts: int  # microbatches or minibatches of a replica
+    # exact: "parameters", "optimizer" and "batch", the arguments of the step; estimated:
+    # "gradients", "activations" and "copies" (parameters as layers compute with them)
     bytes: Mapping[str, int]
-    sent: Mapping[str, int]
+    sent: Mapping[str, int]  # along each axis
     time: Breakdown
     unhidden: Breakdown
-    fits: bool
+    fits: bool  # into the accelerator's memory
 
     @property
     def arguments(self) -> int:
@@ -160,7 +150,7 @@ def _state(config: FrozenConfigDict) -> training.TrainState:
 
 
 def state_of(config: ConfigDict) -> training.TrainState:
-    """The shapes of the train state, computed once for all sizes of the batch."""
+    """The shapes of the train state, computed once for all sizes of a batch."""
     return _state(FrozenConfigDict(in_minibatches(config, 1, batch_size=1)))
 
 
@@ -190,10 +180,7 @@ def _waiting(strategy: Strategy, stages: int) -> Mapping[str, int]:
 
 
 def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> Step:
-    """Returns the step of a strategy by hand. `planner.step` has the arguments.
-
-    The strategy's specs say which part of each array a device holds.
-    """
+    """Returns the step of a strategy by hand, whose specs say what each device holds."""
     if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
         raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
     if unknown := set(axes) - set(meshes.AXES):
@@ -351,11 +338,9 @@ def estimate(
       cluster: the devices, and the links between them.
 
     Raises:
-      TypeError: if `config` is no configuration, `axes` no mapping, or `cluster` no `Cluster`.
-      ValueError: if the strategy is refused (`options.check`), or is left to the compiler,
-        which decides by itself; if the optimizer's moments are on the host, or gradients are
-        added in place; if the axes do not multiply to the cluster's devices, the accelerator
-        has no unit for a product's dtype, or there is no figure for a link.
+      TypeError: if an argument is of another type.
+      ValueError: if the strategy is refused, an option has no formula, the axes do not multiply
+        to the cluster's devices, or there is no figure for a link or a dtype.
     """
     check_type("config", config, ConfigDict, "a configuration: configs.get('80gb')")
     check_type("axes", axes, Mapping, 'a mapping of sizes by name: {"data": 64}')

@@ -111,12 +111,8 @@ def work(step: Step) -> dict[str, Work]:
     of the output layer ("head").
     """
     shape, plan, scores, again = step.shape, step.plan, core(step), recomputed(step)
-    t, item, T, D = (
-        plan.size("tensor"),
-        jnp.dtype(plan.dtype).itemsize,
-        step.tokens,
-        shape.width,
-    )
+    t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
+    T, D = step.tokens, shape.width
     q, kv, k, m = shape.heads * shape.head_dim, shape.kv_width, shape.slots, shape.matrices
     # FLOPs: a matmul of T tokens with P parameters takes 2 T P.
     qkv, out = 2 * T * D * (q + 2 * kv) / t, 2 * T * D * q / t
@@ -171,17 +167,13 @@ def work(step: Step) -> dict[str, Work]:
 class Breakdown:
     """Seconds of a step, one number per kind of work; `total` is their sum.
 
-    Attributes:
-      parts: "products", "memory", "bubble" and "optimizer", and exposed communication by axis:
-        "tensor", "context", "expert", "data" and "pipe".
-      hidden: seconds of communication that computing hides, by axis; "data" includes "fsdp".
-      model_seconds: seconds that one device needs for its share of the model's matmuls, at the
-        peak rate.
+    `parts` are "products", "memory", "bubble" and "optimizer", and exposed communication by
+    axis: "tensor", "context", "expert", "data" (with "fsdp") and "pipe".
     """
 
     parts: Mapping[str, float]
-    hidden: Mapping[str, float]
-    model_seconds: float
+    hidden: Mapping[str, float]  # communication that computing hides, by axis
+    model_seconds: float  # of one device's share of the model's matmuls, at the peak rate
 
     @property
     def total(self) -> float:

@@ -37,20 +37,13 @@ def _divisors(count: int) -> list[int]:
 class Course:
     """Programs of this course on a cluster.
 
-    All meshes data x pipe x tensor that divide the model, with "tensor" no larger than the GPUs
-    behind one switch. The order of the axes decides which groups share a host, so each mesh
-    takes the order with the fastest step. Without a pipeline, ZeRO 0, 1 and 3 are tried, each
-    with the number of minibatches that fits and is the fastest. With a pipeline only 1F1B with
-    ZeRO 1, one chunk per device, and as many microbatches as possible, at most eight per stage.
-    Where "data" does not divide the model's width, only ZeRO 0 is left. An axis "tensor"
-    divides the sequence, too. Recomputation and attention stay as configured. Axes "context"
-    and "expert", ZeRO 2, rings along "tensor" and interleaved pipelines are not tried. Notebook
-    12 compares what is recommended with some of these.
-
-    Attributes:
-      config: a configuration; its number of minibatches is ignored.
-      reorder: whether to try all orders of the axes. If not, "data" is the outermost and
-        "tensor" the innermost, as in the meshes of the training program.
+    All meshes data x pipe x tensor that divide the model, with "tensor" inside of a switch.
+    Each mesh takes the order of its axes with the fastest step, since the order decides which
+    groups share a host; without `reorder`, "data" is the outermost and "tensor" the innermost,
+    as in the training program. Without a pipeline, ZeRO 0, 1 and 3, each with the number of
+    minibatches that fits and is the fastest; with one, 1F1B with ZeRO 1 and as many
+    microbatches as possible, at most eight per stage. Recomputation and attention stay as
+    configured. Not tried: "context", "expert", ZeRO 2, rings along "tensor", chunks.
     """
 
     config: ConfigDict
@@ -58,6 +51,8 @@ class Course:
 
     def __post_init__(self) -> None:
         check_type("config", self.config, ConfigDict, "a configuration: configs.get('80gb')")
+        if type(self.reorder) is not bool:
+            raise ValueError(f"reorder={self.reorder!r} must be True or False")
         course.check_counted(self.config)
         # below, errors only mean "does not divide"
         configs.check(in_minibatches(self.config, 1))
@@ -103,17 +98,11 @@ class Course:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A framework's plan and what it costs.
-
-    Attributes:
-      plan: how the model is trained.
-      time: of a step.
-      memory: bytes on a device (`memory.of_framework`).
-    """
+    """A framework's plan and what it costs."""
 
     plan: Plan
     time: Breakdown
-    memory: float
+    memory: float  # bytes on a device (`memory.of_framework`)
 
     @property
     def seconds(self) -> float:
@@ -157,28 +146,17 @@ class Frameworks:
 
     Of each mesh, number of chunks and microbatch, takes the plan that recomputes least and
     fits into 0.9 of the memory: the first of `recompute` that fits, in as few layers as it can.
-    A single microbatch has no float32 sum of gradients, unless they travel in float32. Without
-    a pipeline, skips microbatches that only make room. What does not divide the model or the
-    batch is left out.
-
-    Attributes:
-      shape: sizes of the model, without experts.
-      batch: sequences per step.
-      kinds: of `KINDS`.
-      recompute: what the backward pass may recompute: of "none", "selective" and "block", in
-        this order.
-      fused_attention: whether scores stay on the chip.
-      tensor_overlap: whether rings hide most of the traffic along "tensor", inside of a host.
-      gradient_bytes: per number, when gradients travel: 1, 2 or 4, for all layouts alike.
+    A single microbatch has no float32 sum of gradients, unless they travel in float32. What
+    does not divide the model or the batch is left out.
     """
 
     shape: Shape
-    batch: int
+    batch: int  # sequences per step
     kinds: Sequence[str] = KINDS
-    recompute: Sequence[str] = FRAMEWORK_RECOMPUTE
-    fused_attention: bool = True
-    tensor_overlap: bool = True
-    gradient_bytes: int = 2
+    recompute: Sequence[str] = FRAMEWORK_RECOMPUTE  # the least first
+    fused_attention: bool = True  # scores stay on the chip
+    tensor_overlap: bool = True  # inside of a host, rings hide most traffic along "tensor"
+    gradient_bytes: int = 2  # per number, when gradients travel: 1, 2 or 4
 
     def __post_init__(self) -> None:
         check_type("shape", self.shape, Shape, "a Shape: the sizes of the model")
@@ -192,6 +170,8 @@ class Frameworks:
             raise ValueError(
                 f"recompute={self.recompute!r} must be in the order of {FRAMEWORK_RECOMPUTE}"
             )
+        if type(self.tensor_overlap) is not bool:
+            raise ValueError(f"tensor_overlap={self.tensor_overlap!r} must be True or False")
         if self.shape.experts:
             raise ValueError(f"shape.experts={self.shape.experts} must be 0: no 'expert' here")
 
@@ -256,10 +236,6 @@ def ranked(space: Course | Frameworks, cluster: Cluster) -> list[Any]:
 
     Returns:
       `Estimate` or `Layout` objects; an empty list if nothing fits.
-
-    Raises:
-      TypeError: if `cluster` is no `Cluster`.
-      ValueError: if the space is refused, or the accelerator has no figure for a link.
     """
     check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
 

@@ -10,6 +10,7 @@ import json
 import math
 from pathlib import Path
 
+import jaxtyping
 import one_device
 import pytest
 
@@ -24,6 +25,14 @@ from course_lib.planner import Plan, Shape
 PLACE = Path(__file__).parents[1] / "data" / "planner.json.gz"
 FROZEN = json.loads(gzip.decompress(PLACE.read_bytes()))
 H100 = hardware.get("h100")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def types_are_not_checked():
+    """Hundreds of plans take a million small calls; other files check their types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def plan_of(fields):
