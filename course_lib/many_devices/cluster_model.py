@@ -105,11 +105,8 @@ def _check(size: int | float) -> None:
 
 
 def all_gather(group: Group, size: int | float) -> float:
-    """Returns the seconds of an all-gather. A reduce-scatter takes as long.
-
-    Args:
-      group: the devices.
-      size: bytes of the gathered array. Each rank starts with 1/n of it.
+    """Returns the seconds of an all-gather, or of a reduce-scatter. `size`: bytes of the whole
+    array, of which each rank starts with 1/n.
     """
     _check(size)
     if group.ranks == 1:
