@@ -22,9 +22,10 @@ from matplotlib.figure import Figure
 
 from course_lib.lessons import backtest
 from course_lib.lessons.backtest import Prediction, Row
-from course_lib.many_devices import cluster_model, layer_model, step_model
+from course_lib.many_devices import cluster_model
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
 from course_lib.measure import hardware
+from course_lib.planner import price
 from course_lib.show import figures
 from course_lib.show.figures import style
 
@@ -225,11 +226,11 @@ def layout_kinds() -> str:
 
 
 ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
-    "MEMORY_SHARE": (layer_model, (0.75, 0.95)),
-    "UNFUSED_FACTOR": (layer_model, (1, 3)),
-    "OVERLAP_COST": (layer_model, (0.0, 0.5)),
-    "GRADIENT_BUCKETS": (step_model, (2, 32)),
-    "TENSOR_OVERLAP": (layer_model, (0.5, 0.9)),
+    "MEMORY_SHARE": (price, (0.75, 0.95)),
+    "UNFUSED_FACTOR": (price, (1, 3)),
+    "OVERLAP_COST": (price, (0.0, 0.5)),
+    "GRADIENT_BUCKETS": (price, (2, 32)),
+    "TENSOR_OVERLAP": (price, (0.5, 0.9)),
     "NVLINK_SHARE": (cluster_model, (0.7, 0.9)),
     "NETWORK_LATENCY": (cluster_model, (0.0, 80e-6)),
 }

@@ -1,4 +1,4 @@
-"""Predicted against published step times: how far the formulas of `step_model` can be trusted.
+"""Predicted against published step times: how far the formulas of `planner` can be trusted.
 
 The folder `published_steps` holds step times that others measured: one file per publication,
 with the place of each figure and the layout that it was measured with. Here each is predicted.
@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 from jax.scipy.stats import rankdata
 
-from course_lib.many_devices import step_model
+from course_lib import planner
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster, check_type
-from course_lib.many_devices.plans import Plan, Shape
-from course_lib.many_devices.step_model import Breakdown
 from course_lib.measure import hardware
 from course_lib.measure.hardware import TpuTarget
+from course_lib.planner import Breakdown, Plan, Shape
 
 FOLDER = importlib.resources.files("course_lib.lessons") / "published_steps"
 KINDS = ("dense", "moe", "fp8", "offload", "tpu")
@@ -255,7 +254,7 @@ def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Predicti
             slices > 1 or cluster.count not in target.layouts
         ):
             continue
-        step = step_model.breakdown(row.shape, row.plan, cluster)
+        step = planner.seconds(planner.step(row.shape, row.plan), cluster)
         predictions.append(Prediction(row, step))
     return predictions
 
@@ -399,7 +398,7 @@ def of_layouts(
 ) -> list[tuple[Prediction, Prediction]]:
     """Returns the pairs with other axes or chunks, but as many GPUs, the same batch and the
     same recomputation. Most differ in their microbatch, too, and those of dgxc_benchmarking in
-    the release of the software. `estimate.choose` asks for their order.
+    the release of the software. `planner.ranked` asks for their order.
     """
 
     def task(row: Row) -> tuple[int, int, str]:

@@ -2,8 +2,8 @@
 
     layouts.submit({"data": 64}, Strategy(zero=3), minibatches=4, level=1)
 
-A submission is refused with a reason, or scored by formula (`estimate`): memory per GPU and
-time per step, beside those of the best layout that `estimate.choose` finds. The last line is a
+A submission is refused with a reason, or scored by formula (`planner`): memory per GPU and
+time per step, beside those of the best layout that `planner.ranked` finds. The last line is a
 hint. With `compile=True` the step is also compiled for the GPUs, which need not be there.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from course_lib import configs, measure
+from course_lib import configs, measure, planner
 from course_lib.lessons.check.answers import WrongAnswer, exercise, require
-from course_lib.many_devices import estimate, meshes, strategies
+from course_lib.many_devices import meshes, strategies
 from course_lib.many_devices.cluster_model import Cluster
-from course_lib.many_devices.estimate import Estimate
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hardware, virtual
+from course_lib.planner import Estimate
 from course_lib.show import notebook
 
 SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
@@ -83,7 +83,7 @@ def best(level: int) -> Estimate:
     chosen = levels()[level]
     return next(
         each
-        for each in estimate.choose(chosen.config, chosen.cluster)
+        for each in planner.ranked(planner.Course(chosen.config), chosen.cluster)
         if each.memory <= limit(chosen.cluster)
     )
 
@@ -131,7 +131,7 @@ def submit(
     config = chosen.config.copy_and_resolve_references()
     config.training.num_minibatches = minibatches
     try:
-        yours = estimate.estimate(config, axes, strategy, chosen.cluster)
+        yours = planner.estimate(config, axes, strategy, chosen.cluster)
     except ValueError as error:
         raise WrongAnswer(f"This layout cannot be: {error}.") from error
     if yours not in _submissions.setdefault(level, []):

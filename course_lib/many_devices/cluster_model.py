@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from course_lib.measure import hardware, virtual
+from course_lib.measure import virtual
 from course_lib.measure.hardware import Accelerator
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -57,11 +57,7 @@ TORUS_LATENCY = 1e-6
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], how: str) -> None:
-    """Refuses an argument of a wrong type, often one that was passed in another's place.
-
-    Raises:
-      TypeError: naming the argument, its value and how to make a right one.
-    """
+    """Refuses an argument of a wrong type, often one that was passed in another's place."""
     if isinstance(value, bool) or not isinstance(value, kind):
         long = dataclasses.is_dataclass(value)
         shown = f"{type(value).__name__}(...)" if long else repr(value)
@@ -74,16 +70,8 @@ def network_share(hosts: int) -> float:
     Fitted to reduce-scatters on H100 hosts: a bus bandwidth of 360 GB/s on 4 hosts, 345, 320,
     300, 280, and 260 on 128 (https://github.com/NVIDIA/nccl/issues/1229). The source states
     neither ports nor sizes: eight ports of 50 GB/s are assumed, and that the steps of the ring
-    are in these figures. Assumed for other GPUs and ports, too. Beyond 128 hosts it is
-    extrapolated.
-
-    Raises:
-      TypeError: if the number is not whole.
-      ValueError: if there is no host.
+    are in these figures. Assumed for other GPUs and ports, too, and beyond 128 hosts.
     """
-    check_type("hosts", hosts, (int, np.integer), "a whole number of hosts")
-    if not hosts >= 1:
-        raise ValueError(f"hosts={hosts} must be at least 1")
     return min(0.9, max(0.4, 0.9 - 0.05 * math.log2(hosts / 4)))
 
 
@@ -91,76 +79,36 @@ def network_share(hosts: int) -> float:
 class Group:
     """The devices of one collective, and the links between them.
 
-    Attributes:
-      ranks: n, the number of devices.
-      per_switch: r, the number of ranks that share a switch (or a torus).
-      inside: bytes/s that a rank receives from the others behind its switch.
-      outside: bytes/s that a rank receives over its port from other hosts. Not used if all
-        ranks share a switch.
-      link, hop: bytes/s from one rank to the next, where the ranks of a ring send at once, and
-        seconds until the first byte has arrived. Groups that leave the same host share its
-        ports.
-      latency: seconds until the first byte of a collective has arrived.
-      step: seconds that each of the n - 1 steps of an all-gather's ring adds.
-      adds_in_switch: whether the switches add up, which makes an all-reduce faster.
-      ring: on a torus, n of the n/4 hops that a message of an all-to-all takes on average; 0
-        behind a switch.
-      ideal: whether rings inside of hosts and rings across hosts send the fewest bytes; else
-        each ring runs through all ranks.
+    `link` and `hop` are of one step of a ring, where all ranks send at once. Groups that leave
+    the same host share its ports.
     """
 
-    ranks: int
-    per_switch: int
-    inside: float
-    outside: float
-    link: float
-    latency: float = 0.0
-    hop: float = 0.0
-    adds_in_switch: bool = False
+    ranks: int  # n
+    per_switch: int  # r, the ranks that share a switch (or a torus)
+    inside: float  # bytes/s that a rank receives from the others behind its switch
+    outside: float  # bytes/s that a rank receives over its port; unused behind one switch
+    link: float  # bytes/s from one rank to the next
+    latency: float = 0.0  # seconds until the first byte of a collective has arrived
+    hop: float = 0.0  # seconds until the first byte has arrived at the next rank
+    adds_in_switch: bool = False  # the switches add up, which makes an all-reduce faster
+    # on a torus, n of the n/4 hops that a message of an all-to-all takes on average
     ring: float = 0.0
+    # rings inside of hosts and rings across hosts send the fewest bytes; else each ring runs
+    # through all ranks
     ideal: bool = False
-    step: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "per_switch"):
-            check_type(name, getattr(self, name), (int, np.integer), "a whole number of ranks")
-        if not 1 <= self.per_switch <= self.ranks:
-            raise ValueError(
-                f"per_switch={self.per_switch} must be at least 1, and at most"
-                f" ranks={self.ranks}"
-            )
-        if not self.inside > 0 or (self.ranks > self.per_switch and not self.outside > 0):
-            raise ValueError(
-                f"inside={self.inside} and outside={self.outside} must be above 0 bytes/s"
-            )
-        if self.ranks > 1 and not self.link > 0:
-            raise ValueError(f"link={self.link} must be above 0 bytes/s")
-        if not (self.latency >= 0 and self.hop >= 0 and self.step >= 0):
-            raise ValueError(
-                f"latency={self.latency}, hop={self.hop} and step={self.step} must be at least"
-                " 0 seconds"
-            )
+    step: float = 0.0  # seconds that each of the n - 1 steps of an all-gather's ring adds
 
 
-def _check(group: Group, size: int | float) -> None:
-    check_type("group", group, Group, "a Group, as Cluster.group returns it")
-    check_type("size", size, (int, float, np.number), "a number of bytes")
+def _check(size: int | float) -> None:
     if not 0 <= size < math.inf:
         raise ValueError(f"size={size} must be at least 0 bytes, and finite")
 
 
 def all_gather(group: Group, size: int | float) -> float:
-    """Returns the seconds of an all-gather. A reduce-scatter takes as long.
-
-    Args:
-      group: the devices.
-      size: bytes of the gathered array. Each rank starts with 1/n of it.
-
-    Raises:
-      TypeError: if the group is no `Group`, or the size no number.
-      ValueError: if the size is negative or infinite. All functions of sizes here raise these.
+    """Returns the seconds of an all-gather, or of a reduce-scatter. `size`: bytes of the whole
+    array, of which each rank starts with 1/n.
     """
-    _check(group, size)
+    _check(size)
     if group.ranks == 1:
         return 0.0
     return _transfer(group, size) + group.latency + (group.ranks - 1) * group.step
@@ -180,13 +128,9 @@ reduce_scatter = all_gather
 
 def all_reduce(group: Group, size: int | float) -> float:
     """Returns the seconds of an all-reduce: a reduce-scatter, then an all-gather, with the
-    latency of a tree.
-
-    Args:
-      group: the devices.
-      size: bytes of the array that each rank has.
+    latency of a tree. `size`: bytes of the array that each rank has.
     """
-    _check(group, size)
+    _check(size)
     if group.ranks == 1:
         return 0.0
     faster = SWITCH_SPEEDUP if group.adds_in_switch else 1
@@ -194,15 +138,11 @@ def all_reduce(group: Group, size: int | float) -> float:
 
 
 def all_to_all(group: Group, size: int | float) -> float:
-    """Returns the seconds of an all-to-all.
-
-    On a ring of n devices a message takes n/4 hops on average, and uses a link for each hop.
-
-    Args:
-      group: the devices.
-      size: bytes of one rank's array. It sends 1/n of them to each rank.
+    """Returns the seconds of an all-to-all. `size`: bytes of one rank's array, of which it
+    sends 1/n to each rank. On a ring of n devices a message takes n/4 hops on average, and uses
+    a link for each hop.
     """
-    _check(group, size)
+    _check(size)
     n, r = group.ranks, group.per_switch
     if n == 1:
         return 0.0
@@ -213,13 +153,9 @@ def all_to_all(group: Group, size: int | float) -> float:
 
 def shift(group: Group, size: int | float) -> float:
     """Returns the seconds in which each rank sends an array to the next rank: one step of a
-    ring, or a transfer between two pipeline stages.
-
-    Args:
-      group: the devices, in the order of the ring.
-      size: bytes of the array.
+    ring, or a transfer between two pipeline stages. `size`: bytes of the array.
     """
-    _check(group, size)
+    _check(size)
     return size / group.link + group.hop if group.ranks > 1 else 0.0
 
 
@@ -262,12 +198,6 @@ class Cluster:
       ring_latency: seconds that each step of an all-gather or a reduce-scatter across hosts
         adds. 0: those in the measured `network_share` are all.
       products_share: share of the peak rate that matrix products reach.
-
-    Raises:
-      TypeError: if `accelerator` is no row of `hardware`, or `products_share` no number.
-      ValueError: if `accelerator` is a name, a number is out of range, a host has more GPUs
-        than the cluster, or a cluster of TPUs has hosts, ports or switches: TPUs are linked by
-        a torus.
     """
 
     accelerator: Accelerator
@@ -282,56 +212,47 @@ class Cluster:
     ring_latency: float = 0.0
 
     def __post_init__(self) -> None:
-        hardware.check(self.accelerator)
         how = "a row of the table: hardware.get('h100')"
         check_type("accelerator", self.accelerator, Accelerator, how)
         for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        port = self.port_bandwidth
-        if port is not None and not (type(port) in (int, float) and 1e6 <= port < math.inf):
-            raise ValueError(
-                f"port_bandwidth={port!r} must be in bytes/s, at least 1e6: 50 GB/s are 50e9"
-            )
         for name in ("adds_in_switch", "ideal"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={value!r} must be True or False")
-        check_type(
-            "ring_latency", self.ring_latency, (int, float, np.number), "a number of seconds"
-        )
-        if not 0 <= self.ring_latency < 1:
-            raise ValueError(
-                f"ring_latency={self.ring_latency} must be seconds, at least 0 and below 1:"
-                " 5e-6"
-            )
-        if self.ideal and self.ring_latency:
-            raise ValueError(
-                f"ring_latency={self.ring_latency} must be 0 on an ideal cluster, whose links"
-                " have no latency"
-            )
-        check_type("products_share", self.products_share, (int, float, np.number), "a number")
-        if not 0 < self.products_share <= 1:
-            raise ValueError(
-                f"products_share={self.products_share} must be above 0 and at most 1, the peak"
-            )
-        if self.gpus_per_host is not None and self.gpus_per_host > self.count:
-            raise ValueError(
-                f"gpus_per_host={self.gpus_per_host} must be at most count={self.count}: a host"
-                " cannot have more GPUs than the cluster"
-            )
-        if self.accelerator.platform == "tpu" and (
-            self.gpus_per_host
-            or self.ports_per_host
-            or self.port_bandwidth
-            or self.hosts_per_switch > 1
-            or self.adds_in_switch
-            or self.ring_latency
-        ):
-            raise ValueError(
+        port, latency, share = self.port_bandwidth, self.ring_latency, self.products_share
+        hosts = self.gpus_per_host or self.ports_per_host or port or self.hosts_per_switch > 1
+        for wrong, why in (
+            (
+                port is not None and not 1e6 <= port < math.inf,
+                f"port_bandwidth={port!r} must be in bytes/s, at least 1e6: 50 GB/s are 50e9",
+            ),
+            (
+                not 0 <= latency < 1,
+                f"ring_latency={latency} must be seconds, at least 0 and below 1: 5e-6",
+            ),
+            (
+                self.ideal and latency,
+                f"ring_latency={latency} must be 0 on an ideal cluster: links have no latency",
+            ),
+            (
+                not 0 < share <= 1,
+                f"products_share={share} must be above 0 and at most 1, the peak",
+            ),
+            (
+                (self.gpus_per_host or 0) > self.count,
+                f"gpus_per_host={self.gpus_per_host} must be at most count={self.count}",
+            ),
+            (
+                self.accelerator.platform == "tpu"
+                and (hosts or self.adds_in_switch or latency),
                 f"{self.accelerator.title} must have no hosts, ports or switches: its links"
-                " form a torus"
-            )
+                " form a torus",
+            ),
+        ):
+            if wrong:
+                raise ValueError(why)
 
     @property
     def per_host(self) -> int:
@@ -353,7 +274,6 @@ class Cluster:
 
     @property
     def _port(self) -> float | None:
-        """Bytes/s of one port, if there is a figure."""
         return self.port_bandwidth or self.accelerator.network_bandwidth
 
     def group(self, axes: Mapping[str, int], over: str | Sequence[str]) -> Group:
@@ -364,26 +284,16 @@ class Cluster:
           axes: sizes of the mesh's axes, outer to inner. Neighbours on the innermost axis have
             neighbouring numbers.
           over: the axis or axes. An axis of `AXES` that is not in `axes` has size 1.
-
-        Raises:
-          TypeError: if `axes` is no mapping, or `over` neither a name nor several.
-          ValueError: if the axes do not multiply to `count`, `over` names no axis or one twice,
-            or the group crosses a network for which there is no figure.
         """
-        check_type("axes", axes, Mapping, 'a mapping of sizes by name: {"data": 64}')
-        if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
-            raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
         if math.prod(axes.values()) != self.count:
             raise ValueError(
                 f"axes={dict(axes)} must multiply to the {self.count} accelerators of the"
                 f" cluster, not to {math.prod(axes.values())}"
             )
-        check_type("over", over, Sequence, 'an axis or several: "data" or ("data", "expert")')
         over = (over,) if isinstance(over, str) else tuple(over)
-        if not over or len(set(over)) < len(over):
-            raise ValueError(f"over={over} must name at least one axis, and each one once")
-        if unknown := set(over) - set(AXES) - set(axes):
-            raise ValueError(f"over={over} must name axes of {AXES}, not {sorted(unknown)}")
+        unknown = sorted(set(over) - set(AXES) - set(axes))
+        if not over or unknown:
+            raise ValueError(f"over={over} must name axes of {AXES}, not {unknown}")
         asked = tuple(axes.items()), over
         if asked not in self._groups:
             place = self._on_torus if self.accelerator.platform == "tpu" else self._on_hosts
@@ -392,11 +302,9 @@ class Cluster:
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[tuple[tuple[str, int], ...], tuple[str, ...]], Group]:
-        """The groups so far: a search asks for the same ones thousands of times."""
-        return {}
+        return {}  # a search asks for the same groups thousands of times
 
     def _on_hosts(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
-        """Returns a group of GPUs. Arguments as for `group`, `over` as a tuple."""
         ranks, behind_switch, hosts = _placed(
             tuple(axes.items()), over, self.per_switch, self.per_host
         )

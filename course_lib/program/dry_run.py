@@ -5,7 +5,7 @@ and time.
 
 The step is the one that `course_lib.program.loop` would run on these devices, built by the same
 function. Memory and communication are read from the compiled program, FLOPs are counted, and
-the time is estimated by `many_devices.estimate`. If the configuration leaves mesh and strategy
+the time is estimated by `planner`. If the configuration leaves mesh and strategy
 at their defaults, advice follows: the mesh and strategy with the fastest estimate.
 """
 
@@ -18,9 +18,8 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from course_lib import measure, training
+from course_lib import measure, planner, training
 from course_lib.configs import check_attention
-from course_lib.many_devices import estimate as estimates
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
@@ -43,7 +42,7 @@ class DryRun:
     capacity: int  # bytes of a device's memory that the program may use; the peak has to fit
     flops: int  # the model's FLOPs per step, on all devices together
     sent: dict[str, int]  # bytes that a device sends per step, by kind and axes
-    estimate: estimates.Estimate | str  # or the reason why there is none
+    estimate: planner.Estimate | str  # or the reason why there is none
     refused: str  # why the program would refuse this configuration, or ""
     suggested: dict[str, Any]  # fields to change for a step that is faster, or fits
     advice: str  # the same in words, or why nothing is suggested
@@ -78,7 +77,7 @@ class DryRun:
         return "\n".join([*lines, *[f"advice               {self.advice}"] * bool(self.advice)])
 
 
-def _time(guess: estimates.Estimate | str) -> str:
+def _time(guess: planner.Estimate | str) -> str:
     if isinstance(guess, str):
         return f"no estimate: {guess}"
     exposed = guess.time.exposed / guess.step
@@ -149,10 +148,10 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     )
 
 
-def _estimate(config: ConfigDict, cluster: Cluster) -> estimates.Estimate | str:
+def _estimate(config: ConfigDict, cluster: Cluster) -> planner.Estimate | str:
     axes, strategy = settings.axes(config, cluster.count), settings.strategy(config)
     try:
-        return estimates.estimate(config, axes, strategy, cluster)
+        return planner.estimate(config, axes, strategy, cluster)
     except ValueError as error:  # the program can run it, only the formula cannot
         return str(error)
 
@@ -167,7 +166,7 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
             changed = config.copy_and_resolve_references()
             changed.model.remat = tried
             # The program's meshes have one order of axes: "data" outermost, "tensor" innermost.
-            ranked = estimates.choose(changed, cluster, reorder=False)
+            ranked = planner.ranked(planner.Course(changed, reorder=False), cluster)
             if ranked and (best is None or ranked[0].step < best.step):
                 best, remat = ranked[0], tried
     except ValueError:  # there is no formula, as the line about the time says

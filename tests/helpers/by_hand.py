@@ -1,4 +1,4 @@
-"""The seconds of a training step by hand: the formulas of `layer_model`, `step_model` and
+"""The seconds of a training step by hand: the formulas of `planner.price` and
 `cluster_model` written out once more, in plain numbers, for H100s on hosts of eight.
 
 Nothing here comes from `course_lib`, so a slip there shows. Letters as in the notebooks: N
@@ -97,7 +97,7 @@ def lockstep(rows, usual, of_last):
 
 def seconds(model, axes, zero, parts, fused=False):
     """Returns the seconds of a step with rematerialized blocks in bfloat16 and Adam, like
-    `estimate.estimate(...).step`.
+    `planner.estimate(...).step`.
 
     Args:
       model: N, D, H, K, G, F, V, L and the batch, in sequences per step.

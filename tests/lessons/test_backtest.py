@@ -12,11 +12,11 @@ import PIL.Image
 import pytest
 
 from benchmarks import backtest as program
+from course_lib import planner
 from course_lib.lessons import backtest
-from course_lib.many_devices import step_model
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE
-from course_lib.many_devices.plans import Shape
 from course_lib.measure import hardware
+from course_lib.planner import Shape
 
 ROOT = Path(__file__).parent.parent.parent
 ROWS = backtest.load()
@@ -40,7 +40,7 @@ def row(source, part="", **fields):
 @pytest.fixture(scope="module", autouse=True)
 def types_are_not_checked():
     """The figures come from a million small calls, and a check of types takes most of each.
-    test_step_model.py checks the types of these functions.
+    tests/planner checks the types of these functions.
     """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -286,7 +286,7 @@ def prediction(error, mfu=0.5, source="a", accelerator="h100", seq_len=1024):
         flops="6M+12lhs",
     )
     total = (1 + error) * made.seconds
-    step = step_model.Breakdown({"products": total}, {}, mfu * made.seconds)
+    step = planner.Breakdown({"products": total}, {}, mfu * made.seconds)
     return backtest.Prediction(made, step)
 
 
@@ -518,6 +518,6 @@ def test_docstrings_cite_the_figures_that_are_computed():
     found = program.halves()["all"]
     of, relative = backtest.summary(found), backtest.relative_errors(found)
     near = sum(abs(error) <= 0.1 for error in relative) / len(relative)
-    text = " ".join(step_model.__doc__.split())
+    text = " ".join(planner.price.__doc__.split())
     assert f"for {of.within_tenth:.0%} of {of.rows} published steps" in text
     assert f"published seconds on the accelerators of its publication, {near:.0%} are" in text

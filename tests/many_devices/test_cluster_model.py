@@ -6,12 +6,10 @@ import math
 import pytest
 
 from course_lib.many_devices import cluster_model
-from course_lib.many_devices.cluster_model import Cluster, Group
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hardware
 
-H100, A100, B200, V5E, V5P = (
-    hardware.get(name) for name in ("h100", "a100-80", "b200", "v5e", "v5p")
-)
+H100, B200, V5E, V5P, L4 = (hardware.get(name) for name in ("h100", "b200", "v5e", "v5p", "l4"))
 NVLINK, PORT = 450e9, 50e9  # bytes/s of an H100 in one direction
 GB = 1e9
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
@@ -36,14 +34,6 @@ def test_inside_a_host_an_all_gather_brings_the_others_parts_over_nvlink():
     assert cluster_model.all_reduce(group, GB) == pytest.approx(2 * GB * 7 / 8 / NVLINK)
 
 
-def test_the_slower_level_decides():
-    # with ports as fast as NVLink, what is left is the share inside of each host
-    fast = ideal(64, port_bandwidth=NVLINK).group({"data": 64}, "data")
-    assert cluster_model.all_gather(fast, GB) == pytest.approx(GB * 7 / 8 / NVLINK)
-    fast = ideal(16, port_bandwidth=2 * NVLINK).group({"expert": 16}, "expert")
-    assert cluster_model.all_to_all(fast, GB) == pytest.approx(GB * 7 / 16 / NVLINK)
-
-
 def test_a_switch_that_adds_up_makes_an_all_reduce_faster_and_nothing_else():
     plain = Cluster(H100, 8).group({"data": 8}, "data")
     adding = Cluster(H100, 8, adds_in_switch=True).group({"data": 8}, "data")
@@ -62,13 +52,6 @@ def test_an_all_to_all_crosses_the_network_through_each_gpu_s_own_port():
     assert cluster_model.all_to_all(inside, GB) == pytest.approx(GB * 7 / 8 / NVLINK)
 
 
-def test_a_ring_is_as_slow_as_its_slowest_link():
-    axes = {"pipe": 2, "data": 8}
-    across, inside = (ideal(16).group(axes, axis) for axis in ("pipe", "data"))
-    assert cluster_model.shift(across, GB) == pytest.approx(GB / PORT)
-    assert cluster_model.shift(inside, GB) == pytest.approx(GB / NVLINK)
-
-
 def test_each_step_of_a_ring_across_hosts_adds_its_latency_to_all_but_all_reduces():
     """NCCL's all-reduces have trees, its all-gathers and reduce-scatters have none."""
     slow = Cluster(H100, 64, ring_latency=5e-6)
@@ -82,21 +65,6 @@ def test_each_step_of_a_ring_across_hosts_adds_its_latency_to_all_but_all_reduce
     assert slow.group(inside, "tensor") == Cluster(H100, 64).group(inside, "tensor")
 
 
-@pytest.mark.parametrize("seconds", [-1e-6, 1.0, math.inf, math.nan])
-def test_a_latency_that_is_no_number_of_seconds_is_refused(seconds):
-    with pytest.raises(
-        ValueError, match="ring_latency=.* must be seconds, at least 0 and below 1"
-    ):
-        Cluster(H100, 64, ring_latency=seconds)
-
-
-def test_a_ring_latency_that_would_be_ignored_is_refused():
-    with pytest.raises(ValueError, match="ring_latency=5e-06 must be 0 on an ideal cluster"):
-        ideal(ring_latency=5e-6)
-    with pytest.raises(ValueError, match="must have no hosts, ports or switches"):
-        Cluster(V5P, 64, ring_latency=5e-6)
-
-
 def test_a_step_of_a_ring_starts_in_half_of_the_time_of_a_collective():
     axes = {"pipe": 2, "data": 8}
     across, inside = (Cluster(H100, 16).group(axes, axis) for axis in ("pipe", "data"))
@@ -106,40 +74,11 @@ def test_a_step_of_a_ring_starts_in_half_of_the_time_of_a_collective():
     assert cluster_model.shift(across, GB) == pytest.approx(GB / (0.9 * PORT) + 20e-6)
 
 
-def test_a_step_of_a_ring_takes_as_long_however_many_follow():
-    seconds = {
-        n: cluster_model.shift(Cluster(H100, 8 * n).group({"pipe": n, "data": 8}, "pipe"), GB)
-        for n in (2, 16, 128)
-    }
-    assert len(set(seconds.values())) == 1
-    # also where the ring begins inside of a host
-    assert seconds[2] == cluster_model.shift(Cluster(H100, 64).group({"data": 64}, "data"), GB)
-
-
 def test_a_rack_of_eighteen_hosts_behind_one_switch_needs_no_network():
     rack = Cluster(B200, 72, gpus_per_host=4, hosts_per_switch=18, ideal=True)
     group = rack.group({"data": 72}, "data")
     seconds = cluster_model.all_gather(group, GB)
     assert seconds == pytest.approx(GB * 71 / 72 / B200.link_bandwidth)
-
-
-def test_what_the_network_loses_grows_with_hosts_not_with_racks():
-    two = Cluster(B200, 144, gpus_per_host=4, hosts_per_switch=18)
-    group = two.group({"data": 144}, "data")
-    # 36 hosts: log2(36/4) = 3.17 doublings above four, and more than five above one
-    assert group.outside == pytest.approx((0.9 - 0.05 * 3.169925) * 50e9)
-    assert group.latency == pytest.approx(20e-6 + 6 * 40e-6)
-    # within a rack nothing of that counts: 18 hosts, one switch
-    inside = two.group({"data": 2, "tensor": 72}, "tensor")
-    assert (inside.per_switch, inside.latency) == (72, 20e-6)
-
-
-def test_fewer_ports_are_shared():
-    # four ports of 100 Gb/s for eight A100s
-    few = Cluster(A100, 16, ports_per_host=4, port_bandwidth=12.5e9, ideal=True)
-    group = few.group({"data": 16}, "data")
-    assert group.outside == 6.25e9
-    assert cluster_model.all_gather(group, GB) == pytest.approx(GB / 2 / 50e9)
 
 
 def test_a_ring_over_whole_hosts_has_a_port_alone_and_rings_of_one_gpu_per_host_share_it():
@@ -172,9 +111,7 @@ def test_of_groups_that_lie_differently_the_worst_counts():
     assert cluster.group({"data": 8, "pipe": 6}, "data").per_switch == 1
 
 
-@pytest.mark.parametrize(
-    ("hosts", "measured"), [(4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)]
-)
+@pytest.mark.parametrize(("hosts", "measured"), [(4, 360), (16, 320), (128, 260)])
 def test_an_all_reduce_reaches_the_bus_bandwidth_that_nccl_tests_measured(hosts, measured):
     n = 8 * hosts
     group = Cluster(H100, n).group({"data": n}, "data")
@@ -183,31 +120,10 @@ def test_an_all_reduce_reaches_the_bus_bandwidth_that_nccl_tests_measured(hosts,
     assert 2 * 64 * (n - 1) / n / seconds == pytest.approx(measured, rel=0.02)
 
 
-def test_the_network_s_share_falls_with_hosts_from_nine_tenths():
-    shares = [cluster_model.network_share(2**n) for n in range(12)]
-    assert shares == sorted(shares, reverse=True) and (shares[0], shares[-1]) == (0.9, 0.45)
-
-
-def test_real_links_take_longer_than_ideal_ones_and_an_empty_message_its_latency():
-    for axes, over in (({"data": 64}, "data"), ({"data": 8, "tensor": 8}, "tensor")):
-        real, best = Cluster(H100, 64).group(axes, over), ideal().group(axes, over)
-        for name in COLLECTIVES:
-            collective = getattr(cluster_model, name)
-            assert collective(real, GB) > collective(best, GB) > 0
-            assert collective(real, 0) > 0 == collective(best, 0)
-
-
 def test_one_device_sends_nothing():
     alone = Cluster(H100, 8).group({"data": 8}, "tensor")
     assert alone.ranks == 1
     assert all(getattr(cluster_model, name)(alone, GB) == 0 for name in COLLECTIVES)
-
-
-def test_axes_together_are_one_group():
-    axes = {"data": 4, "context": 2, "tensor": 8}
-    both = ideal().group(axes, ("data", "context"))
-    assert (both.ranks, both.per_switch) == (8, 1)
-    assert ideal().group(axes, ("context", "tensor")).ranks == 16
 
 
 def test_whole_dimensions_of_a_torus_are_rings_in_both_directions():
@@ -225,7 +141,6 @@ def test_whole_dimensions_of_a_torus_are_rings_in_both_directions():
     ("accelerator", "axes", "links"),
     [
         (V5E, {"data": 4, "tensor": 4}, 1),  # 4 x 4: a side of 4 is open
-        (V5E, {"tensor": 16}, 2),
         (V5E, {"data": 8, "tensor": 16}, 2),  # 8 x 16: the side of 16 is closed, 8 is open
         (V5E, {"tensor": 128}, 3),
         (V5P, {"data": 16, "tensor": 4}, 2),  # 4 x 4 x 4: all closed
@@ -276,9 +191,7 @@ def test_an_empty_message_takes_a_microsecond_for_each_hop_to_the_far_side_of_a_
     ("accelerator", "count", "across"),
     [
         (V5E, 8, 2),  # 2 x 4, cut into 2 x 2 and 2 x 2
-        (V5E, 32, 4),  # 4 x 8, into 4 x 4 and 4 x 4
         (V5E, 128, 16),  # 8 x 16: a closed side of 16 is cut twice
-        (V5E, 256, 32),
         (V5P, 16, 4),  # 2 x 2 x 4
         (V5P, 128, 32),  # 4 x 4 x 8, closed
     ],
@@ -290,64 +203,6 @@ def test_an_all_to_all_is_as_slow_as_the_cut_through_the_longest_side(
     group = Cluster(accelerator, count, ideal=True).group({"expert": count}, "expert")
     seconds = count / 2 * GB / 2 / (across * accelerator.link_bandwidth)
     assert cluster_model.all_to_all(group, GB) == pytest.approx(seconds)
-
-
-def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_the_same_array():
-    # The scaling book: each of n shards travels n/4 hops, both directions at once.
-    ring = Cluster(V5E, 256, ideal=True).group({"data": 16, "tensor": 16}, "tensor")
-    whole = cluster_model.all_gather(ring, GB) * 16 / 15
-    assert cluster_model.all_to_all(ring, GB / 16) == pytest.approx(whole / 4)
-
-
-@pytest.mark.parametrize(
-    ("given", "axes", "message"),
-    [
-        (dict(count=64), {"data": 8, "tensor": 4}, "must multiply to the 64 accelerators"),
-        (dict(count=4, gpus_per_host=8), {}, "gpus_per_host=8 must be at most count=4"),
-        (dict(count=0), {}, "count=0 must be a whole number of at least 1"),
-        (dict(count=8, port_bandwidth=-1.0), {}, "port_bandwidth=-1.0 must be in bytes/s"),
-        (dict(count=8, port_bandwidth=math.inf), {}, "port_bandwidth=inf must be in bytes/s"),
-        (
-            dict(count=8, products_share=2.0),
-            {},
-            "products_share=2.0 must be above 0 and at most",
-        ),
-    ],
-)
-def test_a_topology_that_cannot_be_is_refused(given, axes, message):
-    with pytest.raises(ValueError, match=message):
-        Cluster(H100, **given).group(axes, "data")
-
-
-@pytest.mark.parametrize("size", [-1.0, math.inf, math.nan])
-def test_a_number_of_bytes_that_cannot_be_is_refused(size):
-    group = Cluster(H100, 8).group({"data": 8}, "data")
-    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
-        with pytest.raises(ValueError, match=f"size={size} must be at least 0 bytes"):
-            getattr(cluster_model, name)(group, size)
-    with pytest.raises(ValueError, match="inside=0.0 and outside=.* must be above 0 bytes/s"):
-        Group(8, 8, 0.0, 50e9, 50e9)
-    with pytest.raises(ValueError, match="hosts=0 must be at least 1"):
-        cluster_model.network_share(0)
-
-
-def test_a_network_without_a_figure_is_refused_where_it_is_crossed():
-    l4s = Cluster(hardware.get("l4"), 16)
-    assert l4s.group({"data": 2, "tensor": 8}, "tensor").ranks == 8
-    with pytest.raises(ValueError, match="accelerator='l4' must have a figure for its network"):
-        l4s.group({"data": 2, "tensor": 8}, "data")
-    given = Cluster(hardware.get("l4"), 16, port_bandwidth=GB)
-    assert given.group({"data": 2, "tensor": 8}, "data").outside == 0.9 * GB
-
-
-def test_a_torus_has_no_hosts_and_must_hold_the_mesh():
-    with pytest.raises(ValueError, match="TPU v5e must have no hosts"):
-        Cluster(V5E, 8, gpus_per_host=4)
-    with pytest.raises(ValueError, match="count=12 must be one of"):
-        Cluster(V5E, 12).group({"data": 12}, "data")
-    odd = dataclasses.replace(V5E, target=dataclasses.replace(V5E.target, layouts={12: "4x4"}))
-    with pytest.raises(ValueError, match=r"must lie on the torus 4x4.* that 3 divides"):
-        Cluster(odd, 12).group({"data": 3, "tensor": 4}, "data")
 
 
 def test_break_even_of_data_parallelism_is_the_scaling_book_s():
@@ -362,14 +217,49 @@ def test_break_even_of_data_parallelism_is_the_scaling_book_s():
         assert sent * peak / (4 * parameters) == pytest.approx(book, rel=0.1)
 
 
-def test_a_group_says_what_it_is():
-    group = Cluster(H100, 64).group({"data": 8, "tensor": 8}, "data")
-    assert group == Group(
-        8,
-        1,
-        0.8 * NVLINK,
-        cluster_model.network_share(8) * PORT,
-        cluster_model.network_share(2) * PORT,
-        cluster_model.NETWORK_LATENCY * math.log2(8),
-        cluster_model.NETWORK_LATENCY / 2,
-    )
+@pytest.mark.parametrize(
+    ("accelerator", "given", "axes", "message"),
+    [
+        (H100, dict(count=64), {"data": 8, "tensor": 4}, "must multiply to the 64 accelera"),
+        (H100, dict(count=4, gpus_per_host=8), {}, "gpus_per_host=8 must be at most count=4"),
+        (H100, dict(count=0), {}, "count=0 must be a whole number of at least 1"),
+        (
+            H100,
+            dict(count=8, port_bandwidth=50.0),
+            {},
+            "port_bandwidth=50.0 must be in bytes/s",
+        ),
+        (H100, dict(count=8, products_share=2.0), {}, "products_share=2.0 must be above 0"),
+        (H100, dict(count=8, ring_latency=1.0), {}, "ring_latency=1.0 must be seconds"),
+        (
+            H100,
+            dict(count=8, ideal=True, ring_latency=5e-6),
+            {},
+            "ring_latency=5e-06 must be 0",
+        ),
+        (V5E, dict(count=8, gpus_per_host=4), {}, "TPU v5e must have no hosts"),
+        (V5P, dict(count=64, ring_latency=5e-6), {}, "must have no hosts, ports or switches"),
+        (V5E, dict(count=12), {"data": 12}, "count=12 must be one of"),
+        (
+            L4,
+            dict(count=16),
+            {"data": 16},
+            "accelerator='l4' must have a figure for its network",
+        ),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(accelerator, given, axes, message):
+    with pytest.raises(ValueError, match=message):
+        Cluster(accelerator, **given).group(axes, "data")
+
+
+def test_what_would_be_silently_wrong_is_refused():
+    group = Cluster(H100, 8).group({"data": 8}, "data")
+    for name in COLLECTIVES:
+        with pytest.raises(ValueError, match="size=-1.0 must be at least 0 bytes"):
+            getattr(cluster_model, name)(group, -1.0)
+    with pytest.raises(ValueError, match=r"over=\('dta',\) must name axes of"):
+        Cluster(H100, 8).group({"data": 8}, "dta")
+    odd = dataclasses.replace(V5E, target=dataclasses.replace(V5E.target, layouts={12: "4x4"}))
+    with pytest.raises(ValueError, match=r"must lie on the torus 4x4.* that 3 divides"):
+        Cluster(odd, 12).group({"data": 3, "tensor": 4}, "data")

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 from slow_cases import slow
 
-from course_lib import configs, measure
-from course_lib.many_devices import estimate
+from course_lib import configs, measure, planner
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
@@ -66,10 +65,13 @@ def test_the_programs_step_is_compiled_as_configured_and_a_faster_mesh_is_advice
     assert compiled[0].out_tree == tree and "skipped" in str(tree)
     assert found.memory["peak"] == memory(compiled[0]).peak > found.memory["arguments"]
     assert found.capacity == int(0.9 * hardware.get("h100").memory_bytes)
-    assert found.flops == pytest.approx(8 * 32 * estimate.shape_of(whole).flops, rel=0.01)
+    assert found.flops == pytest.approx(8 * 32 * planner.shape_of(whole).flops, rel=0.01)
 
     both = [tiny(**given | {"model.remat": remat}) for remat in TRIED]
-    ranked = [estimate.choose(each, Cluster(hardware.get("h100"), 2))[0] for each in both]
+    ranked = [
+        planner.ranked(planner.Course(each), Cluster(hardware.get("h100"), 2))[0]
+        for each in both
+    ]
     best = min(ranked, key=lambda guess: guess.step)
     assert (found.axes, found.strategy, found.refused) == ({"data": 2}, Strategy(), "")
     assert found.fits and found.memory["arguments"] == found.estimate.arguments
@@ -137,7 +139,7 @@ def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
     fields, words = dry_run._suggest(large, Cluster(h100, 2))
     assert fields == {} and "no mesh of data, pipe and tensor is estimated to fit" in words
     kept = {"model.remat": ()}
-    [best, *_] = estimate.choose(tiny(**kept), Cluster(h100, 1))
+    [best, *_] = planner.ranked(planner.Course(tiny(**kept)), Cluster(h100, 1))
     already_best = tiny(**kept | {"training.num_minibatches": best.parts})
     fields, words = dry_run._suggest(already_best, Cluster(h100, 1))
     assert fields == {} and "no other mesh" in words

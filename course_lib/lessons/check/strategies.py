@@ -8,12 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from course_lib import measure
+from course_lib import measure, planner
 from course_lib.lessons import compare, tiny_transformer
 from course_lib.lessons.check.answers import call, close, same_structure
 from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome
 from course_lib.lessons.check.many_devices import mesh_of
-from course_lib.many_devices import step_model
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hlo
 from course_lib.measure.ledger import KINDS
@@ -30,9 +29,8 @@ def published_steps():
     def step(times):
         axes = {**row.plan.axes, "data": times * row.plan.axes["data"]}
         cluster = Cluster(row.cluster.accelerator, times * row.cluster.count)
-        return step_model.breakdown(
-            row.shape, dataclasses.replace(row.plan, axes=axes), cluster
-        )
+        plan = dataclasses.replace(row.plan, axes=axes)
+        return planner.seconds(planner.step(row.shape, plan), cluster)
 
     return step(1), step(2)
 

@@ -168,7 +168,7 @@ def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> 
 
     Args:
       parts: seconds of "products", "memory", "bubble", and of exposed traffic by axis
-        (`step_model.Breakdown.parts`). The optimizer is left out.
+        (`planner.Breakdown.parts`). The optimizer is left out.
       hidden: seconds of hidden traffic by axis (`Breakdown.hidden`).
 
     Raises:

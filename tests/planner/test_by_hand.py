@@ -6,8 +6,7 @@ import math
 import by_hand
 import pytest
 
-from course_lib import configs
-from course_lib.many_devices import estimate, step_model
+from course_lib import configs, planner
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware
@@ -62,9 +61,9 @@ def test_a_layout_takes_the_seconds_that_the_formulas_give_by_hand(
     strategy = Strategy(
         zero=zero, sequence="tensor" in axes, microbatches=parts if piped else 1
     )
-    plan = estimate.plan_of(config, axes, strategy)
+    plan = planner.plan_of(config, axes, strategy)
     plan = dataclasses.replace(plan, fused_attention=fused)
     cluster = Cluster(hardware.get("h100"), math.prod(axes.values()))
-    step = step_model.breakdown(estimate.shape_of(config), plan, cluster)
+    step = planner.seconds(planner.step(planner.shape_of(config), plan), cluster)
     expected = by_hand.seconds(MODELS[name], axes, zero, parts, fused)
     assert step.total == pytest.approx(expected, rel=1e-9)

@@ -1,21 +1,41 @@
-"""Laws of the search through a framework's layouts."""
+"""Laws of the search through a framework's layouts, and of the memory that they take."""
 
 import dataclasses
-import inspect
 import math
 
+import jaxtyping
 import pytest
 
-from course_lib.lessons import backtest, frameworks
-from course_lib.many_devices import step_model
+from course_lib import planner
 from course_lib.many_devices.cluster_model import Cluster
-from course_lib.many_devices.plans import Plan, Shape
 from course_lib.measure import hardware
+from course_lib.planner import Plan, Shape
+from course_lib.planner.search import layouts
 
 SHAPE = Shape(24, 2048, 16, 128, 8192, 32_000, 4096)  # 24 layers, 16 heads
 H100S = Cluster(hardware.get("h100"), 16)
 BATCH = 32
-FOUND = frameworks.search(SHAPE, H100S, BATCH)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def types_are_not_checked():
+    """A search makes a million small calls; other files check the types of these functions."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def search(shape=SHAPE, **options):
+    return planner.ranked(planner.Frameworks(shape, BATCH, **options), H100S)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search()
+
+
+def memory_bytes(shape, plan):
+    return sum(planner.held(planner.step(shape, plan)).values())
 
 
 @pytest.mark.parametrize(
@@ -34,7 +54,7 @@ def test_state_is_divided_along_tensor_and_by_zero(axes, zero, microbatch, per_p
     plan = Plan(axes, BATCH, microbatch, zero=zero)
     plan = dataclasses.replace(plan, float32_gradients=plan.microbatches > 1)
     expected = short.parameters * per_parameter
-    assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
+    assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
 def test_the_first_stage_has_the_embedding_and_the_last_one_the_output_layer():
@@ -42,7 +62,7 @@ def test_the_first_stage_has_the_embedding_and_the_last_one_the_output_layer():
     plan = Plan({"data": 2, "pipe": 2, "tensor": 4}, BATCH, zero=1)
     own = (12 * short.layer + short.vocab * short.width) / 4
     expected = own * (6 + 12 / 2)
-    assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
+    assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
 def test_with_fsdp_state_is_divided_and_two_layers_and_the_embeddings_are_whole():
@@ -50,15 +70,15 @@ def test_with_fsdp_state_is_divided_and_two_layers_and_the_embeddings_are_whole(
     expected = short.parameters * (4 / 4 + 12 / 16)
     expected += 2 * (2 * short.layer + 2 * short.vocab * short.width)
     plan = Plan({"data": 4, "fsdp": 4}, BATCH, 2, zero=1, float32_gradients=False)
-    assert frameworks.memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
+    assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
 def activations(shape=SHAPE, axes=None, batch=BATCH, **fields):
     """Returns bytes for each token of a microbatch, without state and logits."""
     plan = Plan(axes or {"data": 16}, batch, **fields)
     shorter = dataclasses.replace(shape, seq_len=shape.seq_len // 2)
-    small = frameworks.memory_bytes(shorter, plan)
-    more = frameworks.memory_bytes(shape, plan) - small
+    small = memory_bytes(shorter, plan)
+    more = memory_bytes(shape, plan) - small
     return more / (plan.microbatch * shorter.seq_len / plan.size("context"))
 
 
@@ -102,20 +122,20 @@ def test_a_stage_keeps_a_microbatch_for_each_stage_and_chunks_keep_more():
     assert few == pytest.approx(max(2 * 6 * layer, 6 * layer + 6 * SHAPE.vocab))
 
 
-def test_the_layouts_fit_and_the_fastest_comes_first():
-    assert all(layout.memory <= 0.9 * H100S.accelerator.memory_bytes for layout in FOUND)
-    seconds = [layout.seconds for layout in FOUND]
+def test_the_layouts_fit_and_the_fastest_comes_first(found):
+    assert all(layout.memory <= 0.9 * H100S.accelerator.memory_bytes for layout in found)
+    seconds = [layout.seconds for layout in found]
     assert seconds == sorted(seconds)
-    for layout in FOUND[:: len(FOUND) // 7]:
-        again = step_model.breakdown(SHAPE, layout.plan, H100S).total
-        assert layout.seconds == again == frameworks.price(SHAPE, layout.plan, H100S).seconds
-        assert layout.memory == frameworks.memory_bytes(SHAPE, layout.plan)
+    for layout in found[:: len(found) // 7]:
+        again = planner.seconds(planner.step(SHAPE, layout.plan), H100S).total
+        assert layout.seconds == again == planner.layout(SHAPE, layout.plan, H100S).seconds
+        assert layout.memory == memory_bytes(SHAPE, layout.plan)
 
 
-def test_no_layout_is_listed_twice_and_all_use_all_gpus():
-    plans = [str(layout.plan) for layout in FOUND]
+def test_no_layout_is_listed_twice_and_all_use_all_gpus(found):
+    plans = [str(layout.plan) for layout in found]
     assert len(set(plans)) == len(plans)
-    for layout in FOUND:
+    for layout in found:
         assert math.prod(layout.plan.axes.values()) == 16 and 1 not in layout.plan.axes.values()
 
 
@@ -138,29 +158,17 @@ def test_hybrid_sharding_both_orders_of_a_ring_and_interleaved_pipelines_are_tri
     axes, zero, chunks
 ):
     count = math.prod(axes.values())
-    tried = list(frameworks.meshes(SHAPE, count))
+    tried = list(layouts(SHAPE, count))
     axes = {axis: size for axis, size in axes.items() if size > 1}
     assert [(list(a.items()), z, v) for a, z, v in tried].count(
         (list(axes.items()), zero, chunks)
     ) == 1
 
 
-def test_what_divides_nothing_is_left_out():
-    def sizes(shape, axis, count=16):
-        return {axes.get(axis, 1) for axes, _, _ in frameworks.meshes(shape, count)}
-
-    assert sizes(dataclasses.replace(SHAPE, heads=6), "tensor") == {1, 2}
-    assert sizes(dataclasses.replace(SHAPE, kv_heads=2), "tensor") == {1, 2}
-    assert sizes(dataclasses.replace(SHAPE, seq_len=1004), "context") == {1, 2}
-    assert sizes(SHAPE, "pipe", 12) == {1, 2, 3, 4, 6, 12}
-    of_pipe_8 = {v for axes, _, v in frameworks.meshes(SHAPE, 16) if axes.get("pipe") == 8}
-    assert of_pipe_8 == {1, 3}  # of three layers
-    odd = dataclasses.replace(SHAPE, seq_len=255)
-    assert sizes(odd, "context") == {1} and sizes(odd, "fsdp") == {1, 2, 4, 8, 16}
-
-
-def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for_each_stage():
-    for layout in FOUND:
+def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for_each_stage(
+    found,
+):
+    for layout in found:
         plan = layout.plan
         stages = plan.size("pipe")
         assert stages == 1 or plan.microbatches >= stages
@@ -171,7 +179,7 @@ def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for
 @pytest.mark.parametrize(("layers", "kind"), [(48, "data"), (96, "data"), (48, "pipe")])
 def test_as_few_layers_recompute_as_memory_allows(layers, kind):
     deeper = dataclasses.replace(SHAPE, layers=layers, seq_len=16_384)
-    found = frameworks.search(deeper, H100S, BATCH, kinds=(kind,))
+    found = search(deeper, kinds=(kind,))
     shares = {layout.plan.recompute_share for layout in found}
     assert len(shares) > 2
     room = 0.9 * H100S.accelerator.memory_bytes
@@ -180,111 +188,82 @@ def test_as_few_layers_recompute_as_memory_allows(layers, kind):
             continue
         fewer = layout.plan.recompute_share - layout.plan.size("pipe") / layers
         less = dataclasses.replace(layout.plan, recompute_share=max(fewer, 0.0))
-        assert frameworks.memory_bytes(deeper, less) > room >= layout.memory
+        assert memory_bytes(deeper, less) > room >= layout.memory
         kept = dataclasses.replace(layout.plan, recompute="none", recompute_share=1.0)
-        assert frameworks.memory_bytes(deeper, kept) > room
+        assert memory_bytes(deeper, kept) > room
         assert layout.recomputes == (
             "block"
             if layout.plan.recompute_share == 1
             else f"block, {layout.plan.recompute_share:.0%} of layers"
         )
-    only = frameworks.search(deeper, H100S, BATCH, kinds=(kind,), recompute=("block",))
+    only = search(deeper, kinds=(kind,), recompute=("block",))
     assert {layout.plan.recompute for layout in only} == {"block"}
 
 
 def test_several_microbatches_and_float32_traffic_have_a_float32_sum():
     for bytes_of in (2, 4):
         longer = dataclasses.replace(SHAPE, seq_len=32_768)
-        found = frameworks.search(
-            longer, H100S, BATCH, kinds=("data", "tensor"), gradient_bytes=bytes_of
-        )
+        found = search(longer, kinds=("data", "tensor"), gradient_bytes=bytes_of)
         assert len({layout.plan.microbatches > 1 for layout in found}) == 2
         for layout in found:
             plan = layout.plan
             assert plan.float32_gradients == (plan.microbatches > 1 or bytes_of == 4)
 
 
-def test_without_a_pipeline_smaller_microbatches_are_left_out_once_nothing_is_recomputed():
+def test_without_a_pipeline_smaller_microbatches_are_left_out_once_nothing_is_recomputed(found):
     """They are never faster."""
-    alone = [layout for layout in FOUND if layout.plan.axes == {"fsdp": 16}]
+    alone = [layout for layout in found if layout.plan.axes == {"fsdp": 16}]
     assert [layout.plan.microbatch for layout in alone] == [2]
     smaller = dataclasses.replace(alone[0].plan, microbatch=1, float32_gradients=True)
-    assert frameworks.price(SHAPE, smaller, H100S).seconds > alone[0].seconds
+    assert planner.layout(SHAPE, smaller, H100S).seconds > alone[0].seconds
 
 
-def test_the_best_of_each_kind_is_its_first():
-    best = frameworks.best(FOUND)
-    assert list(best) == list(frameworks.KINDS)
+def test_the_best_of_each_kind_is_its_first(found):
+    best = planner.best(found)
+    assert list(best) == list(planner.KINDS)
     for kind, layout in best.items():
         assert layout.kind == kind
-        assert layout.seconds == min(each.seconds for each in FOUND if each.kind == kind)
+        assert layout.seconds == min(each.seconds for each in found if each.kind == kind)
     assert best["data"].plan.axes.keys() <= {"data", "fsdp"}
-    assert frameworks.best(FOUND[:1]) == {FOUND[0].kind: FOUND[0]}
-
-
-def test_kinds_choose():
-    for kind in frameworks.KINDS:
-        found = frameworks.search(SHAPE, H100S, BATCH, kinds=(kind,))
-        assert {layout.kind for layout in found} == {kind}
-        assert found[0].seconds == frameworks.best(FOUND)[kind].seconds
-
-
-def test_a_name_has_the_axes_from_outer_to_inner():
-    plan = Plan({"data": 2, "pipe": 4, "tensor": 2}, 64, chunks=2, zero=1)
-    assert (
-        frameworks.Layout(plan, 1.0, 1.0).name == "data 2, pipe 4, tensor 2, 2 chunks, ZeRO 1"
-    )
-    assert frameworks.Layout(Plan({"fsdp": 16}, 16), 1.0, 1.0).name == "fsdp 16"
+    assert planner.best(found[:1]) == {found[0].kind: found[0]}
 
 
 @pytest.mark.parametrize(
     "slower", [dict(fused_attention=False), dict(tensor_overlap=False), dict(gradient_bytes=4)]
 )
-def test_an_option_slows_down_what_has_to_do_with_it(slower):
-    usual = frameworks.best(FOUND)
-    found = frameworks.best(frameworks.search(SHAPE, H100S, BATCH, **slower))
-    changed = [kind for kind in found if found[kind].seconds > usual[kind].seconds]
-    same = [kind for kind in found if found[kind].seconds == usual[kind].seconds]
-    assert set(changed) | set(same) == set(found)
+def test_an_option_slows_down_what_has_to_do_with_it(slower, found):
+    usual = planner.best(found)
+    other = planner.best(search(SHAPE, **slower))
+    changed = [kind for kind in other if other[kind].seconds > usual[kind].seconds]
+    same = [kind for kind in other if other[kind].seconds == usual[kind].seconds]
+    assert set(changed) | set(same) == set(other)
     if "tensor_overlap" in slower:
         assert "data" in same and "tensor" in changed
     else:
         assert not same
 
 
-def test_the_layout_that_nemotron_was_trained_with_is_tried():
-    row = [row for row in backtest.load() if row.source == "nemotron4_2024"][-1]
-    tried = frameworks.meshes(row.shape, row.cluster.count, ("pipe",))
-    assert ({"data": 64, "pipe": 12, "tensor": 8}, 1, 8) in list(tried)
-
-
-def test_memory_is_known_for_what_the_search_recomputes_and_refused_else():
-    with pytest.raises(ValueError, match="recompute='mlp' must be of none, selective"):
-        frameworks.memory_bytes(SHAPE, Plan({"data": 16}, BATCH, recompute="mlp"))
-    with pytest.raises(ValueError, match="experts=8 must be 0"):
-        experts = dataclasses.replace(SHAPE, experts=8)
-        frameworks.price(experts, Plan({"data": 16}, BATCH), H100S)
-    with pytest.raises(ValueError, match=r"kinds=\('foo',\) must be"):
-        next(frameworks.meshes(SHAPE, 16, ("foo",)))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(batch=0), "batch=0 must be a whole number"),
-        (dict(batch=32.0), r"batch=32\.0 must be"),
-        (dict(kinds="data"), "kinds='data' must be a tuple of data, tensor"),
         (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\) must be"),
-        (dict(kinds=()), r"kinds=\(\) must be a tuple"),
-        (dict(kinds=None), "kinds=None must be a tuple"),
-        (dict(recompute=()), r"recompute=\(\) must be a tuple"),
-        (dict(cluster=Cluster(hardware.get("v5p"), 16)), "cluster must have GPUs, not"),
+        (dict(kinds="data"), "kinds='data' must be a tuple of data, tensor"),
+        (dict(recompute=("block", "none")), "must be in the order of"),
         (dict(recompute=("full",)), r"recompute=\('full',\) must be a tuple of none"),
-        (dict(gradient_bytes=3), "gradient_bytes=3 must be 1, 2 or 4"),
+        (dict(tensor_overlap="no"), "tensor_overlap='no' must be True or False"),
         (dict(shape=dataclasses.replace(SHAPE, experts=8)), "experts=8 must be 0"),
+        (dict(gradient_bytes=3), "gradient_bytes=3 must be one of 1, 2, 4"),
+        (dict(cluster=Cluster(hardware.get("v5p"), 16)), "cluster must have GPUs, not"),
     ],
 )
 def test_wrong_values_are_refused(changes, message):
-    arguments = dict(shape=SHAPE, cluster=H100S, batch=BATCH) | changes
+    space = dict(shape=SHAPE, batch=BATCH) | changes
+    cluster = space.pop("cluster", H100S)
     with pytest.raises(ValueError, match=message):
-        inspect.unwrap(frameworks.search)(**arguments)  # without the tests' checks of types
+        planner.ranked(planner.Frameworks(**space), cluster)
+
+
+def test_what_a_framework_does_not_recompute_has_no_memory():
+    with pytest.raises(ValueError, match="recompute='mlp' must be of none, selective"):
+        memory_bytes(SHAPE, Plan({"data": 16}, BATCH, recompute="mlp"))

@@ -1,0 +1,318 @@
+"""Searches for the fastest layout that fits: among programs of this course, and among layouts
+that frameworks offer.
+"""
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from course_lib import configs
+from course_lib.many_devices.cluster_model import Cluster, check_type
+from course_lib.many_devices.options import Strategy
+from course_lib.planner import course, memory, price
+from course_lib.planner.course import Estimate, in_minibatches
+from course_lib.planner.memory import FRAMEWORK_RECOMPUTE
+from course_lib.planner.plan import Plan, Shape, Step, check
+from course_lib.planner.price import Breakdown
+
+KINDS = ("data", "tensor", "context", "pipe")
+"""Kinds of layouts: ZeRO alone ("data"), or ZeRO beside the axis of that name. Those with
+"context" or "pipe" may have "tensor", too."""
+CAPACITY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
+SIZES = (2, 4, 8)  # along "tensor" and "context"
+STAGES = 16  # of a pipeline, at most
+CHUNKS = 8  # per stage, at most
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Programs of this course on a cluster.
+
+    All meshes data x pipe x tensor that divide the model, with "tensor" inside of a switch.
+    Each mesh takes the order of its axes with the fastest step, since the order decides which
+    groups share a host; without `reorder`, "data" is the outermost and "tensor" the innermost,
+    as in the training program. Without a pipeline, ZeRO 0, 1 and 3, each with the number of
+    minibatches that fits and is the fastest; with one, 1F1B with ZeRO 1 and as many
+    microbatches as possible, at most eight per stage. Recomputation and attention stay as
+    configured. Not tried: "context", "expert", ZeRO 2, rings along "tensor", chunks.
+    """
+
+    config: ConfigDict
+    reorder: bool = True
+
+    def __post_init__(self) -> None:
+        check_type("config", self.config, ConfigDict, "a configuration: configs.get('80gb')")
+        if type(self.reorder) is not bool:
+            raise ValueError(f"reorder={self.reorder!r} must be True or False")
+        course.check_counted(self.config)
+        # below, errors only mean "does not divide"
+        configs.check(in_minibatches(self.config, 1))
+
+    def families(self, cluster: Cluster) -> Iterator[list[Estimate]]:
+        for tensor in _divisors(math.gcd(cluster.count, cluster.per_switch)):
+            for pipe in _divisors(cluster.count // tensor):
+                axes = {"data": cluster.count // tensor // pipe, "pipe": pipe, "tensor": tensor}
+                axes = {axis: n for axis, n in axes.items() if axis == "data" or n > 1}
+                for strategy, parts in self._strategies(axes):
+                    tried = (self._estimates(axes, strategy, m, cluster) for m in parts)
+                    yield [each for found in tried for each in found]
+
+    def _strategies(self, axes: Mapping[str, int]) -> Iterator[tuple[Strategy, list[int]]]:
+        """Yields strategies for a mesh, each with numbers of minibatches."""
+        parts, sequence = (
+            _divisors(self.config.data.batch_size // axes["data"]),
+            "tensor" in axes,
+        )
+        if "pipe" in axes:
+            few = [m for m in parts if m <= 8 * axes["pipe"]]  # a bubble of a ninth
+            if few:
+                yield Strategy(zero=1, sequence=sequence, microbatches=max(few)), [1]
+            return
+        again = not {"MLP", "Attn"} & set(self.config.model.remat)
+        for zero in (0, 1, 3) if axes["data"] > 1 else (0,):
+            gathers = again or zero < 3
+            yield Strategy(zero=zero, sequence=sequence, gather_again=gathers), parts
+
+    def _estimates(
+        self, axes: Mapping[str, int], strategy: Strategy, minibatches: int, cluster: Cluster
+    ) -> list[Estimate]:
+        """The estimate, or nothing if the model does not divide or does not fit."""
+        try:
+            step = course.step_of(in_minibatches(self.config, minibatches), axes, strategy)
+        except ValueError:
+            return []
+        if sum(course.held(step).values()) > cluster.accelerator.memory_bytes:
+            return []
+        orders = list(map(dict, itertools.permutations(axes.items())))
+        return [course.fastest(step, orders if self.reorder else [axes], cluster)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A framework's plan and what it costs."""
+
+    plan: Plan
+    time: Breakdown
+    memory: float  # bytes on a device (`memory.of_framework`)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step."""
+        return self.time.total
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        axes = self.plan.axes
+        return next((kind for kind in ("pipe", "context", "tensor") if kind in axes), "data")
+
+    @property
+    def name(self) -> str:
+        """The axes above 1, outer to inner, with chunks and the stage of ZeRO along "data"."""
+        words = [f"{axis} {size}" for axis, size in self.plan.axes.items() if size > 1]
+        words += [f"{self.plan.chunks} chunks"] * (self.plan.chunks > 1)
+        words += [f"ZeRO {self.plan.zero}"] * (self.plan.size("data") > 1)
+        return ", ".join(words)
+
+    @property
+    def recomputes(self) -> str:
+        """What the layers recompute, and how many of them: "none", "block, 45% of layers"."""
+        what, share = self.plan.recompute, self.plan.recompute_share
+        return what if what == "none" or share == 1 else f"{what}, {share:.0%} of layers"
+
+
+def layout(shape: Shape, plan: Plan, cluster: Cluster) -> Layout:
+    """Returns a framework's plan with its seconds and its memory."""
+    check(shape, plan)
+    held = memory.of_framework(Step(shape, plan))
+    return Layout(plan, price.seconds(shape, plan, cluster), sum(held.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frameworks:
+    """Layouts that frameworks offer and this course's programs do not: rings over "context",
+    ZeRO 3 inside of groups (*hybrid sharding*), and Megatron-LM's pipelines, whose chunks send
+    beside each other. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a
+    pipeline, and stages of unequal length.
+
+    Of each mesh, number of chunks and microbatch, takes the plan that recomputes least and
+    fits into 0.9 of the memory: the first of `recompute` that fits, in as few layers as it can.
+    A single microbatch has no float32 sum of gradients, unless they travel in float32. What
+    does not divide the model or the batch is left out.
+    """
+
+    shape: Shape
+    batch: int  # sequences per step
+    kinds: Sequence[str] = KINDS
+    recompute: Sequence[str] = FRAMEWORK_RECOMPUTE  # the least first
+    fused_attention: bool = True  # scores stay on the chip
+    tensor_overlap: bool = True  # inside of a host, rings hide most traffic along "tensor"
+    gradient_bytes: int = 2  # per number, when gradients travel: 1, 2 or 4
+
+    def __post_init__(self) -> None:
+        check_type("shape", self.shape, Shape, "a Shape: the sizes of the model")
+        if type(self.batch) is not int or self.batch < 1:
+            raise ValueError(f"batch={self.batch!r} must be a whole number of at least 1")
+        for name, known in (("kinds", KINDS), ("recompute", FRAMEWORK_RECOMPUTE)):
+            given = getattr(self, name)
+            if not given or isinstance(given, str) or not set(given) <= set(known):
+                raise ValueError(f"{name}={given!r} must be a tuple of {', '.join(known)}")
+        if list(self.recompute) != sorted(self.recompute, key=FRAMEWORK_RECOMPUTE.index):
+            raise ValueError(
+                f"recompute={self.recompute!r} must be in the order of {FRAMEWORK_RECOMPUTE}"
+            )
+        if type(self.tensor_overlap) is not bool:
+            raise ValueError(f"tensor_overlap={self.tensor_overlap!r} must be True or False")
+        if self.shape.experts:
+            raise ValueError(f"shape.experts={self.shape.experts} must be 0: no 'expert' here")
+
+    def families(self, cluster: Cluster) -> Iterator[list[Layout]]:
+        if cluster.accelerator.platform != "gpu":
+            raise ValueError(f"cluster must have GPUs, not {cluster.accelerator.title}")
+        for axes, zero, chunks in layouts(self.shape, cluster.count, self.kinds):
+            share, left = divmod(self.batch, axes.get("data", 1) * axes.get("fsdp", 1))
+            if left:
+                continue
+            # Rings hide traffic only where links are fast (`async_tensor_parallel`).
+            group, tensor = cluster.group(axes, "tensor"), axes.get("tensor", 1) > 1
+            rings = tensor and self.tensor_overlap and group.per_switch == group.ranks
+            for sequences in _microbatches(share, axes.get("pipe", 1), chunks):
+                usual = Plan(
+                    axes,
+                    self.batch,
+                    sequences,
+                    chunks,
+                    zero,
+                    fused_attention=self.fused_attention,
+                    sequence_parallel=tensor,
+                    tensor_overlap=rings,
+                    pipe_overlap=chunks > 1,
+                    gradient_bytes=self.gradient_bytes,
+                    float32_gradients=sequences < share or self.gradient_bytes == 4,
+                )
+                plan = self._recomputing_least(usual, cluster)
+                if plan is None:
+                    continue
+                yield [layout(self.shape, plan, cluster)]
+                if "pipe" not in axes and plan.recompute == self.recompute[0]:
+                    break  # without a pipeline, smaller microbatches only make room
+
+    def _recomputing_least(self, plan: Plan, cluster: Cluster) -> Plan | None:
+        room = CAPACITY_SHARE * cluster.accelerator.memory_bytes
+        layers = self.shape.layers // plan.size("pipe")
+
+        def tried(what: str, count: int) -> tuple[Plan, float]:
+            changed = dataclasses.replace(plan, recompute=what, recompute_share=count / layers)
+            return changed, sum(memory.of_framework(Step(self.shape, changed)).values())
+
+        for what in self.recompute:
+            every, size = tried(what, layers)
+            if size > room:
+                continue
+            if what == "none":
+                return every
+            # The more layers recompute, the less memory the plan takes.
+            sizes = range(layers)
+            few = bisect.bisect_left(sizes, -room, lo=1, key=lambda n: -tried(what, n)[1])
+            return tried(what, few)[0]
+        return None
+
+
+def ranked(space: Course | Frameworks, cluster: Cluster) -> list[Any]:
+    """Returns the layouts of a space that fit, the fastest first.
+
+    Args:
+      space: `Course(config)` or `Frameworks(shape, batch)`.
+      cluster: the devices, and the links between them.
+
+    Returns:
+      `Estimate` or `Layout` objects; an empty list if nothing fits.
+    """
+    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
+
+    def seconds(each: Estimate | Layout) -> float:
+        return each.time.total
+
+    fitting: Iterator[list[Any]] = filter(None, space.families(cluster))
+    return sorted((min(family, key=seconds) for family in fitting), key=seconds)
+
+
+def best(layouts: Iterable[Layout]) -> dict[str, Layout]:
+    """Returns the fastest layout of each kind, in the order of `KINDS`.
+
+    Args:
+      layouts: the fastest first, as `ranked` returns them.
+    """
+    found: dict[str, Layout] = {}
+    for each in layouts:
+        found.setdefault(each.kind, each)
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def layouts(
+    shape: Shape, count: int, kinds: Sequence[str] = KINDS
+) -> Iterator[tuple[dict[str, int], int, int]]:
+    """Yields the axes of each layout on `count` GPUs (outer to inner), its stage of ZeRO along
+    "data", and its chunks per pipeline stage.
+    """
+    heads = shape.heads, shape.kv_heads or shape.heads, shape.mlp
+    tensor = [t for t in SIZES if not any(size % t for size in heads)]
+    for kind in kinds:
+        for t in {"data": [1], "tensor": tensor}.get(kind, [1, *tensor]):
+            if kind == "pipe":
+                yield from _pipelines(shape, count, t)
+                continue
+            for c in SIZES if kind == "context" else (1,):
+                replicas, left = divmod(count, t * c)
+                if left or (c > 1 and shape.seq_len % (2 * c)):
+                    continue
+                for f in _divisors(replicas):
+                    inner = {"data": replicas // f, "fsdp": f}
+                    orders = [inner | {"context": c, "tensor": t}]
+                    if c > 1 and replicas > 1:
+                        orders.append({"context": c} | inner | {"tensor": t})
+                    if t > 1 and replicas * c > 1:
+                        orders.append({"tensor": t} | inner | {"context": c})
+                    for axes in orders:
+                        for zero in (1, 2) if f < replicas else (1,):
+                            yield _above_one(axes), zero, 1
+
+
+def _above_one(axes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: size for axis, size in axes.items() if size > 1}
+
+
+def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int], int, int]]:
+    """Yields Megatron-LM's pipelines, with ZeRO 1: "pipe" inside of "data", and outside, and
+    "tensor" inside of both, and outside.
+    """
+    for p in (p for p in range(2, STAGES + 1) if shape.layers % p == 0):
+        replicas, left = divmod(count, p * t)
+        if left:
+            continue
+        orders = [{"data": replicas, "pipe": p, "tensor": t}]
+        if replicas > 1:
+            orders.append({"pipe": p, "data": replicas, "tensor": t})
+        if t > 1:
+            orders.append({"tensor": t, "pipe": p, "data": replicas})
+        for axes in orders:
+            for v in range(1, CHUNKS + 1):
+                if shape.layers % (p * v) == 0:
+                    yield _above_one(axes), 1, v
+
+
+def _microbatches(share: int, p: int, chunks: int) -> list[int]:
+    """Sizes of a microbatch that divide a replica's share of the batch, the largest first. A
+    pipeline has at least p microbatches; chunks take them in groups of p.
+    """
+    numbers = [m for m in _divisors(share) if p == 1 or m >= p]
+    return [share // m for m in numbers if chunks == 1 or m % p == 0]

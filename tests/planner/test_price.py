@@ -1,0 +1,467 @@
+"""Laws of the seconds of a training step: a layer's work by hand, what hides, pipelines."""
+
+import dataclasses
+import math
+
+import pytest
+
+from course_lib import planner
+from course_lib.many_devices import cluster_model
+from course_lib.many_devices.cluster_model import Cluster
+from course_lib.many_devices.pipeline_parallel import schedules
+from course_lib.measure import hardware
+from course_lib.planner import Plan, Shape, price
+from course_lib.planner.plan import RECOMPUTE
+
+H100 = hardware.get("h100")
+# 6.7 billion parameters
+MIDDLE = Shape(
+    layers=32, width=4096, heads=32, head_dim=128, mlp=16_384, vocab=128_000, seq_len=4096
+)
+PARTS = ("products", "memory", "optimizer", "bubble", "pipe", "data")
+PARTS += ("tensor", "context", "expert")
+
+
+def step(axes, shape=MIDDLE, cluster=None, **plan):
+    """Returns the time on as many H100s as the axes have."""
+    plan = Plan(axes, **{"batch": 512, **plan})
+    return planner.seconds(planner.step(shape, plan), cluster or h100s(axes))
+
+
+def h100s(axes, **kwargs):
+    return Cluster(H100, math.prod(axes.values()), **kwargs)
+
+
+def test_a_step_is_the_sum_of_its_parts_and_none_is_negative():
+    for axes, plan in (
+        ({"data": 2, "fsdp": 4, "tensor": 4}, {}),
+        ({"pipe": 4, "data": 4, "tensor": 2}, dict(chunks=2, zero=1)),
+        ({"data": 4, "context": 4}, dict(zero=2)),
+    ):
+        found = step(axes, **plan)
+        assert set(found.parts) == set(PARTS)
+        assert min(found.parts.values()) >= 0 and min(found.hidden.values()) >= 0
+        assert found.total == pytest.approx(sum(found.parts.values()))
+        assert found.mfu == pytest.approx(found.model_seconds / found.total) and found.mfu < 1
+
+
+def test_model_flops_are_six_per_parameter_and_token_and_attention_s():
+    outside = 2 * 128_000 * 4096
+    layers = MIDDLE.parameters - outside
+    scores = 12 * 32 * 4096 * 4096  # 12 N D L
+    assert MIDDLE.flops == 6 * (layers + outside / 2) + scores
+    assert dataclasses.replace(MIDDLE, tied=True).parameters == layers + outside / 2
+
+
+def test_recomputing_a_layer_costs_one_more_forward_and_others_less():
+    times = {name: step({"data": 8}, recompute=name).total for name in RECOMPUTE}
+    assert times["full"] == max(times.values()) and times["none"] == min(times.values())
+    products = {
+        name: step({"data": 8}, recompute=name, fused_attention=False).parts["products"]
+        for name in ("none", "full")
+    }
+    head = 6 * MIDDLE.vocab * MIDDLE.width / MIDDLE.flops
+    extra = products["full"] / products["none"] - 1
+    assert extra == pytest.approx((1 - head) / 3)
+
+
+def test_fsdp_is_hidden_with_many_tokens_and_exposed_with_few():
+    """Below the break-even the traffic is exposed but for what the compute covers."""
+    axes, ideal = {"fsdp": 64}, dict(ideal=True, products_share=1.0)
+    shares = []
+    for tokens in (256, 1024, 4096, 16_384):
+        shape = dataclasses.replace(MIDDLE, seq_len=tokens)
+        found = step(axes, shape, h100s(axes, **ideal), batch=64)
+        shares.append(found.parts["data"] / found.total)
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.5 > 0.15 > shares[-1]
+
+
+def test_an_overlapping_recipe_hides_its_share_of_tensor_traffic():
+    axes = {"data": 8, "tensor": 8}
+    plain, hiding = (step(axes, tensor_overlap=overlap) for overlap in (False, True))
+    head = 64 * 4 * cluster_model.all_gather(h100s(axes).group(axes, "tensor"), 2 * 4096 * 4096)
+    layers = plain.parts["tensor"] - head
+    assert hiding.parts["tensor"] - head == pytest.approx((1 - price.TENSOR_OVERLAP) * layers)
+    assert hiding.hidden["tensor"] == pytest.approx(price.TENSOR_OVERLAP * layers)
+
+
+def test_a_ring_is_hidden_behind_long_sequences_and_exposed_by_short_ones():
+    axes = {"context": 8}
+    short, long = (
+        step(axes, dataclasses.replace(MIDDLE, seq_len=length), batch=8)
+        for length in (1024, 131_072)
+    )
+    assert short.parts["context"] > short.hidden["context"]
+    # Of 3 x 7 + 1 transfers of a layer only the last, which brings gradients home, is exposed.
+    assert 20 * long.parts["context"] < long.hidden["context"] < 22 * long.parts["context"]
+
+
+def test_experts_cost_their_all_to_alls_which_the_network_makes_slow():
+    # 8 experts of which a token sees 2
+    shape = dataclasses.replace(MIDDLE, experts=8, slots=2.0)
+    inside = step({"data": 8, "expert": 8}, shape, zero=1)
+    outside = step({"expert": 8, "data": 8}, shape, zero=1)
+    assert outside.parts["expert"] > 3 * inside.parts["expert"] > 0
+    group = h100s({"data": 8, "expert": 8}).group({"data": 8, "expert": 8}, "expert")
+    one = cluster_model.all_to_all(group, 2 * 4096 * 2 * 4096)  # bytes per microbatch
+    assert inside.parts["expert"] == pytest.approx(8 * 32 * 4 * one)
+    # what a token needs, not what the experts hold
+    dense = dataclasses.replace(MIDDLE, mlp=2 * MIDDLE.mlp)
+    assert shape.flops == dense.flops and shape.parameters > dense.parameters
+
+
+def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it():
+    narrow, wide = (step({"data": 8}, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert wide.parts["products"] == pytest.approx(2 * narrow.parts["products"])
+    with pytest.raises(ValueError, match="dtype='bfloat16' must be one of"):
+        step({"data": 1}, cluster=Cluster(hardware.get("t4"), 1))
+
+
+# Work, by hand
+
+# A model with experts, a gate and grouped queries.
+MIXED = Shape(
+    layers=8,
+    width=1024,
+    heads=16,
+    head_dim=96,
+    kv_heads=4,
+    mlp=2560,
+    matrices=3,
+    experts=6,
+    slots=2.0,
+    vocab=32_000,
+    seq_len=2048,
+)
+ATTENTION = 1024 * (1536 + 384 + 384 + 1536)  # query, key, value and output
+EXPERT = 3 * 1024 * 2560
+
+
+# Work, by hand, product by product.
+
+
+def mixed(context=2, tensor=2, **plan):
+    """Returns the work of a layer of MIXED, four sequences at once, three experts a device."""
+    axes = {"expert": 2, "context": context, "tensor": tensor}
+    plan = Plan(axes, **{"batch": 8, "microbatch": 4, "sequence_parallel": True, **plan})
+    work = price.work(planner.step(MIXED, plan))
+    return work["forward"], work["backward"]
+
+
+def mixed_by_hand(fused):
+    """Returns FLOPs by product and bytes by kind, forward, on one of 2 x 2 devices."""
+    tokens, t = 4 * 2048 / 2, 2
+    # of the four quarters of a ring of two's scores, five eighths are computed
+    keys = 2048 * (1 if fused else 5 / 8)
+    flops = {
+        "qkv": 2 * tokens * 1024 * (1536 + 384 + 384) / t,
+        "scores": 2 * tokens * keys * 1536 / t,
+        "mean": 2 * tokens * keys * 1536 / t,
+        "out": 2 * tokens * 1536 * 1024 / t,
+    }
+    flops |= {name: 2 * 2 * tokens * 1024 * 2560 / t for name in ("gate", "in", "down")}
+    read = 1024 + 1536 / t + 2 * (1024 + 1024 + 2560 / t)  # two experts per token
+    written = (1536 + 384 + 384) / t + 1024 + 2 * (2560 / t + 2560 / t + 1024)
+    moved = {
+        "operands": 2 * tokens * (read + written),
+        "norms": tokens * 22 * 1024 / t,
+        "activations": tokens * (2 * 6 * 2560 + 12 * 1536) / t,
+        "core": tokens * (8 * 1536 if fused else 13 * keys * 16) / t,
+        "weights": 2 * (ATTENTION + 3 * EXPERT) / t,
+    }
+    return flops, moved
+
+
+def moved_by_parts(fused):
+    """Returns the bytes of a layer, forward, by parts that can be computed again."""
+    tokens, t = 4 * 2048 / 2, 2
+    moved = mixed_by_hand(fused)[1]
+    mlp = 2 * tokens * 2 * (1024 + 2 * 2560 / t + 2560 / t + 1024 + 1024)
+    mlp += tokens * (11 * 1024 + 2 * 6 * 2560) / t + 2 * 3 * EXPERT / t
+    return {
+        "": 0,
+        "all": sum(moved.values()),
+        "elementwise": moved["norms"] + moved["activations"],
+        "core": moved["core"],
+        "mlp": mlp,
+        "attention": sum(moved.values()) - mlp,
+        # read and written by a matmul, and its weights
+        "qkv": 2 * tokens * (1024 + (1536 + 2 * 384) / t) + 2 * 1024 * (1536 + 2 * 384) / t,
+    }
+
+
+AGAIN = {  # products that are computed again, and bytes that move again
+    "none": ("", ""),
+    "minimal": ("", "elementwise"),
+    "selective": ("scores mean", "core"),
+    "attention": ("qkv scores mean", "attention"),
+    "mlp": ("gate in", "mlp"),
+    "mlp-in": ("gate in scores mean", "mlp core"),
+    "all-but-qkv": ("gate in scores mean out", "all -qkv"),
+    "gathers": ("", ""),
+    "modules": ("qkv scores mean gate in", "all"),
+    "block": ("qkv scores mean out gate in", "all"),
+    "full": ("qkv scores mean out gate in down", "all"),
+}
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_work_of_a_layer_is_that_of_its_products_by_hand(recompute, fused):
+    flops, moved = mixed_by_hand(fused)
+    forward, backward = mixed(recompute=recompute, fused_attention=fused)
+    assert forward.flops == pytest.approx(sum(flops.values()))
+    assert forward.bytes == pytest.approx(sum(moved.values()))
+    again, parts = AGAIN[recompute]
+    of_again = sum(flops[name] for name in again.split())
+    of_again += flops["scores"]  # once more, whatever else is computed again: fused, or a ring
+    assert backward.flops == pytest.approx(2 * sum(flops.values()) + of_again)
+    of_parts = moved_by_parts(fused)
+    more = sum(
+        -of_parts[part[1:]] if part[:1] == "-" else of_parts[part] for part in parts.split(" ")
+    )
+    # gradients of weights in float32, read and written: four times their two bytes
+    twice = 2 * sum(moved.values()) + 4 * moved["weights"]
+    assert backward.bytes == pytest.approx(twice + more)
+
+
+def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():
+    shape = dataclasses.replace(MIXED, experts=0, slots=1.0)
+    layers, table = 8 * (ATTENTION + EXPERT), 32_000 * 1024
+
+    def gather(parameters, n):
+        return 2 * parameters * (n - 1) / n / 360e9 + 20e-6
+
+    plan = dict(batch=24, data_overlap=False)
+    for axes, zero, seconds in (
+        ({"data": 8}, 1, 2 * gather(layers + 2 * table, 8)),
+        ({"data": 8}, 2, (1 + 3) * gather(layers + 2 * table, 8)),  # three microbatches
+        ({"pipe": 2, "data": 4}, 2, 2 * gather(layers / 2 + table, 4)),
+    ):
+        assert step(axes, shape, zero=zero, **plan).parts["data"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("port", [50e9, 5e9])
+@pytest.mark.parametrize("length", [256, 2048, 16_384])
+@pytest.mark.parametrize(
+    ("axes", "plan"),
+    [
+        ({"data": 64}, {}),
+        ({"data": 8, "fsdp": 8}, {}),
+        ({"fsdp": 8, "context": 8}, dict(fused_attention=False)),
+        ({"data": 4, "fsdp": 4, "context": 4}, {}),
+        ({"data": 16, "tensor": 4}, dict(wgrad_overlap=True)),
+        ({"fsdp": 8, "tensor": 8}, dict(wgrad_overlap=True)),
+        ({"fsdp": 8, "tensor": 8}, dict(tensor_overlap=True)),
+        (
+            {"tensor": 4, "context": 8, "fsdp": 8},
+            dict(wgrad_overlap=True, fused_attention=False),
+        ),
+        ({"pipe": 4, "fsdp": 4, "context": 4}, dict(chunks=2, pipe_overlap=True)),
+        ({"data": 16, "pipe": 4}, dict(chunks=2, pipe_overlap=True)),
+    ],
+)
+def test_a_second_of_computing_hides_one_transfer(axes, plan, length, port):
+    shape = dataclasses.replace(MIXED, seq_len=length, slots=1.0, experts=0, kv_heads=8)
+    cluster = Cluster(hardware.get("h100"), math.prod(axes.values()), port_bandwidth=port)
+    options = dict(zero=1, sequence_parallel=True) | plan
+    found = planner.seconds(planner.step(shape, Plan(axes, 64, **options)), cluster)
+    free = {"context"} | ({"tensor"} if plan.get("tensor_overlap") else set())
+    beside = sum(
+        seconds / (1 if axis in free else 0.75) for axis, seconds in found.hidden.items()
+    )
+    computed = found.parts["products"] + found.parts["memory"]
+    assert 0 < beside <= computed * (1 + 1e-9)
+    assert "context" not in axes or found.hidden["context"] > 0
+
+
+def test_switches_do_not_add_up_what_sequence_parallelism_scatters():
+    shape = dataclasses.replace(MIXED, experts=0, slots=1.0, kv_heads=8)
+    usual, adding = (
+        Cluster(hardware.get("h100"), 8, adds_in_switch=adds, ideal=True)
+        for adds in (False, True)
+    )
+    plain, whole, cut = (
+        planner.seconds(
+            planner.step(shape, Plan({"tensor": 8}, 8, sequence_parallel=on)), cluster
+        )
+        for on, cluster in ((True, usual), (False, adding), (True, adding))
+    )
+    assert whole.parts["tensor"] == pytest.approx(plain.parts["tensor"] / 1.3)
+    assert cut.parts["tensor"] == plain.parts["tensor"]
+
+
+RATE, MEMORY = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
+# The output layer takes as long as six layers, so that the last stage is much slower.
+N, D, L, V = 16, 4096, 4096, 128_000
+UNEVEN = Shape(N, D, heads=32, head_dim=128, mlp=4 * D, vocab=V, seq_len=L)
+# The mesh is {"pipe": p, "data": 2, "tensor": t} on hosts of eight GPUs: bytes/s from a GPU to
+# the next stage's and seconds until the first byte arrives there; bytes/s between the two along
+# "data" and seconds until a collective has begun.
+LINKS = {  # (p, t)
+    (2, 8): ((45e9, 20e-6), (45e9, 40e-6)),  # a host for each of the four
+    (4, 8): ((45e9, 20e-6), (45e9, 40e-6)),
+    (2, 2): ((360e9, 10e-6), (360e9, 20e-6)),  # all on one host
+    (4, 2): ((45e9, 20e-6), (360e9, 20e-6)),  # two stages on each of two hosts
+}
+
+
+def piped(p, t, m, shape=UNEVEN, accelerator=H100, data=2, **plan):
+    axes = {"pipe": p, "data": data, "tensor": t}
+    plan = Plan(axes, batch=data * m, zero=1, **plan)
+    return planner.seconds(planner.step(shape, plan), Cluster(accelerator, p * data * t))
+
+
+# By hand: the formulas for pipelines, written down a second time. Widths are multiples of D.
+
+
+def parts_by_hand(t, sequence_parallel):
+    """Returns seconds of UNEVEN for a microbatch of one sequence: a layer forward; what its
+    backward pass has that is not twice that; its traffic; the output layer; that of [L, D].
+    """
+    weights = 12 * D * D / t
+    flops = 24 * L * D * D / t + 4 * L * L * D / t
+    moved = L * D * (8 + 60 / t + 22 / (t if sequence_parallel else 1)) + 2 * weights
+    layer = flops / RATE + moved / MEMORY
+    more = 2 * L * L * D / t / RATE + 8 * weights / MEMORY
+    gather = 2 * L * D * (t - 1) / t / 360e9 + 20e-6
+    head = 6 * L * D * V / t / RATE + (22 * L * V + 6 * D * V) / t / MEMORY + 4 * gather
+    return layer, more, 4 * gather, head  # two all-reduces are four gathers
+
+
+def along_data_by_hand(p, t, forward, backward, tables=1):
+    """Returns seconds along "data" and of the optimizer, beside so many seconds of computing; a
+    stage has one of the two tables, or both.
+    """
+    parameters = (N // p * 12 * D * D + tables * V * D) / t
+    bandwidth, latency = LINKS[p, t][1]
+    sent = 2 * parameters / 2 / bandwidth + latency
+    hidden = [min(7 / 8 * sent, room) for room in (forward, backward)]
+    return 2 * sent - 0.75 * sum(hidden) + parameters * (28 / 2 + 4) / MEMORY
+
+
+@pytest.mark.parametrize("p, t", LINKS, ids=str)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_megatron_s_pipeline_takes_the_time_of_the_formulas_by_hand(
+    p, t, chunks, sequence_parallel
+):
+    m = 8
+    layer, more, traffic, head = parts_by_hand(t, sequence_parallel)
+    forward, backward = (N / p * x for x in (layer + traffic, 2 * layer + more + traffic))
+    bandwidth, latency = LINKS[p, t][0]
+    # of the residual stream a device sends its own part, there and back, for each chunk
+    one = 2 * chunks * (2 * L * D / t / bandwidth + latency)
+    # All wait for the last stage, which has the output layer; a pipeline is filled and emptied
+    # at the pace of a mean stage.
+    seconds = m * (forward + backward + head + one)
+    seconds += (p - 1) / chunks * (forward + backward + head / p + one)
+    waits = N / p * traffic
+    # Each chunk's gradients travel beside the p (chunks - 1) passes of a chunk after its own.
+    passes = (1 + p * (chunks - 1)) / chunks
+    seconds += along_data_by_hand(p, t, passes * (forward - waits), passes * (backward - waits))
+    found = piped(p, t, m, chunks=chunks, sequence_parallel=sequence_parallel)
+    assert found.total == pytest.approx(seconds, rel=1e-9)
+
+
+def test_a_backward_in_two_pieces_computes_nothing_twice():
+    # Products alone: memory is so fast that it takes no time.
+    fast = dataclasses.replace(H100, memory_bandwidth=1e24)
+    scores = N / 2 * 4 * L * L * D / RATE
+    F = N / 2 * 24 * L * D * D / RATE + scores
+    head = 6 * L * D * V / RATE
+    # FlashAttention computes the scores again: 5 products in B for 2 in F.
+    B, W = F + 1.5 * scores, F - scores
+    # Two stages and microbatches, column by column: the first stage beside the last.
+    table = [(F, 0), (F, F), (0, B + head), (B, F), (W, B + head), (B, W), (W, W)]
+    planned = schedules.make("zero_bubble", 2, 2)
+    found = piped(2, 1, 2, accelerator=fast, data=1, schedule=planned)
+    waited = sum(found.parts[part] for part in ("products", "bubble"))
+    assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-6)
+
+
+def test_interleaved_stages_hide_what_they_send_between_warm_up_and_flush():
+    """32 chunks of microbatches; 3 + 4 are the mean warm-up of four stages."""
+    plain, hiding = (
+        piped(4, 8, 16, chunks=2, sequence_parallel=True, pipe_overlap=overlap)
+        for overlap in (False, True)
+    )
+    sent = plain.parts["pipe"]
+    steady = sent * (32 - 7) / 32
+    assert hiding.hidden["pipe"] == pytest.approx(0.75 * steady)
+    assert hiding.parts["pipe"] == pytest.approx(sent - 0.75 * steady)
+    assert plain.hidden["pipe"] == 0
+    assert plain.total - hiding.total == pytest.approx(0.75 * steady)
+
+
+def test_a_pipeline_in_chunks_hides_more_of_its_gradients():
+    """Over a slow network, all of the computing beside gradients and parameters hides some."""
+    slow = dict(accelerator=dataclasses.replace(H100, network_bandwidth=1e9))
+    one, chunked = (piped(4, 8, 16, chunks=v, data=16, **slow) for v in (1, 4))
+    assert chunked.hidden["data"] == pytest.approx((1 + 3 * 4) / 4 * one.hidden["data"])
+
+
+# What cannot be.
+
+EIGHT = dict(axes={"data": 8}, batch=8)
+BAD = [
+    (dict(EIGHT, axes={"model": 8}), {}, r"axes=.* must be of .*, not \['model'\]"),
+    (dict(EIGHT, axes={"data": 0}), {}, "axes={'data': 0} must have whole sizes"),
+    (dict(EIGHT, recompute="all"), {}, "recompute='all' must be one of"),
+    (dict(EIGHT, recompute_share=2), {}, "recompute_share=2 must be a number"),
+    (dict(EIGHT, update_bytes=math.nan), {}, "update_bytes=nan must be a number"),
+    (dict(EIGHT, microbatch=0), {}, "microbatch=0 must be a whole number of at least 1"),
+    (dict(EIGHT, zero=3), {}, "zero=3 must be one of 0, 1, 2"),
+    (dict(EIGHT, embedding_bytes=3), {}, "embedding_bytes=3 must be one of 1, 2, 4"),
+    (dict(EIGHT, dtype="bf16"), {}, "dtype='bf16' must be the name of a floating dtype"),
+    (dict(EIGHT, chunks=4), {}, "chunks=4 must be 1 without an axis 'pipe'"),
+    (dict(EIGHT, batch=12), {}, "batch=12 must be a multiple of 8"),
+    (
+        dict(EIGHT, axes={"data": 4}, float32_gradients=False),
+        {},
+        "float32_gradients=False must come with one microbatch, not 2",
+    ),
+    (
+        dict(EIGHT, wgrad_overlap=True, tensor_overlap=True),
+        {},
+        "wgrad_overlap=True must come with tensor_overlap=False",
+    ),
+    (
+        dict(axes={"pipe": 4}, batch=8, pipe_overlap=True),
+        {},
+        "pipe_overlap=True must come with chunks of at least 2",
+    ),
+    (
+        dict(axes={"pipe": 4}, batch=8, schedule=schedules.make("1f1b", 4, 4)),
+        {},
+        r"schedule must be for \(4, 8, 1\) stages, .* not \(4, 4, 1\)",
+    ),
+    (EIGHT, dict(width=-4096), "width=-4096 must be a whole number of at least 1"),
+    (EIGHT, dict(matrices=5), "matrices=5 must be one of 2, 3"),
+    (EIGHT, dict(kv_heads=5), "kv_heads=5 must divide heads=32"),
+    (EIGHT, dict(slots=math.inf), "slots=inf must be a number"),
+    (EIGHT, dict(slots=4.0), "slots=4.0 must be 1 without experts"),
+    (EIGHT, dict(experts=8, slots=100.0), "slots=100.0 must be at most experts=8"),
+    (EIGHT, dict(experts_per_token=4), "experts_per_token=4 must be at most 0"),
+    (dict(EIGHT, axes={"pipe": 64}), {}, "must have at most 34 stages, of 32 layers"),
+    (dict(EIGHT, axes={"tensor": 64}), {}, "heads=32 must be a multiple of 64"),
+    (dict(EIGHT, axes={"tensor": 8}), dict(kv_heads=4), "kv_heads=4 must be a multiple of 8"),
+    (dict(EIGHT, axes={"tensor": 8}), dict(mlp=10_012), "mlp=10012 must be a multiple of 8"),
+    (dict(EIGHT, axes={"expert": 2}), {}, "experts=0 must be a multiple of 2"),
+    (
+        dict(EIGHT, axes={"context": 4}),
+        dict(seq_len=4100),
+        "seq_len=4100 must be a multiple of 8: in the zigzag layout",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "sizes", "message"), BAD, ids=[row[2][:24] for row in BAD])
+def test_a_step_that_cannot_be_is_refused(plan, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        planner.step(dataclasses.replace(MIDDLE, **sizes), Plan(**plan))
+
+
+def test_axes_that_do_not_fit_the_cluster_are_refused():
+    with pytest.raises(ValueError, match="must multiply to the 16 accelerators"):
+        step({"data": 8}, cluster=Cluster(H100, 16))
