@@ -516,3 +516,7 @@ def test_an_axis_that_no_strategy_uses_is_refused():
         ValueError, match=r"must have axes of .* only: {'rows'} would do nothing"
     ):
         strategies.build(one_device.small(), grid)
+
+
+def test_the_axes_of_a_mesh_are_the_strategies():
+    assert tuple(axis.name for axis in options.AXES) == meshes.AXES
