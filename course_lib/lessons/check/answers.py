@@ -131,8 +131,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def programs_in(eqn: Any) -> list[Any]:
     """Returns the programs (jaxprs) that an operation calls."""
     values = jax.tree.leaves(
-        list(eqn.params.values()),
-        is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+        list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
     )
     programs = [getattr(value, "jaxpr", value) for value in values]
     return [program for program in programs if hasattr(program, "eqns")]

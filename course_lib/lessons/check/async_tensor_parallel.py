@@ -13,7 +13,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import WrongAnswer, close
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, share
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbered,
+    Numbers,
+    Outcome,
+    is_wrong,
+    share,
+)
 from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware
@@ -156,7 +163,7 @@ two_way_product = DeviceFunction(
         ),
         "other half": [dict(rows=(0, 0)), dict(rows=(1, 1)), dict(rows=(1, 0))],
         "arrival": ([by_arrival, dict(turns=(0, 1))], lambda it: it.is_by_arrival),
-        "another": (dict(scale=2), lambda it: not it.is_right),
+        "another": (dict(scale=2), is_wrong),
         "one way": (
             functools.partial(one_ring, in_order=True),
             lambda it: not all(it.ways.values()),
@@ -166,10 +173,7 @@ two_way_product = DeviceFunction(
             lambda it: it.sent > it.others * it.part,
         ),
         "unequal": (whole_parts, lambda it: it.ways["right"] != it.ways["left"]),
-        "gradient": (
-            dict(backward=jax.lax.stop_gradient),
-            lambda it: not it.gradient_is_right,
-        ),
+        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
         "two": (dict(n=4), lambda it: not it.is_right_on_two),
     },
 )

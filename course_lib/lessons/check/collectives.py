@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import predicted
-from course_lib.lessons.check.exercises import Numbered, Numbers
+from course_lib.lessons.check.exercises import Numbered, Numbers, is_wrong
 from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
 from course_lib.many_devices import meshes
 
@@ -85,10 +85,7 @@ cut_norm = CutNorm(
         "one number": dict(squares=lambda x: (x**2).sum() / 16),
         "columns": dict(squares=lambda x: (x**2).mean(0), columns=4),
         "times": (dict(columns=256), lambda it: it.is_multiple),
-        "another": (
-            dict(squares=lambda x: jnp.abs(x).sum(1, keepdims=True)),
-            lambda it: not it.is_right,
-        ),
+        "another": (dict(squares=lambda x: jnp.abs(x).sum(1, keepdims=True)), is_wrong),
         "sends more": (norm_of_gathered, lambda it: it.sent > 96),
     },
 )
@@ -139,7 +136,7 @@ two_levels = DeviceFunction(
         "inside": over_tensor,
         "across": over_data,
         "times": (dict(across=lambda x: jax.lax.pmean(x, "data")), lambda it: it.is_multiple),
-        "another": (dict(across=lambda x: over_data(x + 1)), lambda it: not it.is_right),
+        "another": (dict(across=lambda x: over_data(x + 1)), is_wrong),
         "both axes": (
             lambda x: jax.lax.psum(x, ("data", "tensor")),
             lambda it: it.ledger.payload(axis=("data", "tensor")),
@@ -185,7 +182,7 @@ mean_gradient = DeviceFunction(
         "sum": dict(scale=1),
         "twice": dict(scale=8),
         "sign": dict(scale=-1 / 8),
-        "another": (dict(scale=1 / 64), lambda it: not it.is_right),
+        "another": (dict(scale=1 / 64), is_wrong),
         "sends more": (of_gathered_batch, lambda it: it.all_reduced != 4000),
     },
 )

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from course_lib import measure
 from course_lib.lessons.check.answers import close
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, is_wrong
 from course_lib.lessons.check.many_devices import (
     DeviceFunction,
     OnDevices,
@@ -98,10 +98,7 @@ merge = Function(
     outcome=Merged,
     rows={
         "added": (dict(shrinks=False), lambda it: it.is_added),
-        "not finite": (
-            dict(larger=jnp.minimum),
-            lambda it: it.sees_all and not it.is_finite,
-        ),
+        "not finite": (dict(larger=jnp.minimum), lambda it: it.sees_all and not it.is_finite),
         "top": (dict(factors=(2, 1, 1)), lambda it: it.is_wrong(0)),
         "total": (dict(factors=(1, 2, 1)), lambda it: it.is_wrong(1)),
         "mean": dict(is_mean=True),
@@ -118,10 +115,7 @@ merge = Function(
             dict(nothing=1),
             lambda it: it.sees_none and any(np.any(x) for x in it.result[1:]),
         ),
-        "finite top": (
-            dict(top_is_finite=True),
-            lambda it: it.sees_none and it.top != -np.inf,
-        ),
+        "finite top": (dict(top_is_finite=True), lambda it: it.sees_none and it.top != -np.inf),
     },
 )
 
@@ -177,15 +171,12 @@ ulysses = DeviceFunction(
         ),
         "own positions": lambda query, key, value, attend: attend(query, key, value),
         "gathered": (gathered_keys, lambda it: it.gathers),
-        "another": (dict(scale=0), lambda it: not it.is_right),
+        "another": (dict(scale=0), is_wrong),
         "sends more": (
             lambda q, *args: exchange(exchange(exchanged(q, *args), 2, 1), 1, 2),
             lambda it: it.sent > it.most,
         ),
-        "gradient": (
-            dict(backward=jax.lax.stop_gradient),
-            lambda it: not it.gradient_is_right,
-        ),
+        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
     },
 )
 
@@ -282,9 +273,6 @@ ring_bytes = Function(
         "keys home": dict(home=1),
         "gradients away": dict(gradients_home=0),
         "compiled": (dict(keys=3), lambda it: it.differs),
-        "float32 alone": (
-            lambda n, numbers, width: sent(n, numbers, 4),
-            lambda it: not it.is_right,
-        ),
+        "float32 alone": (lambda n, numbers, width: sent(n, numbers, 4), is_wrong),
     },
 )

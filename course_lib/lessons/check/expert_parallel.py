@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome
+from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, is_wrong
 from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
 from course_lib.models import routing
 
@@ -62,10 +62,7 @@ places = Function(
     name=None,
     outcome=Places,
     rows={
-        "count": (
-            lambda experts, E, C: [0],
-            lambda it: it.case == 0 and it.count != it.wanted,
-        ),
+        "count": (lambda experts, E, C: [0], lambda it: it.case == 0 and it.count != it.wanted),
         "drops none": dict(drops=False),
         "from 1": [dict(first=1), dict(first=1, counts_first=True)],
         "later": [dict(later=True), last_ones],
@@ -110,10 +107,7 @@ dropped = Numbers(
     rows={
         "at_one": {
             "none": (0, lambda it: it.yours["at_one"] <= 0),
-            "percent": (
-                0.043,
-                lambda it: it.yours["at_one"] < 1 <= it.right["at_one"],
-            ),
+            "percent": (0.043, lambda it: it.yours["at_one"] < 1 <= it.right["at_one"]),
             "many": (50, lambda it: it.yours["at_one"] >= 20),
             "deviation": (
                 [100 * 7.5 / 64 / 2, 100 * 7.5 / 64],
@@ -221,10 +215,7 @@ expert_layer = DeviceFunction(
     first=("not back",),
     outcome=Exchanged,
     rows={
-        "not back": (
-            dict(back=lambda x, *_: x),
-            lambda it: np.shape(it.result) == (8, 8, 3),
-        ),
+        "not back": (dict(back=lambda x, *_: x), lambda it: np.shape(it.result) == (8, 8, 3)),
         "own experts": own_experts,
         "activation": [
             dict(activation=jnp.asarray),
@@ -232,12 +223,9 @@ expert_layer = DeviceFunction(
             dict(activation=jax.nn.silu),
             dict(activation=exact_gelu),
         ],
-        "another": (dict(back=mixed_axes), lambda it: not it.is_right),
+        "another": (dict(back=mixed_axes), is_wrong),
         "gathered": (gathered_experts, lambda it: it.gathered),
         "sends more": (twice, lambda it: it.sent > it.most),
-        "gradient": (
-            dict(backward=jax.lax.stop_gradient),
-            lambda it: not it.gradient_is_right,
-        ),
+        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
     },
 )

@@ -1,4 +1,4 @@
-"""Checks of notebook 09's exercises. One of them runs on four devices.
+"""Checks of notebook 09's exercises; `pipeline_loss` has one more.
 
 S stages, M microbatches, v chunks per device, a device d.
 """
@@ -6,14 +6,9 @@ S stages, M microbatches, v chunks per device, a device d.
 import functools
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome
-from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
-from course_lib.many_devices import meshes
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 
 
@@ -52,10 +47,7 @@ bubble_share = Numbers(
         "share": {
             "idle by busy": (7 / 24, lambda it: abs(it.yours["share"] - 7 / 24) <= 1e-3),
             "percent": (22.6, lambda it: it.yours["share"] > 1),
-            "another": (
-                0.25,
-                lambda it: not abs(it.yours["share"] - it.right["share"]) < 5e-3,
-            ),
+            "another": (0.25, lambda it: not abs(it.yours["share"] - it.right["share"]) < 5e-3),
         },
         "microbatches": {
             "no number": (
@@ -181,143 +173,6 @@ one_f_one_b = Function(
     },
 )
 
-STAGES_OF_GPIPE, MICROBATCHES = 4, 6
-TO_NEXT = [(stage, stage + 1) for stage in range(STAGES_OF_GPIPE - 1)]
-
-
-def over_pipe(x):
-    return jax.lax.psum(x, "pipe")
-
-
-def pipeline(kernel, x, y, *, total=over_pipe, scale=1, backward=lambda x: x, pass_on=None):
-    """GPipe on one of four devices."""
-    S, stage = STAGES_OF_GPIPE, jax.lax.axis_index("pipe")
-    M = len(x)
-    pass_on = pass_on or (lambda h: jax.lax.ppermute(h, "pipe", TO_NEXT))
-
-    def slot(carry, time):
-        arrived, error = carry
-        h = jnp.where(stage == 0, x[time % M], backward(arrived))
-        h = h + jnp.tanh(h @ kernel[0])
-        is_last = (stage == S - 1) & (time >= S - 1)
-        error += jnp.where(is_last, jnp.sum((h - y[(time - S + 1) % M]) ** 2), 0.0)
-        return (pass_on(h), error), None
-
-    start = meshes.vary((jnp.zeros(x.shape[1:]), jnp.zeros(())), "pipe")
-    (_, error), _ = jax.lax.scan(slot, start, jnp.arange(M + S - 1))
-    return total(scale * error)
-
-
-def on_one_device(kernels, x, y, residual=1):
-    for kernel in kernels:
-        x = residual * x + jnp.tanh(x @ kernel)
-    return jnp.sum((x - y) ** 2)
-
-
-def gathered(change=lambda *arrays: arrays, **options):
-    """One device's loss of other kernels, inputs or labels, on each device."""
-
-    def loss(kernel, x, y):
-        kernels = jax.lax.all_gather(kernel[0], "pipe")
-        return jax.lax.pmean(on_one_device(*change(kernels, x, y), **options), "pipe")
-
-    return loss
-
-
-def whole_batch(kernel, x, y):
-    """Passes all six microbatches on at once."""
-    return pipeline(kernel, x.reshape(1, -1, 8), y.reshape(1, -1, 8))
-
-
-def everywhere(h):
-    """Sends each activation to all devices, which keep one."""
-    stages = jnp.arange(STAGES_OF_GPIPE)[:, None, None]
-    sent = jnp.where(stages == jax.lax.axis_index("pipe") + 1, h, 0)
-    return meshes.vary(over_pipe(sent)[jax.lax.axis_index("pipe")], "pipe")
-
-
-class Losses(OnDevices):
-    """The loss of each device, and what the gradient sends."""
-
-    M = MICROBATCHES
-    shape = property(lambda it: np.shape(it.result)[1:])
-    loss = property(lambda it: float(it.result[0]))
-    wanted = property(lambda it: float(it.right[0]))
-
-    def is_loss(self, loss):
-        return abs(self.loss - loss) <= 1e-4 * abs(loss)
-
-    are_right = property(lambda it: np.abs(it.result - it.right) < 1e-4 * it.right)
-
-    @property
-    def divided_by(self):
-        _, x, _ = self.args
-        counts = self.M, x[0].size, x.size, *x[0].shape
-        return next((count for count in counts if self.is_loss(self.wanted / count)), None)
-
-    @property
-    def count(self):
-        """How many of the first microbatches are in the loss, None if it is not their loss."""
-        kernels, x, y = self.args
-        losses = {n: on_one_device(kernels, x[:n], y[:n]) for n in range(1, self.M)}
-        return next((n for n, loss in losses.items() if self.is_loss(loss)), None)
-
-    activation = property(lambda it: it.args[1][0].nbytes)
-    slots = property(lambda it: 2 * (it.M + STAGES_OF_GPIPE - 1))  # forward and backward
-    passed = property(lambda it: it.both.payload("collective-permute", "pipe") // it.activation)
-    enough = property(lambda it: it.slots * it.activation)
-
-
-def six_microbatches():
-    kernels, x, y = normal(3, (4, 8, 8), (6, 2, 8), (6, 2, 8))
-    return [(np.float32(0.3) * kernels, x, y)]
-
-
-gpipe = DeviceFunction(
-    "gpipe",
-    pipeline,
-    one_device=on_one_device,
-    cases=six_microbatches,
-    axes={"pipe": STAGES_OF_GPIPE},
-    in_specs=(P("pipe"), P(), P()),
-    stacked=True,
-    name=None,
-    outcome=Losses,
-    rows={
-        "no number": (lambda kernel, x, y: x, lambda it: it.shape != ()),
-        "last alone": (
-            dict(total=lambda x: x),
-            lambda it: it.are_right[-1] and not it.are_right.all(),
-        ),
-        "quarter": dict(scale=1 / 4),
-        "divided": (dict(scale=1 / 6), lambda it: it.divided_by),
-        "other y": [
-            gathered(lambda w, x, y, s=s: (w, x, jnp.roll(y, s, axis=0))) for s in range(1, 6)
-        ],
-        "no residual": gathered(residual=0),
-        "zeros": gathered(lambda w, x, y: (w[-1:], 0 * x, y)),
-        "one x": gathered(lambda w, x, y: (w, jnp.broadcast_to(x[:1], x.shape), y)),
-        "y of slot": gathered(lambda w, x, y: (w, x, y[np.array([3, 4, 5, 5, 5, 5])])),
-        "without first": gathered(lambda w, x, y: (w, x[1:], y[1:])),
-        "first ones": (
-            [gathered(lambda w, x, y, n=n: (w, x[:n], y[:n])) for n in range(1, 6)],
-            lambda it: it.count,
-        ),
-        "too much": (dict(scale=2), lambda it: it.loss >= it.wanted * (1 + 1e-4)),
-        "another": (dict(scale=0.9), lambda it: not it.are_right.all()),
-        "gradient": (
-            dict(backward=jax.lax.stop_gradient),
-            lambda it: not it.gradient_is_right,
-        ),
-        "gathered": (gathered(), lambda it: it.both.payload("all-gather")),
-        "passed on": (whole_batch, lambda it: it.passed > it.slots),
-        "sends more": (
-            dict(pass_on=everywhere),
-            lambda it: not it.passed or it.both.payload() > it.enough + 64,  # the loss
-        ),
-    },
-)
-
 
 class Stash(Numbered):
     """Activations, in MiB."""
@@ -424,12 +279,8 @@ fast_pipeline = Numbers(
     words=("schedule",),
     outcome=Plan,
     rows={
-        "schedule": {
-            "unknown": ("1F1B", lambda it: it.schedule not in schedules.SCHEDULES),
-        },
-        "microbatches": {
-            "no divisor": (48, lambda it: not it.M >= 1 or it.sequences % it.M),
-        },
+        "schedule": {"unknown": ("1F1B", lambda it: it.schedule not in schedules.SCHEDULES)},
+        "microbatches": {"no divisor": (48, lambda it: not it.M >= 1 or it.sequences % it.M)},
         "chunks": {
             "no number": (1.9, lambda it: not it.v == int(it.v) >= 1),
             "no schedule": (

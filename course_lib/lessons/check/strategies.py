@@ -258,14 +258,8 @@ three_axes = Function(
     outcome=ThreeAxes,
     rows={
         "no pair": (lambda mesh, M: make_gradient(mesh, M)[1], lambda it: not it.is_pair),
-        "specs": (
-            lambda mesh, M: ({}, make_gradient(mesh, M)[1]),
-            lambda it: not it.has_specs,
-        ),
-        "cut": (
-            Rewritten('"pipe", None, None, "tensor"', '"pipe"'),
-            lambda it: it.cut,
-        ),
+        "specs": (lambda mesh, M: ({}, make_gradient(mesh, M)[1]), lambda it: not it.has_specs),
+        "cut": (Rewritten('"pipe", None, None, "tensor"', '"pipe"'), lambda it: it.cut),
         "waits": (Rewritten("params = vary(", "vary("), lambda it: it.waits),
         "returns": (Changed(lambda loss, grads: grads), lambda it: not it.returns_pair),
         "loss": (
@@ -276,10 +270,7 @@ three_axes = Function(
             Changed(lambda loss, grads: (loss, jax.tree.map(lambda g: 2 * g, grads))),
             lambda it: it.is_scaled,
         ),
-        "gradients": (
-            [Changed(with_twice("norm"))],
-            lambda it: it.wrong,
-        ),
+        "gradients": ([Changed(with_twice("norm"))], lambda it: it.wrong),
         "data": (
             Rewritten(
                 "= vary(params, ",
