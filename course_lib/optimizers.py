@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+import optax.contrib
 from ml_collections import ConfigDict
 
 from course_lib import arguments
 from course_lib.fields import Field, at_least
-from course_lib.smaller_and_faster import offload, optimizer_memory
 
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
@@ -32,6 +32,13 @@ factor `decay_rate` per step or along a cosine that ends at `total_steps`.
 A configuration has the fields of all of them, so that changing `schedule` is enough. A schedule
 ignores the fields that it does not name above.
 """
+
+
+def _memory() -> Any:
+    """Returns the module of notebook 17, which most runs do not need."""
+    from course_lib.smaller_and_faster import optimizer_memory
+
+    return optimizer_memory
 
 
 class Optimizer(NamedTuple):
@@ -60,13 +67,13 @@ OPTIMIZERS = {
         streams=True,
     ),
     "adamw_bf16": Optimizer(
-        lambda c, rate: _adamw(optimizer_memory.scale_by_adam_bf16(c.b1, c.b2), c, rate),
+        lambda c, rate: _adamw(_memory().scale_by_adam_bf16(c.b1, c.b2), c, rate),
         "AdamW with moments in bfloat16",
         decays=True,
     ),
     "adamw_8bit": Optimizer(
         lambda c, rate: _adamw(
-            optimizer_memory.scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
+            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
         ),
         "AdamW with moments in 8 bits",
         decays=True,
@@ -86,7 +93,7 @@ OPTIMIZERS = {
             adam_b2=c.b2,
             weight_decay=c.weight_decay,
             adam_weight_decay=c.weight_decay,
-            muon_weight_dimension_numbers=optimizer_memory.matrices,
+            muon_weight_dimension_numbers=_memory().matrices,
             consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
         ),
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
@@ -138,10 +145,12 @@ def from_config(
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
     update = OPTIMIZERS[config.name].make(config, rate)
     if config.offload:
+        from course_lib.smaller_and_faster import offload
+
         update = offload.streamed(update)  # after the norm, which needs all gradients
     if config.clip_norm:
         update = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     if config.param_dtype == "bfloat16":
         # Not the seed of the moments' rounding.
-        update = optimizer_memory.round_stochastically(update, seed=1)
+        update = _memory().round_stochastically(update, seed=1)
     return update

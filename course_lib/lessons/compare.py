@@ -13,8 +13,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from course_lib import configs, measure, training
-from course_lib.many_devices import meshes, strategies
-from course_lib.many_devices.options import Strategy
 from course_lib.one_device import gradient_accumulation
 from course_lib.text.data import Batch
 
@@ -68,19 +66,23 @@ class OneDevice:
             self.grads = jax.device_get(grad_fn(self.params, self.batch, None)[0])
 
     def compare(
-        self, axes: dict[str, int], strategy: Strategy = Strategy(), **changes: Any
-    ) -> tuple[measure.Ledger, float]:
+        self, axes: dict[str, int], strategy: Any = None, **changes: Any
+    ) -> "tuple[measure.Ledger, float]":
         """Computes the same gradient on a mesh of simulated devices.
 
         Args:
           axes: the mesh, axis -> number of devices.
-          strategy: how the model is divided over them.
+          strategy: `options.Strategy`, how the model is divided over them; None: its defaults.
           **changes: other fields of `config.model` that leave the gradient as it is.
 
         Returns:
           The collectives of the compiled gradient, and the largest distance of a leaf from one
           device's, as a fraction of the leaf's norm.
         """
+        # Notebook 3 compares gradients of one device, and needs none of this.
+        from course_lib.many_devices import meshes, options, strategies
+
+        strategy = strategy or options.Strategy()
         config = self.config.copy_and_resolve_references()
         config.model.update(changes)
         mesh = meshes.make(axes, meshes.devices(math.prod(axes.values())))

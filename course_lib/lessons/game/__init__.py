@@ -11,25 +11,18 @@ In Part III a submission may train with another optimizer, or keep AdamW's momen
 
     lessons.submit(make_step, optimizer="lion")
     lessons.submit(make_step, moments="host")
+
+The model is loaded when it is first asked for, and the checks with the first submission.
 """
 
-# ruff: noqa: F401
-from course_lib.lessons.game.model import (
-    REAL,
-    Config,
-    attention,
-    block,
-    cross_entropy,
-    embed,
-    first_step,
-    init,
-    light_block,
-    light_embed,
-    light_head,
-    light_loss,
-    loss,
-    mlp,
-    norm,
-)
-from course_lib.lessons.game.submission import submit
-from course_lib.lessons.game.updates import SMALL
+import importlib
+from typing import Any
+
+_ELSEWHERE = {"submit": "submission", "SMALL": "updates"}
+
+
+def __getattr__(name: str) -> Any:
+    module = importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'model')}")
+    if name.startswith("_") or not hasattr(module, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)
