@@ -48,6 +48,9 @@ def small(**changes):
     )
 
 
+PARTS = transformer.parts(FrozenConfigDict(small().model))
+
+
 def reference(whole):
     """Returns parameters, gradient and metrics of one device, on no device in particular."""
     params, grads, metrics = one_device.reference(FrozenConfigDict(whole))
@@ -365,11 +368,11 @@ def test_a_schedule_for_other_devices_or_an_illegal_one_is_refused():
     with pytest.raises(
         ValueError, match="stages=4 must be the number of devices along the mesh axis 'pipe': 2"
     ):
-        pipeline.gradient(print, print, grid, {}, schedules.gpipe(4, 2))
+        pipeline.gradient(print, PARTS, grid, {}, schedules.gpipe(4, 2))
     legal = schedules.gpipe(2, 2)
     late = dataclasses.replace(legal, table=((None,) + legal.table[0][1:], legal.table[1]))
     with pytest.raises(ValueError, match=r"table\[0\] must have F of microbatch 0"):
-        pipeline.gradient(print, print, grid, {}, late)
+        pipeline.gradient(print, PARTS, grid, {}, late)
 
 
 def test_a_batch_that_cannot_be_cut_into_microbatches_is_refused():
