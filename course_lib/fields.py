@@ -147,7 +147,7 @@ def _not_like(value: Any, example: Any) -> str:
         return f"be of type {kind.__name__}, as in {example!r}"
     if isinstance(value, float) and not math.isfinite(value):
         return "be a finite number"
-    if kind is tuple and not all(isinstance(x, str) for x in value):
+    if isinstance(value, tuple | list) and not all(isinstance(x, str) for x in value):
         return "hold strings"
     return ""
 

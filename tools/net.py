@@ -65,7 +65,8 @@ def main() -> None:
         if not words or any(word in name for word in words)
     }
     with tempfile.TemporaryDirectory() as folder:
-        copies, programs = Queue(), Path(folder, "programs")
+        copies: Queue[Path] = Queue()
+        programs = Path(folder, "programs")
         for number in range(2):
             copies.put(Path(shutil.copytree(ROOT, Path(folder, str(number)), ignore=IGNORED)))
 

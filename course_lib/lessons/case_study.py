@@ -114,7 +114,8 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
         raise ValueError(
             f"device={device!r} must be one that course_lib.measure.hardware knows, not"
             f" {device.device_kind!r}: its roofline is unknown; take one of"
-            " virtual.devices(name), or add its row to course_lib/measure/hardware/table.py"
+            " virtual.devices(name), or add its row to"
+            " course_lib/measure/hardware/accelerators.toml"
         )
     config = case.config()
     configs.check(config, accelerator)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from course_lib.many_devices import sharding
 from course_lib.models.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Axis:
     # yields an error for each rule that is broken; called for a mesh without the axis, too
     errors: Callable[[Asked], Iterator[str]]
     # which mesh axes cut the dimensions that `sharding` names, of parameters and of activations
-    params: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    params: sharding.Rules = dataclasses.field(default_factory=dict)
     activations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # by hand: adds one device's part of the model to the hooks of other axes
     hooks: Callable[[Hooks], Hooks] = lambda hooks: hooks

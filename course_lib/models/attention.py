@@ -76,7 +76,7 @@ def why_unavailable(
         return (
             f"{implementation} attention needs an NVIDIA GPU that course_lib.measure.hardware"
             " knows: use 'reference' or 'xla' here, or add the GPU's row to"
-            " course_lib/measure/hardware/table.py"
+            " course_lib/measure/hardware/accelerators.toml"
         )
     if old:
         return (

@@ -6,6 +6,7 @@ layers one by one lie in "block_0", "block_1", ...
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ def _layer(key: jax.Array, config: ConfigDict, name: str) -> PyTree:
         drawn = keys_in_layer(key, name, part, module, draws=1 + config.use_bias)
         return _dense(drawn[0], shape, config.use_bias)
 
-    def several(keys: Any, shapes: dict[str, Shape]) -> PyTree:
+    def several(keys: Any, shapes: Mapping[str, Shape]) -> PyTree:
         drawn = zip(keys, shapes.items(), strict=True)
         return {module: _dense(key, shape, config.use_bias) for key, (module, shape) in drawn}
 

@@ -168,9 +168,13 @@ def parts(config: ConfigDict, hooks: Hooks = Hooks()) -> Parts:
     """
     hooks = with_products(hooks, config.flat_products)
     one = layers.changed_layer(config, hooks)
+
+    def layer(params: Params, x: Array, key: Key = None) -> Array:
+        return one(params, x, key)[0]
+
     return Parts(
         lambda params, tokens: embed(config, hooks, params, tokens),
-        lambda params, x, key=None: one(params, x, key)[0],
+        layer,
         lambda params, x: head(config, hooks, params, x),
         hooks.own_key,
     )

@@ -72,8 +72,8 @@ def recomputed(step: Step) -> Recomputed:
     if step.shape.parallel:
         out = 0.0 if plan.recompute == "block" else row.out
         row = row._replace(out=out, gathers=min(row.gathers, 1), sums=max(row.sums - 1, 0))
-    return Recomputed(
-        *(tuple(share * x for x in v) if isinstance(v, tuple) else share * v for v in row)
+    return Recomputed._make(
+        tuple(share * x for x in v) if isinstance(v, tuple) else share * v for v in row
     )
 
 

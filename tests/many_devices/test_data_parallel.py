@@ -111,7 +111,7 @@ def test_a_share_of_a_third_does_not_lengthen_gradients_in_bfloat16():
 
 
 def test_minibatches_communicate_once_a_step():
-    """So does stage 1: test_estimate.py compares its bytes with the formula."""
+    """So does stage 1: tests/planner compares its bytes with the formula."""
     once = ledger_of_gradient(one_device.small(), dict(data=2), Strategy())
     also = ledger_of_gradient(
         one_device.small(**{"training.num_minibatches": 4}), dict(data=2), Strategy()

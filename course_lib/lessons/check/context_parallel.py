@@ -60,7 +60,7 @@ def blocks_of_keys():
     def pair(scores):
         return tuple(summary(scores[:, i : i + 3], values[i : i + 3]) for i in (0, 3))
 
-    nothing = tuple(np.float32(x) for x in ([-np.inf], [0], [[0, 0]]))
+    nothing = tuple(np.array(x, np.float32) for x in ([-np.inf], [0], [[0, 0]]))
     return [
         jax.tree.map(jnp.asarray, case)
         for case in (pair(scores), pair(hidden), pair(hidden)[::-1], (nothing, nothing))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -221,7 +222,7 @@ def waits_in_a_branch(text):
 class Changed:
     """The course's answer, whose loss and gradients are changed afterwards."""
 
-    change: object
+    change: Callable[..., tuple]
 
     def __call__(self, mesh, M):
         return make_gradient(mesh, M)

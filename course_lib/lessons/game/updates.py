@@ -263,7 +263,7 @@ def explain(yours: PyTree) -> str:
 
 def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | None:
     """Returns a sentence on a wrong sum of right gradients; None if it is something else."""
-    most, factor = abs(counts).max(), counts.mean()
+    most, factor = float(abs(counts).max()), float(counts.mean())
     missing = np.flatnonzero(abs(counts) < 0.2 * most)
     first, size = missing[0] if missing.size else 0, f"The updates are {factor:.3g} times"
     table: list[tuple[bool, str | None]] = [  # the first that holds
@@ -281,7 +281,7 @@ def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | No
             " to the sum?",
         ),
         (
-            abs(counts - factor).max() > 0.2 * abs(factor),
+            float(abs(counts - factor).max()) > 0.2 * abs(factor),
             "All sequences of the batch should count alike; yours count"
             f" {counts.min():.2g} to {counts.max():.2g} times as much as they should.",
         ),
