@@ -96,18 +96,18 @@ class Buckets(OnDevices):
     def is_times(self, factor):
         return (
             self.first(
-                lambda one, right: not np.allclose(*map(np.float32, (one, factor * right)))
+                lambda one, right: not np.allclose(np.float32(one), np.float32(factor * right))
             )
             is None
         )
 
     @functools.cached_property
     def is_mixed(self):
-        numbers = [
-            np.concatenate([np.float32(one).ravel() for one in tree])
+        mine, right = (
+            np.sort(np.concatenate([np.float32(one).ravel() for one in tree]))
             for tree in (self.result, self.right)
-        ]
-        return self.wrong is not None and np.array_equal(*map(np.sort, numbers))
+        )
+        return self.wrong is not None and np.array_equal(mine, right)
 
     @functools.cached_property
     def others(self):
