@@ -208,6 +208,7 @@ ALWAYS_SLOW = {
         test_sigterm_to_one_process_before_its_first_step_ends_both_at_once
         test_mpirun_ends_if_one_process_is_killed
         test_slurm_ends_if_one_process_is_killed
+        test_it_works_where_jax_was_started_before_the_import
         test_slurm_runs_the_batch_script""",
     "a record or a published number is compiled again; quick tests read the record": """
         test_compiled_memory_is_within_12_percent_of_the_published
@@ -230,7 +231,10 @@ ALWAYS_SLOW = {
         test_rematerialized_experts_give_the_same_gradient
         test_a_run_with_offload_trains_like_one_without_on_both_ways_to_build_it
         test_the_program_trains_with_offload_and_continues_from_a_checkpoint
-        test_one_device_of_a_mesh_computes_the_same""",
+        test_one_device_of_a_mesh_computes_the_same
+        test_what_is_sent_is_told_by_axis
+        test_a_step_by_hand_trains_bfloat16_parameters_with_a_light_state
+        test_a_run_that_stops_and_goes_on_is_bit_for_bit_one_that_did_not""",
     "whole notebooks or benchmarks run": """
         test_it_trains_by_the_program_and_stores_what_it_prints
         test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_others""",

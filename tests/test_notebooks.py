@@ -5,6 +5,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -154,7 +155,8 @@ def of_shown_sources(name, cells, monkeypatch):
                 exec(ast.unparse(node), imported)
             if isinstance(node, ast.ImportFrom) and node.module == "course_lib":
                 for alias in node.names:
-                    library |= set(dir(importlib.import_module(f"course_lib.{alias.name}")))
+                    module = importlib.import_module(f"course_lib.{alias.name}")
+                    library |= {n for n, x in vars(module).items() if not inspect.ismodule(x)}
         stored = [
             undecorated(out.get("data", {}).get("text/markdown", "")) for out in cell.outputs
         ]

@@ -451,9 +451,7 @@ def test_a_run_accumulates_and_donates_as_its_configuration_says():
 
 
 def test_a_configuration_whose_batch_does_not_divide_is_refused():
-    with pytest.raises(
-        ValueError, match="num_minibatches=3 must divide the batch of 4 examples"
-    ):
+    with pytest.raises(ValueError, match="num_minibatches=3 must divide data.batch_size=4"):
         training.build(example_config(num_minibatches=3))
 
 

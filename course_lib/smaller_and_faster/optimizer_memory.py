@@ -263,7 +263,7 @@ def _adam(
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
 
-        def packed_zeros(param: Array) -> Any:
+        def packed_zeros(param: Any) -> Any:
             """Zeros in the shapes of a packed moment: all-zero codes with scales of 0 are 0."""
             moment = jax.ShapeDtypeStruct(param.shape, jnp.float32)
             packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0)), moment)

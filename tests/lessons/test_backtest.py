@@ -395,9 +395,9 @@ def test_predictions_are_better_than_one_mfu_for_all_rows():
     assert backtest.summary(found["unseen"]).median_error < 0.7 * statistics.median(baseline)
 
 
-def test_the_readme_has_the_median_error_of_the_unseen_half():
+def test_the_programs_page_has_the_median_error_of_the_unseen_half():
     error = backtest.summary(program.halves()["unseen"]).median_error
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "training.md").read_text().split())
     assert f"median error is {error:.0%} on published steps that it was not fitted to" in text
 
 

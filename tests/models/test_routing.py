@@ -233,11 +233,11 @@ def test_flops_are_those_counted_by_hand():
     [
         ({"num_experts": -1}, r"num_experts=-1 must not be negative"),
         ({"experts_per_token": 5}, r"experts_per_token=5 must be between 1 and num_experts=4"),
-        ({"experts_per_token": 0}, r"experts_per_token=0 must be between 1 and"),
-        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be positive and finite"),
+        ({"experts_per_token": 0}, r"experts_per_token=0 must be positive"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be positive"),
         (
             {"capacity_factor": 1e-12},
-            r"capacity_factor=1e-12 must be larger: no expert would have room",
+            r"capacity_factor=1e-12 must be larger: no expert has room",
         ),
         ({"balance_weight": float("nan")}, r"balance_weight=nan"),
         ({"parallel_block": True}, r"num_experts=4 must be 0 for parallel_block=True"),
