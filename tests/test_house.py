@@ -11,13 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "course_lib"
-DESIGN = (ROOT / "docs" / "design.md").read_text()
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# What each part may import, beside itself: the list of docs/design.md, line by line.
+# The parts that each part may import, beside itself: the list of docs/design.md, line by line.
 TOOLS = {"measure", "text", "show"}
 MODELS = TOOLS | {"one_device", "smaller_and_faster", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
@@ -133,26 +132,20 @@ def in_notebooks(of_sources=False):
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text())["cells"]
         code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
-        nodes = list(
-            ast.walk(ast.parse(re.sub(r"^(\s*)[%!]", r"\1pass  # ", code, flags=re.M)))
-        )
-        known = {}
+        code = re.sub(r"^(\s*)[%!]", r"\1pass  # ", code, flags=re.M)
+        nodes, known = list(ast.walk(ast.parse(code))), {}
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module.startswith("course_lib"):
                 exec(ast.unparse(node), known)
         if of_sources:
-            shown = [n for n in nodes if isinstance(n, ast.Call)]
-            nodes = [
-                argument
-                for call in shown
-                if ast.unparse(call.func) == "notebook.source"
-                for argument in call.args
-            ]
-        for node in nodes:
-            if isinstance(node, ast.Attribute | ast.Name):
-                first, *rest = ast.unparse(node).split(".")
-                if first in known:
-                    found |= set(named(known[first], rest))
+            shown = [node for node in nodes if isinstance(node, ast.Call)]
+            shown = [call for call in shown if ast.unparse(call.func) == "notebook.source"]
+            nodes = [argument for call in shown for argument in call.args]
+        names = [
+            ast.unparse(n).split(".") for n in nodes if isinstance(n, ast.Attribute | ast.Name)
+        ]
+        for first, *rest in names:
+            found |= set(named(known[first], rest)) if first in known else set()
     return found
 
 

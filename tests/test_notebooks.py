@@ -22,6 +22,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 TAGS = {"nbval-ignore-output", "nbval-check-output", "raises-exception", "sizes", "technique"}
 PYTHON = {"display_name": "Python 3", "language": "python", "name": "python3"}
 PLAIN_MODEL = "from course_lib.lessons import tiny_transformer"  # of notebook 5
+LINES_OF_TECHNIQUE = {name: 25 for name in NAMES if name < "07"} | {"05_transformer": 60}
 ANSWERED = re.compile(r"^(check\.|lessons\.submit\(|layouts\.submit\()", re.M)
 ASSERTED = re.compile(r"^\s*assert |assert_allclose|assert_array_equal", re.M)
 HERE = {str(Path.home()), str(Path(__file__).parents[2])} - {"/"}
@@ -57,8 +58,6 @@ def of_the_file(name, book, cells):
         "language_info": book.metadata.get("language_info"),
     }:
         yield f"does not run in any Jupyter: {dict(book.metadata)}"
-    if (FOLDER / f"{name}.ipynb").stat().st_size > 1_000_000:
-        yield "is larger than 1 MB"
     badge, setup = stamp.notebook_texts(f"{name}.ipynb", stamp.repository())
     if not book.cells[0].source.startswith("# ") or badge not in book.cells[0].source:
         yield "opens without a title and its badge: make badges"
@@ -73,7 +72,7 @@ def of_the_file(name, book, cells):
         yield "its first code is not a cell of sizes and the technique in plain JAX"
     for cell in cells:
         lines = [line for line in cell.source.splitlines() if line.strip()]
-        if "technique" in tags(cell) and len(lines) > (60 if name.startswith("05") else 30):
+        if "technique" in tags(cell) and len(lines) > LINES_OF_TECHNIQUE.get(name, 30):
             yield f"the technique in plain JAX takes {len(lines)} lines"
     *assignments, stored = ast.parse(cells[1].source).body
     values = {}
@@ -98,8 +97,6 @@ def of_the_exercises(book, cells):
     folded = markdown.count("<details>")
     if not 3 <= folded == exercises.count("<details>") == exercises.count("</details>"):
         yield "folds fewer than three solutions, or something else"
-    if len(re.findall(r"<summary>.*?</summary>", exercises)) != folded:
-        yield "a solution has no summary"
     answered = [cell for cell in cells if ANSWERED.search(cell.source)]
     if len(answered) != folded:
         yield f"{folded} exercises have {len(answered)} cells with a check"
@@ -117,8 +114,6 @@ def of_a_cell(cell):
         yield "fails where the lesson is not the error, or the other way round"
     if any(output.get("name") == "stderr" for output in cell.outputs):
         yield "wrote to stderr"
-    if cell.source.rstrip().endswith(";"):
-        yield "ends in a semicolon, which nbval does not understand"
     for line in cell.source.splitlines():
         if len(line) > 96 and not re.fullmatch(r"\W*https?://\S+", line):
             yield f"wider than 96 columns: {line}"
@@ -133,9 +128,6 @@ def of_a_cell(cell):
     drawn = [call.lineno for call in calls(nodes, "figures.")]
     if any(node.lineno < line for node in asserts for line in drawn):
         yield "an assert stands before the picture"
-    for shown in calls(nodes, "notebook.source"):
-        if any("._" in argument for argument in map(ast.unparse, shown.args)):
-            yield "shows a private function"
 
     tables = [recorded.FOLDER / f"{word}.json" for word in re.findall(r'"(\w+)"', cell.source)]
     dates = {json.loads(t.read_text())["recorded"] for t in tables if t.is_file()}

@@ -32,11 +32,6 @@ PYTHONS = {
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def needed(wanted):
-    """Returns the Python versions that an environment can have, as words."""
-    return " or ".join(PYTHONS[wanted])
-
-
 def main(folder, wanted="pinned"):
     """Makes the environment anew, installs into it, and writes its Python into `.installed`."""
     version = ".".join(map(str, sys.version_info[:2]))
@@ -44,8 +39,8 @@ def main(folder, wanted="pinned"):
         wanted = "py311" if version == "3.11" else "reference"
     if version not in PYTHONS[wanted]:
         sys.exit(
-            f"{sys.executable} is Python {version}, and {needed(wanted)} is needed. Name one:"
-            " make PYTHON=python3.13 ..."
+            f"{sys.executable} is Python {version}, and {' or '.join(PYTHONS[wanted])} is"
+            " needed. Name one: make PYTHON=python3.13 ..."
         )
     try:
         import ensurepip  # noqa: F401  (Debian and Ubuntu leave it out of their python3)
@@ -62,34 +57,19 @@ def main(folder, wanted="pinned"):
         pins = os.path.join(ROOT, "requirements", wanted + ".txt")
         installs = [["--requirement", pins], ["--no-deps", "--editable", ROOT]]
 
-    print(
-        f"Installing into {folder}: some minutes the first time, about 2 GB of disk on"
-        " Linux ...",
-        flush=True,
-    )
+    print(f"Installing into {folder}: minutes, about 2 GB of disk on Linux ...", flush=True)
     venv.create(folder, with_pip=True, clear=True, symlinks=True)
-    pip = [
-        os.path.join(folder, "bin", "python"),
-        "-m",
-        "pip",
-        "-qq",
-        "--disable-pip-version-check",
-        "install",
-    ]
-    for install in installs:
-        if subprocess.call(pip + install):
-            sys.exit(
-                "pip could not install the dependencies: its message is above. Then try again."
-            )
+    pip = [os.path.join(folder, "bin", "python"), "-m", "pip", "-qq"]
+    pip += ["--disable-pip-version-check", "install"]
+    if any(subprocess.call(pip + install) for install in installs):
+        sys.exit("pip could not install the dependencies: its message is above. Try again.")
     keep_quiet(os.path.join(folder, "lib", f"python3.{sys.version_info[1]}", "site-packages"))
     with open(os.path.join(folder, ".installed"), "w") as installed:
         print(sys.version.split()[0], sys.base_prefix, file=installed)
 
 
 def keep_quiet(site_packages):
-    """Writes the file that keeps JAX quiet about the missing cuDNN, in scripts that import
-    only JAX too.
-    """
+    """Writes the file that keeps JAX quiet about a missing cuDNN in all scripts."""
     with open(os.path.join(site_packages, "course_quiet.pth"), "w") as file:
         file.write(QUIET)
 

@@ -16,8 +16,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+import sync_environment
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "# Written by tools/pin_versions.py from pyproject.toml: {what}. Do not edit.\n"
@@ -37,13 +37,7 @@ def marker(platform: dict[str, str]) -> str:
 
 def resolve(requirements: list[str], first: str, end: str, constraints: list[str]) -> str:
     """Returns exact versions of everything that the requirements need, as the lines of a
-    requirements file.
-
-    Args:
-      requirements: what is installed.
-      first: the oldest Python that the lines are for, such as "3.12".
-      end: the first Python after it that they are not for.
-      constraints: the versions to take of packages that happen to be needed.
+    requirements file for Python `first` up to, and without, `end`.
     """
     python = f"python_full_version >= '{first}' and python_full_version < '{end}'"
     environments = [f"{marker(platform)} and {python}" for platform in PLATFORMS]
@@ -62,17 +56,10 @@ def resolve(requirements: list[str], first: str, end: str, constraints: list[str
             "--universal",
             "--python-version",
             first,
-            "--quiet",
         ]
-        command += [
-            "--no-header",
-            "--no-annotate",
-            "--no-emit-index-url",
-            "--no-emit-find-links",
-        ]
-        lines = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder
-        ).stdout.splitlines()
+        command += ["--quiet", "--no-header", "--no-annotate"]
+        command += ["--no-emit-index-url", "--no-emit-find-links"]
+        lines = subprocess.check_output(command, text=True, cwd=folder).splitlines()
     return "".join(pin(Requirement(line), f"{first}.0") for line in lines)
 
 
@@ -81,11 +68,8 @@ def pin(requirement: Requirement, python: str) -> str:
     nothing if none does.
     """
     version = {"python_full_version": python, "python_version": python.rpartition(".")[0]}
-    needing = [
-        p
-        for p in PLATFORMS
-        if requirement.marker is None or requirement.marker.evaluate(p | version)
-    ]
+    wanted = requirement.marker
+    needing = [p for p in PLATFORMS if wanted is None or wanted.evaluate(p | version)]
     if not needing:
         return ""
     where = "" if needing == list(PLATFORMS) else f" ; {' or '.join(map(marker, needing))}"
@@ -94,27 +78,18 @@ def pin(requirement: Requirement, python: str) -> str:
 
 def lower_bounds(requirements: list[str]) -> list[str]:
     """Returns `name==x` for each `name>=x`."""
-    bounds = []
-    for requirement in map(Requirement, requirements):
-        bounds += [
-            f"{requirement.name}=={s.version}"
-            for s in requirement.specifier
-            if s.operator == ">="
-        ]
-    return bounds
+    return [
+        f"{requirement.name}=={bound.version}"
+        for requirement in map(Requirement, requirements)
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    ]
 
 
 def published_by_colab() -> list[str]:
-    """Returns the line `name==version` of each package that Colab ships and keeps when the
-    course is installed there.
-    """
-    lines = (ROOT / "requirements" / "colab-published.txt").read_text().splitlines()
-    names = {
-        line.partition("==")[0]: line for line in lines if line and not line.startswith("#")
-    }
-    return [
-        line for name, line in names.items() if canonicalize_name(name) not in RAISED_ON_COLAB
-    ]
+    """Returns the version of each package that Colab ships, and keeps beside the course."""
+    shipped = sync_environment.pins(ROOT / "requirements" / "colab-published.txt")
+    return [str(pin) for name, pin in shipped.items() if name not in RAISED_ON_COLAB]
 
 
 def main() -> None:
@@ -124,20 +99,14 @@ def main() -> None:
     needed = project["dependencies"] + extras["notebooks"] + extras["test"]
     newest = needed + extras["virtual"]
     colab = needed + lower_bounds(project["dependencies"])
-    sets = {
-        "reference": ("newest versions for Python 3.12 to 3.14", newest, "3.12", "3.15", []),
-        "py311": ("newest versions for Python 3.11", newest, "3.11", "3.12", []),
-        "colab": (
-            "what Colab ships, on Python 3.13",
-            colab,
-            "3.13",
-            "3.14",
-            published_by_colab(),
-        ),
-    }
-    for name, (what, requirements, first, end, constraints) in sets.items():
-        pins = resolve(requirements, first, end, constraints)
-        (ROOT / "requirements" / f"{name}.txt").write_text(HEADER.format(what=what) + pins)
+    published = published_by_colab()
+    for name, title, *wanted in (
+        ("reference", "newest versions for Python 3.12 to 3.14", newest, "3.12", "3.15", []),
+        ("py311", "newest versions for Python 3.11", newest, "3.11", "3.12", []),
+        ("colab", "what Colab ships, on Python 3.13", colab, "3.13", "3.14", published),
+    ):
+        text = HEADER.format(what=title) + resolve(*wanted)
+        (ROOT / "requirements" / f"{name}.txt").write_text(text)
         print(f"requirements/{name}.txt")
 
 

@@ -2,7 +2,6 @@
 set-up cell.
 
 usage: python tools/stamp.py [owner/name]     with a name: makes it the project's address first
-       python tools/stamp.py --check          changes nothing, fails if something is out of step
 
 The address is read from `[project.urls]` of pyproject.toml.
 """
@@ -59,17 +58,10 @@ def notebook_texts(name: str, repo: str) -> tuple[str, str]:
 
 
 def stamp_notebook(nb: nbformat.NotebookNode, name: str, repo: str) -> None:
-    """Puts the badge under the title, and the set-up cell first among the code cells.
-
-    Raises:
-      ValueError: if the notebook does not begin with a title.
-    """
+    """Puts the badge under the title, and the set-up cell first among the code cells."""
     title = nb.cells[0]
     if title.cell_type != "markdown" or not title.source.startswith("# "):
-        raise ValueError(
-            f"{name} must begin with a Markdown cell that holds its title, as in '# Mixed"
-            " precision'"
-        )
+        raise ValueError(f"{name} must begin with a Markdown cell that holds its title")
     badge, setup = notebook_texts(name, repo)
     if IS_BADGE.search(title.source):
         title.source = IS_BADGE.sub(badge, title.source)
@@ -93,42 +85,27 @@ def readme_with(text: str, old: str, new: str) -> str:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Stamps, or checks; returns the exit status."""
-    check = arguments == ["--check"]
-    old = new = repository()
-    if arguments and not check:
-        new = arguments[0]
+def main(new: str | None = None) -> None:
+    """Stamps all notebooks, with a new address also pyproject.toml and the README."""
+    old = repository()
+    if new is not None:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", new):
-            sys.exit(
-                f"REPO={new!r} must be owner/name, as it stands after github.com/ in the"
-                " project's address"
-            )
-        toml = ROOT / "pyproject.toml"
-        toml.write_text(
-            toml.read_text().replace(
-                f'"https://github.com/{old}"', f'"https://github.com/{new}"'
-            )
-        )
-        readme = ROOT / "README.md"
+            sys.exit(f"REPO={new!r} must be owner/name, as it stands after github.com/")
+        toml, readme = ROOT / "pyproject.toml", ROOT / "README.md"
+        address = '"https://github.com/{}"'
+        toml.write_text(toml.read_text().replace(address.format(old), address.format(new)))
         readme.write_text(readme_with(readme.read_text(), old, new))
-
-    stale = []
+    stamped = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         before = path.read_text()
         nb = nbformat.reads(before, 4)
-        stamp_notebook(nb, path.name, new)
+        stamp_notebook(nb, path.name, new or old)
         after = nbformat.writes(nb) + "\n"
         if after != before:
-            stale.append(path.name)
-            if not check:
-                path.write_text(after)
-    if not stale:
-        print(new, "is in every notebook already")
-    else:
-        print(new, "is missing, run make badges:" if check else "stamped:", ", ".join(stale))
-    return int(check and bool(stale))
+            path.write_text(after)
+            stamped.append(path.name)
+    print(f"{new or old} stamped into: {', '.join(stamped) or 'no notebook, all have it'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -1,14 +1,13 @@
 """Writes environment.yml, for conda users, from pyproject.toml and the exact versions of
 requirements/reference.txt.
 
-usage: python tools/sync_environment.py [--check]
+usage: python tools/sync_environment.py
 
 Conda installs Python and pip, and pip the rest, so conda users get the same versions. The file
 lists the versions, since micromamba cannot follow a `-r requirements.txt`
 (https://github.com/mamba-org/mamba/issues/1894).
 """
 
-import sys
 import tomllib
 from pathlib import Path
 
@@ -31,22 +30,16 @@ dependencies:
 
 def pins(path: Path) -> dict[str, Requirement]:
     """Returns the exact versions of a requirements file by canonical name."""
-    lines = (
-        line for line in path.read_text().splitlines() if line and not line.startswith("#")
-    )
+    lines = [line for line in path.read_text().splitlines() if line and line[0] != "#"]
     return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
 
 
 def direct() -> list[Requirement]:
-    """Returns the requirements in pyproject.toml, once each: the dependencies, and the extras
-    that `.venv` has.
-    """
+    """Returns the requirements of `.venv` in pyproject.toml, once each."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = map(
-        Requirement,
-        project["dependencies"] + extras["notebooks"] + extras["test"] + extras["virtual"],
-    )
+    lines = project["dependencies"] + extras["notebooks"] + extras["test"] + extras["virtual"]
+    wanted = map(Requirement, lines)
     return list({canonicalize_name(r.name) + str(sorted(r.extras)): r for r in wanted}.values())
 
 
@@ -64,17 +57,5 @@ def environment() -> str:
     return HEADER + "".join(lines) + "      - -e .\n"
 
 
-def main() -> int:
-    """Writes the file, or with --check compares it; returns the exit status."""
-    path = ROOT / "environment.yml"
-    if "--check" not in sys.argv:
-        path.write_text(environment())
-        return 0
-    if path.exists() and path.read_text() == environment():
-        return 0
-    print("environment.yml is out of date: run make environment")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    (ROOT / "environment.yml").write_text(environment())

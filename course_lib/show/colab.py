@@ -15,25 +15,14 @@ import sys
 import tempfile
 from collections.abc import Iterable
 
-# course_lib's dependencies that Colab lacks, and two that are there already.
-LACKS = (
-    "ml_collections",
-    "jaxtyping",
-    "tensorboard-plugin-profile>=2.24,<3",
-    "grain",
-    "orbax-checkpoint",
-)
-
+# Dependencies of course_lib that Colab lacks, and two that are there already.
+LACKS = ("ml_collections", "jaxtyping", "tensorboard-plugin-profile>=2.24,<3")
+LACKS += ("grain", "orbax-checkpoint")
 # The profiler's plugin needs newer versions of these than Colab's.
 RAISED = ("absl-py", "urllib3")
-
 # JAX with the compiler for NVIDIA's GPUs and without CUDA's libraries, and a Flax for it.
-VIRTUAL_GPUS = (
-    "jax[cuda13-local]==0.10.2",
-    "nvidia-cuda-nvcc>=13,<14",
-    "nvidia-nvvm>=13,<14",
-    "flax>=0.12.8,<1",
-)
+VIRTUAL_GPUS = ("jax[cuda13-local]==0.10.2", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14")
+VIRTUAL_GPUS += ("flax>=0.12.8,<1",)
 REPLACED = ("jax", "jaxlib", "flax")
 
 
@@ -51,20 +40,10 @@ def requirements(kind: str) -> tuple[str, ...]:
 
 
 def constraints(kind: str, installed: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns one line per installed package for pip's constraints file.
-
-    Args:
-      kind: of the runtime.
-      installed: names and versions.
-    """
+    """Returns a line of pip's constraints file per installed package: its name and version."""
     free = (*RAISED, *(REPLACED if kind == "cpu" else ()))
-    return sorted(
-        {
-            f"{name}=={version}"
-            for name, version in installed
-            if name.lower().replace("_", "-") not in free
-        }
-    )
+    kept = {(n, v) for n, v in installed if n.lower().replace("_", "-") not in free}
+    return sorted(f"{name}=={version}" for name, version in kept)
 
 
 def main() -> int:

@@ -5,36 +5,31 @@ out. A picture's module is imported when the picture is first asked for.
 import importlib
 from typing import Any
 
+# The names of this package by the module that has them: a new picture is one name here.
 PICTURES = {
-    "bars": ["memory_bars", "memory_breakdown", "residuals", "roofline"],
-    "blocks": ["block"],
-    "clusters": ["hosts"],
-    "curves": ["lines", "loss_curve", "progress", "roofline_plot", "trace", "tradeoff"],
-    "devices": ["seconds_by_devices", "who_holds_what"],
-    "explorers": ["explorer"],
-    "frames": ["moving"],
-    "ladders": ["rungs"],
-    "numbers": ["formats", "gradient_histogram"],
-    "positions": ["attention_pairs", "token_routing"],
-    "schedules": ["schedule"],
-    "spans": ["overlap"],
-    "style": ["PHASES", "use_style"],
-    "swimlanes": ["Lane", "lanes", "lanes_of_layers", "lanes_of_schedule", "lanes_of_step"],
-    "tapes": ["tape"],
-    "timelines": ["step_timeline"],
+    "bars": "memory_bars memory_breakdown residuals roofline rungs",
+    "blocks": "block",
+    "clusters": "hosts",
+    "curves": "lines loss_curve progress roofline_plot trace tradeoff",
+    "devices": "seconds_by_devices who_holds_what",
+    "explorers": "explorer",
+    "frames": "moving",
+    "numbers": "formats gradient_histogram",
+    "positions": "attention_pairs token_routing",
+    "style": "PHASES use_style",
+    "tapes": "tape",
+    "timelines": "Lane lanes lanes_of_layers lanes_of_schedule lanes_of_step overlap schedule"
+    " step_timeline",
 }
-"""The names of this package by the module that has them: a new picture is one name here."""
-
-_MODULES = {name: module for module, names in PICTURES.items() for name in names}
+_MODULES = {name: module for module, names in PICTURES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """A Transformer block, and the bytes that each operation saves for the backward pass."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,25 +21,18 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
         branch beside the residual stream, a chain from the first to the last. A row with
         "chained" False, such as a copy of the weights, is no part of the chain: it stands below
         it, after the last chained row of its part, in a grey box without arrows.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is none, a part is no kind, or a chained row follows one that is
-        not.
     """
     rows = [{"again": 0, "chained": True, **row} for row in operations]
-    style.refuse_none("operations", len(rows), "rows with part, name and bytes")
-    if unknown := {row["part"] for row in rows} - set(style.KINDS):
-        raise ValueError(f"part={sorted(unknown)} must be of {', '.join(style.KINDS)}")
+    style.refuse_empty("operations", rows)
     branches = _branches(rows)
-    figure = Figure(figsize=(8.5, 1.0 + 0.42 * len(rows)), layout="constrained")
-    flow, bars = figure.subplots(1, 2, width_ratios=(1, 1.6), sharey=True)
+    size, beside = (8.5, 1.0 + 0.42 * len(rows)), {"width_ratios": (1, 1.6), "sharey": True}
+    figure, [flow, bars] = style.canvas(*size, columns=2, heading=title, **beside)
     flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
     flow.axis("off")
     most = max(row["bytes"] + row["again"] for row in rows) or 1
     for y, row in enumerate(rows):
         color, hatch = style.KINDS[row["part"]]
-        flow.add_patch(_box(y, color) if row["chained"] else _box(y))
+        flow.add_patch(_box(y, color if row["chained"] else None))
         flow.text(0.64, y, row["name"], ha="center", va="center", fontsize=9)
         if row["chained"] and all(y != first for first, *_ in branches):
             flow.add_patch(_arrow((0.64, y - 0.7), (0.64, y - 0.3)))
@@ -59,43 +53,32 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     bars.tick_params(left=False, labelleft=False)
     bars.grid(visible=False)
     bars.spines[["left", "bottom"]].set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
 def _box(y: int, color: str | None = None) -> FancyBboxPatch:
     """Returns the box of a row: white with a coloured edge, or grey without an edge."""
-    return FancyBboxPatch(
-        (0.3, y - 0.3),
-        0.68,
-        0.6,
-        boxstyle="round,pad=0.0,rounding_size=0.05",
-        facecolor="white" if color else "#ECECEC",
-        edgecolor=color or "none",
-        linewidth=1.6,
-    )
+    shape = "round,pad=0.0,rounding_size=0.05"
+    look = {"facecolor": "white" if color else "#ECECEC", "edgecolor": color or "none"}
+    return FancyBboxPatch((0.3, y - 0.3), 0.68, 0.6, boxstyle=shape, linewidth=1.6, **look)
 
 
-def _arrow(
-    start: tuple[style.Number, style.Number], end: tuple[style.Number, style.Number]
-) -> FancyArrowPatch:
-    return FancyArrowPatch(
-        start, end, arrowstyle="-|>", mutation_scale=9, color=style.GREY, linewidth=1.2
-    )
+def _arrow(start: style.Point, end: style.Point) -> FancyArrowPatch:
+    look = {"color": style.GREY, "linewidth": 1.2}
+    return FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, **look)
 
 
 def _branches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
     """Returns for each part the first row, the last chained row, and the last row."""
-    starts = [y for y in range(len(rows)) if not y or rows[y - 1]["part"] != rows[y]["part"]]
-    ends = [*(start - 1 for start in starts[1:]), len(rows) - 1]
-    branches = []
-    for first, end in zip(starts, ends, strict=True):
-        chained = [row["chained"] for row in rows[first : end + 1]]
-        length = sum(chained)
-        if not length or not all(chained[:length]):
+    branches, end = [], -1
+    for part, group in itertools.groupby(rows, key=lambda row: row["part"]):
+        chained = [row["chained"] for row in group]
+        first, end = end + 1, end + len(chained)
+        last = first + sum(chained) - 1
+        if not chained[0] or not all(chained[: last - first + 1]):
             raise ValueError(
-                f"operations: the chained rows of {rows[first]['part']} must come first, and"
-                " there must be one: the others stand below the chain"
+                f"operations: the chained rows of {part} must come first, and there must be"
+                " one: the others stand below the chain"
             )
-        branches.append((first, first + length - 1, end))
+        branches.append((first, last, end))
     return branches

@@ -1,6 +1,7 @@
 """Arrays cut among devices, and the time of communication."""
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,24 +24,16 @@ def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> F
       arrays: the title of an array -> its holdings (`meshes.holdings`): one mapping or
         dataclass per device, with its number as `device`, and as `ranges` the first index and
         one after the last in each of at most two dimensions.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is no array, one is held by nobody, or has more than two dimensions.
     """
-    sizes = {name: len(holdings) for name, holdings in arrays.items()}
-    style.refuse_empty("arrays", sizes, "holdings")
+    style.refuse_empty("arrays", arrays)
     rows = -(-len(arrays) // PANELS_IN_A_ROW)
     columns = min(len(arrays), PANELS_IN_A_ROW)
-    figure = Figure(
-        figsize=(max(2.6 * columns, 4), 2.3 * rows + 0.3 * bool(title)), layout="constrained"
-    )
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    size = (max(2.6 * columns, 4), 2.3 * rows + 0.3 * bool(title))
+    figure, panels = style.canvas(*size, rows, columns, titles=arrays, heading=title)
     for axes, (name, holdings) in zip(panels, arrays.items(), strict=False):
         _draw_parts(axes, name, holdings)
     for axes in panels[len(arrays) :]:
         axes.set_axis_off()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -55,15 +48,10 @@ def seconds_by_devices(
     Args:
       series: label -> points (number of devices, seconds).
       host: how many devices a host holds: a line there says where the network begins.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is no series, or one without points.
     """
     figure = curves.lines(series, "devices", "time", logx=True, logy=True, title=title)
     [axes] = figure.axes
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axes.yaxis.set_major_formatter(lambda seconds, _: style.duration(seconds))
     if host is not None:
         axes.axvline(host, color="black", linestyle=":", linewidth=1.2)
@@ -84,30 +72,20 @@ def _draw_parts(axes: Axes, name: str, holdings: Sequence[Any]) -> None:
     rectangles = {part: ((0, 1),) * (2 - dims) + part for part in parts}  # a vector is one row
     for part, devices in parts.items():
         (top, bottom), (left, right) = rectangles[part]
-        axes.add_patch(
-            Rectangle((left, top), right - left, bottom - top, **style.device(min(devices)))
-        )
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-        middle = ((left + right) / 2, (top + bottom) / 2)
-        axes.annotate(spell(devices), middle, ha="center", va="center", fontsize=9, bbox=box)
+        look, middle = style.device(min(devices)), ((left + right) / 2, (top + bottom) / 2)
+        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **look))
+        style.write_in(axes, spell(devices), *middle, pad=1.5)
     vertical, horizontal = (
         {end for ranges in rectangles.values() for end in ranges[dim]} for dim in (0, 1)
     )
-    axes.set_xlim(0, max(horizontal))
-    axes.set_ylim(max(vertical), 0)  # the first row of an array stands at the top
-    axes.set_xticks(sorted(horizontal))
-    axes.set_yticks(sorted(vertical) if dims == 2 else [])
+    axes.set(xticks=sorted(horizontal), yticks=sorted(vertical) if dims == 2 else [])
+    axes.set(xlim=(0, max(horizontal)), ylim=(max(vertical), 0))  # the first row at the top
     axes.tick_params(labelsize=9)
     axes.grid(False)
-    axes.set_title(name, fontsize=10)
 
 
 def spell(devices: Sequence[int]) -> str:
     """Returns device numbers as a reader wants them: "0-3", "0, 4", "0-1, 4-5"."""
-    runs: list[list[int]] = []
-    for device in sorted(devices):
-        if runs and device == runs[-1][-1] + 1:
-            runs[-1].append(device)
-        else:
-            runs.append([device])
+    by_run = itertools.groupby(enumerate(sorted(devices)), lambda pair: pair[1] - pair[0])
+    runs = [[device for _, device in run] for _, run in by_run]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from string import Template
 from typing import Any
@@ -106,17 +107,11 @@ class explorer:  # noqa: N801  a notebook calls it like the other pictures
       label: column with the names of the bars.
       value: column with the length of a bar, a number of at least 0, or a text that stands in
         place of the bar and says why there is none.
-      unit: of `value`.
       parts: at most four columns that add up to `value` within 1%. Where `value` is a text,
         they are not read.
       note: column with a text that stands beside a bar; "": none.
       first: setting -> value that is selected at first. The others begin with the value of
         their first button.
-      digits: after the decimal point of each number on the screen.
-
-    Raises:
-      ValueError: if there is nothing to choose, a combination has no row, or two, or a row has
-        no bar that can be drawn.
     """
 
     def __init__(
@@ -132,48 +127,34 @@ class explorer:  # noqa: N801  a notebook calls it like the other pictures
         first: Mapping[str, Any] | None = None,
         digits: int = 1,
     ) -> None:
-        self.settings, self.parts, self.bars = (
-            list(settings),
-            list(parts),
-            list(parts) or [value],
-        )
-        self.label, self.value, self.note = label, value, note
+        self.settings, self.parts, self.note = list(settings), list(parts), note
+        self.label, self.value, self.bars = label, value, self.parts or [value]
         self.unit, self.digits = unit, digits
         self.columns = [*settings, label, value, *parts, *([note] if note else [])]
         table = style.as_dicts(rows)
-        style.refuse_none("rows, settings", min(len(table), len(settings)), "at least one each")
+        style.refuse_empty("rows, settings", table and settings)
         for row in table:
-            if missing := [name for name in [*settings, label, value] if name not in row]:
-                raise ValueError(f"{missing} must be columns of every row; one has {list(row)}")
             length = row[value]
-            if not isinstance(length, str) and not (
-                0 <= length < math.inf
-                and (
-                    not parts or math.isclose(sum(row[p] for p in parts), length, rel_tol=0.01)
-                )
-            ):
+            if isinstance(length, str):
+                continue
+            total = sum(row[part] for part in self.bars)
+            if not (0 <= length < math.inf and math.isclose(total, length, rel_tol=0.01)):
                 raise ValueError(
-                    f"{value}={length!r} must be a finite number of at least 0, the sum of"
-                    f" {self.bars}, or a text that says why there is none"
+                    f"{value}={length!r} must be the sum of {self.bars}, a finite number of at"
+                    " least 0, or a text that says why there is none"
                 )
-        plain = [
-            [
-                value.item() if hasattr(value, "item") else value
-                for value in map(row.get, self.columns)
-            ]
-            for row in table
-        ]
-        self.rows = [dict(zip(self.columns, row, strict=True)) for row in plain]
+        blank = dict.fromkeys([*parts, note])
+        full = [blank | row for row in table]
+        self.rows = [{name: _plain(row[name]) for name in self.columns} for row in full]
         keys = [*settings, label]
-        found = [tuple(row[key] for key in keys) for row in self.rows]
+        counts = Counter(tuple(row[key] for key in keys) for row in self.rows)
         options = {key: list(dict.fromkeys(row[key] for row in self.rows)) for key in keys}
-        wrong = set(itertools.product(*options.values())) - set(found)
-        if wrong or len(set(found)) < len(found):
-            wrong = wrong or {one for one in found if found.count(one) > 1}
-            raise ValueError(f"rows must have one row for {keys} = {min(wrong, key=str)}")
+        for one in itertools.product(*options.values()):
+            if counts[one] != 1:
+                raise ValueError(f"rows must have one row for {keys} = {one}: {counts[one]}")
         self.chosen = {name: options[name][0] for name in settings} | dict(first or {})
-        if wrong_choice := [k for k, v in self.chosen.items() if v not in options.get(k, ())]:
-            raise ValueError(f"first={first} must select what rows have: {wrong_choice} do not")
+        if unknown := [k for k, v in self.chosen.items() if v not in options.get(k, ())]:
+            raise ValueError(f"first={first} must select what rows have: {unknown} do not")
 
     def __repr__(self) -> str:
         return f"<explorer of {len(self.rows)} rows: {', '.join(self.settings)}>"
@@ -181,7 +162,7 @@ class explorer:  # noqa: N801  a notebook calls it like the other pictures
     def picture(self) -> Figure:
         """Returns the still picture: the bars of the first selection."""
         shown = [r for r in self.rows if all(r[k] == v for k, v in self.chosen.items())]
-        figure, axes = style.canvas(7.5, 0.45 * len(shown) + 1.4)
+        figure, [axes] = style.canvas(7.5, 0.45 * len(shown) + 1.4)
         numbers = [row for row in shown if not isinstance(row[self.value], str)]
         for place, row in enumerate(shown):
             if row not in numbers:
@@ -196,8 +177,8 @@ class explorer:  # noqa: N801  a notebook calls it like the other pictures
             style.write(axes, f"{text}; {row[self.note]}" if self.note else text, left, place)
         axes.set_yticks(range(len(shown)), [str(row[self.label]) for row in shown])
         longest = max((row[self.value] for row in numbers), default=0) or 1
-        axes.set_xlim(0, 1.5 * longest if self.note else 1.15 * longest)
-        axes.set(ylim=(len(shown) - 0.5, -0.5), xlabel=self.unit)
+        width = (1.5 if self.note else 1.15) * longest
+        axes.set(xlim=(0, width), ylim=(len(shown) - 0.5, -0.5), xlabel=self.unit)
         axes.grid(False)
         pairs = [f"{name}: {option}" for name, option in self.chosen.items()]
         selection = "; ".join(pair.replace(" ", "\N{NO-BREAK SPACE}") for pair in pairs)
@@ -224,3 +205,7 @@ class explorer:  # noqa: N801  a notebook calls it like the other pictures
             data=encoded,
             color=style.COLORS[0],
         )
+
+
+def _plain(value: Any) -> Any:  # for JSON
+    return value.item() if hasattr(value, "item") else value

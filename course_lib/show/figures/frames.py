@@ -38,33 +38,7 @@ run this cell, and a slider shows all</p>
 </script>""")
 
 
-class Moving:
-    """A moving picture that a notebook displays. See `moving`."""
-
-    def __init__(self, frames: list[bytes], labels: list[str], name: str, still: int):
-        self.frames, self.labels, self.name, self.still = frames, labels, name, still
-
-    def __repr__(self) -> str:
-        return f"<moving picture of {len(self.frames)} frames: {', '.join(self.labels)}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the still picture and its label, and a script that turns the label into a
-        slider.
-        """
-        encoded = [base64.b64encode(frame).decode() for frame in self.frames]
-        return _PAGE.substitute(
-            still=f"data:image/png;base64,{encoded[self.still]}",
-            label=html.escape(self.labels[self.still]),
-            count=len(self.frames),
-            alt=html.escape(f"{self.name}: {self.labels[self.still]}"),
-            frames=json.dumps(encoded),
-            labels=json.dumps(self.labels).replace("<", "\\u003c"),
-            first=self.still,
-            name=html.escape(self.name),
-        )
-
-
-def moving(frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> Moving:
+class moving:  # noqa: N801  a notebook calls it like the other pictures
     """Joins pictures into one with a slider.
 
     The output holds every picture, so the slider needs neither Python nor a network. It starts
@@ -75,15 +49,32 @@ def moving(frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> M
       frames: label -> picture, in the order of the slider. Equal axes make changes visible.
       name: of the quantity that the slider changes, such as "minibatches".
       still: the index of the picture that is shown first, or without scripts.
-
-    Raises:
-      ValueError: if there are fewer than two pictures, or `still` is none of them.
     """
-    if len(frames) < 2:
-        raise ValueError(f"frames={list(frames)} must hold at least two pictures to move")
-    if not 0 <= still < len(frames):
-        raise ValueError(f"still={still} must be the index of one of {len(frames)} frames")
-    return Moving([png(figure) for figure in frames.values()], list(frames), name, still)
+
+    def __init__(self, frames: Mapping[str, Figure], *, name: str = "", still: int = 0) -> None:
+        if len(frames) < 2:
+            raise ValueError(f"frames={list(frames)} must hold at least two pictures to move")
+        if not 0 <= still < len(frames):
+            raise ValueError(f"still={still} must be the index of one of {len(frames)} frames")
+        self.frames = [base64.b64encode(png(figure)).decode() for figure in frames.values()]
+        self.labels, self.name, self.still = list(frames), name, still
+
+    def __repr__(self) -> str:
+        return f"<moving picture of {len(self.frames)} frames: {', '.join(self.labels)}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the still picture, and a script that turns the label above into a slider."""
+        label = self.labels[self.still]
+        return _PAGE.substitute(
+            still=f"data:image/png;base64,{self.frames[self.still]}",
+            label=html.escape(label),
+            count=len(self.frames),
+            alt=html.escape(f"{self.name}: {label}"),
+            frames=json.dumps(self.frames),
+            labels=json.dumps(self.labels).replace("<", "\\u003c"),
+            first=self.still,
+            name=html.escape(self.name),
+        )
 
 
 def png(figure: Figure) -> bytes:

@@ -28,20 +28,14 @@ def attention_pairs(
         `queries` and of the `keys`, its `device`, and the `step` of the ring that computes it.
       step: draws only pairs up to this step, and those of earlier steps pale. None: all.
       part: names a part on the axes.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is no layout, or one without pairs.
     """
-    sizes = {name: len(pairs) for name, pairs in layouts.items()}
-    style.refuse_empty("layouts", sizes, "pairs")
-    figure = Figure(figsize=(3.5 * len(layouts), 3.6), layout="compressed")
-    panels = figure.subplots(1, len(layouts), squeeze=False).ravel()
-    for axes, (name, pairs) in zip(panels, layouts.items(), strict=True):
-        axes.set_title(name, fontsize=10)
+    style.refuse_empty("layouts", layouts)
+    names = {"titles": layouts, "heading": title}
+    size, n = (3.5 * len(layouts), 3.6), len(layouts)
+    figure, panels = style.canvas(*size, columns=n, layout="compressed", **names)
+    for axes, pairs in zip(panels, layouts.values(), strict=True):
         _draw_pairs(axes, style.as_dicts(pairs), step)
         axes.set(xlabel=f"{part} of the keys", ylabel=f"{part} of the queries")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -53,19 +47,11 @@ def _draw_pairs(axes: Axes, pairs: list[dict[str, Any]], step: int | None) -> No
         alpha = 1.0 if step in (None, pair["step"]) else PALE
         corner = (pair["keys"] - 0.5, pair["queries"] - 0.5)
         axes.add_patch(Rectangle(corner, 1, 1, alpha=alpha, **style.device(pair["device"])))
-        axes.text(
-            pair["keys"],
-            pair["queries"],
-            str(pair["device"]),
-            ha="center",
-            va="center",
-            fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2},
-        )
+        place, text = (pair["keys"], pair["queries"]), str(pair["device"])
+        style.write_in(axes, text, *place, pad=1.2)
     axes.plot([-0.5, parts - 0.5], [-0.5, parts - 0.5], color=style.GREY, linewidth=1)
-    axes.set(xlim=(-0.5, parts - 0.5), ylim=(parts - 0.5, -0.5), aspect="equal")
-    axes.set_xticks(range(parts))
-    axes.set_yticks(range(parts))
+    axes.set(xticks=range(parts), yticks=range(parts), aspect="equal")
+    axes.set(xlim=(-0.5, parts - 0.5), ylim=(parts - 0.5, -0.5))
     axes.grid(visible=False)
 
 
@@ -84,18 +70,13 @@ def token_routing(
     Args:
       chosen: the expert that each token chose.
       places: the place of each token at its expert, below `capacity`, or -1 if it is dropped.
-      experts: number of experts.
-      capacity: places per expert.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is no token.
     """
-    style.refuse_none("chosen", len(chosen), "tokens")
-    figure, axes = style.canvas(8, 2.9)
-    width = len(chosen)  # of the picture, in tokens
-    room = width / experts
+    style.refuse_empty("chosen", chosen)
+    figure, [axes] = style.canvas(8, 2.9)
+    room = len(chosen) / experts  # in tokens
     slot = min(0.8, 0.9 * room / capacity)
+    lefts = [expert * room + (room - capacity * slot) / 2 for expert in range(experts)]
+    line = {"linewidth": 1.2}
     for token, (expert, place) in enumerate(zip(chosen, places, strict=True)):
         look = style.fill(expert)
         if place < 0:
@@ -103,30 +84,23 @@ def token_routing(
         axes.add_patch(Rectangle((token + 0.1, 2), 0.8, 0.5, **look))
         axes.text(token + 0.5, 2.62, str(token), ha="center", va="bottom", fontsize=9)
         if place < 0:
-            axes.plot([token + 0.2, token + 0.8], [2.06, 2.44], color="black", linewidth=1.2)
-            axes.plot([token + 0.2, token + 0.8], [2.44, 2.06], color="black", linewidth=1.2)
-            continue
-        x = _left(expert, room, slot, capacity) + (place + 0.5) * slot
-        axes.plot([token + 0.5, x], [2, 0.5], color=style.color(expert), linewidth=1.2)
-    taken = {(e, p) for e, p in zip(chosen, places, strict=True) if p >= 0}
-    for expert in range(experts):
-        left = _left(expert, room, slot, capacity)
+            for ends in ([2.06, 2.44], [2.44, 2.06]):
+                axes.plot([token + 0.2, token + 0.8], ends, color="black", **line)
+        else:
+            x = lefts[expert] + (place + 0.5) * slot
+            axes.plot([token + 0.5, x], [2, 0.5], color=style.color(expert), **line)
+    taken = set(zip(chosen, places, strict=True))
+    for expert, left in enumerate(lefts):
         for place in range(capacity):
             full = (expert, place) in taken
-            box = Rectangle((left + place * slot, 0), slot, 0.5, linewidth=0.8)
-            box.set(facecolor=style.color(expert) if full else "white", edgecolor=style.GREY)
-            box.set_hatch("" if full else "////")
-            axes.add_patch(box)
+            look = {"facecolor": style.color(expert)} if full else {"facecolor": "white"}
+            look |= {"hatch": "" if full else "////", "edgecolor": style.GREY, "linewidth": 0.8}
+            axes.add_patch(Rectangle((left + place * slot, 0), slot, 0.5, **look))
         middle = left + capacity * slot / 2
         axes.text(middle, -0.12, f"expert {expert}", ha="center", va="top", fontsize=9)
-    axes.text(-0.15, 2.25, "tokens", ha="right", va="center", fontsize=9)
-    axes.text(-0.15, 0.25, "places", ha="right", va="center", fontsize=9)
-    axes.set(xlim=(-1.6, width), ylim=(-0.55, 3.0), xticks=[], yticks=[])
+    for y, text in ((2.25, "tokens"), (0.25, "places")):
+        axes.text(-0.15, y, text, ha="right", va="center", fontsize=9)
+    axes.set(xlim=(-1.6, len(chosen)), ylim=(-0.55, 3.0))
     axes.set_axis_off()
     axes.set_title(title, fontsize=10)
     return figure
-
-
-def _left(expert: int, room: float, slot: float, capacity: int) -> float:
-    """Returns where the first place of an expert begins."""
-    return expert * room + (room - capacity * slot) / 2

@@ -17,19 +17,13 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
     Args:
       tapes: title of a panel -> `measure.Tape`, or a mapping with its attributes. All panels
         have one scale.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there is no tape, or one is empty.
     """
     steps = {
         name: row if isinstance(row, Mapping) else vars(row) for name, row in tapes.items()
     }
-    style.refuse_empty(
-        "tapes", {name: len(row["bytes"]) for name, row in steps.items()}, "kinds"
-    )
-    figure = Figure(figsize=(8.5, 0.7 + 2.3 * len(steps)), layout="constrained")
-    panels = figure.subplots(len(steps), 1, squeeze=False, sharey=True).ravel()
+    style.refuse_empty("tapes", {name: row["bytes"] for name, row in steps.items()})
+    size = (8.5, 0.7 + 2.3 * len(steps))
+    figure, panels = style.canvas(*size, len(steps), sharey=True, heading=title)
     occurring = [
         kind
         for kind in style.KINDS
@@ -37,55 +31,34 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
     ]
     top = max(row["peak"] for row in steps.values())
     unit, unit_name = style.unit(top)
+    handles: dict[str, Any] = {}
     for axes, (name, row) in zip(panels, steps.items(), strict=True):
         levels = {kind: np.array(level) / unit for kind, level in row["bytes"].items()}
         length = len(next(iter(levels.values())))
         kinds = [kind for kind in occurring if kind in levels]
-        layers = axes.stackplot(
-            range(length), *(levels[kind] for kind in kinds), labels=kinds, linewidth=0
-        )
-        for layer, kind in zip(layers, kinds, strict=True):
+        areas = axes.stackplot(range(length), *(levels[kind] for kind in kinds), linewidth=0)
+        for area, kind in zip(areas, kinds, strict=True):
             color, hatch = style.KINDS[kind]
-            layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+            area.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+            handles[kind] = area
         highest = int(np.sum(list(levels.values()), axis=0).argmax())
-        peak = row["peak"] / unit
+        peak, place = row["peak"] / unit, highest / max(length - 1, 1)
         axes.plot(highest, peak, marker="v", color="black", markersize=7)
-        number = f"{peak:,.0f}" if peak >= 100 else f"{peak:.3g}"
-        place = highest / max(length - 1, 1)
-        axes.annotate(  # above the highest point, where nothing is drawn
-            f"peak {number} {unit_name}",
-            (highest, peak),
-            (0, 6),
-            textcoords="offset points",
-            ha="left" if place < 0.15 else "right" if place > 0.85 else "center",
-            va="bottom",
-            fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-        )
+        # written above the highest point, where nothing is drawn
+        text = f"peak {peak:{',.0f' if peak >= 100 else '.3g'}} {unit_name}"
+        ha = "left" if place < 0.15 else "right" if place > 0.85 else "center"
+        look = {"textcoords": "offset points", "ha": ha, "va": "bottom", "fontsize": 9}
+        axes.annotate(text, (highest, peak), (0, 6), bbox=style.ON_WHITE, **look)
         if row["backward"] is not None:
             axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
             after = " backward and update" if "optimizer state" in row["bytes"] else " backward"
-            for text, ha in (("forward ", "right"), (after, "left")):
-                axes.annotate(
-                    text,
-                    (row["backward"], 1),
-                    xycoords=("data", "axes fraction"),
-                    ha=ha,
-                    va="top",
-                    fontsize=9,
-                )
+            at_top = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
+            axes.annotate("forward ", (row["backward"], 1), ha="right", **at_top)
+            axes.annotate(after, (row["backward"], 1), ha="left", **at_top)
         axes.set(title=name, ylabel=unit_name, xlim=(0, length - 1), xticks=[])
         axes.grid(visible=False)
     panels[0].set_ylim(0, 1.35 * top / unit)  # room for two lines of text
     panels[-1].set_xlabel("instructions, in the order of the program")
-    handles: dict[str, Any] = {}
-    for axes in panels:
-        drawn, labels = axes.get_legend_handles_labels()
-        handles |= dict(zip(labels, drawn, strict=True))
-    figure.legend(
-        handles=[handles[kind] for kind in reversed(occurring)],
-        loc="outside right center",
-        fontsize=9,
-    )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    legend = {kind: handles[kind] for kind in reversed(occurring)}
+    figure.legend(legend.values(), legend.keys(), loc="outside right center", fontsize=9)
     return figure

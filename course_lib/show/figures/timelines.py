@@ -1,23 +1,259 @@
-"""Operations over the time of a step."""
+"""Pictures along an axis of time: lanes, schedules of pipelines, the operations of a step.
 
+Lanes are one view for all strategies. A lane is a device, or one resource of a device. Its
+blocks say what it does, the area below them how much it keeps, and arrows between lanes what is
+passed on.
+"""
+
+import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from course_lib.show.figures import style
 
+NUMBER = re.compile(r"(\.\d+)+(\.clone)?$")  # that of an operation, as in "fusion.12"
+WIDTH = 5.6  # inches: readable on a telephone, at two thirds of this size
+BLOCKS, KEPT = 0.42, 0.34  # heights in a lane of height 1
 
-def kind(op: str) -> str:
-    """Returns an operation's name without its number: "fusion" for "fusion.12"."""
-    return re.sub(r"(\.\d+)+(\.clone)?$", "", op)
+Number = int | float
+Block = tuple[Number, Number, str, str]  # start, duration, kind, text in it
+Pass = tuple[Number, str, Number, str]  # time and lane of departure, time and lane of arrival
+Spans = Sequence[Sequence[Number]]  # (start, duration) each, in seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One row of a picture: its activities, and how much it keeps over time."""
+
+    blocks: Sequence[Block]  # each kind gets a look and a place in the legend
+    kept: Sequence[tuple[Number, Number]] = ()  # (time, amount from then on); empty: not drawn
+
+
+def lanes(
+    programs: Mapping[str, Mapping[str, Lane]],
+    *,
+    passes: Mapping[str, Sequence[Pass]] | None = None,
+    time: str = "time",
+    amount: str = "",
+    until: Number | None = None,
+    title: str = "",
+) -> Figure:
+    """Draws programs below each other on one axis of time, each with its lanes.
+
+    Args:
+      programs: the title of a program -> the name of a lane -> the lane.
+      passes: the title of a program -> arrows between its lanes.
+      time: what the axis of time counts, with its unit.
+      amount: the unit of what lanes keep. The largest amount of a lane is written beside it.
+      until: hides what happens later, for a moving picture; the axes stay the same.
+    """
+    blocks = {
+        name: [block for lane in rows.values() for block in lane.blocks]
+        for name, rows in programs.items()
+    }
+    style.refuse_empty("programs", blocks)
+    every = [block for row in blocks.values() for block in row]
+    end = max(start + length for start, length, _, _ in every)
+    shown = end if until is None else until
+    kept = [lane.kept for rows in programs.values() for lane in rows.values()]
+    most = max((value for pairs in kept for _, value in pairs), default=0)
+    ops = {name: kind for kind, (name, *_) in style.OPS.items()}
+    looks = {
+        kind: style.op(ops[kind]) if kind in ops else style.fill(i, kind)
+        for i, kind in enumerate(dict.fromkeys(kind for _, _, kind, _ in every))
+    }
+    heights = [
+        sum(1.0 if lane.kept else 0.6 for lane in rows.values()) for rows in programs.values()
+    ]
+    figure, panels = _below(programs, heights, (WIDTH, 0.62, 0.35, 1.1), heading=title)
+    for axes, (name, rows) in zip(panels, programs.items(), strict=True):
+        for y, lane in enumerate(rows.values()):
+            _draw_blocks(axes, y, lane, looks, shown, end)
+            if lane.kept and most:
+                _draw_kept(axes, y, lane, most, shown, amount, end)
+        order = list(rows)
+        for left, source, arrives, target in (passes or {}).get(name, ()):
+            if arrives <= shown:
+                ends = (left, order.index(source)), (arrives, order.index(target))
+                style.arrow(axes, *ends)
+        axes.set_xlim(0, end)
+        style.name_rows(axes, order, length=0)
+    panels[-1].set_xlabel(time)
+    named = [Patch(label=kind, **look) for kind, look in looks.items() if kind]
+    columns = min(3, len(named))
+    figure.legend(handles=named, loc="outside lower center", ncols=columns, fontsize=9)
+    return figure
+
+
+def lanes_of_schedule(table: Sequence[Sequence[Any]]) -> dict[str, Lane]:
+    """Returns a lane per device of a pipeline's schedule: its ops, one slot of time each (BW
+    two), and how many microbatches are live, from their forward F to the end of their
+    weight gradient W. With chunks, each chunk counts.
+
+    Args:
+      table: for each device a row of objects with `kind`, `microbatch` and `chunk`, or None
+        where it idles (`schedules.Schedule.table`).
+    """
+    rows = {}
+    for device, row in enumerate(table):
+        blocks, kept, live = [], [(0, 0)], 0
+        for time, op in enumerate(row):
+            if op is None or op.kind == "-":
+                continue
+            slots = len(op.kind)
+            text = f"{op.microbatch}" + "'" * op.chunk
+            blocks.append((time + 1 - slots, slots, style.OPS[op.kind][0], text))
+            live += (op.kind == "F") - op.kind.count("W")
+            kept.append((time + (op.kind != "F"), live))
+        rows[f"device {device}"] = Lane(blocks, kept)
+    return rows
+
+
+def lanes_of_layers(
+    gathers: Sequence[tuple[Number, Number]],
+    computes: Sequence[tuple[Number, Number]],
+    layer: Number,
+) -> dict[str, Lane]:
+    """Returns the lanes of layers that are gathered and then computed, as in FSDP.
+
+    A third lane is the memory of gathered layers: a layer takes memory from the start of its
+    gather until it is computed.
+
+    Args:
+      gathers: start and duration of each layer's gather.
+      computes: start and duration of each layer's computing.
+      layer: the memory of one gathered layer, in the unit of the picture.
+    """
+    if len(gathers) != len(computes):
+        raise ValueError(f"gathers has {len(gathers)} layers, computes {len(computes)}")
+    changes = [(start, layer) for start, _ in gathers]
+    changes += [(start + length, -layer) for start, length in computes]
+    changes.sort()  # at the same time, a layer is dropped first
+    memory = itertools.accumulate(change for _, change in changes)
+    over_time = [(0, 0), *zip((time for time, _ in changes), memory, strict=True)]
+    rows = {
+        name: Lane([(*span, name, str(i)) for i, span in enumerate(spans)])
+        for name, spans in (("gather", gathers), ("compute", computes))
+    }
+    return rows | {"memory": Lane((), over_time)}
+
+
+def lanes_of_step(parts: Mapping[str, Number], hidden: Mapping[str, Number]) -> dict[str, Lane]:
+    """Returns the lanes of a training step whose parts are laid end to end: what the device
+    computes, and its traffic along "tensor", "pipe" and "data".
+
+    Traffic that is spread over the step is drawn in one piece. Half of the pipeline's idle time
+    (its bubble), and half of the exposed traffic along "data" and "pipe", come before
+    computing, the other half after it. Exposed traffic along "tensor" follows computing. Hidden
+    traffic overlaps with computing; along "data", half of it at the start, half at the end.
+
+    Args:
+      parts: seconds of "products", "memory", "bubble", and of exposed traffic by axis
+        (`planner.Breakdown.parts`). The optimizer is left out.
+      hidden: seconds of hidden traffic by axis (`Breakdown.hidden`).
+    """
+    others = [axis for axis in ("context", "expert") if parts.get(axis) or hidden.get(axis)]
+    if others:
+        raise ValueError(f"parts, hidden must have no traffic along {others}: it has no lane")
+    waits, data, pipe = parts["bubble"] / 2, parts["data"] / 2, parts["pipe"] / 2
+    begin = data + waits + pipe
+    end = begin + parts["products"] + parts["memory"]
+    drain = end + parts["tensor"]
+    last = drain + pipe + waits
+    half = hidden["data"] / 2
+    blocks = [(data, waits, style.IDLE, ""), (begin, end - begin, "computes", "")]
+    rows = {"compute": Lane([*blocks, (drain + pipe, waits, style.IDLE, "")])}
+    for axis, overlaps, exposed in (
+        ("tensor", [(begin, hidden["tensor"])], [(end, parts["tensor"])]),
+        ("pipe", [(begin, hidden["pipe"])], [(data + waits, pipe), (drain, pipe)]),
+        ("data", [(begin, half), (end - half, half)], [(0, data), (last, data)]),
+    ):
+        blocks = [(*span, "hidden", "") for span in overlaps]
+        rows[axis] = Lane(sorted(blocks + [(*span, "exposed", "") for span in exposed]))
+    return rows
+
+
+def schedule(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Figure:
+    """Draws schedules below each other on one axis of time, one row per device; white is idle.
+
+    Each cell shows the number of its microbatch, with a ' for each chunk before its own. A slot
+    in which a device runs one of its v chunks is drawn 1/v as long, so that equal work has
+    equal length in all panels. Cells that are too narrow show no number.
+
+    Args:
+      tables: the title of a schedule -> its table (`schedules.Schedule.table`): for each
+        device a row of objects with `kind`, `microbatch` and `chunk`, or None where it idles.
+    """
+    ops = {name: [op for row in table for op in row if op] for name, table in tables.items()}
+    style.refuse_empty("tables", ops)
+    slots = {name: 1 / (1 + max(op.chunk for op in all_)) for name, all_ in ops.items()}
+    longest = max(len(table[0]) * slots[name] for name, table in tables.items())
+    figure, panels = _below(tables, list(map(len, tables.values())), (9, 0.21, 0.42, 0.7))
+    looks = {name: style.op(kind) for kind, (name, *_) in style.OPS.items()}
+    for axes, (name, table) in zip(panels, tables.items(), strict=True):
+        slot, devices = slots[name], lanes_of_schedule(table)
+        for y, lane in enumerate(devices.values()):
+            for start, length, kind, text in lane.blocks:
+                fits = 600 * slot / longest * length >= 5.85 * len(text)  # points
+                span = (slot * start, slot * length)
+                style.cell(axes, span, y, 0.9, looks[kind], text if fits else "")
+        style.name_rows(axes, list(devices), 0.55, length=0)
+        axes.set_xlim(0, longest)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlabel("time, in forwards of all layers of a device")
+    drawn = {op.kind for every in ops.values() for op in every}
+    both = {"BW": ", both gradients in two slots"}
+    shown = [
+        Patch(label=f"{kind}: {name}{both.get(kind, '')}", **style.op(kind))
+        for kind, (name, *_) in style.OPS.items()
+        if kind in drawn
+    ]
+    figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=9)
+    return figure
+
+
+def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> Figure:
+    """Draws programs below each other on one axis of time, with one row per activity; white is
+    idle.
+
+    Args:
+      programs: the title of a program -> the label of a row -> when it is busy, as (start,
+        duration) in seconds.
+    """
+    sizes = {name: sum(map(len, rows.values())) for name, rows in programs.items()}
+    style.refuse_empty("programs", sizes)
+    ends = {
+        name: max(sum(span) for spans in rows.values() for span in spans)
+        for name, rows in programs.items()
+    }
+    titles = [f"{name}: {style.duration(end)}" for name, end in ends.items()]
+    heights = [len(rows) for rows in programs.values()]
+    figure, panels = _below(titles, heights, (9, 0.3, 0.42, 0.7), heading=title)
+    resources = dict.fromkeys(row for rows in programs.values() for row in rows)
+    looks = {row: style.fill(i) for i, row in enumerate(resources)}
+    longest = max(ends.values())
+    scale, unit = (1e3, "ms") if longest >= 1e-3 else (1e6, "µs")
+    for axes, rows in zip(panels, programs.values(), strict=True):
+        for y, (row, spans) in enumerate(rows.items()):
+            for start, duration in spans:
+                style.cell(axes, (scale * start, scale * duration), y, 0.84, looks[row])
+        style.name_rows(axes, list(rows), length=0)
+    panels[-1].set(xlim=(0, scale * longest * 1.01), xlabel=f"time ({unit})")
+    return figure
 
 
 def step_timeline(
     events: Sequence[Any],
     *,
-    row: Callable[[Any], str] = lambda event: kind(event.op),
+    row: Callable[[Any], str] = lambda event: NUMBER.sub("", event.op),
     top: int = 10,
     title: str = "",
 ) -> Figure:
@@ -25,58 +261,78 @@ def step_timeline(
     time at the top.
 
     Phases of a train step (`style.PHASES`) have their own order and colours, the same in each
-    picture.
-
-    The lowest row shows when any operation runs: its white parts are gaps. An operation that
-    only contains others, such as the `while` of a scan, is not drawn.
+    picture. The lowest row shows when any operation runs: its white parts are gaps. An
+    operation that only contains others, such as the `while` of a scan, is not drawn.
 
     Args:
       events: objects with `op`, `start`, `duration`, `self_time` (seconds) and `container`
         (`profiling.Trace.during`).
       row: names an event's row; `lambda event: event.line` gives one row per thread or stream.
       top: how many rows to draw; the other operations share one.
-      title: of the picture.
-
-    Raises:
-      ValueError: if there are no events.
     """
-    if not events:
-        raise ValueError("events=[] must hold at least one operation: was the step traced?")
-    own: dict[str, float] = {}
+    style.refuse_empty("events", events)
     events = [event for event in events if not event.container]
+    own: Counter[str] = Counter()
     for event in events:
-        own[row(event)] = own.get(row(event), 0.0) + event.self_time
-    names = sorted(own, key=lambda name: -own[name])[:top]
+        own[row(event)] += event.self_time
+    names = [name for name, _ in own.most_common(top)]
     if set(names) <= set(style.PHASES):
         names = [name for name in style.PHASES if name in names]
-    rest = [name for name in own if name not in names]
-    rows = names + (["others"] if rest else []) + ["any operation"]
+    seconds = {name: own[name] for name in names}
+    if rest := [time for name, time in own.items() if name not in names]:
+        seconds["others"] = sum(rest)
+    rows = [*seconds, "any operation"]
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for event in events:
         span = (event.start * 1e3, event.duration * 1e3)
         spans[row(event) if row(event) in names else "others"].append(span)
         spans["any operation"].append(span)
-    figure, axes = style.canvas(width=8.5, height=1.0 + 0.3 * len(rows))
+    figure, [axes] = style.canvas(8.5, 1.0 + 0.3 * len(rows))
     for y, name in enumerate(rows):
-        color = style.color(y, name)
-        color = "black" if name == "any operation" else color
-        axes.broken_barh(
-            spans[name], (y - 0.38, 0.76), facecolor=color, edgecolor=color, linewidth=0.3
-        )
-    seconds = [own[name] for name in names] + (
-        [sum(own[name] for name in rest)] if rest else []
-    )
-    for y, value in enumerate(seconds):
-        axes.annotate(
-            f"{1e3 * value:,.1f} ms",
-            (1.01, y),
-            xycoords=axes.get_yaxis_transform(),
-            va="center",
-            fontsize=9,
-        )
-    axes.set_yticks(range(len(rows)), [style.shorten(name, 40) for name in rows], fontsize=9)
+        color = "black" if name == "any operation" else style.color(y, name)
+        look = {"facecolor": color, "edgecolor": color, "linewidth": 0.3}
+        axes.broken_barh(spans[name], (y - 0.38, 0.76), **look)
+    for y, value in enumerate(seconds.values()):
+        place = {"xycoords": axes.get_yaxis_transform(), "va": "center", "fontsize": 9}
+        axes.annotate(f"{1e3 * value:,.1f} ms", (1.01, y), **place)
+    style.name_rows(axes, [style.shorten(name, 40) for name in rows], 0.6)
     axes.set_xlim(left=0)  # the time before the first operation is a gap, too
-    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set(xlabel="time since the step began (ms); at the right: self time", title=title)
-    axes.grid(visible=False, axis="y")
     return figure
+
+
+def _below(
+    titles: Iterable[str], heights: Sequence[Number], size: Sequence[Number], **heading: str
+) -> tuple[Figure, list[Axes]]:
+    """Returns panels below each other, which share their axis of time."""
+    width, unit, title, rest = size  # inches
+    total = unit * sum(heights) + title * len(heights) + rest
+    ratios = {"height_ratios": heights, "sharex": True}
+    return style.canvas(width, total, len(heights), titles=titles, **ratios, **heading)
+
+
+def _draw_blocks(
+    axes: Axes, y: int, lane: Lane, looks: Mapping[str, dict], shown: Number, end: Number
+) -> None:
+    middle, height = (y - 0.25, BLOCKS) if lane.kept else (y, 2 * BLOCKS)
+    for start, length, kind, text in lane.blocks:
+        if start < shown:
+            width = min(length, shown - start)
+            fits = 0.8 * 72 * WIDTH * width / end >= 5.58 * len(text)
+            style.cell(axes, (start, width), middle, height, looks[kind], text if fits else "")
+
+
+def _draw_kept(
+    axes: Axes, y: int, lane: Lane, most: Number, shown: Number, amount: str, end: Number
+) -> None:
+    """Draws an area below the blocks of a lane, and writes its largest amount at its right."""
+    points = {time: value for time, value in lane.kept if time < shown}
+    if not points:
+        return
+    times, values = [*points, shown], list(points.values())
+    base = y + 0.46
+    heights = [base - KEPT * value / most for value in [*values, values[-1]]]
+    area = axes.fill_between(times, heights, base, step="post")
+    area.set(facecolor=style.GREY, alpha=0.35, edgecolor="black", linewidth=0.8)
+    text, place = f" {max(values):g} {amount}".rstrip(), (end, base - KEPT / 2)
+    axes.annotate(text, place, va="center", fontsize=9, annotation_clip=False)
