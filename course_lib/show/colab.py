@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Iterable
 
 # Dependencies of course_lib that Colab lacks, and two that are there already.
-LACKS = ("ml_collections", "jaxtyping", "tensorboard-plugin-profile>=2.24,<3")
-LACKS += ("grain", "orbax-checkpoint")
+LACKS = ["ml_collections", "jaxtyping", "tensorboard-plugin-profile>=2.24,<3"]
+LACKS += ["grain", "orbax-checkpoint"]
 # The profiler's plugin needs newer versions of these than Colab's.
 RAISED = ("absl-py", "urllib3")
 # JAX with the compiler for NVIDIA's GPUs and without CUDA's libraries, and a Flax for it.
-VIRTUAL_GPUS = ("jax[cuda13-local]==0.10.2", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14")
-VIRTUAL_GPUS += ("flax>=0.12.8,<1",)
+VIRTUAL_GPUS = ["jax[cuda13-local]==0.10.2", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
+VIRTUAL_GPUS += ["flax>=0.12.8,<1"]
 REPLACED = ("jax", "jaxlib", "flax")
 
 
@@ -34,7 +34,7 @@ def runtime() -> str:
     return "tpu" if tpu or glob.glob("/dev/vfio/[0-9]*") else "cpu"
 
 
-def requirements(kind: str) -> tuple[str, ...]:
+def requirements(kind: str) -> list[str]:
     """Returns what pip installs on a runtime, by its kind."""
     return LACKS + VIRTUAL_GPUS if kind == "cpu" else LACKS
 

@@ -125,7 +125,7 @@ def residuals(arrays: Rows, *, top: int = 10, title: str = "") -> Figure:
     if rest := dict(total.most_common()[top:]):
         others = f"{sum(count[key] for key in rest)} others"
         rows.append({"name": others, "bytes": sum(rest.values())})
-    rows, figure, axes = _cases("arrays", rows, 0.42)
+    _, figure, axes = _cases("arrays", rows, 0.42)
     mib = [row["bytes"] / MIB for row in rows]
     bars = axes.barh(range(len(rows)), mib, 0.6, **style.fill(0))
     label(axes, bars, [f"{size:,.0f}" if size >= 10 else f"{size:.2g}" for size in mib])
@@ -162,7 +162,7 @@ def rungs(
         (time, [1e3 * float(row["seconds"]) for row in rows], ".0f", style.COLORS[1]),
     ):
         faces = [color if one else "white" for one in fits]
-        look = {"facecolor": faces, "hatch": [None if one else "///" for one in fits]}
+        look = style.Look(facecolor=faces, hatch=[None if one else "///" for one in fits])
         drawn = axes.barh(range(len(rows)), values, 0.7, edgecolor=color, **look)
         label(axes, drawn, [f"{value:{digits}}" for value in values], shift=3)
         axes.set_xlim(0, 1.28 * max(values))
@@ -179,7 +179,7 @@ def rungs(
 
 def label(axes: Axes, bars: Any, texts: Sequence[str], shift: style.Number = 5) -> None:
     """Writes a text `shift` points right of each bar of a call of `barh`."""
-    look = {"fontsize": 9, "bbox": style.ON_WHITE}
+    look = style.Look(fontsize=9, bbox=style.ON_WHITE)
     axes.bar_label(bars, texts, padding=shift, **look)
 
 

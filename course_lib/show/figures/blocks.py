@@ -25,8 +25,8 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     rows = [{"again": 0, "chained": True, **row} for row in operations]
     style.refuse_empty("operations", rows)
     branches = _branches(rows)
-    size, beside = (8.5, 1.0 + 0.42 * len(rows)), {"width_ratios": (1, 1.6), "sharey": True}
-    figure, [flow, bars] = style.canvas(*size, columns=2, heading=title, **beside)
+    beside = style.Look(columns=2, width_ratios=(1, 1.6), sharey=True)
+    figure, [flow, bars] = style.canvas(8.5, 1.0 + 0.42 * len(rows), heading=title, **beside)
     flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
     flow.axis("off")
     most = max(row["bytes"] + row["again"] for row in rows) or 1
@@ -36,11 +36,11 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
         flow.text(0.64, y, row["name"], ha="center", va="center", fontsize=9)
         if row["chained"] and all(y != first for first, *_ in branches):
             flow.add_patch(_arrow((0.64, y - 0.7), (0.64, y - 0.3)))
-        bar = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        bar = style.Look(color=color, hatch=hatch, edgecolor="white", linewidth=0)
         bars.barh(y, row["bytes"], height=0.6, **bar)
         text = style.size(row["bytes"]) if row["bytes"] else "nothing"
         if row["again"]:
-            bar = {"facecolor": "none", "edgecolor": color, "linestyle": "--", "linewidth": 1.2}
+            bar = style.Look(facecolor="none", edgecolor=color, linestyle="--", linewidth=1.2)
             bars.barh(y, row["again"], height=0.6, left=row["bytes"], **bar)
             text += f", {style.size(row['again'])} recomputed"
         style.write(bars, text, row["bytes"] + row["again"], y)
@@ -59,12 +59,12 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
 def _box(y: int, color: str | None = None) -> FancyBboxPatch:
     """Returns the box of a row: white with a coloured edge, or grey without an edge."""
     shape = "round,pad=0.0,rounding_size=0.05"
-    look = {"facecolor": "white" if color else "#ECECEC", "edgecolor": color or "none"}
+    look = style.Look(facecolor="white" if color else "#ECECEC", edgecolor=color or "none")
     return FancyBboxPatch((0.3, y - 0.3), 0.68, 0.6, boxstyle=shape, linewidth=1.6, **look)
 
 
 def _arrow(start: style.Point, end: style.Point) -> FancyArrowPatch:
-    look = {"color": style.GREY, "linewidth": 1.2}
+    look = style.Look(color=style.GREY, linewidth=1.2)
     return FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, **look)
 
 

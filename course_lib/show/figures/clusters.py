@@ -49,12 +49,9 @@ def _draw(axes: Axes, rings: Sequence[Sequence[int]], gpus_per_host: int) -> Non
     for host in range(count):
         first = host * gpus_per_host
         ends = (place[first] - 0.5, place[first + gpus_per_host - 1] + 0.5)
-        corner, size = (
-            (ends[0] - 0.2, PORT - 0.4),
-            (ends[1] - ends[0] + 0.4, SWITCH - PORT + 0.85),
-        )
-        look = {"facecolor": "none", "edgecolor": style.GREY, "linestyle": ":"}
-        axes.add_patch(Rectangle(corner, *size, **look))
+        left, width = ends[0] - 0.2, ends[1] - ends[0] + 0.4
+        look = style.Look(facecolor="none", edgecolor=style.GREY, linestyle=":")
+        axes.add_patch(Rectangle((left, PORT - 0.4), width, SWITCH - PORT + 0.85, **look))
         _box(axes, ends, SWITCH, f"host {host}: NVLink switch", style.COLORS[2], 0.5)
     for gpu, x in place.items():
         colour = style.COLORS[1] if gpu in members else "white"

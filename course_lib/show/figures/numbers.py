@@ -20,8 +20,8 @@ def formats(formats: Sequence[Any]) -> Figure:
         `largest`, `smallest_normal`, `smallest_subnormal` (`mixed_precision.describe`).
     """
     style.refuse_empty("formats", formats)
-    size, beside = (9.5, 1.3 + 0.42 * len(formats)), {"width_ratios": (1, 1.25), "sharey": True}
-    figure, [left, right] = style.canvas(*size, columns=2, **beside)
+    beside = style.Look(columns=2, width_ratios=(1, 1.25), sharey=True)
+    figure, [left, right] = style.canvas(9.5, 1.3 + 0.42 * len(formats), **beside)
     for y, number_format in enumerate(formats):
         _draw_bits(left, y, number_format)
         _draw_range(right, y, number_format)
@@ -123,5 +123,5 @@ def gradient_histogram(
 
 def _shade(axes: Axes, low: style.Number, high: style.Number, hatch: str, color: str) -> None:
     if low < high:
-        look = {"facecolor": color, "hatch": hatch, "edgecolor": style.GREY, "linewidth": 0}
+        look = style.Look(facecolor=color, hatch=hatch, edgecolor=style.GREY, linewidth=0)
         axes.axvspan(low, high, alpha=0.45, zorder=0, **look)

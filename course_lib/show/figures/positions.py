@@ -30,7 +30,7 @@ def attention_pairs(
       part: names a part on the axes.
     """
     style.refuse_empty("layouts", layouts)
-    names = {"titles": layouts, "heading": title}
+    names = style.Look(titles=layouts, heading=title)
     size, n = (3.5 * len(layouts), 3.6), len(layouts)
     figure, panels = style.canvas(*size, columns=n, layout="compressed", **names)
     for axes, pairs in zip(panels, layouts.values(), strict=True):
@@ -76,7 +76,7 @@ def token_routing(
     room = len(chosen) / experts  # in tokens
     slot = min(0.8, 0.9 * room / capacity)
     lefts = [expert * room + (room - capacity * slot) / 2 for expert in range(experts)]
-    line = {"linewidth": 1.2}
+    line = style.Look(linewidth=1.2)
     for token, (expert, place) in enumerate(zip(chosen, places, strict=True)):
         look = style.fill(expert)
         if place < 0:

@@ -23,6 +23,7 @@ from course_lib.measure.units import GIB, MIB
 
 Number = int | float
 Point = tuple[Number, Number]
+Look = dict[str, Any]  # options of Matplotlib
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 DEVICES = (*COLORS, "#999999")  # of a host: Okabe and Ito's seven colours, and grey
@@ -211,7 +212,7 @@ def name_rows(axes: Axes, names: Sequence[str], room: Number = 0.5, **ticks: Any
 
 def write(axes: Axes, text: str, x: Number, y: Number, shift: Number = 5, **look: Any) -> None:
     """Writes a small text on white `shift` points right of (x, y), such as the end of a bar."""
-    own = {"ha": "left", "va": "center", "fontsize": 9, "bbox": ON_WHITE}
+    own = Look(ha="left", va="center", fontsize=9, bbox=ON_WHITE)
     axes.annotate(text, (x, y), (shift, 0), textcoords="offset points", **own | look)
 
 
@@ -236,12 +237,13 @@ def arrow(axes: Axes, start: Point, end: Point, **look: Any) -> None:
 def label_right(axes: Axes, ends: Sequence[Sequence[Number]], labels: Sequence[str]) -> None:
     """Writes each label right of the axes, level with its point, joined by a thin line."""
     axes.get_ylim()  # makes Matplotlib choose the limits, which transLimits uses
-    points = [(axes.transScale + axes.transLimits).transform(tuple(end)) for end in ends]
+    to_axes = axes.transScale + axes.transLimits
+    points: list[Any] = [to_axes.transform(tuple(end)) for end in ends]
     gap = max(label.count("\n") + 1 for label in labels) * 13 / _axes_points(axes)[1]
     heights = spread([y for _, y in points], gap)
     # the line begins at the label's left edge, so that it crosses no label
     line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.7, "relpos": (0, 0.5)}
-    look = {"xycoords": "axes fraction", "va": "center", "fontsize": 9, "arrowprops": line}
+    look = Look(xycoords="axes fraction", va="center", fontsize=9, arrowprops=line)
     for point, height, label in zip(points, heights, labels, strict=True):
         axes.annotate(label, point, (1.04, height), **look)
 
@@ -274,7 +276,7 @@ def label_points(axes: Axes, points: Sequence[Sequence[Number]], labels: Sequenc
         box = next((box for box in inside if not box.count_overlaps(taken)), boxes[0])
         taken.append(box)
         place = (box.x0 / width, (box.y0 + 6) / height)
-        look = {"va": "center", "fontsize": 9, "bbox": ON_WHITE}
+        look = Look(va="center", fontsize=9, bbox=ON_WHITE)
         axes.annotate(label, place, xycoords="axes fraction", **look)
         if not y - 6 <= box.y0 + 6 <= y + 6:  # moved away: join them
             edge = (box.x0 if box.x0 > x else box.x1) / width

@@ -47,12 +47,12 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
         # written above the highest point, where nothing is drawn
         text = f"peak {peak:{',.0f' if peak >= 100 else '.3g'}} {unit_name}"
         ha = "left" if place < 0.15 else "right" if place > 0.85 else "center"
-        look = {"textcoords": "offset points", "ha": ha, "va": "bottom", "fontsize": 9}
+        look = style.Look(textcoords="offset points", ha=ha, va="bottom", fontsize=9)
         axes.annotate(text, (highest, peak), (0, 6), bbox=style.ON_WHITE, **look)
         if row["backward"] is not None:
             axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
             after = " backward and update" if "optimizer state" in row["bytes"] else " backward"
-            at_top = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
+            at_top = style.Look(xycoords=("data", "axes fraction"), va="top", fontsize=9)
             axes.annotate("forward ", (row["backward"], 1), ha="right", **at_top)
             axes.annotate(after, (row["backward"], 1), ha="left", **at_top)
         axes.set(title=name, ylabel=unit_name, xlim=(0, length - 1), xticks=[])

@@ -290,10 +290,10 @@ def step_timeline(
     figure, [axes] = style.canvas(8.5, 1.0 + 0.3 * len(rows))
     for y, name in enumerate(rows):
         color = "black" if name == "any operation" else style.color(y, name)
-        look = {"facecolor": color, "edgecolor": color, "linewidth": 0.3}
+        look = style.Look(facecolor=color, edgecolor=color, linewidth=0.3)
         axes.broken_barh(spans[name], (y - 0.38, 0.76), **look)
     for y, value in enumerate(seconds.values()):
-        place = {"xycoords": axes.get_yaxis_transform(), "va": "center", "fontsize": 9}
+        place = style.Look(xycoords=axes.get_yaxis_transform(), va="center", fontsize=9)
         axes.annotate(f"{1e3 * value:,.1f} ms", (1.01, y), **place)
     style.name_rows(axes, [style.shorten(name, 40) for name in rows], 0.6)
     axes.set_xlim(left=0)  # the time before the first operation is a gap, too
@@ -302,12 +302,12 @@ def step_timeline(
 
 
 def _below(
-    titles: Iterable[str], heights: Sequence[Number], size: Sequence[Number], **heading: str
+    titles: Iterable[str], heights: Sequence[Number], size: Sequence[Number], **heading: Any
 ) -> tuple[Figure, list[Axes]]:
     """Returns panels below each other, which share their axis of time."""
     width, unit, title, rest = size  # inches
     total = unit * sum(heights) + title * len(heights) + rest
-    ratios = {"height_ratios": heights, "sharex": True}
+    ratios = style.Look(height_ratios=heights, sharex=True)
     return style.canvas(width, total, len(heights), titles=titles, **ratios, **heading)
 
 
