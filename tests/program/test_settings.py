@@ -125,46 +125,6 @@ def test_a_loss_scale_that_looks_for_its_value_is_not_stopped():
     assert halvings < small().run.skips_in_a_row <= halvings + 1
 
 
-def test_a_field_or_a_part_that_a_file_lacks_has_its_default():
-    tree = small(**{"model.num_layers": 7}).to_dict()
-    del tree["model"]["qk_norm"], tree["optimizer"], tree["run"]["keep"], tree["strategy"]
-    found = settings.complete(tree)
-    assert found.model.num_layers == 7 and found.model.qk_norm is False
-    assert found.optimizer.to_dict() == configs.published_155m().optimizer.to_dict()
-    assert (found.run, found.strategy) == (small().run, small().strategy)
-    settings.check(found)
-
-
-def test_a_preset_that_sets_a_new_field_does_not_change_what_the_field_was_before(monkeypatch):
-    old, template, preset = small(), configs.published_155m, configs.cpu
-    saved = settings.fixed(old)
-
-    def with_field():
-        with_it = template()
-        with_it.model.new_field = 1
-        return with_it
-
-    def that_sets_it():
-        with_it = preset()
-        with_it.model.new_field = 2
-        return with_it
-
-    monkeypatch.setattr(configs, "published_155m", with_field)
-    monkeypatch.setitem(configs.PRESETS, "cpu", that_sets_it)
-    assert settings.changed(saved, settings.fixed(settings.complete(old))) == []
-    assert settings.changed(saved, settings.fixed(small())) == [
-        "model.new_field: 1 saved, 2 given"
-    ]
-
-
-def test_a_field_that_is_gone_is_named():
-    saved = settings.fixed(small())
-    saved["model"]["gone"] = 3
-    assert settings.changed(saved, settings.fixed(small())) == [
-        "model.gone: 3 saved, not given"
-    ]
-
-
 def test_numbers_are_rounded_as_before_where_a_new_field_has_its_default():
     found = settings.numerics(small(), jax.devices("cpu")[:1])
     older = {**found, "strategy": {"by": "hand"}, "model": {"remat": []}}
