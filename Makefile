@@ -106,7 +106,7 @@ gpu: ## on a machine with a GPU, with the Python and JAX that are there: tests, 
 	COURSE_BACKEND=gpu $(PYTHON) -m pytest $(ON_GPU) --nbval notebooks
 
 soak: .venv/.installed ## kill a small training run 100 times and check that nothing is lost (many minutes)
-	COURSE_SLOW=1 COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_loop.py -k killed_at_random_moments
+	COURSE_SLOW=1 COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_program_by_processes.py -k killed_at_random_moments
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
 	$(PY) -m course_lib.lessons.case_study

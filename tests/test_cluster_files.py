@@ -44,18 +44,13 @@ def test_slurm_restarts_a_job_after_every_preemption_and_after_three_failures_in
 ):
     programs = {"srun": 'echo "srun $*"; exit "$NEXT"', "scontrol": 'echo "scontrol $*"'}
     for number, code in enumerate(codes):
-        environ = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_RESTART_COUNT": str(number),
-            "NEXT": str(code),
-        }
-        environ["SLURM_CPUS_PER_TASK"] = "8"
-        done = bash("slurm.sbatch", "--preset", "cpu", programs=programs, **environ)
+        job = dict(JOB_ID="7", JOB_NAME="train", RESTART_COUNT=str(number), CPUS_PER_TASK="8")
+        environ = {f"SLURM_{name}": value for name, value in job.items()}
+        given = ["slurm.sbatch", "--preset", "cpu"]
+        done = bash(*given, programs=programs, NEXT=str(code), **environ)
         assert done.returncode == code and done.stderr == ""
-        assert (
-            "srun --cpus-per-task=8 python -u -m course_lib.train --preset cpu\n" in done.stdout
-        )
+        called = "srun --cpus-per-task=8 python -u -m course_lib.train --preset cpu\n"
+        assert called in done.stdout
         again = "scontrol requeue 7" in done.stdout
         assert again == (number + 1 < starts)
     assert not list(tmp_path.glob("*.failures"))
@@ -64,23 +59,12 @@ def test_slurm_restarts_a_job_after_every_preemption_and_after_three_failures_in
 def test_over_ssh_each_host_gets_its_number_and_the_first_hosts_address(bash, tmp_path):
     program = 'echo "$(printf "<%s>" "$@")"'  # one write per process: both write at once
     programs = {"ssh": 'echo "at ${@: -2:1}"; exec bash -c "${@: -1}"', "program": program}
-    done = bash(
-        "ssh.sh",
-        "a",
-        "b",
-        "--",
-        "--run",
-        "two words",
-        programs=programs,
-        PYTHON=str(tmp_path / "program"),
-    )
-    called = (
-        "<-u><-m><course_lib.train><--run><two"
-        " words><--coordinator><a:12321><--process><{}><--processes><2>"
-    )
-    assert sorted(done.stdout.splitlines()) == sorted(
-        ["at a", "at b", called.format(0), called.format(1)]
-    )
+    given, python = "a b -- --run".split(), str(tmp_path / "program")
+    done = bash("ssh.sh", *given, "two words", programs=programs, PYTHON=python)
+    called = "<-u><-m><course_lib.train><--run><two words><--coordinator><a:12321>"
+    called += "<--process><{}><--processes><2>"
+    said = ["at a", "at b", called.format(0), called.format(1)]
+    assert sorted(done.stdout.splitlines()) == sorted(said)
     assert done.returncode == 0, done.stderr
 
 
@@ -99,6 +83,30 @@ def test_over_ssh_fewer_than_two_hosts_or_a_missing_separator_is_refused(bash, a
     assert done.returncode == 2 and "usage:" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def kubernetes():
+    yaml = pytest.importorskip("yaml", reason="no PyYAML here: JupyterLab brings it")
+    return [*yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())]
+
+
+def test_in_kubernetes_all_pods_are_of_one_job_which_they_may_look_up(kubernetes):
+    account, role, binding, jobs = kubernetes
+    [job] = jobs["spec"]["replicatedJobs"]
+    spec, pod = job["template"]["spec"], job["template"]["spec"]["template"]["spec"]
+    assert job["replicas"] == 1 and spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"] > 1
+    # all pods restart together, or none
+    assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+    assert pod["shareProcessNamespace"]  # process 1 ignores SIGTERM before the first step
+    names = [part["metadata"]["name"] for part in (account, role)]
+    assert names == [pod["serviceAccountName"], binding["roleRef"]["name"]]
+    assert binding["subjects"][0]["name"] == account["metadata"]["name"]
+    assert len({part["metadata"]["namespace"] for part in kubernetes}) == 1
+    rules = [(rule["resources"], rule["verbs"]) for rule in role["rules"]]
+    # the calls of JAX's K8sCluster in a JobSet
+    assert rules == [(["pods"], ["list"]), (["jobs"], ["get"])]
+
+
 @pytest.mark.parametrize(
     ("ended", "action"),
     [
@@ -109,50 +117,31 @@ def test_over_ssh_fewer_than_two_hosts_or_a_missing_separator_is_refused(bash, a
     ],
 )
 def test_in_kubernetes_preemptions_do_not_count_and_permanent_failures_end_the_job(
-    ended, action
+    kubernetes, ended, action
 ):
-    yaml = pytest.importorskip("yaml", reason="no PyYAML here: JupyterLab brings it")
-    *_, jobs = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
-    spec = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]
+    jobs = kubernetes[-1]["spec"]
+    spec = jobs["replicatedJobs"][0]["template"]["spec"]
     [train] = spec["template"]["spec"]["containers"]
-
-    def message(index, rule):  # as Kubernetes' Job controller writes it, or None
+    messages = []  # as Kubernetes' Job controller writes them
+    for index, rule in enumerate(spec["podFailurePolicy"]["rules"]):
         assert rule["action"] == "FailJob"
-        if any(
-            each == {"type": ended, "status": "True"}
-            for each in rule.get("onPodConditions", [])
-        ):
-            return (
-                f"Pod default/train-host-0-1-x has condition {ended} matching FailJob rule at"
-                f" index {index}"
-            )
-        codes = rule.get(
-            "onExitCodes", {"containerName": train["name"], "operator": "In", "values": []}
-        )
-        assert (codes["containerName"], codes["operator"]) == (train["name"], "In")
+        why = f"matching FailJob rule at index {index}"
+        if {"type": ended, "status": "True"} in rule.get("onPodConditions", []):
+            messages.append(f"Pod default/train-host-0-1-x has condition {ended} {why}")
+        codes = rule.get("onExitCodes", {"values": []})
         if ended in codes["values"]:
-            return (
-                f"Container train for pod default/x failed with exit code {ended} matching"
-                f" FailJob rule at index {index}"
-            )
-        return None
-
-    messages = [
-        text
-        for rule in enumerate(spec["podFailurePolicy"]["rules"])
-        if (text := message(*rule))
-    ]
+            assert (codes["containerName"], codes["operator"]) == (train["name"], "In")
+            pod = "Container train for pod default/x"
+            messages.append(f"{pod} failed with exit code {ended} {why}")
     reason = "PodFailurePolicy" if messages else "BackoffLimitExceeded"
     taken = [
         rule["action"]
-        for rule in jobs["spec"]["failurePolicy"]["rules"]
+        for rule in jobs["failurePolicy"]["rules"]
         if reason in rule["onJobFailureReasons"]
         and any(re.search(p, messages[0]) for p in rule["onJobFailureMessagePatterns"])
     ]
-    assert (
-        taken[:1] == ([action] if action else [])
-        and jobs["spec"]["failurePolicy"]["maxRestarts"] > 0
-    )
+    assert taken[:1] == ([action] if action else [])
+    assert jobs["failurePolicy"]["maxRestarts"] > 0
 
 
 def test_the_page_says_how_long_processes_wait_for_each_other():

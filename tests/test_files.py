@@ -131,3 +131,9 @@ def test_a_folder_that_cannot_be_one_and_a_name_that_is_not_utf_8_are_refused(
     with pytest.raises(ValueError, match=r"folder='.*/run' may not be written to"):
         with files.locked(tmp_path / "run"):
             pass
+
+
+def test_a_full_disk_is_called_by_its_name():
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert files.why(full) == "no space left on the disk"
+    assert files.why(OSError("no")) == "OSError: no"

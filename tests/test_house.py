@@ -188,19 +188,12 @@ def test_no_docstring_is_longer_than_its_function_unless_a_notebook_shows_it():
 # Tests of which no case is quick, and why none is.
 ALWAYS_SLOW = {
     "processes are killed, or started by Slurm or Open MPI": """
-        test_a_process_killed_at_any_moment_leaves_the_newest_checkpoint_or_the_one_before
-        test_the_program_trains_on_simulated_devices_ends_at_sigterm_and_goes_on
         test_two_processes_of_which_one_is_killed_and_then_one_is_told_to_end_lose_nothing
-        test_two_processes_train_as_one_does_and_one_goes_on_with_what_they_saved
         test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed
-        test_the_program_under_mpirun_has_the_losses_of_one_process
-        test_the_program_under_slurm_has_the_losses_of_one_process
-        test_if_one_process_is_killed_the_other_ends_in_time_and_says_why
-        test_if_one_process_is_alive_but_silent_the_other_ends_in_time_and_says_why
-        test_sigterm_to_one_process_and_its_children_ends_both_after_the_same_step
+        test_the_program_under_a_launcher_has_the_losses_of_one_process
+        test_if_a_process_is_killed_or_silent_the_other_ends_in_time_and_says_why
         test_sigterm_to_one_process_before_its_first_step_ends_both_at_once
-        test_mpirun_ends_if_one_process_is_killed
-        test_slurm_ends_if_one_process_is_killed
+        test_a_launcher_ends_all_if_one_process_is_killed
         test_it_works_where_jax_was_started_before_the_import
         test_slurm_runs_the_batch_script""",
     "a record or a published number is compiled again; quick tests read the record": """
@@ -227,7 +220,8 @@ ALWAYS_SLOW = {
         test_one_device_of_a_mesh_computes_the_same
         test_what_is_sent_is_told_by_axis
         test_a_step_by_hand_trains_bfloat16_parameters_with_a_light_state
-        test_a_run_that_stops_and_goes_on_is_bit_for_bit_one_that_did_not""",
+        test_codes_scales_and_keys_of_an_optimizer_outlive_a_stop
+        test_a_run_that_goes_on_without_donation_is_the_same_bit_for_bit""",
     "whole notebooks or benchmarks run": """
         test_it_trains_by_the_program_and_stores_what_it_prints
         test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_others""",

@@ -33,7 +33,7 @@ def old(fresh, monkeypatch):
     monkeypatch.setattr(xla_flags, "_jaxlib_version", lambda: "0.8.1")
 
 
-@pytest.mark.parametrize("version", ["0.8.2", "0.10.2", "0.8.2rc1", "1.0.0.dev1", "0.12.0.1"])
+@pytest.mark.parametrize("version", ["0.8.2", "0.10.2", "0.8.2rc1", "1.0.0.dev1"])
 def test_a_newer_jax_gets_no_flag(fresh, monkeypatch, version):
     monkeypatch.setattr(xla_flags, "_jaxlib_version", lambda: version)
     xla_flags.keep_products_right()
@@ -95,9 +95,7 @@ def test_without_a_gpu_no_flag_is_set(fresh):
 
 
 def test_the_compiler_knows_the_flag():
-    run = subprocess.run(
-        [sys.executable, "-c", "import jax; jax.devices()"],
-        env=os.environ | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
-        capture_output=True,
-    )
-    assert run.returncode == 0, run.stderr.decode()
+    environ = os.environ | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -48,14 +48,9 @@ class Journal:
     def __init__(
         self, folder: str | os.PathLike[str], after: int, total: int, *, writes: bool = True
     ):
-        """Opens the files of a run folder.
-
-        Args:
-          folder: of the run.
-          after: the restored step; 0 for a new run. Lines of later steps are removed; for a
-            new run, all lines are.
-          total: steps of the run, for the bar.
-          writes: False in all processes but one: then nothing is written or shown.
+        """Opens the files of a run folder, and removes the lines of steps `after` the restored
+        one, or all for 0. Without `writes`, in all processes but one, nothing is written or
+        shown.
         """
         self._writes = writes
         if not writes:
@@ -99,12 +94,8 @@ class Journal:
         self._bar.close()
 
     def write(self, step: int, name: str = "metrics", **values: Any) -> None:
-        """Writes a line before it returns; a number that is not finite becomes null.
-
-        Args:
-          step: the step after which this holds.
-          name: of the file: one of `FILES`.
-          **values: numbers, None, strings.
+        """Writes a line of numbers, None and strings into one of `FILES` before it returns. A
+        number that is not finite becomes null.
         """
         if not self._writes:
             return
@@ -153,7 +144,6 @@ class Journal:
                 report(self._folder)
 
     def compiling(self) -> None:
-        """Says that the first step compiles, if a step is left."""
         if not self._writes or self._bar.n >= self._bar.total:
             return
         if self._bar.disable:

@@ -48,23 +48,17 @@ finite_with_offload = jax.jit(lambda tree: all_finite(offload.to_device(tree)))
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a training ended.
+    """How a training ended."""
 
-    Attributes:
-      reason: `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint;
-        or `NOT_FINITE`, without one: the loss or the train state is not finite, or
-        `run.skips_in_a_row` updates were skipped in a row.
-      step: the last step.
-    """
-
+    # `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint; or
+    # `NOT_FINITE`, without one: the loss or the train state is not finite, or
+    # `run.skips_in_a_row` updates were skipped in a row
     reason: str
-    step: int
+    step: int  # the last one
 
 
 class Refused(ValueError):
-    """The run cannot work with this configuration, or with these devices, text, processes or
-    folder.
-    """
+    """The run cannot work with this configuration, these devices, text, processes or folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +105,10 @@ def train(
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: in all processes, before anything is written, if the configuration cannot work;
-        if it differs from that of the run in the folder or of another process (the error names
-        the fields); or if the folder holds something else.
+      Refused: in all processes, before anything is written, if the configuration cannot work,
+        or differs from that of the run in the folder or of another process.
       BlockingIOError: if another program trains in that folder.
-      CheckpointError: if all checkpoints are damaged, or one cannot be written.
-      OSError: if a line cannot be written.
+      CheckpointError, OSError: if all checkpoints are damaged, or something cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -194,18 +186,10 @@ def read_batches(
     config: ConfigDict, tokens: np.ndarray, place: NamedSharding
 ) -> loading.DeviceBatches:
     """Returns this process's batches, on its devices."""
-    size, length = config.data.batch_size, config.data.seq_len
-    shard, shards = loading.shard_of(place, size, length)
-    batches = loading.batches(
-        tokens,
-        batch_size=size,
-        seq_len=length,
-        shard=shard,
-        shards=shards,
-        seed=config.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    return loading.DeviceBatches(batches, place)
+    sizes = dict(batch_size=config.data.batch_size, seq_len=config.data.seq_len)
+    shard, shards = loading.shard_of(place, *sizes.values())
+    sizes |= dict(shard=shard, shards=shards, vocab_size=config.model.vocab_size)
+    return loading.DeviceBatches(loading.batches(tokens, seed=config.seed, **sizes), place)
 
 
 def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> Saved | None:
@@ -290,8 +274,8 @@ class Loop:
         }
 
     def read_metrics(self, behind: int) -> bool:
-        """Waits for the metrics of all steps except the last `behind`, adds them up, and writes
-        a line where one is due. Returns whether the run may go on.
+        """Reads the metrics of all steps except the last `behind`, writes the lines that are
+        due, and returns whether the run may go on.
         """
         while len(self.unread) > behind:
             step, metrics = self.unread.popleft()
@@ -316,10 +300,8 @@ class Loop:
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
         """Validates, samples and saves what is due; a new best loss makes a checkpoint due.
-        Returns "", or why the run has to end, if a notice came during the validation. In that
-        case nothing was written.
-
-        `again` says that an earlier process may have written this step's lines.
+        Returns "", or why the run has to end: then a notice came during the validation, and
+        nothing was written. `again`: an earlier process may have written this step's lines.
         """
         loss, params = None, self.state.params
         with self.speed.paused():

@@ -139,7 +139,6 @@ def _memory(device: Any) -> int | None:
 
 
 def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
-    """Returns the learning rate of a step."""
     try:  # another device would answer only after the steps that it is busy with
         [host, *_] = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX runs without its CPU backend
@@ -149,9 +148,7 @@ def learning_rate(schedule: Callable[[int], Any], step: int) -> float:
 
 
 def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[np.ndarray, "_"]:
-    """Returns the beginning of the validation split that a run validates on: the labels of
-    `run.validation_batches` batches (0: all, at most `VALIDATED`), and the token before them.
-    """
+    """Returns the part of the validation split whose labels a run validates on."""
     labels = config.run.validation_batches * config.data.batch_size * config.data.seq_len
     return tokens[: (labels or VALIDATED) + 1]
 
@@ -173,8 +170,8 @@ def validation_batches(
 
 
 def bigram_loss(tokens: dict[str, np.ndarray], config: ConfigDict) -> dict[str, Any]:
-    """Returns {"bigram_loss": the loss of a bigram model on what is validated}, in nats per
-    token; {} if a split is too short for one.
+    """Returns {"bigram_loss": a bigram model's, in nats per token}; {} if a split is too short
+    for one.
     """
     train, validation = tokens["train"][:COUNTED], validated(tokens["validation"], config)
     if len(train) < 20 or len(validation) < 2:

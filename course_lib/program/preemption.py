@@ -43,9 +43,9 @@ def notices() -> Iterator[Callable[[], str]]:
     of them, and they agree on a step (`multihost_utils.reached_preemption_sync_point`).
 
     Yields:
-      A function that all processes call equally often: first after the first step, then after
-      each step, and during work that takes long. It returns "", or the reason to end:
-      `INTERRUPTED` in the process where somebody pressed Ctrl-C, else `PREEMPTED`.
+      A function that all processes call after each step, and during work that takes long. It
+      returns "", or the reason to end: `INTERRUPTED` where somebody pressed Ctrl-C, else
+      `PREEMPTED`.
     """
     seen: list[int] = []
     calls = itertools.count(1)

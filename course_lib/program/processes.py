@@ -75,15 +75,16 @@ def start(
     heartbeat: int = HEARTBEAT,
     patience: int = PATIENCE,
 ) -> Iterator[None]:
-    """Connects this process with the others inside a `with` block.
+    """Connects this process with the others, if there are any, inside a `with` block. Call it
+    before JAX looks for devices.
 
-    Call it before JAX looks for devices. Under a launcher it needs no arguments. With one
-    process it does nothing. Under Open MPI and Slurm, processes that share a host take one GPU
-    each, by their number on the host, unless `CUDA_VISIBLE_DEVICES` names a single one.
-    Otherwise a process takes all GPUs that it sees.
+    Under Open MPI and Slurm, processes that share a host take one GPU each, by their number on
+    the host, unless `CUDA_VISIBLE_DEVICES` names a single one. Otherwise a process takes all
+    GPUs that it sees.
 
     Args:
-      coordinator: "host:port": the host of process 0, and a free port that all can reach.
+      coordinator: "host:port": the host of process 0, and a free port that all can reach. A
+        launcher says this and the next two.
       process: this process's number, from 0.
       processes: the number of processes; 1 ignores the launcher.
       heartbeat: seconds without a heartbeat until a process counts as gone.

@@ -49,6 +49,7 @@ RUN = dict(
     corpus=Free("shipped", CORPUS, about="or a folder of UTF-8 text"),
     log_every=Free(10, EVERY, about="steps between two lines of metrics, means over them"),
     validate_every=Free(250, EVERY, about="steps, and at the end"),
+    # fixed, since validation losses are compared with each other
     validation_batches=Field(0, COUNT, about="all, up to 262,144 tokens"),
     checkpoint_every=Free(250, EVERY, about="steps, at the end, and at SIGTERM"),
     keep=Free(3, KEEP, about="checkpoints, and the best one besides"),
@@ -70,16 +71,12 @@ def defaults() -> ConfigDict:
 
 
 def complete(config: Any) -> ConfigDict:
-    """Returns a copy of a configuration, with the default of each field that is missing.
-
-    A file that is older than a field can therefore be read.
+    """Returns a copy of a configuration, with the default of each field that is missing, as in
+    a file that is older than the field.
 
     Args:
       config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and
         1.0 may be 1.
-
-    Raises:
-      ValueError: if it is neither of these, or a field does not exist or has another type.
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
     filled = _template()
@@ -98,11 +95,7 @@ def _template() -> ConfigDict:
 
 
 def check(config: ConfigDict) -> None:
-    """Refuses a configuration that cannot work. Building it shows whether it fits the devices.
-
-    Raises:
-      ValueError: naming the field, its value, and the fix.
-    """
+    """Refuses what cannot work. Building a run shows whether it fits the devices."""
     if missing := [name for name in configs.PROGRAM if name not in config]:
         raise ValueError(f"{missing[0]} must be given: start from settings.complete(config)")
     fields.check(config, _template(), FIELDS)
@@ -145,11 +138,7 @@ def _resumed_as(kind: str) -> Iterator[str]:
 
 
 def axes(config: ConfigDict, count: int) -> dict[str, int]:
-    """Returns the mesh's axes for a number of devices: "data", and each other axis above 1.
-
-    Raises:
-      ValueError: if the sizes do not multiply to that number.
-    """
+    """Returns the mesh's axes for a number of devices: "data", and each other axis above 1."""
     others = {axis: config.mesh[axis] for axis in meshes.AXES if axis != "data"}
     others = {axis: size for axis, size in others.items() if size > 1}
     inner = math.prod(others.values())
@@ -163,11 +152,6 @@ def axes(config: ConfigDict, count: int) -> dict[str, int]:
 
 
 def strategy(config: ConfigDict) -> Strategy:
-    """Returns the strategy of a configuration.
-
-    Raises:
-      ValueError: if one of its values does not exist.
-    """
     try:
         return Strategy(**config.strategy.to_dict())
     except ValueError as error:
@@ -180,25 +164,16 @@ def resumed(field: str) -> str:
 
 
 def fixed(config: ConfigDict) -> dict[str, Any]:
-    """Returns the fields that must not change when a run is resumed, as its numbers depend on
-    them.
-
-    If a pipeline has several chunks per device, layers are stored in the order of its stages:
-    then `mesh.pipe` is fixed, too. `run.validation_batches` is, because validation losses are
-    compared with each other and must be of the same text; `run.non_finite`, because it says
-    which updates are made (see `changed`).
-    """
+    """Returns the fields that must not change when a run goes on."""
     kept = {f: value for f, value in fields.flat(config).items() if resumed(f) == FIXED}
-    if config.strategy.chunks > 1:
+    if config.strategy.chunks > 1:  # layers are stored in the order of a pipeline's stages
         kept["mesh.pipe"] = config.mesh.pipe
     return unflatten_dict(kept, sep=".")
 
 
 def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
-    """Returns what the rounding of the numbers depends on, besides the fields in `fixed`:
+    """Returns what the last bits of the numbers depend on, besides the fields in `fixed`:
     versions, devices, and the fields that say who computes and how.
-
-    If a run continues with other values, the last bits of its numbers differ from then on.
     """
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     values: dict[str, Any] = {
@@ -218,16 +193,12 @@ def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each field that differs and must not.
+    """Returns a line for each field that differs and must not, between what `fixed` returned
+    for the saved run, perhaps in an older version of this course, and returns now.
 
-    A field that the saved configuration lacks counts as having its default: the run is older
-    than the field. One that was fixed then and may change now is left out. A run with
-    `non_finite="stop"` has skipped no update so far, so it may go on with "skip", but not the
-    other way round.
-
-    Args:
-      saved: as `fixed` returned it, perhaps in an older version of this course.
-      now: as `fixed` returns it.
+    A field that the saved one lacks has its default, as the run is older; one that was fixed
+    then and may change now is left out. A run with `non_finite="stop"` has skipped no update so
+    far, so it may go on with "skip", but not the other way round.
     """
     usual, new = fields.flat(_template()), fields.flat(now)
     old = {f: x for f, x in _with_defaults(saved, now).items() if f in new or f not in usual}
@@ -237,9 +208,7 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def rounded_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each difference that changes the rounding, between two results of
-    `numerics`. A saved field that is missing has its default, as for `changed`.
-    """
+    """Returns a line for each difference of two results of `numerics`."""
     without_mesh = {name: part for name, part in now.items() if name != "mesh"}
     return differences(_with_defaults(saved, without_mesh), now)
 
@@ -251,11 +220,8 @@ def _with_defaults(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
 
 
 def unlike(values: Mapping[str, Any]) -> list[str]:
-    """Compares every process's values with process 0's, and returns a line for each difference
-    of the first process that differs. A collective: every process must call it.
-
-    Args:
-      values: of this process, as JSON can hold them.
+    """Returns a line for each difference between the values of process 0 and of the first that
+    has others. Every process must call it, with what JSON can hold.
     """
     first, *others = map(json.loads, processes.gather(json.dumps(values)))
     lines = (
@@ -269,15 +235,12 @@ def why_not_begun(folder: pathlib.Path) -> str:
     """Returns why no run may begin in a folder without checkpoints, as it would write over what
     is there; "" if it may.
 
-    A run that was killed before its first checkpoint was complete may begin anew. That
-    checkpoint is complete at the latest when the second one begins, after twice
-    `run.checkpoint_every` steps; or, in a shorter run, before the report is written.
+    A run that was killed before its first checkpoint was complete may begin anew. That one is
+    complete at the latest when the second one begins, after twice `run.checkpoint_every` steps;
+    or, in a shorter run, before the report is written.
     """
-    written = [
-        file.name
-        for file in folder.glob("*.jsonl")
-        if file.stem in journal.FILES and file.stat().st_size
-    ]
+    lines = [folder / f"{name}.jsonl" for name in journal.FILES]
+    written = [file.name for file in lines if file.exists() and file.stat().st_size]
     # Read after the lines: a process that begins this run writes config.json before any line.
     path = folder / "config.json"
     cure = "give another folder, or move these files away"

@@ -103,7 +103,6 @@ def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
 
 
 def text_files(corpus: Corpus) -> dict[str, pathlib.Path]:
-    """Returns the files of a folder, by their names relative to the folder."""
     folder = pathlib.Path(corpus)
     if not os.path.isdir(folder):  # pathlib's raises if a parent folder may not be read
         raise ValueError(
@@ -120,9 +119,8 @@ def tokenizer() -> tokenizers.Tokenizer:
     """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text without `END`
     survives the round trip.
 
-    It has 2048 tokens: 256 are the bytes, and token 0 ends a document. It is trained on the
-    training split of the shipped corpus, whatever corpus it is then used on. The first call
-    trains it, in a second, and caches it as `tokens` does.
+    Of its 2048 tokens 256 are the bytes, and token 0 ends a document. It is trained on the
+    training split of the shipped corpus, whatever corpus it is then used on, by the first call.
     """
 
     def trained():
@@ -150,11 +148,10 @@ def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
 def tokens(split: str, corpus: Corpus = "shipped") -> UInt16[np.ndarray, "T"]:
     """Returns the tokens of one split, document after document, each closed by the token `END`.
 
-    They are memory-mapped from a file under `$COURSE_CACHE`, or the user's cache folder. The
-    first call prepares the file, and other processes of this host wait for it. Documents are
-    read one after another: a corpus may be larger than the memory, a document may not. The file
-    is made again if a name, a size or a time of the corpus' files changes, or if its checksum,
-    which each call reads, does not agree.
+    They are memory-mapped from a file under `$COURSE_CACHE`, or the user's cache folder, which
+    the first call prepares. It is made again if a name, a size or a time of the corpus' files
+    changes, or if its checksum does not agree. A corpus may be larger than the memory, a
+    document may not.
     """
     key, model = _key(corpus), tokenizer()
     return _cached(f"tokens-{key}-{split}.bin", _encoded(split, corpus, model, key)).view("<u2")
@@ -194,9 +191,8 @@ def encode(model: tokenizers.Tokenizer, texts: list[str]) -> UInt16[np.ndarray, 
 
 
 def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
-    """Maps the bytes of a cached file into memory; writes it first if it is missing or damaged.
-
-    Behind the bytes of the pieces stands their CRC-32.
+    """Maps a cached file into memory; writes it first if it is missing or damaged. Behind the
+    bytes of the pieces stands their CRC-32.
     """
     path = files.cache_folder() / name
     try:
@@ -231,10 +227,8 @@ def _stored(path: pathlib.Path) -> UInt8[np.ndarray, "_"] | None:
 
 
 def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
-    """Refuses tokens that the model has no embedding for.
-
-    In a compiled step an index out of range is no error: the embedding reads NaN, and one step
-    later every parameter is NaN.
+    """Refuses tokens that the model has no embedding for: in a compiled step that is no error,
+    but NaN, and one step later every parameter is NaN.
     """
     signed = tokens.dtype.kind == "i"
     if tokens.size and (tokens.max() >= vocab_size or (signed and tokens.min() < 0)):

@@ -1,16 +1,15 @@
 """A training run that is over in a second or two, for the tests of the program.
 
-Run as a program, it forks a process for each line that it reads: JAX starts in the fork, but
-nothing is imported anew. `python small_run.py FOLDER CORPUS` trains the run of that folder with
-the number of steps that the line says, and says what became of it. `python small_run.py` calls
-the command `course_lib.train` with the arguments that the line holds, in JSON, its output in a
-file; for a line with a process's number it waits for that one, and says its exit code.
+`python small_run.py` forks a process for each line that it reads, {"program", "arguments",
+"environ", "log"} in JSON, and says its number: JAX starts in the fork, but nothing is imported
+anew. For a line with a process's number it waits for that one, and says its exit code.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -24,6 +23,12 @@ STRICT = ["-W", "error", "-W", "ignore:Error reading persistent compilation cach
 # Colab's matplotlib calls what its pyparsing deprecates.
 for _module in ("matplotlib._fontconfig_pattern", "matplotlib._mathtext", "pyparsing.util"):
     STRICT += ["-W", f"ignore::DeprecationWarning:{_module}"]
+# This run writes a line after each step; it is smaller still.
+SMALLEST = (
+    "model.num_layers=1 model.hidden_size=8 model.head_dim=4 model.num_heads=2"
+    " model.max_seq_len=8 data.seq_len=8 run.log_every=1 run.sample_tokens=0"
+    " run.validation_batches=1 optimizer.schedule=constant"
+)
 
 
 def corpus(folder):
@@ -48,21 +53,20 @@ def configuration(corpus, **changes):
     )
     whole.optimizer.update(schedule="warmup_exponential", warmup_steps=10, learning_rate=1e-2)
     whole.data.update(batch_size=4, seq_len=16)
-    whole.run.update(
-        corpus=corpus,
-        log_every=7,
-        validate_every=20,
-        checkpoint_every=10,
-        sample_every=20,
-        sample_tokens=5,
-    )
-    whole.run.update(validation_batches=2)
+    whole.run.update(corpus=corpus, log_every=7, validate_every=20, checkpoint_every=10)
+    whole.run.update(sample_every=20, sample_tokens=5, validation_batches=2)
     whole.training.steps = 40
     for field, value in changes.items():
         part, name = field.split("__")
         whole[part][name] = value
     settings.check(whole)
     return whole
+
+
+def arguments(corpus, run, devices, *changes):
+    """Returns what the command `course_lib.train` is told for the smallest run."""
+    given = [word for each in (*SMALLEST.split(), *changes) for word in ("--set", each)]
+    return ["--data", corpus, "--run", str(run), "--devices", str(devices), *given]
 
 
 def one_device():
@@ -77,19 +81,74 @@ def train(corpus, folder, devices=None, **changes):
     return loop.train(configuration(corpus, **changes), folder, devices or one_device())
 
 
-def final_state(corpus, folder, **changes):
+def stored_configuration(folder):
+    return settings.complete(json.loads((folder / "config.json").read_text()))
+
+
+def final_state(folder):
     """Restores the newest checkpoint of a run on one device."""
     from course_lib.program import checkpoints, loop
 
-    run, _ = loop.build(configuration(corpus, **changes), one_device())
+    run, _ = loop.build(stored_configuration(folder), one_device())
     with contextlib.closing(checkpoints.Checkpoints(folder / "checkpoints")) as found:
         return found.restore(run.abstract()[0])
 
 
-def is_key(leaf):
+def numbers(leaf):
+    """Returns an array, or the numbers of a random key, in NumPy."""
     import jax
+    import numpy as np
 
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_same_run(folder, other, written=("metrics.jsonl", "samples.jsonl")):
+    """Compares files and the last checkpoint of two runs bit for bit."""
+    import jax
+    import numpy as np
+
+    for name in written:
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+    first, second = map(final_state, (folder, other))
+    if written:
+        assert first.data_state == second.data_state and first.loss == second.loss
+    assert first.step == second.step
+    for a, b in zip(*map(jax.tree.leaves, (first.state, second.state)), strict=True):
+        np.testing.assert_array_equal(numbers(a), numbers(b))
+
+
+def losses(folder, ends):
+    """Returns the mean training losses up to each of some steps, of lines that may be of fewer
+    steps each.
+    """
+    from course_lib.program import journal
+
+    means, total, before = [], 0.0, 0
+    for step, loss in journal.pairs(journal.read(folder), "loss"):
+        total, before = total + loss * (step - before), step
+        if step in ends:
+            means.append(total / (step - max((end for end in ends if end < step), default=0)))
+            total = 0.0
+    return means
+
+
+def assert_same_losses(folder, other, rtol=1e-4):
+    """Compares losses of programs that round in another order and may have ended in between."""
+    import numpy as np
+
+    from course_lib.program import journal
+
+    expected = journal.read(other)
+    ends = [step for step, _ in journal.pairs(expected, "loss")]
+    # Adam divides what rounding has changed
+    np.testing.assert_allclose(losses(folder, ends), losses(other, ends), rtol=rtol)
+    found, expected = (
+        dict(journal.pairs(lines, "validation_loss"))
+        for lines in (journal.read(folder), expected)
+    )
+    assert expected and found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=rtol)
 
 
 def steps_end_with(monkeypatch, change):
@@ -109,76 +168,30 @@ def steps_end_with(monkeypatch, change):
     monkeypatch.setattr(loop, "build", built)
 
 
-def losses(folder, ends):
-    """Returns the mean training losses up to each of some steps, of lines that may be of fewer
-    steps each.
-    """
-    from course_lib.program import journal
+def calls(monkeypatch, *functions):
+    """Returns the names of functions, given as (owner, name), as they are called."""
+    called = []
 
-    means, total, before = [], 0.0, 0
-    for step, loss in journal.pairs(journal.read(folder), "loss"):
-        total, before = total + loss * (step - before), step
-        if step in ends:
-            means.append(total / (step - max((end for end in ends if end < step), default=0)))
-            total = 0.0
-    return means
+    def noted(name, real):
+        return lambda *given, **named: (called.append(name), real(*given, **named))[1]
+
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    return called
 
 
-def assert_same_losses(folder, other):
-    """Compares losses of programs that round in another order and may have ended in between."""
-    import numpy as np
-
-    from course_lib.program import journal
-
-    expected = journal.read(other)
-    ends = [step for step, _ in journal.pairs(expected, "loss")]
-    # Adam divides what rounding has changed
-    np.testing.assert_allclose(losses(folder, ends), losses(other, ends), rtol=1e-4)
-    found, expected = (
-        dict(journal.pairs(lines, "validation_loss"))
-        for lines in (journal.read(folder), expected)
-    )
-    assert expected and found.keys() == expected.keys()
-    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+@contextlib.contextmanager
+def full_disk(size=1):
+    """No file can become longer than so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def arguments(corpus, run, devices, *changes):
-    """Returns what the command `course_lib.train` is told for a run that is smaller still;
-    changes are for --set.
-    """
-    sizes = ("num_layers=1", "hidden_size=8", "head_dim=4", "num_heads=2", "max_seq_len=8")
-    small = [
-        *(f"model.{size}" for size in sizes),
-        "data.seq_len=8",
-        "run.log_every=1",
-        "run.sample_tokens=0",
-    ]
-    small += ["optimizer.schedule=constant", "run.validation_batches=1", *changes]
-    given = [word for each in small for word in ("--set", each)]
-    return ["--data", corpus, "--run", str(run), "--devices", str(devices), *given]
-
-
-def serve(folder, corpus):
-    """Trains in a fork for each line of the input, and says which process it is, and what
-    became of it.
-    """
-    import jax
-
-    from course_lib.program import loop
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_disable_most_optimizations", True)
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            print(os.getpid(), flush=True)
-            ended = loop.train(configuration(corpus, training__steps=int(line)), folder)
-            os._exit(0 if ended.reason == loop.DONE else 75)
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
-def serve_commands():
-    """Calls the command in a fork for each line of the input."""
+def serve():
     import jax
 
     from course_lib.program import dry_run, loop  # noqa: F401  all that the command imports
@@ -190,16 +203,17 @@ def serve_commands():
         asked = json.loads(line)
         if isinstance(asked, int):
             print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
-            continue
-        child = os.fork()
-        if not child:
+        elif child := os.fork():
+            print(child, flush=True)
+        else:
             log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            os.environ.update(asked["environ"])
             sys.argv[1:] = asked["arguments"]
-            runpy.run_module("course_lib.train", run_name="__main__")
-        print(child, flush=True)
+            runpy.run_module(asked["program"], run_name="__main__")
+            sys.exit()
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:]) if sys.argv[1:] else serve_commands()
+    serve()

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from small_run import corpus, is_key, train
+from forked import LAUNCHERS, Server
+from small_run import corpus, numbers, train
 
 from course_lib.program import checkpoints, journal, loop
 
@@ -17,7 +19,7 @@ _BUILT = {}
 
 class InOneFile:
     """Stands for Orbax, which writes a small state in thousands of events. Orbax itself is in
-    test_checkpoints*.py, test_stored_runs.py and test_command.py.
+    test_checkpoints.py, test_stored_runs.py and test_program_by_processes.py.
     """
 
     def __init__(self, orbax):
@@ -25,10 +27,7 @@ class InOneFile:
 
     def save(self, path, args):
         # A copy at once, since the state is donated; the folder appears at the end.
-        leaves = [
-            jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(args.item)
-        ]
-        self.path, self.leaves = Path(path), [np.asarray(leaf) for leaf in leaves]
+        self.path, self.leaves = Path(path), [numbers(x) for x in jax.tree.leaves(args.item)]
 
     def wait_until_finished(self):
         if self.path is not None:
@@ -44,7 +43,8 @@ class InOneFile:
 
         def place(like):
             array = next(arrays)
-            array = jax.random.wrap_key_data(array) if is_key(like) else array
+            is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
+            array = jax.random.wrap_key_data(array) if is_key else array
             return jax.device_put(array, like.sharding)
 
         return jax.tree.map(place, args.item)
@@ -115,3 +115,19 @@ def at(unbroken, tmp_path):
         return folder
 
     return at
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """As if a user had started this process by hand."""
+    for name in os.environ:
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def server(programs_kept, tmp_path_factory):
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    with Server.started(tmp_path_factory.mktemp("server"), programs_kept) as server:
+        yield server

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import random
 import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -10,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from small_run import full_disk, numbers
 
-from course_lib import configs, optimizers, training
 from course_lib.many_devices import meshes
-from course_lib.one_device import mixed_precision
 from course_lib.program import checksums
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
 
@@ -60,51 +61,31 @@ def save(checkpoints, *steps, losses=None):
     checkpoints.wait()
 
 
-def bits(leaf):
-    """Returns the numbers of an array as bytes: NaNs and signed zeros differ, too."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).tobytes()
-
-
 def assert_same(restored, saved):
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
-    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
-        assert (one.dtype, one.shape, bits(one)) == (other.dtype, other.shape, bits(other))
+    for pair in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
+        # bytes: NaNs and signed zeros differ, too
+        one, other = ((leaf.dtype, leaf.shape, numbers(leaf).tobytes()) for leaf in pair)
+        assert one == other
 
 
 def folders(checkpoints):
     return sorted(path.name for path in checkpoints.folder.iterdir())
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_never_stopped(checkpoints):
-    """The state has parameters, their moments, a key that is used and a moving loss scale."""
-
-    def loss_fn(params, batch, rng):
-        noise = jax.random.normal(rng, (4, 4)) / 8
-        loss = jnp.square(batch @ (params["w"] + noise) + params["b"]).mean()
-        return loss, {"loss": (loss, jnp.float32(1))}
-
-    optimizer = optimizers.from_config(configs.get("cpu").optimizer)
-    step = training.make_train_step(loss_fn, optimizer)
-    batches = np.random.default_rng(0).normal(size=(6, 2, 4)).astype(np.float32)
-    params = {"w": jnp.eye(4), "b": jnp.zeros((1, 4))}
-    state = training.init_state(
-        params, optimizer, jax.random.key(0), mixed_precision.loss_scale("dynamic")
-    )
+def test_the_next_step_may_donate_a_state_that_is_being_saved(checkpoints):
+    state = {"w": jnp.arange(2.0**20), "rng": jax.random.key(1)}
     like = abstract(state)
-    for number, batch in enumerate(batches):
-        if number == 3:
-            checkpoints.save(number, state, {"next": number}, CONFIG, loss=2.5)
-        state, _ = step(state, batch)  # donates the state that is being saved
-
+    checkpoints.save(3, state, {"next": 3}, CONFIG, loss=2.5)
+    step = jax.jit(lambda state: state | {"w": -state["w"]}, donate_argnums=0)
+    after = step(state)
+    assert state["w"].is_deleted() and after["w"][1] == -1
     saved = checkpoints.restore(like)
     found = (saved.step, saved.data_state, saved.config, saved.loss)
     assert found == (3, {"next": 3}, CONFIG, 2.5)
-    resumed = saved.state
-    for batch in batches[3:]:
-        resumed, _ = step(resumed, batch)
-    assert_same(resumed, state)
+    assert_same(
+        saved.state, {"w": np.arange(2**20, dtype=np.float32), "rng": jax.random.key(1)}
+    )
 
 
 def test_numbers_of_every_kind_come_back_bit_for_bit(checkpoints):
@@ -279,15 +260,24 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(three, monkeypatch):
             raise OSError("no")
         return rename(path, target)
 
-    with (
-        monkeypatch.context() as patched,
-        pytest.raises(CheckpointError, match=r"\(OSError: no\); the saved steps are"),
-    ):
+    told = r"\(OSError: no\); the saved steps are"
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=told):
         patched.setattr(Path, "rename", fails)
         three.save(3, small(5), None, CONFIG)
         three.wait()
     assert_same(three.restore(abstract(small(0))).state, small(3))
     assert folders(three) == ["00000001", "00000002", "00000003"]
+
+
+def test_a_full_disk_costs_none_of_the_checkpoints_before_or_after(three):
+    large = {"params": {"w": np.ones((800, 800), np.float32)}}
+    told = r"^step 4 could not be saved in .*too large.*; the saved steps are \[1, 2, 3\]$"
+    with full_disk(500_000), pytest.raises(CheckpointError, match=told):
+        three.save(4, jax.device_put(large), None, CONFIG)
+        three.wait()
+    assert_same(three.restore(abstract(small(0))).state, small(3))
+    save(three, 5)
+    assert three.steps() == [2, 3, 5]
 
 
 def test_what_would_be_lost_or_cast_is_refused(three):
@@ -297,3 +287,47 @@ def test_what_would_be_lost_or_cast_is_refused(three):
     with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must be the same after JSON"):
         three.save(4, small(1), (1, 2), CONFIG)
     assert three.steps() == [1, 2, 3]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "inner" / "empty").mkdir(parents=True)
+    (tmp_path / "numbers").write_bytes(bytes(range(256)))
+    (tmp_path / "inner" / "text").write_text("two words\n")
+    (tmp_path / "inner" / "nothing").touch()
+    checksums.write(tmp_path)
+    assert checksums.damage(tmp_path) is None
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["numbers", "inner/text", "SHA256SUMS"])
+def test_a_flipped_bit_or_a_file_cut_short_added_or_missing_is_detected_and_named(folder, name):
+    """In the list, a flipped bit may change a file name, or join two lines."""
+    path = folder / name
+    original, draw = path.read_bytes(), random.Random(0)
+    for bit in draw.sample(range(8 * len(original)), k=min(30, 8 * len(original))):
+        flipped = bytearray(original)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert name in checksums.damage(folder), f"bit {bit}"
+    for length in (0, 1, len(original) // 2, len(original) - 1):
+        path.write_bytes(original[:length])
+        assert name in checksums.damage(folder), f"{length} bytes"
+    path.unlink()
+    assert name in checksums.damage(folder)
+    path.write_bytes(original)
+    (folder / "inner" / "more").touch()
+    assert checksums.damage(folder) == "'inner/more' is not what SHA256SUMS says"
+
+
+def test_an_empty_list_alone_is_damage(tmp_path):
+    (tmp_path / "SHA256SUMS").touch()
+    assert checksums.damage(tmp_path) == "SHA256SUMS is empty"
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no command sha256sum here")
+def test_the_command_sha256sum_reads_the_list(folder):
+    check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=folder).returncode == 0
+    (folder / "numbers").write_bytes(bytes(256))
+    assert subprocess.run(check, cwd=folder, capture_output=True).returncode == 1

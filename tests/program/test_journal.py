@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
-import resource
 
 import pytest
+from small_run import full_disk
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from course_lib.program import journal
@@ -24,15 +24,17 @@ def write(folder, after, last, scale=1.0):
                 book.write(step, "samples", text=f"first\nsecond \u2028 é {step}")
 
 
+def assert_same_files(folder, other):
+    for name in (f"{each}.jsonl" for each in journal.FILES):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
 def test_lines_after_the_restored_step_are_cut_off_and_written_again(tmp_path):
     write(tmp_path / "unbroken", 0, 20)
     write(tmp_path / "killed", 0, 13, scale=7.0)
     write(tmp_path / "killed", 0, 17)
     write(tmp_path / "killed", 12, 20)
-    for name in journal.FILES:
-        assert (tmp_path / "killed" / f"{name}.jsonl").read_bytes() == (
-            tmp_path / "unbroken" / f"{name}.jsonl"
-        ).read_bytes()
+    assert_same_files(tmp_path / "killed", tmp_path / "unbroken")
 
 
 def test_damaged_and_half_lines_are_left_out_and_it_is_said(tmp_path, capsys):
@@ -47,17 +49,6 @@ def test_damaged_and_half_lines_are_left_out_and_it_is_said(tmp_path, capsys):
     write(tmp_path, 10, 10)
     assert path.read_bytes() == b"".join(lines[:6] + lines[7:])
     assert "metrics.jsonl: 3 damaged line(s) left out" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def full_disk():
-    """No file can become longer than a byte, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_costs_no_line_before_it(
@@ -81,16 +72,17 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_costs_no_line_before_it(
             book.say("into a log on a full disk")
             monkeypatch.undo()
     write(tmp_path / "full", 6, 20)
-    for name in journal.FILES:
-        assert (tmp_path / "full" / f"{name}.jsonl").read_bytes() == (
-            tmp_path / "unbroken" / f"{name}.jsonl"
-        ).read_bytes()
+    assert_same_files(tmp_path / "full", tmp_path / "unbroken")
 
 
-def test_a_line_is_there_when_write_returns(tmp_path):
+def test_a_line_is_there_when_write_returns_and_what_is_not_finite_is_null(tmp_path):
     with Journal(tmp_path, 0, 10) as book:
-        book.write(1, loss=0.1 + 0.2)
-        assert journal.read(tmp_path) == [{"step": 1, "loss": 0.1 + 0.2}]  # the same float
+        book.write(1, loss=0.1 + 0.2, bad=float("nan"), other=float("inf"), none=None)
+        text = (tmp_path / "metrics.jsonl").read_text()
+        assert json.loads(text, parse_constant=pytest.fail) == {
+            **{"step": 1, "loss": 0.1 + 0.2},  # the same float
+            **dict.fromkeys(("bad", "other", "none")),
+        }
 
 
 def test_all_lines_are_on_the_disk_when_sync_returns(tmp_path, monkeypatch):
@@ -111,18 +103,6 @@ def test_all_lines_are_on_the_disk_when_sync_returns(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-def test_what_is_not_finite_is_null(tmp_path):
-    with Journal(tmp_path, 0, 10) as book:
-        book.write(1, loss=float("nan"), other=float("inf"), none=None)
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {
-        "step": 1,
-        "loss": None,
-        "other": None,
-        "none": None,
-    }
-
-
 def test_tensorboard_reads_the_same_numbers_and_forgets_what_was_cut_off(tmp_path):
     write(tmp_path, 0, 9)
     write(tmp_path, 5, 10)
@@ -134,13 +114,9 @@ def test_tensorboard_reads_the_same_numbers_and_forgets_what_was_cut_off(tmp_pat
     )
     assert [event.step for event in second if event.HasField("session_log")] == [6]
     tags = {value.tag for event in first for value in event.summary.value}
-    assert tags == {
-        "bigram_loss",
-        "loss",
-        "learning_rate",
-        "tokens_per_second",
-        "validation_loss",
-    }
+    assert tags == set(
+        "bigram_loss loss learning_rate tokens_per_second validation_loss".split()
+    )
     losses = {event.step: v for event in second for v in event.summary.value if v.tag == "loss"}
     assert list(losses) == [6, 7, 8, 9, 10]
 

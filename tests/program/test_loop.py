@@ -1,142 +1,54 @@
-"""Laws of a run: that it survives whatever stops it, and nothing of it is lost or
-changed.
-"""
+"""Laws of a run: that it survives whatever stops it, and nothing of it is lost or changed."""
 
 import contextlib
+import dataclasses
 import json
 import os
-import random
-import resource
 import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-import small_run
+from forked import until
 from slow_cases import slow
-from small_run import final_state, is_key, steps_end_with, train
+from small_run import (
+    assert_same_losses,
+    assert_same_run,
+    calls,
+    final_state,
+    full_disk,
+    steps_end_with,
+    train,
+)
 
+from course_lib import training
 from course_lib.program import journal, loop, preemption
 from course_lib.program.checkpoints import CheckpointError, Checkpoints
 
-KILLS = int(os.environ.get("COURSE_KILLS", 5))
-WRITTEN = ("metrics.jsonl", "samples.jsonl")
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def assert_same_run(text, folder, other, **changes):
-    for name in WRITTEN:
-        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
-    first, second = (final_state(text, each, **changes) for each in (folder, other))
-    assert (first.step, first.data_state) == (second.step, second.data_state)
-    assert first.loss == second.loss
-    for a, b in zip(*map(jax.tree.leaves, (first.state, second.state)), strict=True):
-        np.testing.assert_array_equal(
-            *(jax.random.key_data(x) if is_key(x) else x for x in (a, b))
-        )
-
-
-@contextlib.contextmanager
-def server(folder, text, programs_kept):
-    """A process that forks the trainings: see small_run.py."""
-    here = Path(small_run.__file__).parent
-    command = [sys.executable, str(here / "small_run.py"), str(folder), text]
-    environment = (
-        os.environ
-        | programs_kept
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": f"{here.parent}{os.pathsep}{here}",
-        }
-    )
-    log = open(f"{folder}.log", "w")
-    with (
-        log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def begin(process, steps):
-    process.stdin.write(f"{steps}\n")
-    process.stdin.flush()
-    return int(process.stdout.readline())
-
-
-def end(process):
-    said, code = process.stdout.readline().split()
-    assert said == "ended"
-    return int(code)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed(
-    text, programs_kept, tmp_path
-):
-    # the last kill comes long before the end
-    moments, steps = random.Random(KILLS), 120 + 40 * KILLS
-    with server(tmp_path / "unbroken", text, programs_kept) as process:
-        begin(process, steps)
-        assert end(process) == 0, (tmp_path / "unbroken.log").read_text()
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    with server(tmp_path / "killed", text, programs_kept) as process:
-        for number in range(KILLS):
-            size = metrics.stat().st_size if metrics.exists() else 0
-            pid = begin(process, steps)
-            if number % 5 == 3:  # perhaps before it has begun to train
-                time.sleep(moments.uniform(0, 2))
-            else:  # some 5 to 40 steps further than the one before
-                size += moments.uniform(0, 600)
-                wait_for(lambda size=size: metrics.exists() and metrics.stat().st_size > size)
-                time.sleep(moments.uniform(0, 0.03))
-            os.kill(pid, signal.SIGKILL)
-            assert end(process) == -signal.SIGKILL
-        begin(process, steps)
-        assert end(process) == 0, (tmp_path / "killed.log").read_text()
-    assert_same_run(text, tmp_path / "killed", tmp_path / "unbroken", training__steps=steps)
-
-
-def wait_for(condition, seconds=600):
-    last = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < last
-        time.sleep(0.005)
+DONE = loop.Ended(loop.DONE, 40)
+NEITHER = dict(run__validate_every=1000, run__sample_tokens=0)  # validated at the end only
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on_from_there_for_more_steps(text, at):
     stopped, through = at(30, "stopped"), at(30, "through")
 
     def terminate():
-        wait_for(lambda: any(line["step"] > 40 for line in journal.read(stopped)))
+        until(lambda: any(line["step"] > 40 for line in journal.read(stopped)))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    for line in ("metrics.jsonl", "samples.jsonl"):  # of a run that was killed at step 30
-        journal._cut(stopped / line, 30)
+    for name in ("metrics.jsonl", "samples.jsonl"):  # of a run that was killed at step 30
+        journal._cut(stopped / name, 30)
     threading.Thread(target=terminate, daemon=True).start()
     ended = train(text, stopped, training__steps=100_000)
     assert ended.reason == loop.PREEMPTED and ended.step > 40
-    assert final_state(text, stopped).step == ended.step
+    assert final_state(stopped).step == ended.step
     more, last = dict(training__steps=ended.step + 9), loop.Ended(loop.DONE, ended.step + 9)
     assert train(text, stopped, **more) == train(text, through, **more) == last
-    assert_same_run(text, stopped, through)
+    assert_same_run(stopped, through)
 
 
 def preempt(text, folder, step, asked=1):
@@ -171,24 +83,38 @@ def test_at_a_notice_only_the_checkpoint_is_written_and_what_else_was_due_is_don
         looked = [line for line in lines if line.keys() & {"validation_loss", "text"}]
         return [line for line in looked if line["step"] == number]
 
-    preempt(text, folder, number, asked)
-    assert final_state(text, folder).step == number and not looked_at()
-
     def killed(*given):
         raise KeyboardInterrupt
 
+    preempt(text, folder, number, asked)
+    assert final_state(folder).step == number and not looked_at()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop.Loop, "save", killed)
         train(text, folder)
     assert len(looked_at()) == 2
-    assert train(text, folder) == loop.Ended(loop.DONE, 40)
-    assert_same_run(text, folder, unbroken)
+    assert train(text, folder) == DONE
+    assert_same_run(folder, unbroken)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_without_donation_is_the_same_bit_for_bit(text, unbroken, at):
     folder = at(30)
     train(text, folder, training__donate=False)
-    assert_same_run(text, folder, unbroken)
+    assert_same_run(folder, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [("adamw_8bit", "bfloat16"), ("adamw_bf16", "float32"), ("muon", "float32")],
+)
+def test_codes_scales_and_keys_of_an_optimizer_outlive_a_stop(text, tmp_path, optimizer, dtype):
+    changes = dict(optimizer__name=optimizer, optimizer__param_dtype=dtype)
+    changes |= dict(optimizer__weight_decay=0.1, **NEITHER)
+    for folder, stops in (("unbroken", [20]), ("stopped", [10, 20])):
+        for steps in stops:
+            train(text, tmp_path / folder, training__steps=steps, **changes)
+    assert_same_run(tmp_path / "stopped", tmp_path / "unbroken", written=())
 
 
 def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before(
@@ -199,62 +125,35 @@ def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before(
     path.write_text(path.read_text().replace('"step": 30', '"step": 31'))
     train(text, folder)
     assert "the checkpoint of step 30 is damaged" in capsys.readouterr().out
-    assert_same_run(text, folder, unbroken)
+    assert_same_run(folder, unbroken)
 
 
-@pytest.mark.parametrize("where", ["save", "_finish"], ids=["begun", "while written"])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_nothing_is_lost(
-    text, unbroken, at, monkeypatch, where
-):
-    folder, real = at(20), getattr(Checkpoints, where)
-
-    def full(self, step, *given):
-        if step == 30:
-            raise CheckpointError("step 30 could not be saved: No space left")
-        real(self, step, *given)
-
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="step 30"):
-        patched.setattr(Checkpoints, where, full)
-        train(text, folder)
-    assert final_state(text, folder).step == 20
-    assert train(text, folder) == loop.Ended(loop.DONE, 40)
-    assert_same_run(text, folder, unbroken)
-
-
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [(Checkpoints, "_finish", CheckpointError), (journal.Journal, "write", OSError)],
+    ids=["a checkpoint", "a line"],
+)
 def test_a_full_disk_ends_the_run_with_a_sentence_and_nothing_is_lost(
-    text, unbroken, at, monkeypatch
+    text, unbroken, at, monkeypatch, owner, method, error
 ):
-    folder, write = at(20), journal.Journal.write
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder, real = at(20), getattr(owner, method)
 
     def fills(self, step, *given, **values):
-        if step == 28:  # bytes that a file may have
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-        write(self, step, *given, **values)
+        if step <= 20:
+            return real(self, step, *given, **values)
+        with full_disk():
+            return real(self, step, *given, **values)
 
-    try:
-        with (
-            monkeypatch.context() as patched,
-            pytest.raises(OSError, match="cannot be written"),
-        ):
-            patched.setattr(journal.Journal, "write", fills)
-            train(text, folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert final_state(text, folder).step == 20
-    assert train(text, folder) == loop.Ended(loop.DONE, 40)
-    assert_same_run(text, folder, unbroken)
+    with monkeypatch.context() as patched, pytest.raises(error, match="could not|cannot be"):
+        patched.setattr(owner, method, fills)
+        train(text, folder)
+    assert final_state(folder).step == 20
+    assert train(text, folder) == DONE
+    assert_same_run(folder, unbroken)
 
 
 def test_lines_are_on_the_disk_before_the_checkpoint_that_implies_them(text, at, monkeypatch):
-    done = []
-    for owner, name in ((journal.Journal, "sync"), (Checkpoints, "save")):
-        real = getattr(owner, name)
-        monkeypatch.setattr(
-            owner,
-            name,
-            lambda self, *given, n=name, real=real: (done.append(n), real(self, *given))[1],
-        )
+    done = calls(monkeypatch, (journal.Journal, "sync"), (Checkpoints, "save"))
     train(text, at(20))
     assert done == ["sync", "save", "sync", "save", "sync"]  # and at the end
 
@@ -263,23 +162,120 @@ def test_the_best_of_all_validations_is_kept_whenever_checkpoints_are_due(
     text, tmp_path, monkeypatch
 ):
     # after steps 4, 8, 10 (the last), 12, 16, 20
-    losses = iter([5.0, 1.0, 6.0, float("nan"), 2.0, 4.0])
-    monkeypatch.setattr(
-        loop.observe, "validate", lambda *given, **options: {"loss": next(losses)}
-    )
-    saved, save = [], Checkpoints.save
-    monkeypatch.setattr(
-        Checkpoints,
-        "save",
-        lambda self, step, *given: (saved.append(step), save(self, step, *given))[1],
-    )
+    losses, saved, save = iter([5.0, 1.0, 6.0, float("nan"), 2.0, 4.0]), [], Checkpoints.save
+
+    def noted(self, step, *given):
+        saved.append(step)
+        save(self, step, *given)
+
+    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": next(losses)})
+    monkeypatch.setattr(Checkpoints, "save", noted)
     every = dict(run__validate_every=4, run__checkpoint_every=10, run__keep=2)
-    every |= dict(run__sample_tokens=0)
-    train(text, tmp_path, training__steps=10, **every)
-    train(text, tmp_path, training__steps=20, **every)
+    for steps in (10, 20):
+        train(text, tmp_path, training__steps=steps, run__sample_tokens=0, **every)
     assert saved == [4, 8, 10, 20]
     found = {
         path.name: json.loads((path / "about.json").read_text())["loss"]
         for path in (tmp_path / "checkpoints").iterdir()
     }
     assert found == {"00000008": 1.0, "00000010": 6.0, "00000020": 4.0}
+
+
+def spoil(monkeypatch, part, number):
+    """Has one part of the state become NaN in one step."""
+
+    def change(new, metrics):
+        factor = np.float32(np.nan if int(new.step) == number else 1)
+        spoilt = jax.tree.map(
+            lambda leaf: leaf * factor if leaf.dtype == jnp.float32 else leaf,
+            getattr(new, part),
+        )
+        return dataclasses.replace(new, **{part: spoilt}), metrics
+
+    steps_end_with(monkeypatch, change)
+
+
+@pytest.mark.parametrize(("part", "number"), [("params", 14), ("opt_state", 20)])
+def test_what_is_not_finite_stops_the_run_and_is_in_no_checkpoint(
+    text, at, monkeypatch, capsys, part, number
+):
+    folder = at(10)
+    spoil(monkeypatch, part, number)
+    ended = train(text, folder)
+    assert ended.reason == loop.NOT_FINITE and number <= ended.step <= number + 1 + loop.BEHIND
+    what = "state after step 20" if number == 20 else "loss of step 15"
+    assert f"the {what} is not finite" in capsys.readouterr().err
+    assert final_state(folder).step == 10
+
+
+def test_a_run_that_was_not_finite_before_its_first_checkpoint_begins_anew(
+    text, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        spoil(patched, "params", 8)
+        assert train(text, tmp_path).reason == loop.NOT_FINITE
+    assert journal.read(tmp_path) and not (tmp_path / "report.md").exists()
+    assert train(text, tmp_path, training__steps=9, **NEITHER).reason == loop.DONE
+
+
+@pytest.mark.parametrize("where", ["params", "opt_state", "loss"])
+def test_an_update_that_is_not_finite_is_left_out_and_counted(where):
+    def loss_fn(params, batch, rng):
+        is_bad = batch.any()
+        total = jnp.where(is_bad & (where == "loss"), jnp.nan, jnp.float32(3))
+        # the optimizer sees which batch it is
+        return params.sum() * (1 + is_bad), {"loss": (total, jnp.float32(1))}
+
+    def update(grads, state, params):
+        is_bad = grads[0] > 1
+        moved = [
+            jnp.where(is_bad & (where == name), jnp.nan, 1.0)
+            for name in ("params", "opt_state")
+        ]
+        return moved[0] + 0 * params, state + moved[1]
+
+    optimizer = optax.GradientTransformation(lambda params: params + 1, update)
+    state = training.init_state(jnp.zeros(3), optimizer, jax.random.key(0))
+    careful = training.make_train_step(loss_fn, optimizer, donate=False, skip_not_finite=True)
+    for number, is_bad in enumerate([False, True, False]):
+        state, metrics = careful(state, np.array([is_bad]))
+        assert metrics["skipped"] == (is_bad, 1)
+        assert metrics["loss"] == ((0, 0) if is_bad else (3, 1))
+        assert state.step == number + 1  # the batch has been seen
+    np.testing.assert_array_equal(state.params, 2)
+    np.testing.assert_array_equal(state.opt_state, 3)
+
+
+def test_updates_left_out_in_a_row_end_the_run_at_the_same_step_however_often_it_was_resumed(
+    text, tmp_path, monkeypatch, capsys
+):
+    left_out = {*range(3, 14), *range(25, 100)}
+
+    def change(new, metrics):  # as of a step with a loss scale
+        used = np.float32(int(new.step) not in left_out)
+        metrics = {name: (used * total, used * n) for name, (total, n) in metrics.items()}
+        return new, metrics | {"skipped": (1 - used, np.float32(1))}
+
+    steps_end_with(monkeypatch, change)
+    quiet = dict(run__skips_in_a_row=12, **NEITHER)
+    for steps in (20, 30):
+        assert train(text, tmp_path, training__steps=steps, **quiet).reason == loop.DONE
+    assert train(text, tmp_path, training__steps=60, **quiet).reason == loop.NOT_FINITE
+    assert (
+        "12 updates in a row were skipped because they were not finite; the last one is step 36"
+        in capsys.readouterr().err
+    )
+    assert final_state(tmp_path).step == 30
+    last = [line for line in journal.read(tmp_path) if "loss" in line][-1]
+    assert last["step"] == 35 and last["skipped"] == 11 + 11
+    # Those before it that were left out, 11 + 10 of 34 steps, have not moved the schedule: 0.99
+    # a step after 10 of warm-up.
+    assert last["learning_rate"] == pytest.approx(1e-2 * 0.99 ** (34 - 21 - 10), rel=1e-3)
+
+
+def test_skipping_can_begin_in_the_middle_and_changes_nothing_where_all_is_finite(
+    text, unbroken, at
+):
+    folder = at(30)
+    train(text, folder, run__non_finite="skip", run__sample_tokens=0)
+    assert_same_losses(folder, unbroken)

@@ -1,34 +1,44 @@
-"""Laws of a run that goes on with the same or with another configuration."""
+"""Laws of a run that goes on with the same or another configuration, and of runs that are
+refused before anything is written.
+"""
 
+import contextlib
+import functools
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from slow_cases import slow
-from small_run import assert_same_losses, configuration, corpus, losses, one_device, train
+from small_run import (
+    assert_same_losses,
+    calls,
+    configuration,
+    corpus,
+    losses,
+    one_device,
+    stored_configuration,
+    train,
+)
 
-from course_lib import training
+from course_lib import files, training
 from course_lib.measure import hardware
-from course_lib.program import journal, loop, settings
+from course_lib.program import journal, loop, processes, settings
 from course_lib.text import data
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl")
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def loss_steps(folder):
-    return [step for step, _ in journal.pairs(journal.read(folder), "loss")]
-
-
 def test_a_run_that_ended_and_goes_on_counts_every_step_once(text, unbroken, tmp_path):
-    for steps in (5, 20, 40):
-        train(text, tmp_path, training__steps=steps)
-        assert (tmp_path / "report.md").exists()
     ends = [7, 14, 21, 28, 35, 40]
-    assert loss_steps(unbroken) == ends and loss_steps(tmp_path) == sorted([5, 20, *ends])
+    for steps in (5, 40):
+        train(text, tmp_path, training__steps=steps, run__sample_tokens=0)
+        assert (tmp_path / "report.md").exists()
+    found = [step for step, _ in journal.pairs(journal.read(tmp_path), "loss")]
+    assert found == [5, *ends]
     np.testing.assert_allclose(losses(tmp_path, ends), losses(unbroken, ends), rtol=1e-12)
 
 
@@ -38,12 +48,11 @@ def test_what_is_done_is_not_done_again(text, at, capsys):
     assert train(text, folder, training__steps=5) == loop.Ended(loop.DONE, 40)
     assert "goes on after step 40 of 40\n" in capsys.readouterr().err
     assert before == {name: (folder / name).read_bytes() for name in WRITTEN}
-    assert json.loads((folder / "config.json").read_text())["training"]["steps"] == 5
+    assert stored_configuration(folder).training.steps == 5
 
 
-@pytest.mark.parametrize("count", [1, slow(2)])
 def test_before_the_first_step_a_run_is_checked_once_and_built_once(
-    text, tmp_path, monkeypatch, count
+    text, tmp_path, monkeypatch
 ):
     class Begins(Exception):
         pass
@@ -51,22 +60,12 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
     def begins(*_):
         raise Begins
 
-    whole, called = configuration(text, data__batch_size=8), []
-    for owner, name in (
-        (settings, "check"),
-        (training, "check"),
-        (training, "functions"),
-        (training, "make_train_step"),
-    ):
-        right = getattr(owner, name)
-        monkeypatch.setattr(
-            owner,
-            name,
-            lambda *a, right=right, name=name, **o: (called.append(name), right(*a, **o))[1],
-        )
+    whole = configuration(text, data__batch_size=8)  # of a batch that no other test builds
+    of_training = [(training, n) for n in ("check", "functions", "make_train_step")]
+    called = calls(monkeypatch, (settings, "check"), *of_training)
     monkeypatch.setattr(loop, "Loop", begins)
     with pytest.raises(Begins):
-        loop.train(whole, tmp_path, jax.devices("cpu")[:count])
+        loop.train(whole, tmp_path, one_device())
     assert called == ["check", "functions", "make_train_step"]
 
 
@@ -83,25 +82,19 @@ def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
     assert first["step"] == 7 and first["learning_rate"] == pytest.approx(1e-2 * 6 / 10)
 
 
-@pytest.mark.parametrize("back", [False, slow(True)], ids=["to four devices", "back to one"])
-def test_a_run_goes_on_on_another_mesh_with_the_same_losses(text, tmp_path, capsys, back):
-    spread = dict(mesh__tensor=2, strategy__zero=1, model__dropout_rate=0.0)
-    alone, four = (
-        (one_device(), dict(model__dropout_rate=0.0)),
-        (jax.devices("cpu")[:4], spread),
-    )
-    (before, first), (after, second) = (four, alone) if back else (alone, four)
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert train(text, a, before, training__steps=10, **first).step == 10
-    shutil.copytree(a, b)
-    train(text, b, before, training__steps=20, **first)
+def test_a_run_goes_on_on_another_mesh_with_the_same_losses(text, tmp_path, capsys):
+    alone, four = tmp_path / "alone", tmp_path / "four"
+    same = dict(model__dropout_rate=0.0, run__sample_tokens=0)
+    train(text, alone, training__steps=10, **same)
+    shutil.copytree(alone, four)
+    train(text, alone, training__steps=20, **same)
     capsys.readouterr()
-    train(text, a, after, training__steps=20, **second)
+    spread = dict(training__steps=20, mesh__tensor=2, strategy__zero=1, **same)
+    train(text, four, jax.devices("cpu")[:4], **spread)
     said = capsys.readouterr().err
-    for field, pair in {"data": (1, 2), "tensor": ("not", 2), "zero": (0, 1)}.items():
-        old, new = pair[::-1] if back else pair
-        assert f"{field}: {old} saved, {new} given" in said
-    assert_same_losses(a, b)
+    for change in ("data: 1 saved, 2", "tensor: not saved, 2", "zero: 0 saved, 1"):
+        assert f"{change} given" in said
+    assert_same_losses(four, alone)
 
 
 def test_what_says_how_it_is_computed_may_change_and_the_losses_stay(
@@ -147,3 +140,83 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_over_its_metrics(
         train(text, folder)
     for name in (*WRITTEN, "report.md", "times.jsonl", "config.json"):
         assert (folder / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(text, tmp_path):
+    with files.locked(tmp_path), pytest.raises(BlockingIOError, match="is in use by another"):
+        train(text, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, jax.errors.JaxRuntimeError])
+def test_an_error_that_may_pass_is_no_refusal_after_which_nobody_would_try_again(
+    text, tmp_path, monkeypatch, kind
+):
+    def fails(split, corpus):
+        raise kind("changed while it was read, or UNAVAILABLE")
+
+    monkeypatch.setattr(data, "tokens", fails)
+    with pytest.raises(kind):
+        train(text, tmp_path)
+
+
+BAD = [
+    ({"data__seq_len": 15_000, "model__max_seq_len": 15_000}, "seq_len=15000"),
+    ({"mesh__tensor": 3}, "mesh="),
+]
+
+
+@pytest.mark.parametrize(("changes", "field"), BAD)
+def test_a_mistake_is_refused_before_anything_is_written(text, tmp_path, changes, field):
+    with pytest.raises(loop.Refused, match=field):
+        train(text, tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_inside_of_its_text_is_refused_as_it_could_not_go_on(text):
+    before = sorted(Path(text).iterdir())
+    for place in ("run", "."):
+        with pytest.raises(loop.Refused, match="must not lie in corpus=.*take another --run"):
+            train(text, Path(text) / place)
+    assert sorted(Path(text).iterdir()) == before
+
+
+def test_a_validation_split_that_does_not_work_is_refused_and_not_only_when_it_is_due(
+    text, tmp_path, monkeypatch
+):
+    splits = {"train": np.arange(99).repeat(9)}
+    monkeypatch.setattr(data, "tokens", lambda split, _: splits[split].astype(np.uint16))
+    for tokens, message in (([3, 99, 3], r"tokens\[1\]=99"), ([3], "two or more, not 1")):
+        splits["validation"] = np.array(tokens)
+        with pytest.raises(loop.Refused, match=f"the validation split: .*{message}"):
+            train(text, tmp_path, model__vocab_size=99, model__num_outputs=99)
+
+
+OTHER_PROCESS = [
+    ({"seed": 7}, "must have the same configuration: seed: 42 in process 0, 7 in process 1"),
+    ({"jax": "0.0"}, "jax: '.*' in process 0, '0.0' in process 1"),
+    ({"folder": "elsewhere"}, "folder: '.*' in process 0, 'elsewhere' in process 1"),
+    ({"corpus": {}}, r"corpus\.train\.tokens: \d+ in process 0, not in process 1; .*"),
+    ({"refused": "no folder"}, "refused: not in process 0, 'no folder' in process 1"),
+]
+
+
+def two_processes(change, said):
+    return [said, json.dumps(json.loads(said) | change)]
+
+
+def test_what_another_process_is_told_or_finds_must_be_the_same(text, tmp_path, monkeypatch):
+    for change, message in OTHER_PROCESS:
+        monkeypatch.setattr(processes, "gather", functools.partial(two_processes, change))
+        with pytest.raises(loop.Refused, match=f"{message}$"):
+            train(text, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_the_text_may_lie_elsewhere_in_another_process(text, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(processes, "gather", lambda words: said.append(words) or [words])
+    for folder in (text, corpus(tmp_path / "other")):
+        with contextlib.suppress(loop.Refused):
+            train(folder, tmp_path / "run", mesh__data=3)  # of one device
+    assert said[0] == said[1] and text not in said[0]

@@ -72,35 +72,22 @@ def test_a_step_in_a_dtype_without_a_unit_is_no_part_of_a_peak(text):
 def test_the_bigram_model_is_that_of_the_text_or_none(text):
     tokens = {split: data.tokens(split, text) for split in data.SPLITS}
     whole, part = configuration(text, run__validation_batches=0), configuration(text)
-    assert 0 < observe.bigram_loss(tokens, whole)["bigram_loss"] < np.log(data.VOCAB_SIZE)
-    short = {"train": tokens["train"], "validation": tokens["validation"][: 2 * 4 * 16 + 1]}
-    assert (
-        observe.bigram_loss(tokens, part)
-        == observe.bigram_loss(short, whole)
-        != observe.bigram_loss(tokens, whole)
-    )
-    assert (
-        observe.bigram_loss(
-            {"train": tokens["train"][:10], "validation": tokens["validation"]}, whole
-        )
-        == {}
-    )
+    loss = observe.bigram_loss(tokens, whole)
+    assert 0 < loss["bigram_loss"] < np.log(data.VOCAB_SIZE)
+    short = tokens | {"validation": tokens["validation"][: 2 * 4 * 16 + 1]}
+    assert observe.bigram_loss(tokens, part) == observe.bigram_loss(short, whole) != loss
+    assert observe.bigram_loss(tokens | {"train": tokens["train"][:10]}, whole) == {}
 
 
 def test_of_a_large_validation_split_a_part_is_used_and_of_the_courses_all(text):
-    endless = np.broadcast_to(np.uint16(7), 2**40)
-    assert (
-        len(observe.validated(endless, configuration(text, run__validation_batches=0)))
-        == observe.VALIDATED + 1
-    )
-    assert (
-        len(observe.validated(endless, configuration(text, run__validation_batches=10_000)))
-        == 10_000 * 4 * 16 + 1
-    )
-    shipped = data.tokens("validation")
-    assert len(observe.validated(shipped, settings.complete(configs.get("cpu")))) == len(
-        shipped
-    )
+    def used(tokens, config):
+        return len(observe.validated(tokens, config))
+
+    endless, shipped = np.broadcast_to(np.uint16(7), 2**40), data.tokens("validation")
+    whole, many = (configuration(text, run__validation_batches=n) for n in (0, 10_000))
+    assert used(endless, whole) == observe.VALIDATED + 1
+    assert used(endless, many) == 10_000 * 4 * 16 + 1
+    assert used(shipped, settings.complete(configs.get("cpu"))) == len(shipped)
 
 
 def test_validation_is_the_mean_on_any_devices_in_any_minibatches_and_can_be_shortened(text):
@@ -141,21 +128,30 @@ PARAMS = {
 }
 
 
-def test_speed_leaves_out_pauses_and_what_compiles(text, tmp_path, monkeypatch):
-    whole, now = configuration(text), 0.0
-    monkeypatch.setattr(observe, "time", types.SimpleNamespace(perf_counter=lambda: now))
+def ticks(monkeypatch, *times):
+    clock = iter(times)
+    now = types.SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr(observe, "time", now)
+
+
+def test_speed_leaves_out_pauses_and_what_compiles_and_mfu_is_of_all_devices(
+    text, tmp_path, monkeypatch
+):
+    whole, h100 = configuration(text, model__dtype="bfloat16"), hardware.get("h100")
+    monkeypatch.setattr(hardware, "recognize", lambda device: h100)
+    ticks(monkeypatch, 30.0, 30.0, 37.0, 37.5)
     with journal.Journal(tmp_path, 0, 10) as book:
         speed = observe.Speed(whole, book, 0, 2, PARAMS)
-        now += 30  # compiles
         speed.write(1, 3.0)
         with speed.paused():
-            now += 7
-        now += 0.5
+            pass
         speed.write(2, None)
     device, first, second = journal.read(tmp_path, "times")
-    assert (device["parameters"], device["tokens_a_step"]) == (14, 64)
+    assert (device["parameters"], device["tokens_a_step"]) == (14, 4 * 16)
     assert device["device"].startswith("2 x ") and "tokens_per_second" not in first
-    assert second["tokens_per_second"] == whole.data.batch_size * whole.data.seq_len / 0.5
+    assert second["tokens_per_second"] == 4 * 16 / 0.5
+    mfu = measure.mfu(training.step_flops(whole), 0.5, h100) / 2
+    assert second["mfu"] == pytest.approx(mfu)
 
 
 def test_a_line_says_nothing_of_mfu_where_the_peak_is_not_known(
@@ -165,8 +161,8 @@ def test_a_line_says_nothing_of_mfu_where_the_peak_is_not_known(
     monkeypatch.setattr(hardware, "recognize", lambda device: None)
     with journal.Journal(tmp_path, 0, 10) as book:
         speed = observe.Speed(configuration(text), book, 0, 1, PARAMS)
-        speed.write(1, 3.0)
-        speed.write(2, 3.0)
+        for step in (1, 2):
+            speed.write(step, 3.0)
     *_, line = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"step 2 of 10: loss 3\.000, [\d,]+ tokens/s(, [\d.]+ [GM]iB)?", line)
     # there it is said, once
@@ -189,12 +185,10 @@ def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monk
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(hardware, "recognize", lambda device: known and hardware.get(known))
     monkeypatch.setattr(observe, "_memory", lambda device: 45 * 2**30)
-    clock, ticks = iter([10.0, 10.0 + 64 / 98_765]), itertools.count(step=0.01)
-    monkeypatch.setattr(
-        observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
-    )
+    ticks(monkeypatch, 10.0, 10.0 + 64 / 98_765)
     # On a busy machine hours are left, and the bar is shorter.
-    monkeypatch.setattr("tqdm.std.time", lambda: next(ticks))
+    steady = itertools.count(step=0.01)
+    monkeypatch.setattr("tqdm.std.time", lambda: next(steady))
     with journal.Journal(tmp_path, 1000, 2000) as book:
         speed = observe.Speed(configuration(text, model__dtype="bfloat16"), book, 0, 1, PARAMS)
         speed.write(1001, 3.5)
@@ -209,22 +203,6 @@ def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monk
     words = rf"loss 3\.250, 98,765 tokens/s, {'MFU [0-9.]+%, ' if known else ''}45\.00 GiB"
     shown = re.fullmatch(rf"\|(.{{4,}})\| 1002/2000 \[\S+ left, {words}\]", line)
     assert shown and len(line) <= 80, line
-
-
-def test_mfu_counts_what_all_devices_could_do(text, tmp_path, monkeypatch):
-    whole = configuration(text, model__dtype="bfloat16")
-    monkeypatch.setattr(hardware, "recognize", lambda device: hardware.get("h100"))
-    clock = iter([10.0, 12.0])
-    monkeypatch.setattr(
-        observe, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
-    )
-    with journal.Journal(tmp_path, 0, 10) as book:
-        speed = observe.Speed(whole, book, 0, 4, PARAMS)
-        speed.write(1, 3.0)
-        speed.write(3, 3.0)
-    flops = training.step_flops(whole)
-    [mfu] = [value for _, value in journal.pairs(journal.read(tmp_path, "times"), "mfu")]
-    assert mfu == pytest.approx(measure.mfu(flops, 1.0, hardware.get("h100")) / 4)
 
 
 def test_on_a_cpu_the_memory_is_that_of_the_process_and_on_a_device_its_peak():

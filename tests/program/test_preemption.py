@@ -26,11 +26,14 @@ def as_python_starts():
 @pytest.mark.parametrize(
     ("number", "why"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")]
 )
-def test_a_signal_is_noticed_after_the_step(number, why):
+def test_a_signal_is_noticed_after_the_step_and_does_before_it_what_it_did(number, why):
+    before = signal.getsignal(number)
     with preemption.notices() as stop_reason:
+        assert signal.getsignal(number) is before
         assert stop_reason() == ""
         signal.raise_signal(number)
         assert stop_reason() == why
+    assert signal.getsignal(number) is before
 
 
 def test_a_second_ctrl_c_raises_and_a_second_sigterm_changes_nothing(capfd):
@@ -95,16 +98,6 @@ def test_jaxs_handler_of_sigterm_is_out_of_the_way_until_the_first_step_is_done(
             assert handler_in_c(signal.SIGTERM) == jaxs
     finally:
         libc.signal(signal.SIGTERM, None)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_before_the_first_step_a_signal_does_what_it_did_before(number):
-    before = signal.getsignal(number)
-    with preemption.notices() as stop_reason:
-        assert signal.getsignal(number) is before
-        stop_reason()
-        assert signal.getsignal(number) is not before
-    assert signal.getsignal(number) is before
 
 
 def test_a_thread_takes_no_signals():

@@ -10,7 +10,9 @@ import shutil
 
 import jax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from slow_cases import slow
+from small_run import numbers, stored_configuration
 
 from course_lib import configs
 from course_lib.program import checksums, loop, settings
@@ -70,13 +72,8 @@ def copied(name, folder, of_config=lambda tree: tree, of_checkpoint=lambda tree:
 def digest(state):
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        leaf = (
-            jax.random.key_data(leaf)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        )
         found.update(jax.tree_util.keystr(path).encode())
-        found.update(jax.device_get(leaf).tobytes())
+        found.update(numbers(leaf).tobytes())
     return found.hexdigest()
 
 
@@ -88,7 +85,7 @@ def restored(folder, whole, name):
 
 def continued(folder, text, name):
     """Trains a run on to step 20 as its `config.json` says, and returns what became of it."""
-    whole = settings.complete(json.loads((folder / "config.json").read_text()))
+    whole = stored_configuration(folder)
     whole.run.corpus, whole.training.steps = text, 20
     assert loop.train(whole, folder, devices(name)) == loop.Ended(loop.DONE, 20)
     return (folder / "metrics.jsonl").read_bytes(), digest(restored(folder, whole, name).state)
@@ -101,7 +98,7 @@ def as_stored(text, name, tmp_path_factory):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_stored_run_is_restored_bit_for_bit(name):
-    whole = settings.complete(json.loads((DATA / name / "config.json").read_text()))
+    whole = stored_configuration(DATA / name)
     found = digest(restored(DATA / name, whole, name).state)
     assert found == json.loads((DATA / "digests.json").read_text())[name]
 
@@ -127,24 +124,18 @@ def test_no_default_is_another_than_when_the_runs_were_stored():
 
 
 def test_fields_that_the_files_lack_have_their_defaults(text, name, tmp_path, as_stored):
-    defaults, lacking = settings.complete({}).to_dict(), []
+    defaults = flatten_dict(json.loads(json.dumps(settings.complete({}).to_dict())))
+    lacking = []
 
     def without(tree):
         """Leaves out the fields that have their default."""
-        kept = {}
-        for part, fields in tree.items():
-            usual = json.loads(json.dumps(defaults.get(part)))
-            if isinstance(fields, dict) and isinstance(usual, dict):
-                kept[part] = {
-                    field: value for field, value in fields.items() if usual.get(field) != value
-                }
-                lacking.extend(fields.keys() - kept[part].keys())
-            else:
-                kept[part] = fields
-        return kept
+        whole = flatten_dict(tree, keep_empty_nodes=True)
+        kept = {f: value for f, value in whole.items() if defaults.get(f) != value}
+        lacking.extend(whole.keys() - kept.keys())
+        return {part: {} for part in tree if part != "seed"} | unflatten_dict(kept)
 
     folder = copied(name, tmp_path / name, without, without)
-    assert lacking.count("qk_norm") == 2  # in both files, among many others
+    assert lacking.count(("model", "qk_norm")) == 2  # in both files, among many others
     assert continued(folder, text, name) == as_stored
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from course_lib.many_devices import meshes
-from course_lib.text import data, loading
+from course_lib.text import loading
 
 TOKENS = np.arange(4003, dtype=np.uint16)  # each token is its own place
 SIZES = dict(batch_size=4, seq_len=8, vocab_size=4003)
@@ -46,6 +47,11 @@ def starts(taken):
     return np.concatenate([batch.inputs[:, 0] for batch in taken])
 
 
+def together(iterators):
+    """Returns the batch of which each process has a part."""
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, iterators))
+
+
 def test_the_same_seed_gives_the_same_batches_and_another_one_others():
     first = take(batches(), 20)
     assert_equal(take(batches(), 20), first)
@@ -54,15 +60,11 @@ def test_the_same_seed_gives_the_same_batches_and_another_one_others():
 
 def test_a_label_is_the_token_after_its_input_around_the_end_of_the_stream_too():
     for batch in take(batches(), 2 * WINDOWS // 4):
-        assert (
-            batch.inputs.dtype == batch.labels.dtype == np.int32
-            and batch.weights.dtype == np.float32
-        )
-        assert batch.inputs.shape == batch.labels.shape == batch.weights.shape == (4, 8)
+        kinds = [(leaf.dtype, leaf.shape) for leaf in jax.tree.leaves(batch)]
+        assert kinds == [(kind, (4, 8)) for kind in (np.int32, np.int32, np.float32)]
         np.testing.assert_array_equal(batch.labels, (batch.inputs + 1) % len(TOKENS))
-        np.testing.assert_array_equal(
-            batch.inputs, (batch.inputs[:, :1] + np.arange(8)) % len(TOKENS)
-        )
+        following = (batch.inputs[:, :1] + np.arange(8)) % len(TOKENS)
+        np.testing.assert_array_equal(batch.inputs, following)
         assert (batch.weights == 1).all()
 
 
@@ -77,6 +79,7 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_cuts_and_orders_them_
 
 
 def test_no_epoch_of_a_seed_has_the_order_of_an_epoch_of_another_seed():
+    """Grain shuffles epoch e with seed + e: a plain seed 1 would begin as seed 0 goes on."""
     epochs = [
         batch.inputs[:, 0].astype(int)
         for seed in range(3)
@@ -92,32 +95,20 @@ def test_a_batch_may_hold_the_end_of_one_epoch_and_the_start_of_the_next():
     np.testing.assert_array_equal(starts(take(batches(batch_size=7), 100)), epochs[:700])
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-def test_shards_together_are_the_batch_of_one(shards):
-    parts = [batches(shard=shard, shards=shards) for shard in range(shards)]
-    for batch in take(batches(), 30):
-        together = jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, parts))
-        assert_equal([together], [batch])
-
-
-@pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize("before, after", [(1, 2), (4, 2), (2, 1)])
 def test_a_state_leads_to_the_batches_that_came_after_it_on_any_number_of_processes(
     before, after
 ):
     unbroken = take(batches(), 12)
     running = [batches(shard=shard, shards=before) for shard in range(before)]
-    for iterator in running:
-        take(iterator, 7)
+    assert_equal([together(running) for _ in range(7)], unbroken[:7])
     # one state, whichever process saves it
     (state,) = {json.dumps(iterator.get_state()) for iterator in running}
     resumed = [batches(shard=shard, shards=after) for shard in range(after)]
     for iterator in resumed:
         next(iterator)
         iterator.set_state(json.loads(state))
-    for batch in unbroken[7:]:
-        assert_equal(
-            [jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, resumed))], [batch]
-        )
+    assert_equal([together(resumed) for _ in range(5)], unbroken[7:])
 
 
 def test_labels_that_are_masked_change_neither_inputs_nor_the_next_batch():
@@ -154,25 +145,18 @@ def test_the_state_on_devices_is_that_of_the_last_batch_handed_out(rows):
 
 
 def test_a_process_is_the_shard_whose_rows_its_devices_hold(rows):
+    def shard(devices=None):
+        return loading.shard_of(rows, 8, 16, devices)
+
     devices = rows.mesh.devices
-    assert loading.shard_of(rows, 8, 16) == (0, 1)
-    assert [
-        loading.shard_of(rows, 8, 16, devices[half].flat) for half in (slice(2), slice(2, 4))
-    ] == [(0, 2), (1, 2)]
+    assert shard() == (0, 1)
+    assert [shard(devices[half].flat) for half in (slice(2), slice(2, 4))] == [(0, 2), (1, 2)]
     # these divide the model
-    assert [loading.shard_of(rows, 8, 16, devices[:, half]) for half in (0, 1)] == [
-        (0, 1),
-        (0, 1),
-    ]
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"one of several equal parts of a batch, not the rows \[\(0, 2\), \(6, 8\)\] of 8"
-        ),
-    ):
-        loading.shard_of(rows, 8, 16, devices[[0, 3]].flat)
-    with pytest.raises(ValueError, match=r"not the rows \[\(2, 4\), \(4, 6\)\] of 8"):
-        loading.shard_of(rows, 8, 16, devices[1:3].flat)
+    assert [shard(devices[:, half]) for half in (0, 1)] == [(0, 1), (0, 1)]
+    for some, held in (([0, 3], "(0, 2), (6, 8)"), ([1, 2], "(2, 4), (4, 6)")):
+        told = f"one of several equal parts of a batch, not the rows [{held}] of 8"
+        with pytest.raises(ValueError, match=re.escape(told)):
+            shard(devices[some].flat)
 
 
 def test_a_run_folder_to_which_a_link_in_the_text_leads_is_refused(folder, tmp_path_factory):
@@ -186,36 +170,22 @@ def test_a_run_folder_to_which_a_link_in_the_text_leads_is_refused(folder, tmp_p
     loading.check_apart(runs / "1", folder / "missing")  # which is refused when it is read
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"seq_len": 4003}, "seq_len=4003 must be under the number of tokens, 4003"),
-        ({"shards": 3}, "batch_size=4 must be a multiple of shards=3"),
-        ({"shards": 0}, "batch_size=4 must be a multiple of shards=0"),
-        ({"shard": 2, "shards": 2}, "shard=2"),
-        ({"vocab_size": 4000}, r"tokens\[4000\]=4000 must be in \[0, vocab_size=4000\)"),
-    ],
-)
+BAD = [
+    ({"seq_len": 4003}, "seq_len=4003 must be under the number of tokens, 4003"),
+    ({"shards": 3}, "batch_size=4 must be a multiple of shards=3"),
+    ({"shard": 2, "shards": 2}, "shard=2"),
+    ({"vocab_size": 4000}, r"tokens\[4000\]=4000 must be in \[0, vocab_size=4000\)"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD)
 def test_what_gives_no_batches_is_refused_at_the_call(changes, message):
     with pytest.raises(ValueError, match=message):
         batches(**changes)
 
 
 def test_numbers_with_a_fraction_are_no_tokens():
-    tokens, sizes = np.full(99, 0.7), dict(batch_size=2, seq_len=4, seed=0, vocab_size=9)
-    for make in (loading.batches, data.batches):  # without the tests' checks of types
-        with pytest.raises(ValueError, match="must be integers"):
-            inspect.unwrap(make)(
-                tokens, **sizes, **{"steps": 1} if make is data.batches else {}
-            )
-
-
-def test_two_seeds_never_share_an_epochs_order():
-    """Grain shuffles epoch e with seed + e: a plain seed 1 would begin as seed 0 goes on."""
-
-    def order(batch):  # of the windows around the circle, wherever it is cut
-        ranks = np.argsort(np.argsort(batch.inputs[:, 0]))
-        return tuple((ranks - ranks[0]) % WINDOWS)
-
-    orders = [order(b) for seed in (0, 1) for b in take(batches(seed, batch_size=WINDOWS), 2)]
-    assert len(set(orders)) == 4
+    # without the tests' checks of types
+    make = inspect.unwrap(loading.batches)
+    with pytest.raises(ValueError, match="must be integers"):
+        make(np.full(99, 0.7), batch_size=2, seq_len=4, seed=0, vocab_size=9)

@@ -40,27 +40,19 @@ def test_the_bigram_of_a_text_that_repeats_knows_the_next_token_the_unigram_its_
     )
 
 
-def test_pairs_are_trusted_little_where_the_rest_of_the_text_does_not_repeat_them():
-    """Counts that had seen the held-out tail would trust pairs most, and predict worse."""
-    noise = np.random.default_rng(0).integers(0, 64, (2, 2000))
-    alone = ngrams.unigram_loss(noise[0], noise[1], 64)
-    assert ngrams.bigram_loss(noise[0], noise[1], 64) < alone + 0.01
-
-
 def test_no_token_is_impossible():
     train = np.array([0, 1] * 20)
     assert np.isfinite(ngrams.bigram_loss(train, np.array([0, 2, 3]), 4))
 
 
 @pytest.mark.parametrize("loss", [ngrams.unigram_loss, ngrams.bigram_loss])
-@pytest.mark.parametrize("token", [3, -1])
-def test_tokens_outside_of_the_vocabulary_are_refused_and_not_counted_as_another_pair(
-    loss, token
-):
-    inside, outside = np.tile([0, 1, 2], 50), np.tile([0, 1, token], 50)
-    for train, validation in ((outside, inside), (inside, outside)):
-        with pytest.raises(ValueError, match=rf"tokens\[2\]={token}"):
-            loss(train, validation, 3)
+def test_tokens_outside_of_the_vocabulary_are_refused_and_not_counted_as_another_pair(loss):
+    inside = np.tile([0, 1, 2], 50)
+    for token in (3, -1):
+        outside = np.tile([0, 1, token], 50)
+        for train, validation in ((outside, inside), (inside, outside)):
+            with pytest.raises(ValueError, match=rf"tokens\[2\]={token}"):
+                loss(train, validation, 3)
 
 
 def test_a_text_too_short_for_a_mean_is_refused():
