@@ -3,18 +3,19 @@ dtype.
 """
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo_text import program
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 from course_lib.many_devices import meshes
-from course_lib.measure import hlo, ledger, virtual
-from course_lib.measure.ledger import KINDS, Collective, Ledger, entries, schedule_around
+from course_lib.measure import ledger, schedule_around, virtual
+from course_lib.measure.ledger import KINDS, Collective, Ledger
 
 NO_VIRTUAL = virtual.why_unavailable()
 NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
@@ -110,7 +111,7 @@ def all_of_them(place, axes, dtype=jnp.float32, **sizes):
 
 
 @PLACES
-@pytest.mark.parametrize("axes", [("data",), ("data", "tensor")], ids="+".join)
+@pytest.mark.parametrize("axes", [slow(("data",)), ("data", "tensor")], ids="+".join)
 def test_a_collective_is_found_with_its_axes_and_its_bytes(axes, place):
     n, found = int(np.prod([SIZES[axis] for axis in axes])), all_of_them(place, axes)
     assert len(found) == len(COLLECTIVES)
@@ -192,7 +193,7 @@ def test_without_a_mesh_the_bytes_are_known_and_the_axes_are_not():
     found = ledger(summed())
     (entry,) = found.entries
     assert (entry.axes, entry.group_size, found.payload("all-reduce")) == (None, 4, BLOCK)
-    with pytest.raises(ValueError, match="axis='tensor' cannot be selected, .* pass the mesh"):
+    with pytest.raises(ValueError, match="axis='tensor' needs a mesh"):
         found.payload(axis="tensor")
 
 
@@ -205,9 +206,7 @@ def test_a_mesh_of_another_size_is_refused_and_one_of_another_shape_fits_no_grou
 
 
 def entry(kind="all-reduce", axes=("data",), payload=100, sent=50, executions=1, overlapped=()):
-    return Collective(
-        kind, axes, "float32", payload, sent, executions, bool(overlapped), overlapped, 4, ""
-    )
+    return Collective(kind, axes, "float32", payload, sent, executions, overlapped, 4, "")
 
 
 def test_bytes_of_all_kinds_and_axes_add_up():
@@ -281,16 +280,16 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
         lambda x, w: jax.lax.all_gather(x, "tensor", tiled=True) @ w, P(None, "tensor")
     )
     assert [entry.kind for entry in ring.entries] == ["collective-permute"] * 7
-    assert all(entry.asynchronous and "matmul" in entry.overlapped for entry in ring.entries)
+    assert all("matmul" in entry.overlapped for entry in ring.entries)
     assert ring.rows()[0]["overlapped"] == 7
     assert ring.overlapped_payload() == ring.payload() and gather.overlapped_payload() == 0
     order = schedule_around(lowered, "collective-permute")
     start = order.index("collective-permute-start")
     assert "matmul" in order[start : order.index("collective-permute-done")]
-    with pytest.raises(ValueError, match="it has no all-reduce-start"):
+    with pytest.raises(ValueError, match="the program has no all-reduce-start"):
         schedule_around(lowered, "all-reduce")
     (blocking,) = gather.entries
-    assert not blocking.asynchronous and "matmul" not in blocking.overlapped
+    assert "matmul" not in blocking.overlapped
     assert ring.sent() == gather.sent() == 7 / 8 * 4096 * 2048 * BFLOAT16  # the same bytes
 
 
@@ -338,7 +337,7 @@ replica_groups=[2,4]<=[8]
 def test_starts_and_ends_are_one_entry_in_whatever_form_they_are_written():
     found = [
         (entry.kind, entry.axes, entry.dtype, entry.payload_bytes, entry.overlapped)
-        for entry in entries(hlo.parse(inspect.cleandoc(TEXT)), here())
+        for entry in ledger(program(TEXT), here()).entries
     ]
     assert found == [
         ("all-gather", ("tensor",), "float32", 64 * FLOAT32, ("elementwise", "elementwise")),
@@ -351,34 +350,21 @@ def test_starts_and_ends_are_one_entry_in_whatever_form_they_are_written():
 
 
 def test_what_only_counts_is_no_work_and_a_second_transfer_is_not_computation():
-    gather, _, scatter, reduce, *_ = entries(hlo.parse(inspect.cleandoc(TEXT)))
-    assert gather.asynchronous and scatter.asynchronous and not reduce.asynchronous
-    alone = inspect.cleandoc(TEXT).replace(
-        "%square = f32[16]{0} multiply(%x, %x)", "%square = f32[16]{0} bitcast(%x)"
-    )
-    gather, _, scatter, *_ = entries(hlo.parse(alone.replace("sqrt(", "bitcast(")))
-    assert gather.asynchronous and gather.overlapped == ()  # the reduce-scatter runs meanwhile
-    assert not scatter.asynchronous
+    idle = TEXT.replace("f32[16]{0} multiply(%x, %x)", "f32[16]{0} bitcast(%x)")
+    for entry in ledger(program(idle.replace("sqrt(", "bitcast("))).entries:
+        assert entry.overlapped == ()
 
 
 def test_a_collective_inside_a_fusion_counts():
-    (inner,) = entries(
-        hlo.parse(
-            inspect.cleandoc(TEXT)
-            .split("ENTRY")[0]
-            .replace("num_partitions=8", "num_partitions=4, replica_count=2")
-            + "ENTRY %main (x: f32[16]) -> f32[4] {\n"
-            "  %x = f32[16]{0} parameter(0)\n"
-            "  ROOT %fused = f32[4]{0} fusion(%x), kind=kCustom, calls=%wrapped\n"
-            "}\n"
-        ),
-        here(),
-    )
-    assert (inner.kind, inner.axes, inner.payload_bytes) == (
-        "reduce-scatter",
-        ("tensor",),
-        16 * FLOAT32,
-    )
+    head = TEXT.split("ENTRY")[0].replace("ions=8", "ions=4, replica_count=2")
+    fused = """ENTRY %main (x: f32[16]) -> f32[4] {
+  %x = f32[16]{0} parameter(0)
+  ROOT %fused = f32[4]{0} fusion(%x), kind=kCustom, calls=%wrapped
+}
+"""
+    (inner,) = ledger(program(head + fused), here()).entries
+    assert (inner.kind, inner.axes) == ("reduce-scatter", ("tensor",))
+    assert inner.payload_bytes == 16 * FLOAT32
 
 
 def test_a_permutation_written_as_send_and_receive_is_refused():
@@ -388,6 +374,6 @@ def test_a_permutation_written_as_send_and_receive_is_refused():
         "  ROOT %y = f32[4]{0} negate(%x)\n}\n"
     )
     with pytest.raises(ValueError, match="the program uses send and recv .'sent'."):
-        entries(hlo.parse(text))
+        ledger(program(text))
     to_host = text.replace("channel_id=1", "channel_id=1, is_host_transfer=true")
-    assert entries(hlo.parse(to_host)) == ()
+    assert ledger(program(to_host)).entries == ()
