@@ -67,19 +67,15 @@ class Ledger:
     axis_names: tuple[str, ...] | None = None  # of the mesh
 
     def payload(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
-        """Returns the payload of all executions in bytes.
+        """Returns the payload of all executions in bytes, of one of KINDS or of all.
 
-        Args:
-          kind: one of KINDS; all if None.
-          axis: only collectives along exactly this axis, or exactly these, so that the bytes of
-            all combinations add up; `()` for those that fit no axes; all if None.
+        `axis` selects collectives along exactly this axis, or exactly these, so that the bytes
+        of all combinations add up; `()` those that fit no axes.
         """
         return sum(entry.payload_bytes * entry.executions for entry in self._select(kind, axis))
 
     def sent(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
-        """Returns the bytes that a device sends in all executions (in permutations, the mean
-        over all devices); arguments as in `payload`.
-        """
+        """Returns the bytes that a device sends; in permutations, the mean over devices."""
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
     def overlapped_payload(
@@ -144,8 +140,7 @@ def ledger(
     collective along an axis of one device sends nothing and is left out.
 
     Args:
-      step: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices; or
-        lowered, then it is compiled here.
+      step: compiled or lowered, for real, simulated or virtual devices.
       mesh: the mesh of the program's arrays. Without it, the entries have no axes.
       taken: how often per step each such loop runs its body, by the loop's name. The compiled
         program does not say; `slots.taken` computes it from a pipeline's schedule.

@@ -2,18 +2,8 @@
 
 A notebook asks for a table by name and passes the function that computes it. Where virtual
 devices are available, the function runs; elsewhere the rows come from a file of this package,
-which another machine wrote:
-
-    table = recorded.live_or_recorded("donation_a5000", measure_both_steps, sizes={"B": B})
-    print(table)
-
-Recorded rows are shown only for the sizes and the accelerator that they were recorded for. For
-others there are no rows, and the note says how to get them.
-
-`COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
-that).
-
-Where rows take long to compute, `partly_live` computes a few and reads the others.
+which another machine wrote, for the same sizes and the same accelerator. `COURSE_RECORD=1` in
+the environment makes a live run write the file (`make notebooks` does that).
 """
 
 import concurrent.futures

@@ -70,9 +70,8 @@ def tape(step: Any, *, points: int = 400) -> Tape:
     its kind: the names of Flax's modules, or `jax.named_scope("attention")` in plain JAX.
 
     Args:
-      step: `jax.jit(step).lower(...)`, for a real or a virtual device; or its `measure.heap`.
-        Its arguments are told apart by their names: "params"; "opt_state", or "mu" and "nu"; or
-        "state", a pair of parameters and optimizer state.
+      step: `jax.jit(step).lower(...)`, or its `measure.heap`. Its arguments are told apart by
+        their names: "params"; "opt_state", or "mu" and "nu"; or "state", a pair of both.
       points: the most instructions to return. Longer programs are cut into as many parts, and
         each shows its instruction with the most bytes.
     """

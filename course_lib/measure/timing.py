@@ -59,15 +59,7 @@ def step_time(
     """Times training steps, each from its call until its results are there.
 
     Every step gets the state that the step before returned, as in training. A step that donates
-    its state also overwrites `state`.
-
-    Args:
-      step: `step(state, batch) -> (state, metrics)`, jitted or not. A jitted one is compiled
-        here, once.
-      state: a state to begin with, on the device.
-      batch: the same in all steps.
-      steps: how many are timed.
-      warmup: how many run before that.
+    its state also overwrites `state`. A jitted one is compiled here, once.
     """
     compile_seconds = None
     if hasattr(step, "lower"):

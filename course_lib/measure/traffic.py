@@ -74,16 +74,12 @@ class Traffic:
 
 
 def traffic(step: Any) -> Traffic:
-    """Counts the bytes that a compiled program moves through the memory of one device.
+    """Counts the bytes that a step, compiled or lowered, moves through one device's memory.
 
     Adds the operands and results of every instruction, times its executions. Three operations
     count as the part of an array that they touch: an update in place moves the slice, a fusion
     that slices an operand reads the slice, and a gather reads the rows. A conditional counts as
-    its most expensive branch.
-
-    Args:
-      step: `jax.jit(f).lower(...).compile()`, for a real or a virtual device; or lowered, then
-        it is compiled here. On a CPU, caches save much of this traffic.
+    its most expensive branch. On a CPU, caches save much of this traffic.
     """
     executed = hlo.scheduled(read(step).module, weight=_bytes)
     moved = ((i, n, n * _bytes(i)) for i, n in executed)

@@ -1,9 +1,8 @@
 """Virtual devices: compile programs for an accelerator that is not there, and read them.
 
-A compiler does not need the chip that it compiles for. JAX can describe a machine and return
-its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). A function
-lowered for arguments on these devices compiles as usual, and the compiled program tells how
-much memory the real machine would need, and what it would execute:
+A compiler does not need the chip that it compiles for: JAX can describe a machine and return
+its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). What is
+lowered for arguments on them compiles as usual, and tells what memory the machine would need:
 
     device = virtual.devices("a5000")[0]
     x = virtual.abstract(jnp.ones((4096, 4096)), device)
@@ -168,9 +167,8 @@ def compile(
 ) -> jax.stages.Compiled:
     """Compiles a program as `.compile()` does, but faster for virtual GPUs.
 
-    Memory, traffic and collectives are decided before XLA makes machine code. A virtual program
-    never runs, so `COMPILE_ONLY` skips the optimization of that code. More compiler `options`
-    take precedence.
+    Memory, traffic and collectives are decided before XLA makes machine code: `COMPILE_ONLY`
+    skips its optimization. More compiler `options` take precedence.
     """
     asked = dict(options or {})
     if not _is_for_virtual_gpus(lowered):

@@ -85,7 +85,8 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         )
     if heads % key.shape[2]:
         raise ValueError(
-            f"key of shape {key.shape} must have heads that divide the query's {heads}"
+            f"key of shape {key.shape} must have a number of heads that divides the query's"
+            f" {heads}"
         )
 
 

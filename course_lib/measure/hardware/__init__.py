@@ -48,10 +48,7 @@ class GpuTarget:
     threads_per_core: int
 
     def text(self, description: str, memory_bytes: int, memory_bandwidth: float) -> str:
-        """Returns XLA's `GpuTargetConfigProto` in text form, for
-        `topologies.get_topology_desc(target_config=...)`; `description` becomes the
-        `device_kind` of the devices.
-        """
+        """Returns XLA's `GpuTargetConfigProto` as text; `description` becomes `device_kind`."""
         # XLA rematerializes on its own when a program comes close to `device_memory_size`.
         major, minor = self.compute_capability
         return f"""
@@ -80,9 +77,7 @@ class GpuTarget:
 @dataclasses.dataclass(frozen=True)
 class TpuTarget:
     """How chips are arranged: `prefix` "v5e" and `layouts[8] == "2x4"` make the topology
-    "v5e:2x4".
-
-    Source: the configurations listed for each chip in https://docs.cloud.google.com/tpu/docs.
+    "v5e:2x4" (https://docs.cloud.google.com/tpu/docs).
     """
 
     prefix: str
@@ -111,15 +106,8 @@ class Accelerator:
         return "gpu" if isinstance(self.target, GpuTarget) else "tpu"
 
     def peak(self, dtype: Any) -> float | None:
-        """Returns the dense FLOP/s of matrix products with operands of a dtype.
-
-        Args:
-          dtype: anything that names a floating-point dtype (`jnp.bfloat16`, "float8_e4m3fn"),
-            or one of `PRECISIONS`.
-
-        Returns:
-          FLOP/s, or None where the table has no figure: bfloat16 on a T4, float32 on a TPU,
-            float64 and integers anywhere.
+        """Returns the dense FLOP/s of matrix products with operands of a dtype, or of one of
+        `PRECISIONS`; None where the table has no figure, as for bfloat16 on a T4.
         """
         if isinstance(dtype, str) and dtype in PRECISIONS:
             return self.peak_flops.get(dtype)
