@@ -33,8 +33,7 @@ def prepare() -> None:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    # XLA would log when a program does not fit, which is often the lesson here. Errors still
-    # arrive as exceptions.
+    # XLA would log when a program does not fit, which is often the lesson here.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     # JAX's persistent compilation cache stores virtual programs, but cannot load them.

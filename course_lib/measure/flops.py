@@ -1,9 +1,8 @@
 """Counts the FLOPs of a function's matrix products, without running or compiling it.
 
-Nearly all arithmetic of a Transformer is in its matrix products, and the shapes of a product
-tell its cost: an (M, K) matrix times a (K, N) matrix takes M N K multiplications and as many
-additions, 2 M N K operations. JAX lists the operations of a function before anything is
-compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html), the same on every backend.
+Nearly all arithmetic of a Transformer is in its matrix products: an (M, K) matrix times a (K,
+N) matrix takes M N K multiplications and as many additions. JAX lists a function's operations
+before anything is compiled (its jaxpr, https://docs.jax.dev/en/latest/jaxpr.html).
 """
 
 import collections
@@ -47,19 +46,17 @@ class Flops:
 def flops(fn: Callable[..., Any], *args: Any) -> Flops:
     """Counts the FLOPs of the matrix products and convolutions of one call of a function.
 
-    The body of a scan counts as often as it runs, and a conditional as its most expensive
-    branch. Elementwise operations and reductions do not count. A Pallas kernel counts as its
-    `cost_estimate`.
+    The body of a scan counts as often as it runs, a conditional as its most expensive branch, a
+    complex multiplication and addition as 8. Elementwise operations and reductions do not
+    count. A Pallas kernel counts as its `cost_estimate`.
+
+    Counts are named by dtype, as `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A product of
+    unequal dtypes counts as the wider one. What cannot be counted is refused: a loop that
+    stops on a condition on data, a kernel without a cost estimate, a `shard_map`.
 
     Args:
       fn: a function of arrays, jitted or not: a loss, its gradient, a whole train step.
       *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
-
-    Returns:
-      The counts by dtype, named as in `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A
-        product of unequal dtypes counts as the wider one. What cannot be counted is refused: a
-        loop that stops on a condition on data, a kernel without a cost estimate, a call of a
-        library's attention, a `shard_map`.
     """
     total: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
@@ -103,6 +100,17 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
                 f"primitive={name!r} must not occur where FLOPs are counted, which cannot see"
                 " its products; count the reference implementation on one device"
             )
+        elif name == "custom_linear_solve":
+            # It carries four programs, three of them for its derivatives.
+            products += _products(params["jaxprs"].solve.jaxpr, times, eqn_again)
+        elif name == "call_hi_primitive":
+            # From JAX 0.12 on, `custom_root` and others are objects that know their program.
+            shapes = jax.tree.map(
+                lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype),
+                params["_prim"].in_avals,
+            )
+            program = jax.make_jaxpr(params["_prim"].expand)(*shapes)
+            products += _products(program.jaxpr, times, eqn_again)
         else:
             repeats = times * params["length"] if name == "scan" else times
             for inner in _inner_jaxprs(params):
@@ -120,13 +128,15 @@ def _inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
 def _flops_of_product(eqn: Any) -> int:
     left, right = (v.aval.shape for v in eqn.invars[:2])
     out = math.prod(eqn.outvars[0].aval.shape)
+    # A complex multiplication and addition takes four real ones.
+    out *= 8 if eqn.outvars[0].aval.dtype.kind == "c" else 2
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out * math.prod(left[axis] for axis in contracted)
+        return out * math.prod(left[axis] for axis in contracted)
     out_channels = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     # In the gradient of a strided convolution, one in `zeros` inputs is not zero.
     zeros = math.prod(eqn.params["lhs_dilation"])
-    return 2 * out * math.prod(right) // out_channels // zeros
+    return out * math.prod(right) // out_channels // zeros
 
 
 def _flops_of_kernel(eqn: Any) -> int:

@@ -1,8 +1,7 @@
 """Reads the groups of devices in which a collective runs, and their axes of the mesh.
 
-In a compiled program a device is a number: its place in `mesh.devices.flat`. XLA writes groups
-in several ways, which differ from version to version
-(https://openxla.org/xla/operation_semantics#allreduce, `replica_groups`):
+In a compiled program a device is its place in `mesh.devices.flat`. XLA writes groups in several
+ways, which differ from version to version (https://openxla.org/xla/operation_semantics):
 
     replica_groups={{0,1,2,3},{4,5,6,7}}       each group listed
     replica_groups={}                          one group of all devices
@@ -40,27 +39,20 @@ def pairs(attributes: str) -> Groups:
 
 
 def groups(attributes: str, devices: int) -> Groups:
-    """Returns the groups in which a collective of so many devices runs, a tuple of device
-    numbers each. The groups of a permutation are its chains.
-    """
+    """Returns the groups in which a collective runs; of a permutation, its chains."""
     if "source_target_pairs=" in attributes:
         return _chains(pairs(attributes))
     if match := _LISTED.search(attributes):
         return _lists(match[1]) or (tuple(range(devices)),)
     if match := _IOTA.search(attributes):
-        return _rows(_order(match[2], match[3]).reshape(_ints(match[1])))
+        return tuple(map(tuple, _order(match[2], match[3]).reshape(_ints(match[1])).tolist()))
     if match := _MESH.search(attributes):
         return _along(*match.groups())
-    raise ValueError(
-        f"attributes={attributes[:120]!r} must name the groups of devices in a way that is"
-        " known here"
-    )
+    raise ValueError(f"attributes={attributes[:120]!r} must name the groups of devices")
 
 
 def axes_of_groups(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest axes of a mesh along which groups lie, `()` if they fit none; `sizes`
-    is `mesh.shape`.
-    """
+    """Returns the fewest axes of a mesh of `sizes` along which groups lie, `()` if none."""
     wanted = {frozenset(group) for group in members}
     devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     for count in range(len(sizes) + 1):
@@ -72,9 +64,7 @@ def axes_of_groups(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]
 
 
 def axes_of_pairs(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of a mesh along which the sources and targets of a permutation differ;
-    `sizes` as above.
-    """
+    """Returns the axes of a mesh along which sources and targets of a permutation differ."""
     sources, targets = (
         np.unravel_index(ends, tuple(sizes.values())) for ends in np.transpose(members)
     )
@@ -104,7 +94,7 @@ def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
             sizes.append(high // low)
     listed = re.fullmatch(_ORDER, device_ids or f"[{math.prod(sizes)}]")
     devices = _order(listed[1], listed[2]) if listed else np.array(_ints(device_ids or ""))
-    return _rows(_last(devices.reshape(sizes), tuple(axes)))
+    return tuple(map(tuple, _last(devices.reshape(sizes), tuple(axes)).tolist()))
 
 
 def _order(sizes: str, transposed: str | None) -> np.ndarray:
@@ -118,10 +108,6 @@ def _last(devices: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Puts the axes of a group last and makes one of them."""
     size = math.prod(devices.shape[axis] for axis in axes)
     return np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, size)
-
-
-def _rows(devices: np.ndarray) -> Groups:
-    return tuple(map(tuple, devices.tolist()))
 
 
 def _chains(permutation: Groups) -> Groups:

@@ -1,8 +1,8 @@
 """Reads the memory of a step over its instructions, and the arrays alive at the peak.
 
-While it compiles, XLA simulates the program and gives every array a place in memory.
-TensorBoard's memory viewer (https://openxla.org/xprof/memory_viewer) shows this plan, and
-`xprof`, the converter behind the viewer, reads it here.
+While it compiles, XLA gives every array a place in memory. TensorBoard's memory viewer
+(https://openxla.org/xprof/memory_viewer) shows this plan, and `xprof`, the converter behind the
+viewer, reads it here.
 """
 
 import dataclasses
@@ -65,13 +65,10 @@ class Heap:
 
 
 def heap(step: Any) -> Heap:
-    """Compiles a step and reads the arrays that are alive at its peak of memory.
+    """Reads the arrays that are alive at a step's peak of memory, on any backend.
 
-    Works for any backend, real or virtual. On a CPU it is exact where `memory` has an upper
-    bound.
-
-    Args:
-      step: `jax.jit(f).lower(...)`, not yet compiled: a compiled program has lost the plan.
+    `step` is `jax.jit(f).lower(...)`, not yet compiled: a compiled program has lost the plan.
+    On a CPU the peak is exact where `memory` has an upper bound.
     """
     program, plan = with_plan(step)
     with tempfile.TemporaryDirectory() as folder:
@@ -88,10 +85,8 @@ def heap(step: Any) -> Heap:
 
 
 def write_session(step: Any, logdir: str | os.PathLike[str], name: str) -> jax.stages.Compiled:
-    """Compiles a step and writes a record for TensorBoard's memory viewer and graph viewer.
-
-    A profiler's record holds the programs that ran, with the plan of their memory, and the
-    times of their operations. This one holds the program only: nothing runs.
+    """Writes a record for TensorBoard's memory viewer and graph viewer: a profiler's record
+    without times, since nothing runs.
 
     Args:
       step: `jax.jit(f).lower(...)`, for a real or a virtual device; or its `heap`.
@@ -100,10 +95,7 @@ def write_session(step: Any, logdir: str | os.PathLike[str], name: str) -> jax.s
     """
     session = pathlib.Path(logdir) / "plugins" / "profile" / name
     if session.exists() and [path.name for path in session.glob("*.xplane.pb")] != [RECORD]:
-        raise ValueError(
-            f"name={name!r} must be new: {str(session)!r} holds something else; take another"
-            " name"
-        )
+        raise ValueError(f"name={name!r} must be new: {str(session)!r} holds something else")
     program, plan = with_plan(step)
     # Viewing an older record has unpacked its program there.
     shutil.rmtree(session, ignore_errors=True)

@@ -3,10 +3,6 @@
 `compiled.as_text()` prints the optimized program in XLA's language, HLO: computations made of
 instructions, in order of execution. A fusion, a loop or a conditional calls other computations
 (https://openxla.org/xla/operation_semantics).
-
-    module = hlo.parse(compiled.as_text())
-    for instruction, executions in hlo.scheduled(module):
-        print(executions, instruction.opcode, *instruction.shapes, instruction.scope)
 """
 
 import dataclasses
@@ -18,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 HOST_SPACE = 5  # XLA's number for the host's memory, in a layout such as {1,0:S(5)}
 
-_KINDS = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
-_TYPE = re.compile(r"([a-z]+)(\d+)(\w*)")
+_KINDS = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
+_TYPE = re.compile(r"([a-z]+)(\d*)(\w*)")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
 _CALLS = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
@@ -44,10 +40,8 @@ class Shape:
     @property
     def dtype(self) -> str:
         """The type as JAX spells it: `bfloat16` for `bf16`, `float8_e4m3fn` for `f8e4m3fn`."""
-        kind, bits, variant = self._parts()
-        if not bits:
-            return "bool" if kind == "pred" else kind
-        return _KINDS[kind] + bits + (variant and f"_{variant}")
+        kind, bits, variant = _TYPE.fullmatch(self.type).groups()
+        return _KINDS.get(kind, kind) + bits + (variant and f"_{variant}")
 
     @property
     def elements(self) -> int:
@@ -56,12 +50,8 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes, with types narrower than a byte packed; a token has none."""
-        kind, bits, _ = self._parts()
+        kind, bits, _ = _TYPE.fullmatch(self.type).groups()
         return -(-self.elements * int(bits or 8 * (kind == "pred")) // 8)
-
-    def _parts(self) -> tuple[str, str, str]:
-        match = _TYPE.fullmatch(self.type)
-        return (match[1], match[2], match[3]) if match else (self.type, "", "")
 
     def __str__(self) -> str:
         return f"{self.type}[{','.join(map(str, self.dims))}]"
@@ -91,7 +81,6 @@ class Instruction:
 
     @property
     def called(self) -> "tuple[Computation, ...]":
-        """All computations that it calls."""
         return tuple(itertools.chain(*self.calls.values()))
 
     @property
@@ -102,7 +91,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """The library function of a custom call (`__cublas$gemm`), else empty."""
+        """The library function of a custom call (`__cublas$gemm`), else ""."""
         match = _TARGET.search(self.attributes)
         return match[1] if match else ""
 
@@ -116,7 +105,6 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result is the computation's."""
         return next(i for i in self.instructions if i.is_root)
 
     @property
@@ -136,8 +124,8 @@ class Module:
     devices: int = 1
 
     @functools.cached_property
-    def instructions(self) -> "Mapping[str, Instruction]":
-        """All instructions by name, which XLA gives only once in a program."""
+    def instructions(self) -> Mapping[str, Instruction]:
+        """All by name, which XLA gives only once in a program."""
         return {i.name: i for c in self.computations.values() for i in c.instructions}
 
 
@@ -157,10 +145,7 @@ def parse(text: str) -> Module:
             instructions[instruction.name] = instruction
     header = re.match(r"HloModule ([\w.\-]+)", text)
     if header is None or entry not in computations:
-        raise ValueError(
-            f"text={text[:40]!r}... must be an HLO module with an ENTRY: pass"
-            " compiled.as_text()"
-        )
+        raise ValueError(f"text={text[:40]!r}... must be HLO: pass compiled.as_text()")
     devices = math.prod(int(count) for count in _COUNTS.findall(text.split("\n", 1)[0]))
     return Module(header[1], computations[entry], computations, devices)
 
@@ -174,7 +159,7 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
-def trip_count(loop: Instruction) -> int:
+def _trip_count(loop: Instruction) -> int:
     """Returns how often a `while` runs its body, as XLA derived it from the loop's bounds."""
     if match := _TRIPS.search(loop.attributes):
         return int(match[1])
@@ -190,19 +175,15 @@ def scheduled(
     weight: Callable[[Instruction], int] | None = None,
     taken: Mapping[str, int] | None = None,
 ) -> list[tuple[Instruction, int]]:
-    """Lists the instructions that a program executes, inside loops and calls too, but not
-    inside fusions.
-
-    A loop in the scope `only_if_NAME` has one turn or none: it counts as one.
+    """Lists (instruction, number of executions) of a program, inside loops and calls too, but
+    not inside fusions, in program order.
 
     Args:
       module: a parsed program.
       weight: the cost of an instruction. Then a conditional counts as its most expensive
         branch; without it, all branches are listed.
-      taken: NAME of a loop of one turn or none -> how often the program takes that turn.
-
-    Returns:
-      (instruction, number of executions), in program order.
+      taken: how often the program takes the turn of a loop in the scope `only_if_NAME`, by
+        NAME. Such a loop has one turn or none, and counts as one if nothing is said.
     """
 
     def walk(computation: Computation, executions: int) -> list[tuple[Instruction, int]]:
@@ -213,16 +194,15 @@ def scheduled(
                 if match := _ONLY_IF.search(i.scope):
                     turns = (taken or {}).get(match[1], executions)
                 else:
-                    turns = executions * trip_count(i)
+                    turns = executions * _trip_count(i)
                 executed += walk(i.calls["condition"][0], executions + turns)
                 executed += walk(i.calls["body"][0], turns)
             elif i.opcode == "conditional":
                 branches = [walk(branch, executions) for branch in i.called]
-                if weight is not None:
-                    branches = [
-                        max(branches, key=lambda branch: sum(n * weight(j) for j, n in branch))
-                    ]
-                executed += [item for branch in branches for item in branch]
+                if weight is None:
+                    executed += itertools.chain(*branches)
+                else:
+                    executed += max(branches, key=lambda b: sum(n * weight(j) for j, n in b))
             elif i.opcode in ("call", "async-start"):
                 executed += [item for called in i.called for item in walk(called, executions)]
         return executed
@@ -239,18 +219,16 @@ def _instruction(
     shapes, (opcode, rest) = rest[:end], rest[end:].lstrip().split("(", 1)
     end = _closing("(" + rest) - 1
     inside, attributes = rest[: end - 1], rest[end:]
-    roles = {
-        role: _NAME.findall(names) or [names] for role, names in _CALLS.findall(attributes)
+    calls = {
+        role: tuple(computations[called] for called in _NAME.findall(names) or [names])
+        for role, names in _CALLS.findall(attributes)
     }
     return Instruction(
         name=name.lstrip("%"),
         opcode=opcode,
         shapes=read_shapes(shapes),
         operands=tuple(known[operand] for operand in _NAME.findall(inside)),
-        calls={
-            role: tuple(computations[called] for called in names)
-            for role, names in roles.items()
-        },
+        calls=calls,
         literal=inside if opcode in ("parameter", "constant") else "",
         attributes=attributes,
         is_root=line.startswith("ROOT "),

@@ -5,11 +5,6 @@ In a program for several devices, every communication is an instruction called a
 which it runs. For a GPU or TPU, XLA can split it into a start and an end: the instructions
 between them overlap with it.
 
-    compiled = step.lower(state, batch).compile()
-    sent = ledger(compiled, mesh)
-    notebook.table(sent.rows())
-    assert sent.payload("all-reduce", "data") == gradient_bytes
-
 Compilers merge and split collectives: compare bytes, not numbers of operations. XLA:CPU
 communicates bfloat16 as float32, and where the compiler partitions a program, it uses an
 all-reduce in place of a reduce-scatter. (`jax.lax.psum_scatter`, written by hand, stays.)
@@ -26,7 +21,7 @@ import jax
 
 from course_lib.measure import groups, hlo, origin
 from course_lib.measure.program import read
-from course_lib.measure.traffic import FREE, kind_of
+from course_lib.measure.traffic import FREE, is_free, kind_of
 
 # The kinds of collectives, and how often each of n devices sends (n-1)/n of the payload.
 KINDS = {
@@ -57,7 +52,6 @@ class Collective:
     # all devices, of which some may send nothing
     sent_bytes: int
     executions: int  # per step; in a loop, once per iteration
-    asynchronous: bool  # whether anything, even a collective, runs between its start and end
     # the kinds (`traffic.KINDS`) of the instructions that compute between its start and end, as
     # in ("matmul", "elementwise"); () if the devices wait for it
     overlapped: tuple[str, ...]
@@ -67,40 +61,32 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """The collectives of a step, in program order, and the names of the mesh's axes (None if no
-    mesh was given).
-    """
+    """The collectives of a step, in program order."""
 
     entries: tuple[Collective, ...]
-    axis_names: tuple[str, ...] | None = None
+    axis_names: tuple[str, ...] | None = None  # of the mesh
 
     def payload(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
-        """Returns the payload of all executions in bytes.
+        """Returns the payload of all executions in bytes, of one of KINDS or of all.
 
-        Args:
-          kind: one of KINDS; all if None.
-          axis: only collectives along exactly this axis, or exactly these, so that the bytes of
-            all combinations add up; `()` for those that fit no axes; all if None.
+        `axis` selects collectives along exactly this axis, or exactly these, so that the bytes
+        of all combinations add up; `()` those that fit no axes.
         """
         return sum(entry.payload_bytes * entry.executions for entry in self._select(kind, axis))
 
     def sent(self, kind: str | None = None, axis: str | Sequence[str] | None = None) -> int:
-        """Returns the bytes that a device sends in all executions (in permutations, the mean
-        over all devices); arguments as in `payload`.
-        """
+        """Returns the bytes that a device sends; in permutations, the mean over devices."""
         return sum(entry.sent_bytes * entry.executions for entry in self._select(kind, axis))
 
     def overlapped_payload(
         self, kind: str | None = None, axis: str | Sequence[str] | None = None
     ) -> int:
         """Returns the part of `payload` that is sent during matmuls."""
-        entries = [e for e in self._select(kind, axis) if "matmul" in e.overlapped]
-        return Ledger(tuple(entries)).payload()
+        entries = self._select(kind, axis)
+        return Ledger(tuple(e for e in entries if "matmul" in e.overlapped)).payload()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each kind, axes, dtype and group size, for `notebook.table`. The
-        rows that send most come first.
-
+        """Returns a row for each kind, axes, dtype and group size, those that send most first.
         Bytes are those of all executions; `overlapped` counts executions during which a device
         computes.
         """
@@ -129,15 +115,10 @@ class Ledger:
         if axis is None:
             return entries
         if self.axis_names is None:
-            raise ValueError(
-                f"axis={axis!r} cannot be selected, because this ledger was made without a"
-                " mesh: pass the mesh to `ledger`"
-            )
+            raise ValueError(f"axis={axis!r} needs a mesh: pass it to `ledger`")
         axes = {axis} if isinstance(axis, str) else set(axis)
         if not axes <= set(self.axis_names):
-            raise ValueError(
-                f"axis={axis!r} must name axes of the mesh: {', '.join(self.axis_names)}"
-            )
+            raise ValueError(f"axis={axis!r} must name axes of the mesh: {self.axis_names}")
         return [entry for entry in entries if set(entry.axes or ()) == axes]
 
 
@@ -159,28 +140,46 @@ def ledger(
     collective along an axis of one device sends nothing and is left out.
 
     Args:
-      step: `jax.jit(f).lower(...).compile()`, for real, simulated or virtual devices; or
-        lowered, then it is compiled here.
+      step: compiled or lowered, for real, simulated or virtual devices.
       mesh: the mesh of the program's arrays. Without it, the entries have no axes.
       taken: how often per step each such loop runs its body, by the loop's name. The compiled
         program does not say; `slots.taken` computes it from a pipeline's schedule.
     """
-    axis_names = None if mesh is None else tuple(mesh.axis_names)
-    return Ledger(entries(read(step).module, mesh, taken), axis_names)
+    program = read(step).module
+    if mesh is not None and mesh.size != program.devices:
+        raise ValueError(
+            f"mesh={dict(mesh.shape)} must be the program's: it has {mesh.size} devices, the"
+            f" program {program.devices}; pass the mesh on which the arguments of the step lie"
+        )
+
+    def weight(i: hlo.Instruction) -> int:
+        return sum(sum(_payload(j, program.devices).values()) for j in _inside(i))
+
+    executed = hlo.scheduled(program, weight, taken)
+    order = [i for i, _ in executed]
+    for i in order:
+        if i.opcode == "send" and "is_host_transfer=true" not in i.attributes:
+            raise ValueError(
+                f"the program uses send and recv ({i.name!r}), which the ledger cannot count:"
+                " use `jax.lax.ppermute`, and leave XLA's options for collective-permute unset"
+            )
+    entries = (
+        entry
+        for position, (i, executions) in enumerate(executed)
+        for collective in _inside(i)
+        for entry in _entries(
+            collective, executions, _meanwhile(order, position), program.devices, mesh
+        )
+    )
+    return Ledger(tuple(entries), None if mesh is None else tuple(mesh.axis_names))
 
 
 def schedule_around(step: Any, kind: str) -> list[str]:
-    """Lists the kernels of a loop that starts a collective, in the order in which they run.
-    Takes the first such loop, or the main program if no loop starts one.
+    """Lists the kernels of the first loop that starts a collective of a kind, else of the main
+    program, in the order in which they run.
 
-    Args:
-      step: as in `ledger`, for a GPU or TPU: on a CPU no collective has a start. XLA gives
-        it one where something can run meanwhile.
-      kind: of the collective, one of KINDS.
-
-    Returns:
-      For each kernel its kind (`traffic.KINDS`). For the start and the end of the collective
-        its opcode, for example "all-gather-start" and "all-gather-done".
+    For each kernel its kind (`traffic.KINDS`); for the start and the end of the collective its
+    opcode, such as "all-gather-start". On a CPU no collective has a start.
     """
     _check_kind(kind)
     for computation in read(step).module.computations.values():
@@ -192,45 +191,8 @@ def schedule_around(step: Any, kind: str) -> list[str]:
                 if i.opcode.startswith(kind) or i.opcode not in FREE
             ]
     raise ValueError(
-        f"kind={kind!r} must be a collective that the program starts: it has no {kind}-start."
-        " Only programs for a GPU or TPU have one, and only where something runs meanwhile"
-    )
-
-
-def entries(
-    module: hlo.Module,
-    mesh: jax.sharding.Mesh | None = None,
-    taken: Mapping[str, int] | None = None,
-) -> tuple[Collective, ...]:
-    """Lists the collectives of a parsed program; the rest is as in `ledger`."""
-    if mesh is not None and mesh.size != module.devices:
-        raise ValueError(
-            f"mesh={dict(mesh.shape)} must be the program's: it has {mesh.size} devices, the"
-            f" program {module.devices}; pass the mesh on which the arguments of the step lie"
-        )
-
-    def weight(i: hlo.Instruction) -> int:
-        return sum(sum(_payload(j, module.devices).values()) for j in _inside(i))
-
-    executed = hlo.scheduled(module, weight, taken)
-    order = [i for i, _ in executed]
-    if sends := [
-        i.name
-        for i in order
-        if i.opcode == "send" and "is_host_transfer=true" not in i.attributes
-    ]:
-        raise ValueError(
-            f"compiled: the program uses send and recv ({sends[0]!r}), which the ledger cannot"
-            " count: use `jax.lax.ppermute`, and leave XLA's options for collective-permute"
-            " unset"
-        )
-    return tuple(
-        entry
-        for position, (i, executions) in enumerate(executed)
-        for collective in _inside(i)
-        for entry in _entries(
-            collective, executions, _meanwhile(order, position), module.devices, mesh
-        )
+        f"kind={kind!r}: the program has no {kind}-start. Only programs for a GPU or TPU have"
+        " one, and only where something runs meanwhile"
     )
 
 
@@ -251,23 +213,16 @@ def _entries(
         share = KINDS[kind] * fractions.Fraction(size - 1, size)
     if not share:
         return []
-    axes = None
-    if mesh is not None:
-        axes = (
-            groups.axes_of_pairs(pairs, mesh.shape)
-            if pairs
-            else groups.axes_of_groups(members, mesh.shape)
-        )
+    along = groups.axes_of_pairs if pairs else groups.axes_of_groups
     computed = tuple(kind for kind in map(kind_of, meanwhile) if kind != "collective")
     return [
         Collective(
             kind=kind,
-            axes=axes,
+            axes=along(pairs or members, mesh.shape) if mesh else None,
             dtype=dtype,
             payload_bytes=payload,
             sent_bytes=math.ceil(share * payload),
             executions=executions,
-            asynchronous=bool(meanwhile),
             overlapped=computed,
             group_size=size,
             scope=origin.origin(i),
@@ -286,7 +241,7 @@ def _inside(i: hlo.Instruction) -> list[hlo.Instruction]:
 
 
 def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
-    """Returns the payload of one execution in bytes, by dtype."""
+    """Returns the bytes of one execution by dtype."""
     gathers = _kind(i) == "all-gather"
     copies = max(map(len, groups.groups(i.attributes, devices))) if gathers else 1
     # The other operands of a ragged all-to-all are offsets and sizes.
@@ -298,9 +253,7 @@ def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
 
 
 def _meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruction]:
-    """Lists the instructions that work between the start and the end of a collective, in order
-    of execution; operations on scalars are not work.
-    """
+    """Lists what works between a collective's start and end; operations on scalars do not."""
     start = order[position]
     if not start.opcode.endswith("-start"):  # blocking, or wrapped in an `async-start`
         wrappers = [
@@ -315,14 +268,9 @@ def _meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruct
     for i in order[position + 1 :]:
         if i.opcode.endswith("-done") and _first(i) is start:
             break
-        if _works(i):
+        if not is_free(i) and any(array.elements > 1 for array in (i, *i.operands)):
             between.append(i)
     return between
-
-
-def _works(i: hlo.Instruction) -> bool:
-    free = i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
-    return not free and any(array.elements > 1 for array in (i, *i.operands))
 
 
 def _first(done: hlo.Instruction) -> hlo.Instruction:

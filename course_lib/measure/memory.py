@@ -29,18 +29,13 @@ class Memory:
 
 
 def memory(step: Any) -> Memory:
-    """Reads how much memory a compiled program needs on one device.
+    """Reads how much memory a step, compiled or lowered, needs on one device.
 
-    The compiler of a GPU or TPU, real or virtual, reports the peak: the largest sum of arrays
-    that are alive together. XLA's CPU compiler does not (its `peak_memory_in_bytes` leaves the
-    temporaries out). On a CPU this function therefore returns an upper bound: arguments +
-    outputs - aliased + temporaries. The block of temporaries can have gaps; `heap` is exact.
-
-    None of this is measured. A device needs more, for its context, the workspace of its
-    libraries, and gaps between arrays: `peak_in_own_process` measures that.
-
-    Args:
-      step: compiled, `jax.jit(f).lower(...).compile()`; or lowered, then it is compiled here.
+    The compiler of a GPU or TPU reports the peak: the largest sum of arrays that are alive
+    together. XLA's CPU compiler does not (its `peak_memory_in_bytes` leaves the temporaries
+    out). On a CPU the peak is an upper bound: the block of temporaries can have gaps; `heap` is
+    exact. A device needs more, for its context, the workspace of its libraries, and gaps
+    between arrays: `peak_in_own_process` measures that.
     """
     compiled = program.read(step)
     stats = compiled.compiled.memory_analysis()

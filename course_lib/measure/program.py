@@ -7,22 +7,22 @@ of its memory is kept with it: a program that somebody else compiled has lost it
     memory(program), heap(program), tape(program), traffic(program)  # one compilation for all
 """
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
 import tempfile
-import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from course_lib.measure import hlo, virtual
 
-NO_PLAN = "XLA wrote no plan of the program's memory"
+NO_PLAN = (
+    "XLA wrote no plan of the program's memory. A program out of JAX's persistent compilation"
+    ' cache has none: jax.config.update("jax_enable_compilation_cache", False) and'
+    " jax.experimental.compilation_cache.compilation_cache.reset_cache(), both, switch it off"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,11 @@ class Plan:
 class Program:
     """A compiled step, and the plan of its memory if it was compiled here."""
 
-    compiled: jax.stages.Compiled
+    compiled: Any  # jax.stages.Compiled
     plan: Plan | None = None
 
     @functools.cached_property
     def module(self) -> hlo.Module:
-        """Its instructions."""
         return hlo.parse(self.compiled.as_text())
 
     @property
@@ -59,14 +58,10 @@ _read: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
 
 
 def read(step: Any) -> Program:
-    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`).
-
-    What was read once is not read again.
-    """
+    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`)."""
+    step = getattr(step, "program", step)  # of a heap
     if isinstance(step, Program):
         return step
-    if isinstance(getattr(step, "program", None), Program):  # of a heap
-        return step.program
     if not isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
         raise ValueError(
             f"step=<{type(step).__name__}> must be lowered or compiled: jax.jit(f).lower(...),"
@@ -90,57 +85,17 @@ def with_plan(step: Any) -> tuple[Program, Plan]:
 
 def _compile(lowered: jax.stages.Lowered) -> Program:
     """Compiles a program, and reads XLA's dump of it."""
-    with tempfile.TemporaryDirectory() as folder, without_cache():
+    with tempfile.TemporaryDirectory() as folder, virtual.without_cache():
         dump = {"xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
         compiled = virtual.compile(lowered, {"xla_dump_to": folder, **dump})
-        proto, places, lifetimes = (
-            _largest(folder, ending)
-            for ending in (
-                "after_optimizations.hlo.pb",
-                "buffer-assignment.txt",
-                "live-range.txt",
-            )
-        )
+
+        def dumped(ending: str) -> bytes:
+            # The largest: smaller ones belong to programs that a GPU times to choose kernels.
+            files = (path.read_bytes() for path in pathlib.Path(folder).glob(f"*{ending}"))
+            return max(files, key=len, default=b"")
+
+        proto = dumped("after_optimizations.hlo.pb")
         if not proto:
             raise RuntimeError(NO_PLAN)
+        places, lifetimes = dumped("buffer-assignment.txt"), dumped("live-range.txt")
         return Program(compiled, Plan(proto, places.decode(), lifetimes.decode()))
-
-
-def _largest(folder: str, ending: str) -> bytes:
-    """Returns the largest file with an ending. Smaller ones belong to programs that a GPU times
-    to choose kernels.
-    """
-    files = (path.read_bytes() for path in pathlib.Path(folder).glob(f"*{ending}"))
-    return max(files, key=len, default=b"")
-
-
-_lock = threading.Lock()
-_inside = 0  # how many threads are inside of `without_cache`
-_before = True
-
-
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
-    """Switches JAX's persistent compilation cache off, for all threads.
-
-    Its key leaves the names of operations out, so it may hand back a program with the names of
-    another one. XLA also plans no memory for a program that is loaded.
-    """
-    global _inside, _before
-    with _lock:
-        if not _inside:
-            _before = jax.config.jax_enable_compilation_cache
-            _enable(False)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                _enable(_before)
-
-
-def _enable(cache: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", cache)
-    compilation_cache.reset_cache()  # JAX looks at its configuration once

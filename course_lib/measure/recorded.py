@@ -2,18 +2,8 @@
 
 A notebook asks for a table by name and passes the function that computes it. Where virtual
 devices are available, the function runs; elsewhere the rows come from a file of this package,
-which another machine wrote:
-
-    table = recorded.live_or_recorded("donation_a5000", measure_both_steps, sizes={"B": B})
-    print(table)
-
-Recorded rows are shown only for the sizes and the accelerator that they were recorded for. For
-others there are no rows, and the note says how to get them.
-
-`COURSE_RECORD=1` in the environment makes a live run write the file (`make notebooks` does
-that).
-
-Where rows take long to compute, `partly_live` computes a few and reads the others.
+which another machine wrote, for the same sizes and the same accelerator. `COURSE_RECORD=1` in
+the environment makes a live run write the file (`make notebooks` does that).
 """
 
 import concurrent.futures
@@ -24,7 +14,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +22,8 @@ from typing import Any
 from course_lib.measure import hardware, virtual
 
 FOLDER = pathlib.Path(__file__).parent / "recorded_tables"
-_VERSIONS_OF = ("jax", "jaxlib", "flax", "optax")
+Rows = list[dict[str, Any]]
+_VERSIONS = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +32,7 @@ class Table:
 
     # one dict per row, of JSON's types. Empty if they cannot be computed, and were not recorded
     # for these sizes and this accelerator
-    rows: list[dict[str, Any]]
+    rows: Rows
     live: bool  # whether all of them were computed just now
     note: str  # for the reader: computed here; or when recorded, with which versions, and why
 
@@ -53,7 +43,7 @@ class Table:
 
 def live_or_recorded(
     name: str,
-    compute: Callable[[], list[dict[str, Any]]],
+    compute: Callable[[], Rows],
     accelerator: str = "a5000",
     sizes: Mapping[str, Any] | None = None,
 ) -> Table:
@@ -69,12 +59,12 @@ def live_or_recorded(
       sizes: all numbers and options that the rows depend on, of JSON's types. Rows that were
         recorded for other sizes are not shown.
     """
-    reason = virtual.why_unavailable(accelerator)
-    if reason is not None:
-        return _read(name, accelerator, reason, sizes)
-    rows = _compute(name, compute, _recording(), accelerator, sizes)
+    record = _Record(name, accelerator, sizes)
+    if reason := virtual.why_unavailable(accelerator):
+        return record.read(reason)
+    rows = record.compute(compute, _recording())
     older = _older(rows)
-    return Table(rows, not older, _computed_here(rows, accelerator) + older)
+    return Table(rows, not older, record.computed_here(rows) + older)
 
 
 def partly_live(
@@ -89,40 +79,36 @@ def partly_live(
     """Computes some rows of a recorded table and reads the others; else as `live_or_recorded`.
 
     Args:
-      name: of the table and of its file.
       compute: returns the row of a case, with the case under "case".
-      live: the cases to compute.
+      live: the cases to compute. If the record is for other sizes, only they are shown.
       cases: all cases, in the table's order. With `COURSE_RECORD=1` all of them are computed
         and written. () if another program records the table.
-      accelerator: as in `live_or_recorded`.
-      sizes: as in `live_or_recorded`. If the record is for other sizes, only the rows of `live`
-        are shown.
     """
     if cases and not set(live) <= set(cases):
         raise ValueError(
             f"live={list(live)} must be among cases={list(cases)}: the table has no row of"
             " another case"
         )
-    recording = bool(cases) and _recording()
+    record, recording = _Record(name, accelerator, sizes), bool(cases) and _recording()
     why = "only some are computed, to save time" if live else "no new row was requested"
     reason = virtual.why_unavailable(accelerator)
-    if reason is not None or not (live or recording):
-        return _read(name, accelerator, reason or why, sizes)
+    if reason or not (live or recording):
+        return record.read(reason or why)
 
-    def rows_of_cases() -> list[dict[str, Any]]:
+    def rows_of_cases() -> Rows:
         # XLA's compiler releases Python's lock and uses little more than one core.
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
             return list(pool.map(compute, cases if recording else live))
 
-    rows = _compute(name, rows_of_cases, recording, accelerator, sizes)
+    rows = record.compute(rows_of_cases, recording)
     if live and cases and set(live) == set(cases):
-        return Table(rows, False, _computed_here(rows, accelerator))
-    record = _read(name, accelerator, why, sizes)
+        return Table(rows, False, record.computed_here(rows))
+    stored = record.read(why)
     if not live:
-        return record
-    by_case = {row["case"]: row for row in [*record.rows, *rows]}  # in the order of the record
-    computed = f"{_computed_here(rows, accelerator)}: {', '.join(map(repr, live))}"
-    return Table(list(by_case.values()), False, f"{computed}; the other rows: {record.note}")
+        return stored
+    by_case = {row["case"]: row for row in [*stored.rows, *rows]}  # in the order of the record
+    computed = f"{record.computed_here(rows)}: {', '.join(map(repr, live))}"
+    return Table(list(by_case.values()), False, f"{computed}; the other rows: {stored.note}")
 
 
 def older_row(name: str, case: str) -> dict[str, Any]:
@@ -130,62 +116,85 @@ def older_row(name: str, case: str) -> dict[str, Any]:
     date under "recorded" and its versions under "versions".
     """
     record = _load(name, f"the row {case!r} cannot be computed with these versions")
-    rows = [row for row in record["rows"] if row.get("case") == case]
-    if not rows:
-        raise ValueError(
-            f"case={case!r} must be in the table {name!r}: record it with versions that can"
-            " compute it"
+    for row in record["rows"]:
+        if row.get("case") == case:
+            return {"recorded": record["recorded"], "versions": record["versions"]} | row
+    raise ValueError(
+        f"case={case!r} must be in the table {name!r}: record it with versions that can"
+        " compute it"
+    )
+
+
+class _Record:
+    """The record of a table, for the accelerator and the sizes that are asked for."""
+
+    def __init__(self, name: str, accelerator: str, sizes: Mapping[str, Any] | None):
+        self.name, self.accelerator = name, accelerator
+        self.asked = {"accelerator": accelerator, "sizes": _as_json(dict(sizes or {}))}
+
+    def compute(self, compute: Callable[[], Rows], write: bool) -> Rows:
+        start = time.monotonic()
+        rows = _as_json(compute())
+        if write:
+            self._write(rows, math.ceil(time.monotonic() - start))
+        return rows
+
+    def computed_here(self, rows: Rows) -> str:
+        version = importlib.metadata.version("jax")
+        return f"computed here for a virtual {self._titles(rows)}, with jax {version}"
+
+    def read(self, reason: str) -> Table:
+        """Returns the rows, if they were recorded for what is asked for; `reason` says why they
+        are not computed.
+        """
+        record = _load(self.name, reason)
+        asked = {"accelerator": self.accelerator, **self.asked["sizes"]}
+        stored = {"accelerator": record["accelerator"], **record.get("sizes", {})}
+        if asked != stored:
+            # The note names only the sizes that differ: the reader changed these.
+            other = [key for key in {**stored, **asked} if asked.get(key) != stored.get(key)]
+            mine, its = (
+                ", ".join(f"{key}={sizes.get(key)!r}" for key in other)
+                for sizes in (asked, stored)
+            )
+            takes = (
+                f"about {record['seconds']:,} s" if "seconds" in record else "minutes at most"
+            )
+            note = (
+                f"not recorded for {mine} (the record is for {its}), and not computed, because"
+                f" here {reason}; with virtual devices it takes {takes} to compute"
+            )
+            return Table([], False, note)
+        rows = record["rows"]
+        note = (
+            f"recorded on {record['recorded']} for a virtual {self._titles(rows)} with"
+            f" {_spell(record['versions'])}{_older(rows)}, because here {reason}"
         )
-    return {"recorded": record["recorded"], "versions": record["versions"]} | rows[0]
+        return Table(rows, False, note)
 
+    def _write(self, rows: Rows, seconds: int) -> None:
+        """Writes the record, unless the stored one has the same rows and sizes. So the record's
+        date is that of its last change.
+        """
+        file = FOLDER / f"{self.name}.json"
+        if file.exists():
+            before = {"sizes": {}} | json.loads(file.read_text(encoding="utf-8"))
+            if before.items() >= {"rows": rows, **self.asked}.items():
+                return
+        record = {
+            "recorded": datetime.date.today().isoformat(),
+            "versions": {package: importlib.metadata.version(package) for package in _VERSIONS},
+            **self.asked,
+            "seconds": seconds,
+            "rows": rows,
+        }
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-def _compute(
-    name: str,
-    compute: Callable[[], list[dict[str, Any]]],
-    recording: bool,
-    accelerator: str,
-    sizes: Mapping[str, Any] | None,
-) -> list[dict[str, Any]]:
-    if not re.fullmatch(r"[a-z0-9_]+", name):
-        raise ValueError(
-            f"name={name!r} must have only lower-case letters, digits and underscores: it names"
-            " a file"
-        )
-    start = time.monotonic()
-    rows = _as_json(name, compute())
-    if recording:
-        _write(name, accelerator, rows, sizes, time.monotonic() - start)
-    return rows
-
-
-def _older(rows: list[dict[str, Any]]) -> str:
-    """Describes the rows that were recorded on another day or with other versions."""
-    days: dict[str, list[str]] = {}
-    for row in rows:
-        if "versions" in row:
-            when = f"recorded on {row['recorded']} with {_spell(row['versions'])}"
-            days.setdefault(when, []).append(repr(row["case"]))
-    return "".join(f" ({', '.join(cases)} {when})" for when, cases in days.items())
-
-
-def _recording() -> bool:
-    return os.environ.get("COURSE_RECORD") == "1"
-
-
-def _computed_here(rows: list[dict[str, Any]], accelerator: str) -> str:
-    versions = _spell({"jax": importlib.metadata.version("jax")})
-    return f"computed here for a virtual {_titles(rows, accelerator)}, with {versions}"
-
-
-def _as_json(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows as they would come back from a file."""
-    try:
-        return json.loads(json.dumps(rows, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the rows of the table {name!r} must consist of numbers, strings and lists:"
-            f" {error}"
-        ) from error
+    def _titles(self, rows: Rows) -> str:
+        """Lists the titles of the accelerators that the rows name, else of its own."""
+        named = dict.fromkeys(row.get("accelerator") for row in rows)
+        known = [name for name in named if name in hardware.names()] or [self.accelerator]
+        return ", ".join(hardware.get(name).title for name in known)
 
 
 def _load(name: str, reason: str) -> dict[str, Any]:
@@ -199,70 +208,23 @@ def _load(name: str, reason: str) -> dict[str, Any]:
         ) from error
 
 
-def _read(name: str, accelerator: str, reason: str, sizes: Mapping[str, Any] | None) -> Table:
-    record = _load(name, reason)
-    asked = {"accelerator": accelerator, **_as_json(name, [dict(sizes or {})])[0]}
-    recorded_for = {"accelerator": record["accelerator"], **record.get("sizes", {})}
-    if asked != recorded_for:
-        # The note names only the sizes that differ: the reader changed these.
-        other = [
-            key for key in {**recorded_for, **asked} if asked.get(key) != recorded_for.get(key)
-        ]
-        return Table([], False, _not_recorded(asked, recorded_for, other, record, reason))
-    note = (
-        f"recorded on {record['recorded']} for a virtual {_titles(record['rows'], accelerator)}"
-        f" with {_spell(record['versions'])}{_older(record['rows'])}, because here {reason}"
-    )
-    return Table(record["rows"], False, note)
+def _older(rows: Rows) -> str:
+    """Describes the rows that were recorded on another day or with other versions."""
+    days: dict[str, list[str]] = {}
+    for row in rows:
+        if "versions" in row:
+            when = f"recorded on {row['recorded']} with {_spell(row['versions'])}"
+            days.setdefault(when, []).append(repr(row["case"]))
+    return "".join(f" ({', '.join(cases)} {when})" for when, cases in days.items())
 
 
-def _not_recorded(asked, recorded_for, other, record, reason):
-    """Says that no rows match, which sizes the record has, and how long computing takes."""
-    mine, stored = (
-        ", ".join(f"{key}={sizes.get(key)!r}" for key in other)
-        for sizes in (asked, recorded_for)
-    )
-    takes = f"about {record['seconds']:,} s" if "seconds" in record else "minutes at most"
-    return (
-        f"not recorded for {mine} (the record is for {stored}), and not computed, because here"
-        f" {reason}; with virtual devices it takes {takes} to compute"
-    )
+def _recording() -> bool:
+    return os.environ.get("COURSE_RECORD") == "1"
 
 
-def _write(
-    name: str,
-    accelerator: str,
-    rows: list[dict[str, Any]],
-    sizes: Mapping[str, Any] | None,
-    seconds: float,
-) -> None:
-    """Writes the record, unless the stored one has the same rows and sizes. So the record's
-    date is that of its last change.
-    """
-    file = FOLDER / f"{name}.json"
-    of = {"accelerator": accelerator, "sizes": _as_json(name, [dict(sizes or {})])[0]}
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if before["rows"] == rows and {"sizes": {}, **before}.items() >= of.items():
-            return
-    record = {
-        "recorded": datetime.date.today().isoformat(),
-        "versions": {package: importlib.metadata.version(package) for package in _VERSIONS_OF},
-        **of,
-        "seconds": math.ceil(seconds),
-        "rows": rows,
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _titles(rows: list[dict[str, Any]], accelerator: str) -> str:
-    """Lists the titles of the accelerators that the rows name. If they name none, returns the
-    title of `accelerator`.
-    """
-    named = dict.fromkeys(
-        row["accelerator"] for row in rows if row.get("accelerator") in hardware.names()
-    )
-    return ", ".join(hardware.get(name).title for name in named or (accelerator,))
+def _as_json(rows: Any) -> Any:
+    """Returns what would come back from a file."""
+    return json.loads(json.dumps(rows, allow_nan=False))
 
 
 def _spell(versions: dict[str, str]) -> str:

@@ -1,13 +1,9 @@
 """The roofline model: the least time that a step can take, and how near a measured step comes.
 
 A step has FLOPs to do and bytes to move. A chip that does both at its peak rates, and at the
-same time, needs the longer of the two times. No program gets there: this is a floor under the
-step time, never a forecast (Williams, Waterman and Patterson, 2009,
-https://doi.org/10.1145/1498765.1498785).
-
-The memory floor holds for arrays larger than the chip's L2 cache (6 MiB on an A5000, 50 MiB on
-an H100). A smaller one may still be in the cache when the next instruction reads it; it counts
-all the same.
+same time, needs the longer of the two times: a floor under the step time, never a forecast
+(Williams, Waterman and Patterson, 2009, https://doi.org/10.1145/1498765.1498785). The memory
+floor holds for arrays larger than the chip's L2 cache (6 MiB on an A5000, 50 MiB on an H100).
 """
 
 import dataclasses
@@ -33,10 +29,8 @@ class Roofline:
 
 
 def roofline(flops: Flops, traffic: Traffic, accelerator: hardware.Accelerator) -> Roofline:
-    """Returns the least time that a step can take on one accelerator, a row of `hardware`.
-
-    All FLOPs count, since recomputing takes time too. `traffic` is that of the step compiled
-    for this accelerator.
+    """Returns the least time that a step can take on an accelerator that it is compiled for.
+    All FLOPs count, since recomputing takes time too.
     """
     times = (count / peak(accelerator, dtype) for dtype, count in flops.total.items())
     compute = sum(times, start=0.0)
@@ -53,9 +47,8 @@ def attainable_seconds(
     """Returns the time of a step whose kernels are good and do not overlap.
 
     Products run at 77% of the peak rate, then bytes move at 85% of the peak bandwidth, then
-    bytes cross the link to the host (those of the kind "offload"), in one direction at a time.
-    Without `link`, the time of the latter is left out. Use it to compare two ways to write one
-    step: it counts recomputation, memory traffic and offload in one unit. It is no measurement.
+    bytes of the kind "offload" cross the link to the host, if one is given, in one direction at
+    a time. It compares two ways to write one step, and is no measurement.
     """
     limits = roofline(flops, traffic, accelerator)
     seconds = limits.compute_seconds / 0.77 + limits.memory_seconds / 0.85
@@ -68,13 +61,9 @@ def mfu(flops: Flops, seconds: float, accelerator: hardware.Accelerator | None) 
     """Returns the model FLOPs utilization (MFU): the model's FLOPs as a share of the peak rate.
 
     Recomputed FLOPs do not count (Chowdhery et al., 2022, appendix B,
-    https://arxiv.org/abs/2204.02311). `seconds` is the measured time of a step.
-
-    Returns:
-      A fraction of 1, or None on an unknown accelerator (None).
+    https://arxiv.org/abs/2204.02311). `seconds` is the measured time of a step. None on an
+    unknown accelerator (None).
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds} must be above 0: the measured time of a step")
     if accelerator is None:
         return None
     at_peak = sum(count / peak(accelerator, dtype) for dtype, count in flops.model.items())
@@ -94,7 +83,6 @@ def peak(accelerator: hardware.Accelerator, dtype: str) -> float:
     if rate is None:
         raise ValueError(
             f"dtype={dtype!r} must be one of {', '.join(accelerator.peak_flops)}:"
-            f" {accelerator.title} has no unit for its products; choose another dtype or"
-            " accelerator"
+            f" {accelerator.title} has no unit for its products"
         )
     return rate

@@ -62,18 +62,16 @@ class Tape:
 
 
 def tape(step: Any, *, points: int = 400) -> Tape:
-    """Compiles a step and reads what it holds at each instruction.
+    """Reads what a step holds at each instruction.
 
     "gradients" are values with the shape of a parameter, or of one layer of it, which the
     backward pass makes or which are float32. "results" is the memory of outputs that overwrite
     no donated argument; temporaries may use it earlier. The scope of any other activation names
-    its kind, such as "attention" or "MLP". Scopes are the names of Flax's modules, or
-    `jax.named_scope("attention")` in plain JAX.
+    its kind: the names of Flax's modules, or `jax.named_scope("attention")` in plain JAX.
 
     Args:
-      step: `jax.jit(step).lower(...)`, for a real or a virtual device; or its `measure.heap`.
-        Its arguments are told apart by their names: "params"; "opt_state", or "mu" and "nu"; or
-        "state", a pair of parameters and optimizer state.
+      step: `jax.jit(step).lower(...)`, or its `measure.heap`. Its arguments are told apart by
+        their names: "params"; "opt_state", or "mu" and "nu"; or "state", a pair of both.
       points: the most instructions to return. Longer programs are cut into as many parts, and
         each shows its instruction with the most bytes.
     """
@@ -90,11 +88,13 @@ def tape(step: Any, *, points: int = 400) -> Tape:
             continue
         values = _values(allocation, lifetimes)
         size = int(re.match(r"size (\d+)", allocation)[1])
-        # Arguments and results have their places from the first to the last instruction.
+        # Arguments, results and constants are there from the first to the last instruction.
         if re.search(r"\bparameter \d", head):
-            levels[kinds.of_argument(values[0].name)] += size
+            levels[_first_match(_ARGUMENTS, values[0].name)] += size
         elif "maybe-live-out" in head:
             levels["results"] += size
+        elif "constant" in head:
+            levels[kinds.of_chain(values)] += size
         else:
             for chain in _chains(values):
                 level = levels[kinds.of_chain(chain)]
@@ -147,10 +147,8 @@ def _values(allocation: str, lifetimes: Mapping[str, tuple[int, int]]) -> list[_
 
 
 def _chains(values: list[_Value]) -> list[list[_Value]]:
-    """Joins values that hand their bytes on, as a loop's carry does.
-
-    Each ends where the next begins. An operation in place reads one value and writes another
-    into the same bytes: both are alive at this instruction, and the bytes are there once.
+    """Joins values that hand their bytes on, as a loop's carry does: each ends where the next
+    begins. Of an operation in place, both are alive at once, and the bytes are there once.
     """
     begin: dict[int, list[_Value]] = {}
     for value in values:
@@ -159,11 +157,9 @@ def _chains(values: list[_Value]) -> list[list[_Value]]:
     for value in values:
         chain = chains.setdefault(id(value), [value])
         for after in begin.get(value.last, ()):
-            overlap = (
-                after.offset < value.offset + value.bytes
-                and value.offset < after.offset + after.bytes
-            )
-            if after is value or not overlap or value.first >= after.first:
+            first, last = sorted((value, after), key=lambda value: value.offset)
+            apart = first.offset + first.bytes <= last.offset
+            if after is value or apart or value.first >= after.first:
                 continue
             value.last = after.first - 1
             if (after.offset, after.bytes) == (value.offset, value.bytes):
@@ -188,12 +184,7 @@ class _Kinds:
         # a scan over layers stacks the parameters, and its body makes one layer's gradient
         self.parameter_shapes = shapes | {dims[1:] for dims in shapes if len(dims) > 2}
 
-    def of_argument(self, name: str) -> str:
-        """Returns the kind of an argument."""
-        return _first_match(_ARGUMENTS, name)
-
     def of_chain(self, chain: list[_Value]) -> str:
-        """Returns the kind of values that hand their bytes on."""
         kinds = [self.of(value.name) for value in chain]
         if "gradients" in kinds:
             return "gradients"
@@ -213,16 +204,12 @@ class _Kinds:
         return _first_match(_SCOPES, scope)
 
     def is_backward(self, name: str) -> bool:
-        """Returns whether an instruction is a product of the backward pass.
-
-        The scope alone does not tell: XLA gives it to zeros and changes of layout, too, and
-        puts those long before the backward pass.
-        """
-        instruction = self.module.instructions.get(name)
-        if instruction is None or kind_of(instruction) != "matmul":
-            return False
-        scope = self._scope(name)
-        return "transpose(" in scope and "dot_general" in scope
+        """Whether an instruction is a product of the backward pass."""
+        # The scope alone does not tell: XLA gives it to zeros and changes of layout, too, and
+        # puts those long before the backward pass.
+        instruction, scope = self.module.instructions.get(name), self._scope(name)
+        is_product = instruction is not None and kind_of(instruction) == "matmul"
+        return is_product and "transpose(" in scope and "dot_general" in scope
 
     def _scope(self, value: str) -> str:
         name = value.split("{")[0]

@@ -2,12 +2,8 @@
 
 Between two instructions every array lies in device memory: each instruction reads its operands
 and writes its results there. A fusion saves traffic by doing many operations in one pass over
-its operands. The traffic of a step is therefore the bytes of operands and results, times the
-number of executions.
-
-The count does not see caches and kernels. Real traffic is lower where an array is still in the
-L2 cache, and higher where a kernel reads an operand more than once, as large matrix products
-do.
+its operands. Real traffic is lower where an array is still in the L2 cache, and higher where a
+kernel reads an operand more than once, as large matrix products do.
 """
 
 import collections
@@ -64,10 +60,10 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes read and written by a program, in all and by instruction, in program order."""
+    """Bytes read and written by a program."""
 
     bytes: int
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...]  # in program order
 
     def by_kind(self) -> dict[str, int]:
         """Returns the bytes of each kind that occurs, most first."""
@@ -78,29 +74,19 @@ class Traffic:
 
 
 def traffic(step: Any) -> Traffic:
-    """Counts the bytes that a compiled program moves through the memory of one device.
+    """Counts the bytes that a step, compiled or lowered, moves through one device's memory.
 
     Adds the operands and results of every instruction, times its executions. Three operations
     count as the part of an array that they touch: an update in place moves the slice, a fusion
     that slices an operand reads the slice, and a gather reads the rows. A conditional counts as
-    its most expensive branch.
-
-    Args:
-      step: `jax.jit(f).lower(...).compile()`, for a real or a virtual device; or lowered, then
-        it is compiled here. On a CPU, caches save much of this traffic.
+    its most expensive branch. On a CPU, caches save much of this traffic.
     """
-    every = moves(read(step).module)
-    return Traffic(sum(move.bytes for move in every), every)
-
-
-def moves(module: hlo.Module) -> tuple[Move, ...]:
-    """Lists the traffic of each instruction of a parsed program."""
-    executed = ((i, n, _bytes(i)) for i, n in hlo.scheduled(module, weight=_bytes))
-    return tuple(
-        Move(i.name, kind_of(i), bytes * n, n, origin.origin(i))
-        for i, n, bytes in executed
-        if bytes
+    executed = hlo.scheduled(read(step).module, weight=_bytes)
+    moved = ((i, n, n * _bytes(i)) for i, n in executed)
+    moves = tuple(
+        Move(i.name, kind_of(i), bytes, n, origin.origin(i)) for i, n, bytes in moved if bytes
     )
+    return Traffic(sum(move.bytes for move in moves), moves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,28 +98,27 @@ class HostTraffic:
 
 
 def host_traffic(step: Any) -> HostTraffic:
-    """Counts the bytes that a compiled program moves between the memories of host and device.
-
-    As `traffic`, whose kind "offload" is the sum of both directions.
+    """Counts the bytes that a program moves between the memories of host and device: both
+    directions of the kind "offload" of `traffic`.
     """
     totals = {True: 0, False: 0}
     for i, n in hlo.scheduled(read(step).module, weight=_bytes):
         if kind_of(i) == "offload":
-            totals[_writes_to_host(i)] += _bytes(i) * n
+            root = next((part for part in origin.body(i) if part.is_root), i)
+            # the shapes of a copy-start are the result, the operand, and a semaphore
+            shapes = root.shapes[:1] if root.opcode == "copy-start" else root.shapes
+            to_host = any(shape.space == hlo.HOST_SPACE for shape in shapes)
+            totals[to_host] += _bytes(i) * n
     return HostTraffic(to_host=totals[True], to_device=totals[False])
 
 
-def _writes_to_host(i: hlo.Instruction) -> bool:
-    body = origin.body(i)
-    root = next((part for part in body if part.is_root), i)
-    # the shapes of a copy-start are the result, the operand, and a semaphore
-    shapes = root.shapes[:1] if root.opcode == "copy-start" else root.shapes
-    return any(shape.space == hlo.HOST_SPACE for shape in shapes)
+def is_free(i: hlo.Instruction) -> bool:
+    return i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
 
 
 def _bytes(instruction: hlo.Instruction) -> int:
     """Returns the bytes that one execution reads and writes."""
-    if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
+    if is_free(instruction):
         return 0
     if instruction.opcode in origin.FUSIONS:
         return _fused_bytes(instruction.called[0].instructions, instruction.operands)
@@ -150,10 +135,8 @@ def _bytes(instruction: hlo.Instruction) -> int:
 def _fused_bytes(
     instructions: tuple[hlo.Instruction, ...], operands: tuple[hlo.Instruction, ...] = ()
 ) -> int:
-    """Returns the bytes that a fused computation reads and writes.
-
-    Walks from the results back to the parameters and notes how many elements of each array are
-    needed. An operand that is passed as two parameters is one array, read once.
+    """Walks from the results of a fused computation back to its parameters, and notes how many
+    elements of each array are needed. An operand passed as two parameters is read once.
     """
     root = next(i for i in instructions if i.is_root)
     results = [origin.behind(i) for i in (root.operands if root.opcode == "tuple" else (root,))]
@@ -174,10 +157,8 @@ def _fused_bytes(
             needed[id(operand)] = min(operand.elements, needed[id(operand)] + elements)
     read: dict[int, float] = {}
     for i in (i for i in instructions if i.opcode == "parameter"):
-        array, size = (
-            id(operands[int(i.literal)]) if operands else id(i),
-            _on_device(*i.shapes),
-        )
+        array = id(operands[int(i.literal)]) if operands else id(i)
+        size = _on_device(*i.shapes)
         read[array] = min(size, read.get(array, 0) + size * needed[id(i)] / max(i.elements, 1))
     return written + round(sum(read.values()))
 

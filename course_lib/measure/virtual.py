@@ -1,15 +1,13 @@
 """Virtual devices: compile programs for an accelerator that is not there, and read them.
 
-A compiler does not need the chip that it compiles for. JAX can describe a machine and return
-its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). A function
-lowered for arguments on these devices compiles as usual, and the compiled program tells how
-much memory the real machine would need, and what it would execute:
+A compiler does not need the chip that it compiles for: JAX can describe a machine and return
+its devices (`jax.experimental.topologies`, https://docs.jax.dev/en/latest/aot.html). What is
+lowered for arguments on them compiles as usual, and tells what memory the machine would need:
 
     device = virtual.devices("a5000")[0]
     x = virtual.abstract(jnp.ones((4096, 4096)), device)
     print(virtual.compile(jax.jit(lambda x: jnp.tanh(x @ x)).lower(x)).memory_analysis())
 
-A plain `.compile()` gives the same memory and traffic, and takes longer: see `compile`.
 `jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
 XLA cannot time several kernels for a product and keep the fastest (*autotuning*).
 """
@@ -19,6 +17,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import (
     AbstractMesh,
     Mesh,
@@ -40,15 +40,10 @@ from course_lib.measure import environment, hardware
 PyTree = Any
 
 GPUS_PER_HOST = 8
-COMPILE_ONLY: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_gpu_autotune_level": 0,
-}
-"""Compiler options of programs that never run: do not optimize their machine code, and do not
-try several kernels for a product.
-"""
-HOST_MEMORY = "pinned_host"
-"""JAX's name for the memory of the host that a device can copy from by itself."""
+# Options of programs that never run: their machine code is not optimized, and the compiler does
+# not try several kernels for a product.
+COMPILE_ONLY = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
+HOST_MEMORY = "pinned_host"  # of the host, and a device can copy from it by itself
 
 
 class NoCompiler(RuntimeError):
@@ -84,7 +79,8 @@ def why_unavailable(name: str = "a5000") -> str | None:
         return reason
     try:
         x = abstract(jax.ShapeDtypeStruct((), jnp.float32), _describe(name, 1)[0])
-        jax.jit(jnp.tan).lower(x).compile()
+        with without_cache():
+            jax.jit(jnp.tan).lower(x).compile()
     except Exception as error:  # any error of the compiler is a reason
         if "ptx" in str(error).lower():
             return "NVIDIA's assembler `ptxas` is missing (package nvidia-cuda-nvcc)"
@@ -101,14 +97,11 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
 
     Nothing is copied or computed. Leaves in the host's memory stay there (`on_host`).
     """
-    if not isinstance(place, jax.Device | Sharding):
-        raise ValueError(
-            f"place={place!r} must be a device, such as devices('h100')[0], or a sharding"
-        )
     sharding = place if isinstance(place, Sharding) else SingleDeviceSharding(place)
 
     def of_leaf(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        where = on_host(sharding) if _is_on_host(leaf) else sharding
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+        where = on_host(sharding) if kind == HOST_MEMORY else sharding
         return jax.ShapeDtypeStruct(
             shape.shape, shape.dtype, sharding=where, weak_type=shape.weak_type
         )
@@ -118,46 +111,29 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
 
 def shapes(function: Callable[..., PyTree], *args: Any) -> PyTree:
     """Returns the shapes of a function's results, as `jax.eval_shape` does, and marks those
-    that are on the host.
-
-    `jax.eval_shape` loses this mark: a step lowered for such shapes would take all arguments
-    from the device. The mark is a sharding of JAX's default device; `abstract` replaces the
-    device.
+    that are on the host: with a sharding of JAX's default device, which `abstract` replaces.
     """
     traced, tree = jax.make_jaxpr(function, return_shape=True)(*args)
     here = on_host(_named(jax.devices()[0]))
-    leaves, structure = jax.tree.flatten(tree)
-    placed = [
-        jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=here if _memory_space(aval) == "host" else None,
-            weak_type=leaf.weak_type,
+    avals = iter(traced.out_avals)
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        space = getattr(next(avals), "memory_space", None)  # JAX 0.7 has none for results
+        where = here if getattr(space, "name", "").lower() == "host" else None
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=where, weak_type=leaf.weak_type
         )
-        for leaf, aval in zip(leaves, traced.out_avals, strict=True)
-    ]
-    return jax.tree.unflatten(structure, placed)
 
-
-def _memory_space(aval: Any) -> str:
-    space = getattr(aval, "memory_space", None)  # JAX 0.7 has none for results
-    return getattr(space, "name", "device").lower()
-
-
-def _is_on_host(leaf: Any) -> bool:
-    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST_MEMORY
+    return jax.tree.map(place, tree)
 
 
 def on_host(place: jax.Device | Sharding) -> NamedSharding:
     """Returns a sharding over the same devices (or one device), in the memory of the host: for
     arguments of a step that offloads.
 
-    Virtual devices list no memories, and JAX drops the memory kind of their shardings:
-    `NamedSharding(mesh, P(), memory_kind="pinned_host").memory_kind` is None, and what is
-    placed by it is on the device. This function returns a sharding that keeps it.
-
-    Such a sharding cannot be among a jitted function's `out_shardings`: leave None there, and
-    move the result with `jax.device_put(x, jax.memory.Space.Host)` inside the function.
+    Virtual devices list no memories, and JAX drops the memory kind of their shardings; this one
+    keeps it. It cannot be among a jitted function's `out_shardings`: leave None there, and move
+    the result with `jax.device_put(x, jax.memory.Space.Host)` inside the function.
     """
     if isinstance(place, SingleDeviceSharding):
         place = next(iter(place.device_set))
@@ -175,15 +151,9 @@ def _named(device: jax.Device) -> NamedSharding:
 
 
 class _OnHost(NamedSharding):
-    """A sharding whose memory kind stays the host's, also on virtual devices.
+    """A sharding whose memory kind stays the host's, also on virtual devices."""
 
-    It does not equal the sharding of the same spec on the device.
-    """
-
-    @property
-    def memory_kind(self) -> str:
-        """The memory of the host, which JAX's own property forgets."""
-        return HOST_MEMORY
+    memory_kind = HOST_MEMORY
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _OnHost) and super().__eq__(other)
@@ -197,29 +167,58 @@ def compile(
 ) -> jax.stages.Compiled:
     """Compiles a program as `.compile()` does, but faster for virtual GPUs.
 
-    Memory, traffic and collectives are decided before XLA makes machine code. A virtual program
-    never runs, so `COMPILE_ONLY` skips the optimization of that code. More compiler `options`
-    take precedence.
+    Memory, traffic and collectives are decided before XLA makes machine code: `COMPILE_ONLY`
+    skips its optimization. More compiler `options` take precedence.
     """
     asked = dict(options or {})
-    if _is_for_virtual_gpus(lowered):
+    if not _is_for_virtual_gpus(lowered):
+        return lowered.compile(compiler_options=asked or None)
+    with without_cache():
         # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only at
         # XLA's own level of autotuning ("No supported config found").
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             return lowered.compile(compiler_options={**COMPILE_ONLY, **asked})
-        asked.setdefault("xla_backend_optimization_level", 0)
-    return lowered.compile(compiler_options=asked or None)
+        return lowered.compile({"xla_backend_optimization_level": 0, **asked})
+
+
+_lock = threading.Lock()
+_inside = 0  # how many threads are inside of `without_cache`
+_before = True
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Switches JAX's persistent compilation cache off, for all threads.
+
+    It cannot load a virtual program. Its key leaves the names of operations out, so it may hand
+    back a program with the names of another one. And XLA plans no memory for what is loaded.
+    """
+    global _inside, _before
+
+    def enable(cache: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", cache)
+        compilation_cache.reset_cache()  # JAX looks at its configuration once
+
+    with _lock:
+        if not _inside:
+            _before = jax.config.jax_enable_compilation_cache
+            enable(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                enable(_before)
 
 
 @contextlib.contextmanager
 def triton_without_gpu() -> Iterator[None]:
-    """Lets Pallas lower a Triton kernel where no GPU is: put it around `pallas_call`.
-
-    From JAX 0.11 on, Pallas asks which GPU a kernel is for, and does not ask the device that
-    the program is lowered for. The answer decides only whether a kernel may convert numbers to
-    float8_e4m3fn. The A10 that is named here may not, so such kernels are refused. XLA compiles
-    for the right GPU.
-    """
+    """Lets Pallas lower a Triton kernel where no GPU is: put it around `pallas_call`."""
+    # From JAX 0.11 on, Pallas asks which GPU a kernel is for, and does not ask the device that
+    # the program is lowered for. The answer decides only whether a kernel may convert numbers
+    # to float8_e4m3fn. The A10 that is named here may not. XLA compiles for the right GPU.
     mesh = jax.sharding.get_abstract_mesh()
     if jax.__version_info__ < (0, 11) or mesh.shape or jax.default_backend() == "gpu":
         yield
@@ -230,39 +229,26 @@ def triton_without_gpu() -> Iterator[None]:
 
 
 def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether a program is placed on virtual GPUs; False if JAX does not say so."""
     # JAX has no public way to ask.
     placed = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
-    shardings = (*placed.get("in_shardings", ()), *placed.get("out_shardings", ()))
-    devices: Iterator[Any] = (
-        next(iter(place.device_set))
-        for place in shardings
-        if isinstance(place, Sharding)
-        # an AbstractMesh names no device
-        and not isinstance(getattr(place, "mesh", None), AbstractMesh)
-    )
-    return any(
-        device.platform == "gpu" and device.client.runtime_type == "compile_only_runtime"
-        for device in devices
-    )
+    for place in (*placed.get("in_shardings", ()), *placed.get("out_shardings", ())):
+        named = not isinstance(getattr(place, "mesh", None), AbstractMesh)  # no devices there
+        if isinstance(place, Sharding) and named:
+            device: Any = next(iter(place.device_set))
+            return device.platform == "gpu" and "compile_only" in device.client.runtime_type
+    return False
 
 
 def _check_count(accelerator: hardware.Accelerator, count: int) -> None:
+    host = GPUS_PER_HOST
+    whole = max(count // host * host, host)
+    fits = 1 <= count <= host or count == whole
+    sizes = f"at least 1 and at most {host}, or whole hosts: take {whole} or {whole + host}"
     if isinstance(accelerator.target, hardware.TpuTarget):
-        sizes = accelerator.target.layouts
-        if count not in sizes:
-            raise ValueError(
-                f"count={count} must be a size of {accelerator.title}:"
-                f" {', '.join(map(str, sizes))}"
-            )
-    elif count < 1:
-        raise ValueError(f"count={count} must be at least 1")
-    elif count > GPUS_PER_HOST and count % GPUS_PER_HOST:
-        below = count // GPUS_PER_HOST * GPUS_PER_HOST
-        raise ValueError(
-            f"count={count} must be at most {GPUS_PER_HOST} or a multiple of it, as a host"
-            f" holds {GPUS_PER_HOST} GPUs: take {below} or {below + GPUS_PER_HOST}"
-        )
+        layouts = accelerator.target.layouts
+        fits, sizes = count in layouts, ", ".join(map(str, layouts))
+    if not fits:
+        raise ValueError(f"count={count} must be a size of {accelerator.title}: {sizes}")
 
 
 def _why_no_compiler(platform_name: str) -> str | None:
@@ -323,7 +309,6 @@ def _load_cuda_plugin() -> None:
             if "cuda" in plugin.name:
                 plugin.load().initialize()
     finally:
-        if before is None:
-            del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
-        else:
+        del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
+        if before is not None:
             os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before

@@ -3,10 +3,8 @@
 A step that returns a new state beside the old one needs memory for both. `jax.jit(step,
 donate_argnums=0)` donates the buffers of the first argument: an output of the same shape and
 dtype reuses a donated buffer (it is *aliased* to it), and the old array can no longer be read
-(https://docs.jax.dev/en/latest/buffer_donation.html). This is all that JAX 0.7 does. JAX 0.10
-and 0.12 leave the remaining buffers to XLA: an output may reuse a donated buffer of as many
-elements and bytes, in another shape (float32[1024] for [32,32]) or dtype (float32 for int32,
-not bfloat16).
+(https://docs.jax.dev/en/latest/buffer_donation.html). From JAX 0.10 on, XLA may also reuse a
+donated buffer of as many elements and bytes for an output of another shape or dtype.
 
 A donated buffer that no output can reuse is not an error. JAX warns once, when the step is
 lowered ("Some donated buffers were not usable"), but not about buffers that it leaves to XLA.
@@ -52,10 +50,8 @@ class Donation:
 def report(compiled: jax.stages.Compiled) -> Donation:
     """Reads which arguments of a compiled function were donated, and which outputs reuse them.
 
-    Nothing runs, so it works for any device, real or virtual.
-
-    Args:
-      compiled: the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`.
+    `compiled` is the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`, for any
+    device, real or virtual: nothing runs.
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise ValueError("compiled must be a compiled step: jax.jit(f).lower(...).compile()")
@@ -107,9 +103,7 @@ def report(compiled: jax.stages.Compiled) -> Donation:
 
 def _aliases(text: str) -> dict[int | None, int]:
     """Returns output number by parameter number, from `input_output_alias={ {0}: (3, {},
-    may-alias), ... }`.
-
-    The braces before the colon hold the output's number; they are empty for a single output.
+    may-alias), ... }`. The first braces are empty for a single output.
     """
     header = text.split("\n", 1)[0]
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)

@@ -26,12 +26,9 @@ Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 GradFn = Callable[..., tuple[PyTree, Metrics]]
 
-METHODS = ("scan", "loop")
-"""One compiled body that runs M times, or M copies of it in the program."""
-
+METHODS = ("scan", "loop")  # one compiled body that runs M times, or M copies of it
+# Weighted gradients soon exceed float16's largest number, 65504.
 ACCUMULATOR_DTYPES = ("float32", "bfloat16")
-"""Dtypes to sum gradients in. Weighted gradients soon exceed float16's largest number, 65504.
-"""
 
 
 def gradient(loss_fn: LossFn) -> GradFn:
@@ -84,10 +81,8 @@ def accumulate(
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
-    rngs = jax.random.split(rng, num_minibatches)
     if num_minibatches == 1:
-        return _checked(grad_fn(params, batch, rngs[0]), params)
-    minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
+        return _checked(grad_fn(params, batch, jax.random.split(rng, 1)[0]), params)
 
     def add(total, params, minibatch, rng):
         grads, metrics = grad_fn(params, minibatch, rng)
@@ -98,29 +93,12 @@ def accumulate(
             # A gradient without weight may be 0 / 0.
             return jnp.where(count != 0, total + weighted, total)
 
-        return jax.tree.map(add_leaf, total[0], grads), jax.tree.map(jnp.add, total[1], metrics)
+        return jax.tree.map(add_leaf, total, grads), metrics
 
-    # Nothing is computed here: the sums begin as zeros of the shapes that `grad_fn` returns.
-    shapes = jax.eval_shape(
-        lambda batches, rngs: grad_fn(params, _take(batches, 0), rngs[0]), minibatches, rngs
-    )
-    _checked(shapes, params)
-    zeros = (
-        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), shapes[0]),
-        jax.tree.map(jnp.zeros_like, shapes[1]),
-    )
-    run = scan_minibatches if method == "scan" else loop_minibatches
-    total, metrics = run(add, zeros, params, minibatches, rngs)
+    def first(minibatch, rng):
+        return _checked(grad_fn(params, minibatch, rng), params)
 
-    return _mean(total, metrics, shapes[0]), metrics
-
-
-def _mean(total: PyTree, metrics: Metrics, like: PyTree) -> PyTree:
-    """Divides summed gradients by the summed weights."""
-    count = nonzero(metrics["loss"][1])
-    return jax.tree.map(
-        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), total, like
-    )
+    return _add_up(add, first, params, batch, rng, num_minibatches, method, dtype)
 
 
 def accumulate_in_place(
@@ -142,13 +120,27 @@ def accumulate_in_place(
     """
     dtype = check_options(num_minibatches, method, accumulator_dtype)
     check_divides(batch, num_minibatches)
+
+    def first(minibatch, rng):
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+        return params, add(zeros, params, minibatch, rng)[1]
+
+    return _add_up(add, first, params, batch, rng, num_minibatches, method, dtype)
+
+
+def _add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
+    """Adds up gradients and metrics, and divides the gradients by the summed weights.
+
+    `first` returns those of one minibatch. It is traced for their shapes, and never runs.
+    """
     rngs = jax.random.split(rng, num_minibatches)
     minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
-    metrics = jax.eval_shape(
-        lambda batches, rngs: add(zeros, params, _take(batches, 0), rngs[0])[1],
-        minibatches,
-        rngs,
+    like, metrics = jax.eval_shape(
+        lambda batches, rngs: first(_take(batches, 0), rngs[0]), minibatches, rngs
+    )
+    zeros = (
+        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), like),
+        jax.tree.map(jnp.zeros_like, metrics),
     )
 
     def add_minibatch(total, params, minibatch, rng):
@@ -156,9 +148,12 @@ def accumulate_in_place(
         return sums, jax.tree.map(jnp.add, total[1], metrics)
 
     run = scan_minibatches if method == "scan" else loop_minibatches
-    start = zeros, jax.tree.map(jnp.zeros_like, metrics)
-    total, metrics = run(add_minibatch, start, params, minibatches, rngs)
-    return _mean(total, metrics, params), metrics
+    total, metrics = run(add_minibatch, zeros, params, minibatches, rngs)
+    count = nonzero(metrics["loss"][1])
+    grads = jax.tree.map(
+        lambda sum, leaf: (sum.astype(jnp.float32) / count).astype(leaf.dtype), total, like
+    )
+    return grads, metrics
 
 
 def in_minibatches(
@@ -180,10 +175,8 @@ def in_minibatches(
 
 
 def _checked(result, params):
-    """Passes on the result of a gradient function; refuses a loss in place of gradients.
-
-    Compares names and ranks, not shapes: a device may return a part of each gradient.
-    """
+    """Passes on the result of a gradient function; refuses a loss in place of gradients."""
+    # Names and ranks are compared, not shapes: a device may return a part of each gradient.
     match result:
         case (grads, {"loss": _}) if _ranks(grads) == _ranks(params):
             return result
@@ -195,7 +188,6 @@ def _checked(result, params):
 
 
 def _ranks(tree):
-    """Returns the number of dimensions of each leaf by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): jnp.ndim(leaf) for path, leaf in leaves}
 
@@ -258,9 +250,7 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
 def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> jnp.dtype:
     """Refuses options that do not exist, and returns the accumulator's dtype."""
     if num_minibatches < 1:
-        raise ValueError(
-            f"num_minibatches={num_minibatches} must be at least 1: the whole batch at once"
-        )
+        raise ValueError(f"num_minibatches={num_minibatches} must be at least 1")
     if method not in METHODS:
         raise ValueError(f"method={method!r} must be one of {list(METHODS)}")
     for dtype in map(jnp.dtype, ACCUMULATOR_DTYPES):

@@ -40,9 +40,7 @@ class Noise:
 
 
 def from_norms(small: float, large: float, batch_size: int, larger: int) -> Noise:
-    """Solves for signal and noise, from two means of |g|^2: `small` over batches of
-    `batch_size` examples, and `large` over batches of `larger` ones.
-    """
+    """Solves for signal and noise, from means of |g|^2 at two sizes of batches."""
     if not 0 < batch_size < larger:
         raise ValueError(
             f"batch_size={batch_size} must be from 1 to less than larger={larger}: two sizes"

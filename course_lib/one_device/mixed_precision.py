@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float
 
 PyTree = Any
 
+# From wide to narrow.
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-"""The formats of this course, from wide to narrow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +106,8 @@ def _cast(tree: PyTree, dtype: Any) -> PyTree:
 POLICIES = {
     "float32": Policy(jnp.float32, jnp.float32),
     "bfloat16": Policy(jnp.bfloat16, jnp.float32),
-    "float16": Policy(jnp.float16, jnp.float32),
+    "float16": Policy(jnp.float16, jnp.float32),  # needs a loss scale
 }
-"""Full precision, and the two mixed ones. "float16" needs a loss scale."""
 
 
 def policy(name: str) -> Policy:
@@ -150,10 +149,7 @@ class StaticLossScale:
     def __post_init__(self):
         is_number = isinstance(self.value, float | int | np.generic)
         if is_number and not 0 < float(self.value) < math.inf:
-            raise ValueError(
-                f"value={self.value!r} must be positive and finite: it divides gradients;"
-                " 2.0**15 is a start"
-            )
+            raise ValueError(f"value={self.value!r} must be positive and finite: 2.0**15")
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
         return loss * jnp.asarray(self.value, loss.dtype)
@@ -187,17 +183,11 @@ class DynamicLossScale(StaticLossScale):
         if not self.growth_interval >= 1:
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
         if not 1 < self.factor < math.inf:
-            raise ValueError(
-                f"factor={self.factor} must be above 1 and finite, otherwise the scale could"
-                " not back off step by step; 2.0 is usual"
-            )
+            raise ValueError(f"factor={self.factor} must be above 1 and finite: 2.0 is usual")
         if not 0 < self.smallest <= self.largest < math.inf:
-            raise ValueError(
-                f"smallest={self.smallest}, largest={self.largest} must be 0 < smallest <="
-                " largest < infinity"
-            )
-        # A number, and not an array of a train state. An int would change its dtype at the
-        # first update.
+            bounds = f"smallest={self.smallest}, largest={self.largest}"
+            raise ValueError(f"{bounds} must be 0 < smallest <= largest < infinity")
+        # A number, not an array of a state. An int would change its dtype at the first update.
         if isinstance(self.value, float | int | np.number):
             object.__setattr__(self, "value", float(self.value))
             if not self.smallest <= self.value <= self.largest:
@@ -224,7 +214,6 @@ class DynamicLossScale(StaticLossScale):
 LossScale = NoLossScale | StaticLossScale  # a DynamicLossScale is a StaticLossScale
 
 LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
-"""The ways to scale a loss, by the name that a configuration gives them."""
 
 
 def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:

@@ -100,38 +100,29 @@ class Trace:
         Join the `scopes` (`op_scopes`) of several programs with `|`.
         """
         own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-        for step in range(len(self.spans)):
-            for event in self.during(step):
-                own[event.program, event.program_id, event.op].append(event.self_time)
-        total = sum(sum(times) for times in own.values())
-        steps = len(self.spans)
-        ranked = sorted(own.items(), key=lambda item: -sum(item[1]))[:k]
-        return [
-            OpTime(
-                op,
-                name,
-                (scopes or {}).get((name, op), ""),
-                len(times) / steps,
-                sum(times) / steps,
-                sum(times) / total,
+        for event in self.events:
+            own[event.program, event.program_id, event.op].append(event.self_time)
+        total, steps = sum(event.self_time for event in self.events), len(self.spans)
+        rows = []
+        for (name, _, op), times in sorted(own.items(), key=lambda item: -sum(item[1]))[:k]:
+            scope, seconds = (scopes or {}).get((name, op), ""), sum(times)
+            rows.append(
+                OpTime(op, name, scope, len(times) / steps, seconds / steps, seconds / total)
             )
-            for (name, _, op), times in ranked
-        ]
+        return rows
 
     def busy(self) -> list[Busy]:
         """Returns compute against idle time for each step.
 
-        A step is busy while at least one operation runs, on any thread or stream. Operations
-        that only contain others (`while`, `conditional`, `call`) do not count. On a CPU several
+        A step is busy while at least one operation runs, on any thread or stream; those that
+        only contain others (`while`, `conditional`, `call`) do not count. On a CPU several
         threads share one operation, and the profile does not say how many worked.
         """
-        return [
-            busy_time(self.during(step), seconds) for step, seconds in enumerate(self.steps)
-        ]
+        return [busy_time(self.during(i), seconds) for i, seconds in enumerate(self.steps)]
 
 
 def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int = 3) -> Any:
-    """Records a few training steps with JAX's profiler.
+    """Records a few training steps with JAX's profiler, and returns the last state.
 
     One step runs before the recording, which then contains no compilation. `trace` waits for
     each step before it dispatches the next, so that operations lie within their step. A
@@ -144,9 +135,6 @@ def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int =
       state: the first state, which a donating step overwrites.
       batch: the batch for every step.
       steps: how many steps to record.
-
-    Returns:
-      The state after `steps + 1` steps.
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1: nothing would be recorded")
@@ -238,12 +226,8 @@ def _ops(plane: Any) -> Iterator[Event]:
             stats = dict(event.stats)
             op = stats.get("hlo_op", event.name if streams else None)
             if op is not None:
-                what = (
-                    str(op),
-                    str(stats.get("hlo_module", "")),
-                    int(stats.get("program_id", 0)),
-                )
-                spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, what))
+                of = str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
+                spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, (str(op), *of)))
         if spans:
             # Threads are called tf_XLAEigen/<a long number>.
             thread = line.name.split("/")[0].removeprefix("tf_")

@@ -15,9 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-MODULES = ("MLP", "Attn", "Block")
-"""The parts of a Transformer that can be rematerialized: MLPs, attentions, or blocks of both.
-"""
+MODULES = ("MLP", "Attn", "Block")  # what can be rematerialized; a block is both others
 
 POLICIES = {
     "nothing": (
@@ -41,9 +39,6 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     Args:
       name: one of `POLICIES`.
       names: for "names" and "offload": the named values to keep or offload.
-
-    Raises:
-      ValueError: if `name` is unknown, or `names` is missing or would be ignored.
     """
     policies = jax.checkpoint_policies
     takes_names = name in ("names", "offload")
@@ -110,18 +105,12 @@ class Residual:
 
 
 def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
-    """Lists what `fn` saves for its backward pass, largest first.
+    """Lists what `fn` saves for its backward pass with respect to all `args` (arrays or their
+    shapes), largest first, also arguments that the backward pass reads.
 
     `jax.vjp` returns a function that holds the residuals; tracing it shows them and the
     operations that made them, without computing. A compiler may save less: it can recompute
     cheap values, and share memory.
-
-    Args:
-      fn: a function to differentiate with respect to all of `args`.
-      *args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
-
-    Returns:
-      The residuals, including arguments that the backward pass reads (`why` says so).
     """
     closed = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args)[1])(*args)
     jaxpr = closed.jaxpr
@@ -133,20 +122,10 @@ def residuals(fn: Callable[..., Any], *args: Any) -> list[Residual]:
     # Each value once; literals take no memory.
     for var in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
         aval: Any = var.aval
-        shape, dtype = aval.shape, aval.dtype
-        size = (
-            np.dtype(dtype).itemsize
-            if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-            else 0
-        )
-        arrays.append(
-            Residual(
-                int(np.prod(shape)) * size,
-                shape,
-                str(dtype),
-                why.get(var) or _origin(jaxpr, var),
-            )
-        )
+        extended = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)  # a random key
+        size = 0 if extended else aval.size * np.dtype(aval.dtype).itemsize
+        made_by = why.get(var) or _origin(jaxpr, var)
+        arrays.append(Residual(size, aval.shape, str(aval.dtype), made_by))
     return sorted(arrays, key=lambda residual: -residual.bytes)
 
 

@@ -25,12 +25,10 @@ from jaxtyping import Array, Float
 from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
 
-TILES = (64, 32, 16)
-"""Positions per tile, the best first. A GPU's matrix units want at least 16."""
+TILES = (64, 32, 16)  # positions, the best first; a GPU's matrix units want at least 16
+# "either": the kernel where the program is compiled for an NVIDIA GPU, tiles in JAX elsewhere.
+# "interpreter": the kernel as plain JAX (Pallas' `interpret`).
 BY = ("either", "kernel", "tiles", "interpreter")
-"""Ways to run `attend`. "either": the kernel where the program is compiled for an NVIDIA GPU,
-tiles in JAX elsewhere. "kernel", "tiles": only this one. "interpreter": the kernel as plain JAX
-(Pallas' `interpret`)."""
 _SMALLEST = "a5000"  # has the least shared memory of the GPUs that the tests compile for
 
 
@@ -45,16 +43,15 @@ def attend(
 ) -> Float[Array, "B L H K"]:
     """Computes softmax(Q K^T / sqrt(K)) V for every head, without storing the scores.
 
+    The result has the dtype of `query`; scores and sums are float32.
+
     Args:
       query: B sequences of L positions, H heads of width K.
-      key: the same dtype; G heads. Each is read by H / G consecutive heads of queries.
-      value: the same shape and dtype as the key.
+      key: G heads. Each is read by H / G consecutive heads of queries.
+      value: G heads.
       causal: whether a position sees only itself and the positions before it.
       tile: positions per tile; `tile_for` if None.
       by: one of `BY`.
-
-    Returns:
-      The attended values, in the dtype of `query`. Scores and sums are float32.
     """
     if by not in BY:
         raise ValueError(f"by={by!r} must be one of {BY}")
@@ -100,8 +97,7 @@ def _check_on_gpu(array: Any) -> None:
         if platforms != ["gpu"]:
             raise ValueError(
                 f"by='kernel' cannot be had: query lies on a {', '.join(platforms)}, and the"
-                " kernel runs on NVIDIA GPUs; by='either' takes tiles in JAX,"
-                " by='interpreter' runs the kernel slowly"
+                " kernel runs on NVIDIA GPUs; by='either' takes tiles in JAX"
             )
 
 
@@ -119,8 +115,8 @@ def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -
     """Refuses shapes that cannot be cut into tiles (`tile_for` if None), on any device."""
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(
-            f"head_dim={head_dim} must be a power of two, at least 16, for flash attention:"
-            " matrix units multiply tiles of these widths; use 'reference' or 'xla' attention"
+            f"head_dim={head_dim} must be a power of two, at least 16, for flash attention: use"
+            " 'reference' or 'xla' attention"
         )
     tile = tile_for(head_dim, dtype) if tile is None else tile
     if tile < 16 or tile & (tile - 1):
@@ -128,7 +124,7 @@ def check(*, seq_len: int, head_dim: int, dtype: Any, tile: int | None = None) -
     if seq_len % tile:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of {tile}, the tile of flash attention: pad"
-            " the sequences, or use 'reference' or 'xla' attention"
+            " the sequences"
         )
 
 
@@ -140,13 +136,9 @@ def shared_memory(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator
     two float32 numbers per position. On Hopper and on Blackwell in data centers, matrix units
     read operands from shared memory, and with tiles of 64 or more, more copies lie there.
 
-    The numbers of tiles are fitted to what Triton's compiler asked for in JAX 0.12.0.1, 0.11.2
-    and 0.10.2, for tiles of 16 to 128 and heads of 16 to 256. It never asked for more. For
-    16-bit dtypes it asked for exactly this, but for less with heads of 16 in tiles of 16. In
-    float32 it asked for more than half of this: before Hopper for all of it with
-    `jax.default_matmul_precision("highest")`, for less with TensorFloat-32, JAX's default.
-    A sequence of one tile takes less. Another precision, such as "BF16_BF16_F32_X3", can take
-    more.
+    Fitted to what Triton's compiler asked for in JAX 0.12.0.1, 0.11.2 and 0.10.2, for tiles of
+    16 to 128 and heads of 16 to 256: for 16-bit dtypes exactly this, in float32 between half
+    and all of it. Another precision, such as "BF16_BF16_F32_X3", can take more.
     """
     capability = _gpu(accelerator).compute_capability
     size = max(2, jnp.dtype(dtype).itemsize)  # 8-bit numbers are counted as 16-bit ones
@@ -159,10 +151,7 @@ def shared_memory(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator
 
 
 def check_fits(tile: int, head_dim: int, dtype: Any, accelerator: Accelerator) -> None:
-    """Refuses a tile that a GPU's shared memory has no room for.
-
-    In float32, where `shared_memory` is an upper bound, it may refuse a tile that would fit.
-    """
+    """Refuses a tile that a GPU's shared memory has no room for."""
     needed = shared_memory(tile, head_dim, dtype, accelerator)
     limit = shared_memory_limit(accelerator)
     if needed > limit:
@@ -181,17 +170,13 @@ def shared_memory_limit(accelerator: Accelerator) -> int:
 def _gpu(accelerator: Accelerator) -> GpuTarget:
     hardware.check(accelerator)
     if not isinstance(accelerator.target, GpuTarget):
-        raise ValueError(
-            f"accelerator={accelerator.title!r} must be an NVIDIA GPU: only these have the"
-            " shared memory that the kernel's tiles lie in"
-        )
+        raise ValueError(f"accelerator={accelerator.title!r} must be an NVIDIA GPU")
     return accelerator.target
 
 
 def why_no_kernel(accelerator: Accelerator | None) -> str | None:
-    """Returns why tiles in JAX stand in for the kernel, or None where the kernel runs.
-
-    The accelerator is the target of the compiler, None for a CPU or an unknown device.
+    """Returns why tiles in JAX stand in for the kernel on the compiler's target (None: a CPU or
+    an unknown device), or None where the kernel runs.
     """
     hardware.check(accelerator)
     if accelerator is None or not isinstance(accelerator.target, GpuTarget):
@@ -250,10 +235,8 @@ def forward_by_tiles(
     causal: bool,
     tile: int,
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B H L"]]:
-    """Attends with one scan over all pairs of tiles that are not masked entirely.
-
-    Returns the attended values in the query's dtype, and the logsumexp of each query's scores
-    in float32, as `flash_kernels.forward` does.
+    """Attends with one scan over all pairs of tiles that are not masked entirely; also returns
+    the logsumexp of each query's scores, in float32.
     """
     groups = key.shape[2]
     q, k, v = (_cut(x, groups, tile) for x in (query, key, value))
@@ -291,9 +274,7 @@ def backward_by_tiles(
     causal: bool,
     tile: int,
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B L G K"], Float[Array, "B L G K"]]:
-    """Returns the gradients of query, key and value. One scan over the pairs of tiles of
-    `forward_by_tiles` computes their attention weights again.
-    """
+    """Returns the gradients of query, key and value: one scan computes the weights again."""
     # The gradient of a softmax subtracts, for each query, the sum of weight times the weight's
     # gradient over all keys. It equals this product, so no pass over the tiles is needed first.
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)

@@ -6,8 +6,7 @@ registers, `ref[...] = x` stores one. All else stays on the chip: the scores nev
 memory (Dao et al., 2022, https://arxiv.org/abs/2205.14135; the loops are those of
 FlashAttention-2, Dao, 2023, https://arxiv.org/abs/2307.08691).
 
-Import this module where it is called, not at the top of a file: Pallas takes a while to import,
-and JAX is going to remove its Triton backend.
+Import it where it is called: Pallas takes a while to import.
 """
 
 import functools
@@ -42,9 +41,7 @@ def scores(q: Any, k: Any, i: Any, j: Any, causal: bool) -> Any:
 
 
 def forward_kernel(q_ref, k_ref, v_ref, out_ref, logsumexp_ref, *, causal):
-    """Computes one tile of queries: a loop over tiles of keys and values, with the online
-    softmax.
-    """
+    """Computes one tile of queries: a loop over keys and values, with the online softmax."""
     q, i = q_ref[...], pl.program_id(0)
     tile, width = q.shape
 
@@ -89,9 +86,7 @@ def query_gradient_kernel(
 def key_value_gradient_kernel(
     q_ref, k_ref, v_ref, d_out_ref, logsumexp_ref, delta_ref, d_k_ref, d_v_ref, *, causal
 ):
-    """Computes the gradients of one tile of keys and values: a loop over the heads of queries
-    that read it, and over tiles of queries.
-    """
+    """Computes the gradients of one tile of keys and values: a loop over all queries."""
     k, v, j = k_ref[...], v_ref[...], pl.program_id(0)
     tile, width = k.shape
     length, heads, _ = q_ref.shape
@@ -124,14 +119,10 @@ def forward(
     tile: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B L H K"], Float[Array, "B H L"]]:
-    """Attends, and keeps the sums that the backward pass needs.
+    """Returns the attended values in the query's dtype, and in float32 the logsumexp of each
+    query's scores, the logarithm of its softmax's denominator.
 
-    Arguments as in `flash_attention.attend`; with `interpret`, Pallas runs the kernel as plain
-    JAX, on any device.
-
-    Returns:
-      The attended values in the query's dtype, and in float32 the logsumexp of each query's
-        scores, the logarithm of its softmax's denominator.
+    With `interpret`, Pallas runs the kernel as plain JAX, on any device.
     """
     (B, L, H, K), G = query.shape, key.shape[2]
     _check_tile(L, tile)
@@ -199,10 +190,7 @@ def backward(
 
 def _check_tile(length: int, tile: int) -> None:
     if length % tile:
-        raise ValueError(
-            f"tile={tile} must divide the {length} positions of a sequence: the positions after"
-            " the last tile would have no result; pad the sequences"
-        )
+        raise ValueError(f"tile={tile} must divide the {length} positions: pad the sequences")
 
 
 def _own(tile: int, width: int) -> pl.BlockSpec:

@@ -15,13 +15,12 @@ exponentials (*logsumexp*). So the logits can be computed in chunks, each used a
                           written once per chunk, so take few.
 
 The backward pass computes the logits of each chunk again, from x, W and the logsumexp: 8 D V
-FLOPs per token in place of 6 D V. One can also compute the gradients in the forward pass and
-keep them (Liger Kernel does, https://arxiv.org/abs/2410.10989). Then nothing is computed twice,
-but the weight of each label must be known in advance, and the gradient of W waits in memory.
-Recomputing gives a loss per label, which a caller can weigh, mask or add to other terms.
+FLOPs per token in place of 6 D V. Liger Kernel (https://arxiv.org/abs/2410.10989) computes the
+gradients in the forward pass and keeps them: nothing is computed twice, but the weight of each
+label must be known in advance, and the gradient of W waits in memory.
 
-Cut Cross-Entropy (Wijmans et al., 2024, https://arxiv.org/abs/2411.09009) does the same in
-kernels of its own, whose chunks never leave the chip.
+In Cut Cross-Entropy (Wijmans et al., 2024, https://arxiv.org/abs/2411.09009), chunks never
+leave the chip.
 """
 
 import functools
@@ -32,11 +31,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-ALONG = ("vocabulary", "tokens")
 LENGTHS = {
     "vocabulary": "columns of the head on a device (num_outputs)",
     "tokens": "tokens of a sequence on a device (seq_len)",
 }
+ALONG = tuple(LENGTHS)
 
 
 class Statistics(NamedTuple):
@@ -58,7 +57,6 @@ class Factors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the logits."""
         return *self.x.shape[:-1], self.head.shape[1]
 
 
@@ -122,20 +120,14 @@ def check_arrays(x: Any, head: Any, bias: Any, labels: Any) -> None:
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"labels of shape {labels.shape} must be of shape {x.shape[:-1]}, one per token:"
-            f" x has the shape {x.shape}"
+            f"labels of shape {labels.shape} must be of shape {x.shape[:-1]}, one per token"
         )
     if bias is not None and bias.shape != head.shape[1:]:
-        raise ValueError(
-            f"bias of shape {bias.shape} must be of shape {head.shape[1:]}: one number per"
-            " column of the head"
-        )
+        raise ValueError(f"bias of shape {bias.shape} must be of shape {head.shape[1:]}")
 
 
 def check(chunks: int, along: str, *, tokens: int, vocabulary: int, prefix: str = "") -> None:
-    """Refuses chunks that cannot be cut from the tokens or the columns of a device; `prefix` is
-    that of the names in the error.
-    """
+    """Refuses chunks that cannot be cut from the tokens or the columns of a device."""
     if along not in ALONG:
         raise ValueError(f"{prefix}along={along!r} must be one of {ALONG}")
     size = {"tokens": tokens, "vocabulary": vocabulary}[along]
@@ -179,17 +171,13 @@ def _statistics(x, head, bias, labels, chunks, along):
 
 
 def forward(x, head, bias, labels, chunks, along):
-    """Returns the statistics, and what the backward pass reads: one number per token besides
-    the arguments.
-    """
+    """Returns the statistics, and what the backward pass reads."""
     per_token = _statistics(x, head, bias, labels, chunks, along)
     return per_token, (x, head, bias, labels, per_token.logsumexp)
 
 
 def backward(chunks, along, saved, gradient):
-    """Returns the gradients of x, head and bias. For each chunk it computes the logits again,
-    their gradient, and from that the chunk's part of the three. Sums over chunks are float32.
-    """
+    """Returns the gradients of x, head and bias; sums over chunks are float32."""
     x, head, bias, labels, logsumexp = saved
     of_tokens = labels, logsumexp, gradient.logsumexp, gradient.of_label
     wide = functools.partial(jnp.zeros_like, dtype=jnp.float32)
@@ -231,7 +219,6 @@ _statistics.defvjp(forward, backward)
 
 
 def _logits(x: Array, head: Array, bias: Array | None) -> Float[Array, "B L v"]:
-    """Returns float32 logits, from operands of the dtype of x."""
     logits = _product("bld,dv->blv", x, head.astype(x.dtype))
     return logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
 
@@ -288,6 +275,5 @@ def _cut(array: Any, i: Any, chunks: int, axis: int) -> Any:
 
 
 def _put(array: Array, chunk: Array, i: Any, axis: int) -> Array:
-    """Writes chunk i of an array, in place."""
     start = i * chunk.shape[axis]
     return jax.lax.dynamic_update_slice_in_dim(array, chunk.astype(array.dtype), start, axis)

@@ -9,9 +9,8 @@ Offload pays where it saves much memory and sends few bytes over this link:
   (`course_lib.one_device.rematerialization`);
 - the optimizer's moments, which a step reads and writes once: `streamed`.
 
-An array that is fetched in one piece takes all of its device memory for a moment, and the peak
-may be higher than without offload. A loop over layers fetches one layer, uses it, sends it
-back, and overwrites the old one: this is *streaming*.
+An array that is fetched in one piece takes all of its device memory for a moment. A loop over
+layers fetches one layer, uses it, sends it back, and overwrites the old one: *streaming*.
 
 Sources: https://docs.jax.dev/en/latest/notebooks/host-offloading.html; ZeRO-Offload (Ren et
 al., 2021, https://arxiv.org/abs/2101.06840), which also runs Adam on the host.
@@ -33,13 +32,13 @@ LAYERS, REST, ALONE = "layers", "rest", "alone"  # what `streamed` does with a l
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Moves arrays to the host's memory, in a compiled function or outside of it."""
+    """Moves arrays to the host's memory, also inside of a compiled function."""
     check_available()
     return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Moves arrays to the device's memory, in a compiled function or outside of it."""
+    """Moves arrays to the device's memory, also inside of a compiled function."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
@@ -47,8 +46,7 @@ def to_device(tree: PyTree) -> PyTree:
 def why_unavailable() -> str | None:
     """Returns None if compiled functions can keep arrays in the host's memory, else the reason.
 
-    The first call compiles a tiny program for JAX's default device. Some versions leave an
-    array on the device, and raise no error.
+    Some versions leave an array on the device, and raise no error: a tiny program shows it.
     """
     device, moved = jax.devices()[0], jnp.float32(0)
     try:
@@ -60,7 +58,7 @@ def why_unavailable() -> str | None:
         return None
     return (
         f"JAX {jax.__version__} on this {device.platform} leaves arrays in its memory"
-        f" {kind!r}; JAX 0.10 and newer moves them, on a GPU, a TPU and a CPU"
+        f" {kind!r}; JAX 0.10 and newer moves them"
     )
 
 
@@ -96,7 +94,6 @@ def streamed(
         checkpoint of one can be restored into the other.
       stacked: the entries of the parameters whose leaves have a leading axis of layers, as
         `nn.scan` makes them.
-
     """
 
     def init(params: PyTree) -> PyTree:
@@ -170,8 +167,7 @@ def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
     if not names or not set(stacked) <= set(names):
         raise ValueError(
             f"stacked={tuple(stacked)!r} must name entries of the parameters whose leaves have"
-            f" a leading axis of layers; the parameters have the entries {names}."
-            " scan_layers=True makes such an entry"
+            f" a leading axis of layers (scan_layers=True makes one), out of {names}"
         )
     lengths = {
         jnp.shape(leaf)[:1] for name in stacked for leaf in jax.tree.leaves(params[name])
@@ -179,7 +175,7 @@ def num_layers(params: PyTree, stacked: Sequence[str]) -> int:
     if len(lengths) != 1 or lengths == {()}:
         raise ValueError(
             f"stacked={tuple(stacked)!r} must name entries whose leaves all have the same"
-            f" number of layers; their leading axes are {sorted(lengths)}"
+            f" number of layers, not {sorted(lengths)}"
         )
     return lengths.pop()[0]
 
@@ -189,9 +185,7 @@ def _check_on_host(state: PyTree, places: PyTree) -> None:
         if where != ALONE and jax.typeof(leaf).memory_space != jax.memory.Space.Host:
             raise ValueError(
                 f"the optimizer's state has {jax.typeof(leaf).str_short()} in the device's"
-                " memory and must have it in the host's: use the state that this optimizer's"
-                " `init` returns, or move it with `to_host`. On virtual devices,"
-                " `virtual.abstract` keeps the memory of each array"
+                " memory and must have it in the host's: use what `init` returns, or `to_host`"
             )
 
 
@@ -209,12 +203,8 @@ def bytes_each_way(optimizer: optax.GradientTransformation, params: PyTree) -> i
 def break_even_width(
     flops_per_second: float, link: hardware.HostLink, *, itemsize: int = 2
 ) -> float:
-    """Returns the width at which moving a dense layer's result takes as long as making it
-    again.
-
-    One number of the result is a sum over `width` inputs: `2 * width` FLOPs. Moving it costs
-    `itemsize` bytes to the host, and later as many back. In wider layers, moving the result
-    takes less time than computing it again.
+    """Returns the width of a dense layer from which on moving its result to the host and back
+    takes less time than making it again: one number is a sum over `width` inputs.
     """
     return 2 * itemsize / link.bandwidth * flops_per_second / 2
 
@@ -226,12 +216,10 @@ def break_even_tokens(
     bytes_each_way: float = 8,
     flops_per_token: float = 6,
 ) -> float:
-    """Returns the number of tokens per step at which the matmuls take as long as streaming the
-    moments. With more tokens, the transfers are hidden.
+    """Returns the tokens per step from which on streaming the moments hides behind matmuls, on
+    a link that sends both ways at once.
 
-    This holds where transfers run during matmuls, and where the link sends both ways at once.
-    Transfers grow with the parameters, FLOPs with parameters times tokens: the parameters
-    cancel. Per parameter, float32 Adam has 8 bytes, momentum 4; a token takes 6 FLOPs for
-    forward and backward, 8 if the forward pass is computed twice (full rematerialization).
+    Per parameter, float32 Adam has 8 bytes, momentum 4; a token takes 6 FLOPs, 8 if the forward
+    pass is computed twice (full rematerialization).
     """
     return bytes_each_way / link.bandwidth * flops_per_second / flops_per_token

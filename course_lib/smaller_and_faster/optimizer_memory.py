@@ -27,27 +27,23 @@ from optax.contrib import MuonDimensionNumbers
 
 PyTree = Any
 
+# Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
+# sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
 SMALLEST = 4096
-"""Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
-sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes."""
 
 
 def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
-    """Returns the bytes of an optimizer's state, divided by the number of parameters (or of
-    their shapes). Nothing is computed or allocated.
-    """
+    """Returns the bytes of an optimizer's state for each parameter; shapes are enough."""
     state = jax.eval_shape(optimizer.init, params)
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return state_bytes / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def stochastic_round(key: Key[Array, ""], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Rounds float32 numbers to one of their two bfloat16 neighbours, without bias.
-
-    A number that lies a quarter of the way to the upper neighbour becomes that with probability
-    1/4. Numbers that are not finite stay as they are.
+    """Rounds float32 numbers to one of their two bfloat16 neighbours, without bias: a number a
+    quarter of the way up, with probability 1/4. What is not finite stays as it is.
     """
-    _check_float32(x, "there is nothing to round at random in another dtype")
+    _check_float32(x)
     # bfloat16 is the upper half of a float32: adding a random number to the lower half carries
     # into the upper half with this probability.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -57,10 +53,8 @@ def stochastic_round(key: Key[Array, ""], x: Float[Array, "..."]) -> Float[Array
 
 
 class RoundedState(NamedTuple):
-    """State of `round_stochastically`: a random key, and the state of the optimizer inside."""
-
-    key: Any
-    inner: Any
+    key: Any  # for the rounding
+    inner: Any  # of the optimizer inside
 
 
 def round_stochastically(
@@ -83,10 +77,7 @@ def round_stochastically(
 
     def update(grads: PyTree, state: RoundedState, params: PyTree = None) -> Any:
         if params is None:
-            raise ValueError(
-                "params=None must be the parameters: update(grads, state, params). A sum is"
-                " rounded, so the parameters are needed"
-            )
+            raise ValueError("params=None must be the parameters: update(grads, state, params)")
         key, noise = jax.random.split(state.key)
         wide = _float32(params)
         updates, inner = optimizer.update(_float32(grads), state.inner, wide)
@@ -94,48 +85,36 @@ def round_stochastically(
         def between_neighbours(key: Any, update: Array, param: Array) -> Array:
             return stochastic_round(key, param + update).astype(jnp.float32) - param
 
-        updates = jax.tree.map(between_neighbours, _keys(noise, params), updates, wide)
+        keys = optax.tree.split_key_like(noise, params)
+        updates = jax.tree.map(between_neighbours, keys, updates, wide)
         return updates, RoundedState(key, inner)
 
     return optax.GradientTransformation(init, update)
 
 
-def _check_float32(x: Any, reason: str) -> None:
+def _check_float32(x: Any) -> None:
     if x.dtype != jnp.float32:
-        raise ValueError(
-            f"x of dtype {x.dtype} must be float32: {reason}; take x.astype(jnp.float32)"
-        )
+        raise ValueError(f"x of dtype {x.dtype} must be float32: take x.astype(jnp.float32)")
 
 
 def _float32(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
-
-
-def _keys(key: Any, tree: PyTree) -> PyTree:
-    """Returns a tree of keys, one per leaf."""
-    structure: Any = jax.tree.structure(tree)
-    return jax.tree.unflatten(structure, list(jax.random.split(key, structure.num_leaves)))
+    return optax.tree.cast(tree, jnp.float32)
 
 
 def _check_bfloat16(params: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if leaf.dtype != jnp.bfloat16:
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is {leaf.dtype} and must be bfloat16: only"
-                " bfloat16 parameters are rounded"
-            )
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"params{name} is {leaf.dtype} and must be bfloat16")
 
 
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
     """Returns the 256 numbers that 8 bits stand for, in increasing order (float32).
 
-    Seven decades from 1e-7 to 1. Each decade has twice as many numbers as the one below it, so
-    large numbers are precise to a few percent (3% in the largest decade, 6% if signed), and
-    small ones still differ from 0. First moments are `signed`; second moments are never
-    negative.
-
-    Source: Dettmers et al., section 1.3, and `create_dynamic_map` in bitsandbytes.
+    Seven decades from 1e-7 to 1 (Dettmers et al., section 1.3). Each has twice as many numbers
+    as the one below it, so large numbers are precise to a few percent (3% in the largest, 6% if
+    `signed`, as first moments are), and small ones still differ from 0.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -172,11 +151,10 @@ def quantize(
     """Stores an array in 8 bits per number: scaled to [-1, 1] in each block, then rounded to
     the nearest number of `dynamic_map`.
 
-    Blocks are runs along the last dimension, so a device that holds whole blocks needs nothing
-    from another one; `block_length` says how long they are. Unless `signed`, a negative number
-    becomes 0, without an error: a compiled function cannot look at its values.
+    Blocks are runs along the last dimension, of `block_length`. Unless `signed`, a negative
+    number becomes 0, without an error: a compiled function cannot look at its values.
     """
-    _check_float32(x, "moments are computed in it, and scales keep its dtype")
+    _check_float32(x)
     length = block_length(x.shape[-1], block_size)
     blocks = x.reshape(*x.shape[:-1], -1, length)
     scales = jnp.abs(blocks).max(axis=-1)
@@ -200,8 +178,6 @@ def dequantize(quantized: Quantized, *, signed: bool = True) -> Float[Array, "..
 
 
 class AdamState(NamedTuple):
-    """State of the two Adams below."""
-
     count: Any  # int32, steps so far
     key: Any  # typed random key, if moments are rounded stochastically
     mu: PyTree  # means of the gradients, one entry per parameter, as they are stored
@@ -217,14 +193,14 @@ def scale_by_adam_bf16(
     bfloat16 numbers differ by 1/256 to 1/128: rounded to the nearest one, it would never fall.
     So moments are rounded stochastically.
     """
-
-    def pack(moment: Array, signed: bool, key: Any) -> Array:
-        return stochastic_round(key, moment)
-
-    def unpack(moment: Array, signed: bool) -> Array:
-        return moment.astype(jnp.float32)
-
-    return _adam(b1, b2, eps, pack, unpack, seed)
+    return _adam(
+        b1,
+        b2,
+        eps,
+        pack=lambda moment, signed, key: stochastic_round(key, moment),
+        unpack=lambda moment, signed: moment.astype(jnp.float32),
+        seed=seed,
+    )
 
 
 def scale_by_adam_8bit(
@@ -264,7 +240,7 @@ def _adam(
         key = None if seed is None else jax.random.key(seed)
 
         def packed_zeros(param: Any) -> Any:
-            """Zeros in the shapes of a packed moment: all-zero codes with scales of 0 are 0."""
+            # All-zero codes with scales of 0 are 0.
             moment = jax.ShapeDtypeStruct(param.shape, jnp.float32)
             packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0)), moment)
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
@@ -301,10 +277,9 @@ def _adam(
 def matrices(params: PyTree) -> PyTree:
     """Returns which parameters of the Transformer are matrices for Muon, and their axes.
 
-    These are the kernels inside the layers. Each scanned layer, and each expert, has a matrix
-    of its own. Embeddings, the output layer, norms and biases are left to Adam, as Muon's
-    author does (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): they have None
-    in the tree that is returned.
+    These are the kernels inside the layers; each scanned layer, and each expert, has one of its
+    own. All else is left to Adam, as Muon's author does (Jordan et al., 2024,
+    https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
     """
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:

@@ -16,10 +16,9 @@ XLA overwrites the carry of a scan in place, so 16 bytes per parameter remain.
 `jax.checkpoint`, only its input and what the policy saves are kept (see
 `course_lib.one_device.rematerialization`).
 
-JAX has this too: `jax.vjp(f, params)` returns a function whose method `with_refs` takes
-references to arrays, and the backward pass adds to them (JAX 0.10 has it, 0.7 does not). It
-takes any function, and its references have the dtype of the parameters. The functions here may
-sum gradients of bfloat16 parameters in float32, layer by layer.
+From 0.10 on, JAX has this too: `jax.vjp(f, params)` returns a function whose method `with_refs`
+takes references to arrays, and the backward pass adds to them, in the dtype of the parameters.
+The functions here may sum gradients of bfloat16 parameters in float32.
 
 The order of work is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174). LOMO (Lv et
 al., 2023, https://arxiv.org/abs/2306.09782) goes one step further and updates each layer inside
@@ -38,8 +37,7 @@ from course_lib.smaller_and_faster import offload
 PyTree = Any
 Add = Callable[[PyTree, PyTree, Any, Any], tuple[PyTree, dict[str, Any]]]
 
-BACKWARD = ("autodiff", "in_place")
-"""Ways to compute the gradient of a step: by `jax.grad`, or by `gradient_in_place`."""
+BACKWARD = ("autodiff", "in_place")  # by `jax.grad`, or by `gradient_in_place`
 
 
 def gradient_in_place(
@@ -107,11 +105,8 @@ def gradient_in_place(
 
 
 def forward_and_saved(layer: Any, stack: PyTree, x: Any, keys: Any) -> tuple[Any, PyTree, Any]:
-    """Applies all layers, and saves what the backward pass reads, except the weights.
-
-    Returns:
-      The result; the values that the backward pass reads, stacked; and a function
-      `pull_back(weights, saved, dy) -> (gradient, dx)` of one layer.
+    """Applies all layers. Returns the result; what the backward pass reads except the weights,
+    stacked; and a function `pull_back(weights, saved, dy) -> (gradient, dx)` of one layer.
     """
     places, structure = [], None
 
@@ -142,8 +137,7 @@ def _check_total(total: PyTree, params: PyTree) -> None:
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
                 f"total{jax.tree_util.keystr(path)} of shape {jnp.shape(leaf)} must be of the"
-                f" parameter's shape {jnp.shape(param)}: start with"
-                " jax.tree.map(jnp.zeros_like, params), in any dtype"
+                f" parameter's shape {jnp.shape(param)}"
             )
 
     jax.tree_util.tree_map_with_path(check, params, total)

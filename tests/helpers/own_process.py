@@ -2,12 +2,12 @@
 
 import pathlib
 
-import jax.numpy as jnp
-
 
 def touch(path):
     pathlib.Path(path).touch()
 
 
 def hold(megabytes):
+    import jax.numpy as jnp
+
     return jnp.ones((megabytes, 2**18))  # float32

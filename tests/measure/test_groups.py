@@ -46,34 +46,29 @@ def test_an_unknown_spelling_is_refused():
         groups.groups("channel_id=1, replica_groups=spiral(8), metadata={}", devices=8)
 
 
-def test_groups_lie_along_the_axes_of_the_mesh_that_they_vary_over():
-    assert groups.axes_of_groups(ROWS, mesh(2, 4)) == ("b",)
-    assert groups.axes_of_groups(COLUMNS, mesh(2, 4)) == ("a",)
-    assert groups.axes_of_groups((tuple(range(8)),), mesh(2, 4)) == ("a", "b")
-    assert groups.axes_of_groups(ROWS, mesh(2, 2, 2)) == ("b", "c")
-    assert groups.axes_of_groups(((0, 1, 4, 5), (2, 3, 6, 7)), mesh(2, 2, 2)) == ("a", "c")
-
-
-def test_the_order_within_and_among_groups_does_not_matter():
-    assert groups.axes_of_groups(((6, 2), (4, 0), (7, 3), (1, 5)), mesh(2, 4)) == ("a",)
-
-
-def test_an_axis_of_one_device_is_none_to_communicate_along():
-    assert groups.axes_of_groups(ROWS, mesh(2, 1, 4)) == ("c",)
-
-
-def test_groups_that_fit_no_axes_of_the_mesh_have_none():
-    assert groups.axes_of_groups(ROWS, mesh(4, 2)) == ()
-    assert groups.axes_of_groups(((0, 1), (2, 3)), mesh(2, 4)) == ()
+@pytest.mark.parametrize(
+    ("members", "sizes", "axes"),
+    [
+        (ROWS, (2, 4), ("b",)),
+        (COLUMNS, (2, 4), ("a",)),
+        ((tuple(range(8)),), (2, 4), ("a", "b")),
+        (ROWS, (2, 2, 2), ("b", "c")),
+        (((0, 1, 4, 5), (2, 3, 6, 7)), (2, 2, 2), ("a", "c")),
+        (((6, 2), (4, 0), (7, 3), (1, 5)), (2, 4), ("a",)),  # in any order
+        (ROWS, (2, 1, 4), ("c",)),  # along one device, nobody communicates
+        (ROWS, (4, 2), ()),  # they fit none
+        (((0, 1), (2, 3)), (2, 4), ()),
+    ],
+)
+def test_groups_lie_along_the_axes_of_the_mesh_that_they_vary_over(members, sizes, axes):
+    assert groups.axes_of_groups(members, mesh(*sizes)) == axes
 
 
 def test_a_permutation_lies_along_the_axes_in_which_sources_and_targets_differ():
+    ring = tuple((i, (i + 1) % 8) for i in range(8))
     assert groups.axes_of_pairs(((0, 1), (1, 2), (2, 3), (4, 5)), mesh(2, 4)) == ("b",)
     assert groups.axes_of_pairs(((3, 7), (7, 3)), mesh(2, 4)) == ("a",)
-    assert groups.axes_of_pairs(tuple((i, (i + 1) % 8) for i in range(8)), mesh(2, 4)) == (
-        "a",
-        "b",
-    )
+    assert groups.axes_of_pairs(ring, mesh(2, 4)) == ("a", "b")
     assert groups.axes_of_pairs(((2, 2),), mesh(2, 4)) == ()
 
 
