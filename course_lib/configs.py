@@ -22,51 +22,14 @@ from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Free, Rounding, Rul
 from course_lib.measure import hardware
 from course_lib.measure import virtual as virtual  # must act before JAX looks for devices
 from course_lib.measure.hardware import Accelerator
-from course_lib.models import attention, layers, routing
-from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
-from course_lib.one_device.rematerialization import MODULES
-from course_lib.smaller_and_faster import flash_attention, large_vocabulary, smallest_step
+from course_lib.models import attention, configuration
+from course_lib.models.configuration import MODEL
+from course_lib.one_device import gradient_accumulation, mixed_precision
 
-DTYPES = ("float32", "bfloat16", "float16")
 PROGRAM = ("run", "mesh", "strategy")  # parts that only the program reads: program.settings
 
 RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]: it multiplies the rate in each step")
 SEED = Rule(lambda x: 0 <= x < 2**32, "be in [0, 2**32): JAX's keys keep 32 bits of it")
-REMAT = Rule(set(MODULES).issuperset, f"hold names from {MODULES}")
-NAMES = Rule(set(layers.NAMES).issuperset, f"hold names from {tuple(layers.NAMES)}")
-MODEL = dict(
-    num_layers=12,  # N: parameters, time and saved activations grow in proportion
-    hidden_size=1024,  # D: parameters and time grow with its square, activations with it
-    head_dim=128,  # K: below 64 the matrix units idle
-    num_heads=8,  # H: H * K must be D
-    mlp_expansion=4,  # F / D: most of the activations are the MLP's hidden ones
-    vocab_size=2048,  # rows of the token table; at least the tokenizer's
-    num_outputs=2048,  # V: the loss holds several times 4 * B * L * V bytes of logits
-    max_seq_len=512,  # rows of the position table; scores take H * L * L without flash
-    dropout_rate=Field(0.1, FRACTION),  # with 0, no random numbers and no masks
-    causal_mask=True,  # without it every position sees its own label
-    dtype=Field("bfloat16", DTYPES),  # of activations; float16 needs a loss scale
-    softmax_dtype=Field("float32", DTYPES),  # of scores, the largest arrays; bfloat16: half
-    scan_layers=True,  # compiles one block instead of N; activations are stacked arrays
-    remat=Rounding(("MLP", "Attn"), REMAT),  # computed again in the backward pass
-    remat_policy=Rounding("nothing", rematerialization.POLICIES),  # what it still saves
-    remat_names=Rounding((), NAMES),  # which named values "names" and "offload" keep
-    attention=Rounding("reference", attention.IMPLEMENTATIONS),
-    loss_chunks=Rounding(1),  # pieces of the logits, one at a time; more take less memory
-    loss_along=Rounding("vocabulary", large_vocabulary.ALONG),
-    flat_products=Rounding(False),  # B and L as one dimension: faster on a CPU
-    # the next six are explained in course_lib.models.layers
-    qk_norm=False,  # normalizes queries and keys, so that scores stay small
-    parallel_block=False,  # MLP beside attention: half as much to send along "tensor"
-    num_kv_heads=0,  # G: heads of keys and values; fewer take less memory; 0 means H
-    mlp_activation=Field("gelu", layers.ACTIVATIONS),
-    positions=Field("learned", layers.POSITIONS),  # "rotary" has no table
-    use_bias=True,  # False: matmuls and norms have no bias
-    num_experts=0,  # E MLPs, k of them per token; memory grows, FLOPs hardly
-    experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
-    capacity_factor=1.25,  # slots per expert / its even share; fewer drop more tokens
-    balance_weight=Field(0.01, NOT_NEGATIVE),  # of a loss; at 0, a few experts may get all
-)
 OPTIMIZER = dict(
     name=Field("adam", optimizers.OPTIMIZERS),  # two more float32 numbers per parameter
     param_dtype=Field("float32", optimizers.PARAM_DTYPES),  # bfloat16: half the bytes
@@ -89,7 +52,7 @@ TRAINING = dict(
     num_minibatches=4,  # M: activations of B / M sequences at a time
     accumulation=Rounding("scan", gradient_accumulation.METHODS),  # "loop" compiles all M
     accumulator_dtype=Field("float32", gradient_accumulation.ACCUMULATOR_DTYPES),
-    backward=Rounding("autodiff", smallest_step.BACKWARD),  # "in_place": one tree of gradients
+    backward=Rounding("autodiff", ("autodiff", "in_place")),  # one tree of gradients
     loss_scale=Field("none", mixed_precision.LOSS_SCALES),  # "dynamic" for float16
     donate=Free(True),  # without it, two states are in memory: 12 more bytes per parameter
 )
@@ -216,9 +179,6 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     Args:
       config: a configuration. The parts in `PROGRAM` are not looked at.
       accelerator: to run on; None skips the checks that depend on it.
-
-    Raises:
-      ValueError: naming the field, its value, and the fix.
     """
     if not isinstance(config, ConfigDict | FrozenConfigDict):
         raise ValueError(f"config={config!r} must be a ConfigDict, as get('cpu') returns one")
@@ -248,62 +208,8 @@ def check_attention(model: ConfigDict, accelerator: Accelerator | None) -> None:
 
 def check_pairs(config: ConfigDict) -> None:
     """Refuses fields that do not go together: one would undo the other, or change nothing."""
-    arguments.refuse(model_errors(config.model, config.data.seq_len))
+    arguments.refuse(configuration.errors(config.model, config.data.seq_len))
     arguments.refuse(_errors(config))
-
-
-def model_errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
-    """Yields an error for each rule between fields of a model that it breaks."""
-    remat, names, width = tuple(m.remat), tuple(m.remat_names), m.hidden_size
-    in_parts = {"MLP", "Attn"} & set(remat)
-    if seq_len > m.max_seq_len:
-        yield (
-            f"seq_len={seq_len} must be at most max_seq_len={m.max_seq_len}: later positions"
-            " have no embedding; raise max_seq_len or cut the sequences"
-        )
-    if m.num_heads * m.head_dim != width:
-        yield f"head_dim={m.head_dim} must be hidden_size / num_heads = {width} / {m.num_heads}"
-    if m.num_kv_heads and m.num_heads % m.num_kv_heads:
-        yield f"num_kv_heads={m.num_kv_heads} must divide num_heads={m.num_heads}, or be 0"
-    if m.positions == "rotary" and m.head_dim % 2:
-        yield f"head_dim={m.head_dim} must be even for positions='rotary', which turns pairs"
-    if m.num_experts:
-        routed = m.num_experts, m.experts_per_token, m.capacity_factor
-        if routed[1] > routed[0]:
-            yield f"experts_per_token={routed[1]} must be between 1 and num_experts={routed[0]}"
-        if not routing.capacity(seq_len, *routed):
-            yield f"capacity_factor={routed[2]} must be larger: no expert has room; take 1.25"
-        if m.parallel_block:
-            yield f"num_experts={routed[0]} must be 0 for parallel_block=True"
-    if m.parallel_block and in_parts:
-        yield (
-            f"remat={remat} must be () or ('Block',) for parallel_block=True, which computes"
-            " MLP and attention together"
-        )
-    large_vocabulary.check(
-        m.loss_chunks, m.loss_along, tokens=seq_len, vocabulary=m.num_outputs, prefix="loss_"
-    )
-    takes_names = m.remat_policy in ("names", "offload")
-    if takes_names != bool(names):
-        must = "name a value" if takes_names else "be empty"
-        yield f"remat_names={names} must {must} for remat_policy={m.remat_policy!r}"
-    if m.remat_policy != "nothing" and not remat:
-        yield f"remat_policy={m.remat_policy!r} must be 'nothing' for remat=(): or fill remat"
-    for name in names:
-        if not {layers.NAMES[name], "Block"} & set(remat):
-            yield (
-                f"remat={remat} must hold {layers.NAMES[name]!r} or 'Block' for remat_names to"
-                f" hold {name!r}: a module that is not rematerialized keeps it anyway"
-            )
-    if m.softmax_dtype != "float32" and m.attention not in ("reference", "blocks"):
-        yield (
-            f"softmax_dtype={m.softmax_dtype!r} must be 'float32' for"
-            f" attention={m.attention!r}; 'reference' and 'blocks' have others"
-        )
-    if m.attention == "cudnn" and m.dtype == "float32":
-        yield "dtype='float32' must be 'bfloat16' or 'float16' for attention='cudnn'"
-    if m.attention == "flash":
-        flash_attention.check(seq_len=seq_len, head_dim=m.head_dim, dtype=m.dtype)
 
 
 def _errors(c: ConfigDict) -> Iterator[str]:

@@ -152,12 +152,6 @@ def _not_like(value: Any, example: Any) -> str:
     return ""
 
 
-def _against(field: Field | None, value: Any) -> str:
-    """Returns what a value must be by the rule of its field; "" if it is."""
-    rule = field.rule if field else None
-    return rule.must if rule and not rule.holds(value) else ""
-
-
 def no_field(field: str, value: Any, known: Iterable[str]) -> ValueError:
     """Returns the error for a field that does not exist."""
     close = " or ".join(difflib.get_close_matches(field, known, n=3, cutoff=0))

@@ -40,7 +40,6 @@ from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
 from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
-from course_lib.smaller_and_faster import large_vocabulary, smallest_step
 from course_lib.text.data import Batch
 
 
@@ -116,10 +115,6 @@ def make_train_step(
         new state are not finite. It adds nothing to the train state, so a run can switch it on
         when it resumes.
       out_shardings: where the new state and the metrics are placed, as `jax.jit` takes it.
-
-    Raises:
-      ValueError: for options that do not exist; before it compiles, if M does not divide B or
-        float16 has no loss scale.
     """
     parts = dict(
         num_minibatches=num_minibatches, method=method, accumulator_dtype=accumulator_dtype
@@ -208,9 +203,6 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
         object every time: it compiles once.
       params: pytree of parameters.
       batches: at least one batch; an iterator makes each when it is needed.
-
-    Raises:
-      ValueError: if there is no batch, or a batch in place of a list of batches.
     """
     if isinstance(batches, Batch | jax.Array | np.ndarray):
         raise ValueError(
@@ -305,8 +297,9 @@ def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..
     """
     if model.loss_chunks == 1:
         return hooks, cross_entropy
-    output = large_vocabulary.Factors
-    return dataclasses.replace(hooks, output=output), losses.chunked_cross_entropy(model)
+    from course_lib.smaller_and_faster.large_vocabulary import Factors
+
+    return dataclasses.replace(hooks, output=Factors), losses.chunked_cross_entropy(model)
 
 
 def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
@@ -325,10 +318,12 @@ def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulatio
     )
 
 
-def add_in_place(model: ConfigDict) -> smallest_step.Add:
+def add_in_place(model: ConfigDict) -> Callable[..., Any]:
     """Returns `smallest_step.gradient_in_place` of the Transformer: `add(total, params, batch,
     rng)`. A layer is rematerialized as `model.remat_policy` says, whatever `model.remat` holds.
     """
+    from course_lib.smaller_and_faster import smallest_step
+
     hooks, score = hooks_and_score(model, Hooks())
     again = FrozenConfigDict(model.to_dict() | {"remat": ("Block",)})
     parts = transformer.parts(again, hooks)

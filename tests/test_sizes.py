@@ -1,7 +1,9 @@
 """Laws of playing with numbers: a notebook at other sizes runs from top to bottom."""
 
 import ast
+import functools
 import os
+import re
 
 import nbformat
 import pytest
@@ -127,3 +129,82 @@ def test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_other
         resources={"metadata": {"path": str(FOLDER)}},
     )
     client.execute()
+
+
+def file_of(module):
+    """The file of a module of this repository, or None."""
+    path = stamp.ROOT.joinpath(*module.split("."))
+    files = path.with_suffix(".py"), path / "__init__.py"
+    return next((file for file in files if file.is_file()), None)
+
+
+@functools.cache
+def nodes_of(module):
+    return list(when_imported(ast.parse(file_of(module).read_text())))
+
+
+def when_imported(node):
+    """Yields what importing a module evaluates: no bodies of functions, no `TYPE_CHECKING`."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    yield node
+    for field, value in ast.iter_fields(node):
+        if field != "body" or not isinstance(node, ast.FunctionDef | ast.Lambda):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from when_imported(child)
+
+
+@functools.cache
+def home(package, name):
+    """The module that `package.name` loads: some packages load what they are asked for."""
+    if file_of(f"{package}.{name}"):
+        return f"{package}.{name}"
+    for node in nodes_of(package):
+        table = isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if table and node.targets[0].id in ("_MODULES", "PICTURES"):
+            for module, names in ast.literal_eval(node.value).items():
+                if name in (names.split() if isinstance(names, str) else names):
+                    return f"{package}.{module}"
+    return package
+
+
+def loaded_by(nodes):
+    """The modules of course_lib that code imports, or asks a package for."""
+    where, found = {}, set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("course_lib"):
+            for one in node.names:
+                where[one.asname or one.name] = home(node.module, one.name)
+            found |= {node.module, *(home(node.module, one.name) for one in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {one.name for one in node.names if one.name.startswith("course_lib")}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in where:
+            package = where[node.value.id]
+            if file_of(package).name == "__init__.py":
+                found.add(home(package, node.attr))
+    return found
+
+
+# Of Part I, and of the others.
+MOST_LINES = {True: 7_000, False: 10_000}
+# Notebooks that still load more: none may grow.
+MORE_LINES = {"06_profiling": 7_022, "21_train_for_real": 10_322}
+
+
+@pytest.mark.parametrize("name", sorted(STORED))
+def test_the_imports_of_a_notebook_load_a_part_of_the_library(name):
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", 4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    tree = ast.parse(re.sub(r"^(\s*)[%!]", r"\1pass  # ", code, flags=re.M))
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    waiting, loaded = loaded_by(imports), set()
+    while waiting:
+        module = waiting.pop()
+        loaded.add(module)
+        parent = {module.rpartition(".")[0]} - {""}
+        waiting |= (parent | loaded_by(nodes_of(module))) - loaded
+    lines = {module: len(file_of(module).read_text().splitlines()) for module in loaded}
+    most = MORE_LINES.get(name, MOST_LINES[name < "07"])
+    assert sum(lines.values()) <= most, sorted(lines.items(), key=lambda each: -each[1])

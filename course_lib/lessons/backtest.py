@@ -27,10 +27,9 @@ import numpy as np
 from jax.scipy.stats import rankdata
 
 from course_lib import planner
-from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster, check_type
+from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
 from course_lib.measure import hardware
 from course_lib.measure.hardware import TpuTarget
-from course_lib.planner import Breakdown, Plan, Shape
 
 FOLDER = importlib.resources.files("course_lib.lessons") / "published_steps"
 KINDS = ("dense", "moe", "fp8", "offload", "tpu")
@@ -77,8 +76,8 @@ class Row:
     status: str
     kind: str
     model: str
-    shape: Shape
-    plan: Plan
+    shape: "planner.Shape"
+    plan: "planner.Plan"
     cluster: Cluster
     published: float
     unit: str
@@ -112,14 +111,14 @@ class Row:
         return self.cluster.accelerator.peak_flops["bfloat16"]
 
 
-def _narayanan(shape: Shape, passes: int) -> float:
+def _narayanan(shape: "planner.Shape", passes: int) -> float:
     N, D, L, V = shape.layers, shape.width, shape.seq_len, shape.vocab
     # The output layer is not computed again: 16 is 96 / 6, and 12 is 72 / 6.
     logits = {4: 16, 3: 12}[passes]
     return 24 * passes * N * D * D * (1 + L / (6 * D) + V / (logits * N * D))
 
 
-FLOPS: Mapping[str, Callable[[Shape], float]] = {
+FLOPS: Mapping[str, Callable[..., float]] = {
     "narayanan": functools.partial(_narayanan, passes=4),
     "narayanan-model": functools.partial(_narayanan, passes=3),
     "6N+12lhs": lambda shape: 6 * shape.parameters + _scores(shape),
@@ -132,7 +131,7 @@ without recomputation; 6 per parameter (6M: without the embedding) plus attentio
 """
 
 
-def _scores(shape: Shape) -> float:
+def _scores(shape: "planner.Shape") -> float:
     return 12.0 * shape.layers * shape.heads * shape.head_dim * shape.seq_len
 
 
@@ -183,7 +182,7 @@ def _row(source: str, publication: Mapping[str, Any], fields: Mapping[str, Any])
     axes = {"pipe": row["pipe"], "data": row["gpus"] // (others * fsdp), "fsdp": fsdp}
     axes |= {axis: row[axis] for axis in ("expert", "context", "tensor")}
     dtype = "float8_e4m3fn" if row["kind"] == "fp8" else "bfloat16"
-    plan = Plan(axes, dtype=dtype, **{name: row[name] for name in _PLAN})
+    plan = planner.Plan(axes, dtype=dtype, **{name: row[name] for name in _PLAN})
     accelerator = hardware.get(row["accelerator"])
     if row["memory_bandwidth"]:
         accelerator = dataclasses.replace(accelerator, memory_bandwidth=row["memory_bandwidth"])
@@ -198,7 +197,7 @@ def _row(source: str, publication: Mapping[str, Any], fields: Mapping[str, Any])
         raise ValueError(f"{sorted(unknown)} must be fields of a row")
     return Row(
         source=source,
-        shape=Shape(seq_len=row["seq_len"], **sizes),
+        shape=planner.Shape(seq_len=row["seq_len"], **sizes),
         plan=plan,
         cluster=Cluster(accelerator, row["gpus"], port_bandwidth=row["network"]),
         published=float(row["published"]),
@@ -212,7 +211,7 @@ class Prediction:
     """A published row and its predicted step."""
 
     row: Row
-    step: Breakdown
+    step: "planner.Breakdown"
 
     @property
     def error(self) -> float:
@@ -246,7 +245,6 @@ def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Predicti
     """
     predictions = []
     for row in rows:
-        check_type("rows", row, Row, "rows of backtest.load()")
         cluster = dataclasses.replace(row.cluster, products_share=share)
         target = cluster.accelerator.target
         slices = row.plan.size("data")  # of TPUs
@@ -438,7 +436,7 @@ def orders_by_rule(found: Sequence[tuple[Prediction, Prediction]]) -> list[bool]
     ]
 
 
-def layout_kind(plan: Plan) -> str:
+def layout_kind(plan: "planner.Plan") -> str:
     """Returns how a plan divides the state: "pipeline", "stage 3", "stage 3 in groups", "stages
     1 and 2", or "no ZeRO".
     """

@@ -121,16 +121,14 @@ def gathered_twice(right: Any) -> Any:
     return wrong
 
 
-@_fault(data_parallel, "gather_around")
+@_fault(data_parallel, "gather_outside")
 def one_layer_late(right: Any) -> Any:
     """Uses the parameters gathered for the layer before."""
 
-    def wrong(
-        apply_fn: Callable[..., Array], specs: PyTree, dtype: Any
-    ) -> Callable[..., Array]:
-        def late(params: PyTree, inputs: Array, rng: Any) -> Array:
+    def wrong(specs: PyTree, dtype: Any) -> Callable[[PyTree], PyTree]:
+        def late(params: PyTree) -> PyTree:
             layers = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), params["block"])
-            return right(apply_fn, specs, dtype)(params | {"block": layers}, inputs, rng)
+            return right(specs, dtype)(params | {"block": layers})
 
         return late
 

@@ -21,7 +21,6 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hardware, virtual
-from course_lib.planner import Estimate
 from course_lib.show import notebook
 
 SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
@@ -78,7 +77,7 @@ def _model(
 
 
 @functools.cache
-def best(level: int) -> Estimate:
+def best(level: int) -> "planner.Estimate":
     """Returns the fastest layout of a level that the planner finds and that fits."""
     chosen = levels()[level]
     return next(
@@ -188,16 +187,16 @@ FASTER = {
 }
 """How to spend less time in each part of a step."""
 
-_submissions: dict[int, list[Estimate]] = {}
+_submissions: dict[int, list[Any]] = {}
 
 
-def _named(layout: Estimate) -> str:
+def _named(layout: "planner.Estimate") -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.axes.items())
     parts = f", {layout.parts} parts" if layout.parts > 1 else ""
     return f"{axes}, ZeRO {layout.strategy.zero}{parts}"
 
 
-def _table(level: int, target: Estimate) -> None:
+def _table(level: int, target: "planner.Estimate") -> None:
     """Prints the submissions of a level below its target."""
     rows = [("target", target)]
     rows += [(f"{i}. {_named(each)}", each) for i, each in enumerate(_submissions[level], 1)]
@@ -217,7 +216,7 @@ def _table(level: int, target: Estimate) -> None:
     )
 
 
-def _compile(config: ConfigDict, layout: Estimate, cluster: Cluster) -> None:
+def _compile(config: ConfigDict, layout: "planner.Estimate", cluster: Cluster) -> None:
     """Prints the compiled peak beside the estimated one, or why there is none."""
     if reason := virtual.why_unavailable("h100"):
         print(f"It is not compiled, because here {reason}.")

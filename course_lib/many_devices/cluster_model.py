@@ -31,10 +31,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from course_lib.many_devices import meshes
 from course_lib.measure import virtual
 from course_lib.measure.hardware import Accelerator
 
-AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+AXES = (*meshes.AXES, "fsdp")
 PRODUCTS_SHARE = 0.76
 """Share of the peak rate that matrix products reach. The one constant that was fitted to
 published step times: see `lessons.backtest.fit`."""
@@ -54,14 +55,6 @@ has one GPU per host (https://github.com/NVIDIA/nccl/issues/1473). `Cluster.ring
 price the steps of that ring."""
 TORUS_LATENCY = 1e-6
 """Seconds per hop on a TPU's torus (https://jax-ml.github.io/scaling-book/sharding)."""
-
-
-def check_type(name: str, value: object, kind: type | tuple[type, ...], how: str) -> None:
-    """Refuses an argument of a wrong type, often one that was passed in another's place."""
-    if isinstance(value, bool) or not isinstance(value, kind):
-        long = dataclasses.is_dataclass(value)
-        shown = f"{type(value).__name__}(...)" if long else repr(value)
-        raise TypeError(f"{name}={shown} must be {how}")
 
 
 def network_share(hosts: int) -> float:
@@ -212,8 +205,6 @@ class Cluster:
     ring_latency: float = 0.0
 
     def __post_init__(self) -> None:
-        how = "a row of the table: hardware.get('h100')"
-        check_type("accelerator", self.accelerator, Accelerator, how)
         for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

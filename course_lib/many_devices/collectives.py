@@ -207,10 +207,6 @@ def cost(
         if one switch links all devices (NVLink on H100s).
       latency: seconds from the start of a message to the arrival of its first byte.
       bidirectional: whether each direction carries half.
-
-    Raises:
-      ValueError: if the kind is unknown or has no two-directional form, or a number is out of
-        range.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")

@@ -17,7 +17,6 @@ of parts meet in each step. In each step after the first, every device computes 
     keys of a later device       late queries see its early part, and its late part
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -48,9 +47,6 @@ def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
     Args:
       length: L.
       size: n devices.
-
-    Raises:
-      ValueError: if L is not a multiple of 2n.
     """
     arguments.refuse(_uneven(length, size, 2 * size))
     parts = np.arange(length).reshape(2 * size, -1)
@@ -83,9 +79,6 @@ def attend(
       causal: whether a position sees only itself and those before it.
       implementation: must be "reference".
       softmax_dtype: must be float32.
-
-    Raises:
-      ValueError: for another implementation or dtype of the softmax.
     """
     arguments.refuse(_not_a_ring(implementation, softmax_dtype))
     batch, length, heads, width = query.shape
@@ -232,17 +225,8 @@ def positions(length: int) -> Int[Array, "L_n"]:
     return own(jnp.arange(length * jax.lax.axis_size(AXIS)), dim=0)
 
 
-def hooks(others: Hooks) -> Hooks:
-    """Adds context parallelism to the hooks of other strategies."""
-    return dataclasses.replace(
-        others, attend=attend, positions=positions, attend_positions=positions
-    )
-
-
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
-    if AXIS not in asked.n:
-        return
     size, hand, model = asked.n[AXIS], asked.by_hand, asked.model
     if "pipe" in asked.n:
         yield (
@@ -282,5 +266,9 @@ def _not_a_ring(implementation: str, softmax_dtype: Any) -> Iterator[str]:
 
 
 CONTEXT = Axis(
-    AXIS, errors, activations={"length": AXIS, "positions": AXIS}, hooks=hooks, own=own
+    AXIS,
+    errors,
+    activations={"length": AXIS, "positions": AXIS},
+    hooks=lambda share: Hooks(attend=attend, positions=positions, attend_positions=positions),
+    own=own,
 )

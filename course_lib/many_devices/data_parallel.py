@@ -33,17 +33,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 
-from course_lib.arguments import nearest
-from course_lib.many_devices.axis import Asked, Axis
+from course_lib import arguments
+from course_lib.many_devices.axis import Asked, Axis, Share
 from course_lib.many_devices.meshes import vary
+from course_lib.many_devices.options import STAGES
 from course_lib.many_devices.sharding import dim_of, place
+from course_lib.models.hooks import Hooks
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 
 PyTree = Any
 Layer = Callable[..., Any]  # (params, x, key) -> anything
 
-STAGES = (0, 1, 2, 3)
 AXIS = "data"
 
 
@@ -62,19 +63,17 @@ def gradient(
 
     Args:
       loss_fn: one device's loss, of its parts of the parameters and its share of the batch. In
-        stage 2 a parameter whose gradient is cut arrives as a `Scattered`, which
-        `scatter_layers` and `scatter_around` make whole again. If all label weights are 0, the
-        loss and its gradient must be 0, as in `losses`: a device may have no labels, and one
-        NaN from 0 / 0 would reach all devices.
+        stage 2 a parameter whose gradient is cut arrives as a `Scattered` (`hooks`). If all
+        label weights are 0, the loss and its gradient must be 0, as in `losses`: a device may
+        have no labels, and one NaN from 0 / 0 would reach all devices.
       mesh: with an axis "data".
       param_specs: specs of the parameters.
       grad_specs: specs of the returned gradients: cut over "data" from stage 1 on.
-      stage: of ZeRO, 0 to 3.
-      cut: takes the gradient function of a minibatch, and returns that of a device's share. By
-        default the share is one minibatch. Stages 0 and 1 communicate once for all minibatches.
+      stage: of ZeRO.
+      cut: makes the gradient function of a device's share from that of a minibatch. By default
+        the share is one minibatch. Stages 0 and 1 communicate once for all minibatches.
     """
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage!r} must be one of {STAGES}: 3 is also called FSDP")
+    arguments.one_of("stage", stage, STAGES)
     of_share = cut(
         gradient_accumulation.gradient(loss_fn)
         if stage < 2
@@ -102,9 +101,7 @@ def gradient(
 
 
 def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
-    """Returns the loss function on arrays that are spread over the mesh: the weighted mean over
-    all devices of `loss_fn`, one device's loss.
-    """
+    """Returns the loss of all devices: the weighted mean of `loss_fn`, one device's loss."""
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         rng = None if rng is None else _own_key(rng)
@@ -116,12 +113,11 @@ def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
 
 
 def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn:
-    """Returns the loss of all tokens. Each device along `axis` computes its own part of them.
-
-    The parameters are marked as each device's own before they are used, so that JAX sums their
-    gradients over devices once, at the end of the backward pass. Each device draws dropout from
-    its own key. `own` returns a device's part of an array of tokens.
+    """Returns the loss of all tokens. Each device along `axis` computes its own part of them,
+    which `own` takes from an array, and draws dropout from its own key.
     """
+    # The parameters are marked as each device's own before they are used, so that JAX sums
+    # their gradients over devices once, at the end of the backward pass.
 
     def of_all(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         rng = None if rng is None else jax.random.fold_in(rng, jax.lax.axis_index(axis))
@@ -207,16 +203,13 @@ def scatter_gradient(own: Array, whole: Array, dim: int) -> Array:
     return whole
 
 
-def _scatter_forward(own: Array, whole: Array, dim: int) -> tuple[Array, None]:
-    return whole, None
-
-
-def _scatter_backward(dim: int, _: None, grad: Array) -> tuple[Array, None]:
-    scattered = jax.lax.psum_scatter(grad, AXIS, scatter_dimension=dim, tiled=True)
-    return scattered, None  # the whole parameter is not differentiated
-
-
-scatter_gradient.defvjp(_scatter_forward, _scatter_backward)
+scatter_gradient.defvjp(
+    lambda own, whole, dim: (whole, None),
+    lambda dim, _, grad: (  # the whole parameter is not differentiated
+        jax.lax.psum_scatter(grad, AXIS, scatter_dimension=dim, tiled=True),
+        None,
+    ),
+)
 
 
 def scatter(params: PyTree, specs: PyTree) -> PyTree:
@@ -276,29 +269,14 @@ def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
 
 
-def gather_around(
-    apply_fn: Callable[..., Any], specs: PyTree, dtype: Any
-) -> Callable[..., Any]:
-    """Returns a model that gathers the parameters that belong to no layer: embeddings, last
-    norm, output layer.
-    """
-    return _around(apply_fn, specs, lambda params, specs: gather(params, specs, dtype))
+def gather_outside(specs: PyTree, dtype: Any) -> Callable[[PyTree], PyTree]:
+    """Returns the hook that gathers what belongs to no layer: embeddings, last norm, head."""
+    return _outside(specs, lambda params, specs: gather(params, specs, dtype))
 
 
-def scatter_around(apply_fn: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """Returns a model that scatters the gradients of parameters that belong to no layer."""
-    return _around(apply_fn, specs, scatter)
-
-
-def _around(
-    apply_fn: Callable[..., Any], specs: PyTree, change: Callable[[PyTree, PyTree], PyTree]
-) -> Callable[..., Any]:
-    def changed(params: PyTree, inputs: Array, rng: Any) -> Any:
-        outside = {name: params[name] for name in params if not name.startswith("block")}
-        of_outside = change(outside, {name: specs[name] for name in outside})
-        return apply_fn(params | of_outside, inputs, rng)
-
-    return changed
+def _outside(specs: PyTree, change: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
+    cut = {name: spec for name, spec in specs.items() if not name.startswith("block")}
+    return lambda params: params | change({name: params[name] for name in cut}, cut)
 
 
 def of_layer(specs: PyTree, scanned: bool) -> PyTree:
@@ -325,16 +303,11 @@ def scatter_layers(specs: PyTree, scanned: bool) -> Callable[[Layer], Layer]:
 def gather_layers(
     specs: PyTree, dtype: Any, again: bool, scanned: bool
 ) -> Callable[[Layer], Layer]:
-    """Returns a wrapper for `hooks.Hooks.layer`: a wrapped layer gathers its parameters when it
-    runs.
+    """Returns a hook `layer`: the layer gathers its parameters when it runs.
 
-    Args:
-      specs: of all parameters.
-      dtype: as for `gather`.
-      again: whether to drop the gathered parameters after the forward pass, and gather the
-        kernels again in the backward pass. If not, the gathered parameters of all layers stay
-        until the backward pass.
-      scanned: whether the layers are scanned.
+    `specs` are those of all parameters. With `again`, the gathered parameters are dropped after
+    the forward pass, and the kernels gathered again in the backward pass. If not, those of all
+    layers stay until then.
     """
     per_layer = of_layer(specs, scanned)
 
@@ -350,34 +323,29 @@ def gather_layers(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def constrain_gradient(params: PyTree, places: tuple[NamedSharding, ...]) -> PyTree:
-    """Returns the parameters, and gives the gradient of each leaf its sharding in `places`.
+def constrain_gradient(param: Array, place: NamedSharding) -> Array:
+    """Returns the parameter, and gives its gradient a sharding.
 
-    The compiler then sums a gradient over devices where the backward pass computes it, and each
-    device keeps a slice.
+    The compiler then sums the gradient over devices where the backward pass computes it, and
+    each device keeps a slice.
     """
-    return params
+    return param
 
 
-def _constrain_forward(params: PyTree, places: Any) -> tuple[PyTree, None]:
-    return params, None
-
-
-def _constrain_backward(places: Any, _: None, grads: PyTree) -> tuple[PyTree]:
-    leaves, tree = jax.tree.flatten(grads)
-    return (jax.tree.unflatten(tree, map(jax.lax.with_sharding_constraint, leaves, places)),)
-
-
-constrain_gradient.defvjp(_constrain_forward, _constrain_backward)
+constrain_gradient.defvjp(
+    lambda param, place: (param, None),
+    lambda place, _, grad: (jax.lax.with_sharding_constraint(grad, place),),
+)
 
 
 def constrain_layers(specs: PyTree, mesh: Mesh, scanned: bool) -> Callable[[Layer], Layer]:
     """Returns the compiler's form of `scatter_layers`: a wrapped layer constrains its gradients
     to the slices of the devices.
     """
-    per_layer = place(of_layer(specs, scanned), mesh)
-    places = tuple(jax.tree.leaves(per_layer))
-    return lambda layer: lambda params, *args: layer(constrain_gradient(params, places), *args)
+    places = place(of_layer(specs, scanned), mesh)
+    return lambda layer: (
+        lambda params, *args: layer(jax.tree.map(constrain_gradient, params, places), *args)
+    )
 
 
 def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -388,6 +356,21 @@ def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     return (
         primitive.name != "all_gather" and not made_of_it and params.get("name") != "gathered"
     )
+
+
+def hooks(share: Share) -> Hooks:
+    """Returns the hooks of ZeRO stages 2 and 3 by hand."""
+    model, strategy = share.model, share.strategy
+    if strategy.zero == 2:
+        layer = scatter_layers(share.grads, scanned=model.scan_layers)
+        return Hooks(layer=layer, params=_outside(share.grads, scatter))
+    if strategy.zero == 3:
+        # A rematerialized block gathers again anyway.
+        by_block = "Block" in model.remat and model.remat_policy == "nothing"
+        again = strategy.gather_again and not by_block
+        layer = gather_layers(share.params, model.dtype, again=again, scanned=model.scan_layers)
+        return Hooks(layer=layer, params=gather_outside(share.params, model.dtype))
+    return Hooks()
 
 
 def errors(asked: Asked) -> Iterator[str]:
@@ -409,8 +392,8 @@ def errors(asked: Asked) -> Iterator[str]:
         yield (
             f"batch_size={asked.batch_size} must be a multiple of {parts}: {n} devices along"
             f" 'data' x {minibatches} minibatches x {micro} microbatches of one size; take"
-            f" {nearest(asked.batch_size, parts)}"
+            f" {arguments.nearest(asked.batch_size, parts)}"
         )
 
 
-DATA = Axis(AXIS, errors, activations={"batch": AXIS, "sequences": AXIS})
+DATA = Axis(AXIS, errors, activations={"batch": AXIS, "sequences": AXIS}, hooks=hooks)

@@ -17,7 +17,6 @@ an expert needs no sum along "expert", since the expert receives the tokens of a
 that axis; it is summed along "data". All other gradients are summed along both axes.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
@@ -53,24 +52,9 @@ def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B
     return jax.lax.all_to_all(run(there), AXIS, split_axis=1, concat_axis=0, tiled=True)
 
 
-def hooks(others: Hooks) -> Hooks:
-    """Adds expert parallelism to the hooks of other strategies."""
-    return dataclasses.replace(others, experts=exchange)
-
-
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
-    experts = asked.model.num_experts
-    others = [axis for axis in ("pipe", "context", "tensor") if axis in asked.n]
-    if others and (AXIS in asked.n or experts):
-        yield (
-            f"mesh={dict(asked.n)} must have no other axes than 'data' and 'expert' with"
-            f" num_experts={experts}: layers with experts are not divided along"
-            f" {' and '.join(map(repr, others))}"
-        )
-    if AXIS not in asked.n:
-        return
-    size = asked.n[AXIS]
+    experts, size = asked.model.num_experts, asked.n[AXIS]
     if not experts:
         yield (
             f"num_experts=0 means a model without experts, so the {size} devices of a mesh"
@@ -91,6 +75,6 @@ EXPERT = Axis(
     errors,
     params=sharding.EXPERTS,
     activations={**sharding.EXPERTS, "batch": ("data", AXIS)},
-    hooks=hooks,
+    hooks=lambda share: Hooks(experts=exchange),
     own=own_sequences,
 )

@@ -26,7 +26,15 @@ from course_lib.arguments import nearest
 PyTree = Any
 
 AnyMesh = Mesh | AbstractMesh  # for code that needs only the sizes of axes, no devices
-AXES = ("data", "pipe", "expert", "context", "tensor")  # the names that the course uses
+MODULES = {
+    "data": "data_parallel",
+    "pipe": "pipeline_parallel.pipeline",
+    "expert": "expert_parallel",
+    "context": "context_parallel",
+    "tensor": "tensor_parallel",
+}
+"""The axes that a mesh may have, outer to inner, and the module of the strategy along each."""
+AXES = tuple(MODULES)
 
 
 def simulate(count: int = 8) -> None:
@@ -35,9 +43,6 @@ def simulate(count: int = 8) -> None:
 
     The devices share the CPU's cores and memory: they show what each device holds and sends,
     not how fast it is.
-
-    Raises:
-      RuntimeError: if JAX has started with another number of CPU devices.
     """
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")

@@ -1,39 +1,29 @@
-"""Which strategies exist, and which ones a mesh and a model allow: checked before anything is
-compiled.
+"""How a run uses the axes of its mesh, and what a mesh and a model allow: checked before
+anything is compiled.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
 from course_lib import arguments, fields
 from course_lib.fields import FIXED, at_least, option
-from course_lib.many_devices import (
-    async_tensor_parallel,
-    context_parallel,
-    data_parallel,
-    expert_parallel,
-    meshes,
-    tensor_parallel,
-)
-from course_lib.many_devices.axis import Asked, Axis
-from course_lib.many_devices.pipeline_parallel import pipeline, schedules
-from course_lib.smaller_and_faster import large_vocabulary
+from course_lib.many_devices import axis, meshes
+from course_lib.many_devices.axis import Asked
+from course_lib.many_devices.pipeline_parallel import schedules
 
 BY = ("hand", "compiler")
-AXES: tuple[Axis, ...] = (
-    data_parallel.DATA,
-    pipeline.PIPE,
-    expert_parallel.EXPERT,
-    context_parallel.CONTEXT,
-    tensor_parallel.TENSOR,
+STAGES = (0, 1, 2, 3)
+"""Stages of ZeRO; 3 is also called FSDP."""
+OVERLAPS = ("none", "one-way", "two-way")
+"""How matmuls and their communication overlap: not at all ("none"), or around a ring, in one
+direction or in both.
+"""
+OF_AXIS = dict(
+    sequence="tensor", overlap="tensor", schedule="pipe", microbatches="pipe", chunks="pipe"
 )
-"""All strategies, in the order of `meshes.AXES`."""
-
-
-def used(mesh: meshes.AnyMesh) -> list[Axis]:
-    """Returns the strategies that a mesh uses."""
-    return [axis for axis in AXES if axis.name in mesh.shape]
+"""Fields of a `Strategy` that do nothing without the axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +34,7 @@ class Strategy:
     # `jax.jit` respects
     by: str = option("hand", BY)
     # stage of ZeRO along "data"
-    zero: int = option(0, data_parallel.STAGES)
+    zero: int = option(0, STAGES)
     # with stage 3 by hand, whether layers gather their parameters again for the backward pass;
     # rematerialized blocks always do
     gather_again: bool = option(True)
@@ -54,7 +44,7 @@ class Strategy:
     # when the products along "tensor" communicate. "none": before or after they compute.
     # "one-way", "two-way": while they compute, around a ring, in one direction or both; needs
     # `sequence` and by "hand"
-    overlap: str = option("none", async_tensor_parallel.OVERLAPS)
+    overlap: str = option("none", OVERLAPS)
     # of the pipeline along "pipe"
     schedule: str = option("1f1b", schedules.SCHEDULES)
     # M; a pipeline cuts the share of each device along "data" into as many
@@ -89,17 +79,7 @@ def check(
       seq_len: L.
       num_minibatches: into how many the batch is cut.
       accumulator_dtype: dtype that their gradients are summed in.
-
-    Raises:
-      ValueError: naming what is wrong, its value and the fix.
     """
-    if not hasattr(mesh, "axis_names"):
-        raise ValueError(
-            f'mesh={mesh!r} must be a mesh of devices, as meshes.make({{"data": 4}})'
-            " returns one"
-        )
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy={strategy!r} must be a Strategy, as Strategy(zero=1)")
     n = dict(mesh.shape)
     if unknown := set(n) - set(meshes.AXES):
         raise ValueError(
@@ -111,29 +91,51 @@ def check(
         )
     if mesh.size == 1:
         return
-    if model.attention == "flash":
-        raise ValueError(
-            "attention='flash' must be 'reference' or 'xla' on several devices: the kernel does"
-            " not say how it is divided; a compiler would gather all of it on every device"
-        )
     asked = Asked(model, n, strategy, batch_size, seq_len, num_minibatches, accumulator_dtype)
-    for axis in AXES:
-        arguments.refuse(axis.errors(asked))
+    arguments.refuse(_errors(asked))
+    for each in axis.used(mesh):
+        arguments.refuse(each.errors(asked))
     if model.loss_chunks > 1:
         _check_loss(model, n, strategy, seq_len)
     if "pipe" in n:  # last: tables of hundreds of microbatches take a second
         schedules.make(strategy.schedule, n["pipe"], strategy.microbatches, strategy.chunks)
 
 
+def _errors(asked: Asked) -> Iterator[str]:
+    """Yields an error for each rule that is broken and belongs to no single axis."""
+    model, n = asked.model, asked.n
+    if model.attention == "flash":
+        yield (
+            "attention='flash' must be 'reference' or 'xla' on several devices: the kernel does"
+            " not say how it is divided; a compiler would gather all of it on every device"
+        )
+    for name, needed in OF_AXIS.items():
+        value = getattr(asked.strategy, name)
+        if needed not in n and value != getattr(Strategy, name):
+            yield (
+                f"{name}={value!r} must come with a mesh axis {needed!r}: without one it would"
+                " do nothing"
+            )
+    others = [name for name in n if name not in ("data", "expert")]
+    if others and (model.num_experts or "expert" in n):
+        yield (
+            f"mesh={dict(n)} must have no other axes than 'data' and 'expert' with"
+            f" num_experts={model.num_experts}: layers with experts are not divided along"
+            f" {' and '.join(map(repr, others))}"
+        )
+
+
 def _check_loss(model: ConfigDict, n: dict[str, int], s: Strategy, seq_len: int) -> None:
     """Refuses a loss in chunks that a device cannot cut from its own part of the logits."""
-    axis, other = {"vocabulary": ("tensor", "tokens"), "tokens": ("context", "vocabulary")}[
+    from course_lib.smaller_and_faster import large_vocabulary
+
+    cut, other = {"vocabulary": ("tensor", "tokens"), "tokens": ("context", "vocabulary")}[
         model.loss_along
     ]
-    if s.by == "compiler" and n.get(axis, 1) > 1:
+    if s.by == "compiler" and n.get(cut, 1) > 1:
         raise ValueError(
             f"loss_along={model.loss_along!r} must not come with by='compiler' and a mesh axis"
-            f" {axis!r}, which divides the same dimension; take by='hand', or"
+            f" {cut!r}, which divides the same dimension; take by='hand', or"
             f" loss_along={other!r}"
         )
     large_vocabulary.check(

@@ -16,6 +16,7 @@ and `overlap` exist by hand only:
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,16 +28,10 @@ from jaxtyping import Array
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import configs, optimizers, training
-from course_lib.many_devices import (
-    async_tensor_parallel,
-    data_parallel,
-    meshes,
-    options,
-    sharding,
-    tensor_parallel,
-)
+from course_lib.many_devices import axis, meshes, options, sharding
+from course_lib.many_devices.axis import Share
 from course_lib.many_devices.options import Strategy
-from course_lib.many_devices.pipeline_parallel import pipeline, schedules
+from course_lib.many_devices.pipeline_parallel import schedules
 from course_lib.models import losses, transformer
 from course_lib.models.hooks import Hooks
 from course_lib.one_device import gradient_accumulation
@@ -44,6 +39,7 @@ from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 from course_lib.training import Run as Run
 
 PyTree = Any
+Ways = tuple[LossFn, Callable[[LossFn], GradFn], LossFn]
 
 
 def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
@@ -95,7 +91,7 @@ def layout_of(
     """Returns the specs of a train state (or its shapes) and of its gradients, for a checked
     strategy.
     """
-    model = {name: cut for axis in options.used(mesh) for name, cut in axis.params.items()}
+    model = {name: cut for each in axis.used(mesh) for name, cut in each.params.items()}
     divided = {**model, **sharding.ZERO}
     params = sharding.specs(state.params, divided if strategy.zero == 3 else model, mesh)
     grads = sharding.specs(state.params, divided if strategy.zero else model, mesh)
@@ -106,7 +102,7 @@ def activation_rules(mesh: meshes.AnyMesh, sequence: bool) -> sharding.Rules:
     """Returns which mesh axes cut the dimensions of activations: "data" cuts the batch,
     "tensor" the heads and the hidden width, and with `sequence` also norms and residuals.
     """
-    rules = {name: cut for axis in options.used(mesh) for name, cut in axis.activations.items()}
+    rules = {name: cut for each in axis.used(mesh) for name, cut in each.activations.items()}
     return rules | ({"length": "tensor"} if sequence else {})
 
 
@@ -136,10 +132,6 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
         "expert" the experts, "tensor" heads, hidden width and vocabulary. On one device the run
         computes the same as the one of `training.build`.
       strategy: how the axes are used.
-
-    Raises:
-      ValueError: if a size does not divide, or a value does not exist: naming the field, its
-        value and the fix.
     """
     configs.check(config)
     return of_checked(config, mesh, strategy)
@@ -210,6 +202,8 @@ def _piped(mesh: meshes.AnyMesh) -> bool:
 
 def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed: Any) -> Any:
     """Returns both functions for layers in the order of a pipeline's stages."""
+    from course_lib.many_devices.pipeline_parallel import pipeline
+
     size = mesh.shape["pipe"], strategy.chunks
 
     def init_in_stages(rng: Any) -> training.TrainState:
@@ -230,7 +224,7 @@ def _ways(
     mesh: Mesh,
     strategy: Strategy,
     specs: tuple[PyTree, PyTree],
-) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
+) -> Ways:
     """Returns the loss to differentiate, a function that makes its gradient function, and the
     loss of global arrays.
 
@@ -243,110 +237,74 @@ def _ways(
       strategy: how its axes are used.
       specs: of the parameters, and of their gradients.
     """
-    model, (param_specs, grad_specs) = config.model, specs
     if mesh.size == 1:
-        loss_fn = training.loss_of(model)
+        loss_fn = training.loss_of(config.model)
         return loss_fn, training.gradient_from(config), loss_fn
-    cut: Callable[[GradFn], GradFn] = functools.partial(
+    share = Share(config.model, mesh, strategy, *specs)
+    if _piped(mesh):
+        return _in_a_pipeline(share)
+    cut = functools.partial(
         gradient_accumulation.in_minibatches, **training.minibatches(config)
     )
-    if _piped(mesh):
-        parts = _pipeline(model, mesh, strategy, param_specs)
-        loss_fn = pipeline.loss_of_head(parts[0], _tensor(model, mesh, strategy)[1])
-        return (
-            loss_fn,
-            lambda loss_fn: pipeline.gradient(loss_fn, *parts, grad_specs),
-            pipeline.loss(loss_fn, *parts),
-        )
-    if strategy.by == "hand":
-        loss_fn = _local_loss(model, mesh, strategy, specs)
-        by_hand = functools.partial(
-            data_parallel.gradient,
-            mesh=mesh,
-            param_specs=param_specs,
-            grad_specs=grad_specs,
-            stage=strategy.zero,
-            cut=cut,
-        )
-        return loss_fn, by_hand, data_parallel.loss(loss_fn, mesh, param_specs)
-    placed = sharding.place(grad_specs, mesh)
-    loss_fn = _constrained_loss(model, mesh, strategy, grad_specs)
-    return loss_fn, lambda loss_fn: cut(_gradient_by_compiler(placed, loss_fn)), loss_fn
+    return (_by_hand if strategy.by == "hand" else _by_compiler)(share, cut)
 
 
-def _local_loss(
-    model: ConfigDict, mesh: Mesh, strategy: Strategy, specs: tuple[PyTree, PyTree]
-) -> LossFn:
-    """Returns one device's share of the loss, on its part of parameters and sequences. Takes
-    the specs of the parameters, and of their gradients.
+def _hooks_and_score(share: Share) -> tuple[Hooks, Callable[..., Any]]:
+    """Returns how one device's part of the model differs, and the cross entropy of its logits:
+    what all axes change, together.
     """
-    param_specs, grad_specs = specs
-    hooks, score = _tensor(model, mesh, strategy)
-    if strategy.zero == 2:
-        layer = data_parallel.scatter_layers(grad_specs, scanned=model.scan_layers)
-        hooks = dataclasses.replace(hooks, layer=layer)
-    if strategy.zero == 3:
-        # A rematerialized block gathers again anyway.
-        by_block = "Block" in model.remat and model.remat_policy == "nothing"
-        again = strategy.gather_again and not by_block
-        layer = data_parallel.gather_layers(
-            param_specs, model.dtype, again=again, scanned=model.scan_layers
-        )
-        hooks = dataclasses.replace(hooks, layer=layer)
-    for axis in options.used(mesh):
-        hooks = axis.hooks(hooks)
-    apply_fn = transformer.function(model, hooks, balance=model.num_experts > 0)
-    if strategy.zero == 2:
-        apply_fn = data_parallel.scatter_around(apply_fn, grad_specs)
-    if strategy.zero == 3:
-        apply_fn = data_parallel.gather_around(apply_fn, param_specs, model.dtype)
-    loss_fn = losses.transformer_loss(model, apply_fn, score)
-    for axis in options.used(mesh):
-        if axis.own:
-            loss_fn = data_parallel.divided(loss_fn, axis.name, axis.own)
-    return loss_fn
+    axes = axis.used(share.mesh)
+    hooks = functools.reduce(operator.or_, (each.hooks(share) for each in axes))
+    scores = [score for each in axes if (score := each.score(share))]
+    if scores:  # one axis at most cuts the vocabulary
+        return hooks, scores[0]
+    return training.hooks_and_score(share.model, hooks)
 
 
-def _tensor(
-    model: ConfigDict, mesh: Mesh, strategy: Strategy
-) -> tuple[Hooks, Callable[..., Any]]:
-    """Returns the hooks and the cross entropy of one device along "tensor". Without that axis,
-    returns those of the full model.
-    """
-    if "tensor" not in mesh.shape:
-        return training.hooks_and_score(model, Hooks())
-    if strategy.overlap == "none":
-        hooks = tensor_parallel.hooks(mesh, sequence=strategy.sequence)
-    else:
-        two_way = strategy.overlap == "two-way"
-        hooks = async_tensor_parallel.hooks(mesh, bidirectional=two_way)
-    if model.loss_chunks == 1:
-        return hooks, tensor_parallel.cross_entropy
-    factors = tensor_parallel.gather_factors if strategy.sequence else tensor_parallel.factors
-    score = functools.partial(
-        tensor_parallel.linear_cross_entropy, chunks=model.loss_chunks, along=model.loss_along
+def _by_hand(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
+    """Returns what `_ways` returns: collectives are written out inside `jax.shard_map`."""
+    from course_lib.many_devices import data_parallel
+
+    hooks, score = _hooks_and_score(share)
+    apply_fn = transformer.function(share.model, hooks, balance=share.model.num_experts > 0)
+    loss_fn = losses.transformer_loss(share.model, apply_fn, score)
+    for each in axis.used(share.mesh):
+        if each.own:
+            loss_fn = data_parallel.divided(loss_fn, each.name, each.own)
+    gradient_fn = functools.partial(
+        data_parallel.gradient,
+        mesh=share.mesh,
+        param_specs=share.params,
+        grad_specs=share.grads,
+        stage=share.strategy.zero,
+        cut=cut,
     )
-    return dataclasses.replace(hooks, output=factors), score
+    return loss_fn, gradient_fn, data_parallel.loss(loss_fn, share.mesh, share.params)
 
 
-def _pipeline(
-    model: ConfigDict, mesh: Mesh, strategy: Strategy, param_specs: PyTree
-) -> tuple[Any, Mesh, PyTree, Any]:
-    """Returns what a pipeline executes: the model in parts, the mesh, the specs of the
-    parameters and the schedule.
+def _in_a_pipeline(share: Share) -> Ways:
+    """Returns what `_ways` returns, of the program that executes a schedule."""
+    from course_lib.many_devices.pipeline_parallel import pipeline
+
+    mesh, strategy = share.mesh, share.strategy
+    hooks, score = _hooks_and_score(share)
+    schedule = schedules.make(
+        strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks
+    )
+    runs = transformer.parts(share.model, hooks), mesh, share.params, schedule
+    loss_fn = pipeline.loss_of_head(runs[0], score)
+    return (
+        loss_fn,
+        lambda loss_fn: pipeline.gradient(loss_fn, *runs, share.grads),
+        pipeline.loss(loss_fn, *runs),
+    )
+
+
+def _by_compiler(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
+    """Returns what `_ways` returns: the program of one device, with sharding constraints on the
+    values that the model names, on the gradients, and in ZeRO stage 2 on those of each layer.
     """
-    stages, chunks = mesh.shape["pipe"], strategy.chunks
-    parts = transformer.parts(model, _tensor(model, mesh, strategy)[0])
-    schedule = schedules.make(strategy.schedule, stages, strategy.microbatches, chunks)
-    return parts, mesh, param_specs, schedule
-
-
-def _constrained_loss(
-    model: ConfigDict, mesh: Mesh, strategy: Strategy, grad_specs: PyTree
-) -> LossFn:
-    """Returns the loss of one device, with sharding constraints on the values that the model
-    names, and in ZeRO stage 2 on the gradients of each layer.
-    """
+    mesh, strategy = share.mesh, share.strategy
     rules = activation_rules(mesh, strategy.sequence)
 
     def named(x: Array, name: str) -> Array:
@@ -360,16 +318,19 @@ def _constrained_loss(
 
     hooks = Hooks(named=named, experts=at_experts)
     if strategy.zero == 2:
-        layer = data_parallel.constrain_layers(grad_specs, mesh, scanned=model.scan_layers)
-        hooks = dataclasses.replace(hooks, layer=layer)
-    return training.loss_of(model, hooks)
+        from course_lib.many_devices import data_parallel
 
+        scanned = share.model.scan_layers
+        hooks |= Hooks(layer=data_parallel.constrain_layers(share.grads, mesh, scanned))
+    loss_fn, placed = training.loss_of(share.model, hooks), sharding.place(share.grads, mesh)
 
-def _gradient_by_compiler(placed: PyTree, loss_fn: LossFn) -> GradFn:
-    grad_fn = gradient_accumulation.gradient(loss_fn)
+    def gradient_fn(loss_fn: LossFn) -> GradFn:
+        grad_fn = gradient_accumulation.gradient(loss_fn)
 
-    def constrained(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
-        grads, metrics = grad_fn(params, batch, rng)
-        return jax.lax.with_sharding_constraint(grads, placed), metrics
+        def constrained(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
+            grads, metrics = grad_fn(params, batch, rng)
+            return jax.lax.with_sharding_constraint(grads, placed), metrics
 
-    return constrained
+        return cut(constrained)
+
+    return loss_fn, gradient_fn, loss_fn

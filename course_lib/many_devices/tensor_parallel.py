@@ -16,6 +16,8 @@ sequence there instead: a column matmul first gathers the sequence, and a row ma
 its sum. The number of bytes sent is the same, and norms and residuals are divided, too.
 """
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +28,10 @@ from jaxtyping import Array, Float, Int
 
 from course_lib import arguments
 from course_lib.many_devices import meshes, sharding
-from course_lib.many_devices.axis import Asked, Axis
+from course_lib.many_devices.axis import Asked, Axis, Share
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
+from course_lib.models.losses import Score
 from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.smaller_and_faster.large_vocabulary import Factors
 
@@ -201,18 +204,36 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
     )
 
 
+def _hooks(share: Share) -> Hooks:
+    """Returns the hooks, with factors in place of logits if the loss takes them."""
+    strategy = share.strategy
+    if strategy.overlap == "none":
+        own = hooks(share.mesh, sequence=strategy.sequence)
+    else:
+        from course_lib.many_devices import async_tensor_parallel
+
+        two_way = strategy.overlap == "two-way"
+        own = async_tensor_parallel.hooks(share.mesh, bidirectional=two_way)
+    if share.model.loss_chunks == 1:
+        return own
+    return dataclasses.replace(own, output=gather_factors if strategy.sequence else factors)
+
+
+def _score(share: Share) -> Score:
+    chunks, along = share.model.loss_chunks, share.model.loss_along
+    if chunks == 1:
+        return cross_entropy
+    return functools.partial(linear_cross_entropy, chunks=chunks, along=along)
+
+
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
     model, strategy = asked.model, asked.strategy
-    if strategy.sequence and AXIS not in asked.n:
-        yield "sequence=True must come with a mesh axis 'tensor', which divides the sequence"
     if strategy.overlap != "none" and not (strategy.sequence and asked.by_hand):
         yield (
             f"overlap={strategy.overlap!r} must come with sequence=True and by='hand': the ring"
             " moves parts of the sequence"
         )
-    if AXIS not in asked.n:
-        return
     cut = {
         "num_heads": model.num_heads,
         "mlp_expansion * hidden_size": model.mlp_expansion * model.hidden_size,
@@ -229,4 +250,11 @@ def errors(asked: Asked) -> Iterator[str]:
         )
 
 
-TENSOR = Axis(AXIS, errors, params=sharding.TENSOR, activations=sharding.TENSOR)
+TENSOR = Axis(
+    AXIS,
+    errors,
+    params=sharding.TENSOR,
+    activations=sharding.TENSOR,
+    hooks=_hooks,
+    score=_score,
+)

@@ -8,16 +8,17 @@ queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). The i
 
 import ctypes.util
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from course_lib import arguments
 from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
 from course_lib.one_device import mixed_precision
-from course_lib.smaller_and_faster import flash_attention
 
 IMPLEMENTATIONS = {
     "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
@@ -41,44 +42,31 @@ BLOCK = 64
 def why_unavailable(
     implementation: str, accelerator: Accelerator | None, dtype: Any = jnp.float32
 ) -> str | None:
-    """Returns why an implementation does not work with this JAX on an accelerator.
+    """Returns why an implementation does not work with this JAX on an accelerator, and what to
+    do; None if it works.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
       accelerator: the target of the compiler; None for a CPU or an unknown one.
       dtype: of queries, keys and values.
-
-    Returns:
-      The reason and what to do, or None if it works.
-
-    Raises:
-      ValueError: if `implementation` is unknown.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
+    arguments.one_of("attention", implementation, IMPLEMENTATIONS)
     hardware.check(accelerator)
-    old = (
-        accelerator
-        and isinstance(accelerator.target, GpuTarget)
-        and accelerator.target.compute_capability < (8, 0)
-    )
+    if accelerator is None or not isinstance(accelerator.target, GpuTarget):
+        if implementation != "cudnn":  # tiles in JAX stand in for the kernel of "flash"
+            return None
+        return (
+            "cudnn attention needs an NVIDIA GPU that course_lib.measure.hardware knows: use"
+            " 'reference' or 'xla' here, or add the GPU's row to"
+            " course_lib/measure/hardware/accelerators.toml"
+        )
+    old = accelerator.target.compute_capability < (8, 0)
     if implementation == "xla" and old and jnp.dtype(dtype) == jnp.bfloat16:
         return (
             f"xla attention asks for products of bfloat16 numbers, and the {accelerator.title}"
             " has no unit for them: use 'reference' or 'blocks', or dtype 'float16'"
         )
-    on_gpu = accelerator and isinstance(accelerator.target, GpuTarget)
-    if implementation in ("reference", "blocks", "xla") or (
-        implementation == "flash" and not on_gpu
-    ):
-        return None
-    if accelerator is None or not isinstance(accelerator.target, GpuTarget):
-        return (
-            f"{implementation} attention needs an NVIDIA GPU that course_lib.measure.hardware"
-            " knows: use 'reference' or 'xla' here, or add the GPU's row to"
-            " course_lib/measure/hardware/accelerators.toml"
-        )
-    if old:
+    if implementation in ("cudnn", "flash") and old:
         return (
             f"{implementation} attention needs compute capability 8.0 (A100, A5000 or newer), "
             f"the {accelerator.title} has less: use 'reference' or 'blocks'"
@@ -100,37 +88,33 @@ def _why_not_installed(implementation: str) -> str | None:
 
 def stand_in(implementation: str, accelerator: Accelerator | None) -> str | None:
     """Returns a sentence about what runs in place of a kernel, or None if nothing does."""
-    if implementation != "flash" or not (reason := flash_attention.why_no_kernel(accelerator)):
+    if implementation != "flash":
         return None
-    return f"flash attention runs as tiles in JAX, not as a kernel: {reason}"
+    reason = _flash().why_no_kernel(accelerator)
+    return reason and f"flash attention runs as tiles in JAX, not as a kernel: {reason}"
 
 
-def check(
-    implementation: str,
-    *,
-    dtype: Any,
-    softmax_dtype: Any = jnp.float32,
-    seq_len: int,
-    head_dim: int,
-) -> None:
-    """Refuses options that an implementation does not have, on any accelerator."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention={implementation!r} must be one of {list(IMPLEMENTATIONS)}")
-    mixed_precision.describe(softmax_dtype, "softmax_dtype")
-    dtype, softmax_dtype = jnp.dtype(dtype), jnp.dtype(softmax_dtype)
-    if implementation not in ("reference", "blocks") and softmax_dtype != jnp.float32:
-        raise ValueError(
-            f"softmax_dtype={softmax_dtype.name!r} must be 'float32' for"
-            f" attention={implementation!r}: its softmax is always float32; use 'reference' or"
-            " 'blocks' to choose"
+def _flash() -> Any:
+    """Returns the module of notebook 16, which is loaded when a model is traced."""
+    from course_lib.smaller_and_faster import flash_attention
+
+    return flash_attention
+
+
+def errors(
+    implementation: str, *, dtype: Any, softmax_dtype: Any, seq_len: int, head_dim: int
+) -> Iterator[str]:
+    """Yields what an implementation cannot do on any accelerator."""
+    dtype, softmax_dtype = jnp.dtype(dtype).name, jnp.dtype(softmax_dtype).name
+    if implementation not in ("reference", "blocks") and softmax_dtype != "float32":
+        yield (
+            f"softmax_dtype={softmax_dtype!r} must be 'float32' for"
+            f" attention={implementation!r}; 'reference' and 'blocks' have others"
         )
-    if implementation == "cudnn" and dtype not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(
-            f"dtype={dtype.name!r} must be 'bfloat16' or 'float16' for attention='cudnn'; or"
-            " use 'xla'"
-        )
+    if implementation == "cudnn" and dtype not in ("float16", "bfloat16"):
+        yield f"dtype={dtype!r} must be 'bfloat16' or 'float16' for attention='cudnn'"
     if implementation == "flash":
-        flash_attention.check(seq_len=seq_len, head_dim=head_dim, dtype=dtype)
+        _flash().check(seq_len=seq_len, head_dim=head_dim, dtype=dtype)
 
 
 def attend(
@@ -153,34 +137,24 @@ def attend(
       implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
         softmax in float32.
       softmax_dtype: dtype of the scores and of the softmax in "reference" and "blocks".
-
-    Returns:
-      The attended values, in the dtype of `query`.
-
-    Raises:
-      ValueError: if `implementation` is unknown, not installed, or cannot do what is asked, or
-        if dtypes or shapes of the arrays do not go together.
     """
-    flash_attention.check_arrays(query, key, value)
-    heads, groups = query.shape[2], key.shape[2]
-    check(
-        implementation,
-        dtype=query.dtype,
-        softmax_dtype=softmax_dtype,
-        seq_len=query.shape[1],
-        head_dim=query.shape[3],
-    )
+    arguments.one_of("attention", implementation, IMPLEMENTATIONS)
+    mixed_precision.describe(softmax_dtype, "softmax_dtype")
+    _flash().check_arrays(query, key, value)
+    _, length, heads, width = query.shape
+    asked = dict(dtype=query.dtype, softmax_dtype=softmax_dtype)
+    arguments.refuse(errors(implementation, **asked, seq_len=length, head_dim=width))
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
     if implementation in ("reference", "blocks"):
-        if groups != heads:
+        if (groups := key.shape[2]) != heads:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         if implementation == "blocks" and causal:
             return _blocks(query, key, value, softmax_dtype)
-        mask = _past(query.shape[1]) if causal else None
+        mask = _past(length) if causal else None
         return reference(query, key, value, mask, softmax_dtype)
     if implementation == "flash":
-        return flash_attention.attend(query, key, value, causal=causal)
+        return _flash().attend(query, key, value, causal=causal)
     options: dict[str, Any] = {"is_causal": causal, "implementation": implementation}
     return jax.nn.dot_product_attention(query, key, value, **options)
 

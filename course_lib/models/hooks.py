@@ -41,6 +41,7 @@ class Hooks:
       attend: replaces `attention.attend`, with the same arguments.
       named: gives a value one of the names in `layers.NAMES`, which remat policies use. It may
         also place the value on devices.
+      params: changes the parameters of the model before anything reads them.
       layer: wraps a layer, `f(params, x, key)`, to change the parameters that it sees.
       own_key: changes the random key of dropout, for a device with its own part of the
         sequence: it drops other values than its neighbours.
@@ -57,8 +58,18 @@ class Hooks:
     attend_positions: Callable[[int], Array] = jnp.arange
     attend: Callable[..., Array] = attention.attend
     named: Callable[[Array, str], Array] = checkpoint_name
+    params: Callable[[Any], Any] = lambda params: params
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer
     own_key: Callable[[Any], Any] = lambda key: key
     experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, tokens: run(
         tokens
     )
+
+    def __or__(self, others: "Hooks") -> "Hooks":
+        """Returns these hooks, and in place of them what the others change."""
+        changed = {
+            field.name: value
+            for field in dataclasses.fields(Hooks)
+            if (value := getattr(others, field.name)) is not field.default
+        }
+        return dataclasses.replace(self, **changed)

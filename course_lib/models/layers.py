@@ -267,38 +267,3 @@ def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Arr
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     ).astype(x.dtype)
-
-
-def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses impossible layers."""
-    for name, known in (("mlp_activation", tuple(ACTIVATIONS)), ("positions", POSITIONS)):
-        if config[name] not in known:
-            raise ValueError(f"{name}={config[name]!r} must be one of {known}")
-    heads, groups = config.num_heads, config.num_kv_heads
-    if groups < 0 or (groups and heads % groups):
-        raise ValueError(
-            f"num_kv_heads={groups} must divide num_heads={heads}, so that each key head serves"
-            " equally many query heads; or be 0, for one key head per query head"
-        )
-    if config.positions == "rotary" and config.head_dim % 2:
-        raise ValueError(
-            f"head_dim={config.head_dim} must be even for positions='rotary': dimensions are"
-            " turned in pairs"
-        )
-    routing.check(
-        config.num_experts,
-        config.experts_per_token,
-        config.capacity_factor,
-        config.balance_weight,
-        seq_len,
-    )
-    if config.num_experts and config.parallel_block:
-        raise ValueError(
-            f"num_experts={config.num_experts} must be 0 for parallel_block=True, whose MLP"
-            " shares its matmuls with the attention"
-        )
-    if config.parallel_block and {"MLP", "Attn"} & set(config.remat):
-        raise ValueError(
-            f"remat={tuple(config.remat)!r} must be () or ('Block',) for parallel_block=True,"
-            " which computes MLP and attention together"
-        )

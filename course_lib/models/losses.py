@@ -13,15 +13,14 @@ is computed in chunks returns the factors of its logits (`large_vocabulary.Facto
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from course_lib.one_device.gradient_accumulation import LossFn, nonzero
-from course_lib.smaller_and_faster import large_vocabulary
 
 ApplyFn = Callable[..., Any]
 Score = Callable[..., tuple[Array, Array]]
@@ -35,11 +34,8 @@ def as_function(model: Any) -> ApplyFn:
         `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`.
         Besides them it may hold streams of random numbers (`nnx.RngState`), and no other
         variables.
-
-    Raises:
-      ValueError: if an NNX module holds other state, such as batch statistics.
     """
-    if isinstance(model, nnx.Module):
+    if not isinstance(model, nn.Module):
         return _nnx_as_function(model)
 
     def apply_fn(params, inputs, rng=None):
@@ -49,7 +45,9 @@ def as_function(model: Any) -> ApplyFn:
     return apply_fn
 
 
-def _nnx_as_function(model: nnx.Module) -> ApplyFn:
+def _nnx_as_function(model: Any) -> ApplyFn:
+    from flax import nnx  # slow to import, and most models are no NNX modules
+
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
     graph, _, streams, rest = parts
     if others := jax.tree_util.tree_leaves_with_path(rest):
@@ -102,7 +100,9 @@ def chunked_cross_entropy(config: ConfigDict) -> Score:
       config: the `model` part of a configuration: `loss_chunks` and `loss_along`.
     """
 
-    def score(logits: large_vocabulary.Factors, labels: Array) -> tuple[Array, Array]:
+    from course_lib.smaller_and_faster import large_vocabulary
+
+    def score(logits: Any, labels: Array) -> tuple[Array, Array]:
         return large_vocabulary.linear_cross_entropy(
             logits.x,
             logits.head,

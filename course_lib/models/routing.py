@@ -46,9 +46,6 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
       num_experts: E.
       per_token: k.
       factor: with 1, an expert has its even share of slots, and tokens beyond it are dropped.
-
-    Raises:
-      ValueError: if there are no experts, or the factor is not above 0.
     """
     if num_experts < 1 or not factor > 0:
         raise ValueError(
@@ -67,10 +64,6 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
         et al., section 2.4).
       per_token: k, the experts of a token.
       capacity: C, the slots of an expert per sequence.
-
-    Raises:
-      ValueError: if `per_token` exceeds the number of experts, there are no slots, or no
-        tokens.
     """
     if logits.ndim != 3 or not logits.size:
         raise ValueError(f"logits must be [B L E] with at least one token, not {logits.shape}")
@@ -94,43 +87,3 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
     dispatch = jnp.einsum("blke,blkc->blec", choices, rooms)
     balance = experts * (in_line.mean(axis=1) * probabilities.mean(axis=1)).sum(axis=-1)
     return Routing(dispatch, dispatch * probabilities[..., None], balance)
-
-
-def check(
-    num_experts: int, per_token: int, factor: float, balance_weight: float, length: int
-) -> None:
-    """Refuses impossible numbers of experts, tokens and slots.
-
-    Args:
-      num_experts: E; 0 for a model without experts.
-      per_token: k.
-      factor: as for `capacity`.
-      balance_weight: weight of the load-balancing loss.
-      length: L tokens of a sequence.
-
-    Raises:
-      ValueError: naming the field, its value and the fix.
-    """
-    if num_experts < 0:
-        raise ValueError(
-            f"num_experts={num_experts} must not be negative; 0 is one MLP for all tokens"
-        )
-    if num_experts and not 1 <= per_token <= num_experts:
-        raise ValueError(
-            f"experts_per_token={per_token} must be between 1 and num_experts={num_experts}"
-        )
-    if not (factor > 0 and math.isfinite(factor)):
-        raise ValueError(
-            f"capacity_factor={factor!r} must be positive and finite: with 0 no expert has room"
-            " for a token"
-        )
-    if num_experts and not capacity(length, num_experts, per_token, factor):
-        raise ValueError(
-            f"capacity_factor={factor!r} must be larger: no expert would have room for a token;"
-            " take 1.25"
-        )
-    if not (balance_weight >= 0 and math.isfinite(balance_weight)):
-        raise ValueError(
-            f"balance_weight={balance_weight!r} must not be negative, infinite or NaN; 0 turns"
-            " it off"
-        )

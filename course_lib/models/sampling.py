@@ -35,13 +35,6 @@ def generate(
       max_seq_len: length of the longest sequence that the model takes.
       temperature: divides the logits before a token is drawn; below 1, likely tokens become
         likelier.
-
-    Returns:
-      The prompts with their continuations.
-
-    Raises:
-      ValueError: if the prompt is empty or holds tokens that the model does not know, or an
-        argument is out of range.
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1 token")

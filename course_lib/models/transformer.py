@@ -20,12 +20,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from course_lib.models import attention, layers, parameters
+from course_lib.models import layers, parameters
+from course_lib.models.configuration import check
 from course_lib.models.hooks import Hooks
 from course_lib.models.layers import Key, Params
 from course_lib.models.products import with_products
-from course_lib.one_device import rematerialization
-from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.text import data
 
 PyTree = Any
@@ -41,22 +40,20 @@ def apply(
     """Returns float32 logits [B L V] of the token at each position, given those before it, and
     the load-balancing loss of each layer, or None without experts.
 
+    Inside `jax.jit`, where values are not known, a token outside the vocabulary gets an
+    embedding of NaN: check tokens that do not come from `data` with `data.check_tokens`.
+
     Args:
       config: the `model` part of a configuration.
       params: as `parameters.init` returns them.
       tokens: [B, L]. If the hooks divide the sequences, they are this device's part.
       key: for dropout; None without dropout.
       hooks: how one device's share of the model differs from the whole model.
-
-    Raises:
-      ValueError: if L exceeds `max_seq_len`, an option does not exist, tokens are not integers
-        [B, L], or one is outside the vocabulary. Inside `jax.jit`, where values are not known,
-        such a token gets an embedding of NaN: check tokens that do not come from `data` with
-        `data.check_tokens`.
     """
     _check_tokens(tokens, config.vocab_size)
     check(config, tokens.shape[1])
     hooks = with_products(hooks, config.flat_products)
+    params = hooks.params(params)
     with jax.named_scope("Transformer"):
         x = embed(config, hooks, params, tokens)
         x, balance = all_layers(config, hooks, params, x, hooks.own_key(key))
@@ -189,49 +186,6 @@ def _check_tokens(tokens, vocab_size):
         tokens, "is_fully_addressable", True
     ):
         data.check_tokens(np.asarray(tokens), vocab_size)
-
-
-def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses an impossible model, or sequences of a length that it cannot see."""
-    if seq_len > config.max_seq_len:
-        raise ValueError(
-            f"seq_len={seq_len} must be at most max_seq_len={config.max_seq_len}: later"
-            " positions have no embedding; raise max_seq_len or cut the sequences"
-        )
-    if config.num_heads * config.head_dim != config.hidden_size:
-        raise ValueError(
-            f"head_dim={config.head_dim} must be hidden_size / num_heads = {config.hidden_size}"
-            f" / {config.num_heads}: the heads share the width of the model"
-        )
-    layers.check(config, seq_len)
-    large_vocabulary.check(
-        config.loss_chunks,
-        config.loss_along,
-        tokens=seq_len,
-        vocabulary=config.num_outputs,
-        prefix="loss_",
-    )
-    rematerialization.check(config.remat, config.remat_policy, config.remat_names)
-    for name in config.remat_names:
-        if name not in layers.NAMES:
-            names = tuple(config.remat_names)
-            raise ValueError(
-                f"remat_names={names!r} must hold names from {tuple(layers.NAMES)}: there is no"
-                f" {name!r}"
-            )
-        if not {layers.NAMES[name], "Block"} & set(config.remat):
-            raise ValueError(
-                f"remat={tuple(config.remat)!r} must hold {layers.NAMES[name]!r} or 'Block' for"
-                f" remat_names to hold {name!r}: these modules make that value, and a module"
-                " that is not rematerialized keeps it anyway"
-            )
-    attention.check(
-        config.attention,
-        dtype=config.dtype,
-        softmax_dtype=config.softmax_dtype,
-        seq_len=seq_len,
-        head_dim=config.head_dim,
-    )
 
 
 def num_params(params: PyTree) -> int:

@@ -12,64 +12,73 @@ No device is needed. `events` lists what travels: (kind, axes, bytes, times, bes
 the sum of that list, seconds their price on a cluster (`price`), and memory is what is kept of
 parameters and activations (`memory`). `estimate` has bytes and seconds side by side.
 """
-# ruff: noqa: F401  (the interface)
 
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from course_lib.many_devices.cluster_model import Cluster, check_type
-from course_lib.many_devices.options import Strategy
-from course_lib.planner import course, events, memory, price
-from course_lib.planner.course import Estimate, estimate, plan_of, shape_of
-from course_lib.planner.events import sent
-from course_lib.planner.plan import Plan, Shape, Step, check
-from course_lib.planner.price import Breakdown
-from course_lib.planner.search import KINDS, Course, Frameworks, Layout, best, layout, ranked
+if TYPE_CHECKING:
+    from course_lib.many_devices.cluster_model import Cluster
+    from course_lib.many_devices.options import Strategy
+    from course_lib.planner.plan import Plan, Shape, Step
+    from course_lib.planner.price import Breakdown
+
+_MODULES = {
+    "course": "Estimate estimate plan_of shape_of",
+    "events": "sent",
+    "memory": "",
+    "plan": "Plan Shape Step check",
+    "price": "Breakdown",
+    "search": "KINDS Course Frameworks Layout best layout ranked",
+}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for."""
+    if name not in _MODULES and name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_WHERE.get(name, name)}")
+    return getattr(module, name) if name in _WHERE else module
 
 
 def step(
-    model: ConfigDict | Shape,
-    how: Mapping[str, int] | Plan,
-    strategy: Strategy | None = None,
-) -> Step:
+    model: "ConfigDict | Shape",
+    how: "Mapping[str, int] | Plan",
+    strategy: "Strategy | None" = None,
+) -> "Step":
     """Returns a training step, for `sent`, `held` and `seconds`.
 
     Args:
       model: a configuration of this course, or the sizes of any Transformer.
       how: with a configuration the sizes of the mesh's axes, outer to inner; with sizes a plan.
       strategy: with a configuration: how the axes are used.
-
-    Raises:
-      TypeError: if an argument is of another type, such as two that changed places.
-      ValueError: if the strategy is refused, or no formula counts an option; or if the devices
-        of a plan cannot share the model.
     """
     if isinstance(model, ConfigDict):
-        check_type("axes", how, Mapping, 'a mapping of sizes by name: {"data": 64}')
+        from course_lib.many_devices.options import Strategy
+        from course_lib.planner import course
+
         return course.step_of(model, how, strategy or Strategy())  # type: ignore[arg-type]
-    check_type("shape", model, Shape, "a Shape: the sizes of the model")
-    check_type("plan", how, Plan, "a Plan: how the model is trained")
-    check(model, how)  # type: ignore[arg-type]
-    return Step(model, how)  # type: ignore[arg-type]
+    from course_lib.planner import plan
+
+    plan.check(model, how)  # type: ignore[arg-type]
+    return plan.Step(model, how)  # type: ignore[arg-type]
 
 
-def held(step: Step) -> Mapping[str, int | float]:
+def held(step: "Step") -> Mapping[str, int | float]:
     """Returns the bytes that one device holds, by use. A configuration of this course has exact
     numbers for "parameters", "optimizer" and "batch", and estimates of the rest, within a fifth
     of compiled steps; a plan has a rough formula (`memory.of_framework`).
     """
+    from course_lib.planner import course, memory
+
     return course.held(step) if step.program else memory.of_framework(step)
 
 
-def seconds(step: Step, cluster: Cluster) -> Breakdown:
-    """Returns the time of a step on a cluster.
+def seconds(step: "Step", cluster: "Cluster") -> "Breakdown":
+    """Returns the time of a step on a cluster."""
+    from course_lib.planner import price
 
-    Raises:
-      TypeError: if an argument is of another type.
-      ValueError: if the axes do not fit the cluster, there is no figure for a link, or the
-        accelerator has no unit for `plan.dtype`.
-    """
-    check_type("step", step, Step, "a Step: planner.step(shape, plan)")
-    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
     return price.seconds(step.shape, step.plan, cluster)

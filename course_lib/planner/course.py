@@ -16,7 +16,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import training
 from course_lib.many_devices import meshes, strategies
-from course_lib.many_devices.cluster_model import Cluster, check_type
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
@@ -119,7 +119,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         fused_attention=model.attention in ("cudnn", "flash"),
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
-        sums_each_microbatch=True,
+        sums_each_microbatch=stored,
         gather_again="Block" in model.remat or strategy.gather_again,
         gradient_bytes=width if sharded else stored,
         parameter_bytes=width if sharded else stored,
@@ -336,13 +336,5 @@ def estimate(
         `meshes.AXES`.
       strategy: how they are used.
       cluster: the devices, and the links between them.
-
-    Raises:
-      TypeError: if an argument is of another type.
-      ValueError: if the strategy is refused, an option has no formula, the axes do not multiply
-        to the cluster's devices, or there is no figure for a link or a dtype.
     """
-    check_type("config", config, ConfigDict, "a configuration: configs.get('80gb')")
-    check_type("axes", axes, Mapping, 'a mapping of sizes by name: {"data": 64}')
-    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
     return fastest(step_of(config, axes, strategy), [axes], cluster)

@@ -176,9 +176,10 @@ def data(step: Step) -> Iterator[Event]:
     for experts in (False, True):
         axes: tuple[str, ...] = ("data", "context") if experts else COPIES
         of = [x for x in step.leaves if x.held and (x.where == "experts") == experts]
-        if plan.sums_each_microbatch:  # along each axis; what ZeRO 3 cannot divide, there, too
+        if wide := plan.sums_each_microbatch:
+            # Along each axis. What ZeRO 3 cannot divide is summed along its axis, too.
             for axis in (*axes[1:], "fsdp"):
-                size = _bytes(x for x in of if x.fsdp == 1 or axis != "fsdp")
+                size = wide * sum(x.numbers for x in of if x.fsdp == 1 or axis != "fsdp")
                 yield Event("all_reduce", (axis,), size, plan.microbatches, "step", old)
             axes = axes[:1]
         cut = _bytes(x for x in of if x.zero)

@@ -190,9 +190,9 @@ class Plan(_Checked):
     parameter_overlap: bool = _field(_FLAG, True)  # new parameters do, too
     # chunks send to the next stage beside other chunks (Megatron-LM's `overlap_p2p_comm`)
     pipe_overlap: bool = _field(_FLAG, False)
-    # each microbatch sums gradients along "context" and "expert"; else one sum per step goes
-    # along all axes
-    sums_each_microbatch: bool = _field(_FLAG, False)
+    # bytes per number of the gradients that each microbatch sums along "context" and "expert";
+    # 0: one sum per step goes along all axes
+    sums_each_microbatch: int = _field(_one_of(0, 1, 2, 4), 0)
     gather_again: bool = _field(_FLAG, True)  # "fsdp" gathers for the backward pass again
     gradient_bytes: int = _field(_BYTES, 2)  # per number, when gradients travel
     parameter_bytes: int = _field(_BYTES, 2)  # per number, when parameters travel
@@ -235,9 +235,9 @@ class Plan(_Checked):
         )
         yield (
             self.pipe_overlap
-            and (self.chunks == 1 or self.schedule is not None or self.sums_each_microbatch),
+            and (self.chunks == 1 or bool(self.schedule or self.sums_each_microbatch)),
             "pipe_overlap=True must come with chunks of at least 2, without a schedule of this"
-            " course, and with sums_each_microbatch=False",
+            " course, and with sums_each_microbatch=0",
         )
         if self.schedule is not None:
             theirs = self.schedule.stages, self.schedule.microbatches, self.schedule.chunks

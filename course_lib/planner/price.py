@@ -32,8 +32,6 @@ import jax.numpy as jnp
 
 from course_lib.many_devices import cluster_model
 from course_lib.many_devices.cluster_model import Cluster
-from course_lib.many_devices.pipeline_parallel import slots
-from course_lib.measure.roofline import peak
 from course_lib.planner.events import COPIES, Event, events, recomputed
 from course_lib.planner.plan import Plan, Shape, Step
 
@@ -224,6 +222,8 @@ class Ledger:
 
 def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     """Prices a step. Of any model only the matrices are counted, no norms and no biases."""
+    from course_lib.measure.roofline import peak  # loads the readers of programs, too
+
     step = Step(shape, plan)
     found, works, layers = events(step), work(step), step.stage_layers
     p, m, v = plan.size("pipe"), plan.microbatches, plan.chunks
@@ -297,6 +297,8 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         ops = {"F": layers * lasts["forward"], "W": weights}
         ops["B"] = layers * lasts["backward"] - weights
         ops = {kind: each / v for kind, each in ops.items()}
+        from course_lib.many_devices.pipeline_parallel import slots
+
         # The output layer adds its forward and backward pass, and its weights' gradients.
         last = ops | {"B": ops["B"] + lasts["head"]}
         bubble = slots.lockstep(plan.schedule, ops, last) - m * mean

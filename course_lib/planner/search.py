@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from course_lib import configs
-from course_lib.many_devices.cluster_model import Cluster, check_type
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.planner import course, memory, price
 from course_lib.planner.course import Estimate, in_minibatches
@@ -50,9 +50,6 @@ class Course:
     reorder: bool = True
 
     def __post_init__(self) -> None:
-        check_type("config", self.config, ConfigDict, "a configuration: configs.get('80gb')")
-        if type(self.reorder) is not bool:
-            raise ValueError(f"reorder={self.reorder!r} must be True or False")
         course.check_counted(self.config)
         # below, errors only mean "does not divide"
         configs.check(in_minibatches(self.config, 1))
@@ -159,7 +156,6 @@ class Frameworks:
     gradient_bytes: int = 2  # per number, when gradients travel: 1, 2 or 4
 
     def __post_init__(self) -> None:
-        check_type("shape", self.shape, Shape, "a Shape: the sizes of the model")
         if type(self.batch) is not int or self.batch < 1:
             raise ValueError(f"batch={self.batch!r} must be a whole number of at least 1")
         for name, known in (("kinds", KINDS), ("recompute", FRAMEWORK_RECOMPUTE)):
@@ -237,7 +233,6 @@ def ranked(space: Course | Frameworks, cluster: Cluster) -> list[Any]:
     Returns:
       `Estimate` or `Layout` objects; an empty list if nothing fits.
     """
-    check_type("cluster", cluster, Cluster, "a Cluster: Cluster(hardware.get('h100'), 64)")
 
     def seconds(each: Estimate | Layout) -> float:
         return each.time.total

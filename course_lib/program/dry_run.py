@@ -42,7 +42,7 @@ class DryRun:
     capacity: int  # bytes of a device's memory that the program may use; the peak has to fit
     flops: int  # the model's FLOPs per step, on all devices together
     sent: dict[str, int]  # bytes that a device sends per step, by kind and axes
-    estimate: planner.Estimate | str  # or the reason why there is none
+    estimate: "planner.Estimate | str"  # or the reason why there is none
     refused: str  # why the program would refuse this configuration, or ""
     suggested: dict[str, Any]  # fields to change for a step that is faster, or fits
     advice: str  # the same in words, or why nothing is suggested
@@ -77,7 +77,7 @@ class DryRun:
         return "\n".join([*lines, *[f"advice               {self.advice}"] * bool(self.advice)])
 
 
-def _time(guess: planner.Estimate | str) -> str:
+def _time(guess: "planner.Estimate | str") -> str:
     if isinstance(guess, str):
         return f"no estimate: {guess}"
     exposed = guess.time.exposed / guess.step
@@ -148,7 +148,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     )
 
 
-def _estimate(config: ConfigDict, cluster: Cluster) -> planner.Estimate | str:
+def _estimate(config: ConfigDict, cluster: Cluster) -> "planner.Estimate | str":
     axes, strategy = settings.axes(config, cluster.count), settings.strategy(config)
     try:
         return planner.estimate(config, axes, strategy, cluster)

@@ -251,8 +251,11 @@ def check_windows(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size:
 
 
 def _check_stream(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size: int) -> None:
-    if tokens.dtype.kind not in "iu":  # they would become integers, without a word
-        raise ValueError(f"tokens of dtype {tokens.dtype} must be integers")
+    # others would become integers, or batches of another rank, without a word
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [T]"
+        )
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1: a batch would hold no label")

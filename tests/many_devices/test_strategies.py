@@ -1,7 +1,6 @@
 """Every strategy computes the gradient of one device."""
 
 import functools
-import inspect
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from ml_collections import FrozenConfigDict
 from slow_cases import slow
 
 from course_lib import measure, training
-from course_lib.many_devices import meshes, options, strategies
+from course_lib.many_devices import axis, meshes, options, strategies
 from course_lib.many_devices.strategies import Strategy
 
 STAGES = (0, 1, 2, 3)
@@ -414,26 +413,6 @@ def test_what_cannot_work_is_refused(axes, chosen, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("grid", "chosen", "message"),
-    [
-        (None, Strategy(), r"mesh=None must be a mesh of devices, as meshes.make"),
-        ({"data": 2}, Strategy(), r"mesh=\{'data': 2\} must be a mesh of devices"),
-        (
-            one_device.grid(data=2),
-            None,
-            r"strategy=None must be a Strategy, as Strategy\(zero=1\)",
-        ),
-    ],
-)
-def test_what_is_no_mesh_or_no_strategy_is_refused(grid, chosen, message):
-    with pytest.raises(ValueError, match=message):
-        # without the tests' checks of types
-        inspect.unwrap(options.check)(
-            one_device.small().model, grid, chosen, batch_size=8, seq_len=8
-        )
-
-
-@pytest.mark.parametrize(
     "chosen",
     [
         Strategy(),
@@ -518,5 +497,6 @@ def test_an_axis_that_no_strategy_uses_is_refused():
         strategies.build(one_device.small(), grid)
 
 
-def test_the_axes_of_a_mesh_are_the_strategies():
-    assert tuple(axis.name for axis in options.AXES) == meshes.AXES
+def test_each_axis_of_a_mesh_has_its_strategy():
+    grid = jax.sharding.AbstractMesh((2,) * 5, meshes.AXES)
+    assert tuple(each.name for each in axis.used(grid)) == meshes.AXES

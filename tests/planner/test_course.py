@@ -256,13 +256,13 @@ def test_the_time_prices_the_bytes_of_rings_and_of_experts(axis, more, remat):
     assert priced == pytest.approx(sent, rel=1e-6)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("axis", ["context", "expert"])
-def test_the_time_prices_the_sums_of_gradients_along_each_axis(axis):
+def test_the_time_prices_the_sums_of_gradients_along_each_axis(axis, zero):
     changes = {"model.attention": "reference", "training.num_minibatches": 4}
     changes |= EXPERTS if axis == "expert" else {}
-    found = half(
-        {"data": 2, axis: 4}, Strategy(), changes, cluster=Cluster(H100, 8, ideal=True)
-    )
+    chosen, cluster = Strategy(zero=zero), Cluster(H100, 8, ideal=True)
+    found = half({"data": 2, axis: 4}, chosen, changes, cluster=cluster)
     priced = sum(found.time.parts[a] + found.time.hidden.get(a, 0.0) for a in ("data", axis))
     sent = found.sent["data"] + found.sent[axis]
     # The formula of the time leaves out positions, norms, biases and routers.

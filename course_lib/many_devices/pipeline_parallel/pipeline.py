@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from course_lib import training
 from course_lib.arguments import nearest
-from course_lib.many_devices import data_parallel, meshes, sharding
+from course_lib.many_devices import meshes, sharding
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
@@ -79,11 +79,6 @@ def gradient(
       schedule: any legal schedule with as many stages as "pipe" has devices.
       grad_specs: specs of the returned gradients, cut over "data" with stage 1 of ZeRO. None:
         those of the parameters.
-
-    Raises:
-      ValueError: if the schedule is not legal, or has another number of stages. The gradient
-        function raises it, before it compiles, if the batch cannot be cut into M microbatches
-        for each device along "data".
     """
     grad_specs = param_specs if grad_specs is None else grad_specs
 
@@ -270,12 +265,14 @@ def _sum(
     """Sums gradients and metrics over devices. Only gradients of embedding and head need a sum
     over stages. Devices send gradients in the dtypes of the parameters.
     """
+    from course_lib.many_devices.data_parallel import sum_over_devices
+
     sums = {name: leaf for part in state["grads"].values() for name, leaf in part.items()}
     grads = jax.tree.map(lambda sum, param: sum.astype(param.dtype), sums, params)
     shared = {name: grads[name] for part in ("embed", "head") for name in state["grads"][part]}
     grads |= jax.lax.psum(shared, AXIS)
     return (
-        data_parallel.sum_over_devices(grads, param_specs, grad_specs),
+        sum_over_devices(grads, param_specs, grad_specs),
         jax.lax.psum(state["metrics"], ("data", AXIS)),
     )
 
@@ -315,12 +312,6 @@ def check_schedule(schedule: Schedule, mesh: Mesh) -> None:
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
     model, strategy = asked.model, asked.strategy
-    if AXIS not in asked.n:
-        names = ("schedule", "microbatches", "chunks")
-        chosen = {name: getattr(strategy, name) for name in names}
-        if chosen != {name: getattr(type(strategy), name) for name in names}:
-            yield f"{chosen} must come with a mesh axis 'pipe': without one it would do nothing"
-        return
     sums = asked.accumulator_dtype
     for name, value, possible, why in (
         ("by", strategy.by, ["hand"], "shardings do not set the order of execution"),

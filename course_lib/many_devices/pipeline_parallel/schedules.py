@@ -114,11 +114,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Runs S microbatches through all chunks before the next S: Megatron-LM's interleaved 1F1B.
-
-    Raises:
-      ValueError: if S does not divide M, or there is only one chunk.
-    """
+    """Runs S microbatches through all chunks before the next S (Megatron-LM's interleaving)."""
     _check_sizes(stages, microbatches, chunks)
     if chunks == 1:
         raise ValueError(
@@ -166,11 +162,7 @@ LOOPING = ("breadth_first", "depth_first")
 
 @functools.cache
 def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns a schedule by its name.
-
-    Raises:
-      ValueError: if the name is unknown, or the schedule impossible with these numbers.
-    """
+    """Returns a schedule by its name."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} must be one of {', '.join(SCHEDULES)}")
     if name in LOOPING:
@@ -283,9 +275,6 @@ def _needs(kind: str, microbatch: int, stage: int, stages: int) -> list[tuple[st
 def check(schedule: Schedule) -> None:
     """Refuses a table that cannot be executed, or does not compute the gradient of every
     microbatch once.
-
-    Raises:
-      ValueError: naming the cell and the reason.
     """
     table, stages = schedule.table, schedule.stages * schedule.chunks
     _check_sizes(schedule.stages, schedule.microbatches, schedule.chunks)

@@ -454,7 +454,5 @@ def test_stages_whose_tensors_move_around_rings_are_refused():
 
 
 def test_options_of_a_pipeline_are_refused_where_there_is_none():
-    with pytest.raises(
-        ValueError, match="'microbatches': 4.* must come with a mesh axis 'pipe'"
-    ):
+    with pytest.raises(ValueError, match="microbatches=4 must come with a mesh axis 'pipe'"):
         strategies.build(small(), one_device.grid(data=2), Strategy(microbatches=4))
