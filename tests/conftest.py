@@ -64,7 +64,6 @@ CALLS_FLAX_OR_OPTAX = {
     "test_checkpoints",
     "test_processes",
     "test_buffer_donation",
-    "test_by_hand",
     "test_dry_run",
     "test_routing",
     "test_mlp",

@@ -1,7 +1,5 @@
 """Laws of configurations."""
 
-import inspect
-
 import pytest
 
 from course_lib import configs, optimizers
@@ -9,26 +7,15 @@ from course_lib.measure import hardware
 
 
 def test_the_155m_preset_is_the_published_configuration():
-    preset = configs.get("155m")
-    published = dict(
-        model=dict(
-            num_layers=12,
-            hidden_size=1024,
-            head_dim=128,
-            num_heads=8,
-            mlp_expansion=4,
-            vocab_size=2048,
-            max_seq_len=512,
-            dropout_rate=0.1,
-            dtype="bfloat16",
-            softmax_dtype="float32",
-            scan_layers=True,
-            remat=("MLP", "Attn"),
-        ),
-        optimizer=dict(name="adam", learning_rate=4e-4, warmup_steps=10, decay_rate=0.99),
-        data=dict(batch_size=64, seq_len=512),
-        training=dict(num_minibatches=4),
-    )
+    preset, published = configs.get("155m"), dict(optimizer={}, data={}, training={})
+    published["model"] = dict(num_layers=12, hidden_size=1024, head_dim=128, num_heads=8)
+    published["model"] |= dict(mlp_expansion=4, vocab_size=2048, max_seq_len=512)
+    published["model"] |= dict(dropout_rate=0.1, dtype="bfloat16", softmax_dtype="float32")
+    published["model"] |= dict(scan_layers=True, remat=("MLP", "Attn"))
+    published["optimizer"] |= dict(name="adam", learning_rate=4e-4, warmup_steps=10)
+    published["optimizer"] |= dict(decay_rate=0.99)
+    published["data"] |= dict(batch_size=64, seq_len=512)
+    published["training"] |= dict(num_minibatches=4)
     for part, values in published.items():
         assert {name: preset[part][name] for name in values} == values
     assert preset.seed == 42
@@ -55,70 +42,47 @@ OFFLOAD = {"optimizer.offload": True}
 IN_PLACE = {"training.backward": "in_place", "model.remat": ("Block",)}
 NAMES = {"model.remat_policy": "names", "model.remat_names": ("mlp_hidden",)}
 EXPERTS = {"model.num_experts": 2}
+HALF = {"model.dtype": "float16", "training.loss_scale": "static"}
+ODD_HEADS = {"model.positions": "rotary", "model.num_heads": 1024, "model.head_dim": 1}
+# A table of fields refuses what is outside of one field's rule: `tests/test_fields.py`.
 BAD = [
-    ({"model.num_layers": 0}, "model.num_layers=0 must be positive"),
-    ({"model.dropout_rate": 1.0}, "model.dropout_rate=1.0"),
-    ({"model.dtype": "float64"}, "model.dtype='float64' must be one of"),
+    ({"model.num_layers": 0}, "model.num_layers=0"),
     ({"model.remat": ("mlp",)}, "model.remat=.* must hold names from"),
     ({"model.remat_names": ("mlp",)}, "model.remat_names=.* must hold names from"),
-    ({"model.attention": "pallas"}, "model.attention='pallas' must be one of"),
-    ({"model.loss_along": "rows"}, "model.loss_along='rows' must be one of"),
-    ({"model.balance_weight": -1.0}, "model.balance_weight=-1.0 must not be negative"),
-    ({"optimizer.name": "adma"}, "optimizer.name='adma' must be one of"),
-    ({"optimizer.block_size": 0}, "optimizer.block_size=0 must be at least 16"),
-    ({"optimizer.decay_rate": 1.5}, "optimizer.decay_rate=1.5"),
-    ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf must be a finite"),
-    ({"training.accumulator_dtype": "float16"}, "accumulator_dtype='float16' must be one of"),
-    ({"training.loss_scale": "big"}, "training.loss_scale='big' must be one of"),
-    ({"seed": 2**32}, r"seed=4294967296 must be in \[0, 2\*\*32\)"),
+    ({"optimizer.name": "adma"}, "optimizer.name='adma'"),
+    ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf"),
+    ({"seed": 2**32}, "seed=4294967296"),
     # between fields of the model
     ({"data.seq_len": 513}, "seq_len=513 must be at most max_seq_len=512"),
     ({"model.head_dim": 48}, "head_dim=48 must be hidden_size / num_heads = 1024 / 8"),
     ({"model.num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=8"),
-    (
-        {"model.positions": "rotary", "model.num_heads": 1024, "model.head_dim": 1},
-        "head_dim=1 must be even",
-    ),
+    (ODD_HEADS, "head_dim=1 must be even"),
     (EXPERTS | {"model.experts_per_token": 3}, "experts_per_token=3"),
-    (EXPERTS | {"model.parallel_block": True}, "num_experts=2 must be 0 for parallel_block"),
+    (EXPERTS | {"model.parallel_block": True}, "num_experts=2"),
     ({"model.parallel_block": True}, "remat=.* for parallel_block=True"),
     ({"model.loss_chunks": 3}, "loss_chunks=3 must divide the 2048 .* take 2"),
     ({"model.remat_names": ("qkv",)}, "remat_names=.* must be empty"),
     ({"model.remat_policy": "names"}, "remat_names=.* must name a value"),
-    (
-        {"model.remat_policy": "dots", "model.remat": ()},
-        "remat_policy='dots' must be",
-    ),
+    ({"model.remat_policy": "dots", "model.remat": ()}, "remat_policy='dots'"),
     (NAMES | {"model.remat": ("Attn",)}, "remat=.* must hold 'MLP' or 'Block'"),
-    (
-        {"model.attention": "xla", "model.softmax_dtype": "bfloat16"},
-        "softmax_dtype='bfloat16' must be 'float32'",
-    ),
-    ({"model.attention": "cudnn", "model.dtype": "float32"}, "dtype='float32' must"),
-    ({"model.attention": "flash", "data.seq_len": 200}, "seq_len=200 must be a multiple of 64"),
+    ({"model.attention": "xla", "model.softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16'"),
+    ({"model.attention": "cudnn", "model.dtype": "float32"}, "dtype='float32'"),
+    ({"model.attention": "flash", "data.seq_len": 200}, "seq_len=200"),
     # between parts
-    ({"model.num_outputs": 2000}, "model.num_outputs=2000 must be vocab_size=2048"),
     ({"model.num_outputs": 2056}, "model.num_outputs=2056 must be vocab_size=2048"),
     ({"training.num_minibatches": 3}, "training.num_minibatches=3 must divide"),
-    ({"model.dtype": "float16"}, "training.loss_scale='none' must be"),
-    (
-        {
-            "model.dtype": "float16",
-            "training.loss_scale": "static",
-            "optimizer.param_dtype": "bfloat16",
-        },
-        "optimizer.param_dtype='bfloat16' must come with",
-    ),
+    ({"model.dtype": "float16"}, "training.loss_scale='none'"),
+    (HALF | {"optimizer.param_dtype": "bfloat16"}, "optimizer.param_dtype='bfloat16'"),
     (COSINE | {"optimizer.warmup_steps": 2000}, "optimizer.warmup_steps=2000 must be under"),
     (COSINE | {"training.steps": 1001}, "training.steps=1001 must be at most .*=1000: "),
     (OFFLOAD | {"optimizer.name": "sgd"}, "optimizer.name='sgd' must be 'adam' or .*offload"),
-    (OFFLOAD | {"optimizer.param_dtype": "bfloat16"}, "optimizer.param_dtype='bfloat16' must"),
-    (OFFLOAD | {"model.scan_layers": False}, "model.scan_layers=False must be True"),
-    (OFFLOAD | {"training.loss_scale": "static"}, "training.loss_scale='static' must be"),
-    (IN_PLACE | {"model.scan_layers": False}, "model.scan_layers=False must be True"),
+    (OFFLOAD | {"optimizer.param_dtype": "bfloat16"}, "optimizer.param_dtype='bfloat16'"),
+    (OFFLOAD | {"model.scan_layers": False}, "model.scan_layers=False"),
+    (OFFLOAD | {"training.loss_scale": "static"}, "training.loss_scale='static'"),
+    (IN_PLACE | {"model.scan_layers": False}, "model.scan_layers=False"),
     (IN_PLACE | {"model.remat": ()}, r"model.remat=\(\) must be \('Block',\)"),
-    (IN_PLACE | EXPERTS, "model.num_experts=2 must be 0"),
-    (IN_PLACE | {"training.loss_scale": "static"}, "training.loss_scale='static' must be"),
+    (IN_PLACE | EXPERTS, "model.num_experts=2"),
+    (IN_PLACE | {"training.loss_scale": "static"}, "training.loss_scale='static'"),
 ]
 
 
@@ -130,23 +94,9 @@ def test_what_cannot_work_is_refused_with_the_field_and_its_value(changes, messa
         configs.check(config)
 
 
-@pytest.mark.parametrize(
-    "changes", [EXPERTS, NAMES, COSINE, OFFLOAD, IN_PLACE, {"model.remat": ()}]
-)
-def test_what_can_work_is_not(changes):
-    config = configs.get("155m")
-    config.update_from_flattened_dict(changes)
-    configs.check(config)
-
-
-def test_names_are_no_configurations_and_no_accelerators():
-    check = inspect.unwrap(configs.check)  # without the tests' checks of types
+def test_an_unknown_preset_is_refused():
     with pytest.raises(ValueError, match="preset='200m' must be one of .*'155m'"):
         configs.get("200m")
-    with pytest.raises(ValueError, match="config='cpu' must be a ConfigDict"):
-        check("cpu")
-    with pytest.raises(ValueError, match="accelerator='t4' must be a row"):
-        check(configs.get("155m"), "t4")
 
 
 def test_a_configuration_is_checked_against_the_accelerator_if_one_is_given():

@@ -5,15 +5,8 @@ import pytest
 from course_lib import fields
 from course_lib.fields import FRACTION, Field, at_least
 
-PART = dict(
-    layers=3,
-    decay=0.0,
-    rate=Field(0.5, FRACTION),
-    keep=Field(3, at_least(2)),
-    names=(),
-    on=True,
-    how=Field("a", ("a", "b")),
-)
+PART = dict(layers=3, decay=0.0, names=(), on=True, how=Field("a", ("a", "b")))
+PART |= dict(rate=Field(0.5, FRACTION), keep=Field(3, at_least(2)))
 TABLE = dict(part=PART, seed=1)
 
 
@@ -51,10 +44,7 @@ def test_a_value_against_its_rule_is_refused(field, value, must):
         (dict(layers=3), r"part\.decay must be given"),
         (3, "part=3 must have fields, as"),
         (PART | {"layers": True}, r"part\.layers=True must be of type int"),
-        (PART | {"layers": 3.0}, r"part\.layers=3\.0 must be of type int"),
-        (PART | {"on": 1}, r"part\.on=1 must be of type bool"),
         (PART | {"names": [1]}, r"part\.names=\[1\] must hold strings"),
-        (PART | {"how": None}, r"part\.how=None must be of type str"),
     ],
 )
 def test_other_names_and_types_are_refused(part, message):

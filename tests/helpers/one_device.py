@@ -8,11 +8,12 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
+from ml_collections import FrozenConfigDict
 
 from course_lib import configs, training
-from course_lib.many_devices import meshes
+from course_lib.many_devices import meshes, strategies
 from course_lib.one_device import gradient_accumulation
 from course_lib.text import data
 
@@ -69,23 +70,14 @@ def quickly():
 
 def batch(whole):
     """Returns random tokens whose labels weigh 0, 1 or 2, most of the zeros in the first
-    sequences.
-
-    NumPy's, as all here: what is on no device in particular needs no program to come to
-    several.
+    sequences; on no device in particular.
     """
+    draw = np.random.default_rng(1)
     shape = whole.data.batch_size, whole.data.seq_len
-    keys = jax.random.split(jax.random.key(1), 3)
-    inputs, labels = (
-        jax.random.randint(key, shape, 0, whole.model.vocab_size) for key in keys[:2]
-    )
-    weights = jax.random.randint(keys[2], shape, 0, 3).astype(jnp.float32)
-    rows, columns = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
-    return jax.device_get(
-        data.Batch(
-            inputs, labels, jnp.where((rows < shape[0] // 2) & (columns > 3), 0.0, weights)
-        )
-    )
+    tokens = draw.integers(0, whole.model.vocab_size, (2, *shape), np.int32)
+    weights = draw.integers(0, 3, shape).astype(np.float32)
+    weights[: shape[0] // 2, 4:] = 0
+    return data.Batch(*tokens, weights)
 
 
 @functools.cache
@@ -103,6 +95,27 @@ def reference(frozen):
 def grid(**axes):
     """Returns a mesh of the first simulated devices."""
     return meshes.make(axes, jax.devices("cpu")[: math.prod(axes.values())])
+
+
+def compiled(whole, axes, chosen):
+    """Returns a strategy's gradient function, compiled, and its mesh."""
+    mesh = grid(**axes)
+    state, abstract_batch = strategies.build(whole, mesh, chosen).abstract()
+    grad_fn = jit(strategies.gradient(whole, mesh, chosen))
+    return grad_fn.lower(state.params, abstract_batch, jax.random.key(0)).compile(), mesh
+
+
+def check_gradient(whole, axes, chosen, alike=None):
+    """Compares a strategy's gradient and metrics with one device's, which may be those of a
+    configuration `alike`.
+    """
+    params, expected, expected_metrics = reference(FrozenConfigDict(alike or whole))
+    grad_fn = jit(strategies.gradient(whole, grid(**axes), chosen))
+    with jax.default_matmul_precision("highest"):
+        grads, metrics = grad_fn(params, batch(whole), jax.random.key(2))
+    assert not different_leaves(grads, expected)
+    metrics, expected_metrics = map(training.mean_metrics, (metrics, expected_metrics))
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5)
 
 
 def different_leaves(found, expected):

@@ -16,12 +16,8 @@ from course_lib.many_devices import async_tensor_parallel, meshes, tensor_parall
 from course_lib.measure import virtual
 
 DIMENSIONS = (((2,), (0,)), ((), ()))
-WHOLE_X, PART_X, COLUMNS, ROWS = (
-    P(None, None, "tensor"),
-    P(None, "tensor"),
-    P(None, "tensor"),
-    P("tensor"),
-)
+WHOLE_X, PART_X = P(None, None, "tensor"), P(None, "tensor")
+COLUMNS, ROWS = P(None, "tensor"), P("tensor")
 NEEDS_VIRTUAL = pytest.mark.skipif(
     virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
 )
@@ -41,31 +37,26 @@ PAIRS = {"gather": (gather, tensor_parallel.gather_column, async_tensor_parallel
 PAIRS["scatter"] = (scatter, tensor_parallel.row_scatter, async_tensor_parallel.row_scatter)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_ring_gives_the_product_and_the_gradients_of_the_collective(name, n, bidirectional):
+def test_a_ring_gives_the_product_and_the_gradients_of_the_collective(name, n):
     on_devices, waiting, ring = PAIRS[name]
-    grid = one_device.grid(tensor=n)
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, kernel = (
-        jax.random.normal(keys[0], (2, 2 * n, n)),
-        jax.random.normal(keys[1], (n, 3 * n)),
+    grid, draw = one_device.grid(tensor=n), np.random.default_rng(0)
+    x, kernel, seed = (
+        draw.normal(size=shape).astype(np.float32)
+        for shape in ((2, 2 * n, n), (n, 3 * n), (2, 2 * n, 3 * n))
     )
 
     def values_and_gradients(product):
         y, transpose = jax.vjp(on_devices(grid, product), x, kernel)
-        return y, transpose(jax.random.normal(keys[2], y.shape))
+        return y, transpose(seed)
 
+    ways = waiting, ring, functools.partial(ring, bidirectional=True)
     with jax.default_matmul_precision("highest"):
-        both = jax.jit(
-            lambda: [
-                values_and_gradients(way)
-                for way in (waiting, functools.partial(ring, bidirectional=bidirectional))
-            ]
-        )()
-    for expected, found in zip(*map(jax.tree.leaves, both), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        expected, *others = jax.jit(lambda: [values_and_gradients(way) for way in ways])()
+    for found in others:
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def on_h100s(name, product, options=None):

@@ -9,7 +9,6 @@ import one_device
 import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
-from slow_cases import slow
 
 from course_lib import measure, training
 from course_lib.many_devices import data_parallel, expert_parallel, sharding, strategies
@@ -23,42 +22,31 @@ METRICS = (12, 16)
 
 
 def sizes(whole):
-    """Returns bytes of parameters: of the layers and of the rest, that ZeRO cuts and that it
-    leaves whole.
-
-    "kernels" are those of the layers, all of which it cuts.
+    """Returns bytes of parameters: those that ZeRO cuts, those that it leaves whole, and of the
+    first the kernels of layers.
     """
     params, _, _ = one_device.reference(FrozenConfigDict(whole))
-    found = {"layers cut": 0, "layers whole": 0, "rest cut": 0, "rest whole": 0, "kernels": 0}
+    found = {"cut": 0, "whole": 0, "kernels": 0}
     specs = sharding.specs(params, sharding.ZERO, one_device.grid(data=2))
     for (path, leaf), spec in zip(
         jax.tree_util.tree_leaves_with_path(params),
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
         strict=True,
     ):
-        part = "layers" if path[0].key == "block" else "rest"
-        found[f"{part} {'cut' if sharding.dim_of(spec, 'data') is not None else 'whole'}"] += (
-            leaf.nbytes
-        )
-        found["kernels"] += leaf.nbytes if part == "layers" and path[-1].key == "kernel" else 0
+        found["whole" if sharding.dim_of(spec, "data") is None else "cut"] += leaf.nbytes
+        if path[0].key == "block" and path[-1].key == "kernel":
+            found["kernels"] += leaf.nbytes
     return found
 
 
-def ledger_of_gradient(whole, axes, chosen):
-    grid = one_device.grid(**axes)
-    state, batch = strategies.build(whole, grid, chosen).abstract()
-    grad_fn = one_device.jit(strategies.gradient(whole, grid, chosen))
-    return measure.ledger(grad_fn.lower(state.params, batch, jax.random.key(0)).compile(), grid)
+def ledger_of_gradient(devices, chosen, minibatches=1):
+    whole = one_device.small(**{"training.num_minibatches": minibatches})
+    return measure.ledger(*one_device.compiled(whole, dict(data=devices), chosen)), sizes(whole)
 
 
 def test_data_parallelism_reduces_the_bytes_of_the_gradient():
-    whole = one_device.small()
-    found = ledger_of_gradient(whole, dict(data=4), Strategy())
-    assert (
-        found.payload("all-reduce", "data")
-        - sum(size for part, size in sizes(whole).items() if part != "kernels")
-        in METRICS
-    )
+    found, size = ledger_of_gradient(4, Strategy())
+    assert found.payload("all-reduce", "data") - size["cut"] - size["whole"] in METRICS
     assert found.payload() == found.payload("all-reduce", "data")
 
 
@@ -72,31 +60,25 @@ def test_a_device_whose_labels_weigh_nothing_has_no_say(axis, stage):
     of_one = of_two = losses.next_token_loss(
         lambda params, inputs, rng: inputs[..., None] * params[None, None]
     )
-    batch = Batch(
+    inputs, weights = (
         jnp.arange(8.0).reshape(2, 4),
-        jnp.arange(8).reshape(2, 4) % 3,
         jnp.array([[1.0, 2.0, 0.0, 1.0], [0.0] * 4]),
     )
-    params, rng, grid = (
-        jnp.array([1.0, -1.0, 0.5]),
-        jax.random.key(0),
-        one_device.grid(**{"data": 1, axis: 2}),
-    )
+    batch = Batch(inputs, inputs.astype(int) % 3, weights)
+    params, rng = jnp.array([1.0, -1.0, 0.5]), jax.random.key(0)
+    grid = one_device.grid(**{"data": 1, axis: 2})
     if axis == "expert":
         of_two = data_parallel.divided(of_one, axis, expert_parallel.own_sequences)
-    found, _ = one_device.jit(data_parallel.gradient(of_two, grid, P(), P(), stage=stage))(
-        params, batch, rng
-    )
-    np.testing.assert_allclose(
-        found, gradient_accumulation.gradient(of_one)(params, batch, rng)[0], rtol=1e-6
-    )
+    grad_fn = one_device.jit(data_parallel.gradient(of_two, grid, P(), P(), stage=stage))
+    expected = gradient_accumulation.gradient(of_one)(params, batch, rng)[0]
+    np.testing.assert_allclose(grad_fn(params, batch, rng)[0], expected, rtol=1e-6)
     loss, _ = one_device.jit(data_parallel.loss(of_two, grid, P()))(params, batch, None)
     np.testing.assert_allclose(loss, of_one(params, batch, None)[0], rtol=1e-6)
 
 
 def test_a_share_of_a_third_does_not_lengthen_gradients_in_bfloat16():
     """A third rounded to bfloat16 is 0.2% too large, and so was the whole gradient."""
-    rows = jax.random.normal(jax.random.key(0), (3, 4096)).astype(jnp.bfloat16)
+    rows = np.random.default_rng(0).normal(size=(3, 4096)).astype(jnp.bfloat16)
 
     def loss_fn(params, rows, rng):
         count = jnp.float32(len(rows))
@@ -112,20 +94,13 @@ def test_a_share_of_a_third_does_not_lengthen_gradients_in_bfloat16():
 
 def test_minibatches_communicate_once_a_step():
     """So does stage 1: tests/planner compares its bytes with the formula."""
-    once = ledger_of_gradient(one_device.small(), dict(data=2), Strategy())
-    also = ledger_of_gradient(
-        one_device.small(**{"training.num_minibatches": 4}), dict(data=2), Strategy()
-    )
+    once, also = (ledger_of_gradient(2, Strategy(), number)[0] for number in (1, 4))
     assert abs(also.payload() - once.payload()) <= 4  # a count
 
 
 def test_zero_two_scatters_the_gradient_of_each_minibatch():
-    whole = one_device.small(**{"training.num_minibatches": 4})
-    size = sizes(whole)
-    found = ledger_of_gradient(whole, dict(data=2), Strategy(zero=2))
-    assert found.payload("reduce-scatter", "data") == 4 * (
-        size["layers cut"] + size["rest cut"]
-    )
+    found, size = ledger_of_gradient(2, Strategy(zero=2), 4)
+    assert found.payload("reduce-scatter", "data") == 4 * size["cut"]
 
 
 @functools.cache
@@ -140,64 +115,32 @@ def adam_on_four(stage):
 def test_zero_scatters_the_gradient_and_gathers_the_new_parameters(stage):
     run, step = adam_on_four(stage)
     found, size = measure.ledger(step, run.mesh), sizes(one_device.small())
-    cut, rest = size["layers cut"] + size["rest cut"], size["layers whole"] + size["rest whole"]
-    assert found.payload("reduce-scatter", "data") == cut
-    assert found.payload("all-gather", "data") == cut
-    assert found.payload("all-reduce", "data") - rest in METRICS
+    assert found.payload("reduce-scatter", "data") == size["cut"]
+    assert found.payload("all-gather", "data") == size["cut"]
+    assert found.payload("all-reduce", "data") - size["whole"] in METRICS
 
 
-@pytest.mark.parametrize(
-    ("again", "changes"),
-    [
-        (True, {}),
-        (False, {}),
-        slow(True, {"model.parallel_block": True}),
-        slow(True, {"model.num_kv_heads": 2}),
-    ],
-    ids=str,
-)
-def test_zero_three_gathers_kernels_for_each_pass_and_scatters_their_gradients_once(
-    again, changes
-):
-    whole = one_device.small(**changes)
-    size = sizes(whole)
-    found = ledger_of_gradient(whole, dict(data=4), Strategy(zero=3, gather_again=again))
+@pytest.mark.parametrize("again", [True, False])
+def test_zero_three_gathers_kernels_for_each_pass_and_scatters_their_gradients_once(again):
+    found, size = ledger_of_gradient(4, Strategy(zero=3, gather_again=again))
     # The backward pass needs the kernels again. Not the biases, nor the scales of norms, whose
     # products are kept.
-    assert (
-        found.payload("all-gather", "data")
-        == size["layers cut"] + again * size["kernels"] + size["rest cut"]
-    )
-    # The two output biases of a parallel block have one gradient, and XLA scatters it once.
-    shared = (
-        4 * whole.model.num_layers * whole.model.hidden_size
-        if whole.model.parallel_block
-        else 0
-    )
-    assert (
-        found.payload("reduce-scatter", "data")
-        == size["layers cut"] + size["rest cut"] - shared
-    )
-    assert (
-        found.payload("all-reduce", "data") - size["layers whole"] - size["rest whole"]
-        in METRICS
-    )
+    assert found.payload("all-gather", "data") == size["cut"] + again * size["kernels"]
+    assert found.payload("reduce-scatter", "data") == size["cut"]
+    assert found.payload("all-reduce", "data") - size["whole"] in METRICS
 
 
 @pytest.mark.parametrize("scanned", [True, False])
 def test_a_block_that_is_rematerialized_gathers_its_parameters_again_once(scanned):
     """Read before XLA sees it: on a CPU it merges equal gathers, on a GPU it does not."""
-
-    def gathers(again):
-        whole = one_device.small(**{"model.remat": ("Block",), "model.scan_layers": scanned})
-        grid = one_device.grid(data=2)
-        params = strategies.build(whole, grid, Strategy(zero=3)).abstract()[0].params
+    whole = one_device.small(**{"model.remat": ("Block",), "model.scan_layers": scanned})
+    grid, gathers = one_device.grid(data=2), []
+    params = strategies.build(whole, grid, Strategy(zero=3)).abstract()[0].params
+    for again in (True, False):
         grad_fn = strategies.gradient(whole, grid, Strategy(zero=3, gather_again=again))
-        return str(
-            jax.make_jaxpr(grad_fn)(params, one_device.batch(whole), jax.random.key(0))
-        ).count(" all_gather[")
-
-    assert gathers(True) == gathers(False) > 0
+        traced = jax.make_jaxpr(grad_fn)(params, one_device.batch(whole), jax.random.key(0))
+        gathers.append(str(traced).count(" all_gather["))
+    assert gathers[0] == gathers[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -206,32 +149,24 @@ def test_a_block_that_is_rematerialized_gathers_its_parameters_again_once(scanne
 def test_a_device_holds_what_the_stage_leaves_it(stage, params, moments):
     run, step = adam_on_four(stage)
     state, batch = run.abstract()
-    size = sizes(one_device.small())
-    cut, rest = size["layers cut"] + size["rest cut"], size["layers whole"] + size["rest whole"]
-    alone = (
-        sum(
-            leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves((state.step, state.opt_state))
-            if leaf.shape == ()
-        )
-        + 8
-    )  # and the random key
-    expected = cut // params + rest + 2 * (cut // moments + rest) + alone
-    found = measure.memory(step)
+    cut, whole, _ = sizes(one_device.small()).values()
+    alone = jax.tree.leaves((state.step, state.opt_state))
+    alone = 8 + sum(leaf.dtype.itemsize for leaf in alone if leaf.shape == ())  # 8: the key
+    expected = cut // params + whole + 2 * (cut // moments + whole) + alone
     batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
-    assert found.arguments == expected + batch_bytes // 4
+    assert measure.memory(step).arguments == expected + batch_bytes // 4
 
 
 def test_devices_along_data_drop_different_units():
     whole = one_device.small(**{"model.dropout_rate": 0.5})
-    run = strategies.build(whole, one_device.grid(data=2))
     params, _, _ = one_device.reference(FrozenConfigDict(one_device.small()))
     batch, rng = one_device.batch(whole), jax.random.key(3)
     single = one_device.jit(training.build(whole).loss_fn)
-    halves = [
-        jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)
-    ]
-    metrics = [single(params, halves[d], jax.random.fold_in(rng, d))[1] for d in (0, 1)]
+    metrics = []
+    for device, part in enumerate((slice(0, 4), slice(4, 8))):
+        half = jax.tree.map(lambda x, part=part: x[part], batch)
+        metrics.append(single(params, half, jax.random.fold_in(rng, device))[1])
     total, count = training.add_metrics(*metrics)["loss"]
+    run = strategies.build(whole, one_device.grid(data=2))
     found = one_device.jit(run.loss_fn)(params, batch, rng)[0]
     np.testing.assert_allclose(found, total / count, rtol=1e-5)

@@ -24,21 +24,11 @@ def run_alone(code):
     """Runs code in a Python of its own, on a CPU, with warnings as errors. Returns what it
     printed, and its errors.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_"))
-    }
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    kept = {name: os.environ[name] for name in os.environ if name[:4] not in ("JAX_", "XLA_")}
+    kept |= {"JAX_PLATFORMS": "cpu"}
+    kept |= {"PYTHONPATH": str(pathlib.Path(virtual.__file__).parents[2])}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True)
     return done.stdout, done.stderr
 
 
@@ -80,22 +70,14 @@ except RuntimeError as error:
     assert "Restart the kernel and call meshes.simulate(8) first" in out
 
 
-def test_less_than_one_simulated_device_is_refused():
+def test_devices_are_the_first_of_those_that_there_are():
+    assert meshes.devices(2) == meshes.devices()[:2]
+    assert len(meshes.devices()) == len(jax.devices("cpu")) == 8
+    for count in (0, 4096):
+        with pytest.raises(ValueError, match=rf"count={count} must be between 1 and the \d+"):
+            meshes.devices(count)
     with pytest.raises(ValueError, match="count=0 must be at least 1"):
         meshes.simulate(0)
-
-
-def test_devices_are_the_first_of_those_that_there_are():
-    assert (
-        meshes.devices(2) == meshes.devices()[:2]
-        and len(meshes.devices()) == len(jax.devices("cpu")) == 8
-    )
-    for count in (0, 4096):
-        with pytest.raises(
-            ValueError,
-            match=rf"count={count} must be between 1 and the \d+ devices .* meshes.simulate",
-        ):
-            meshes.devices(count)
 
 
 # Meshes
@@ -114,44 +96,23 @@ def test_the_last_axis_joins_neighbours_and_all_axes_are_the_compilers():
 def test_a_mesh_of_virtual_gpus_is_made_by_the_same_code():
     grid = meshes.make({"data": 64, "pipe": 12, "tensor": 8}, virtual.devices("h100", 6144))
     assert grid.shape == {"data": 64, "pipe": 12, "tensor": 8}
-    assert all(
-        len({device.process_index for device in row}) == 1
-        for row in grid.devices.reshape(-1, 8)
-    )
-    x = virtual.abstract(
-        jnp.ones((6144, 2)), NamedSharding(grid, P(("data", "pipe", "tensor")))
-    )
-    assert jax.eval_shape(lambda x: x + 1, x).shape == (6144, 2)
+    hosts = grid.devices.reshape(-1, 8)
+    assert all(len({device.process_index for device in row}) == 1 for row in hosts)
 
 
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"data": 2, "tensor": 2}, "they make 4, there are 8; data=4 or tensor=4 would do"),
-        ({"data": 16}, "they make 16, there are 8; data=8 would do"),
-        ({"data": 2, "tensor": 3}, "they make 6, there are 8; tensor=4 would do"),
-        ({"data": 3, "tensor": 3}, "they make 9, there are 8; each size must divide 8"),
-        ({"data": 8, "tensor": 0}, "sizes of at least 1: tensor holds no device"),
-        ({"data": -2, "tensor": -4}, "sizes of at least 1: data, tensor"),
-        (
-            {"model": 8},
-            "names among data, pipe, expert, context, tensor: model is not one of them",
-        ),
-        ({}, "names among .*: it has none"),
-    ],
-)
+BAD = [
+    ({"data": 2, "tensor": 2}, "they make 4, there are 8; data=4 or tensor=4 would do"),
+    ({"data": 3, "tensor": 3}, "they make 9, there are 8; each size must divide 8"),
+    ({"data": 8, "tensor": 0}, "sizes of at least 1: tensor holds no device"),
+    ({"model": 8}, "names among data, .*: model is not one of them"),
+    ({}, "names among .*: it has none"),
+]
+
+
+@pytest.mark.parametrize(("axes", "message"), BAD)
 def test_axes_that_make_no_mesh_are_refused_with_sizes_that_would(axes, message):
     with pytest.raises(ValueError, match=rf"axes=.* must .*{message}"):
         meshes.make(axes)
-
-
-def test_an_axis_has_a_size_and_an_unknown_one_is_refused():
-    grid = meshes.make({"data": 2, "tensor": 4})
-    assert meshes.axis_size(grid, "tensor") == 4
-    with pytest.raises(
-        ValueError, match="axis='pipe' must be an axis of the mesh: data, tensor"
-    ):
-        meshes.axis_size(grid, "pipe")
 
 
 def test_a_dimension_that_an_axis_does_not_divide_is_refused_with_the_nearest_sizes_that_work():
@@ -186,13 +147,7 @@ def test_a_leaf_varies_over_the_axes_that_were_asked_for_and_keeps_those_that_it
     def look(x):
         y = meshes.vary(x, "data")
         tree = meshes.vary({"shared": x, "data": y}, ("data", "tensor"))
-        seen.extend(
-            [
-                meshes.varying(x),
-                meshes.varying(y),
-                *(meshes.varying(leaf) for leaf in tree.values()),
-            ]
-        )
+        seen.extend(meshes.varying(leaf) for leaf in (x, y, *tree.values()))
         assert meshes.vary(y, "data") is y and meshes.vary(x, ()) is x
         return tree["data"]
 
@@ -213,29 +168,10 @@ def test_the_gradient_of_a_shared_value_is_the_sum_over_the_devices_that_use_it(
     np.testing.assert_array_equal(own, [1, 2, 3, 4])
 
 
-def test_random_keys_vary_too():
-    keys = on_eight(
-        lambda key: jax.random.fold_in(meshes.vary(key, "data"), jax.lax.axis_index("data"))[
-            None
-        ],
-        jax.random.key(0),
-        out=P("data"),
-    )
-    assert keys.shape == (2,) and not np.array_equal(*jax.random.key_data(keys))
-
-
 def test_varying_over_an_axis_that_is_not_there_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"axes=\('pipe',\) must be among the axes of this jax.shard_map: data, tensor;"
-            r" pipe is unknown here"
-        ),
-    ):
+    with pytest.raises(ValueError, match="pipe is unknown here"):
         on_eight(lambda x: meshes.vary(x, "pipe"), jnp.ones(3))
-    with pytest.raises(
-        ValueError, match=r"axes=\('data',\) must be axes of a jax.shard_map: this is outside"
-    ):
+    with pytest.raises(ValueError, match="this is outside"):
         meshes.vary(jnp.ones(3), "data")
 
 
@@ -259,20 +195,9 @@ def test_a_device_holds_what_its_sharding_says():
 
 
 def test_what_is_not_divided_is_held_by_every_device():
-    grid = meshes.make({"data": 2, "tensor": 4})
-    described = jax.ShapeDtypeStruct(
-        (4, 6), jnp.bfloat16, sharding=NamedSharding(grid, P("data"))
-    )
-    rows = meshes.holdings(described)
+    halves = NamedSharding(meshes.make({"data": 2, "tensor": 4}), P("data"))
+    rows = meshes.holdings(jax.ShapeDtypeStruct((4, 6), jnp.bfloat16, sharding=halves))
     assert [row.ranges for row in rows] == [((0, 2), (0, 6))] * 4 + [((2, 4), (0, 6))] * 4
     assert sum(row.bytes for row in rows) == 4 * (4 * 6 * 2)  # four copies
-    assert meshes.holdings(jax.device_put(1.0, NamedSharding(grid, P())))[7] == meshes.Holding(
-        7, (), 4
-    )
-
-
-def test_an_array_that_lies_nowhere_has_no_holdings():
-    with pytest.raises(
-        ValueError, match="must have a sharding: without one no device holds it"
-    ):
+    with pytest.raises(ValueError, match="must have a sharding"):
         meshes.holdings(jax.ShapeDtypeStruct((4,), jnp.float32))

@@ -15,7 +15,6 @@ from slow_cases import slow
 from course_lib import configs, measure, optimizers, training
 from course_lib.many_devices import meshes, sharding, strategies
 from course_lib.many_devices.options import Strategy
-from course_lib.text.data import Batch
 
 DEVICES = 4
 # SGD has no state; Adam's is AdamW's.
@@ -123,18 +122,3 @@ def test_a_block_that_would_straddle_devices_is_refused_with_a_size_that_works()
     with pytest.raises(ValueError, match=r"block_size=128 must divide the 32.*block_size=32"):
         strategies.build(config, mesh(), Strategy(zero=1))
     strategies.layout(config, mesh(), Strategy(zero=0))  # nothing is divided
-
-
-@pytest.mark.parametrize(("name", "zero"), [slow("adamw_8bit", 2), slow("adafactor", 3)])
-def test_a_step_by_hand_trains_bfloat16_parameters_with_a_light_state(name, zero):
-    config = config_of(name, param_dtype="bfloat16")
-    run = strategies.build(config, mesh(), Strategy(zero=zero))
-    tokens = np.random.default_rng(0).integers(0, 128, (8, 9)).astype(np.int32)
-    weights = np.ones((8, 8), np.float32)
-    batch = Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
-    state, losses = run.init(jax.random.key(0)), []
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
-    for _ in range(5):
-        state, metrics = run.train_step(state, batch)
-        losses.append(training.mean_metrics(metrics)["loss"])
-    assert losses[-1] < losses[0]

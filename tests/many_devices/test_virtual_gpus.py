@@ -25,11 +25,9 @@ BFLOAT16, FLOAT32 = 2, 4
 METRICS = (8, 12, 16)
 STRATEGIES = {
     "data": (dict(data=8), Strategy(by="compiler")),
-    "zero 1": (dict(data=8), Strategy(by="compiler", zero=1)),
     "zero 3": (dict(data=8), Strategy(by="compiler", zero=3)),
     "zero 3 by hand": (dict(data=8), Strategy(zero=3)),
     "tensor": (dict(data=1, tensor=8), Strategy(by="compiler")),
-    "sequence": (dict(data=1, tensor=8), Strategy(by="compiler", sequence=True)),
 }
 
 
@@ -83,145 +81,79 @@ def p():
     """Numbers of parameters. `biases` are those of products; the `last` of them are added to
     the residual.
     """
-    biases, last = count("bias") - count("norm", "bias"), count("block", "output_layer", "bias")
-    kernels, scales = count("block", "kernel"), count("block", "norm", "scale")
+    kernels, last = count("block", "kernel"), count("block", "output_layer", "bias")
     return types.SimpleNamespace(
         embeddings=count("embedding"),
         norms=count("norm"),
-        scales=scales,
-        biases=biases,
+        scales=count("block", "norm", "scale"),
+        biases=count("bias") - count("norm", "bias"),
         last=last,
         kernels=kernels,
         of_output=count("kernel") - kernels,
-        output_layer=count("['output_layer']") - count("block", "output_layer"),
+        scattered=count("kernel") + last,
     )
 
 
-def test_data_parallelism_reduces_each_gradient_once_in_the_dtype_that_it_comes_in(p):
-    """Kernels and biases have gradients in bfloat16, which are summed before they are cast."""
-    found = ledger("data")
-    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (
-        p.kernels + p.of_output + p.biases
-    )
-    assert moved(found, "all-reduce", "float32") - FLOAT32 * (p.embeddings + p.norms) in METRICS
-    assert found.payload() == found.payload("all-reduce", "data")
+# Kernels and biases have gradients in bfloat16, which are summed before they are cast; biases
+# without the model's width are whole everywhere. A layer's parameters are gathered in the dtype
+# that it computes in, once for each pass, and with them the biases that are added last; the
+# scales of norms belong to no product. By hand these are gathered once, and kept.
+EXPECTED = {
+    "data": lambda p: {
+        ("all-reduce", "bfloat16"): BFLOAT16 * (p.kernels + p.of_output + p.biases),
+        ("all-reduce", "float32"): FLOAT32 * (p.embeddings + p.norms),
+    },
+    "zero 3": lambda p: {
+        ("all-gather", "bfloat16"): BFLOAT16 * (p.kernels + p.scattered),
+        ("all-gather", "float32"): FLOAT32 * (p.embeddings + p.norms + p.scales),
+        ("reduce-scatter", "bfloat16"): BFLOAT16 * p.scattered,
+        ("reduce-scatter", "float32"): FLOAT32 * (p.embeddings + p.norms),
+        ("all-reduce", "bfloat16"): BFLOAT16 * (p.biases - p.last),
+    },
+    "zero 3 by hand": lambda p: {
+        ("all-gather", "bfloat16"): BFLOAT16 * (p.kernels + p.scattered),
+        ("all-gather", "float32"): FLOAT32 * (p.embeddings + p.norms),
+    },
+}
 
 
-@pytest.mark.slow
-def test_zero_one_scatters_each_gradient_in_its_dtype_and_gathers_the_new_parameters_in_theirs(
-    p,
-):
-    found = ledger("zero 1")
-    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (
-        p.kernels + p.of_output + p.last
-    )
-    assert moved(found, "reduce-scatter", "float32") == FLOAT32 * (p.embeddings + p.norms)
-    assert moved(found, "all-gather", "float32") == FLOAT32 * (
-        p.kernels + p.of_output + p.last + p.embeddings + p.norms
-    )
-    # Biases without the model's width are whole everywhere.
-    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
-    assert moved(found, "all-reduce", "float32") in METRICS
-    assert found.payload() == sum(
-        found.payload(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
-    )
+@pytest.mark.parametrize("name", ["data", "zero 3", slow("zero 3 by hand")])
+def test_each_parameter_and_gradient_is_sent_once_in_its_dtype(name, p):
+    found, expected = ledger(name), EXPECTED[name](p)
+    summed = moved(found, "all-reduce", "float32") - expected.pop(("all-reduce", "float32"), 0)
+    for (kind, dtype), size in expected.items():
+        assert moved(found, kind, dtype) == size, (kind, dtype)
+    if name != "zero 3 by hand":
+        assert summed in METRICS
+        assert found.payload() == sum(expected.values()) + moved(found, "all-reduce", "float32")
+        assert found.payload() == found.payload(axis="data")
 
 
-@pytest.mark.parametrize(
-    "name", ["zero 3", pytest.param("zero 3 by hand", marks=pytest.mark.slow)]
-)
-def test_every_kernel_is_gathered_in_the_dtype_that_the_layers_compute_in_and_none_in_another(
-    name, p
-):
-    found, by_hand = ledger(name), name.endswith("hand")
-    # For each pass in the layers, once around them, and with them the biases that are added
-    # last.
-    assert moved(found, "all-gather", "bfloat16") == BFLOAT16 * (
-        2 * p.kernels + p.of_output + p.last
-    )
-    # The rest belongs to no product. By hand the scales of norms are gathered once, and kept.
-    assert moved(found, "all-gather", "float32") == FLOAT32 * (
-        p.embeddings + p.norms + (0 if by_hand else p.scales)
-    )
-    assert found.payload("all-gather") == moved(found, "all-gather", "bfloat16") + moved(
-        found, "all-gather", "float32"
-    )
-
-
-def test_zero_three_gathers_a_layer_when_it_runs_and_scatters_every_gradient_once(p):
-    found = ledger("zero 3")
-    assert moved(found, "all-gather", "bfloat16", inside=True) == BFLOAT16 * (
-        2 * p.kernels + p.last
-    )
-    assert moved(found, "reduce-scatter", "bfloat16") == BFLOAT16 * (
-        p.kernels + p.of_output + p.last
-    )
-    assert moved(found, "reduce-scatter", "float32") == FLOAT32 * (p.embeddings + p.norms)
-    # Biases without the model's width are whole everywhere.
-    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * (p.biases - p.last)
-    assert moved(found, "all-reduce", "float32") in METRICS
-    assert found.payload() == sum(
-        found.payload(kind, "data") for kind in ("all-gather", "reduce-scatter", "all-reduce")
-    )
+def test_zero_three_gathers_a_layer_when_it_runs(p):
+    inside = moved(ledger("zero 3"), "all-gather", "bfloat16", inside=True)
+    assert inside == BFLOAT16 * (2 * p.kernels + p.last)
 
 
 def sizes():
     """Returns the tokens, the numbers of a residual [B, L, D], and the number of layers."""
-    whole = large()
-    tokens = 8 * whole.data.seq_len
-    return tokens, tokens * whole.model.hidden_size, whole.model.num_layers
+    model, tokens = large().model, 8 * large().data.seq_len
+    return tokens, tokens * model.hidden_size, model.num_layers
 
 
 def test_tensor_parallelism_reduces_four_residuals_a_block():
     tokens, residual, layers = sizes()
     found = ledger("tensor")
-    assert (
-        moved(found, "all-reduce", "bfloat16", inside=True) == BFLOAT16 * 4 * residual * layers
-    )
+    inside, outside = (moved(found, "all-reduce", "bfloat16", where) for where in (True, False))
+    assert inside == BFLOAT16 * 4 * residual * layers
     # Around the layers: the gradient of the output layer's input; the embedding, in float32;
     # and two numbers per token in the loss. The largest logit and its place come from each
     # device.
-    assert moved(found, "all-reduce", "bfloat16", inside=False) == BFLOAT16 * residual
+    assert outside == BFLOAT16 * residual
     assert moved(found, "all-reduce", "float32") == FLOAT32 * (residual + 2 * tokens)
-    assert (
-        moved(found, "all-gather", "float32")
-        == moved(found, "all-gather", "int32")
-        == FLOAT32 * 8 * tokens
-    )
-    assert found.payload() == found.payload("all-reduce", "tensor") + found.payload(
-        "all-gather", "tensor"
-    )
-
-
-@pytest.mark.slow
-def test_along_the_sequence_it_scatters_four_residuals_a_block_and_gathers_six(p):
-    """By hand four and four. The compiler gathers the inputs of the two column products again
-    for the backward pass.
-    """
-    _, residual, layers = sizes()
-    found = ledger("sequence")
-    assert (
-        moved(found, "reduce-scatter", "bfloat16", inside=True)
-        == BFLOAT16 * 4 * residual * layers
-    )
-    assert (
-        moved(found, "all-gather", "bfloat16", inside=True) == BFLOAT16 * 6 * residual * layers
-    )
-    # Around the layers it brings parameters to the tokens, where these are more: here the
-    # tables, and the output layer.
-    output, table = p.output_layer, p.embeddings - count("pos_emb")
-    assert moved(found, "all-gather", "bfloat16", inside=False) == BFLOAT16 * output
-    assert moved(found, "reduce-scatter", "bfloat16", inside=False) == BFLOAT16 * output
-    # of the positions, the gradient
-    assert moved(found, "all-gather", "float32") == FLOAT32 * p.embeddings
-    assert moved(found, "reduce-scatter", "float32") == FLOAT32 * table
-    # Each device has the gradient of norms, and of biases that are added last, from its part of
-    # the sequence.
-    assert moved(found, "all-reduce", "bfloat16") == BFLOAT16 * p.last
-    assert moved(found, "all-reduce", "float32") - FLOAT32 * p.norms in METRICS
-    assert found.payload() == sum(
-        found.payload(kind, "tensor") for kind in ("all-gather", "reduce-scatter", "all-reduce")
-    )
+    for dtype in ("float32", "int32"):
+        assert moved(found, "all-gather", dtype) == FLOAT32 * 8 * tokens
+    kinds = "all-reduce", "all-gather"
+    assert found.payload() == sum(found.payload(kind, "tensor") for kind in kinds)
 
 
 @functools.cache
@@ -242,8 +174,7 @@ def gradient_memory(by, stage, minibatches):
 
 
 @pytest.mark.parametrize(
-    ("by", "minibatches"),
-    [slow("hand", 1), ("hand", 4), slow("compiler", 1)],
+    ("by", "minibatches"), [slow("hand", 1), ("hand", 4), slow("compiler", 1)]
 )
 def test_zero_two_never_holds_more_than_an_nth_of_the_gradients_and_one_layers(by, minibatches):
     """Compared with stage 1 by hand, which holds all of them: the compiler may scatter early in

@@ -25,11 +25,6 @@ def test_two_norms_give_back_what_they_were_made_from():
         )
 
 
-def test_at_the_noise_scale_noise_is_as_large_as_the_gradient():
-    made = gradient_noise.Noise(signal=3.0, noise=24.0)
-    assert made.square_norm(int(made.scale)) == 2 * made.signal
-
-
 def test_it_finds_the_noise_of_points_whose_noise_is_known():
     dim, deviation, away = 500, 2.0, 0.5
     points = deviation * np.random.default_rng(0).standard_normal((64, 4, dim), np.float32)
@@ -49,10 +44,7 @@ def test_without_noise_the_scale_is_zero_and_without_a_gradient_it_is_infinite()
 
 @pytest.mark.parametrize("sizes", [[4], [4, 3]])
 def test_batches_that_tell_nothing_are_refused(sizes):
-    with pytest.raises(
-        ValueError,
-        match=r"batches must be at least two of one size: there are \d, of sizes \[.*4\]",
-    ):
+    with pytest.raises(ValueError, match="batches must be at least two of one size"):
         gradient_noise.measure(distance, jnp.zeros(3), [jnp.ones((size, 3)) for size in sizes])
 
 

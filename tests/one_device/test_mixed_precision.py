@@ -34,30 +34,14 @@ def test_a_format_with_infinity_has_the_range_that_ieee_754_gives_its_exponent(n
     assert form.largest == (2 - form.epsilon) * 2.0**bias
 
 
-def test_float8_e4m3fn_gives_infinity_up_for_one_more_binade():
-    # 1.75 * 2**8, https://arxiv.org/abs/2209.05433
-    assert mixed_precision.describe("float8_e4m3fn").largest == 448.0
-    assert jnp.isnan(jnp.float32(1e6).astype(jnp.float8_e4m3fn))
-
-
 def test_a_format_says_where_its_numbers_end():
-    form = mixed_precision.describe(jnp.float16)
-    assert jnp.isfinite(jnp.float16(form.largest)) and jnp.isinf(
-        jnp.float16(form.largest) * jnp.float16(2)
-    )
-    assert (
-        np.float16(form.smallest_subnormal) > 0 and np.float16(form.smallest_subnormal / 2) == 0
-    )
-    assert (
-        np.float16(1) + np.float16(form.epsilon) > 1
-        and np.float16(1) + np.float16(form.epsilon / 2) == 1
-    )
-
-
-@pytest.mark.parametrize("dtype", ["int32", "float17", jnp.bool_, "complex64"])
-def test_a_dtype_without_a_fraction_is_refused(dtype):
-    with pytest.raises(ValueError, match="must be a floating dtype"):
-        mixed_precision.describe(dtype)
+    form, number = mixed_precision.describe(jnp.float16), np.float16
+    with np.errstate(over="ignore"):
+        assert np.isfinite(number(form.largest)) and np.isinf(number(form.largest * 2))
+    assert number(form.smallest_subnormal) > 0 == number(form.smallest_subnormal / 2)
+    assert number(1 + form.epsilon) > 1 == number(1 + form.epsilon / 2)
+    # gives infinity up for one more binade: 1.75 * 2**8, https://arxiv.org/abs/2209.05433
+    assert mixed_precision.describe("float8_e4m3fn").largest == 448.0
 
 
 @pytest.mark.parametrize("name", mixed_precision.POLICIES)
@@ -86,13 +70,6 @@ def test_under_a_policy_gradients_and_metrics_are_float32_and_the_model_is_not()
     assert loss.dtype == metrics["loss"][0].dtype == grads["w"].dtype == jnp.float32
 
 
-def test_an_unknown_policy_is_refused_with_the_list():
-    with pytest.raises(
-        ValueError, match=r"policy='half' must be one of \['float32', 'bfloat16', 'float16'\]"
-    ):
-        mixed_precision.policy("half")
-
-
 def test_finite_means_every_number_of_every_floating_leaf():
     tree = {"w": jnp.ones(3), "ids": jnp.arange(3)}
     assert mixed_precision.all_finite(tree)
@@ -117,11 +94,6 @@ def test_a_gradient_that_float16_cannot_hold_survives_when_the_loss_is_scaled():
     np.testing.assert_allclose(
         float16_gradient(mixed_precision.StaticLossScale(2.0**15)), 1e-8, rtol=1e-3
     )
-
-
-def test_unscaled_gradients_are_float32_and_exact_for_a_power_of_two():
-    grads = mixed_precision.StaticLossScale(2.0**10).unscale({"w": jnp.float16(3.0)})
-    assert grads["w"].dtype == jnp.float32 and grads["w"] == 3 * 2.0**-10
 
 
 def test_a_gradient_is_float32_before_it_is_divided():
@@ -153,59 +125,33 @@ def test_a_dynamic_scale_stays_within_its_bounds():
     assert scale.value == 1
 
 
-def test_a_static_scale_stays_what_it_is():
-    assert mixed_precision.StaticLossScale(4.0).update(jnp.bool_(False)).value == 4.0
-
-
-@pytest.mark.parametrize(("name", "kind"), mixed_precision.LOSS_SCALES.items())
-def test_loss_scales_have_names(name, kind):
-    assert type(mixed_precision.loss_scale(name)) is kind
-
-
-def test_a_loss_scale_is_a_pytree_whose_leaves_may_be_anything():
-    """Orbax puts names in place of leaves, and a compiler shapes."""
-    scale = mixed_precision.DynamicLossScale()
-    names = jax.tree.map(lambda leaf: "name", scale)
-    assert set(jax.tree.leaves(names)) == {"name"}
-
-
 Static, Dynamic = mixed_precision.StaticLossScale, mixed_precision.DynamicLossScale
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mixed_precision.loss_scale("auto"), "loss_scale='auto'"),
-        (lambda: Static(0.0), "value="),
-        (lambda: Static(math.nan), "value="),
-        (lambda: Static(np.float32(-1)), "value="),
-        (lambda: Static(jnp.bfloat16.dtype.type(-1)), "value="),
-        (lambda: Dynamic(factor=0.5), "factor=0.5"),
-        (lambda: Dynamic(factor=math.inf), "factor=inf"),
-        (lambda: Dynamic(growth_interval=0), "growth_interval=0"),
-        # An overflow would raise these: the next update brings them into the bounds.
-        (lambda: Dynamic(value=0.25), "value=0.25 must be from smallest=1.0"),
-        (lambda: Dynamic(value=2.0**25), "value="),
-        (lambda: Dynamic(value=4.0, smallest=0.0), "smallest=0.0"),
-        (lambda: Dynamic(value=4.0, smallest=8.0, largest=4.0), "smallest=8.0, largest=4.0"),
-        (lambda: Dynamic(value=4.0, largest=math.inf), "largest=inf"),
-    ],
-)
-def test_loss_scales_that_cannot_work_are_refused(make, message):
+BAD = [
+    (lambda: mixed_precision.loss_scale("auto"), "loss_scale='auto'"),
+    (lambda: mixed_precision.policy("half"), "policy='half'"),
+    (lambda: mixed_precision.describe("int32"), "must be a floating dtype"),
+    (lambda: Static(0.0), "value="),
+    (lambda: Static(math.nan), "value="),
+    (lambda: Dynamic(factor=0.5), "factor=0.5"),
+    (lambda: Dynamic(growth_interval=0), "growth_interval=0"),
+    # An overflow would raise these: the next update brings them into the bounds.
+    (lambda: Dynamic(value=0.25), "value=0.25 must be from smallest=1.0"),
+    (lambda: Dynamic(value=2.0**25), "value="),
+    (lambda: Dynamic(value=4.0, smallest=0.0), "smallest=0.0"),
+    (lambda: Dynamic(value=4.0, largest=math.inf), "largest=inf"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_what_cannot_work_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_dynamic_scale_stays_in_its_bounds():
-    scale = Dynamic(value=0.25, smallest=0.25)
-    assert scale.update(jnp.bool_(False)).value == 0.25
-
-
 @pytest.mark.parametrize("value", [8, np.float16(8)])
 def test_a_dynamic_scale_has_the_same_dtype_before_and_after_an_update(value):
-    scale = mixed_precision.DynamicLossScale(value=value)
-    assert (
-        jnp.asarray(scale.value).dtype
-        == scale.update(jnp.bool_(True)).value.dtype
-        == jnp.float32
-    )
+    scale = Dynamic(value=value)
+    assert jnp.asarray(scale.value).dtype == jnp.float32
+    assert scale.update(jnp.bool_(True)).value.dtype == jnp.float32

@@ -1,4 +1,7 @@
-"""Laws of the seconds of a training step: a layer's work by hand, what hides, pipelines."""
+"""Laws of the seconds of a training step: a layer's work by hand, what hides, pipelines.
+
+`test_frozen` has the numbers of all options.
+"""
 
 import dataclasses
 import math
@@ -11,15 +14,14 @@ from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.pipeline_parallel import schedules
 from course_lib.measure import hardware
 from course_lib.planner import Plan, Shape, price
-from course_lib.planner.plan import RECOMPUTE
 
 H100 = hardware.get("h100")
 # 6.7 billion parameters
 MIDDLE = Shape(
     layers=32, width=4096, heads=32, head_dim=128, mlp=16_384, vocab=128_000, seq_len=4096
 )
-PARTS = ("products", "memory", "optimizer", "bubble", "pipe", "data")
-PARTS += ("tensor", "context", "expert")
+PARTS = {"products", "memory", "optimizer", "bubble", "pipe", "data"}
+PARTS |= {"tensor", "context", "expert"}
 
 
 def step(axes, shape=MIDDLE, cluster=None, **plan):
@@ -39,61 +41,16 @@ def test_a_step_is_the_sum_of_its_parts_and_none_is_negative():
         ({"data": 4, "context": 4}, dict(zero=2)),
     ):
         found = step(axes, **plan)
-        assert set(found.parts) == set(PARTS)
+        assert set(found.parts) == PARTS
         assert min(found.parts.values()) >= 0 and min(found.hidden.values()) >= 0
         assert found.total == pytest.approx(sum(found.parts.values()))
         assert found.mfu == pytest.approx(found.model_seconds / found.total) and found.mfu < 1
 
 
-def test_model_flops_are_six_per_parameter_and_token_and_attention_s():
-    outside = 2 * 128_000 * 4096
-    layers = MIDDLE.parameters - outside
-    scores = 12 * 32 * 4096 * 4096  # 12 N D L
-    assert MIDDLE.flops == 6 * (layers + outside / 2) + scores
-    assert dataclasses.replace(MIDDLE, tied=True).parameters == layers + outside / 2
-
-
-def test_recomputing_a_layer_costs_one_more_forward_and_others_less():
-    times = {name: step({"data": 8}, recompute=name).total for name in RECOMPUTE}
-    assert times["full"] == max(times.values()) and times["none"] == min(times.values())
-    products = {
-        name: step({"data": 8}, recompute=name, fused_attention=False).parts["products"]
-        for name in ("none", "full")
-    }
-    head = 6 * MIDDLE.vocab * MIDDLE.width / MIDDLE.flops
-    extra = products["full"] / products["none"] - 1
-    assert extra == pytest.approx((1 - head) / 3)
-
-
-def test_fsdp_is_hidden_with_many_tokens_and_exposed_with_few():
-    """Below the break-even the traffic is exposed but for what the compute covers."""
-    axes, ideal = {"fsdp": 64}, dict(ideal=True, products_share=1.0)
-    shares = []
-    for tokens in (256, 1024, 4096, 16_384):
-        shape = dataclasses.replace(MIDDLE, seq_len=tokens)
-        found = step(axes, shape, h100s(axes, **ideal), batch=64)
-        shares.append(found.parts["data"] / found.total)
-    assert shares == sorted(shares, reverse=True) and shares[0] > 0.5 > 0.15 > shares[-1]
-
-
-def test_an_overlapping_recipe_hides_its_share_of_tensor_traffic():
-    axes = {"data": 8, "tensor": 8}
-    plain, hiding = (step(axes, tensor_overlap=overlap) for overlap in (False, True))
-    head = 64 * 4 * cluster_model.all_gather(h100s(axes).group(axes, "tensor"), 2 * 4096 * 4096)
-    layers = plain.parts["tensor"] - head
-    assert hiding.parts["tensor"] - head == pytest.approx((1 - price.TENSOR_OVERLAP) * layers)
-    assert hiding.hidden["tensor"] == pytest.approx(price.TENSOR_OVERLAP * layers)
-
-
-def test_a_ring_is_hidden_behind_long_sequences_and_exposed_by_short_ones():
-    axes = {"context": 8}
-    short, long = (
-        step(axes, dataclasses.replace(MIDDLE, seq_len=length), batch=8)
-        for length in (1024, 131_072)
-    )
-    assert short.parts["context"] > short.hidden["context"]
-    # Of 3 x 7 + 1 transfers of a layer only the last, which brings gradients home, is exposed.
-    assert 20 * long.parts["context"] < long.hidden["context"] < 22 * long.parts["context"]
+def test_a_tied_table_is_a_parameter_once_and_computes_as_much():
+    tied = dataclasses.replace(MIDDLE, tied=True)
+    assert MIDDLE.parameters - tied.parameters == 128_000 * 4096
+    assert tied.flops == MIDDLE.flops
 
 
 def test_experts_cost_their_all_to_alls_which_the_network_makes_slow():
@@ -117,27 +74,15 @@ def test_float32_products_run_as_tensorfloat32_and_float16_needs_a_unit_for_it()
         step({"data": 1}, cluster=Cluster(hardware.get("t4"), 1))
 
 
-# Work, by hand
+# Work, by hand, product by product.
 
 # A model with experts, a gate and grouped queries.
 MIXED = Shape(
-    layers=8,
-    width=1024,
-    heads=16,
-    head_dim=96,
-    kv_heads=4,
-    mlp=2560,
-    matrices=3,
-    experts=6,
-    slots=2.0,
-    vocab=32_000,
-    seq_len=2048,
+    **dict(layers=8, width=1024, heads=16, head_dim=96, kv_heads=4, mlp=2560, matrices=3),
+    **dict(experts=6, slots=2.0, vocab=32_000, seq_len=2048),
 )
 ATTENTION = 1024 * (1536 + 384 + 384 + 1536)  # query, key, value and output
 EXPERT = 3 * 1024 * 2560
-
-
-# Work, by hand, product by product.
 
 
 def mixed(context=2, tensor=2, **plan):
@@ -241,54 +186,27 @@ def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():
         assert step(axes, shape, zero=zero, **plan).parts["data"] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("port", [50e9, 5e9])
-@pytest.mark.parametrize("length", [256, 2048, 16_384])
+@pytest.mark.parametrize("length", [256, 16_384])
 @pytest.mark.parametrize(
     ("axes", "plan"),
     [
-        ({"data": 64}, {}),
         ({"data": 8, "fsdp": 8}, {}),
-        ({"fsdp": 8, "context": 8}, dict(fused_attention=False)),
-        ({"data": 4, "fsdp": 4, "context": 4}, {}),
-        ({"data": 16, "tensor": 4}, dict(wgrad_overlap=True)),
-        ({"fsdp": 8, "tensor": 8}, dict(wgrad_overlap=True)),
+        ({"data": 4, "fsdp": 4, "context": 4}, dict(fused_attention=False)),
         ({"fsdp": 8, "tensor": 8}, dict(tensor_overlap=True)),
-        (
-            {"tensor": 4, "context": 8, "fsdp": 8},
-            dict(wgrad_overlap=True, fused_attention=False),
-        ),
+        ({"tensor": 4, "context": 8, "fsdp": 8}, dict(wgrad_overlap=True)),
         ({"pipe": 4, "fsdp": 4, "context": 4}, dict(chunks=2, pipe_overlap=True)),
-        ({"data": 16, "pipe": 4}, dict(chunks=2, pipe_overlap=True)),
     ],
 )
-def test_a_second_of_computing_hides_one_transfer(axes, plan, length, port):
+def test_a_second_of_computing_hides_one_transfer(axes, plan, length):
     shape = dataclasses.replace(MIXED, seq_len=length, slots=1.0, experts=0, kv_heads=8)
-    cluster = Cluster(hardware.get("h100"), math.prod(axes.values()), port_bandwidth=port)
+    cluster = h100s(axes, port_bandwidth=5e9)
     options = dict(zero=1, sequence_parallel=True) | plan
     found = planner.seconds(planner.step(shape, Plan(axes, 64, **options)), cluster)
     free = {"context"} | ({"tensor"} if plan.get("tensor_overlap") else set())
-    beside = sum(
-        seconds / (1 if axis in free else 0.75) for axis, seconds in found.hidden.items()
-    )
+    beside = sum(s / (1 if axis in free else 0.75) for axis, s in found.hidden.items())
     computed = found.parts["products"] + found.parts["memory"]
     assert 0 < beside <= computed * (1 + 1e-9)
     assert "context" not in axes or found.hidden["context"] > 0
-
-
-def test_switches_do_not_add_up_what_sequence_parallelism_scatters():
-    shape = dataclasses.replace(MIXED, experts=0, slots=1.0, kv_heads=8)
-    usual, adding = (
-        Cluster(hardware.get("h100"), 8, adds_in_switch=adds, ideal=True)
-        for adds in (False, True)
-    )
-    plain, whole, cut = (
-        planner.seconds(
-            planner.step(shape, Plan({"tensor": 8}, 8, sequence_parallel=on)), cluster
-        )
-        for on, cluster in ((True, usual), (False, adding), (True, adding))
-    )
-    assert whole.parts["tensor"] == pytest.approx(plain.parts["tensor"] / 1.3)
-    assert cut.parts["tensor"] == plain.parts["tensor"]
 
 
 RATE, MEMORY = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
@@ -380,79 +298,39 @@ def test_a_backward_in_two_pieces_computes_nothing_twice():
     assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-6)
 
 
-def test_interleaved_stages_hide_what_they_send_between_warm_up_and_flush():
-    """32 chunks of microbatches; 3 + 4 are the mean warm-up of four stages."""
-    plain, hiding = (
-        piped(4, 8, 16, chunks=2, sequence_parallel=True, pipe_overlap=overlap)
-        for overlap in (False, True)
-    )
-    sent = plain.parts["pipe"]
-    steady = sent * (32 - 7) / 32
-    assert hiding.hidden["pipe"] == pytest.approx(0.75 * steady)
-    assert hiding.parts["pipe"] == pytest.approx(sent - 0.75 * steady)
-    assert plain.hidden["pipe"] == 0
-    assert plain.total - hiding.total == pytest.approx(0.75 * steady)
-
-
-def test_a_pipeline_in_chunks_hides_more_of_its_gradients():
-    """Over a slow network, all of the computing beside gradients and parameters hides some."""
-    slow = dict(accelerator=dataclasses.replace(H100, network_bandwidth=1e9))
-    one, chunked = (piped(4, 8, 16, chunks=v, data=16, **slow) for v in (1, 4))
-    assert chunked.hidden["data"] == pytest.approx((1 + 3 * 4) / 4 * one.hidden["data"])
-
-
 # What cannot be.
 
 EIGHT = dict(axes={"data": 8}, batch=8)
+PIPE = dict(axes={"pipe": 4}, batch=8)
 BAD = [
     (dict(EIGHT, axes={"model": 8}), {}, r"axes=.* must be of .*, not \['model'\]"),
-    (dict(EIGHT, axes={"data": 0}), {}, "axes={'data': 0} must have whole sizes"),
-    (dict(EIGHT, recompute="all"), {}, "recompute='all' must be one of"),
-    (dict(EIGHT, recompute_share=2), {}, "recompute_share=2 must be a number"),
-    (dict(EIGHT, update_bytes=math.nan), {}, "update_bytes=nan must be a number"),
-    (dict(EIGHT, microbatch=0), {}, "microbatch=0 must be a whole number of at least 1"),
-    (dict(EIGHT, zero=3), {}, "zero=3 must be one of 0, 1, 2"),
-    (dict(EIGHT, embedding_bytes=3), {}, "embedding_bytes=3 must be one of 1, 2, 4"),
-    (dict(EIGHT, dtype="bf16"), {}, "dtype='bf16' must be the name of a floating dtype"),
-    (dict(EIGHT, chunks=4), {}, "chunks=4 must be 1 without an axis 'pipe'"),
+    (dict(EIGHT, axes={"data": 0}), {}, "axes={'data': 0}"),
+    (dict(EIGHT, recompute="all"), {}, "recompute='all'"),
+    (dict(EIGHT, recompute_share=2), {}, "recompute_share=2"),
+    (dict(EIGHT, update_bytes=math.nan), {}, "update_bytes=nan"),
+    (dict(EIGHT, microbatch=0), {}, "microbatch=0"),
+    (dict(EIGHT, zero=3), {}, "zero=3"),
+    (dict(EIGHT, embedding_bytes=3), {}, "embedding_bytes=3"),
+    (dict(EIGHT, dtype="bf16"), {}, "dtype='bf16'"),
+    (dict(EIGHT, chunks=4), {}, "chunks=4 must be 1 without"),
     (dict(EIGHT, batch=12), {}, "batch=12 must be a multiple of 8"),
-    (
-        dict(EIGHT, axes={"data": 4}, float32_gradients=False),
-        {},
-        "float32_gradients=False must come with one microbatch, not 2",
-    ),
-    (
-        dict(EIGHT, wgrad_overlap=True, tensor_overlap=True),
-        {},
-        "wgrad_overlap=True must come with tensor_overlap=False",
-    ),
-    (
-        dict(axes={"pipe": 4}, batch=8, pipe_overlap=True),
-        {},
-        "pipe_overlap=True must come with chunks of at least 2",
-    ),
-    (
-        dict(axes={"pipe": 4}, batch=8, schedule=schedules.make("1f1b", 4, 4)),
-        {},
-        r"schedule must be for \(4, 8, 1\) stages, .* not \(4, 4, 1\)",
-    ),
-    (EIGHT, dict(width=-4096), "width=-4096 must be a whole number of at least 1"),
-    (EIGHT, dict(matrices=5), "matrices=5 must be one of 2, 3"),
+    (dict(EIGHT, axes={"data": 4}, float32_gradients=False), {}, "float32_gradients=False"),
+    (dict(EIGHT, wgrad_overlap=True, tensor_overlap=True), {}, "wgrad_overlap=True"),
+    (dict(PIPE, pipe_overlap=True), {}, "pipe_overlap=True"),
+    (dict(PIPE, schedule=schedules.make("1f1b", 4, 4)), {}, r"schedule .* \(4, 8, 1\)"),
+    (EIGHT, dict(width=-4096), "width=-4096"),
+    (EIGHT, dict(matrices=5), "matrices=5"),
     (EIGHT, dict(kv_heads=5), "kv_heads=5 must divide heads=32"),
-    (EIGHT, dict(slots=math.inf), "slots=inf must be a number"),
+    (EIGHT, dict(slots=math.inf), "slots=inf"),
     (EIGHT, dict(slots=4.0), "slots=4.0 must be 1 without experts"),
     (EIGHT, dict(experts=8, slots=100.0), "slots=100.0 must be at most experts=8"),
-    (EIGHT, dict(experts_per_token=4), "experts_per_token=4 must be at most 0"),
-    (dict(EIGHT, axes={"pipe": 64}), {}, "must have at most 34 stages, of 32 layers"),
+    (EIGHT, dict(experts_per_token=4), "experts_per_token=4"),
+    (dict(EIGHT, axes={"pipe": 64}), {}, "must have at most 34 stages"),
     (dict(EIGHT, axes={"tensor": 64}), {}, "heads=32 must be a multiple of 64"),
     (dict(EIGHT, axes={"tensor": 8}), dict(kv_heads=4), "kv_heads=4 must be a multiple of 8"),
-    (dict(EIGHT, axes={"tensor": 8}), dict(mlp=10_012), "mlp=10012 must be a multiple of 8"),
+    (dict(EIGHT, axes={"tensor": 8}), dict(mlp=10_012), "mlp=10012"),
     (dict(EIGHT, axes={"expert": 2}), {}, "experts=0 must be a multiple of 2"),
-    (
-        dict(EIGHT, axes={"context": 4}),
-        dict(seq_len=4100),
-        "seq_len=4100 must be a multiple of 8: in the zigzag layout",
-    ),
+    (dict(EIGHT, axes={"context": 4}), dict(seq_len=4100), "seq_len=4100"),
 ]
 
 

@@ -1,4 +1,7 @@
-"""Laws of the search through a framework's layouts, and of the memory that they take."""
+"""Laws of the search through a framework's layouts, and of the memory that they take.
+
+`test_frozen` has whole searches: which layouts are tried, and their order.
+"""
 
 import dataclasses
 import math
@@ -10,7 +13,6 @@ from course_lib import planner
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hardware
 from course_lib.planner import Plan, Shape
-from course_lib.planner.search import layouts
 
 SHAPE = Shape(24, 2048, 16, 128, 8192, 32_000, 4096)  # 24 layers, 16 heads
 H100S = Cluster(hardware.get("h100"), 16)
@@ -54,14 +56,6 @@ def test_state_is_divided_along_tensor_and_by_zero(axes, zero, microbatch, per_p
     plan = Plan(axes, BATCH, microbatch, zero=zero)
     plan = dataclasses.replace(plan, float32_gradients=plan.microbatches > 1)
     expected = short.parameters * per_parameter
-    assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
-
-
-def test_the_first_stage_has_the_embedding_and_the_last_one_the_output_layer():
-    short = dataclasses.replace(SHAPE, seq_len=1)
-    plan = Plan({"data": 2, "pipe": 2, "tensor": 4}, BATCH, zero=1)
-    own = (12 * short.layer + short.vocab * short.width) / 4
-    expected = own * (6 + 12 / 2)
     assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
@@ -123,99 +117,36 @@ def test_a_stage_keeps_a_microbatch_for_each_stage_and_chunks_keep_more():
 
 
 def test_the_layouts_fit_and_the_fastest_comes_first(found):
+    """No layout is listed twice, and all use all GPUs."""
     assert all(layout.memory <= 0.9 * H100S.accelerator.memory_bytes for layout in found)
     seconds = [layout.seconds for layout in found]
     assert seconds == sorted(seconds)
+    assert len({str(layout.plan) for layout in found}) == len(found)
     for layout in found[:: len(found) // 7]:
         again = planner.seconds(planner.step(SHAPE, layout.plan), H100S).total
         assert layout.seconds == again == planner.layout(SHAPE, layout.plan, H100S).seconds
         assert layout.memory == memory_bytes(SHAPE, layout.plan)
-
-
-def test_no_layout_is_listed_twice_and_all_use_all_gpus(found):
-    plans = [str(layout.plan) for layout in found]
-    assert len(set(plans)) == len(plans)
-    for layout in found:
         assert math.prod(layout.plan.axes.values()) == 16 and 1 not in layout.plan.axes.values()
 
 
-@pytest.mark.parametrize(
-    ("axes", "zero", "chunks"),
-    [
-        ({"fsdp": 16}, 1, 1),
-        ({"data": 16}, 1, 1),
-        ({"data": 16}, 2, 1),
-        ({"data": 2, "fsdp": 8}, 2, 1),
-        ({"data": 2, "fsdp": 4, "tensor": 2}, 1, 1),
-        ({"fsdp": 2, "context": 8}, 1, 1),
-        ({"context": 4, "fsdp": 2, "tensor": 2}, 1, 1),
-        ({"data": 4, "pipe": 2, "tensor": 2}, 1, 6),
-        ({"pipe": 8, "data": 2}, 1, 3),
-        ({"pipe": 12, "tensor": 1}, 1, 1),
-    ],
-)
-def test_hybrid_sharding_both_orders_of_a_ring_and_interleaved_pipelines_are_tried(
-    axes, zero, chunks
-):
-    count = math.prod(axes.values())
-    tried = list(layouts(SHAPE, count))
-    axes = {axis: size for axis, size in axes.items() if size > 1}
-    assert [(list(a.items()), z, v) for a, z, v in tried].count(
-        (list(axes.items()), zero, chunks)
-    ) == 1
-
-
-def test_megatrons_chunks_take_microbatches_in_groups_and_a_pipeline_has_one_for_each_stage(
-    found,
-):
-    for layout in found:
-        plan = layout.plan
-        stages = plan.size("pipe")
-        assert stages == 1 or plan.microbatches >= stages
-        assert plan.chunks == 1 or plan.microbatches % stages == 0
-        assert plan.pipe_overlap == (plan.chunks > 1)
-
-
-@pytest.mark.parametrize(("layers", "kind"), [(48, "data"), (96, "data"), (48, "pipe")])
+@pytest.mark.parametrize(("layers", "kind"), [(96, "data"), (48, "pipe")])
 def test_as_few_layers_recompute_as_memory_allows(layers, kind):
     deeper = dataclasses.replace(SHAPE, layers=layers, seq_len=16_384)
     found = search(deeper, kinds=(kind,))
-    shares = {layout.plan.recompute_share for layout in found}
-    assert len(shares) > 2
+    assert len({layout.plan.recompute_share for layout in found}) > 2
     room = 0.9 * H100S.accelerator.memory_bytes
     for layout in found:
         if layout.plan.recompute == "none":
             continue
-        fewer = layout.plan.recompute_share - layout.plan.size("pipe") / layers
-        less = dataclasses.replace(layout.plan, recompute_share=max(fewer, 0.0))
-        assert memory_bytes(deeper, less) > room >= layout.memory
+        share = layout.plan.recompute_share
+        fewer = max(share - layout.plan.size("pipe") / layers, 0.0)
+        less = dataclasses.replace(layout.plan, recompute_share=fewer)
         kept = dataclasses.replace(layout.plan, recompute="none", recompute_share=1.0)
-        assert memory_bytes(deeper, kept) > room
-        assert layout.recomputes == (
-            "block"
-            if layout.plan.recompute_share == 1
-            else f"block, {layout.plan.recompute_share:.0%} of layers"
-        )
+        assert memory_bytes(deeper, kept) > room and memory_bytes(deeper, less) > room
+        assert room >= layout.memory
+        assert layout.recomputes == "block" + f", {share:.0%} of layers" * (share < 1)
     only = search(deeper, kinds=(kind,), recompute=("block",))
     assert {layout.plan.recompute for layout in only} == {"block"}
-
-
-def test_several_microbatches_and_float32_traffic_have_a_float32_sum():
-    for bytes_of in (2, 4):
-        longer = dataclasses.replace(SHAPE, seq_len=32_768)
-        found = search(longer, kinds=("data", "tensor"), gradient_bytes=bytes_of)
-        assert len({layout.plan.microbatches > 1 for layout in found}) == 2
-        for layout in found:
-            plan = layout.plan
-            assert plan.float32_gradients == (plan.microbatches > 1 or bytes_of == 4)
-
-
-def test_without_a_pipeline_smaller_microbatches_are_left_out_once_nothing_is_recomputed(found):
-    """They are never faster."""
-    alone = [layout for layout in found if layout.plan.axes == {"fsdp": 16}]
-    assert [layout.plan.microbatch for layout in alone] == [2]
-    smaller = dataclasses.replace(alone[0].plan, microbatch=1, float32_gradients=True)
-    assert planner.layout(SHAPE, smaller, H100S).seconds > alone[0].seconds
 
 
 def test_the_best_of_each_kind_is_its_first(found):
@@ -228,42 +159,20 @@ def test_the_best_of_each_kind_is_its_first(found):
     assert planner.best(found[:1]) == {found[0].kind: found[0]}
 
 
-@pytest.mark.parametrize(
-    "slower", [dict(fused_attention=False), dict(tensor_overlap=False), dict(gradient_bytes=4)]
-)
-def test_an_option_slows_down_what_has_to_do_with_it(slower, found):
-    usual = planner.best(found)
-    other = planner.best(search(SHAPE, **slower))
-    changed = [kind for kind in other if other[kind].seconds > usual[kind].seconds]
-    same = [kind for kind in other if other[kind].seconds == usual[kind].seconds]
-    assert set(changed) | set(same) == set(other)
-    if "tensor_overlap" in slower:
-        assert "data" in same and "tensor" in changed
-    else:
-        assert not same
+BAD = [
+    (dict(batch=0), "batch=0"),
+    (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\)"),
+    (dict(recompute=("block", "none")), "must be in the order of"),
+    (dict(recompute=("full",)), r"recompute=\('full',\)"),
+    (dict(shape=dataclasses.replace(SHAPE, experts=8)), "experts=8 must be 0"),
+    (dict(gradient_bytes=3), "gradient_bytes=3"),
+    (dict(cluster=Cluster(hardware.get("v5p"), 16)), "cluster must have GPUs, not"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(batch=0), "batch=0 must be a whole number"),
-        (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\) must be"),
-        (dict(kinds="data"), "kinds='data' must be a tuple of data, tensor"),
-        (dict(recompute=("block", "none")), "must be in the order of"),
-        (dict(recompute=("full",)), r"recompute=\('full',\) must be a tuple of none"),
-        (dict(tensor_overlap="no"), "tensor_overlap='no' must be True or False"),
-        (dict(shape=dataclasses.replace(SHAPE, experts=8)), "experts=8 must be 0"),
-        (dict(gradient_bytes=3), "gradient_bytes=3 must be one of 1, 2, 4"),
-        (dict(cluster=Cluster(hardware.get("v5p"), 16)), "cluster must have GPUs, not"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD)
 def test_wrong_values_are_refused(changes, message):
     space = dict(shape=SHAPE, batch=BATCH) | changes
     cluster = space.pop("cluster", H100S)
     with pytest.raises(ValueError, match=message):
         planner.ranked(planner.Frameworks(**space), cluster)
-
-
-def test_what_a_framework_does_not_recompute_has_no_memory():
-    with pytest.raises(ValueError, match="recompute='mlp' must be of none, selective"):
-        memory_bytes(SHAPE, Plan({"data": 16}, BATCH, recompute="mlp"))

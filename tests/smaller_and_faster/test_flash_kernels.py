@@ -27,16 +27,6 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 
 
-@NEEDS_TRITON
-def test_what_may_become_a_kernel_counts_as_the_kernel():
-    given = [jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.float32) for heads in (4, 2, 2)]
-    counts = [
-        measure.flops(functools.partial(flash_attention.attend, by=by), *given)
-        for by in ("either", "kernel")
-    ]
-    assert counts[0] == counts[1]
-
-
 def temporaries(attend, length, device, dtype=jnp.bfloat16, heads=(8, 4), width=64):
     query, key = (jax.ShapeDtypeStruct((2, length, h, width), dtype) for h in heads)
     qkv = virtual.abstract((query, key, key), device)
@@ -137,25 +127,16 @@ def asked(result, name, dtype, tile, width):
     [
         ("a5000", jnp.bfloat16, "default", 64, 64, True),
         ("a5000", jnp.float32, "default", 32, 64, False),
-        ("a5000", jnp.float32, "highest", 32, 64, True),
-        ("a5000", jnp.float32, "default", 64, 16, False),
-        ("h100", jnp.bfloat16, "default", 64, 64, True),
         ("h100", jnp.float32, "default", 64, 64, False),
         ("b200", jnp.bfloat16, "default", 64, 64, True),
-        ("b200", jnp.float32, "default", 64, 64, False),
+        slow("a5000", jnp.float32, "highest", 32, 64, True),
+        slow("a5000", jnp.float32, "default", 64, 16, False),
         slow("a5000", jnp.float16, "default", 32, 64, True),
-        slow("a5000", jnp.float8_e5m2, "default", 64, 64, False),
         slow("a5000", jnp.float32, "default", 128, 64, False),
-        slow("a5000", jnp.float32, "highest", 64, 128, True),
         slow("a100-80", jnp.bfloat16, "highest", 128, 128, True),
         slow("h100", jnp.bfloat16, "default", 16, 32, True),
-        slow("h100", jnp.bfloat16, "default", 128, 128, True),
-        slow("h100", jnp.float32, "default", 64, 16, False),
         slow("h100", jnp.float32, "highest", 64, 64, False),
-        slow("b200", jnp.bfloat16, "default", 32, 256, True),
         slow("b200", jnp.bfloat16, "default", 64, 256, True),
-        slow("b200", jnp.bfloat16, "default", 128, 32, True),
-        slow("b200", jnp.float32, "default", 64, 16, False),
         slow("b200", jnp.float32, "highest", 128, 32, False),
     ],
 )
@@ -169,24 +150,3 @@ def test_shared_memory_is_at_most_what_the_formula_says(
     needed = flash_attention.shared_memory(tile, width, dtype, hardware.get(name))
     assert max(others) <= largest
     assert largest == needed if exact else largest < needed < 2 * largest
-
-
-@NEEDS_VIRTUAL
-@NEEDS_TRITON
-@pytest.mark.parametrize(
-    ("name", "dtype", "tile"),
-    [
-        ("a5000", jnp.bfloat16, 64),
-        slow("a5000", jnp.float32, 32),
-        slow("b200", jnp.bfloat16, 64),
-    ],
-)
-def test_a_gradient_compiles_with_what_the_formula_says_and_not_with_a_byte_less(
-    name, dtype, tile
-):
-    needed = flash_attention.shared_memory(tile, 64, dtype, hardware.get(name))
-    attend = functools.partial(flash_attention.attend, tile=tile, by="kernel")
-    with jax.default_matmul_precision("highest"):
-        temporaries(attend, 256, with_limit(name, needed), dtype)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="[Ss]hared memory"):
-            temporaries(attend, 256, with_limit(name, needed - 1), dtype)

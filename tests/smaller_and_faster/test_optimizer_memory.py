@@ -1,10 +1,13 @@
 """Laws of optimizers that keep less."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from course_lib.smaller_and_faster import optimizer_memory
 from course_lib.smaller_and_faster.optimizer_memory import Quantized
@@ -19,7 +22,7 @@ def promotion_as_optax_needs_it():
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 # stochastic rounding
@@ -33,26 +36,18 @@ def test_the_mean_of_stochastic_rounding_is_the_number_itself():
     np.testing.assert_allclose(np.mean(rounded == 1 + ULP), 0.25, atol=0.005)
 
 
-@pytest.mark.parametrize("value", [1.0, -1.0, 0.0, -0.5, 3.0, jnp.inf, -jnp.inf, 2.0**-130])
-def test_a_bfloat16_number_stays_as_it_is(value):
-    x = jnp.full(1000, value, jnp.float32)
-    rounded = optimizer_memory.stochastic_round(jax.random.key(0), x)
-    np.testing.assert_array_equal(rounded.astype(jnp.float32), x)
-
-
-def test_a_number_that_is_not_one_stays_none():
-    x = jnp.full(1000, jnp.nan)
-    assert jnp.isnan(optimizer_memory.stochastic_round(jax.random.key(0), x)).all()
+def test_a_bfloat16_number_stays_as_it_is():
+    exact = jnp.array([1.0, -1.0, 0.0, -0.5, 3.0, jnp.inf, -jnp.inf, 2.0**-130, jnp.nan])
+    rounded = optimizer_memory.stochastic_round(jax.random.key(0), jnp.tile(exact, 1000))
+    np.testing.assert_array_equal(rounded.astype(jnp.float32), np.tile(exact, 1000))
 
 
 def test_each_number_becomes_one_of_its_two_neighbours_on_both_sides_of_zero():
     x = jnp.concatenate([normal(0, 1000), 1e-30 * normal(1, 1000), 1e30 * normal(2, 1000)])
-    rounded = np.asarray(
-        optimizer_memory.stochastic_round(jax.random.key(0), x).astype(jnp.float32)
-    )
-    gap = np.abs(np.asarray(x, np.float64)) * 2.0**-7
-    assert np.all(np.abs(rounded - np.asarray(x)) <= gap)
-    assert np.any(np.abs(rounded) > np.abs(x)) and np.any(np.abs(rounded) < np.abs(x))
+    rounded = optimizer_memory.stochastic_round(jax.random.key(0), x)
+    x, rounded = np.float64(x), np.float64(rounded)
+    assert np.all(abs(rounded - x) <= abs(x) * 2.0**-7)
+    assert np.any(abs(rounded) > abs(x)) and np.any(abs(rounded) < abs(x))
 
 
 def steps_of(optimizer, param, grad, steps):
@@ -76,16 +71,6 @@ def test_small_updates_add_up_on_average_and_are_lost_without():
     mean = steps_of(rounded, ones, -1.0, 50).astype(jnp.float32).mean()
     # one number's variance is below 50 * rate * ULP; 4096 of them, five standard deviations
     np.testing.assert_allclose(mean, 1 + 50 * rate, atol=5 * (50 * rate * ULP / 4096) ** 0.5)
-
-
-def test_the_rounded_update_is_an_exact_difference_of_bfloat16_numbers():
-    params = {"w": normal(0, 64, 64).astype(jnp.bfloat16)}
-    optimizer = optimizer_memory.round_stochastically(optax.sgd(0.3))
-    updates, _ = optimizer.update({"w": normal(1, 64, 64)}, optimizer.init(params), params)
-    exact = params["w"].astype(jnp.float32) + updates["w"]
-    np.testing.assert_array_equal(
-        exact, optax.apply_updates(params, updates)["w"].astype(jnp.float32)
-    )
 
 
 def test_each_step_and_each_leaf_is_rounded_with_other_random_numbers():
@@ -118,19 +103,14 @@ def test_the_map_has_256_numbers_in_seven_decades(signed):
     ]
     assert per_decade == [2 ** (i + (not signed)) for i in range(7)]
 
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_each_number_of_the_map_comes_back_exactly(signed):
-    numbers = jnp.asarray(optimizer_memory.dynamic_map(signed))
+    numbers = jnp.asarray(numbers)  # and each comes back exactly
     packed = optimizer_memory.quantize(numbers, signed=signed)
     np.testing.assert_array_equal(packed.codes, np.arange(256))
     np.testing.assert_array_equal(optimizer_memory.dequantize(packed, signed=signed), numbers)
 
 
 def test_every_number_is_rounded_to_the_nearest_of_the_map():
-    x = jnp.concatenate(
-        [jnp.ones(1), jax.random.uniform(jax.random.key(0), (1023,), minval=-1)]
-    )
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, 1024), jnp.float32).at[0].set(1)
     numbers = optimizer_memory.dynamic_map(True)
     nearest = np.abs(np.asarray(x)[:, None] - numbers).min(axis=1)
     back = optimizer_memory.dequantize(optimizer_memory.quantize(x, block_size=1024))
@@ -139,13 +119,12 @@ def test_every_number_is_rounded_to_the_nearest_of_the_map():
 
 def test_a_block_does_not_feel_the_outliers_of_another():
     x = normal(0, 4, 512)
-    loud = x.at[:, 0].set(1e6)
     quiet, disturbed = (
         optimizer_memory.dequantize(optimizer_memory.quantize(a, block_size=256))
-        for a in (x, loud)
+        for a in (x, x.at[:, 0].set(1e6))
     )
     np.testing.assert_array_equal(quiet[:, 256:], disturbed[:, 256:])
-    assert np.abs(disturbed[:, 1:256] - x[:, 1:256]).max() > np.abs(quiet - x).max()
+    assert abs(disturbed - x)[:, 1:256].max() > abs(quiet - x).max()
 
 
 def test_zeros_stay_zeros_and_a_positive_second_moment_never_becomes_zero():
@@ -193,8 +172,9 @@ STORED = {
 }
 
 
-def updates_of(optimizer, steps=20):
-    state, update = optimizer.init(params()), jax.jit(optimizer.update)
+@functools.cache
+def updates_of(name, steps):
+    update, state = jax.jit(STORED[name].update), STORED[name].init(params())
     for step in range(steps):
         updates, state = update(grads(step), state)
     return updates, state
@@ -202,35 +182,27 @@ def updates_of(optimizer, steps=20):
 
 @pytest.mark.parametrize("name", ["bfloat16", "8 bits"])
 def test_the_first_update_is_adams_and_later_ones_differ_by_the_rounding_of_moments(name):
-    exact, approximate = (updates_of(STORED[key], 1)[0] for key in ("float32", name))
+    exact, approximate = (updates_of(each, 1)[0] for each in ("float32", name))
     for leaf in exact:
         np.testing.assert_allclose(approximate[leaf], exact[leaf], rtol=1e-4)
-    exact, approximate = (updates_of(STORED[key])[0] for key in ("float32", name))
-    difference = {
-        leaf: jnp.linalg.norm(approximate[leaf] - exact[leaf]) / jnp.linalg.norm(exact[leaf])
-        for leaf in exact
-    }
+    (exact, _), (approximate, state) = (updates_of(each, 20) for each in ("float32", name))
+    error, size = (
+        {leaf: np.linalg.norm(tree[leaf] - zero * exact[leaf]) for leaf in exact}
+        for tree, zero in ((approximate, 1), (exact, 0))
+    )
     # 8 bits: numbers of the map are 1.4% of a block's largest apart; measured 1.3%
-    assert 1e-4 < difference["kernel"] < 0.03
+    assert 1e-4 < error["kernel"] / size["kernel"] < 0.03
     if name == "8 bits":  # small arrays keep float32 moments
-        assert difference["bias"] < 1e-5
+        assert error["bias"] / size["bias"] < 1e-5
+        assert isinstance(state.mu["kernel"], Quantized)
+        assert state.mu["bias"].dtype == state.nu["bias"].dtype == jnp.float32
 
 
 def test_moments_take_2_bytes_and_a_scale_per_block_and_4_bytes_in_bfloat16():
     shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    bytes_of = {
-        name: optimizer_memory.bytes_per_parameter(optimizer, shapes)
-        for name, optimizer in STORED.items()
-    }
-    expected = {"float32": 8, "bfloat16": 4, "8 bits": 2 + 2 * 4 / 256}
-    for name, value in expected.items():
-        np.testing.assert_allclose(bytes_of[name], value, rtol=1e-4)
-
-
-def test_small_arrays_keep_float32_moments():
-    state = STORED["8 bits"].init(params())
-    assert isinstance(state.mu["kernel"], Quantized)
-    assert state.mu["bias"].dtype == state.nu["bias"].dtype == jnp.float32
+    for name, expected in {"float32": 8, "bfloat16": 4, "8 bits": 2 + 2 * 4 / 256}.items():
+        found = optimizer_memory.bytes_per_parameter(STORED[name], shapes)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_a_bfloat16_second_moment_falls_only_if_it_is_rounded_stochastically():
@@ -251,30 +223,15 @@ def test_a_bfloat16_second_moment_falls_only_if_it_is_rounded_stochastically():
 
 
 def test_muon_takes_the_kernels_of_layers_as_matrices_and_leaves_the_rest_to_adam():
-    tree = {
-        "embed": {"embedding": jnp.ones((64, 32))},
-        "block": {
-            "mlp": {
-                "input_layer": {"kernel": jnp.ones((2, 32, 128)), "bias": jnp.ones((2, 128))}
-            },
-            "attn": {
-                "qkv": {"kernel": jnp.ones((2, 32, 4, 24))},
-                "output_layer": {"kernel": jnp.ones((2, 4, 8, 32))},
-            },
-        },
-        "output_layer": {"kernel": jnp.ones((32, 64))},
+    wanted = {
+        ("embed", "embedding"): ((64, 32), None),
+        ("block", "mlp", "input_layer", "kernel"): ((2, 32, 128), ((1,), (2,))),
+        ("block", "mlp", "input_layer", "bias"): ((2, 128), None),
+        ("block", "attn", "qkv", "kernel"): ((2, 32, 4, 24), ((1,), (2, 3))),
+        ("block", "attn", "output_layer", "kernel"): ((2, 4, 8, 32), ((1, 2), (3,))),
+        ("block_0", "mlp", "expert_in", "kernel"): ((4, 8, 16), ((1,), (2,))),
+        ("output_layer", "kernel"): ((32, 64), None),
     }
-    dims = optimizer_memory.matrices(tree)
-    assert dims["embed"]["embedding"] is None and dims["output_layer"]["kernel"] is None
-    assert dims["block"]["mlp"]["input_layer"]["bias"] is None
-    assert dims["block"]["mlp"]["input_layer"]["kernel"] == ((1,), (2,))
-    assert dims["block"]["attn"]["qkv"]["kernel"] == ((1,), (2, 3))
-    assert dims["block"]["attn"]["output_layer"]["kernel"] == ((1, 2), (3,))
-
-
-def test_experts_are_matrices_of_their_own():
-    tree = {"block_0": {"mlp": {"expert_in": {"kernel": jnp.ones((4, 8, 16))}}}}
-    [dims] = jax.tree.leaves(
-        optimizer_memory.matrices(tree), is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )
-    assert dims == ((1,), (2,))
+    tree = unflatten_dict({path: jnp.ones(shape) for path, (shape, _) in wanted.items()})
+    dims = flatten_dict(optimizer_memory.matrices(tree))
+    assert {path: dims[path] for path in wanted} == {p: want for p, (_, want) in wanted.items()}

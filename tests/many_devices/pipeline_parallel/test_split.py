@@ -18,24 +18,14 @@ from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
 
 B, L, D = 2, 8, 16
+# Heads of two numbers could not be normalized: the gradient would cancel.
+PARALLEL = {"parallel_block": True, "qk_norm": True, "num_heads": 2, "head_dim": 8}
 MODELS = {
     "plain": {},
     "dropout": {"dropout_rate": 0.5},
     "remat": {"remat": ("Block",), "dropout_rate": 0.5},
-    "remat of the MLP": {"remat": ("MLP",)},
-    "remat by name": {
-        "remat": ("Block",),
-        "remat_policy": "names",
-        "remat_names": ("qkv",),
-    },
-    # Heads of two numbers could not be normalized: the gradient would cancel.
-    "parallel": {
-        "parallel_block": True,
-        "qk_norm": True,
-        "num_heads": 2,
-        "head_dim": 8,
-        "num_kv_heads": 1,
-    },
+    "remat by name": {"remat": ("Block",), "remat_policy": "names", "remat_names": ("qkv",)},
+    "parallel": PARALLEL | {"num_kv_heads": 1},
     "rotary": {"positions": "rotary", "mlp_activation": "squared_relu", "use_bias": False},
 }
 
@@ -46,32 +36,36 @@ def cut(name):
     changes = {"max_seq_len": L} | MODELS[name]
     whole = one_device.small(**{f"model.{field}": new for field, new in changes.items()})
     model = FrozenConfigDict(whole.model)
-    hooks = with_products(Hooks(), model.flat_products)
-    layer = layers.changed_layer(model, hooks)
-    keys = jax.random.split(jax.random.key(0), 5)
-    x, dy = (jax.random.normal(key, (B, L, D)) for key in keys[:2])
-    params = jax.tree.map(lambda leaf: leaf[0], parameters.init(keys[2], model)["block"])
-    # biases and scales start at 0 and 1, where an error could hide
-    flat, tree = jax.tree.flatten(params)
-    random = jax.random.split(keys[3], len(flat))
-    params = tree.unflatten(
-        [
-            leaf + 0.1 * jax.random.normal(k, leaf.shape)
-            for k, leaf in zip(random, flat, strict=True)
-        ]
-    )
+    layer = layers.changed_layer(model, with_products(Hooks(), model.flat_products))
+    draw = np.random.default_rng(0)
+    x, dy = jnp.asarray(draw.normal(size=(2, B, L, D)), jnp.float32)
+    params = jax.eval_shape(lambda: parameters.init(jax.random.key(2), model)["block"])
 
-    def apply(params, x, rng):
-        return layer(params, x, rng)[0]
+    def random(path, leaf):  # biases and scales start at 0 and 1, where an error could hide
+        scale = leaf.shape[1] ** -0.5 if path[-1].key == "kernel" else 0.1
+        moved = (path[-1].key == "scale") + scale * draw.normal(size=leaf.shape[1:])
+        return jnp.asarray(moved, jnp.float32)
 
-    return apply, (params, x, keys[4]), dy, split.split(apply, params, x, keys[4])
+    params = jax.tree_util.tree_map_with_path(random, params)
+    apply, key = (lambda *args: layer(*args)[0]), jax.random.key(4)
+    return apply, (params, x, key), dy, split.split(apply, params, x, key)
 
 
+@functools.cache
 def run(name):
-    _, (params, x, rng), dy, programs = cut(name)
-    y, saved = programs.forward(params, x, rng)
-    dx, passed = programs.backward(params, saved, dy, rng)
-    return y, dx, programs.weight_gradient(params, saved, passed, rng), saved, passed
+    """Returns output, gradients, and what is saved and passed on, and JAX's gradients."""
+    apply, args, dy, programs = cut(name)
+
+    @jax.jit
+    def both(params, x, rng):
+        y, saved = programs.forward(params, x, rng)
+        dx, passed = programs.backward(params, saved, dy, rng)
+        found = y, dx, programs.weight_gradient(params, saved, passed, rng)
+        y, pull_back = jax.vjp(lambda params, x: apply(params, x, rng), params, x)
+        return found, (y, *pull_back(dy)[::-1]), saved, passed
+
+    with jax.default_matmul_precision("highest"):
+        return both(*args)
 
 
 def products(equations):
@@ -87,15 +81,13 @@ def products(equations):
     return count
 
 
-@pytest.mark.parametrize(
-    "name", [slow(name) if name in ("remat of the MLP", "rotary") else name for name in MODELS]
-)
+def counted(programs):
+    return {kind: products(program) for kind, program in programs.equations.items()}
+
+
+@pytest.mark.parametrize("name", [slow(n) if n == "rotary" else n for n in MODELS])
 def test_the_three_programs_compute_what_jax_computes(name):
-    apply, (params, x, rng), dy, _ = cut(name)
-    with jax.default_matmul_precision("highest"):
-        y, pull_back = jax.vjp(lambda params, x: apply(params, x, rng), params, x)
-        expected = (y, *pull_back(dy)[::-1])
-        found = run(name)[:3]
+    found, expected, *_ = run(name)
     for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         norm = np.linalg.norm(other)
         assert np.linalg.norm(leaf - other) <= 1e-5 * norm + 1e-5
@@ -110,41 +102,35 @@ def test_every_matmul_of_the_gradient_is_in_one_program(name):
         return y, pull_back(dy)
 
     traced = jax.make_jaxpr(gradient)(params, x, rng, dy)
-    counts = {kind: products(program) for kind, program in programs.equations.items()}
+    counts = counted(programs)
     assert sum(counts.values()) == products(traced.jaxpr.eqns)
     assert counts["F"] == 6 + (name == "parallel")  # with grouped queries, q and kv apart
-
-
-def test_without_rematerialization_b_has_two_matmuls_more_than_w_inside_of_attention():
-    counts = {kind: products(program) for kind, program in cut("plain")[3].equations.items()}
-    assert counts == {"F": 6, "B": 8, "W": 4}
+    if name == "plain":  # inside of attention, B has two more than W
+        assert counts == {"F": 6, "B": 8, "W": 4}
 
 
 def test_a_rematerialized_layer_saves_its_input_and_recomputes_in_b():
     _, (_, x, _), _, programs = cut("remat")
     *_, saved, passed = run("remat")
     assert [leaf.shape for leaf in saved] == [x.shape]
-    counts = {kind: products(program) for kind, program in programs.equations.items()}
     # All but the last matmul of F again. Only W needs the fifth, attention's output, but B has
     # what it is computed from.
-    assert counts == {"F": 6, "B": 8 + 5, "W": 4}
+    assert counted(programs) == {"F": 6, "B": 8 + 5, "W": 4}
     assert not any(leaf.shape[-2:] == (L, L) for leaf in passed), "probabilities are passed on"
-    assert sum(leaf.nbytes for leaf in passed) > sum(leaf.nbytes for leaf in run("plain")[4])
+    assert sum(leaf.nbytes for leaf in passed) > sum(leaf.nbytes for leaf in run("plain")[3])
 
 
 def test_no_weight_is_saved_and_not_more_than_jax_saves():
     apply, args, _, _ = cut("plain")
     *_, saved, passed = run("plain")
-    weights = collections.Counter(leaf.shape for leaf in jax.tree.leaves(args[0]))
-    assert all(leaf.shape[0] == B for leaf in (*saved, *passed)), weights
+    assert all(leaf.shape[0] == B for leaf in (*saved, *passed))
     by_jax = rematerialization.residuals(lambda params, x: apply(params, x, args[2]), *args[:2])
     kept = sum(each.bytes for each in by_jax if "argument [0]" not in each.why)
     assert sum(leaf.nbytes for leaf in saved) <= kept
 
 
 def test_a_mask_is_made_again_and_a_dropout_mask_is_saved_in_one_byte_each():
-    *_, plain, _ = run("plain")
-    *_, dropped, _ = run("dropout")
+    plain, dropped = run("plain")[2], run("dropout")[2]
     extra = collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in dropped)
     extra -= collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in plain)
     assert extra[(B, L, D), "bool"] == 2
@@ -158,8 +144,4 @@ def test_gradients_that_one_call_computes_together_are_cut_apart():
 
     weights, x = jnp.ones((4, 4)), jnp.ones((2, 4))
     programs = split.split(layer, weights, x)
-    assert {kind: products(program) for kind, program in programs.equations.items()} == {
-        "F": 1,
-        "B": 1,
-        "W": 1,
-    }
+    assert counted(programs) == {"F": 1, "B": 1, "W": 1}
