@@ -220,7 +220,7 @@ def reasons() -> str:
     by_reason = collections.defaultdict(list)
     for each in off:
         by_reason[each.row.reason].append(each.error)
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"reason": reason, "rows": len(e), "errors": f"{min(e):+.1%} to {max(e):+.1%}"}
         for reason, e in sorted(by_reason.items(), key=lambda item: -len(item[1]))
         if len(e) >= MANY

@@ -85,7 +85,7 @@ def steps(found: Sequence[Pair]) -> list[dict[str, Any]]:
         {"step": row["case"]}
         | _costs(row, before, 1)
         | {
-            "more (MiB)": before and round(more_bytes(row, before) / MIB),
+            "more (MiB)": round(more_bytes(row, before) / MIB) if before else None,
             "MFU": row.get("mfu") and f"{row['mfu']:.1%}",
         }
         for row, before in found
@@ -202,7 +202,7 @@ def draw(name: str, results: Path = RESULTS) -> Figure:
     named: dict[Axes, list[Any]] = {memory: [], time: []}
     for i, (kind, groups) in enumerate(kinds.items()):
         chosen = [(row, b) for row, b in pairs(name, results) if b and row["group"] in groups]
-        points = {
+        points: dict[Axes, list[Any]] = {
             memory: [(b["peak_bytes"], row["measured_peak_bytes"], GIB) for row, b in chosen],
             time: [
                 (b["attainable_seconds"], row["seconds"]["median"], 1e-3) for row, b in chosen

@@ -115,8 +115,8 @@ class Trainer:
             fused=True,
         )
         self.clip_norm, self.rates = optimizer.clip_norm, iter(rates)
-        tokens = torch.from_numpy(tokens).long().to(device)
-        self.inputs, self.labels = tokens[:, :-1], tokens[:, 1:]
+        batch = torch.from_numpy(tokens).long().to(device)
+        self.inputs, self.labels = batch[:, :-1], batch[:, 1:]
         self.loss = torch.compile(self.eager_loss) if compiled else self.eager_loss
 
     def _parameters(self) -> list[tuple[str, str, nn.Module, nn.Parameter]]:

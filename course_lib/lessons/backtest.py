@@ -20,7 +20,7 @@ import itertools
 import math
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import scipy.stats
@@ -111,7 +111,7 @@ def _scores(shape: "planner.Shape") -> float:
 # without recomputation (the output layer is not computed again: 16 is 96 / 6, and 12 is 72 /
 # 6); 6 per parameter (6M: without the embedding) plus attention in full (12lhs) or its causal
 # half (6lhs).
-FLOPS = {
+FLOPS: Mapping[str, Callable[..., float]] = {
     "narayanan": functools.partial(_narayanan, 4, 16),
     "narayanan-model": functools.partial(_narayanan, 3, 12),
     "6N+12lhs": lambda shape: 6 * shape.parameters + _scores(shape),
