@@ -109,15 +109,13 @@ soak: .venv/.installed ## kill a small training run 100 times and check that not
 	COURSE_SLOW=1 COURSE_KILLS=100 $(PY) -m pytest -q tests/program/test_program_by_processes.py -k killed_at_random_moments
 
 case-study: .venv/.installed ## compile every published configuration and write the recorded table (many minutes)
-	$(PY) -m course_lib.lessons.case_study
-	$(PY) tools/draw.py case_study
+	$(PY) tools/record.py case_study
 
 ladder: .venv/.installed ## compile every rung of notebook 19 and write the recorded table and its picture (minutes)
-	$(PY) -m course_lib.lessons.ladder
-	$(PY) tools/draw.py smallest_step
+	$(PY) tools/record.py ladder
 
 optimizers: .venv/.installed ## train a small model with each optimizer and write the recorded curves of notebook 17 (10 minutes of one core)
-	$(PY) -m course_lib.lessons.optimizer_study
+	$(PY) tools/record.py optimizers
 
 badges: .venv/.installed ## stamp the project's address into badges and set-up cells: make badges REPO=owner/name
 	$(PY) tools/stamp.py $(REPO)

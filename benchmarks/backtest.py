@@ -1,38 +1,41 @@
-"""Compares predicted with published step times, and makes docs/backtest.md and its picture.
+"""Compares predicted with published step times, and makes docs/backtest.md, its picture, and
+the table of all rows, docs/backtest.csv.
 
     python -m benchmarks.backtest
-
-In the page, the function of `BLOCKS` with that NAME makes the text between `<!-- NAME -->` and
-`<!-- end -->`. All other text is written by hand.
 """
 
 import collections
+import csv
 import functools
 import hashlib
+import io
 import itertools
 import json
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 from matplotlib.figure import Figure
 
+from benchmarks import table
 from course_lib.lessons import backtest
 from course_lib.lessons.backtest import Prediction, Row
 from course_lib.many_devices import cluster_model
-from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
+from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hardware
 from course_lib.planner import price
 from course_lib.show import figures
 from course_lib.show.figures import style
 
-PAGE, PICTURE = Path("docs/backtest.md"), Path("docs/backtest.png")
-BOOK = {"inside a host": 2200, "across hosts": 2475}
-"""Tokens per GPU from which the traffic of data parallelism is hidden, H100
-(https://jax-ml.github.io/scaling-book/gpus)."""
+PAGE, PICTURE, ROWS = (Path("docs", f"backtest.{end}") for end in ("md", "png", "csv"))
+# Tokens per GPU from which the traffic of data parallelism is hidden, on H100s
+# (https://jax-ml.github.io/scaling-book/gpus).
+INSIDE, ACROSS = 2200, 2475
+MANY = 5
+# Groups of publications, by software. The picture has a marker for each.
 STACKS: Mapping[str, Sequence[str]] = {
     "Megatron-LM": """bloom_2022 korthikanti_2022 megatron_core_2024 megatron_llama_2023
         mt_nlg_2022 narayanan_2021""".split(),
@@ -42,13 +45,20 @@ STACKS: Mapping[str, Sequence[str]] = {
     "JAX": "gpu_recipes_2025 jax_toolbox maxtext_2024".split(),
     "others": [],
 }
-"""Groups of publications, by software. The picture has a marker for each."""
-_LETTERS = {"pipe": "p", "data": "d", "fsdp": "f", "expert": "e", "context": "c", "tensor": "t"}
+# Constants that were assumed, not fitted, with other values to try.
+ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
+    "MEMORY_SHARE": (price, (0.75, 0.95)),
+    "UNFUSED_FACTOR": (price, (1, 3)),
+    "OVERLAP_COST": (price, (0.0, 0.5)),
+    "GRADIENT_BUCKETS": (price, (2, 32)),
+    "TENSOR_OVERLAP": (price, (0.5, 0.9)),
+    "NVLINK_SHARE": (cluster_model, (0.7, 0.9)),
+    "NETWORK_LATENCY": (cluster_model, (0.0, 80e-6)),
+}
 
 
 @functools.cache
 def predicted(kind: str = "dense") -> list[Prediction]:
-    """Returns the predictions of a kind of rows, with the library's constant."""
     return backtest.predict([row for row in backtest.load() if row.kind == kind])
 
 
@@ -57,27 +67,18 @@ def halves() -> dict[str, list[Prediction]]:
     """Returns the predictions of dense rows: of the half used for fitting, the other half, and
     all.
     """
-    rows = backtest.dense(backtest.load())
-    seen, unseen = backtest.halves(rows)
+    seen = {row.source for row in backtest.halves(backtest.dense(backtest.load()))[0]}
     return {
-        half: backtest.predict(part)
-        for half, part in (("seen", seen), ("unseen", unseen), ("all", rows))
+        "seen": [each for each in predicted() if each.row.source in seen],
+        "unseen": [each for each in predicted() if each.row.source not in seen],
+        "all": predicted(),
     }
-
-
-@functools.cache
-def fitted() -> float:
-    """Returns the constant that fits the seen half best."""
-    return backtest.fit([each.row for each in halves()["seen"]])
 
 
 def break_even(hosts: int) -> tuple[float, float]:
     """Returns the tokens per GPU from which the backward pass hides the all-reduce of data
-    parallelism on H100s, at ideal rates: by our formula, and without its factor (n-1)/n, as in
-    the scaling book's rule of thumb.
-
-    Args:
-      hosts: of eight GPUs.
+    parallelism on hosts of eight H100s, at ideal rates: by our formula, and without its factor
+    (n-1)/n, as in the scaling book's rule of thumb.
     """
     cluster = Cluster(hardware.get("h100"), 8 * hosts, ideal=True)
     group = cluster.group({"data": cluster.count}, "data")
@@ -88,301 +89,148 @@ def break_even(hosts: int) -> tuple[float, float]:
     return tokens, tokens * n / (n - 1)
 
 
-def nemotron() -> tuple[list[Prediction], float, float]:
-    """Returns Nemotron-4 340B on 1,536, 3,072 and 6,144 GPUs, and the ratio of the last step
-    time to the first: published and predicted.
+def nemotron() -> tuple[float, float]:
+    """Returns the step time of Nemotron-4 340B on 6,144 GPUs over that on 1,536: published and
+    predicted.
     """
-    runs = [each for each in predicted() if each.row.source == "nemotron4_2024"]
-    published, by_formula = (
-        [each.row.seconds for each in runs],
-        [each.step.total for each in runs],
-    )
-    return runs, published[-1] / published[0], by_formula[-1] / by_formula[0]
+    first, _, last = (each for each in predicted() if each.row.source == "nemotron4_2024")
+    return last.row.seconds / first.row.seconds, last.step.total / first.step.total
 
 
 def goals() -> str:
     """Returns the goals, which were set before anything was predicted, and the results."""
     unseen, every = (backtest.summary(halves()[half]) for half in ("unseen", "all"))
-    _, published, ratio = nemotron()
-    inside, across = BOOK.values()
-    ours = break_even(1)[0] / inside - 1, break_even(128)[0] / across - 1
+    published, ratio = nemotron()
+    off = ratio / published - 1
+    inside, across = break_even(1)[0] / INSIDE - 1, break_even(128)[0] / ACROSS - 1
+    error, near, rank = unseen.median_error, unseen.within_tenth, every.rank_correlation
+    data = "break-even of data parallelism,"
     rows = [
-        ("median error, unseen half", "at most 5%", _percent(unseen.median_error)),
-        ("rows within 10%, unseen half", "at least 85%", _percent(unseen.within_tenth, 0)),
-        ("rank correlation of MFU, all", "at least 0.85", f"{every.rank_correlation:.2f}"),
+        ("median error, unseen half", "at most 5%", f"{error:.1%}", error <= 0.05),
+        ("rows within 10%, unseen half", "at least 85%", f"{near:.0%}", near >= 0.85),
+        ("rank correlation of MFU, all", "at least 0.85", f"{rank:.2f}", rank >= 0.85),
         (
             "Nemotron-4 340B, 6,144 over 1,536 GPUs",
             f"within 3% of {published:.3f}",
-            f"{ratio:.3f} ({_signed(ratio / published - 1)})",
+            f"{ratio:.3f} ({off:+.1%})",
+            abs(off) <= 0.03,
         ),
+        (f"{data} 8 GPUs", f"within 10% of {INSIDE:,}", f"{inside:+.1%}", abs(inside) <= 0.1),
         (
-            "break-even of data parallelism, 8 GPUs",
-            f"within 10% of {inside:,}",
-            _signed(ours[0]),
-        ),
-        (
-            "break-even of data parallelism, 128 hosts",
-            f"within 10% of {across:,}",
-            _signed(ours[1]),
+            f"{data} 128 hosts",
+            f"within 10% of {ACROSS:,}",
+            f"{across:+.1%}",
+            abs(across) <= 0.1,
         ),
     ]
-    met = (
-        unseen.median_error <= 0.05,
-        unseen.within_tenth >= 0.85,
-        every.rank_correlation >= 0.85,
-        abs(ratio / published - 1) <= 0.03,
-        *(abs(error) <= 0.1 for error in ours),
-    )
-    return _table(
-        ("goal", "target", "result", ""),
-        [(*row, "met" if ok else "**missed**") for row, ok in zip(rows, met, strict=True)],
+    return table.markdown(
+        [
+            {
+                "goal": goal,
+                "target": target,
+                "result": result,
+                "": "met" if ok else "**missed**",
+            }
+            for goal, target, result, ok in rows
+        ]
     )
 
 
 def summary() -> str:
-    """Returns the agreement on the seen half, the unseen half, and all dense rows."""
+    """Returns the agreement on the seen half, the unseen half and all dense rows, beside that
+    of one MFU for all rows, and of other values of the assumed constants.
+    """
     seen = [each.row for each in halves()["seen"]]
-    lines, compared = [], []
+    lines = []
     for half, predictions in halves().items():
         same = backtest.same_mfu([each.row for each in predictions], seen)
         result = backtest.summary(predictions)
-        relative = backtest.relative_errors(predictions)
-        pairs = backtest.pairs(predictions)
-        baseline = statistics.median(abs(each.error) for each in same)
+        relative = [backtest.relative_errors(each) for each in (predictions, same)]
         lines.append(
             {
                 "half": half,
                 "rows": result.rows,
                 "publications": result.publications,
-                "median error": _percent(result.median_error),
-                "within 10%": _percent(result.within_tenth, 0),
+                "median error": f"{result.median_error:.1%}",
+                f"by one MFU, {same[0].mfu:.3f}": f"{backtest.median_error(same):.1%}",
+                "within 10%": f"{result.within_tenth:.0%}",
                 "rank correlation of MFU": f"{result.rank_correlation:.2f}",
-                "median error, relative": _percent(statistics.median(map(abs, relative))),
-                "within 10%, relative": _within_tenth(relative),
-                "within 10%, after one step": _within_tenth(
-                    backtest.errors_after_one_step(predictions)
-                ),
-                "pairs in the right order": _in_order(pairs),
-                "pairs of layouts": _in_order(backtest.of_layouts(pairs)),
+                "within 10%, relative": f"{backtest.within_tenth(relative[0]):.0%}",
+                "relative, by one MFU": f"{backtest.within_tenth(relative[1]):.0%}",
             }
         )
-        compared.append(
-            {
-                f"half, with one MFU of {same[0].mfu:.3f}": half,
-                "median error": _percent(baseline),
-                "within 10%, relative": _within_tenth(backtest.relative_errors(same)),
-                "within 10%, after one step": _within_tenth(
-                    backtest.errors_after_one_step(same)
-                ),
-            }
-        )
-    level, of_unseen = (
-        statistics.median(map(abs, backtest.relative_errors(halves()[half])))
-        for half in ("all", "unseen")
-    )
-    text = (
-        f"The constant that fits the seen half best is {fitted():.2f};"
-        f" `cluster_model.PRODUCTS_SHARE` is {PRODUCTS_SHARE:.2f}. Relative to the level of"
-        f" each publication, the median error is {_percent(level)} (unseen half:"
-        f" {_percent(of_unseen)})."
-    )
-    tables = (
-        _table(tuple(rows[0]), [tuple(row.values()) for row in rows])
-        for rows in (lines, compared)
-    )
-    return "\n\n".join((text, *tables))
-
-
-def layouts() -> str:
-    """Returns for each publication its pairs of layouts on the same number of GPUs: how many
-    are in the right order, by the formulas and by the rule that needs none.
-    """
-    by_source: dict[str, list[tuple[Prediction, Prediction]]] = {}
-    for pair in backtest.of_layouts(backtest.pairs(halves()["all"])):
-        by_source.setdefault(pair[0].row.source, []).append(pair)
-    by_source["all"] = list(itertools.chain(*by_source.values()))
-    lines = [
-        (
-            source,
-            len(pairs),
-            sum(backtest.orders(pairs)),
-            sum(backtest.orders_by_rule(pairs)),
-        )
-        for source, pairs in by_source.items()
-    ]
-    return _table(("file", "pairs", "in the right order", "by the rule"), lines)
-
-
-def layout_kinds() -> str:
-    """Returns a line for each kind of layout on H100s."""
-    on_h100s = [each for each in halves()["all"] if _accelerator(each) == "h100"]
-    lines = [
-        (kind, *_line(part))
-        for kind, part in _by(
-            on_h100s, lambda each: backtest.layout_kind(each.row.plan)
-        ).items()
-    ]
-    return _table(("layout", *_COLUMNS), lines)
-
-
-ASSUMED: Mapping[str, tuple[ModuleType, Sequence[float]]] = {
-    "MEMORY_SHARE": (price, (0.75, 0.95)),
-    "UNFUSED_FACTOR": (price, (1, 3)),
-    "OVERLAP_COST": (price, (0.0, 0.5)),
-    "GRADIENT_BUCKETS": (price, (2, 32)),
-    "TENSOR_OVERLAP": (price, (0.5, 0.9)),
-    "NVLINK_SHARE": (cluster_model, (0.7, 0.9)),
-    "NETWORK_LATENCY": (cluster_model, (0.0, 80e-6)),
-}
-"""Constants that were assumed, not fitted, with other values to try."""
+    return f"{table.markdown(lines)}\n\n{assumed()}"
 
 
 def assumed() -> str:
     """Returns the agreement with other values of the assumed constants."""
-    rows = [each.row for each in halves()["all"]]
+    rows = [each.row for each in predicted()]
     unseen = {id(each.row) for each in halves()["unseen"]}
-
-    def line(name: str) -> tuple[object, ...]:
-        predictions = backtest.predict(rows)
-        errors = [abs(each.error) for each in predictions if id(each.row) in unseen]
-        every = backtest.summary(predictions)
-        figures = _percent(statistics.median(errors)), _percent(every.within_tenth, 0)
-        return name, *figures, f"{every.rank_correlation:.2f}"
-
-    lines = [line("as in the library")]
+    found = []
     for name, (module, values) in ASSUMED.items():
         for value in values:
             with mock.patch.object(module, name, value):
-                lines.append(line(f"{name} = {value:g}"))
-    columns = ("constant", "median error, unseen", "within 10%, all", "rank correlation, all")
-    return _table(columns, lines)
-
-
-def stated() -> str:
-    """Returns the number of dense rows whose publications state the layout."""
-    rows = backtest.dense(backtest.load())
-    layout = {"microbatch", "tensor", "pipe", "chunks", "recompute", "batch", "seq_len", "fsdp"}
-    inferred = sum(bool(layout & set(row.inferred)) for row in rows)
-    stated = sum(not row.inferred for row in rows)
+                predictions = backtest.predict(rows)
+            error = backtest.median_error([p for p in predictions if id(p.row) in unseen])
+            rank = backtest.summary(predictions).rank_correlation
+            found.append((error, rank, f"{name} = {value:g}"))
+    (low, _, at), (high, _, other) = min(found), max(found)
+    ranks = [rank for _, rank, _ in found]
     return (
-        f"{stated} of {len(rows)} dense rows have nothing inferred. In {inferred}, part of the"
-        " layout is inferred: microbatch, tensor, pipe, chunks, recomputation, batch, length or"
-        " sharding."
+        f"With other values of {len(ASSUMED)} assumed constants, one at a time, the median"
+        f" error of the unseen half is {low:.1%} (`{at}`) to {high:.1%} (`{other}`), and the"
+        f" rank correlation of all rows {min(ranks):.2f} to {max(ranks):.2f}."
     )
 
 
 def publications() -> str:
-    """Returns a line for each publication with dense rows."""
-    titles = backtest.sources()
+    """Returns a line for each publication and kind of its rows."""
+    about = backtest.publications()
     unseen = {each.row.source for each in halves()["unseen"]}
     lines = []
-    for source, predictions in _by(halves()["all"], _source).items():
-        status = collections.Counter(each.row.status for each in predictions)
-        lines.append(
-            (
-                f"[{titles[source]['title']}]({titles[source]['url']})",
-                source,
-                "unseen" if source in unseen else "seen",
-                *_line(predictions),
-                ", ".join(f"{number} {name}" for name, number in sorted(status.items())),
+    for kind in backtest.KINDS:
+        for source, group in itertools.groupby(predicted(kind), lambda each: each.row.source):
+            part = list(group)
+            counts = sorted(each.row.cluster.count for each in part)
+            errors = [each.error for each in part]
+            lines.append(
+                {
+                    "publication": f"[{source}]({about[source]['url']})",
+                    "rows of": (
+                        kind
+                        if kind != "dense"
+                        else f"dense, {'unseen' if source in unseen else 'seen'}"
+                    ),
+                    "rows": len(part),
+                    "GPUs": " to ".join(
+                        f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))
+                    ),
+                    "median error": f"{statistics.median(errors):+.1%}",
+                    "within 10%": f"{backtest.within_tenth(errors):.0%}",
+                }
             )
-        )
-    return _table(("publication", "file", "half", *_COLUMNS, "status"), lines)
-
-
-def accelerators() -> str:
-    """Returns a line for each kind of GPU, and for each publication with several kinds."""
-    lines = [
-        ("all", name, *_line(part)) for name, part in _by(predicted(), _accelerator).items()
-    ]
-    for source, predictions in _by(predicted(), _source).items():
-        parts = _by(predictions, _accelerator)
-        if len(parts) > 1:
-            lines += [(source, name, *_line(part)) for name, part in parts.items()]
-    return _table(("file", "GPU", *_COLUMNS), lines)
-
-
-def kinds() -> str:
-    """Returns a line for each publication with rows of other kinds than dense."""
-    lines = [
-        (kind, source, *_line(predictions))
-        for kind in backtest.KINDS[1:]
-        for source, predictions in _by(predicted(kind), _source).items()
-    ]
-    return _table(("kind", "file", *_COLUMNS), lines)
-
-
-def break_evens() -> str:
-    """Returns the break-even of data parallelism, beside that of the scaling book."""
-    lines = []
-    for hosts in (1, 8, 16, 64, 128):
-        book = BOOK["across hosts" if hosts > 1 else "inside a host"]
-        both = [f"{tokens:,.0f} ({_signed(tokens / book - 1)})" for tokens in break_even(hosts)]
-        lines.append((f"{8 * hosts:,}", hosts, *both, f"{book:,}"))
-    return _table(("GPUs", "hosts", "ours", "ours without (n-1)/n", "scaling book"), lines)
-
-
-def nemotrons() -> str:
-    """Returns Nemotron-4 340B at three sizes."""
-    runs, published, ratio = nemotron()
-    lines = [
-        (
-            f"{run.row.cluster.count:,}",
-            f"{run.row.seconds:.1f}",
-            f"{run.step.total:.2f}",
-            run.error,
-        )
-        for run in runs
-    ]
-    lines.append(("last over first", f"{published:.3f}", f"{ratio:.3f}", ratio / published - 1))
-    return _table(
-        ("GPUs", "published (s)", "predicted (s)", "error"),
-        [(*line, _signed(error)) for *line, error in lines],
-    )
+    return table.markdown(lines)
 
 
 def reasons() -> str:
-    """Returns the numbered reasons of rows that are more than 10% off, with the number of such
-    rows and their errors.
-    """
-    lines: list[Sequence[object]] = []
-    for text, number in _numbers().items():
-        errors = [each.error for each in _off() if each.row.reason == text]
-        span = f"{_signed(min(errors))} to {_signed(max(errors))}"
-        lines.append((number, text, len(errors), span))
-    lines.append(("", "all", len(_off()), ""))
-    dense = [each for each in _off() if each.row.kind == "dense"]
-    unexplained = sum(each.row.reason.startswith("not explained") for each in dense)
-    text = (
+    """Returns the reasons of rows that are more than 10% off, each of at least `MANY` rows."""
+    off = [p for kind in backtest.KINDS for p in predicted(kind) if abs(p.error) > 0.1]
+    dense = [each.row for each in off if each.row.kind == "dense"]
+    unexplained = sum(row.reason.startswith("not explained") for row in dense)
+    by_reason = collections.defaultdict(list)
+    for each in off:
+        by_reason[each.row.reason].append(each.error)
+    lines: list[dict[str, Any]] = [
+        {"reason": reason, "rows": len(e), "errors": f"{min(e):+.1%} to {max(e):+.1%}"}
+        for reason, e in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+        if len(e) >= MANY
+    ]
+    others = len(off) - sum(line["rows"] for line in lines)
+    return (
         f"{len(dense)} dense rows are more than 10% off, and {unexplained} of these are not"
-        " explained."
+        f" explained. Reasons of at least {MANY} rows (the CSV has those of {others} others):"
+        f"\n\n{table.markdown(lines)}"
     )
-    return f"{text}\n\n{_table(('', 'reason', 'rows that are off', 'errors'), lines)}"
-
-
-def rows(kind: str) -> str:
-    """Returns the table of all rows of a kind."""
-    known = {id(each.row): each for each in predicted(kind)}  # `load` keeps its rows
-    lines = []
-    for row in backtest.load():
-        if row.kind != kind:
-            continue
-        each = known.get(id(row))
-        line = {
-            "file": row.source,
-            "where": row.where,
-            "model": row.model,
-            "GPUs": f"{row.cluster.count:,} {row.cluster.accelerator.name}",
-            "layout": layout(row),
-            "published (s)": f"{row.seconds:.4g}",
-            "predicted (s)": f"{each.step.total:.4g}" if each else "no formula",
-            "error": _signed(each.error) if each else "",
-            "status": row.status,
-            "inferred": ", ".join(row.inferred),
-            "reason": _numbers()[row.reason] if each and _is_off(each) else "",
-        }
-        lines.append(line)
-    return _table(tuple(lines[0]), [tuple(line.values()) for line in lines])
 
 
 def layout(row: Row) -> str:
@@ -391,7 +239,7 @@ def layout(row: Row) -> str:
     and full recomputation.
     """
     plan = row.plan
-    parts = [f"{_LETTERS[axis]}{size}" for axis, size in plan.axes.items() if size > 1]
+    parts = [f"{axis[0]}{size}" for axis, size in plan.axes.items() if size > 1]
     parts += [f"v{plan.chunks}"] if plan.chunks > 1 else []
     parts += [f"z{plan.zero}"] if plan.zero else []
     parts += [f"b{plan.microbatch}", f"L{row.shape.seq_len}"]
@@ -399,37 +247,47 @@ def layout(row: Row) -> str:
     return " ".join(parts + ["eager"] * plan.eager)
 
 
+def all_rows() -> str:
+    """Returns the table of all rows, as CSV."""
+    by_row = {id(each.row): each for kind in backtest.KINDS for each in predicted(kind)}
+    lines: list[dict[str, Any]] = []
+    for row in sorted(backtest.load(), key=lambda row: backtest.KINDS.index(row.kind)):
+        each = by_row.get(id(row))
+        lines.append(
+            {
+                "kind": row.kind,
+                "file": row.source,
+                "where": row.where,
+                "model": row.model,
+                "GPUs": row.cluster.count,
+                "GPU": row.cluster.accelerator.name,
+                "layout": layout(row),
+                "published (s)": f"{row.seconds:.4g}",
+                "predicted (s)": f"{each.step.total:.4g}" if each else "no formula",
+                "error": f"{each.error:+.1%}" if each else "",
+                "status": row.status,
+                "inferred": " ".join(row.inferred),
+                "reason": row.reason,
+            }
+        )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": goals,
     "summary": summary,
-    "layouts": layouts,
-    "layout_kinds": layout_kinds,
-    "assumed": assumed,
-    "stated": stated,
     "publications": publications,
-    "accelerators": accelerators,
-    "break_even": break_evens,
-    "nemotron": nemotrons,
-    "kinds": kinds,
     "reasons": reasons,
-    **{f"rows_{kind}": functools.partial(rows, kind) for kind in backtest.KINDS},
 }
 
 
 def page(text: str) -> str:
-    """Returns the page with new tables and all other text unchanged.
-
-    Raises:
-      ValueError: if the page lacks the place of a table, or has the place of an unknown one.
-    """
-    marks = re.findall(r"^<!-- (?!end -->)(\S+) -->$", text, re.M)
-    if sorted(marks) != sorted(BLOCKS):
-        raise ValueError(f"the page must have one place for each of {sorted(BLOCKS)}: {marks}")
-    for name, block in BLOCKS.items():
-        before, rest = re.split(rf"^<!-- {name} -->\n", text, maxsplit=1, flags=re.M)
-        after = rest.partition("<!-- end -->")[2]
-        text = f"{before}<!-- {name} -->\n{block()}\n<!-- end -->{after}"
-    return text
+    """Returns the page with new tables and all other text unchanged."""
+    return table.fill(text, {name: block() for name, block in BLOCKS.items()})
 
 
 def stack(row: Row) -> str:
@@ -460,14 +318,14 @@ def draw() -> Figure:
     titles = {"seen": "Half used to fit the constant", "unseen": "Held-out half"}
     for axes, (half, title) in zip(figure.subplots(2, 1), titles.items(), strict=True):
         # Seconds that are 10% too long or too short divide MFU by 1.1 or 0.9.
+        ends = [0, top]
         axes.fill_between(
-            [0, top], [0, top / 1.1], [0, top / 0.9], color="#D9D9D9", linewidth=0, zorder=0
+            ends, [0, top / 1.1], [0, top / 0.9], color="#D9D9D9", linewidth=0, zorder=0
         )
-        axes.plot([0, top], [0, top], color=style.GREY, linewidth=1, zorder=1)
+        axes.plot(ends, ends, color=style.GREY, linewidth=1, zorder=1)
+        filled = half == "seen"
         for i, name in enumerate(STACKS):
-            chosen = [point[2:] for point in points() if point[:2] == (half, name)]
-            if chosen:
-                filled = half == "seen"
+            if chosen := [point[2:] for point in points() if point[:2] == (half, name)]:
                 axes.plot(
                     *zip(*chosen, strict=True),
                     linestyle="none",
@@ -496,86 +354,12 @@ def draw() -> Figure:
     return figure
 
 
-_COLUMNS = ("rows", "GPUs", "median error", "within 10%")
-
-
-def _line(predictions: Sequence[Prediction]) -> tuple[object, ...]:
-    counts = [each.row.cluster.count for each in predictions]
-    errors = [each.error for each in predictions]
-    return (
-        len(predictions),
-        f"{min(counts):,}" + (f" to {max(counts):,}" if max(counts) > min(counts) else ""),
-        _signed(statistics.median(errors)),
-        _within_tenth(errors),
-    )
-
-
-def _in_order(pairs: Sequence[tuple[Prediction, Prediction]]) -> str:
-    right = backtest.orders(pairs)
-    return f"{_percent(sum(right) / len(right), 0)} of {len(right)}"
-
-
-def _within_tenth(errors: Sequence[float]) -> str:
-    return _percent(sum(abs(error) <= 0.1 for error in errors) / len(errors), 0)
-
-
-def _is_off(each: Prediction) -> bool:
-    return abs(each.error) > 0.1
-
-
-def _off() -> list[Prediction]:
-    return [each for kind in backtest.KINDS for each in predicted(kind) if _is_off(each)]
-
-
-@functools.cache
-def _numbers() -> dict[str, int]:
-    """Returns the number of each reason, in the order in which rows need them."""
-    texts = dict.fromkeys(each.row.reason for each in _off())
-    return {text: number for number, text in enumerate(texts, 1)}
-
-
-def _source(each: Prediction) -> str:
-    return each.row.source
-
-
-def _accelerator(each: Prediction) -> str:
-    return each.row.cluster.accelerator.name
-
-
-def _by(
-    predictions: Sequence[Prediction], key: Callable[[Prediction], str]
-) -> dict[str, list[Prediction]]:
-    """Groups predictions by a key, in order of keys."""
-    return {
-        name: list(part)
-        for name, part in itertools.groupby(sorted(predictions, key=key), key=key)
-    }
-
-
-def _percent(value: float, digits: int = 1) -> str:
-    return f"{value:.{digits}%}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.1%}"
-
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    rows = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(
-        [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        + [f"| {' | '.join(row)} |" for row in rows]
-    )
-
-
 def main() -> None:
-    """Prints the tables without single rows, and writes the page and its picture."""
-    for name in ("goals", "summary", "publications", "accelerators", "break_even", "nemotron"):
-        print(f"{BLOCKS[name]()}\n")
+    """Writes the page, its picture and the table of all rows."""
     PAGE.write_text(page(PAGE.read_text()))
+    ROWS.write_text(all_rows())
     figures.use_style()
     draw().savefig(PICTURE, facecolor="white", metadata={"Description": digest()})
-    print(f"wrote {PAGE} and {PICTURE}")
 
 
 if __name__ == "__main__":

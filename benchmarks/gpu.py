@@ -51,8 +51,8 @@ def chosen(preset: str, only: Iterable[str]) -> dict[tuple[str, str], Callable[[
     }
     if unknown := set(only) - {name for names in cases for name in names} - set(TORCH):
         raise ValueError(
-            f"only={sorted(unknown)} must be groups, such as 'ladder', or cases, such as"
-            f" 'no remat'; the groups are {list(gpu_cases.groups(preset))}"
+            f"only={sorted(unknown)} must be cases, such as 'no remat', or groups:"
+            f" {list(gpu_cases.groups(preset))}"
         )
     return {names: make for names, make in cases.items() if not only or set(names) & set(only)}
 
@@ -65,6 +65,7 @@ def planned(
     """
     traffic = measure.traffic(compiled)
     row: dict[str, Any] = {
+        "not_run": None,
         "peak_bytes": peak,
         "temporary_bytes": measure.memory(compiled).temporaries,
         "flops": sum(program.flops.values()),
@@ -87,15 +88,7 @@ def predict(make: Callable[[], Program], name: str) -> dict[str, Any]:
         heap = measure.heap(program.lower(virtual.devices(name)[0]))
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return {"not_run": reason(error)}
-    return {"not_run": None} | planned(program, heap.compiled, heap.peak, hardware.get(name))
-
-
-def _bytes(shapes: Any) -> int:
-    return sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(shapes)
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
+    return planned(program, heap.compiled, heap.peak, hardware.get(name))
 
 
 def reason(error: Exception) -> str:
@@ -112,9 +105,7 @@ def serve(make: Callable[[], Program], steps: int) -> None:
     try:
         compiled = program.lower(device).compile()
         memory = measure.memory(compiled)
-        row = {"not_run": None} | planned(
-            program, compiled, memory.peak - memory.host, accelerator
-        )
+        row = planned(program, compiled, memory.peak - memory.host, accelerator)
         limit = (device.memory_stats() or {}).get("bytes_limit", row["peak_bytes"])
         if row["peak_bytes"] > limit:
             row = {"not_run": f"needs {row['peak_bytes']} bytes, JAX may take {limit} here"}
@@ -122,7 +113,9 @@ def serve(make: Callable[[], Program], steps: int) -> None:
         row = {"not_run": reason(error)}
     # Arguments are made on the host, since the device would count what making them takes. The
     # largest ones are made on the device, when it is this process's turn.
-    on_host = _bytes(program.shapes) < MOST_ON_HOST
+    leaves = jax.tree.leaves(program.shapes)
+    numbers = [x for x in leaves if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    on_host = sum(x.size * x.dtype.itemsize for x in numbers) < MOST_ON_HOST
     if row["not_run"] is None and on_host:
         with jax.default_device(jax.devices("cpu")[0]):
             arguments = jax.block_until_ready(program.arguments())
@@ -216,7 +209,6 @@ def describe(row: Mapping[str, Any]) -> str:
 
 def write(file: Path, about: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
     """Prints rows and writes them into a file, one after the other, with what they are about.
-
     Rows of an older file that are not measured again stay.
     """
     file.parent.mkdir(parents=True, exist_ok=True)

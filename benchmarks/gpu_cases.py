@@ -24,23 +24,14 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program of one GPU.
+    """A program of one GPU."""
 
-    Attributes:
-      function: jitted; a training step is `step(state, batch) -> (state, metrics)`.
-      shapes: of its arguments, a tuple of pytrees.
-      arguments: makes them on the default device.
-      flops: that it computes, by dtype of the operands, recomputed ones included.
-      model_flops: those that count for MFU; None where there is no model.
-      tokens: in a call; None where it has no tokens.
-    """
-
-    function: Any
-    shapes: tuple[PyTree, ...]
-    arguments: Callable[[], tuple[PyTree, ...]]
-    flops: dict[str, int]
-    model_flops: measure.Flops | None = None
-    tokens: int | None = None
+    function: Any  # jitted; a training step is `step(state, batch) -> (state, metrics)`
+    shapes: tuple[PyTree, ...]  # of its arguments
+    arguments: Callable[[], tuple[PyTree, ...]]  # makes them on the default device
+    flops: dict[str, int]  # by dtype of the operands, recomputed ones included
+    model_flops: measure.Flops | None = None  # those that count for MFU, of a training step
+    tokens: int | None = None  # in a call
 
     @property
     def is_step(self) -> bool:
@@ -99,6 +90,7 @@ def mosaic(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> 
 
 
 MOSAIC = "flash, JAX's kernel for Hopper"
+# Ways to compute attention: (query, key, value, causal=) [B L H K] -> [B L H K].
 ATTENTIONS: dict[str, Callable[..., jax.Array]] = {
     "written out": functools.partial(attention.attend, implementation="reference"),
     "xla": functools.partial(attention.attend, implementation="xla"),
@@ -107,15 +99,12 @@ ATTENTIONS: dict[str, Callable[..., jax.Array]] = {
     "flash, tiles in JAX": functools.partial(flash_attention.attend, by="tiles"),
     MOSAIC: mosaic,
 }
-"""Ways to compute attention: (query, key, value, causal=) [B L H K] -> [B L H K]."""
 
 
 def attention_gradient(way: str, length: int, causal: bool = True) -> Program:
     """Returns a gradient of attention, forward and backward pass, over `TOKENS` tokens in
     sequences of `length`, in bfloat16 (JAX's kernel for Hopper: float16).
     """
-    if TOKENS % length:
-        raise ValueError(f"length={length} must divide the {TOKENS} tokens that are measured")
     dtype = jnp.float16 if way == MOSAIC else jnp.bfloat16
     shape = (TOKENS // length, length, HEADS, HEAD_DIM)
 
@@ -201,6 +190,8 @@ def copy(function: Callable[[jax.Array], jax.Array], gibibytes: int = 4) -> Prog
     )
 
 
+# The cases of the group "techniques", each with its changes to the preset. Where the preset has
+# them already, the case measures the preset again.
 CHANGES: dict[str, dict[str, Any]] = {
     "the preset": {},
     "float32": {"model.dtype": "float32", "training.loss_scale": "none"},
@@ -215,10 +206,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attention cudnn": {"model.attention": "cudnn"},
     "attention flash": {"model.attention": "flash"},
 }
-"""The cases of the group "techniques", each with its changes to the preset. Where the preset
-has them already, the case measures the preset again.
-"""
-
+# The preset's step as one writes it for speed where memory is no concern.
 LIKE_PYTORCH: dict[str, Any] = {
     "model.remat": (),
     "model.dropout_rate": 0.0,
@@ -226,14 +214,11 @@ LIKE_PYTORCH: dict[str, Any] = {
     "model.attention": "cudnn",
     "training.num_minibatches": 1,
 }
-"""The preset's step as one writes it for speed where memory is no concern."""
 
 
 def groups(preset: str = "155m") -> dict[str, dict[str, Callable[[], Program]]]:
-    """Returns all cases: group -> case -> the function that makes its program.
-
-    Args:
-      preset: of `configs.PRESETS`, that the group "techniques" changes.
+    """Returns all cases: group -> case -> the function that makes its program. The group
+    "techniques" changes this preset.
     """
     partial: Any = functools.partial
     return {

@@ -10,10 +10,8 @@ had for nothing. So a turn begins with as many that are not timed. The input wor
 beside the steps: where there are few cores it takes time from them, which the fed steps show.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,12 +29,8 @@ NAMES = {"input": "batches alone", "step": "steps alone", "fed": "steps with inp
 def by_turns(
     rounds: Mapping[str, Callable[[], Any]], steps: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each turn of so many rounds, after rounds that are not timed.
-
-    Args:
-      rounds: name to a function without arguments that returns arrays.
-      steps: rounds of a turn.
-      repeats: turns of each, after one that compiles.
+    """Returns the seconds of each turn of so many steps, after one turn that compiles and, in
+    each turn, steps that are not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rounds}
     for _ in range(1 + repeats):
@@ -53,16 +47,9 @@ def by_turns(
 
 
 def summary(seconds: Mapping[str, list[float]], tokens: int) -> list[dict[str, Any]]:
-    """Returns the rows of the table.
-
-    Args:
-      seconds: of each turn of "input", "step" and "fed".
-      tokens: how many tokens each turn had.
-
-    Returns:
-      Tokens/s at the median and the quartiles of the turns, and the median over that of the
-      steps alone: how many times faster batches come than steps take them, and what is left of
-      the steps' rate when they are fed.
+    """Returns tokens/s at the median and the quartiles of turns of so many tokens, and the
+    median over that of the steps alone: how many times faster batches come than steps take
+    them, and what is left of the steps' rate when they are fed.
     """
     rates = {
         name: np.quantile(tokens / np.asarray(each), [0.25, 0.5, 0.75]).tolist()
@@ -79,28 +66,22 @@ def summary(seconds: Mapping[str, list[float]], tokens: int) -> list[dict[str, A
     ]
 
 
-def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
-    """Measures a preset on the first device of this machine.
-
-    Args:
-      preset: of `course_lib.configs`.
-      steps: batches or steps a turn.
-      repeats: turns of each.
-    """
+def measure(*, preset: str = "cpu", steps: int = 20, repeats: int = 15) -> dict[str, Any]:
+    """Measures a preset on the first device of this machine."""
     chosen = configs.get(preset)
     run = training.build(chosen)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    tokens = data.tokens("train")
-    sizes = dict(
-        batch_size=chosen.data.batch_size,
-        seq_len=chosen.data.seq_len,
-        vocab_size=chosen.model.vocab_size,
-    )
+    B, L = chosen.data.batch_size, chosen.data.seq_len
 
     def batches():
-        return loading.DeviceBatches(
-            loading.batches(tokens, seed=chosen.seed, **sizes), sharding
+        made = loading.batches(
+            data.tokens("train"),
+            seed=chosen.seed,
+            batch_size=B,
+            seq_len=L,
+            vocab_size=chosen.model.vocab_size,
         )
+        return loading.DeviceBatches(made, sharding)
 
     alone, feeding = batches(), batches()
     ready = next(alone)
@@ -116,30 +97,13 @@ def measure_here(preset: str, steps: int, repeats: int) -> dict[str, Any]:
         "step": lambda: step(ready),
         "fed": lambda: step(next(feeding)),
     }
-    rows = summary(
-        by_turns(rounds, steps, repeats), steps * sizes["batch_size"] * sizes["seq_len"]
-    )
+    rows = summary(by_turns(rounds, steps, repeats), steps * B * L)
     notes = (
-        f"Preset `{preset}`, batches of {sizes['batch_size']} x {sizes['seq_len']} tokens."
+        f"Preset `{preset}`, batches of {B} x {L} tokens."
         f" {repeats} rounds of {steps} each, in turn: median and quartiles."
     )
     return table.record("input", rows, notes, ("jax", "jaxlib", "grain", "numpy"))
 
 
-def main() -> dict[str, Any]:
-    """Measures, prints the result as one line of JSON, and returns it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", default="cpu", choices=configs.PRESETS)
-    parser.add_argument("--steps", type=int, default=20, help="batches or steps a turn")
-    parser.add_argument("--repeats", type=int, default=15, help="turns of each")
-    parser.add_argument("--out", type=Path, help="a folder for input.json")
-    options = parser.parse_args()
-    result = measure_here(options.preset, options.steps, options.repeats)
-    table.store(result, options.out)
-    return result
-
-
 if __name__ == "__main__":
-    main()
+    table.run(measure)

@@ -9,61 +9,42 @@ optimizer is trained at three learning rates with the first seed, then at the be
 the other seeds. Other programs on the machine change the time, not the losses.
 """
 
-import argparse
 import math
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import minute, table
 
-FACTOR = math.sqrt(10)
-"""Between two learning rates of the grid."""
-
+FACTOR = math.sqrt(10)  # between two learning rates of the grid
+RATE = "optimizer.learning_rate"
 ADAMW, LIGHT = "AdamW, float32", "Adafactor, bfloat16 parameters"
+# Changes of the preset, by case; the learning rate is the middle of its grid.
 CASES: dict[str, dict[str, Any]] = {
-    ADAMW: {"optimizer.learning_rate": 1e-2},
+    ADAMW: {RATE: 1e-2},
     LIGHT: {
         "optimizer.name": "adafactor",
         "optimizer.weight_decay": 0.0,
         "optimizer.param_dtype": "bfloat16",
-        "optimizer.learning_rate": 1e-1,
+        RATE: 1e-1,
     },
 }
-"""Changes of the preset, by case; the learning rate is the middle of its grid."""
 
 
-def train(case: str, seeds: int, folder: Path) -> tuple[float, list[float]]:
-    """Returns the best learning rate of a case, and its validation losses by seed.
-
-    Args:
-      case: one of `CASES`.
-      seeds: how many: 0, 1, ...
-      folder: for the runs' folders.
-    """
-    changes = CASES[case]
-
-    def loss(rate: float, seed: int) -> float:
-        run = changes | {"optimizer.learning_rate": rate, "seed": seed}
-        name = f"{case}-{rate:.4f}-{seed}".replace(" ", "-").replace(",", "")
-        found = minute.train(run, folder / name)["loss"]
-        print(f"{case}, rate {rate:.4f}, seed {seed}: {found:.4f}", file=sys.stderr)
-        return found
-
-    grid = [changes["optimizer.learning_rate"] * factor for factor in (1 / FACTOR, 1, FACTOR)]
-    first = {rate: loss(rate, 0) for rate in grid}
+def search(
+    loss: Callable[[float, int], float], middle: float, seeds: int
+) -> tuple[float, list[float]]:
+    """Returns the best learning rate of the first seed, and the losses of all seeds there."""
+    first = {rate: loss(rate, 0) for rate in (middle / FACTOR, middle, middle * FACTOR)}
     best = min(first, key=first.__getitem__)
     return best, [first[best], *(loss(best, seed) for seed in range(1, seeds))]
 
 
 def rows(found: dict[str, tuple[float, list[float]]]) -> list[dict[str, Any]]:
-    """Returns the rows of the table.
-
-    Args:
-      found: the best learning rate and the losses by seed, of each case; AdamW is one of them.
-    """
+    """Returns the rows of the table, from each case's best learning rate and losses by seed."""
     adamw = statistics.mean(found[ADAMW][1])
     return [
         {
@@ -77,22 +58,25 @@ def rows(found: dict[str, tuple[float, list[float]]]) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Trains all cases, prints what came out, and stores it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="runs of each case at its best rate"
-    )
-    parser.add_argument("--out", type=Path, help="the folder for light.json")
-    options = parser.parse_args()
+def measure(*, seeds: int = 3) -> dict[str, Any]:
+    """Trains all cases."""
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        found = {case: train(case, options.seeds, Path(folder)) for case in CASES}
+        for number, (case, changes) in enumerate(CASES.items()):
+
+            def loss(rate: float, seed: int, number=number, changes=changes) -> float:
+                run = Path(folder) / f"{number}-{rate:.4f}-{seed}"
+                reached = minute.train(changes | {RATE: rate, "seed": seed}, run)["loss"]
+                print(f"{run.name}: {reached:.4f}", file=sys.stderr)
+                return reached
+
+            found[case] = search(loss, changes[RATE], seeds)
     notes = (
         "The preset `cpu` on its shipped corpus, 1,000 steps. Three learning rates with one"
-        f" seed, then means of {options.seeds} seeds at the best of them."
+        f" seed, then means of {seeds} seeds at the best of them."
     )
-    table.store(table.record("light", rows(found), notes), options.out)
+    return table.record("light", rows(found), notes)
 
 
 if __name__ == "__main__":
-    main()
+    table.run(measure)

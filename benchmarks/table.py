@@ -2,30 +2,60 @@
 
     python -m benchmarks.table          after a program of this folder was run with --out
 
-Each file is one measurement, as `record` returns it:
-
-    {"name", "date", "device", "load", "versions": {package: version},
-     "rows": [{column: value}, ...], "notes"}
-
-In the page, what stands between `<!-- NAME -->` and `<!-- end -->` is made here; the words
-around it are written by hand, and stay. A file that the page does not name yet gets a section
-at its end.
+Each file is one measurement, as `record` returns it. In the page, what stands between
+`<!-- NAME -->` and `<!-- end -->` is made here; the words around it are written by hand.
 """
 
+import argparse
 import datetime
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from course_lib.measure import hardware
+
 RESULTS, PAGE = Path("docs/results/benchmarks"), Path("docs/benchmarks.md")
 LOAD = round(os.getloadavg()[0], 1)  # before anything is measured: what else the machine does
+
+Row = Mapping[str, Any]
+
+
+def run(measure: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Measures as the command line says: each keyword argument of the function is an option.
+    Prints the result as one line of JSON; `--out FOLDER` stores it.
+    """
+    parser = argparse.ArgumentParser(
+        description=sys.modules[measure.__module__].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, parameter in inspect.signature(measure).parameters.items():
+        default = parameter.default
+        one, nargs = (default[0], "+") if isinstance(default, tuple) else (default, None)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(one),
+            nargs=nargs,
+            default=default,
+            help=f"default: {default!r}",
+        )
+    parser.add_argument("--out", type=Path, help="a folder for the result")
+    options = vars(parser.parse_args())
+    folder = options.pop("out")
+    result = measure(**options)
+    print(json.dumps(result))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def record(
@@ -34,22 +64,15 @@ def record(
     notes: str,
     packages: Sequence[str] = ("jax", "jaxlib"),
 ) -> dict[str, Any]:
-    """Returns a measurement with where and when it was made.
-
-    Args:
-      name: of the file, and of its place in the page.
-      rows: of the table, with the same columns.
-      notes: a sentence or two that stand above it.
-      packages: whose versions matter.
-    """
+    """Returns a measurement with where and when it was made."""
     return {
-        "name": name,
+        "name": name,  # of the file, and of its place in the page
         "date": datetime.date.today().isoformat(),
         "device": device(),
         "load": LOAD,
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "rows": rows,
-        "notes": notes,
+        "notes": notes,  # a sentence or two above the table
     }
 
 
@@ -62,43 +85,17 @@ def device() -> str:
         return found.device_kind
     told = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     known = re.search(r"^model name\s*: (.*)$", told, re.M)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{known.group(1).strip() if known else platform.machine()}, {cores} cores"
+    model = known[1].strip() if known else platform.machine()
+    return f"{model}, {hardware.cores()} cores"
 
 
-def store(result: dict[str, Any], folder: Path | None) -> None:
-    """Prints a measurement as one line of JSON, and writes it into a folder if one is given."""
-    print(json.dumps(result))
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-def block(result: dict[str, Any]) -> str:
-    """Returns a measurement as Markdown, between its marks."""
-    columns = list(dict.fromkeys(column for row in result["rows"] for column in row))
-    lines = [
-        f"<!-- {result['name']} -->",
-        result["notes"],
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
-    ]
-    lines += [
-        f"| {' | '.join(_cell(row.get(column)) for column in columns)} |"
-        for row in result["rows"]
-    ]
-    where = (
-        result["device"]
-        if isinstance(result["device"], str)
-        else ", ".join(map(str, result["device"].values()))
-    )
-    versions = ", ".join(
-        f"{package} {version}" for package, version in result["versions"].items()
-    )
-    load = f"load average before {result['load']}; " if "load" in result else ""
+def markdown(rows: Sequence[Row]) -> str:
+    """Returns rows as a table in Markdown, with the columns of all of them."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [[_cell(row.get(column)) for column in columns] for row in rows]
     return "\n".join(
-        [*lines, "", f"{where}; {load}{versions}; {result['date']}", "<!-- end -->"]
+        [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        + [f"| {' | '.join(line)} |" for line in lines]
     )
 
 
@@ -107,42 +104,42 @@ def _cell(value: Any) -> str:
         return " to ".join(map(_cell, value))
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "" if value is None else str(value).replace("|", "\\|")
 
 
-def page(text: str, results: Sequence[dict[str, Any]]) -> str:
-    """Returns the page with the tables of these measurements in their places, and all other
-    words as they are.
+def block(result: Mapping[str, Any]) -> str:
+    """Returns a measurement in Markdown."""
+    about = [result["device"]]
+    about += [f"load average before {result['load']}"] if "load" in result else []
+    about += [", ".join(f"{name} {version}" for name, version in result["versions"].items())]
+    about += [result["date"]]
+    return f"{result['notes']}\n\n{markdown(result['rows'])}\n\n{'; '.join(about)}"
+
+
+def fill(text: str, blocks: Mapping[str, str]) -> str:
+    """Returns a page with these blocks in their places, and all other words as they are.
 
     Raises:
-      ValueError: if the page has a place for a measurement that is not there.
+      ValueError: if the page and the blocks do not have the same names.
     """
     marks = re.findall(r"^<!-- (?!end -->)(\S+) -->$", text, re.M)
-    if missing := set(marks) - {result["name"] for result in results}:
-        raise ValueError(
-            f"the page must only name measurements that there are, not {sorted(missing)}"
+    if sorted(marks) != sorted(blocks):
+        raise ValueError(f"the page must have one place for each of {[*blocks]}: {marks}")
+    for name, made in blocks.items():
+        before, rest = text.split(f"<!-- {name} -->\n")
+        text = (
+            f"{before}<!-- {name} -->\n{made}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
         )
-    for result in results:
-        name = re.escape(result["name"])
-        if result["name"] not in marks:
-            text = (
-                f"{text.rstrip()}\n\n## {result['name']}\n\n<!-- {result['name']} -->\n<!-- end"
-                " -->\n"
-            )
-        before, rest = re.split(rf"^<!-- {name} -->\n", text, maxsplit=1, flags=re.M)
-        text = before + block(result) + rest.partition("<!-- end -->")[2]
     return text
 
 
-def main(results: Path = RESULTS, path: Path = PAGE) -> None:
-    """Writes the page anew."""
-    path.write_text(
-        page(
-            path.read_text(),
-            [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))],
-        )
-    )
+def page(text: str, results: Path = RESULTS) -> str:
+    """Returns docs/benchmarks.md with the tables of the stored results."""
+    stored = [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]
+    return fill(text, {result["name"]: block(result) for result in stored})
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text()))

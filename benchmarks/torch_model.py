@@ -24,10 +24,8 @@ class MLPBlock(nn.Module):
     def __init__(self, config: ConfigDict):
         super().__init__()
         width, hidden = config.hidden_size, config.mlp_expansion * config.hidden_size
-        self.pre_norm, self.dropout = (
-            nn.LayerNorm(width, eps=1e-6),
-            nn.Dropout(config.dropout_rate),
-        )
+        self.pre_norm = nn.LayerNorm(width, eps=1e-6)
+        self.dropout = nn.Dropout(config.dropout_rate)
         self.input_layer, self.output_layer = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,10 +40,8 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: ConfigDict):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_heads
-        self.pre_norm, self.dropout = (
-            nn.LayerNorm(width, eps=1e-6),
-            nn.Dropout(config.dropout_rate),
-        )
+        self.pre_norm = nn.LayerNorm(width, eps=1e-6)
+        self.dropout = nn.Dropout(config.dropout_rate)
         self.qkv, self.output_layer = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,28 +83,17 @@ def _jax_name(module: nn.Module, kind: str) -> str:
 
 
 class Trainer:
-    """A model, its optimizer, and a batch to train it on.
-
-    Args:
-      config: a whole configuration of `course_lib`.
-      params: the initial parameters, as the library has them: "block_0/mlp/input_layer/kernel"
-        and so on.
-      tokens: int [B, L + 1].
-      rates: the learning rate of each step.
-      compiled: whether `torch.compile` compiles model and loss.
-      device: "cpu" or "cuda".
-      dtype: that products are computed in (autocast); None: the parameters' float32.
-    """
+    """A model, its optimizer, and a batch to train it on."""
 
     def __init__(
         self,
-        config: ConfigDict,
-        params: Mapping[str, np.ndarray],
-        tokens: np.ndarray,
-        rates: Iterable[float],
-        compiled: bool,
+        config: ConfigDict,  # a whole one
+        params: Mapping[str, np.ndarray],  # by the library's names: "block_0/mlp/..."
+        tokens: np.ndarray,  # [B, L + 1]
+        rates: Iterable[float],  # the learning rate of each step
+        compiled: bool,  # whether `torch.compile` compiles model and loss
         device: str = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,  # of products (autocast); None: float32
     ):
         torch.set_num_threads(hardware.cores())
         torch.manual_seed(config.seed)
@@ -118,13 +103,10 @@ class Trainer:
         with torch.no_grad():
             for name, kind, module, parameter in self._parameters():
                 value = torch.from_numpy(np.array(params[name]))
-                # PyTorch has [outputs inputs]
-                turned = kind == "weight" and isinstance(module, nn.Linear)
-                parameter.copy_(
-                    value.reshape(parameter.shape[::-1]).T
-                    if turned
-                    else value.reshape(parameter.shape)
-                )
+                if kind == "weight" and isinstance(module, nn.Linear):  # [outputs inputs] here
+                    parameter.copy_(value.reshape(parameter.shape[::-1]).T)
+                else:
+                    parameter.copy_(value.reshape(parameter.shape))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=0.0,
@@ -133,10 +115,8 @@ class Trainer:
             fused=True,
         )
         self.clip_norm, self.rates = optimizer.clip_norm, iter(rates)
-        self.inputs, self.labels = (
-            torch.from_numpy(tokens[:, :-1]).long().to(device),
-            torch.from_numpy(tokens[:, 1:]).long().to(device),
-        )
+        batch = torch.from_numpy(tokens).long().to(device)
+        self.inputs, self.labels = batch[:, :-1], batch[:, 1:]
         self.loss = torch.compile(self.eager_loss) if compiled else self.eager_loss
 
     def _parameters(self) -> list[tuple[str, str, nn.Module, nn.Parameter]]:
@@ -178,9 +158,8 @@ class Trainer:
         found = {}
         for name, kind, module, parameter in self._parameters():
             turned = kind == "weight" and isinstance(module, nn.Linear)
-            found[name] = (
-                (parameter.grad.T if turned else parameter.grad).cpu().numpy().flatten()
-            )
+            gradient = parameter.grad.T if turned else parameter.grad
+            found[name] = gradient.cpu().numpy().flatten()
         return found
 
     def wait(self) -> None:

@@ -1,8 +1,7 @@
 """Measures the training step against the same model in PyTorch, on the CPU of this machine.
 
     pip install torch==2.13.0          the course itself does not need it
-    python -m benchmarks.torch_step    writes docs/results/benchmarks/torch_step.json,
-                                       in minutes on two idle cores
+    python -m benchmarks.torch_step --out docs/results/benchmarks
 
 PyTorch may be installed for another Python, with the course's packages beside it:
 
@@ -16,17 +15,12 @@ under other load they say more, though a thread of PyTorch that waits for anothe
 up too.
 """
 
-import argparse
 import contextlib
-import datetime
 import importlib
 import importlib.metadata
-import json
 import multiprocessing.connection
 import os
-import pathlib
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -34,16 +28,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from course_lib import configs, optimizers
-from course_lib.measure import hardware
+from benchmarks import table
+from benchmarks.minute import KEEP
+from course_lib import configs, optimizers, training
+from course_lib.text.data import Batch
 
-# glibc then keeps what a step frees, instead of giving it back to the system after each step.
-KEEP = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
 LIKE_EAGER, LIKE_DROPOUT = "PyTorch, eager", "PyTorch, eager, dropout 0.1"
 DROPOUT = {"model.dropout_rate": 0.1}
+# By PyTorch or the library, with which changes of the model, and whether the process keeps its
+# memory.
 CASES: dict[str, dict[str, Any]] = {
     LIKE_EAGER: {"by": "eager"},
     "PyTorch, compiled": {"by": "compiled"},
@@ -60,10 +57,6 @@ CASES: dict[str, dict[str, Any]] = {
     LIKE_DROPOUT: {"by": "eager", "changes": DROPOUT},
     "this library, dropout 0.1": {"changes": DROPOUT},
 }
-"""Timed cases: by PyTorch or the library, with which changes of the model, and whether the
-process keeps its memory.
-"""
-
 CHECKED_STEPS = 5
 
 
@@ -84,11 +77,6 @@ class Trainer:
     """The library's run of a configuration, with what `torch_model.Trainer` offers."""
 
     def __init__(self, chosen: ConfigDict, tokens: np.ndarray):
-        import jax
-
-        from course_lib import training
-        from course_lib.text.data import Batch
-
         run = training.build(chosen)
         weights = np.ones(tokens[:, 1:].shape, np.float32)
         self.batch = jax.device_put(
@@ -116,25 +104,19 @@ class Trainer:
 
     def wait(self) -> None:
         """Returns when all steps are done."""
-        import jax
-
         jax.block_until_ready(self.state)
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
     """Returns the leaves of a tree of dicts by their paths: "block_0/mlp/output_layer/bias"."""
-    import jax
-
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
 
 
 def serve(pipe: int) -> None:
-    """Trains one case, in a process of its own, as it is asked through a pipe: ("version" |
-    "parameters" | "gradients" | "losses" | "time", the number of steps).
-
-    Args:
-      pipe: its file descriptor.
+    """Trains one case, in a process of its own, as it is asked through a pipe, of which this is
+    the file descriptor: ("version" | "parameters" | "gradients" | "losses" | "time", the number
+    of steps).
     """
     connection = multiprocessing.connection.Connection(pipe)
     case, fields, tokens, given = connection.recv()
@@ -158,12 +140,8 @@ def serve(pipe: int) -> None:
             for _ in range(steps):
                 trainer.step()
             trainer.wait()
-            connection.send(
-                (
-                    (time.perf_counter() - clock) / steps,
-                    (time.process_time() - processor) / steps,
-                )
-            )
+            seconds = time.perf_counter() - clock, time.process_time() - processor
+            connection.send(tuple(each / steps for each in seconds))
         elif what == "version":
             connection.send(importlib.metadata.version("torch"))
         else:
@@ -181,7 +159,7 @@ def started(
     """Starts the process of a case, and gives the function to ask it.
 
     Args:
-      case: of `CASES`.
+      case: a value of `CASES`.
       chosen: its configuration.
       tokens: [B L+1], the batch of all steps.
       given: for PyTorch the parameters "params" and the learning "rates" of the steps.
@@ -213,10 +191,8 @@ def started(
 
 def check_same(library: Any, torch: Any) -> dict[str, float]:
     """Asserts that two processes train the same model: all gradients, then the losses of the
-    next steps.
-
-    Returns:
-      The largest difference of a gradient, relative to its norm, and of a loss.
+    next steps. Returns the largest difference of a gradient, relative to its norm, and of a
+    loss.
     """
     ours, theirs = library("gradients"), torch("gradients")
     assert ours.keys() == theirs.keys()
@@ -226,10 +202,7 @@ def check_same(library: Any, torch: Any) -> dict[str, float]:
         np.linalg.norm(theirs[name] - ours[name]) / (np.linalg.norm(ours[name]) + 1e-3)
         for name in ours
     )
-    losses = (
-        np.array(library("losses", CHECKED_STEPS)),
-        np.array(torch("losses", CHECKED_STEPS)),
-    )
+    losses = [np.array(ask("losses", CHECKED_STEPS)) for ask in (library, torch)]
     of_losses = float(np.abs(losses[1] / losses[0] - 1).max())
     assert apart < 1e-4 and of_losses < 1e-4, (
         f"not the same model: gradients {apart:.1e} apart, losses {of_losses:.1e}"
@@ -241,16 +214,13 @@ def check_same(library: Any, torch: Any) -> dict[str, float]:
 def rows_of(
     times: Mapping[str, Sequence[tuple[float, float]]], tokens: int
 ) -> list[dict[str, Any]]:
-    """Returns a row for each case.
+    """Returns a row for each case: tokens/s and milliseconds per step, medians with quartiles,
+    the processor's milliseconds, and how many times faster than PyTorch with the same dropout:
+    medians and quartiles over rounds, of ratios within a round.
 
     Args:
       times: for each case, seconds per step by the clock and by the processor, of each round.
       tokens: how many tokens a step has.
-
-    Returns:
-      Tokens/s and milliseconds per step, medians with quartiles, the processor's milliseconds,
-      and how many times faster than PyTorch with the same dropout: medians and quartiles over
-      rounds, of ratios within a round.
     """
     rows = []
     for case, found in times.items():
@@ -279,25 +249,25 @@ def rows_of(
     return rows
 
 
-def measure_here(
-    chosen: ConfigDict,
-    cases: Sequence[str],
-    rounds: int,
-    steps: int,
+def measure(
+    *,
+    rounds: int = 20,  # turns of each case, at least 2
+    steps: int = 2,  # of a turn
+    cases: tuple[str, ...] = tuple(CASES),
     torch_python: str = sys.executable,
 ) -> dict[str, Any]:
-    """Checks that the models are the same, and times the cases in turn.
-
-    Args:
-      chosen: the configuration that the cases change.
-      cases: of `CASES`.
-      rounds: turns of each.
-      steps: of a turn.
-      torch_python: the interpreter that has PyTorch.
-    """
-    size = chosen.data.batch_size, chosen.data.seq_len
+    """Checks that the models are the same, and times the cases in turn."""
+    if not has_torch(torch_python):
+        sys.exit(
+            "this comparison needs PyTorch, and the course does not: pip install torch==2.13.0"
+        )
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes
+    jax.config.update("jax_platforms", "cpu")
+    like = [LIKE_DROPOUT if "dropout" in case else LIKE_EAGER for case in cases]
+    chosen = model_of_6m()
+    B, L = chosen.data.batch_size, chosen.data.seq_len
     tokens = np.random.default_rng(0).integers(
-        0, chosen.model.vocab_size, (size[0], size[1] + 1), dtype=np.int32
+        0, chosen.model.vocab_size, (B, L + 1), dtype=np.int32
     )
     schedule = optimizers.SCHEDULES[chosen.optimizer.schedule](chosen.optimizer)
     given: dict[str, Any] = {
@@ -309,14 +279,14 @@ def measure_here(
             given["params"] = library("parameters")
             with started({"by": "eager"}, chosen, tokens, given, torch_python) as torch:
                 same, version = check_same(library, torch), torch("version")
-        for case in cases:
+        for case in dict.fromkeys([*like, *cases]):
             changed = ConfigDict(chosen.to_dict())
             changed.update_from_flattened_dict(CASES[case].get("changes", {}))
             asks[case] = stack.enter_context(
                 started(CASES[case], changed, tokens, given, torch_python)
             )
             asks[case]("time", 2)  # compiles
-        times: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
+        times: dict[str, list[tuple[float, float]]] = {case: [] for case in asks}
         order, shuffle = list(asks), random.Random(0).shuffle
         for _ in range(rounds):
             # a case does not always come after the same one, whose traces it finds in the
@@ -324,22 +294,17 @@ def measure_here(
             shuffle(order)
             for case in order:
                 times[case].append(asks[case]("time", steps))
-    parameters = sum(leaf.size for leaf in given["params"].values())
-    return (
-        {"parameters": parameters, "batch": size, "rounds": rounds, "steps": steps}
-        | {"torch": version}
-        | same
-        | {"rows": rows_of(times, size[0] * size[1])}
+    notes = (
+        "the step of the preset cpu with 6 layers of width 256: float32, AdamW, gradients"
+        " clipped, no dropout unless named; as many threads as cores"
     )
-
-
-def processor() -> str:
-    """Returns the name of this machine's processor and how many cores this process may use."""
-    cores = hardware.cores()
-    with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
-        return f"{found[1] if found else 'CPU'}, {cores} cores"
-    return f"CPU, {cores} cores"
+    found = table.record(
+        "torch_step", rows_of(times, B * L), notes, ("jax", "jaxlib", "flax", "optax")
+    )
+    found["versions"]["torch"] = version
+    parameters = sum(leaf.size for leaf in given["params"].values())
+    about = {"parameters": parameters, "batch": [B, L], "rounds": rounds, "steps": steps}
+    return found | about | same
 
 
 def has_torch(python: str) -> bool:
@@ -348,76 +313,8 @@ def has_torch(python: str) -> bool:
     return subprocess.run([python, "-c", find], check=False).returncode == 0
 
 
-def main() -> int:
-    """Measures, prints a line for each case, writes the results, and returns an exit code: 2
-    where there is no PyTorch.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each case, at least 2")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=list(CASES),
-        choices=CASES,
-        metavar="CASE",
-        help=f"of {list(CASES)}",
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("docs/results/benchmarks"),
-        help="folder",
-    )
-    parser.add_argument(
-        "--torch-python", default=sys.executable, help="the Python that has PyTorch"
-    )
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if options.serve is not None:
-        serve(options.serve)
-        return 0
-    if not has_torch(options.torch_python):
-        print(
-            "this comparison needs PyTorch, which the course does not: pip install"
-            " torch==2.13.0",
-            file=sys.stderr,
-        )
-        return 2
-    like = [LIKE_DROPOUT if "dropout" in case else LIKE_EAGER for case in options.cases]
-    found = measure_here(
-        model_of_6m(),
-        list(dict.fromkeys([*like, *options.cases])),
-        options.rounds,
-        options.steps,
-        options.torch_python,
-    )
-    for row in found["rows"]:
-        print(
-            f"{row['step']:28}",
-            "; ".join(f"{name}: {value}" for name, value in row.items() if name != "step"),
-        )
-    about = {
-        "name": "torch_step",
-        "date": datetime.date.today().isoformat(),
-        "device": processor(),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("jax", "jaxlib", "flax", "optax")
-        }
-        | {"torch": found.pop("torch")},
-        "notes": (
-            "the step of the preset cpu with 6 layers of width 256: float32, AdamW, gradients"
-            " clipped, no dropout unless named; as many threads as cores"
-        ),
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "torch_step.json").write_text(json.dumps(about | found, indent=1) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--serve"]:
+        serve(int(sys.argv[2]))
+    else:
+        table.run(measure)

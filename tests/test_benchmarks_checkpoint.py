@@ -6,7 +6,7 @@ import jax
 import pytest
 from small_run import configuration, corpus
 
-from benchmarks import checkpoint
+from benchmarks import checkpoint, table
 from course_lib import configs
 
 
@@ -40,13 +40,8 @@ def test_the_programs_own_loop_is_measured(monkeypatch, capsys, tmp_path):
     def noted(config, folder, devices):
         config.run.corpus = tiny.run.corpus
         ended = train(config, folder, devices)
-        runs.append(
-            (
-                config.run.checkpoint_every,
-                ended.step,
-                sorted(path.name for path in (folder / "checkpoints").iterdir()),
-            )
-        )
+        kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        runs.append((config.run.checkpoint_every, ended.step, kept))
         return ended
 
     monkeypatch.setattr(checkpoint.loop, "train", noted)
@@ -57,12 +52,9 @@ def test_the_programs_own_loop_is_measured(monkeypatch, capsys, tmp_path):
     args = f"--every 3 --saves 2 --repeats 1 --folder {folder} --out {out}".split()
     monkeypatch.setattr("sys.argv", ["benchmarks.checkpoint", *args])
     with jax.numpy_dtype_promotion("standard"):  # Optax' Adam promotes on purpose
-        result = checkpoint.main()
-    assert (
-        result
-        == json.loads(capsys.readouterr().out)
-        == json.loads((out / "checkpoint.json").read_text())
-    )
+        result = table.run(checkpoint.measure)
+    stored = json.loads((out / "checkpoint.json").read_text())
+    assert result == json.loads(capsys.readouterr().out) == stored
     assert runs == 2 * [(10, 9, ["00000009"]), (3, 9, ["00000003", "00000006", "00000009"])]
     wall, cpu = result["rows"]
     assert wall["clock"] == "wall" and wall["per step (s)"] > 0 and cpu["per step (s)"] > 0

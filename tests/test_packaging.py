@@ -12,12 +12,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-import draw
 import make_venv
 import nbformat
 import PIL.Image
 import pin_versions
 import pytest
+import record
 import stamp
 import sync_environment
 import yaml
@@ -120,8 +120,8 @@ def test_stamping_twice_is_stamping_once():
 
 def test_the_readmes_picture_shows_the_recorded_rows():
     with PIL.Image.open(ROOT / "docs" / "case_study.png") as picture:
-        digest = draw.PICTURES["case_study"].digest()
-        assert picture.text["Description"] == digest, "run tools/draw.py case_study"
+        digest = record.PICTURES["case_study"].digest()
+        assert picture.text["Description"] == digest, "run tools/record.py --draw case_study"
 
 
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())

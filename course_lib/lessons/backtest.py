@@ -10,7 +10,7 @@ with the place of each figure and the layout that it was measured with. Here eac
 
 Every second publication, in alphabetical order, is used for fitting; the others judge. No row
 was chosen by its error. The `kind` of a row keeps apart what the formulas were not made for:
-experts, eight-bit products, offload, TPUs. docs/backtest.md lists all rows with predictions.
+experts, eight-bit products, offload, TPUs. docs/backtest.csv lists all rows with predictions.
 """
 
 import dataclasses
@@ -23,8 +23,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from jax.scipy.stats import rankdata
+import scipy.stats
 
 from course_lib import planner
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
@@ -46,44 +45,27 @@ _PLAN = """batch microbatch chunks zero recompute fused_attention eager sequence
     tensor_overlap wgrad_overlap data_overlap parameter_overlap pipe_overlap
     gradient_bytes""".split()
 _ROW = "where status kind model unit flops reason".split()
-_REQUIRED = {"where", "status", "kind", "model", "unit", "published", "accelerator", "gpus"}
-_REQUIRED |= {"batch", "seq_len", "microbatch"}
+_REQUIRED = """where status kind model unit published accelerator gpus batch seq_len
+    microbatch""".split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published measurement.
+    """A published measurement."""
 
-    Attributes:
-      source: name of the publication's file.
-      where: the table and row in it.
-      status: "checked" at its source, or "from notes": read where others quote it.
-      kind: one of `KINDS`.
-      model: its name.
-      shape: sizes of the model.
-      plan: how it was trained.
-      cluster: the devices.
-      published: the figure, in `unit`.
-      unit: "seconds" per step, "TFLOP/s" per GPU, "MFU", or "tokens/s" per GPU.
-      flops: how the source counts the FLOPs of "TFLOP/s" and "MFU": a name of `FLOPS`.
-      inferred: fields that the source does not state, taken from the software's defaults.
-      reason: how the row differs from the others, or what may explain its error. A row without
-        one has the reason of its publication.
-    """
-
-    source: str
-    where: str
-    status: str
-    kind: str
+    source: str  # name of the publication's file
+    where: str  # the table and row in it
+    status: str  # "checked" at its source, or "from notes": read where others quote it
+    kind: str  # one of `KINDS`
     model: str
     shape: "planner.Shape"
     plan: "planner.Plan"
     cluster: Cluster
-    published: float
-    unit: str
-    flops: str
-    inferred: tuple[str, ...]
-    reason: str
+    published: float  # in `unit`
+    unit: str  # "seconds" per step; "TFLOP/s" or "tokens/s" per GPU; "MFU"
+    flops: str  # how the source counts the FLOPs of "TFLOP/s" and "MFU": a name of `FLOPS`
+    inferred: tuple[str, ...]  # not stated by the source: defaults of its software
+    reason: str  # what may explain its error; a row without one has its publication's
 
     @property
     def tokens(self) -> int:
@@ -105,55 +87,54 @@ class Row:
         """Published MFU, with FLOPs as `Shape.flops` counts them."""
         return self.tokens * self.shape.flops / (self.seconds * self.cluster.count * self.peak)
 
+    @functools.cached_property
+    def step(self) -> "planner.Step":
+        """What a device computes and sends, which no constant of a prediction changes."""
+        return planner.step(self.shape, self.plan)
+
     @property
     def peak(self) -> float:
         """The peak rate to which MFU refers, in FLOP/s: that of bfloat16."""
         return self.cluster.accelerator.peak_flops["bfloat16"]
 
 
-def _narayanan(shape: "planner.Shape", passes: int) -> float:
+def _narayanan(passes: int, logits: int, shape: "planner.Shape") -> float:
     N, D, L, V = shape.layers, shape.width, shape.seq_len, shape.vocab
-    # The output layer is not computed again: 16 is 96 / 6, and 12 is 72 / 6.
-    logits = {4: 16, 3: 12}[passes]
     return 24 * passes * N * D * D * (1 + L / (6 * D) + V / (logits * N * D))
-
-
-FLOPS: Mapping[str, Callable[..., float]] = {
-    "narayanan": functools.partial(_narayanan, passes=4),
-    "narayanan-model": functools.partial(_narayanan, passes=3),
-    "6N+12lhs": lambda shape: 6 * shape.parameters + _scores(shape),
-    "6N+6lhs": lambda shape: 6 * shape.parameters + _scores(shape) / 2,
-    "6M+12lhs": lambda shape: shape.flops,
-}
-"""FLOPs per token, as publications count them: Narayanan et al. (2021, section 5.1) with and
-without recomputation; 6 per parameter (6M: without the embedding) plus attention in full
-(12lhs) or its causal half (6lhs).
-"""
 
 
 def _scores(shape: "planner.Shape") -> float:
     return 12.0 * shape.layers * shape.heads * shape.head_dim * shape.seq_len
 
 
-def _publications() -> dict[str, dict[str, Any]]:
-    """Returns the publications by file name, in alphabetical order."""
-    files = (file for file in FOLDER.iterdir() if file.name.endswith(".toml"))
+# FLOPs per token, as publications count them: Narayanan et al. (2021, section 5.1) with and
+# without recomputation (the output layer is not computed again: 16 is 96 / 6, and 12 is 72 /
+# 6); 6 per parameter (6M: without the embedding) plus attention in full (12lhs) or its causal
+# half (6lhs).
+FLOPS: Mapping[str, Callable[..., float]] = {
+    "narayanan": functools.partial(_narayanan, 4, 16),
+    "narayanan-model": functools.partial(_narayanan, 3, 12),
+    "6N+12lhs": lambda shape: 6 * shape.parameters + _scores(shape),
+    "6N+6lhs": lambda shape: 6 * shape.parameters + _scores(shape) / 2,
+    "6M+12lhs": lambda shape: shape.flops,
+}
+
+
+def publications() -> dict[str, dict[str, Any]]:
+    """Returns the files of `published_steps` by name, in alphabetical order."""
+    files = sorted(FOLDER.iterdir(), key=lambda file: file.name)
     return {
         file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(files, key=lambda file: file.name)
+        for file in files
+        if file.name.endswith(".toml")
     }
 
 
 @functools.cache
 def load() -> tuple[Row, ...]:
-    """Returns all rows, publications in alphabetical order.
-
-    Raises:
-      ValueError: naming file and row, if a layout does not multiply to its GPUs, or a field is
-        unknown.
-    """
+    """Returns all rows, publications in alphabetical order."""
     rows = []
-    for source, publication in _publications().items():
+    for source, publication in publications().items():
         for number, fields in enumerate(publication["rows"], 1):
             try:
                 rows.append(_row(source, publication, fields))
@@ -162,16 +143,13 @@ def load() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def sources() -> dict[str, dict[str, str]]:
-    """Returns title, url and note of each publication, by the name of its file."""
-    return {
-        name: {key: publication.get(key, "") for key in ("title", "url", "note")}
-        for name, publication in _publications().items()
-    }
-
-
 def _row(source: str, publication: Mapping[str, Any], fields: Mapping[str, Any]) -> Row:
     row = {**DEFAULTS, "reason": publication.get("reason", ""), **fields}
+    if unknown := row.keys() - DEFAULTS.keys() - set(_REQUIRED):
+        raise ValueError(f"{sorted(unknown)} must be fields of a row")
+    for name, known in (("kind", KINDS), ("unit", UNITS)):
+        if row[name] not in known:
+            raise ValueError(f"{name}={row[name]!r} must be one of {known}")
     sizes = dict(publication["models"][row["model"]])
     sizes["matrices"] = 3 if sizes.pop("gated", False) else 2
     sizes["slots"] = float(sizes.pop("experts_per_token", 1))
@@ -181,24 +159,16 @@ def _row(source: str, publication: Mapping[str, Any], fields: Mapping[str, Any])
         fsdp //= row["context"]
     axes = {"pipe": row["pipe"], "data": row["gpus"] // (others * fsdp), "fsdp": fsdp}
     axes |= {axis: row[axis] for axis in ("expert", "context", "tensor")}
-    dtype = "float8_e4m3fn" if row["kind"] == "fp8" else "bfloat16"
-    plan = planner.Plan(axes, dtype=dtype, **{name: row[name] for name in _PLAN})
+    if math.prod(axes.values()) != row["gpus"]:
+        raise ValueError(f"axes={axes} must multiply to gpus={row['gpus']}")
     accelerator = hardware.get(row["accelerator"])
     if row["memory_bandwidth"]:
         accelerator = dataclasses.replace(accelerator, memory_bandwidth=row["memory_bandwidth"])
-    if math.prod(axes.values()) != row["gpus"]:
-        raise ValueError(f"axes={axes} must multiply to gpus={row['gpus']}")
-    for name, known in (("kind", KINDS), ("unit", UNITS)):
-        if row[name] not in known:
-            raise ValueError(f"{name}={row[name]!r} must be one of {known}")
-    if row["unit"] in ("TFLOP/s", "MFU") and row["flops"] not in FLOPS:
-        raise ValueError(f"flops={row['flops']!r} must be one of {tuple(FLOPS)}")
-    if unknown := set(row) - set(DEFAULTS) - _REQUIRED:
-        raise ValueError(f"{sorted(unknown)} must be fields of a row")
+    dtype = "float8_e4m3fn" if row["kind"] == "fp8" else "bfloat16"
     return Row(
         source=source,
         shape=planner.Shape(seq_len=row["seq_len"], **sizes),
-        plan=plan,
+        plan=planner.Plan(axes, dtype=dtype, **{name: row[name] for name in _PLAN}),
         cluster=Cluster(accelerator, row["gpus"], port_bandwidth=row["network"]),
         published=float(row["published"]),
         inferred=tuple(row["inferred"]),
@@ -232,45 +202,39 @@ class SameMfu:
         return self.row.mfu / self.mfu - 1
 
 
+Predictions = Sequence[Prediction | SameMfu]
+Pairs = Sequence[tuple[Prediction, Prediction]]
+
+
 def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Prediction]:
-    """Predicts the step of each row, except on several TPU slices or on a slice whose layout is
-    not in `hardware`.
-
-    Args:
-      rows: of `load`.
-      share: share of the peak rate that products reach.
-
-    Raises:
-      TypeError: if something else than a `Row` is among the rows.
+    """Predicts the step of each row, if products reach this share of the peak rate. Left out:
+    several TPU slices, and slices whose layout is not in `hardware`.
     """
     predictions = []
     for row in rows:
         cluster = dataclasses.replace(row.cluster, products_share=share)
         target = cluster.accelerator.target
-        slices = row.plan.size("data")  # of TPUs
-        if isinstance(target, TpuTarget) and (
-            slices > 1 or cluster.count not in target.layouts
-        ):
-            continue
-        step = planner.seconds(planner.step(row.shape, row.plan), cluster)
-        predictions.append(Prediction(row, step))
+        one_slice = row.plan.size("data") == 1
+        if not isinstance(target, TpuTarget) or (one_slice and cluster.count in target.layouts):
+            predictions.append(Prediction(row, planner.seconds(row.step, cluster)))
     return predictions
+
+
+def median_error(predictions: Predictions) -> float:
+    """Returns the median of the absolute errors, as a fraction."""
+    return statistics.median(abs(each.error) for each in predictions)
 
 
 def same_mfu(rows: Sequence[Row], fitted_to: Sequence[Row]) -> list[SameMfu]:
     """Predicts all rows by the one MFU that fits some of them with the least median error, to a
     thousandth.
-
-    Raises:
-      ValueError: if `fitted_to` is empty.
     """
-    if not fitted_to:
-        raise ValueError("fitted_to must have at least one published step")
-    mfu = min(
-        (n / 1000 for n in range(200, 800)),
-        key=lambda mfu: statistics.median(abs(SameMfu(row, mfu).error) for row in fitted_to),
-    )
-    return [SameMfu(row, mfu) for row in rows]
+
+    def all_at(mfu: float, rows: Sequence[Row]) -> list[SameMfu]:
+        return [SameMfu(row, mfu) for row in rows]
+
+    mfus = (n / 1000 for n in range(200, 800))
+    return all_at(min(mfus, key=lambda mfu: median_error(all_at(mfu, fitted_to))), rows)
 
 
 def dense(rows: Sequence[Row]) -> list[Row]:
@@ -288,69 +252,46 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def fit(rows: Sequence[Row]) -> float:
-    """Returns the share of the peak rate with the least median error, to a hundredth.
-
-    Raises:
-      ValueError: if there is no row.
-    """
-    if not rows:
-        raise ValueError("rows must have at least one published step to fit to")
-
-    def misfit(share: float) -> float:
-        return statistics.median(abs(each.error) for each in predict(rows, share))
-
-    return min((n / 100 for n in range(50, 100)), key=misfit)
+    """Returns the share of the peak rate with the least median error, to a hundredth."""
+    shares = (n / 100 for n in range(50, 100))
+    return min(shares, key=lambda share: median_error(predict(rows, share)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """How well predictions agree with publications.
-
-    Attributes:
-      rows, publications: how many were compared.
-      median_error: median of the absolute errors, as a fraction.
-      within_tenth: share of rows with an error of at most 10%.
-      rank_correlation: Spearman's rank correlation of published and predicted MFU.
-    """
+    """How well predictions agree with publications."""
 
     rows: int
     publications: int
-    median_error: float
-    within_tenth: float
-    rank_correlation: float
+    median_error: float  # of the absolute errors, as a fraction
+    within_tenth: float  # share of rows with an error of at most 10%
+    rank_correlation: float  # Spearman's, of published and predicted MFU
 
 
 def summary(predictions: Sequence[Prediction]) -> Summary:
-    """Compares predictions with their publications.
-
-    Raises:
-      ValueError: if there are fewer than two predictions, which have no rank correlation.
-    """
-    if len(predictions) < 2:
-        raise ValueError(f"predictions must be at least two, not {len(predictions)}")
-    errors = [abs(each.error) for each in predictions]
-    published, predicted = (
-        np.array(values)
-        for values in zip(*((each.row.mfu, each.step.mfu) for each in predictions), strict=True)
-    )
+    """Compares predictions, at least two, with their publications."""
+    published, predicted = zip(*((p.row.mfu, p.step.mfu) for p in predictions), strict=True)
     return Summary(
         len(predictions),
         len({each.row.source for each in predictions}),
-        statistics.median(errors),
-        sum(error <= 0.1 for error in errors) / len(errors),
-        float(np.corrcoef(rankdata(published), rankdata(predicted))[0, 1]),
+        median_error(predictions),
+        within_tenth([each.error for each in predictions]),
+        float(scipy.stats.spearmanr(published, predicted).statistic),
     )
 
 
-def relative_errors(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
+def within_tenth(errors: Sequence[float]) -> float:
+    """Returns the share of errors of at most 10%."""
+    return sum(abs(error) <= 0.1 for error in errors) / len(errors)
+
+
+def relative_errors(predictions: Predictions) -> list[float]:
     """Returns errors relative to the level of each publication on each accelerator: predicted
     over published seconds, divided by the median of this ratio over its other rows, less 1.
+    Levels of fewer than three rows are left out.
 
     One constant cannot fit several software stacks. This error is mostly about the rest: more
     GPUs, other parallelism, longer sequences, another model.
-
-    Args:
-      predictions: of any rows. Levels of fewer than three rows are left out.
     """
     by_level: dict[tuple[str, str], list[float]] = {}
     for each in predictions:
@@ -364,12 +305,10 @@ def relative_errors(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
     ]
 
 
-def errors_after_one_step(predictions: Sequence[Prediction | SameMfu]) -> list[float]:
+def errors_after_one_step(predictions: Predictions) -> list[float]:
     """Returns the errors that remain if one layout of a model is measured, and the predictions
-    of its other layouts are scaled by that measurement.
-
-    One value for each ordered pair of rows with the same publication, accelerator, model and
-    sequence length.
+    of its other layouts are scaled by that measurement: one for each ordered pair of rows with
+    the same publication, accelerator, model and sequence length.
     """
     return [
         (1 + one.error) / (1 + other.error) - 1
@@ -378,22 +317,23 @@ def errors_after_one_step(predictions: Sequence[Prediction | SameMfu]) -> list[f
     ]
 
 
-def pairs(predictions: Sequence[Prediction]) -> list[tuple[Prediction, Prediction]]:
+def pairs(predictions: Sequence[Prediction]) -> Pairs:
     """Returns the pairs of comparable rows: with the same publication, accelerator, model and
     sequence length, and published MFUs that differ by more than 5%.
     """
-    found = []
-    for one, other in itertools.combinations(predictions, 2):
-        if _compared(one.row) == _compared(other.row):
-            published = one.row.mfu / other.row.mfu
-            if max(published, 1 / published) > 1.05:
-                found.append((one, other))
-    return found
+    return [
+        (one, other)
+        for one, other in itertools.combinations(predictions, 2)
+        if _compared(one.row) == _compared(other.row)
+        and max(one.row.mfu / other.row.mfu, other.row.mfu / one.row.mfu) > 1.05
+    ]
 
 
-def of_layouts(
-    found: Sequence[tuple[Prediction, Prediction]],
-) -> list[tuple[Prediction, Prediction]]:
+def _compared(row: Row) -> tuple[str, str, str, int]:
+    return row.source, row.cluster.accelerator.name, row.model, row.shape.seq_len
+
+
+def of_layouts(found: Pairs) -> Pairs:
     """Returns the pairs with other axes or chunks, but as many GPUs, the same batch and the
     same recomputation. Most differ in their microbatch, too, and those of dgxc_benchmarking in
     the release of the software. `planner.ranked` asks for their order.
@@ -412,40 +352,22 @@ def of_layouts(
     ]
 
 
-def orders(found: Sequence[tuple[Prediction, Prediction]]) -> list[bool]:
+def orders(found: Pairs) -> list[bool]:
     """Returns for each of `pairs` whether the prediction has the same one faster."""
     return [
         (one.row.mfu > other.row.mfu) == (one.step.mfu > other.step.mfu) for one, other in found
     ]
 
 
-def orders_by_rule(found: Sequence[tuple[Prediction, Prediction]]) -> list[bool]:
+def orders_by_rule(found: Pairs) -> list[bool]:
     """Returns the same for a rule in place of the formulas, the baseline of an order: the
     faster layout has the smaller "tensor", else the fewer pipeline stages, else the more
     chunks. A pair without a difference counts as wrong.
     """
 
-    def key(row: Row) -> tuple[int, int, int]:
-        return row.plan.size("tensor"), row.plan.size("pipe"), -row.plan.chunks
+    def key(each: Prediction) -> tuple[int, int, int]:
+        plan = each.row.plan
+        return plan.size("tensor"), plan.size("pipe"), -plan.chunks
 
-    return [
-        key(one.row) < key(other.row)
-        if one.row.mfu > other.row.mfu
-        else key(other.row) < key(one.row)
-        for one, other in found
-    ]
-
-
-def layout_kind(plan: "planner.Plan") -> str:
-    """Returns how a plan divides the state: "pipeline", "stage 3", "stage 3 in groups", "stages
-    1 and 2", or "no ZeRO".
-    """
-    if plan.size("pipe") > 1:
-        return "pipeline"
-    if plan.size("fsdp") > 1:
-        return "stage 3 in groups" if plan.size("data") > 1 else "stage 3"
-    return "stages 1 and 2" if plan.zero else "no ZeRO"
-
-
-def _compared(row: Row) -> tuple[str, str, str, int]:
-    return row.source, row.cluster.accelerator.name, row.model, row.shape.seq_len
+    by_speed = (sorted(pair, key=lambda each: -each.row.mfu) for pair in found)
+    return [key(faster) < key(slower) for faster, slower in by_speed]

@@ -8,15 +8,13 @@ time per step from a profiler
 2024, JAX 0.4.25). This module compiles each configuration for that GPU, or for others; and
 `measure_here` runs one where there is a GPU.
 
-    python -m course_lib.lessons.case_study    # many minutes
+    make case-study    # many minutes
 
-It compiles all configurations for three GPUs and records the tables. A configuration that this
-JAX cannot compile keeps its recorded row.
+compiles all configurations for three GPUs and records the tables. A configuration that this JAX
+cannot compile keeps its recorded row.
 """
 
-import functools
 import json
-import os
 import pathlib
 import tempfile
 import time
@@ -29,6 +27,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from course_lib import configs, measure, training
+from course_lib.lessons.study import Study
 from course_lib.measure import hardware, recorded, virtual
 from course_lib.models import attention
 
@@ -39,20 +38,13 @@ LARGEST = 5  # arrays alive at the peak, per row
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration and its published measurements.
-
-    Attributes:
-      name: unique.
-      changes: fields that differ from the preset `155m`, with their values.
-      published_gib: memory on an A5000. The publication writes GB; its profiler counts GiB.
-      published_seconds: seconds per step on an A5000.
-      note: what to know about it.
-    """
+    """A configuration and its published measurements."""
 
     name: str
-    changes: Mapping[str, Any] = field(hash=False)
+    changes: Mapping[str, Any] = field(hash=False)  # fields that differ from the preset `155m`
+    # Memory on an A5000. The publication writes GB; its profiler counts GiB.
     published_gib: float | None = None
-    published_seconds: float | None = None
+    published_seconds: float | None = None  # per step on an A5000
     note: str = ""
 
     def config(self) -> ConfigDict:
@@ -67,7 +59,9 @@ _NO_REMAT = {"model.remat": ()}
 _UNROLLED = {"model.remat": (), "model.scan_layers": False}
 _BLOCK = {"model.remat": ("Block",)}
 _FLASH = {"model.attention": "flash"}
+_NEXT = "the next step: not in the publication"
 
+# The published configurations, in the order of the publication, and three more.
 CASES = (
     Case("float32", {**_NO_REMAT, "model.dtype": "float32"}, 20.6, 2.1),
     Case("bfloat16", _NO_REMAT, 14.6, 1.1),
@@ -81,42 +75,24 @@ CASES = (
         15.0,
         note="the publication does not say how many minibatches: one is inferred",
     ),
-    Case("flash", {**_NO_REMAT, **_FLASH}, note="the next step: not in the publication"),
-    Case(
-        "flash, unrolled", {**_UNROLLED, **_FLASH}, note="the next step: not in the publication"
-    ),
-    Case(
-        "flash, remat Block", {**_BLOCK, **_FLASH}, note="the next step: not in the publication"
-    ),
+    Case("flash", {**_NO_REMAT, **_FLASH}, note=_NEXT),
+    Case("flash, unrolled", {**_UNROLLED, **_FLASH}, note=_NEXT),
+    Case("flash, remat Block", {**_BLOCK, **_FLASH}, note=_NEXT),
 )
-"""The published configurations, in the order of the publication, and three more."""
 
 
 def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
-    """Compiles the train step of a case and reads its costs. Nothing is run.
+    """Compiles the train step of a case for a device, virtual or real, that `hardware` knows,
+    and reads its costs. Nothing is run.
 
     FLOPs are counted with attention written out, also for flash attention, whose kernel skips
     what causality makes superfluous: so that rows compare.
 
-    Args:
-      case: one of `CASES`, or your own.
-      device: virtual or real, of a kind that `hardware` knows.
-
     Returns:
       A row of numbers, strings and lists: memory in bytes, floors of the step time
         (`measure.roofline`) in seconds, and under "largest" the largest arrays at the peak.
-
-    Raises:
-      ValueError: if the device is unknown, or the case cannot be compiled for it.
     """
     accelerator = hardware.recognize(device)
-    if accelerator is None:
-        raise ValueError(
-            f"device={device!r} must be one that course_lib.measure.hardware knows, not"
-            f" {device.device_kind!r}: its roofline is unknown; take one of"
-            " virtual.devices(name), or add its row to"
-            " course_lib/measure/hardware/accelerators.toml"
-        )
     config = case.config()
     configs.check(config, accelerator)
     run = training.build(config)
@@ -142,59 +118,45 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
         "memory_seconds": floor.memory_seconds,
         "floor_seconds": floor.floor_seconds,
         "largest": [
-            {
-                "bytes": array.bytes,
-                "dtype": array.dtype,
-                "shape": list(array.shape),
-                "scope": array.scope,
-            }
-            for array in heap.arrays[:LARGEST]
+            {"bytes": a.bytes, "dtype": a.dtype, "shape": list(a.shape), "scope": a.scope}
+            for a in heap.arrays[:LARGEST]
         ],
     }
 
 
-def recorded_rows(accelerator: str = "a5000") -> list[dict[str, Any]]:
-    """Returns the recorded rows of all cases; nothing is compiled. Errors as in `table`."""
+def study(accelerator: str) -> Study:
+    """Returns the study of all cases on one of `ACCELERATORS`."""
+    by_name = {case.name: case for case in CASES}
+
+    def row(name: str) -> dict[str, Any]:
+        """Compiles a case, or returns its older row where this JAX cannot."""
+        case, gpu = by_name[name], hardware.get(accelerator)
+        chosen = case.config().model.attention
+        if attention.why_unavailable(chosen, gpu) or attention.stand_in(chosen, gpu):
+            return recorded.older_row(f"case_study_{accelerator}", name)
+        return compile_case(case, virtual.devices(accelerator)[0])
+
+    return Study(f"case_study_{accelerator}", tuple(by_name), row, accelerator)
+
+
+def recorded_rows(accelerator: str = PUBLISHED_ON) -> list[dict[str, Any]]:
+    """Returns the recorded rows of all cases; nothing is compiled."""
     return table(accelerator).rows
 
 
-def table(accelerator: str = "a5000", live: Sequence[str] = ()) -> recorded.Table:
-    """Returns the rows of all cases: those in `live` compiled anew where possible, the others
-    recorded.
-
-    Raises:
-      ValueError: if the accelerator is not one of `ACCELERATORS`, or there is no such case.
+def table(accelerator: str = PUBLISHED_ON, live: Sequence[str] = ()) -> recorded.Table:
+    """Returns the rows of all cases on one of `ACCELERATORS`: those in `live` compiled anew
+    where possible, the others recorded.
     """
-    if accelerator not in ACCELERATORS:
-        raise ValueError(
-            f"accelerator={accelerator!r} must be one of {ACCELERATORS}: no other was recorded"
-        )
-    by_name = {case.name: case for case in CASES}
-    unknown = [name for name in live if name not in by_name]
-    if unknown:
-        raise ValueError(
-            f"live={unknown} must be among {list(by_name)}: there are no other cases"
-        )
-
-    def compute(name):
-        return compile_case(by_name[name], virtual.devices(accelerator)[0])
-
-    return recorded.partly_live(
-        f"case_study_{accelerator}", compute, live, accelerator=accelerator
-    )
+    return study(accelerator).table(live)
 
 
 def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> dict[str, Any]:
-    """Runs the train step of a preset, with changes, on this machine's device, in its own
-    process.
+    """Runs the train step of a preset, with changes as in `Case.changes`, on this machine's
+    device, in its own process.
 
     The other process gets the memory that this one has left: this one must not have reserved
     the device's memory (`measure.peak_in_own_process`; `notebook.setup` sees to it).
-
-    Args:
-      preset: a name of `configs.PRESETS`.
-      changes: fields that differ from it, as in `Case.changes`.
-      steps: the number of steps to time.
 
     Returns:
       A row: "compiled_peak_bytes" and "measured_peak_bytes" (None on a CPU, which does not
@@ -248,36 +210,3 @@ def run_steps(preset: str, changes: Mapping[str, Any], steps: int, out: str) -> 
             row["tokens_per_second"] = ones.labels.size / taken.median
             row["mfu"] = measure.mfu(training.step_flops(config), taken.median, accelerator)
     pathlib.Path(out).write_text(json.dumps(row))
-
-
-def main() -> None:
-    """Compiles every case for every accelerator, prints a line each, and records a table for
-    each accelerator.
-
-    A case that this JAX cannot compile keeps its recorded row.
-    """
-    os.environ["COURSE_RECORD"] = "1"
-    for name in ACCELERATORS:
-        table = recorded.live_or_recorded(
-            f"case_study_{name}", functools.partial(_compile_all, name), name
-        )
-        print(table.note, flush=True)
-
-
-def _compile_all(accelerator: str) -> list[dict[str, Any]]:
-    rows = []
-    for case in CASES:
-        start = time.perf_counter()
-        chosen, gpu = case.config().model.attention, hardware.get(accelerator)
-        if attention.why_unavailable(chosen, gpu) or attention.stand_in(chosen, gpu):
-            rows.append(recorded.older_row(f"case_study_{accelerator}", case.name))
-            done = f"kept, of JAX {rows[-1]['versions']['jax']}"
-        else:
-            rows.append(compile_case(case, virtual.devices(accelerator)[0]))
-            done = f"compiled in {time.perf_counter() - start:.0f} s"
-        print(f"{accelerator}, {case.name}: {done}", flush=True)
-    return rows
-
-
-if __name__ == "__main__":
-    main()

@@ -25,14 +25,9 @@ SMALL_LEAF = 1e-2
 
 
 def small(batch_size: int, seq_len: int, **changes: Any) -> ConfigDict:
-    """Returns the configuration of a Transformer of two layers that compiles in seconds.
-
-    It has width 16, eight heads, 32 tokens in its vocabulary, and plain SGD.
-
-    Args:
-      batch_size: sequences per step.
-      seq_len: tokens per sequence.
-      **changes: other fields of `config.model`.
+    """Returns the configuration of a Transformer of two layers that compiles in seconds: width
+    16, eight heads, 32 tokens in its vocabulary, and plain SGD. Changes are fields of
+    `config.model`.
     """
     config = configs.get("cpu")
     config.model.update(num_layers=2, hidden_size=16, head_dim=2, num_heads=8)
@@ -99,11 +94,7 @@ class OneDevice:
 
 def furthest(grads: PyTree, expected: PyTree) -> float:
     """Returns the largest distance of a leaf from the expected one, as a fraction of its norm.
-
-    Args:
-      grads: a pytree of arrays.
-      expected: arrays of the same shapes. A leaf with less than a hundredth of the whole norm
-        is compared with that hundredth.
+    A leaf with less than a hundredth of the whole norm is compared with that hundredth.
     """
     norm = np.linalg.norm
     least = SMALL_LEAF * norm([norm(leaf) for leaf in jax.tree.leaves(expected)])

@@ -1,13 +1,12 @@
 """The ladder of notebook 19: configurations of a step of 155.9 million parameters, compiled for
 an A5000, from the first writing to the smallest step and to the fastest.
 
-    python -m course_lib.lessons.ladder    # minutes: compiles and records every rung
+    make ladder    # minutes: compiles and records every rung
 
 Each rung but the first changes one field of the rung that it stands on: the difference of their
 rows is the effect of this field.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,27 +14,23 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from course_lib import configs, measure, training
+from course_lib.lessons.study import Study
 from course_lib.measure import hardware, recorded, virtual
 from course_lib.smaller_and_faster import flash_attention
 
-TABLE, ACCELERATOR = "smallest_step_a5000", "a5000"
+ACCELERATOR = "a5000"
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A configuration, as a change of another one.
-
-    Attributes:
-      name: unique.
-      changes: fields of the configuration, with their values.
-      on: the name of the rung that it stands on; "" for the preset `155m`.
-    """
+    """A configuration, as a change of another one."""
 
     name: str
-    changes: Mapping[str, Any] = field(hash=False)
-    on: str = ""
+    changes: Mapping[str, Any] = field(hash=False)  # fields of the configuration
+    on: str = ""  # the rung that it stands on; "" for the preset `155m`
 
 
+# Each rung stands on one above it.
 RUNGS = (
     Rung("first writing", {"model.dtype": "float32", "model.remat": ()}),
     Rung("bfloat16", {"model.dtype": "bfloat16"}, "first writing"),
@@ -61,25 +56,14 @@ RUNGS = (
     Rung("flash attention, all kept", {"model.remat": ()}, "flash attention"),
     Rung("unrolled", {"model.scan_layers": False}, "flash attention, all kept"),
 )
-"""The rungs. Each stands on one above it."""
-
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
 
 def config_of(name: str) -> ConfigDict:
-    """Returns the configuration of a rung, checked.
-
-    Raises:
-      ValueError: if there is no such rung.
-    """
-    if name not in BY_NAME:
-        raise ValueError(f"name={name!r} must be one of {list(BY_NAME)}: there is no such rung")
-    chain = [BY_NAME[name]]
-    while chain[-1].on:
-        chain.append(BY_NAME[chain[-1].on])
-    config = configs.get("155m")
-    for rung in reversed(chain):
-        config.update_from_flattened_dict(dict(rung.changes))
+    """Returns the configuration of a rung, checked."""
+    rung = BY_NAME[name]
+    config = config_of(rung.on) if rung.on else configs.get("155m")
+    config.update_from_flattened_dict(dict(rung.changes))
     configs.check(config)
     return config
 
@@ -136,33 +120,11 @@ def compile_rung(name: str) -> dict[str, Any]:
     }
 
 
+STUDY = Study("smallest_step_a5000", tuple(BY_NAME), compile_rung, ACCELERATOR)
+
+
 def table(live: Sequence[str] = ()) -> recorded.Table:
     """Returns the rows of all rungs: those in `live` compiled anew where possible, the others
     recorded.
-
-    Raises:
-      ValueError: if `live` names no rung.
     """
-    unknown = [name for name in live if name not in BY_NAME]
-    if unknown:
-        raise ValueError(f"live={unknown} must be among {list(BY_NAME)}: no other is a rung")
-    return recorded.partly_live(TABLE, compile_rung, live, accelerator=ACCELERATOR)
-
-
-def main() -> None:
-    """Compiles every rung, prints a line each, and records the table."""
-    os.environ["COURSE_RECORD"] = "1"
-
-    def compute() -> list[dict[str, Any]]:
-        rows = []
-        for rung in RUNGS:
-            rows.append(compile_rung(rung.name))
-            gigabytes, seconds = rows[-1]["bytes"] / 1e9, rows[-1]["seconds"]
-            print(f"{rung.name}: {gigabytes:.3f} GB, {seconds:.3f} s", flush=True)
-        return rows
-
-    print(recorded.live_or_recorded(TABLE, compute, ACCELERATOR).note)
-
-
-if __name__ == "__main__":
-    main()
+    return STUDY.table(live)

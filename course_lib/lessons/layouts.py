@@ -29,16 +29,10 @@ CLOSE = 1.05  # a submission wins if its step takes at most this many times the 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A model and the GPUs for it.
-
-    Attributes:
-      title: of the level.
-      config: the model and its batch.
-      cluster: the GPUs.
-    """
+    """A model and the GPUs for it."""
 
     title: str
-    config: ConfigDict
+    config: ConfigDict  # the model and its batch
     cluster: Cluster
 
 
@@ -46,32 +40,20 @@ class Level:
 def levels() -> dict[int, Level]:
     """Returns the levels by number."""
     h100s = functools.partial(Cluster, hardware.get("h100"))
+    few = "6.7B on 64 H100s, 256 tokens per GPU"
     return {
-        1: Level("6.7B on 8 H100s", _model(32, 4096, 8, 128_000, 4096, 64), h100s(8)),
-        2: Level("6.7B on 64 H100s", _model(32, 4096, 8, 128_000, 4096, 512), h100s(64)),
-        3: Level(
-            "6.7B on 64 H100s, 256 tokens per GPU",
-            _model(32, 4096, 8, 128_000, 256, 64),
-            h100s(64),
-        ),
-        4: Level("70B on 512 H100s", _model(96, 8192, 8, 128_000, 4096, 1024), h100s(512)),
+        1: Level("6.7B on 8 H100s", _model(32, 4096, 4096, 64), h100s(8)),
+        2: Level("6.7B on 64 H100s", _model(32, 4096, 4096, 512), h100s(64)),
+        3: Level(few, _model(32, 4096, 256, 64), h100s(64)),
+        4: Level("70B on 512 H100s", _model(96, 8192, 4096, 1024), h100s(512)),
     }
 
 
-def _model(
-    layers: int, width: int, kv_heads: int, vocab: int, length: int, batch: int
-) -> ConfigDict:
+def _model(layers: int, width: int, length: int, batch: int) -> ConfigDict:
     config = configs.nemotron_340b()
-    config.model.update(
-        num_layers=layers,
-        hidden_size=width,
-        num_heads=width // 128,
-        head_dim=128,
-        num_kv_heads=kv_heads,
-        vocab_size=vocab,
-        num_outputs=vocab,
-        max_seq_len=length,
-    )
+    config.model.update(num_layers=layers, hidden_size=width, num_heads=width // 128)
+    config.model.update(head_dim=128, num_kv_heads=8, max_seq_len=length)
+    config.model.update(vocab_size=128_000, num_outputs=128_000)
     config.data.update(seq_len=length, batch_size=batch)
     return config
 
@@ -161,6 +143,7 @@ def submit(
     )
 
 
+# How to make each part of the memory smaller.
 SMALLER = {
     "parameters": "ZeRO 3, tensor and pipe cut the parameters.",
     "optimizer": "ZeRO 1 cuts the optimizer's moments along data.",
@@ -170,8 +153,8 @@ SMALLER = {
     "activations": "More minibatches, or more microbatches of a pipeline, make them smaller;"
     " sequence=True cuts them along tensor.",
 }
-"""How to make each part of the memory smaller."""
 
+# How to spend less time in each part of a step.
 FASTER = {
     "products": "Is something computed twice, or by every GPU?",
     "memory": "A GPU reads all its parameters for each minibatch: fewer minibatches, or fewer"
@@ -185,7 +168,6 @@ FASTER = {
     "context": "No sequence here is long enough to be cut.",
     "expert": "This model has no experts.",
 }
-"""How to spend less time in each part of a step."""
 
 _submissions: dict[int, list[Any]] = {}
 

@@ -1,9 +1,9 @@
 """One small model, trained with each optimizer at an equal budget: the curves of notebook 17.
 
-    make optimizers     # or: python -m course_lib.lessons.optimizer_study
+    make optimizers
 
-It trains each case at several learning rates, then at the best one with two more seeds, and
-writes `optimizer_study.json`, which `recorded()` reads.
+trains each case at several learning rates, then at the best one with two more seeds, and writes
+`optimizer_study.json`, which `recorded()` reads.
 """
 
 import dataclasses
@@ -30,31 +30,24 @@ from course_lib.text import data
 
 FILE = pathlib.Path(__file__).with_suffix(".json")
 STEPS, EVERY, SEEDS = 250, 10, (0, 1, 2)
-FACTOR = math.sqrt(10)
-"""Between two learning rates of the grid."""
-
-DIVERGED = 99.0
-"""Stands for a loss that is not finite."""
+FACTOR = math.sqrt(10)  # between two learning rates of the grid
+DIVERGED = 99.0  # stands for a loss that is not finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An optimizer, and how it is trained.
-
-    Attributes:
-      name: unique.
-      changes: fields of the `optimizer` part of the configuration.
-      rate: the middle of the grid of learning rates.
-      nearest: whether bfloat16 parameters are rounded to the nearest number instead.
-    """
+    """An optimizer, and how it is trained."""
 
     name: str
-    changes: Mapping[str, Any] = dataclasses.field(hash=False)
-    rate: float
-    nearest: bool = False
+    changes: Mapping[str, Any] = dataclasses.field(hash=False)  # of `config.optimizer`
+    rate: float  # the middle of the grid of learning rates
+    nearest: bool = (
+        False  # whether bfloat16 parameters are rounded to the nearest number instead
+    )
 
 
 HALF = {"param_dtype": "bfloat16"}
+# Weight decay is 0.1 where the optimizer has it.
 CASES = (
     Case("AdamW", {"name": "adamw"}, 1e-2),
     Case("AdamW, bf16 moments", {"name": "adamw_bf16"}, 1e-2),
@@ -67,15 +60,11 @@ CASES = (
     Case("8-bit AdamW, bf16 parameters", {"name": "adamw_8bit"} | HALF, 1e-2),
     Case("Adafactor, bf16 parameters", {"name": "adafactor", "weight_decay": 0.0} | HALF, 1e-1),
 )
-"""All cases. Weight decay is 0.1 where the optimizer has it."""
 
 
 def config_of(case: Case, steps: int = STEPS) -> ConfigDict:
-    """Returns the configuration of a case: 0.37 million parameters, batches of 4 x 64 tokens.
-
-    Args:
-      case: one of `CASES`.
-      steps: the learning rate falls along a cosine that ends there.
+    """Returns the configuration of a case: 0.37 million parameters, batches of 4 x 64 tokens,
+    a learning rate that falls along a cosine over so many steps.
     """
     config = configs.get("cpu")
     config.model.update(num_layers=2, hidden_size=64, num_heads=2, max_seq_len=64)
@@ -88,13 +77,7 @@ def config_of(case: Case, steps: int = STEPS) -> ConfigDict:
 
 
 def train(case: Case, rate: float, seed: int = 0, steps: int = STEPS) -> dict[str, Any]:
-    """Trains one model.
-
-    Args:
-      case: one of `CASES`.
-      rate: the highest learning rate, after 20 steps of warm-up.
-      seed: of parameters and batches.
-      steps: of training.
+    """Trains one model; the rate is the highest one, after 20 steps of warm-up.
 
     Returns:
       "curve": mean training loss of each `EVERY` steps; "validation": the loss on 32,768 tokens
@@ -124,9 +107,8 @@ def train(case: Case, rate: float, seed: int = 0, steps: int = STEPS) -> dict[st
 
 @functools.cache
 def _program(case: Case, steps: int) -> tuple[Callable[..., Any], ...]:
-    """Returns `init(rng, rate)`, `step(state, batch, rate)` and `validation_loss(params)`.
-
-    The learning rate is an argument, so that all of them are compiled once.
+    """Returns `init(rng, rate)`, `step(state, batch, rate)` and `validation_loss(params)`. The
+    learning rate is an argument, so that all of them are compiled once.
     """
     config = FrozenConfigDict(config_of(case, steps))
     _, loss_fn, init_params = training.functions(config)
@@ -191,14 +173,14 @@ def study(case: Case) -> dict[str, Any]:
       "case"; "grid": validation loss by learning rate, of the first seed; "rate": the best one;
       "runs": what `train` returns for each of `SEEDS`.
     """
-    tried = {step: train(case, _rate(case, step)) for step in (-1, 0, 1)}
-    for _ in range(3):
-        best = min(tried, key=lambda step: tried[step]["validation"])
-        beyond = {min(tried): best - 1, max(tried): best + 1}.get(best)
-        if beyond is None:
+    tried: dict[int, dict[str, Any]] = {}
+    best = 0
+    for _ in range(4):
+        for step in {best - 1, best, best + 1} - tried.keys():
+            tried[step] = train(case, _rate(case, step))
+        before, best = best, min(tried, key=lambda step: tried[step]["validation"])
+        if best == before:
             break
-        tried[beyond] = train(case, _rate(case, beyond))
-    best = min(tried, key=lambda step: tried[step]["validation"])
     rate = _rate(case, best)
     return {
         "case": case.name,
@@ -221,21 +203,17 @@ def recorded() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def main() -> None:
+def record() -> None:
     """Studies all cases and writes the record."""
     rows = []
     for case in CASES:
         rows.append(study(case))
         finals = [run["validation"] for run in rows[-1]["runs"]]
         print(f"{case.name}: {rows[-1]['grid']}, seeds {finals}", flush=True)
-    record = {
+    contents = {
         "recorded": datetime.date.today().isoformat(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax")},
         "steps": STEPS,
         "rows": rows,
     }
-    FILE.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    FILE.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")

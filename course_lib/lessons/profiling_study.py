@@ -28,6 +28,7 @@ from course_lib.one_device.rematerialization import Residual
 from course_lib.show import figures
 from course_lib.text import data
 
+# Names of bars and rows, with the kinds of traffic (`measure.traffic`) that they add up.
 TRAFFIC = {
     "matrix products": ("matmul",),
     "elementwise, sums": ("elementwise", "reduce"),
@@ -36,8 +37,6 @@ TRAFFIC = {
     "dynamic-update-slice": ("dynamic-update-slice",),
     "dynamic-slice": ("dynamic-slice",),
 }
-"""Names of bars and rows, with the kinds of traffic (`measure.traffic`) that they add up."""
-
 LARGEST = 4  # arrays alive at the peak, per row
 
 
@@ -67,25 +66,19 @@ def milliseconds_by_phase(
     phase: Callable[[profiling.Event], str],
     matmuls: frozenset[str],
 ) -> list[dict[str, Any]]:
-    """Adds up the self time of a step's operations, by phase.
+    """Adds up the self time of a step's operations (`profiling.Trace.during`), by phase.
 
     Args:
-      events: the operations of one step (`profiling.Trace.during`).
       phase: returns the phase of an operation, one of `figures.PHASES`.
       matmuls: names of the program's matrix products (`products`).
 
     Returns:
       A row per phase that occurs, in the order of a step: its "products", "all else" and
       "together" in ms, and its "share" of all self time, a fraction of 1.
-
-    Raises:
-      ValueError: if a phase is not in `figures.PHASES`.
     """
-    ms: dict[tuple[str, bool], float] = collections.defaultdict(float)
+    ms = {(name, matmul): 0.0 for name in figures.PHASES for matmul in (True, False)}
     for event in events:
-        if (name := phase(event)) not in figures.PHASES:
-            raise ValueError(f"phase={name!r} must be one of {tuple(figures.PHASES)}")
-        ms[name, event.op in matmuls] += 1e3 * event.self_time
+        ms[phase(event), event.op in matmuls] += 1e3 * event.self_time
     total = sum(ms.values())
     rows = []
     for name in figures.PHASES:
@@ -110,14 +103,9 @@ def shortest_step(trace: profiling.Trace) -> dict[str, float]:
 def few_layers(
     changes: Mapping[str, Any], *, layers: int, batch_size: int, seq_len: int, width: int
 ) -> training.Run:
-    """Builds the Transformer of preset `155m` with fewer, narrower layers and no dropout.
-
-    Args:
-      changes: fields of the configuration, with their values.
-      layers: their number N.
-      batch_size: B sequences per batch, in one minibatch.
-      seq_len: L tokens per sequence.
-      width: D, a multiple of 128: each head has 128.
+    """Builds the Transformer of preset `155m`, with changes of its configuration, fewer layers
+    of another width D (a multiple of 128: each head has 128), and no dropout. A batch is one
+    minibatch.
     """
     config = configs.get("155m")
     config.model.update(num_layers=layers, hidden_size=width, num_heads=width // 128)
@@ -141,16 +129,9 @@ def of_each_layer(residuals: Sequence[Residual], layers: int) -> list[Residual]:
 
 
 def in_words(array: Residual, seq_len: int) -> str:
-    """Names in the model's words an array that a scan over blocks saves for each of them.
-
-    Args:
-      array: one of `of_each_layer`, of the library's Transformer: attention's modules have
-        "attn" in their names, and all else of a block is its MLP.
-      seq_len: L, which tells queries [N, B, L, H, K] from scores [N, B, H, L, L]. It must not
-        equal the number of heads H.
-
-    Returns:
-      A path into the model: "block / MLP / hidden layer, GELU".
+    """Names in the model's words an array of `of_each_layer`: "block / MLP / hidden layer,
+    GELU". The length L tells queries [N, B, L, H, K] from scores [N, B, H, L, L]; it must not
+    equal the number of heads H.
     """
     module = "attention" if "attn" in array.why else "MLP"
     if re.search(r"/(input_layer|output_layer|qkv)$", array.why):
@@ -170,12 +151,9 @@ def costs(
     accelerator: Accelerator,
     phase: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Reads the costs of a compiled step.
+    """Reads the costs of a step that was compiled for an accelerator.
 
     Args:
-      heap: of the step, compiled for `accelerator`.
-      flops: of the step.
-      accelerator: a row of `hardware`.
       phase: returns the phase of a scope.
 
     Returns:
@@ -212,13 +190,8 @@ def moved(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def largest_arrays(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lists the largest arrays at each peak as rows of a table.
-
-    Args:
-      rows: of `costs`, each with its "case".
-
-    Returns:
-      A row per array: "case", "MiB", "dtype", "shape", and its "origin" in the model's words.
+    """Lists the largest arrays at each peak, from rows of `costs` with their "case": a row per
+    array has "case", "MiB", "dtype", "shape", and its "origin" in the model's words.
     """
     return [
         {
@@ -234,14 +207,9 @@ def largest_arrays(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def viewer_pages(session: pathlib.Path) -> dict[str, Any]:
-    """Reads what TensorBoard's pages would show of a session that holds one program.
-
-    Args:
-      session: the folder that `measure.write_session` wrote.
-
-    Returns:
-      "offered", the names of its pages; "peak", the bytes at the peak in the memory viewer;
-      "timed", the number of entries on two pages about time.
+    """Reads what TensorBoard's pages would show of the folder of a session that holds one
+    program (`measure.write_session`): "offered", the names of its pages; "peak", the bytes at
+    the peak in the memory viewer; "timed", the number of entries on two pages about time.
     """
     # course_lib.measure, imported above, keeps it from logging to the screen
     from xprof.convert import raw_to_tool_data as xprof
@@ -262,13 +230,9 @@ def viewer_pages(session: pathlib.Path) -> dict[str, Any]:
 def data_parallel(
     loss: Callable[..., Any], *, layers: int, width: int, gpus: int
 ) -> jax.stages.Lowered:
-    """Lowers the gradient of a loss for virtual H100s, each with a part of the batch.
-
-    Args:
-      loss: `loss(kernels, x)`, of `layers` square kernels and a batch of `width` rows.
-      layers: their number.
-      width: of the kernels and of x, all bfloat16.
-      gpus: each has all kernels, and `width / gpus` rows of x. The gradients are summed.
+    """Lowers the gradient of `loss(kernels, x)`, of square bfloat16 kernels and a batch of
+    `width` rows, for virtual H100s. Each has all kernels and a part of the rows; gradients are
+    summed.
     """
     mesh = jax.make_mesh((gpus,), ("data",), devices=virtual.devices("h100", gpus))
     replicated, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))

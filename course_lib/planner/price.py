@@ -18,7 +18,7 @@ A step is the sum of these parts (`Breakdown`):
 The formulas are within 10% of the published time for 61% of 418 published steps. Software
 stacks differ more than layouts: if each prediction is divided by the median ratio of predicted
 to published seconds on the accelerators of its publication, 71% are within 10%.
-`lessons.backtest` computes these figures, and docs/backtest.md lists every row. Only
+`lessons.backtest` computes these figures, and docs/backtest.csv lists every row. Only
 `PRODUCTS_SHARE` was fitted to them, on GPUs. TPUs reach a larger share of their peak rate:
 eight published steps on TPUs are predicted 22% too long, or more.
 """
@@ -35,7 +35,7 @@ from course_lib.many_devices.cluster_model import Cluster
 from course_lib.planner.events import COPIES, Event, events, recomputed
 from course_lib.planner.plan import Plan, Shape, Step
 
-# Assumed, not fitted. docs/backtest.md shows the effect of other values of the first five.
+# Assumed, not fitted. docs/backtest.md says how far other values of the first five reach.
 MEMORY_SHARE = 0.85  # of the rated memory bandwidth, which kernels reach
 # Elementwise operations move this many times the bytes if each is a kernel of its own, without
 # fusion (PyTorch without torch.compile).

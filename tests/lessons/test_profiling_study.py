@@ -2,10 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from course_lib import configs, measure
+from course_lib import measure
 from course_lib.lessons import profiling_study
 from course_lib.measure import hardware, hlo, recorded, virtual
 from course_lib.measure.traffic import KINDS
@@ -37,13 +36,6 @@ def saved(remat):
     return profiling_study.of_each_layer(arrays, SIZES["layers"])
 
 
-def test_the_first_batch_is_that_of_the_configuration_and_always_the_same():
-    config = configs.get("cpu")
-    batch = profiling_study.first_batch(config)
-    assert batch.inputs.shape == (config.data.batch_size, config.data.seq_len)
-    np.testing.assert_array_equal(batch.inputs, profiling_study.first_batch(config).inputs)
-
-
 def test_phases_add_up_self_time_apart_for_products_and_in_the_order_of_a_step():
     events = [
         event("while.1", 0.0, 4.0, inside=4.0),  # its time is that of the operations inside
@@ -63,13 +55,6 @@ def test_phases_add_up_self_time_apart_for_products_and_in_the_order_of_a_step()
     assert (backward["products"], backward["together"]) == (4000, 4000)
     assert forward["share"] == backward["share"] == 0.5
     assert set(figures.PHASES) > {"forward", "backward"}
-
-
-def test_a_phase_without_a_row_is_refused():
-    with pytest.raises(ValueError, match="phase='elsewhere' must be one of"):
-        profiling_study.milliseconds_by_phase(
-            [event("dot", 0.0, 1.0)], lambda event: "elsewhere", frozenset()
-        )
 
 
 def test_products_are_the_dots_of_a_program_and_not_its_softmax():
@@ -98,20 +83,9 @@ def test_the_shortest_step_of_a_trace_and_its_longest_gap_are_in_ms():
     assert profiling_study.shortest_step(full)["longest gap"] == 0
 
 
-def test_few_layers_have_the_sizes_and_the_changes():
-    run = profiling_study.few_layers({"model.scan_layers": False}, **SIZES)
-    state, batch = run.abstract()
-    assert batch.inputs.shape == (2, 16)
-    assert {f"block_{i}" for i in range(3)} < set(state.params)
-    assert state.params["block_0"]["mlp"]["input_layer"]["kernel"].shape == (128, 512)
-
-
-def test_rematerialized_layers_save_the_inputs_of_mlp_and_attention_alone():
+def test_saved_arrays_are_named_in_the_models_words_by_their_shapes():
     inputs = saved(("MLP", "Attn"))
     assert [array.shape for array in inputs] == [(3, 2, 16, 128)] * 2
-
-
-def test_saved_arrays_are_named_in_the_models_words_by_their_shapes():
     names = {}
     for array in saved(()):
         names.setdefault(profiling_study.in_words(array, 16), set()).add(array.shape[1:])

@@ -1,13 +1,14 @@
-"""Draws the pictures in docs/ that come from recorded tables.
+"""Records the studies of `course_lib.lessons`, and draws the pictures of their records.
 
-    python tools/draw.py case_study smallest_step
+    python tools/record.py case_study           computes and records every row, and draws it
+    python tools/record.py --draw case_study    draws the record that is there
 
 A picture carries a digest of its rows, so that a test can tell whether it is up to date.
 """
 
+import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from course_lib import measure
-from course_lib.lessons import case_study, ladder
+from course_lib.lessons import case_study, ladder, optimizer_study
 from course_lib.measure import hardware
 from course_lib.show import figures
 
@@ -63,6 +64,7 @@ def ladder_of(rows: Rows) -> Figure:
 class Picture(NamedTuple):
     """A picture of recorded rows."""
 
+    name: str  # of its file
     rows: Callable[[], Rows]
     draw: Callable[[Rows], Figure]
 
@@ -71,15 +73,34 @@ class Picture(NamedTuple):
         return hashlib.sha256(json.dumps(self.rows()).encode()).hexdigest()
 
 
+STUDIES: dict[str, list[Callable[[], None]]] = {
+    "case_study": [case_study.study(name).record for name in case_study.ACCELERATORS],
+    "ladder": [ladder.STUDY.record],
+    "optimizers": [optimizer_study.record],
+}
 PICTURES = {
-    "case_study": Picture(published_cases, bars),
-    "smallest_step": Picture(rungs, ladder_of),
+    "case_study": Picture("case_study.png", published_cases, bars),
+    "ladder": Picture("smallest_step.png", rungs, ladder_of),
 }
 
+
+def main() -> None:
+    """Records and draws what the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("studies", nargs="+", choices=STUDIES)
+    parser.add_argument("--draw", action="store_true", help="draw only")
+    options = parser.parse_args()
+    for name in options.studies:
+        for record in STUDIES[name] if not options.draw else ():
+            record()
+        if picture := PICTURES.get(name):
+            figures.use_style()
+            figure = picture.draw(picture.rows())
+            figure.savefig(DOCS / picture.name, metadata={"Description": picture.digest()})
+            print(f"drew {picture.name}")
+
+
 if __name__ == "__main__":
-    figures.use_style()
-    for name in sys.argv[1:]:
-        picture, path = PICTURES[name], DOCS / f"{name}.png"
-        figure = picture.draw(picture.rows())
-        figure.savefig(path, metadata={"Description": picture.digest()})
-        print(f"drew {path.name}")
+    main()
