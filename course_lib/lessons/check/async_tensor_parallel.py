@@ -173,13 +173,9 @@ order_of_arrival = Function(
     "order_of_arrival",
     arrivals,
     cases=lambda: [*((device, 8) for device in (3, 0, 7, 1, 2, 4, 5, 6)), (1, 3)],
-    name=None,
     outcome=Order,
     rows={
-        "no list": (
-            [lambda device, n: device, lambda device, n: "ring"],
-            lambda it: it.parts is None,
-        ),
+        "no list": (lambda device, n: "ring", lambda it: it.parts is None),
         "length": (lambda device, n: [device], lambda it: it.n == 8 != it.count),
         "left": change("device - step", "device + step"),
         "own first": change("- step", "- step - 1"),

@@ -128,7 +128,6 @@ attend = Attend(
     "attend",
     attention,
     cases=three_dtypes,
-    name=None,
     outcome=Attention,
     rows={
         **{row: (one, is_mistake(row)) for row, one in (WEIGHTS | DIVISORS).items()},

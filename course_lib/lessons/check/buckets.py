@@ -131,7 +131,6 @@ sum_in_buckets = DeviceFunction(
     axes={"data": 8},
     in_specs=(P("data"),),
     stacked=True,
-    name=None,
     outcome=Buckets,
     rows={
         "no list": (lambda grads, capacity: grads[0], lambda it: not it.is_list),

@@ -104,7 +104,6 @@ best_state = Function(
     keep_best,
     cases=lambda: [(9,), *((int(np.argmin(path()[1])) + more,) for more in (1, 0))],
     calls=lambda loop, num_steps: loop(leap, jnp.array([3.0]), num_steps),
-    name=None,
     outcome=Best,
     rows={
         "no pair": change("return lowest, kept", "return kept, lowest"),
@@ -198,7 +197,6 @@ all_of_the_state = Function(
     cases=state_and_history,
     # copies: the step may donate its arguments
     calls=lambda step, *args: step(*jax.tree.map(jnp.array, args)),
-    name=None,
     outcome=State,
     rows={
         "no pair": lambda state, history: state,

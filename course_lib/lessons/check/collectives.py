@@ -63,7 +63,6 @@ cut_norm = CutNorm(
     axes=CUBE,
     in_specs=(P(None, "tensor"),),
     stacked=True,
-    name=None,
     outcome=Stacked,
     rows={
         "shape": lambda x: norm(x)[:, :8],
@@ -114,7 +113,6 @@ two_levels = DeviceFunction(
     axes=CUBE,
     in_specs=(P(("data", "tensor")),),
     stacked=True,
-    name=None,
     outcome=Stacked,
     rows={
         "shape": change("gather(", "("),
@@ -152,7 +150,6 @@ mean_gradient = DeviceFunction(
     axes={"data": 8},
     in_specs=(P(), P("data"), P("data")),
     stacked=True,
-    name=None,
     outcome=Stacked,
     rows={
         "no array": (

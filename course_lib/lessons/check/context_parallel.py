@@ -265,7 +265,6 @@ ring_bytes = Function(
     sent,
     cases=lambda: [()],
     calls=of_three_rings,
-    name=None,
     outcome=RingBytes,
     rows={
         "forward": change("2 * (n", "(n", "n * 4", "0"),

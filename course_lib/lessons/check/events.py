@@ -87,7 +87,6 @@ busy_and_idle = Function(
     seconds_of,
     cases=lists_of_events,
     calls=lambda function, events: function(list(events)),
-    name=None,
     outcome=Times,
     rows={
         "no pair": (lambda events: sum(d for _, d in events), lambda it: it.seconds is None),

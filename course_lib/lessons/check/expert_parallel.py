@@ -28,18 +28,6 @@ def placed(experts, E, C):
     return places
 
 
-LATER = change("experts[:t]", "experts[t + 1 :]")
-
-
-def last_ones(experts, E, C):
-    """Gives the places to the last tokens of an expert, in order."""
-    stays = [place >= 0 for place in LATER.of(placed)(experts, E, C)]
-    order = [int(expert) if stay else -1 for expert, stay in zip(experts, stays, strict=True)]
-    return [
-        place if stay else -1 for place, stay in zip(placed(order, E, C), stays, strict=True)
-    ]
-
-
 class Places(Outcome):
     """The places of some tokens."""
 
@@ -67,7 +55,6 @@ places = Function(
             ([0, 1, 2, 1], 3, 4),
         )
     ],
-    name=None,
     outcome=Places,
     rows={
         "count": (lambda experts, E, C: [0], lambda it: it.case == 0 and it.count != it.wanted),
@@ -76,7 +63,7 @@ places = Function(
             change("(count if count <", "(count + 1 if count <"),
             change("[:t]", "[: t + 1]"),
         ],
-        "later": [LATER, last_ones],
+        "later": change("experts[:t]", "experts[t + 1 :]"),
         "range": (
             change("(count if", "(count + 4 if"),
             lambda it: it.case == 0 and not all(-1 <= place < 2 for place in it.places),

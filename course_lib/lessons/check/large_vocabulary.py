@@ -158,7 +158,6 @@ online_logsumexp = ForEachChunk(
     "online_logsumexp",
     add_chunk,
     cases=three_chunks,
-    name=None,
     outcome=Online,
     rows={
         "no pair": (lambda largest, total, logits: largest, lambda it: False),
@@ -245,7 +244,6 @@ one_pass = Function(
     "one_pass",
     in_one_pass,
     cases=head_and_labels,
-    name=None,
     outcome=OnePass,
     rows={
         "no triple": (lambda *args: in_one_pass(*args)[:2], lambda it: not it.is_triple),

@@ -211,6 +211,7 @@ stochastic_round = Function(
     "stochastic_round",
     rounded,
     cases=numbers_to_round,
+    name="the result",
     outcome=Rounded,
     rows={
         "dtype": (change("jnp.bfloat16", "jnp.float32"), lambda it: it.dtype != jnp.bfloat16),

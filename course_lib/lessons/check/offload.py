@@ -112,7 +112,6 @@ streamed_momentum = OnHost(
     "streamed_momentum",
     streamed,
     cases=three_arrays,
-    name=None,
     outcome=Momentum,
     rows={
         "no pair": change("return p, m", "return p"),
@@ -190,13 +189,9 @@ what_to_offload = Function(
     "what_to_offload",
     cheaper,
     cases=lambda: [(VALUES, 100e12, 25e9), (OTHERS, 10e12, 450e9)],
-    name=None,
     outcome=Names,
     rows={
-        "no set": (
-            [lambda *args: "hidden", lambda *args: True],
-            lambda it: not it.are_names,
-        ),
+        "no set": (lambda *args: "hidden", lambda it: not it.are_names),
         "other names": (
             lambda *args: ["all"],
             lambda it: it.case == 0 and not it.chosen <= set(it.values),
@@ -211,10 +206,7 @@ what_to_offload = Function(
         ),
         "another": (change("2 * ", "0 * "), in_case(0, lambda it: it.chosen != set(it.right))),
         "another machine": (
-            [
-                lambda values, rate, link: [max(values, key=lambda name: values[name][0])],
-                lambda values, rate, link: [n for n, (f, b) in values.items() if f / b > 1e4],
-            ],
+            lambda values, rate, link: [n for n, (f, b) in values.items() if f / b > 1e4],
             lambda it: it.chosen != set(it.right),
         ),
     },

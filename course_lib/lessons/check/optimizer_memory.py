@@ -90,7 +90,6 @@ lion_8bit = Function(
     "lion_8bit",
     lion,
     cases=gradient_and_momentum,
-    name=None,
     outcome=Lion,
     rows={
         "no pair": change(

@@ -109,7 +109,6 @@ gpipe = DeviceFunction(
     axes={"pipe": STAGES},
     in_specs=(P("pipe"), P(), P()),
     stacked=True,
-    name=None,
     outcome=Losses,
     rows={
         "no number": (lambda kernel, x, y: x, lambda it: it.shape != ()),

@@ -154,16 +154,12 @@ one_f_one_b = Function(
     order,
     cases=lambda: [(4, 8), (3, 5), (4, 2)],
     calls=of_all_devices,
-    name=None,
     outcome=Orders,
     rows={
         "no list": (change('f"B', 'f"b'), lambda it: it.misspelled),
         "once": (change("range(M)", "range(M - 1)"), lambda it: it.not_once),
         "forever": (change("S - device", "S - device - 1"), lambda it: it.time is None),
-        "live": (
-            [change("S - device", "100"), change("S - device", "S")],
-            lambda it: it.too_many,
-        ),
+        "live": (change("S - device", "S"), lambda it: it.too_many),
         "waits": (
             change("S - device", "max(1, S - device - 1)"),
             lambda it: it.time > it.least,

@@ -106,7 +106,6 @@ stack_less = Function(
     cases=lambda: [
         tuple(a / s for a, s in zip(normal(0, (3, 16, 16), (8, 16)), (4, 1), strict=True))
     ],
-    name=None,
     outcome=Loss,
     rows={
         "no number": (lambda w, x: x, lambda it: it.shape != ()),
@@ -187,7 +186,6 @@ named_part = Function(
     "named_part",
     penalty_step,
     cases=matrices,
-    name=None,
     outcome=Named,
     rows={
         "no name": (NOT_THERE, lambda it: not it.named),
@@ -236,7 +234,6 @@ mfu = Function(
     "mfu",
     utilization,
     cases=lambda: [(3e12, 0.7, 27.8e12), (1e12, 2.0, 10e12)],
-    name=None,
     outcome=Share,
     rows={
         "forward alone": change("3 *", "1 *"),

@@ -70,6 +70,7 @@ keep_one_value = Function(
     "keep_one_value",
     gelu,
     cases=lambda: [(jnp.linspace(-3, 3, 64),)],
+    name="the result",
     outcome=Gelu,
     rows={
         "another": change("plain_gelu", "jnp.tanh"),
@@ -166,6 +167,7 @@ square_root = Function(
     "square_root",
     grouped,
     cases=weights_and_inputs,
+    name="the result",
     outcome=Layers,
     rows={
         "another": lambda layer, w, x: layer(w[0], x),

@@ -243,7 +243,6 @@ three_axes = Function(
     make_gradient,
     cases=lambda: [(CUBE, M), (LONG, M)],
     calls=lambda yours, axes, M: yours(mesh_of(axes), M),
-    name=None,
     outcome=ThreeAxes,
     rows={
         "no pair": lambda mesh, M: make_gradient(mesh, M)[1],
