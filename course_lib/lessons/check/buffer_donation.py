@@ -68,10 +68,6 @@ def keep_best(step, w, num_steps):
     return lowest, kept
 
 
-# Keeps what is better than the step before it.
-LATER = "if loss < lowest:\n            kept, last = before, loss\n        lowest = loss"
-
-
 class Best(Outcome):
     """The loss and the parameters that a loop keeps, and the best ones."""
 
@@ -109,12 +105,7 @@ best_state = Function(
         "no pair": change("return lowest, kept", "return kept, lowest"),
         "deleted": (change("jnp.copy(w)", "w"), in_case(0, lambda it: it.is_deleted)),
         "last": (
-            change(
-                "if loss < lowest:\n            lowest, kept = loss, before",
-                LATER,
-                "return lowest",
-                "return last",
-            ),
+            lambda step, w, n: (path()[1][-1], w),
             in_case(0, lambda it: it.has_loss(path()[1][-1])),
         ),
         "another loss": (

@@ -272,10 +272,7 @@ multi_steps_share = Function(
     calls=for_each_part,
     outcome=Shares,
     rows={
-        "third": (
-            change("len(counts) * ", ""),
-            in_case(0, lambda it: abs(it.ratio - 1 / 3) <= 1e-3),
-        ),
+        "third": change("len(counts) * ", ""),
         "equal": (
             lambda counts, m: 1,
             in_case(0, lambda it: len(set(map(float, it.result))) == 1),
@@ -286,9 +283,6 @@ multi_steps_share = Function(
             in_case(0, lambda it: not it.is_right and it.is_proportional),
         ),
         "another": (lambda counts, m: counts[m] + 1, in_case(0)),
-        "two": (
-            change("len(counts)", "3"),
-            in_case(1),
-        ),
+        "two": (change("len(counts)", "3"), in_case(1)),
     },
 )

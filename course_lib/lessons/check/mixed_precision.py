@@ -155,7 +155,7 @@ scaled_step = Function(
             ],
             in_case(0, lambda it: it.stays),
         ),
-        "uphill": (change("p - rate", "p + rate"), in_case(0, lambda it: it.moves(-1))),
+        "uphill": change("p - rate", "p + rate"),
         "another": (change("p - rate", "p - 2 * rate"), in_case(0)),
         "not skipped": (
             change("where(finite", "where(True"),

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course_lib.lessons.check.answers import close
-from course_lib.lessons.check.exercises import (
-    Function,
-    Numbers,
-    Outcome,
-    change,
-    normal,
-    share,
-)
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, normal, share
 from course_lib.smaller_and_faster import optimizer_memory
 
 

@@ -208,10 +208,7 @@ named_part = Function(
             ],
             lambda it: it.missing,
         ),
-        "shape": (
-            lambda *args: penalty_step(*args)[::-1],
-            lambda it: it.shape != it.w.shape,
-        ),
+        "shape": (lambda *args: penalty_step(*args)[::-1], lambda it: it.shape != it.w.shape),
         "numbers": (change("0.1", "0.2"), lambda it: not close(it.new, it.right[0])),
     },
 )

@@ -174,10 +174,7 @@ looks_ahead = Function(
         "mixes all": (lambda forward, x: False, is_wrong_about(mixes_all)),
         "last position": (change("range(6)", "range(3)"), is_wrong_about(leaks_at_the_end)),
         "two ahead": (
-            [
-                change("t + 1 :", "t + 1 : t + 2"),
-                change("jnp.abs(", "jnp.maximum(0, "),
-            ],
+            [change("t + 1 :", "t + 1 : t + 2"), change("jnp.abs(", "jnp.maximum(0, ")],
             is_wrong_about(skips),
         ),
         "cancels": (change("(jacobian).sum(1)", "(jacobian.sum(1))"), is_wrong_about(cancels)),
