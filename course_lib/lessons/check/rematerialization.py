@@ -171,13 +171,13 @@ square_root = Function(
     outcome=Layers,
     rows={
         "another": lambda layer, w, x: layer(w[0], x),
-        "one group": (dict(k=64), lambda it: it.groups == 1 and it.passes > 1),
+        "one group": (change("k=8", "k=64"), lambda it: it.groups == 1 and it.passes > 1),
         "nothing": (LAYERS_ALONE + GROUPS_ALONE, lambda it: it.passes <= 1),
         "layers alone": (LAYERS_ALONE, lambda it: it.groups >= 64 and it.nested),
-        "no groups": (dict(k=1), lambda it: it.groups >= 64),
+        "no groups": (change("k=8", "k=1"), lambda it: it.groups >= 64),
         "three levels": (three_levels, lambda it: it.passes > 3),
         "groups alone": (GROUPS_ALONE, lambda it: it.passes != 3),
-        "other groups": (dict(k=4), lambda it: it.held != 16),
+        "other groups": (change("k=8", "k=4"), lambda it: it.held != 16),
     },
 )
 
