@@ -27,11 +27,8 @@ class WrongAnswer(Exception):
 
 def exercise(check: Callable[..., str]) -> Callable[..., None]:
     """Makes a check that prints one line and never raises, so that a notebook with unfinished
-    exercises still runs to its end.
-
-    Args:
-      check: takes the learner's answer and returns the sentence after "Right:". It raises
-        `WrongAnswer` if the answer is wrong.
+    exercises still runs to its end. `check` returns the sentence after "Right:", or raises
+    `WrongAnswer`.
     """
 
     @functools.wraps(check)
@@ -49,9 +46,8 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
 
 
 def _with_numbers(value: Any) -> Any:
-    """Returns the value with numbers in place of arrays of no dimension. A dict stays as it is:
-    JAX would sort its keys.
-    """
+    """Returns the value with numbers in place of arrays of no dimension."""
+    # a dict stays as it is: JAX would sort its keys
     return jax.tree.map(_as_number, value, is_leaf=lambda leaf: isinstance(leaf, dict))
 
 
@@ -65,33 +61,19 @@ def in_one_line(error: Exception) -> str:
 
 
 def require(condition: Any, message: str) -> None:
-    """Raises `WrongAnswer` with this message if the condition does not hold."""
     if not condition:
         raise WrongAnswer(message)
 
 
 def call(function: Any, *args: Any, hint: str) -> Any:
-    """Calls the learner's function and returns its result.
-
-    Args:
-      function: the learner's.
-      *args: passed to it.
-      hint: how to begin, for a function that returns nothing yet.
-
-    Raises:
-      WrongAnswer: if it is no function, raises an error, or returns None.
-    """
+    """Calls the learner's function. One that returns nothing yet gets the hint."""
     result = run(function, *args)
     require(result is not None, f"Nothing returned yet. {hint}")
     return result
 
 
 def run(function: Any, *args: Any) -> Any:
-    """Calls the learner's function, which may return None.
-
-    Raises:
-      WrongAnswer: if it is no function, or raises an error.
-    """
+    """Calls the learner's function, which may return None."""
     require(callable(function), f"Pass your function itself, not {function!r}.")
     try:
         return function(*args)
@@ -101,9 +83,7 @@ def run(function: Any, *args: Any) -> Any:
 
 
 def _of_types(error: Exception) -> str:
-    """Says which types differ in a loop's carry, or in the branches of a `cond`. The first line
-    of JAX's message does not say it.
-    """
+    """Says which types differ in a loop or a `cond`, as JAX's first line does not."""
     text = str(error)
     if "manual ax" not in text or "do not match" not in text:
         return ""
@@ -119,9 +99,7 @@ def _of_types(error: Exception) -> str:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Lists the operations of a program (a jaxpr), and those of the programs inside of it: what
-    `jit`, a scan, `jax.checkpoint` or a kernel calls.
-    """
+    """Lists the operations of a program (a jaxpr), and of the programs that they call."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in programs_in(eqn):
@@ -129,7 +107,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def programs_in(eqn: Any) -> list[Any]:
-    """Returns the programs (jaxprs) that an operation calls."""
+    """Returns what a `jit`, a scan, `jax.checkpoint` or a kernel calls."""
     values = jax.tree.leaves(
         list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
     )
@@ -149,12 +127,8 @@ def predicted(*numbers: Any, hint: str) -> None:
 
 
 def same_structure(yours: Any, expected: Any, name: str) -> None:
-    """Raises `WrongAnswer` unless two pytrees have the same structure and shapes.
-
-    Args:
-      yours: the learner's pytree.
-      expected: a pytree of arrays or of their shapes.
-      name: names the tree in the message: "the gradient".
+    """Raises `WrongAnswer` unless two pytrees, named "the gradient" or so in the message, have
+    the same structure and shapes.
     """
     # as texts, since JAX's types declare no comparison of structures
     structure, right = (str(jax.tree.structure(tree)) for tree in (yours, expected))
@@ -168,16 +142,11 @@ def same_structure(yours: Any, expected: Any, name: str) -> None:
 
 
 def same_shapes(yours: Any, expected: Any, name: str) -> None:
-    """Raises `WrongAnswer` unless two pytrees have the same structure, shapes and dtypes.
-
-    Arguments as for `same_structure`.
-    """
     same_structure(yours, expected, name)
     same_dtypes(yours, expected, name)
 
 
 def same_dtypes(yours: Any, expected: Any, name: str) -> None:
-    """Raises `WrongAnswer` unless two pytrees of the same structure have the same dtypes."""
     for (path, leaf), like in _pairs(yours, expected):
         dtype, right = jnp.result_type(leaf), jnp.result_type(like)
         require(
@@ -223,10 +192,7 @@ def _pairs(yours: Any, expected: Any) -> Any:
 
 def close(yours: Any, expected: Any, tolerance: int | float = 1e-4) -> bool:
     """Returns whether each leaf is within this share of the expected leaf's norm, and infinite
-    in the same places.
-
-    Raises:
-      WrongAnswer: if structures or shapes differ.
+    in the same places. Raises `WrongAnswer` if structures or shapes differ.
     """
     same_structure(yours, expected, "your result")
     for (_, leaf), like in _pairs(yours, expected):

@@ -18,10 +18,11 @@ from course_lib.lessons.check.exercises import (
     Numbered,
     Numbers,
     Outcome,
-    is_wrong,
+    change,
+    normal,
     share,
 )
-from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
+from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware
 
@@ -32,58 +33,22 @@ def pass_on(x, by=1):
     return jax.lax.ppermute(x, "tensor", [(d, (d + by) % n) for d in range(n)])
 
 
-def zeros(n, x, kernel):
-    return meshes.vary(jnp.zeros((n, len(x), kernel.shape[1])), "tensor")
-
-
-def product(x, kernel, *, n=None, rows=(0, 1), turns=(1, 1), scale=1, backward=lambda x: x):
+def product(x, kernel):
     """An all-gather and a matmul as two rings: half of the features travels each way."""
-    n, d = n or jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
-    right, left = jnp.split(x, 2, axis=1)
-    upper, lower = (jnp.split(kernel, 2)[i] for i in rows)
-    total = zeros(n, x, kernel)
-    for step in range(n):
-        first, second = (turns[0] * d - step) % n, (turns[1] * d + step) % n
-        total = total.at[first].add(right @ upper).at[second].add(backward(left) @ lower)
-        right, left = pass_on(right), pass_on(left, -1)
-    return scale * total.reshape(-1, kernel.shape[1])
-
-
-def by_arrival(x, kernel):
-    n = jax.lax.axis_size("tensor")
-    total = zeros(n, x, kernel)
+    n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
     right, left = jnp.split(x, 2, axis=1)
     upper, lower = jnp.split(kernel, 2)
+    total = meshes.vary(jnp.zeros((n, len(x), kernel.shape[1])), "tensor")
     for step in range(n):
-        total = total.at[step].add(right @ upper + left @ lower)
+        first, second = (d - step) % n, (d + step) % n
+        total = total.at[first].add(right @ upper).at[second].add(left @ lower)
         right, left = pass_on(right), pass_on(left, -1)
     return total.reshape(-1, kernel.shape[1])
 
 
-def one_ring(x, kernel, *, in_order=False):
-    n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
-    total = zeros(n, x, kernel)
-    for step in range(n):
-        total = total.at[(d - step) % n if in_order else step].set(x @ kernel)
-        x = pass_on(x)
-    return total.reshape(-1, kernel.shape[1])
-
-
-def whole_parts(x, kernel, *, both_ways=False):
-    """Sends whole parts: two to the right and one to the left, or all of them both ways."""
-    n, d = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
-    total = zeros(n, x, kernel).at[d].set(x @ kernel)
-    ways = ((1, n - 1), (-1, n - 1)) if both_ways else ((1, n // 2), (-1, (n - 1) // 2))
-    for by, steps in ways:
-        part = x
-        for step in range(1, steps + 1):
-            part = pass_on(part, by)
-            place = (d - by * step) % n
-            if both_ways:
-                total = total.at[place].add(part @ kernel / 2)
-            else:
-                total = total.at[place].set(part @ kernel)
-    return total.reshape(-1, kernel.shape[1])
+# All features travel right, and the products stay in the order of arrival.
+ONE_WAY = change("pass_on(left, -1)", "pass_on(left)", "(d + step)", "(d - step)")
+BY_ARRIVAL = change("(d - step) % n, (d + step) % n", "step, step")
 
 
 class Rings(OnDevices):
@@ -153,43 +118,41 @@ two_way_product = DeviceFunction(
     name="the product",
     outcome=Rings,
     rows={
-        "gathered": (
-            lambda x, kernel: jax.lax.all_gather(x, "tensor", tiled=True) @ kernel,
-            lambda it: it.gathers,
-        ),
+        "gathers": lambda x, kernel: jax.lax.all_gather(x, "tensor", tiled=True) @ kernel,
         "order": (
-            [one_ring, lambda *args: jnp.roll(one_ring(*args), 2, axis=0)],
+            BY_ARRIVAL + change("pass_on(left, -1)", "pass_on(left)"),
             lambda it: it.is_mixed,
         ),
-        "other half": [dict(rows=(0, 0)), dict(rows=(1, 1)), dict(rows=(1, 0))],
-        "arrival": ([by_arrival, dict(turns=(0, 1))], lambda it: it.is_by_arrival),
-        "another": (dict(scale=2), is_wrong),
-        "one way": (
-            functools.partial(one_ring, in_order=True),
-            lambda it: not all(it.ways.values()),
-        ),
+        "other half": [
+            change("left @ lower", "left @ upper"),
+            change("right @ upper", "right @ lower"),
+            change("upper, lower =", "lower, upper ="),
+        ],
+        "arrival": ([BY_ARRIVAL, change("(d - step)", "-step")], lambda it: it.is_by_arrival),
+        "another": change("return total", "return 2 * total"),
+        "one way": (ONE_WAY, lambda it: not all(it.ways.values())),
         "sends more": (
-            functools.partial(whole_parts, both_ways=True),
+            change("jnp.split(x, 2, axis=1)", "x, x")
+            + change("jnp.split(kernel, 2)", "kernel / 2, kernel / 2"),
             lambda it: it.sent > it.others * it.part,
         ),
-        "unequal": (whole_parts, lambda it: it.ways["right"] != it.ways["left"]),
-        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
-        "two": (dict(n=4), lambda it: not it.is_right_on_two),
+        "unequal": (
+            change("split(x, 2,", "split(x, [2],", "split(kernel, 2)", "split(kernel, [2])"),
+            lambda it: it.ways["right"] != it.ways["left"],
+        ),
+        "gradient": change("left @ lower", "jax.lax.stop_gradient(left) @ lower"),
+        "two": (change('jax.lax.axis_size("tensor")', "4"), lambda it: not it.is_right_on_two),
     },
 )
 ring_of_two = dataclasses.replace(two_way_product, axes={"tensor": 2}, rows={})
 
 
-def arrivals(device, n, *, step=-1, begin=0, modulo=None):
-    """The parts that a device multiplies, in order."""
-    return [(device + step * (k + begin)) % (modulo or n) for k in range(n)]
+def arrivals(device, n):
+    return [(device - step) % n for step in range(n)]
 
 
 class Order(Outcome):
     """The parts that a device multiplies."""
-
-    device = property(lambda it: it.args[0])
-    n = property(lambda it: it.args[1])
 
     @functools.cached_property
     def parts(self):
@@ -200,8 +163,6 @@ class Order(Outcome):
 
     count = property(lambda it: len(it.parts))
     last = property(lambda it: it.n - 1)
-    is_one_of_eight = property(lambda it: it.n == 8)
-    begin = property(lambda it: it.parts[0])
     pairs = property(lambda it: list(zip(it.parts, it.right, strict=True)))
     step = property(lambda it: next((i for i, (a, b) in enumerate(it.pairs) if a != b), None))
     before = property(lambda it: it.step - 1)
@@ -212,29 +173,22 @@ order_of_arrival = Function(
     "order_of_arrival",
     arrivals,
     cases=lambda: [*((device, 8) for device in (3, 0, 7, 1, 2, 4, 5, 6)), (1, 3)],
-    name=None,
     outcome=Order,
     rows={
-        "no list": (
-            [lambda device, n: device, lambda device, n: "ring"],
-            lambda it: it.parts is None,
-        ),
-        "length": (
-            lambda device, n: [device],
-            lambda it: it.is_one_of_eight and it.count != it.n,
-        ),
-        "left": dict(step=1),
-        "own first": dict(begin=1),
+        "no list": (lambda device, n: "ring", lambda it: it.parts is None),
+        "length": (lambda device, n: [device], lambda it: it.n == 8 != it.count),
+        "left": change("device - step", "device + step"),
+        "own first": change("- step", "- step - 1"),
         "no modulo": (
-            dict(modulo=99),
-            lambda it: it.is_one_of_eight and not all(0 <= one < 8 for one in it.parts),
+            change("% n", "% 99"),
+            lambda it: it.n == 8 and not all(0 <= one < 8 for one in it.parts),
         ),
         "begins": (
             lambda device, n: list(range(n)),
-            lambda it: it.is_one_of_eight and it.begin != it.device,
+            lambda it: it.n == 8 and it.parts[0] != it.device,
         ),
-        "step": (dict(step=-3), lambda it: it.is_one_of_eight and it.step is not None),
-        "three": (dict(modulo=8), lambda it: it.parts != it.right),
+        "step": (change("- step", "- 3 * step"), lambda it: it.n == 8 and it.step is not None),
+        "three": (change("% n", "% 8"), lambda it: it.parts != it.right),
     },
 )
 
@@ -242,8 +196,8 @@ order_of_arrival = Function(
 class Latency(Numbered):
     """The time in which a part is multiplied, and sent, in microseconds."""
 
-    product = property(lambda it: it.yours["positions"] * it.right["product"] * 1e6)
-    transfer = property(lambda it: 5 + it.yours["positions"] * it.right["transfer"] * 1e6)
+    product = property(lambda it: it.positions * it.right["product"] * 1e6)
+    transfer = property(lambda it: 5 + it.positions * it.right["transfer"] * 1e6)
     sequence = property(lambda it: 8 * it.right["positions"])
 
 

@@ -2,80 +2,64 @@
 
 import functools
 import itertools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from course_lib.lessons.check.answers import close, same_shapes, same_structure
-from course_lib.lessons.check.exercises import Function, Outcome, in_case, is_wrong
+from course_lib.lessons.check.exercises import Function, Outcome, change, in_case, is_wrong
 
 B, L, H, K = 2, 6, 3, 4  # of the arrays that attention is tried with, each size another
 PAST = np.tri(L, dtype=bool)  # which keys (columns) a query (row) sees
 
 
-def attention(
-    q,
-    k,
-    v,
-    *,
-    seen=PAST,
-    divisor=K**0.5,
-    axis=3,
-    hidden=-1e30,
-    mask_first=True,
-    normalize=True,
-    subtract=True,
-    sum_heads=False,
-    transpose=False,
-    round_scores=False,
-    dtype=np.float64,
-):
-    """Computes causal attention, all arrays [B L H K], in float64. The options are mistakes."""
-    like = q.dtype
-    q, k, v = (np.asarray(x, dtype) for x in (q, k, v))
-    scores = np.einsum("blhk,bmhk->bhlm", q, k) / dtype(divisor)
-    if round_scores:
-        scores = scores.astype(like).astype(dtype)
-    if sum_heads:
-        scores = np.broadcast_to(scores.sum(1, keepdims=True), scores.shape)
-    if mask_first:
-        scores = np.where(seen, scores, hidden).astype(dtype)
-    subtract = subtract and normalize
-    with np.errstate(all="ignore"):
-        weights = np.exp(scores - (scores.max(axis, keepdims=True) if subtract else 0))
-        if normalize:
-            weights = weights / weights.sum(axis, keepdims=True)
-        if not mask_first:
-            weights = np.where(seen, weights, 0)
-        out = np.einsum("bhml,bmhk->blhk" if transpose else "bhlm,bmhk->blhk", weights, v)
-    return out.astype(like)
+@np.errstate(all="ignore")
+def attention(q, k, v):
+    """Computes causal attention, all arrays [B L H K], in float64."""
+    like, (q, k, v) = q.dtype, (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("blhk,bmhk->bhlm", q, k) / K**0.5
+    scores = np.where(PAST, scores, -1e30)
+    weights = np.exp(scores - scores.max(3, keepdims=True))
+    weights = weights / weights.sum(3, keepdims=True)
+    return np.einsum("bhlm,bmhk->blhk", weights, v).astype(like)
 
 
+NOT_SHIFTED = change(" - scores.max(3, keepdims=True)", "")
 # What can be wrong with the weights, and with the divisor; both at once, too.
-WEIGHTS: dict[str, Any] = {
-    "no mask": dict(seen=np.ones((L, L), bool)),
-    "upper triangle": dict(seen=PAST.T),
-    "inverted mask": dict(seen=~PAST),
-    "without itself": dict(seen=np.tri(L, k=-1, dtype=bool)),
-    "off by one": dict(seen=np.tri(L, k=1, dtype=bool)),
-    "zeros": dict(hidden=0.0),
-    "mask last": dict(mask_first=False),
-    "over queries": dict(axis=2),
-    "over heads": dict(axis=1),
-    "over sequences": dict(axis=0),
-    "not normalized": dict(normalize=False),
-    "summed heads": dict(sum_heads=True),
-    "transposed": dict(transpose=True),
+WEIGHTS = {
+    "no mask": change("PAST", "True"),
+    "upper triangle": change("PAST", "PAST.T"),
+    "inverted mask": change("PAST", "~PAST"),
+    "without itself": change("PAST", "np.tri(L, k=-1, dtype=bool)"),
+    "off by one": change("PAST", "np.tri(L, k=1, dtype=bool)"),
+    "zeros": change("-1e30", "0.0"),
+    "mask last": change(
+        "(PAST, scores, -1e30)", "(True, scores, 0)", "weights, v", "weights * PAST, v"
+    ),
+    "over queries": change("(3,", "(2,"),
+    "over heads": change("(3,", "(1,"),
+    "over sequences": change("(3,", "(0,"),
+    "not normalized": NOT_SHIFTED + change(" / weights.sum(3, keepdims=True)", ""),
+    "summed heads": change("PAST, scores", "PAST, 0 * scores + scores.sum(1, keepdims=True)"),
+    "transposed": change('"bhlm,bmhk->blhk"', '"bhml,bmhk->blhk"'),
 }
 DIVISORS = {
-    "not divided": 1,
-    "by K": K,
-    "multiplied": K**-0.5,
-    "by the width": (H * K) ** 0.5,
-    "by H": H**0.5,
-    "by L": L**0.5,
+    "not divided": change("/ K**0.5", ""),
+    "by K": change("/ K**0.5", "/ K"),
+    "multiplied": change("/ K**0.5", "* K**0.5"),
+    "by the width": change("/ K**0.5", "/ (H * K) ** 0.5"),
+    "by H": change("/ K**0.5", "/ H**0.5"),
+    "by L": change("/ K**0.5", "/ L**0.5"),
 }
+
+
+@functools.cache
+def with_two_mistakes():
+    """Returns attention with a mistake of the weights, of the divisor, and both, by rows."""
+    pairs = itertools.product(
+        [("", change())] + [*WEIGHTS.items()], [("", change())] + [*DIVISORS.items()]
+    )
+    return {(a, b): (one + other).of(attention) for (a, one), (b, other) in pairs if a + b}
 
 
 def reshaped(q, k, v):
@@ -102,23 +86,15 @@ class Attention(Outcome):
         same(self.result, self.right, f"With {self.right.dtype} arrays, your result")
         return bool(self.off < 0.01 if self.case else close(self.result, self.right))
 
-    def is_like(self, *arrays, **options):
-        """Whether this is attention with a mistake. The first or the last position may see
-        nothing: anything can stand there.
-        """
-        middle = attention(*arrays, **options)[:, 1:-1]
-        return not self.is_right and close(self.numbers[:, 1:-1], middle)
-
     @functools.cached_property
     def mistakes(self):
-        """The rows of the weights and of the divisor that are wrong."""
-        weights, divisors = {"": {}} | WEIGHTS, {"": K**0.5} | DIVISORS
-        for (row, options), (other, divisor) in itertools.product(
-            weights.items(), divisors.items()
-        ):
-            if row + other and self.is_like(*self.args, divisor=divisor, **options):
-                return row, other
-        return "", ""
+        """The rows of the weights and of the divisor that are wrong. The first or the last
+        position may see nothing: anything can stand there.
+        """
+        middle = self.numbers[:, 1:-1]
+        likely = {} if self.is_right else with_two_mistakes()
+        found = (rows for rows, f in likely.items() if close(middle, f(*self.args)[:, 1:-1]))
+        return next(found, ("", ""))
 
     nan = property(lambda it: np.flatnonzero(np.isnan(it.numbers).any((0, 2, 3))).tolist())
     wrong_positions = property(
@@ -152,31 +128,23 @@ attend = Attend(
     "attend",
     attention,
     cases=three_dtypes,
-    name=None,
     outcome=Attention,
     rows={
-        **{row: (options, is_mistake(row)) for row, options in WEIGHTS.items()},
-        **{row: (dict(divisor=one), is_mistake(row)) for row, one in DIVISORS.items()},
-        "exchanged": (
-            lambda q, k, v: attention(k, q, v),
-            in_case(0, lambda it: it.is_like(it.args[1], it.args[0], it.args[2])),
-        ),
-        "keys": (
-            lambda q, k, v: attention(q, k, k),
-            in_case(0, lambda it: it.is_like(it.args[0], it.args[1], it.args[1])),
-        ),
-        "reshape": (
-            reshaped,
-            in_case(0, lambda it: not it.is_right and close(it.result, reshaped(*it.args))),
-        ),
-        "NaN": (dict(hidden=-np.inf, axis=1), in_case(0, lambda it: it.nan)),
+        **{row: (one, is_mistake(row)) for row, one in (WEIGHTS | DIVISORS).items()},
+        "exchanged": lambda q, k, v: attention(k, q, v),
+        "keys": lambda q, k, v: attention(q, k, k),
+        "reshape": reshaped,
+        "NaN": (change("-1e30", "-np.inf", "(3,", "(1,"), in_case(0, lambda it: it.nan)),
         "position 0": (lambda q, k, v: k, in_case(0, lambda it: it.first == 0)),
-        "position": (dict(divisor=32**0.5), in_case(0)),
+        "position": (change("K**0.5", "32**0.5"), in_case(0)),
         "infinite": (
-            dict(subtract=False, dtype=np.float32),
+            NOT_SHIFTED + change("np.float64", "np.float32"),
             lambda it: it.case == 1 and not np.isfinite(it.numbers).all(),
         ),
-        "large scores": (dict(hidden=-15.0), in_case(1)),
-        "bfloat16": (dict(round_scores=True), is_wrong),
+        "large scores": (change("-1e30", "-15.0"), in_case(1)),
+        "bfloat16": (
+            change("/ K**0.5", "/ K**0.5\n    scores = scores.astype(like).astype(np.float64)"),
+            is_wrong,
+        ),
     },
 )

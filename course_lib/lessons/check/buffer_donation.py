@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from course_lib.lessons.check.answers import close, same_shapes
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, in_case
 from course_lib.one_device import buffer_donation
 
 
@@ -58,14 +58,13 @@ def path():
     return parameters, losses
 
 
-def keep_best(step, w, num_steps, *, copy=jnp.copy, after=False, latest=False):
-    lowest, kept, previous = jnp.inf, None, jnp.inf
+def keep_best(step, w, num_steps):
+    lowest, kept = jnp.inf, None
     for _ in range(num_steps):
-        before = copy(w)
+        before = jnp.copy(w)
         w, loss = step(w)
-        if loss < (previous if latest else lowest):
-            lowest, kept = loss, copy(w) if after else before
-        previous = loss
+        if loss < lowest:
+            lowest, kept = loss, before
     return lowest, kept
 
 
@@ -73,9 +72,9 @@ class Best(Outcome):
     """The loss and the parameters that a loop keeps, and the best ones."""
 
     num_steps = property(lambda it: it.args[0])
-    best = property(lambda it: int(np.argmin(path()[1][: it.num_steps])))
-    lowest = property(lambda it: path()[1][it.best])
-    weight = property(lambda it: path()[0][it.best])
+    lowest_at = property(lambda it: int(np.argmin(path()[1][: it.num_steps])))
+    lowest = property(lambda it: path()[1][it.lowest_at])
+    weight = property(lambda it: path()[0][it.lowest_at])
     is_pair = property(
         lambda it: (
             isinstance(it.result, tuple | list)
@@ -101,28 +100,30 @@ best_state = Function(
     keep_best,
     cases=lambda: [(9,), *((int(np.argmin(path()[1])) + more,) for more in (1, 0))],
     calls=lambda loop, num_steps: loop(leap, jnp.array([3.0]), num_steps),
-    name=None,
     outcome=Best,
     rows={
-        "no pair": (lambda *args: keep_best(*args)[::-1], lambda it: not it.is_pair),
-        "deleted": (dict(copy=lambda w: w), lambda it: it.case == 0 and it.is_deleted),
-        "last": (dict(latest=True), lambda it: it.case == 0 and it.has_loss(path()[1][-1])),
+        "no pair": change("return lowest, kept", "return kept, lowest"),
+        "deleted": (change("jnp.copy(w)", "w"), in_case(0, lambda it: it.is_deleted)),
+        "last": (
+            lambda step, w, n: (path()[1][-1], w),
+            in_case(0, lambda it: it.has_loss(path()[1][-1])),
+        ),
         "another loss": (
             lambda step, w, n: (step(w)[1], jnp.ones(1)),
-            lambda it: it.case == 0 and not it.has_loss(it.lowest),
+            in_case(0, lambda it: not it.has_loss(it.lowest)),
         ),
         "after": (
-            dict(after=True),
-            lambda it: it.case == 0 and it.has_weight(path()[0][it.best + 1]),
+            change("loss, before", "loss, jnp.copy(w)"),
+            in_case(0, lambda it: it.has_weight(path()[0][it.lowest_at + 1])),
         ),
         "another state": (
-            lambda *args: (keep_best(*args)[0], jnp.ones(1)),
-            lambda it: it.case == 0 and not it.has_weight(it.weight),
+            change("return lowest, kept", "return lowest, jnp.ones(1)"),
+            in_case(0, lambda it: not it.has_weight(it.weight)),
         ),
         "num_steps": (
             [
-                lambda step, w, n: keep_best(step, w, 9),
-                lambda step, w, n: keep_best(step, w, n - (n < 9)),
+                change("(num_steps)", "(9)"),
+                change("(num_steps)", "(num_steps - (num_steps < 9))"),
             ],
             lambda it: not it.has_loss(it.lowest),
         ),
@@ -135,22 +136,13 @@ def state_and_history():
     return [({"mean": mean, "weight": np.ones(4, np.float32)}, np.zeros(16, np.float32))]
 
 
-def casts(
-    state,
-    history,
-    *,
-    dtype=jnp.bfloat16,
-    rate=0.9,
-    total=lambda mean: mean.astype(jnp.float32).sum(),
-    weight=lambda new, old: new,
-    grown=lambda history, mean: jnp.concatenate([history, mean]),
-):
+def casts(state, history):
     mean = state["mean"].astype(jnp.float32)
     new = {
-        "mean": (rate * mean + 1 - rate).astype(dtype),
-        "weight": weight(state["weight"] - total(state["mean"]), state["weight"]),
+        "mean": (0.9 * mean + 0.1).astype(jnp.bfloat16),
+        "weight": state["weight"] - mean.sum(),
     }
-    return new, grown(history, mean)
+    return new, jnp.concatenate([history, mean])
 
 
 def low(state, history):
@@ -164,7 +156,6 @@ class State(Outcome):
     """The new state and history, and which buffers are used again."""
 
     new = property(lambda it: it.result[0])
-    history = property(lambda it: it.result[1])
     traced = functools.cached_property(lambda it: jax.eval_shape(it.function, *it.args))
     has_keys = property(lambda it: isinstance(it.new, dict) and set(it.new) == set(it.right[0]))
     dtype = property(lambda it: it.traced[0]["mean"].dtype)
@@ -181,7 +172,7 @@ class State(Outcome):
     @property
     def has_history(self):
         same_shapes(self.traced[1], self.right[1], "the history")
-        return close(self.history, self.right[1])
+        return close(self.result[1], self.right[1])
 
     @functools.cached_property
     def report(self):
@@ -197,23 +188,16 @@ all_of_the_state = Function(
     cases=state_and_history,
     # copies: the step may donate its arguments
     calls=lambda step, *args: step(*jax.tree.map(jnp.array, args)),
-    name=None,
     outcome=State,
     rows={
-        "no pair": (
-            lambda state, history: state,
-            lambda it: not (isinstance(it.result, tuple) and len(it.result) == 2),
-        ),
+        "no pair": lambda state, history: state,
         "keys": (lambda *args: casts(*args)[::-1], lambda it: not it.has_keys),
-        "mean": (dict(dtype=jnp.float32), lambda it: it.dtype != jnp.bfloat16),
-        "numbers": (dict(rate=0.8), lambda it: not it.has_numbers),
+        "mean": (change("bfloat16", "float32"), lambda it: it.dtype != jnp.bfloat16),
+        "numbers": (change("0.9 * mean", "0.8 * mean"), lambda it: not it.has_numbers),
         "lost bits": (
-            [low, dict(total=jnp.sum)],
+            [low, change("mean.sum()", 'state["mean"].sum()')],
             lambda it: not close(it.new["weight"], it.right[0]["weight"], 1e-5),
         ),
-        "history": (
-            dict(grown=lambda history, mean: jnp.concatenate([mean, history])),
-            lambda it: not it.has_history,
-        ),
+        "history": (change("history, mean]", "mean, history]"), lambda it: not it.has_history),
     },
 )

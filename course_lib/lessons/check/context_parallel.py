@@ -9,38 +9,26 @@ from jax.sharding import PartitionSpec as P
 
 from course_lib import measure
 from course_lib.lessons.check.answers import close
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome, is_wrong
-from course_lib.lessons.check.many_devices import (
-    DeviceFunction,
-    OnDevices,
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbers,
+    Outcome,
+    change,
+    is_wrong,
     normal,
-    row_of_devices,
 )
+from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, row_of_devices
 from course_lib.many_devices import context_parallel
 
 
-def merged(
-    a,
-    b,
-    *,
-    larger=jnp.maximum,
-    shrinks=True,
-    is_safe=True,
-    is_mean=False,
-    top_is_finite=False,
-    factors=(1, 1, 1),
-    unseen=lambda a, b: False,
-    nothing=0,
-):
+def merged(a, b):
     """Merges the softmax of two blocks of keys."""
-    top = larger(a[0], b[0])
-    base = jnp.where(top > -jnp.inf, top, 0) if is_safe else top
-    by_a, by_b = (jnp.exp(block[0] - base) if shrinks else 1.0 for block in (a, b))
-    total = a[1] * by_a + b[1] * by_b + nothing * (top == -jnp.inf)
+    top = jnp.maximum(a[0], b[0])
+    base = jnp.where(top > -jnp.inf, top, 0)
+    by_a, by_b = jnp.exp(a[0] - base), jnp.exp(b[0] - base)
+    total = a[1] * by_a + b[1] * by_b
     out = (a[2].T * by_a + b[2].T * by_b).T
-    out = jnp.where(unseen(a, b), 0, out.T).T
-    result = base if top_is_finite else top, total, out / total[:, None] if is_mean else out
-    return tuple(factor * x for factor, x in zip(factors, result, strict=True))
+    return top, total, out
 
 
 def summary(scores, values):
@@ -73,18 +61,12 @@ class Merged(Outcome):
     """
 
     sees_all = property(lambda it: it.case == 0)
-    sees_one = property(lambda it: it.case in (1, 2))
     sees_none = property(lambda it: it.case == 3)
     hidden = property(lambda it: "second" if it.case == 1 else "first")
     top = property(lambda it: float(it.result[0][0]))
 
     def is_wrong(self, i):
         return self.sees_all and not close(self.result[i], self.right[i])
-
-    @property
-    def is_added(self):
-        a, b = self.args
-        return self.sees_all and any(close(self.result[i], a[i] + b[i]) for i in (1, 2))
 
     is_finite = property(lambda it: all(np.isfinite(x).all() for x in it.result[1:]))
     is_nan = property(lambda it: any(np.isnan(x).any() for x in it.result))
@@ -97,25 +79,34 @@ merge = Function(
     name="the merged block",
     outcome=Merged,
     rows={
-        "added": (dict(shrinks=False), lambda it: it.is_added),
-        "not finite": (dict(larger=jnp.minimum), lambda it: it.sees_all and not it.is_finite),
-        "top": (dict(factors=(2, 1, 1)), lambda it: it.is_wrong(0)),
-        "total": (dict(factors=(1, 2, 1)), lambda it: it.is_wrong(1)),
-        "mean": dict(is_mean=True),
-        "output": (dict(factors=(1, 1, 2)), lambda it: it.is_wrong(2)),
+        "added": change("jnp.exp(a[0] - base), jnp.exp(b[0] - base)", "1, 1"),
+        "not finite": (
+            change("maximum", "minimum"),
+            lambda it: it.sees_all and not it.is_finite,
+        ),
+        "top": (change("return top", "return 2 * top"), lambda it: it.is_wrong(0)),
+        "total": (change("top, total", "top, 2 * total"), lambda it: it.is_wrong(1)),
+        "mean": change("total, out", "total, out / total[:, None]"),
+        "output": (change("total, out", "total, 2 * out"), lambda it: it.is_wrong(2)),
         "hidden": (
             [
-                dict(unseen=lambda a, b: jnp.isinf(a[0])),
-                dict(unseen=lambda a, b: jnp.isinf(b[0])),
+                change("total, out", f"total, jnp.where(jnp.isinf({block}[0]), 0, out.T).T")
+                for block in "ab"
             ],
-            lambda it: it.sees_one and not it.is_right,
+            lambda it: it.case in (1, 2) and not it.is_right,
         ),
-        "NaN": (dict(is_safe=False), lambda it: it.sees_none and it.is_nan),
+        "NaN": (
+            change("jnp.where(top > -jnp.inf, top, 0)", "top"),
+            lambda it: it.sees_none and it.is_nan,
+        ),
         "no zeros": (
-            dict(nothing=1),
+            change("top, total", "top, total + jnp.isinf(top)"),
             lambda it: it.sees_none and any(np.any(x) for x in it.result[1:]),
         ),
-        "finite top": (dict(top_is_finite=True), lambda it: it.sees_none and it.top != -np.inf),
+        "finite top": (
+            change("return top", "return base"),
+            lambda it: it.sees_none and it.top != -np.inf,
+        ),
     },
 )
 
@@ -132,9 +123,9 @@ def exchange(x, split, join):
     return jax.lax.all_to_all(x, "context", split, join, tiled=True)
 
 
-def exchanged(query, key, value, attend, *, back=exchange, backward=lambda x: x, scale=1):
-    arrays = (backward(exchange(x, 2, 1)) for x in (query, key, value))
-    return scale * back(attend(*arrays), 1, 2)
+def exchanged(query, key, value, attend):
+    arrays = (exchange(x, 2, 1) for x in (query, key, value))
+    return exchange(attend(*arrays), 1, 2)
 
 
 def gathered_keys(query, key, value, attend):
@@ -166,17 +157,22 @@ ulysses = DeviceFunction(
     outcome=Exchanged,
     rows={
         "not back": (
-            dict(back=lambda x, *_: x),
+            change("return exchange(attend(*arrays), 1, 2)", "return attend(*arrays)"),
             lambda it: np.shape(it.result) == (1, 32, 1, 3),
         ),
         "own positions": lambda query, key, value, attend: attend(query, key, value),
-        "gathered": (gathered_keys, lambda it: it.gathers),
-        "another": (dict(scale=0), is_wrong),
+        "gathers": gathered_keys,
+        "another": change("return exchange", "return 2 * exchange"),
         "sends more": (
-            lambda q, *args: exchange(exchange(exchanged(q, *args), 2, 1), 1, 2),
+            change(
+                "return exchange(",
+                "return exchange(exchange(exchange(",
+                "1, 2)",
+                "1, 2), 2, 1), 1, 2)",
+            ),
             lambda it: it.sent > it.most,
         ),
-        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
+        "gradient": change("exchange(x, 2, 1)", "jax.lax.stop_gradient(exchange(x, 2, 1))"),
     },
 )
 
@@ -209,13 +205,11 @@ work_in_order = Numbers(
 )
 
 
-def sent(n, numbers, width, *, keys=2, gradients=1, home=0, gradients_home=1, bytes=4):
-    """Bytes of a ring: how often keys and values go around and how often their gradients, which
-    of them come home, and the width of a gradient (None: that of the keys).
-    """
-    there = keys * (n - 1 + home) * width
-    back = gradients * (n - 1 + gradients_home) * (bytes or width)
-    return numbers * (there + back)
+def sent(n, numbers, width):
+    """Keys and values go around twice, in n - 1 steps each; their gradients in n steps."""
+    keys = 2 * (n - 1) * width
+    gradients = n * 4
+    return numbers * (keys + gradients)
 
 
 @functools.cache
@@ -263,16 +257,15 @@ ring_bytes = Function(
     sent,
     cases=lambda: [()],
     calls=of_three_rings,
-    name=None,
     outcome=RingBytes,
     rows={
-        "forward": dict(keys=1, gradients=0),
-        "no gradients": dict(gradients=0),
-        "keys once": dict(keys=1),
-        "narrow gradients": dict(bytes=None),
-        "keys home": dict(home=1),
-        "gradients away": dict(gradients_home=0),
-        "compiled": (dict(keys=3), lambda it: it.differs),
-        "float32 alone": (lambda n, numbers, width: sent(n, numbers, 4), is_wrong),
+        "forward": change("2 * (n", "(n", "n * 4", "0"),
+        "no gradients": change("n * 4", "0"),
+        "keys once": change("2 * (n", "(n"),
+        "narrow gradients": change("n * 4", "n * width"),
+        "keys home": change("(n - 1)", "n"),
+        "gradients away": change("n * 4", "(n - 1) * 4"),
+        "compiled": (change("2 * (n", "3 * (n"), lambda it: it.differs),
+        "float32 alone": (change("* width", "* 4"), is_wrong),
     },
 )

@@ -4,27 +4,19 @@ import functools
 
 import numpy as np
 
-from course_lib.lessons.check.exercises import Function, Outcome, in_case
+from course_lib.lessons.check.exercises import Function, Outcome, change, in_case
 
 
-def seconds_of(
-    events,
-    *,
-    order=sorted,
-    gain=lambda start, end, reached: max(0, end - max(start, reached)),
-    latest=max,
-    begin=None,
-    last=lambda events, reached: reached,
-    result=lambda busy, idle: (busy, idle),
-):
+def seconds_of(events):
     """Returns how long at least one event runs, and the rest up to the last end."""
-    events = order(events)
-    first = events[0][0] if begin is None else begin
-    busy, reached = 0, first
+    events = sorted(events)
+    begin = events[0][0]
+    busy, reached = 0, begin
     for start, duration in events:
-        busy += gain(start, start + duration, reached)
-        reached = latest(reached, start + duration)
-    return result(busy, last(events, reached) - first - busy)
+        end = start + duration
+        busy += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy, reached - begin - busy
 
 
 def many_events():
@@ -59,18 +51,16 @@ class Times(Outcome):
     busy = property(lambda it: it.seconds[0])
     idle = property(lambda it: it.seconds[1])
     is_right = property(lambda it: np.allclose(it.seconds, it.right, atol=1e-4))
-    events = property(lambda it: it.args[0])
-    what = property(
-        lambda it: (
-            f"{it.events}:" if len(it.events) < 9 else f"A list of {len(it.events)} events:"
+
+    @property
+    def words(self):
+        count = len(self.events)
+        what = self.events if count < 9 else f"A list of {count} events"
+        return (
+            f"{what}: you say {self.busy:g} s busy and {self.idle:g} s idle; it is"
+            f" {self.right[0]:g} s busy and {self.right[1]:g} s idle."
         )
-    )
-    words = property(
-        lambda it: (
-            f"{it.what} you say {it.busy:g} s busy and {it.idle:g} s idle; it is"
-            f" {it.right[0]:g} s busy and {it.right[1]:g} s idle."
-        )
-    )
+
     in_all = property(lambda it: sum(duration for _, duration in many_events()))
     many = property(lambda it: seconds_of(many_events()))
 
@@ -97,11 +87,10 @@ busy_and_idle = Function(
     seconds_of,
     cases=lists_of_events,
     calls=lambda function, events: function(list(events)),
-    name=None,
     outcome=Times,
     rows={
         "no pair": (lambda events: sum(d for _, d in events), lambda it: it.seconds is None),
-        "swapped": dict(result=lambda busy, idle: (idle, busy)),
+        "swapped": change("busy, reached - begin - busy", "reached - begin - busy, busy"),
         "as ends": (
             lambda events: seconds_of([(start, end - start) for start, end in events]),
             in_case(0, lambda it: it.busy == -3 or it.seconds == (2, 1)),
@@ -109,32 +98,29 @@ busy_and_idle = Function(
         "without the last": (without_the_last, in_case(0, lambda it: it.busy == 4)),
         "the first": (lambda events: (events[0][1], 0), in_case(0, lambda it: it.busy == 2)),
         "to the last start": [
-            dict(result=lambda busy, idle: (busy, 0)),
-            dict(last=lambda events, reached: events[-1][0]),
-            dict(result=lambda busy, idle: (busy, busy)),
+            change("reached - begin - busy", "0"),
+            change("reached - begin - busy", "events[-1][0] - begin - busy"),
+            change("reached - begin - busy", "busy"),
         ],
-        "whole time": dict(result=lambda busy, idle: (busy, busy + idle)),
+        "whole time": change("reached - begin - busy", "reached - begin"),
         "longest gap": longest_gap,
         "another": (lambda events: (events[0][1] + 3, 0), in_case(0)),
         "twice": (
-            dict(gain=lambda start, end, reached: end - start),
+            change("max(0, end - max(start, reached))", "duration"),
             in_case(1, lambda it: it.busy == 7),
         ),
         "overlap": (
-            dict(gain=lambda start, end, reached: (end - start) * (start >= reached)),
+            change("max(0, end - max(start, reached))", "duration * (start >= reached)"),
             in_case(1),
         ),
         "last to start": (
-            dict(last=lambda events, reached: sum(events[-1])),
+            change("reached - begin - busy", "sum(events[-1]) - begin - busy"),
             in_case(2, lambda it: it.seconds == (10, 0)),
         ),
-        "inside": (dict(latest=lambda reached, end: end), in_case(2)),
-        "before the first": (dict(begin=0), in_case(3, lambda it: it.idle == 6)),
-        "later start": (
-            lambda events: seconds_of(events, begin=min(events)[0] and 4),
-            in_case(3),
-        ),
-        "any order": (dict(order=list), in_case(4)),
-        "many": (dict(result=lambda busy, idle: (round(busy), round(idle))), in_case(5)),
+        "inside": (change("max(reached, end)", "end"), in_case(2)),
+        "before the first": (change("events[0][0]", "0"), in_case(3, lambda it: it.idle == 6)),
+        "later start": (change("events[0][0]", "events[0][0] and 4"), in_case(3)),
+        "any order": (change("sorted(events)", "list(events)"), in_case(4)),
+        "many": (change("return busy", "return round(busy)"), in_case(5)),
     },
 )

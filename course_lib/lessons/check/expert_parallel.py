@@ -7,43 +7,39 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, is_wrong
-from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbered,
+    Numbers,
+    Outcome,
+    change,
+    normal,
+)
+from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices
 from course_lib.models import routing
 
 
-def placed(experts, E, C, *, first=0, counts_first=False, drops=True, later=False):
-    """Gives each token a place at its expert, from a number on, or -1; `later` tokens first."""
-    order, places = [int(expert) for expert in experts], []
-    for t, expert in enumerate(order):
-        count = (order[t + 1 :] if later else order[:t]).count(expert)
-        is_dropped = drops and count + first * counts_first >= C
-        places.append(-1 if is_dropped else count + first)
+def placed(experts, E, C):
+    """Gives each token a place at its expert, or -1."""
+    experts, places = [int(expert) for expert in experts], []
+    for t, expert in enumerate(experts):
+        count = experts[:t].count(expert)
+        places.append(count if count < C else -1)
     return places
-
-
-def last_ones(experts, E, C):
-    """Gives the places to the last tokens of an expert, in order."""
-    stays = [place >= 0 for place in placed(experts, E, C, later=True)]
-    order = [int(expert) if stay else -1 for expert, stay in zip(experts, stays, strict=True)]
-    return [
-        place if stay else -1 for place, stay in zip(placed(order, E, C), stays, strict=True)
-    ]
 
 
 class Places(Outcome):
     """The places of some tokens."""
 
-    experts = property(lambda it: it.args[0].tolist())
-    C = property(lambda it: it.args[2])
+    listed = property(lambda it: it.experts.tolist())
     places = property(lambda it: [int(place) for place in np.ravel(it.result)])
-    wanted = property(lambda it: len(it.experts))
+    wanted = property(lambda it: len(it.listed))
     count = property(lambda it: len(it.places))
 
     @property
     def twice(self):
         """An expert and its place that several tokens have."""
-        pairs = zip(self.experts, self.places, strict=True)
+        pairs = zip(self.listed, self.places, strict=True)
         taken = [pair for pair in pairs if pair[1] >= 0]
         return next((pair for pair in taken if taken.count(pair) > 1), None)
 
@@ -59,28 +55,24 @@ places = Function(
             ([0, 1, 2, 1], 3, 4),
         )
     ],
-    name=None,
     outcome=Places,
     rows={
         "count": (lambda experts, E, C: [0], lambda it: it.case == 0 and it.count != it.wanted),
-        "drops none": dict(drops=False),
-        "from 1": [dict(first=1), dict(first=1, counts_first=True)],
-        "later": [dict(later=True), last_ones],
+        "drops none": change("if count < C else -1", ""),
+        "from 1": [
+            change("(count if count <", "(count + 1 if count <"),
+            change("[:t]", "[: t + 1]"),
+        ],
+        "later": change("experts[:t]", "experts[t + 1 :]"),
         "range": (
-            dict(first=4),
+            change("(count if", "(count + 4 if"),
             lambda it: it.case == 0 and not all(-1 <= place < 2 for place in it.places),
         ),
         "twice": (
-            lambda experts, E, C: [place % C for place in placed(experts, E, C, drops=False)],
+            change("count if count < C else -1", "count % C"),
             lambda it: it.case == 0 and it.twice,
         ),
-        "another": (
-            [
-                lambda experts, E, C: placed(experts, E, 1),
-                lambda experts, E, C: placed(experts, E, 2),
-            ],
-            lambda it: it.places != it.right,
-        ),
+        "another": [change("< C", "< 1"), change("< C", "< 2")],
     },
 )
 
@@ -93,30 +85,24 @@ def percent_dropped(factor):
     return 100 * (1 - float(routing.route(logits, 1, room).dispatch.sum()) / (64 * 512))
 
 
-class Dropped(Numbered):
-    """How far predictions are off, in percent of the tokens."""
-
-    def error(self, name):
-        return abs(self.yours[name] - self.right[name])
-
-
 dropped = Numbers(
     "dropped",
     lambda: {"at_one": percent_dropped(1.0), "at_two": percent_dropped(2.0)},
-    outcome=Dropped,
     rows={
         "at_one": {
-            "none": (0, lambda it: it.yours["at_one"] <= 0),
-            "percent": (0.043, lambda it: it.yours["at_one"] < 1 <= it.right["at_one"]),
-            "many": (50, lambda it: it.yours["at_one"] >= 20),
+            "none": (0, lambda it: it.at_one <= 0),
+            "percent": (0.043, lambda it: it.at_one < 1 <= it.right["at_one"]),
+            "many": (50, lambda it: it.at_one >= 20),
             "deviation": (
                 [100 * 7.5 / 64 / 2, 100 * 7.5 / 64],
-                lambda it: 5.1 <= it.yours["at_one"] < 13,
+                lambda it: 5.1 <= it.at_one < 13,
             ),
             # A normal distribution predicts 4.7. Answers in whole percent are accepted.
-            "another": ([2.3, 15], lambda it: it.error("at_one") >= 0.75),
+            "another": ([2.3, 15], lambda it: abs(it.at_one - it.right["at_one"]) >= 0.75),
         },
-        "at_two": {"factor 2": ([2, 0.4], lambda it: it.error("at_two") >= 0.1)},
+        "at_two": {
+            "factor 2": ([2, 0.4], lambda it: abs(it.at_two - it.right["at_two"]) >= 0.1)
+        },
     },
 )
 
@@ -124,7 +110,6 @@ dropped = Numbers(
 class Room(Numbered):
     """The percentages of tokens dropped with a factor, and with one place per expert fewer."""
 
-    factor = property(lambda it: it.yours["factor"])
     less = property(lambda it: it.factor - 1 / 64)
     lost = property(lambda it: percent_dropped(it.factor))
     fewer = property(lambda it: percent_dropped(it.less))
@@ -164,9 +149,9 @@ def exchange(x, split, join):
     return jax.lax.all_to_all(x, "expert", split, join, tiled=True)
 
 
-def layer(room, up, down, *, back=exchange, activation=jax.nn.gelu, backward=lambda x: x):
+def layer(room, up, down):
     """Sends tokens to the devices of their experts, and the outputs back."""
-    return back(experts(backward(exchange(room, 0, 1)), up, down, activation), 1, 0)
+    return exchange(experts(exchange(room, 0, 1), up, down), 1, 0)
 
 
 def own_experts(room, up, down):
@@ -175,15 +160,6 @@ def own_experts(room, up, down):
 
 def gathered_experts(room, up, down):
     return experts(room, *(jax.lax.all_gather(w, "expert", tiled=True) for w in (up, down)))
-
-
-def mixed_axes(out, *_):
-    """Splits the places, not the experts, on the way back."""
-    return exchange(out.reshape(8, 2, -1), 0, 0)
-
-
-def twice(room, up, down):
-    return exchange(exchange(layer(room, up, down), 0, 1), 1, 0)
 
 
 class Exchanged(OnDevices):
@@ -215,17 +191,24 @@ expert_layer = DeviceFunction(
     first=("not back",),
     outcome=Exchanged,
     rows={
-        "not back": (dict(back=lambda x, *_: x), lambda it: np.shape(it.result) == (8, 8, 3)),
+        "not back": (
+            change(", 1, 0)", ")", "return exchange", "return "),
+            lambda it: np.shape(it.result) == (8, 8, 3),
+        ),
         "own experts": own_experts,
         "activation": [
-            dict(activation=jnp.asarray),
-            dict(activation=jax.nn.relu),
-            dict(activation=jax.nn.silu),
-            dict(activation=exact_gelu),
+            change("1), up, down)", f"1), up, down, {name})")
+            for name in ("jnp.asarray", "jax.nn.relu", "jax.nn.silu", "exact_gelu")
         ],
-        "another": (dict(back=mixed_axes), is_wrong),
-        "gathered": (gathered_experts, lambda it: it.gathered),
-        "sends more": (twice, lambda it: it.sent > it.most),
-        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
+        # splits the places, not the experts, on the way back
+        "another": change("down), 1, 0)", "down).reshape(8, 2, -1), 0, 0)"),
+        "gathers": gathered_experts,
+        "sends more": (
+            lambda *args: exchange(exchange(layer(*args), 0, 1), 1, 0),
+            lambda it: it.sent > it.most,
+        ),
+        "gradient": change(
+            "exchange(room, 0, 1)", "jax.lax.stop_gradient(exchange(room, 0, 1))"
+        ),
     },
 )

@@ -13,30 +13,18 @@ from course_lib.lessons.check.exercises import (
     Numbered,
     Numbers,
     Outcome,
+    change,
     in_case,
-    is_wrong,
+    normal,
 )
-from course_lib.lessons.check.many_devices import normal
 from course_lib.measure import hardware
 from course_lib.smaller_and_faster import flash_attention
 
 
-def pairs_in_window(
-    n,
-    tile,
-    window,
-    *,
-    oldest=lambda i, tile, window: (i * tile - window + 1) // tile,
-    newest=lambda i, n: i,
-    result=lambda pairs: pairs,
-):
-    return result(
-        [
-            (i, j)
-            for i in range(n)
-            for j in range(max(0, oldest(i, tile, window)), newest(i, n) + 1)
-        ]
-    )
+def pairs_in_window(n, tile, window):
+    return [
+        (i, j) for i in range(n) for j in range(max(0, (i * tile - window + 1) // tile), i + 1)
+    ]
 
 
 class Pairs(Outcome):
@@ -65,44 +53,29 @@ window_pairs = Function(
     "window_pairs",
     pairs_in_window,
     cases=lambda: [(8, 4, 8), (6, 4, 5), (6, 4, 7), (5, 2, 3), (4, 4, 1)],
-    name=None,
     outcome=Pairs,
     rows={
-        "no pairs": (
-            [lambda n, tile, window: n, lambda n, tile, window: [0, 1, 2]],
-            lambda it: it.pairs is None,
-        ),
+        "no pairs": (lambda n, tile, window: [0, 1, 2], lambda it: it.pairs is None),
         "twice": (
-            dict(result=lambda pairs: 2 * pairs),
+            lambda *sizes: 2 * pairs_in_window(*sizes),
             lambda it: len(it.pairs) != len(set(it.pairs)),
         ),
-        "diagonal": (
-            dict(result=lambda pairs: [(i, j) for i, j in pairs if i != j]),
-            lambda it: it.diagonal,
-        ),
-        "future": (
-            [
-                dict(newest=lambda i, n: n - 1),
-                dict(result=lambda pairs: [(j, i) for i, j in pairs]),
-            ],
-            lambda it: it.future,
-        ),
+        "diagonal": (change("i + 1)", "i)"), lambda it: it.diagonal),
+        "future": (change("i + 1)", "n)"), lambda it: it.future),
         "missing": (
-            dict(oldest=lambda i, tile, window: i - window // tile),
+            change("(i * tile - window + 1) // tile", "i - window // tile"),
             lambda it: it.missing,
         ),
-        "masked": (dict(oldest=lambda i, tile, window: 0), lambda it: it.extra),
+        "masked": (change("(i * tile - window + 1) // tile", "0"), lambda it: it.extra),
     },
 )
 
 
-def of_queries(
-    q, k, v, out, logsumexp, d_out, *, delta=1.0, scale=0.5, axis=1, weights=jnp.exp
-):
+def of_queries(q, k, v, out, logsumexp, d_out):
     """The gradient of the queries of one head of width 4."""
-    s = q @ k.T / 2
-    sums = jnp.sum(out * d_out, axis=axis, keepdims=axis is not None)
-    return (weights(s - logsumexp[:, None]) * (d_out @ v.T - delta * sums)) @ k * scale
+    weights = jnp.exp(q @ k.T / 2 - logsumexp[:, None])
+    delta = jnp.sum(out * d_out, axis=1, keepdims=True)
+    return (weights * (d_out @ v.T - delta)) @ k / 2
 
 
 def with_two_logsumexps():
@@ -114,27 +87,21 @@ def with_two_logsumexps():
     return [tuple(map(jnp.asarray, (q, k, v, out, logsumexp + more, d_out))) for more in (0, 1)]
 
 
-class Queries(Outcome):
-    """The gradient of the queries."""
-
-    finite = property(lambda it: bool(np.isfinite(np.asarray(it.result)).all()))
-    first = property(lambda it: it.exercise.outcome_of(it.exercise.solve, 0).result)
-
-
 query_gradient = Function(
     "query_gradient",
     of_queries,
     cases=with_two_logsumexps,
     name="the gradient",
-    outcome=Queries,
     rows={
-        "not finite": (dict(weights=lambda s: jnp.exp(-100 * s)), lambda it: not it.finite),
-        "twice": dict(scale=1.0),
-        "no delta": dict(delta=0.0),
-        "another": ([dict(axis=None), dict(weights=lambda s: jnp.exp(s + 1))], in_case(0)),
-        "softmax": (
-            dict(weights=jax.nn.softmax),
-            lambda it: it.case == 1 and close(it.result, it.first),
+        "not finite": (
+            change("exp(", "exp(-100 * "),
+            lambda it: not np.isfinite(it.result).all(),
+        ),
+        "twice": change("@ k / 2", "@ k"),
+        "no delta": change(" - delta", ""),
+        "another": (change("axis=1, keepdims=True", ""), in_case(0)),
+        "softmax": change(
+            "jnp.exp(q @ k.T / 2 - logsumexp[:, None])", "jax.nn.softmax(q @ k.T / 2)"
         ),
     },
 )
@@ -144,11 +111,11 @@ PAST = np.tri(LENGTH, dtype=bool)
 WHOLE_TILES = np.kron(np.tri(LENGTH // TILE, dtype=bool), np.ones((TILE, TILE), bool))
 
 
-def of_scores(seen, delta, q, k, v, d_out, logsumexp, deltas):
+def of_scores(seen, q, k, v, d_out, logsumexp, deltas):
     """Returns the gradient of the queries if they see these keys."""
     scores = jnp.where(seen, q @ k.T / WIDTH**0.5, -jnp.inf)
     weights = jnp.exp(scores - logsumexp[:, None])
-    return (weights * (d_out @ v.T - delta * deltas[:, None])) @ k / WIDTH**0.5
+    return (weights * (d_out @ v.T - deltas[:, None])) @ k / WIDTH**0.5
 
 
 def causal_head():
@@ -168,23 +135,7 @@ def causal_head():
     ]
 
 
-def kernel(
-    q,
-    k,
-    v,
-    d_out,
-    logsumexp,
-    deltas,
-    tile,
-    *,
-    ends=lambda i, n: i + 1,
-    mask=lambda rows, columns: rows[:, None] >= columns,
-    delta=1.0,
-    divide=True,
-    own=lambda i: (i, 0),
-    cells=None,
-    writes=True,
-):
+def kernel(q, k, v, d_out, logsumexp, deltas, tile):
     """The gradient of the queries, by a kernel with one cell per tile of queries."""
     (L, K), scale = q.shape, q.shape[1] ** -0.5
 
@@ -194,45 +145,29 @@ def kernel(
         def step(j, dq):
             keys = pl.ds(j * tile, tile)
             rows, columns = i * tile + jnp.arange(tile), j * tile + jnp.arange(tile)
-            s = jnp.where(mask(rows, columns), q @ k_ref[keys, :].T * scale, -jnp.inf)
+            past = rows[:, None] >= columns
+            s = jnp.where(past, q @ k_ref[keys, :].T * scale, -jnp.inf)
             weights = jnp.exp(s - logsumexp_ref[...][:, None])
-            ds = weights * (d @ v_ref[keys, :].T - delta * delta_ref[...][:, None])
-            return dq + ds @ k_ref[keys, :] * (scale if divide else 1)
+            ds = weights * (d @ v_ref[keys, :].T - delta_ref[...][:, None])
+            return dq + ds @ k_ref[keys, :] * scale
 
-        dq = jax.lax.fori_loop(0, ends(i, L // tile), step, jnp.zeros((tile, K)))
-        if writes:
-            dq_ref[...] = dq
+        dq_ref[...] = jax.lax.fori_loop(0, i + 1, step, jnp.zeros((tile, K)))
 
-    own_tile = pl.BlockSpec((tile, K), own)
+    own_tile = pl.BlockSpec((tile, K), lambda i: (i, 0))
     whole = pl.BlockSpec((L, K), lambda i: (0, 0))
     numbers = pl.BlockSpec((tile,), lambda i: (i,))
     return pl.pallas_call(
         one_tile,
-        grid=(cells or L // tile,),
+        grid=(L // tile,),
         in_specs=[own_tile, whole, whole, own_tile, numbers, numbers],
-        out_specs=pl.BlockSpec((tile, K), lambda i: (i, 0)),
+        out_specs=own_tile,
         out_shape=jax.ShapeDtypeStruct((L, K), q.dtype),
         interpret=True,
     )(q, k, v, d_out, logsumexp, deltas)
 
 
 def without_a_kernel(*args):
-    return of_scores(PAST, 1, *args[:-1])
-
-
-def by_an_empty_kernel(q, k, v, d_out, logsumexp, deltas, tile):
-    """Multiplies outside of the kernel, which copies."""
-    s = jnp.where(PAST, q @ k.T / WIDTH**0.5, -jnp.inf)
-    ds = jnp.exp(s - logsumexp[:, None]) * (d_out @ v.T - deltas[:, None])
-    block = pl.BlockSpec((tile, WIDTH), lambda i: (i, 0))
-    return pl.pallas_call(
-        lambda x_ref, y_ref: y_ref.__setitem__(..., x_ref[...]),
-        grid=(LENGTH // tile,),
-        in_specs=[block],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct((LENGTH, WIDTH), q.dtype),
-        interpret=True,
-    )(ds @ k / WIDTH**0.5)
+    return of_scores(PAST, *args[:-1])
 
 
 class Kernel(Outcome):
@@ -246,21 +181,14 @@ class Kernel(Outcome):
 
     num_kernels = property(lambda it: len(it.kernels))
     grid = property(lambda it: it.kernels[0].params["grid_mapping"].grid)
-    has_products = property(
-        lambda it: any(
-            eqn.primitive.name == "dot_general"
-            for eqn in equations(it.kernels[0].params["jaxpr"])
-        )
-    )
     numbers = property(lambda it: np.asarray(it.result))
-    shape = property(lambda it: np.shape(it.result))
     empty = property(lambda it: np.flatnonzero(np.isnan(it.numbers).all(1)))
     num_empty = property(lambda it: len(it.empty))
     finite = property(lambda it: np.isfinite(it.numbers[:-TILE]).all())
 
-    def sees(self, seen, delta=1):
+    def sees(self, seen):
         """Whether this is the gradient if queries see these keys."""
-        return close(self.result, of_scores(seen, delta, *self.args[:-1]))
+        return close(self.result, of_scores(seen, *self.args[:-1]))
 
     @property
     def wrong(self):
@@ -270,41 +198,38 @@ class Kernel(Outcome):
         return [*right, False].index(False)
 
 
-def in_first(applies):
-    return lambda it: it.case == 0 and applies(it)
-
-
 gradient_kernel = Function(
     "gradient_kernel",
     kernel,
     cases=causal_head,
-    name=None,
     outcome=Kernel,
     rows={
         "kernels": (without_a_kernel, lambda it: it.num_kernels != 1),
-        "grid": (dict(cells=2), lambda it: it.grid != (LENGTH // TILE,)),
-        "shape": (lambda *args: kernel(*args).sum(1), lambda it: it.shape != (LENGTH, WIDTH)),
-        "empty": (dict(writes=False), in_first(lambda it: it.num_empty)),
-        "no products": (by_an_empty_kernel, lambda it: not it.has_products),
-        "not divided": (
-            dict(divide=False),
-            in_first(lambda it: close(it.result, WIDTH**0.5 * it.right)),
+        "grid": (
+            change("grid=(L // tile,)", "grid=(2,)"),
+            lambda it: it.grid != (LENGTH // TILE,),
         ),
+        "shape": lambda *args: kernel(*args).sum(1),
+        "empty": (change("dq_ref[...] =", "dq ="), in_case(0, lambda it: it.num_empty)),
+        "not divided": change(":] * scale\n", ":]\n"),
         "no mask": (
-            dict(ends=lambda i, n: n, mask=lambda rows, columns: True),
-            in_first(lambda it: it.sees(np.ones_like(PAST))),
+            change("(0, i + 1,", "(0, L // tile,", "jnp.where(past", "jnp.where(True"),
+            in_case(0, lambda it: it.sees(np.ones_like(PAST))),
         ),
         "mask on the diagonal": (
-            dict(mask=lambda rows, columns: True),
-            in_first(lambda it: it.sees(WHOLE_TILES)),
+            change("jnp.where(past", "jnp.where(True"),
+            in_case(0, lambda it: it.sees(WHOLE_TILES)),
         ),
         "no diagonal": (
-            dict(ends=lambda i, n: i),
-            in_first(lambda it: it.sees(WHOLE_TILES & ~WHOLE_TILES.T)),
+            change("(0, i + 1,", "(0, i,"),
+            in_case(0, lambda it: it.sees(WHOLE_TILES & ~WHOLE_TILES.T)),
         ),
-        "no delta": (dict(delta=0.0), in_first(lambda it: it.sees(PAST, delta=0))),
-        "a tile": (dict(own=lambda i: (0, 0)), in_first(is_wrong)),
-        "future": (dict(ends=lambda i, n: n), lambda it: it.case == 1 and not it.finite),
+        "no delta": change(" - delta_ref[...][:, None]", ""),
+        "a tile": (change("i * tile + jnp.arange", "jnp.arange"), in_case(0)),
+        "future": (
+            change("(0, i + 1,", "(0, L // tile,"),
+            lambda it: it.case == 1 and not it.finite,
+        ),
     },
 )
 

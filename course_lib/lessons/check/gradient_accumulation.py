@@ -1,7 +1,6 @@
 """Checks of notebook 03's exercises."""
 
 import functools
-import math
 import re
 
 import jax
@@ -10,8 +9,14 @@ import numpy as np
 import optax
 
 from course_lib.lessons.check.answers import close, run
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome, in_case, is_wrong
-from course_lib.lessons.check.many_devices import normal
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbers,
+    Outcome,
+    change,
+    in_case,
+    normal,
+)
 
 WEIGHTS = [0.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0, 2.0]  # 9 in all, unlike the number of examples
 
@@ -22,31 +27,26 @@ def model_and_batch():
     return [(params, (jnp.asarray(x), jnp.asarray(y), jnp.array(WEIGHTS)), 4)]
 
 
-def loss_sum(params, x, y, weight, choose=lambda outputs: outputs[:, 0]):
-    return jnp.sum(weight * (choose(jnp.tanh(x @ params["in"]) @ params["out"]) - y) ** 2)
+def loss_sum(params, x, y, weight):
+    return jnp.sum(weight * ((jnp.tanh(x @ params["in"]) @ params["out"])[:, 0] - y) ** 2)
 
 
-def accumulate(
-    params,
-    batch,
-    M,
-    *,
-    parts=None,
-    each=lambda g, weight: g,
-    total=lambda g, weight: sum(g) / weight,
-    weight=lambda w: w,
-    choose=lambda outputs: outputs[:, 0],
-):
+def loss_of_mixed(params, x, y, weight):
+    """Compares the output of one example with the y of another."""
+    return jnp.sum(weight * (jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
+
+
+def accumulate(params, batch, M):
     """Adds the gradients of M parts."""
     x, y, w = batch
-    cut = [jnp.split(a, parts or M) for a in (x, y, weight(w))]
-    grads = [
-        jax.tree.map(
-            lambda g, w=part[2]: each(g, w.sum()), jax.grad(loss_sum)(params, *part, choose)
-        )
-        for part in zip(*cut, strict=True)
-    ]
-    return jax.tree.map(lambda *g: total(g, w.sum()), *grads)
+    parts = list(zip(*(jnp.split(a, M) for a in (x, y, w)), strict=True))
+    grads = [jax.grad(loss_sum)(params, *part) for part in parts]
+    return jax.tree.map(lambda *g: sum(g) / w.sum(), *grads)
+
+
+MEANS = change(
+    "lambda *g: sum(g)", "lambda *g: sum(own / max(p[2].sum(), 1) for own, p in zip(g, parts))"
+)
 
 
 def by_scan(params, batch, M):
@@ -62,7 +62,7 @@ class Accumulated(Outcome):
     """The gradient, and how many examples go through the model at once."""
 
     total = sum(WEIGHTS)
-    ratio = property(
+    factor = property(
         lambda it: np.linalg.norm(it.result["in"]) / np.linalg.norm(it.right["in"])
     )
 
@@ -82,10 +82,6 @@ class Accumulated(Outcome):
     size = property(lambda it: min(it.sizes, default=0))
 
 
-def mean_of_part(g, weight):
-    return g / jnp.maximum(weight, 1)
-
-
 accumulation = Function(
     "accumulation",
     accumulate,
@@ -93,33 +89,30 @@ accumulation = Function(
     name="the gradient",
     outcome=Accumulated,
     rows={
-        "not divided": dict(total=lambda g, weight: sum(g)),
-        "by examples": dict(total=lambda g, weight: sum(g) / 8),
-        "by parts": dict(total=lambda g, weight: sum(g) / 4),
-        "mean of means": dict(each=mean_of_part, total=lambda g, weight: sum(g) / len(g)),
-        "sum of means": dict(each=mean_of_part, total=lambda g, weight: sum(g)),
-        "one part": [dict(total=lambda g, weight, i=i: g[i] / weight) for i in (-1, 1, 2)],
-        # `[0]` of a part is its first row; without it stays a column
+        "not divided": change(" / w.sum()", ""),
+        "by examples": change("/ w.sum()", "/ 8"),
+        "by parts": change("/ w.sum()", "/ 4"),
+        "mean of means": MEANS + change("/ w.sum()", "/ M"),
+        "sum of means": MEANS + change(" / w.sum()", ""),
+        "one part": [change("sum(g)", f"g[{i}]") for i in (-1, 1, 2)],
         "mixed up": [
-            dict(choose=lambda outputs: outputs[0]),
-            dict(choose=lambda outputs: outputs),
+            change("loss_sum", "loss_of_mixed"),
+            # `[0]` of a part is its first row
+            change("loss_sum", "change('[:, 0]', '[0]').of(loss_sum)"),
         ],
         "without weights": [
-            dict(weight=jnp.ones_like, total=lambda g, weight: sum(g) / 8),
-            dict(weight=jnp.ones_like),
+            change("x, y, w = batch", "x, y, w = *batch[:2], jnp.ones(8)"),
+            change("(x, y, w)", "(x, y, jnp.ones(8))"),
         ],
-        "half": [
-            dict(each=lambda g, weight: g / 2),
-            dict(each=lambda g, weight: g / 2, total=lambda g, weight: sum(g)),
-        ],
+        "half": [change("sum(g)", "sum(g) / 2"), change("sum(g) / w.sum()", "sum(g) / 2")],
         "not finite": (
-            dict(each=lambda g, weight: g / weight, total=lambda g, weight: sum(g)),
-            lambda it: not np.isfinite(it.ratio),
+            MEANS + change("max(p[2].sum(), 1)", "p[2].sum()"),
+            lambda it: not np.isfinite(it.factor),
         ),
-        "opposite": dict(total=lambda g, weight: -sum(g) / weight),
-        "another": (dict(total=lambda g, weight: sum(g) / 3), is_wrong),
-        "at once": (dict(parts=1), lambda it: 8 in it.sizes),
-        "size": (dict(parts=2), lambda it: it.sizes - {2}),
+        "opposite": change("sum(g)", "-sum(g)"),
+        "another": change("/ w.sum()", "/ 3"),
+        "at once": (change("(a, M)", "(a, 1)"), lambda it: 8 in it.sizes),
+        "size": (change("(a, M)", "(a, 2)"), lambda it: it.sizes - {2}),
         "scan": (by_scan, lambda it: "scan[" in it.text),
     },
 )
@@ -146,38 +139,24 @@ forgotten_division = Numbers(
 GIB = 2**30
 
 
-def smallest(
-    budget,
-    arguments,
-    parameters,
-    activations,
-    batch_size,
-    *,
-    peak=lambda M, arguments, parameters, activations: (
-        arguments + 4 * parameters + activations / M
-    ),
-    candidates=range(1, 1000),
-    divides=True,
-    otherwise=None,
-):
-    for M in candidates:
-        if divides and batch_size % M:
+def smallest(budget, arguments, parameters, activations, batch_size):
+    for M in range(1, batch_size + 1):
+        if batch_size % M:
             continue
-        if peak(M, arguments, parameters, activations) <= budget:
+        if arguments + 4 * parameters + activations / M <= budget:
             return M
-    return otherwise
+    return None
 
 
 class Smallest(Outcome):
     """The number of minibatches, and the peak in GiB."""
 
-    budget = property(lambda it: it.args[0] / GIB)
-    batch_size = property(lambda it: it.args[4])
     parts = property(lambda it: (it.args[1] / GIB, 4 * it.args[2] / GIB, it.args[3] / GIB))
     setting = property(
         lambda it: (
-            f"budget {it.budget:g} GiB, arguments {it.parts[0]} GiB, {it.args[2] / 1e6:.0f}"
-            f" million parameters, activations {it.parts[2]:g} GiB, a batch of {it.batch_size}"
+            f"budget {it.budget / GIB:g} GiB, arguments {it.parts[0]} GiB,"
+            f" {it.parameters / 1e6:.0f} million parameters,"
+            f" activations {it.parts[2]:g} GiB, a batch of {it.batch_size}"
         )
     )
 
@@ -193,7 +172,7 @@ class Smallest(Outcome):
     divides = property(
         lambda it: it.result == int(it.result) > 0 == it.batch_size % int(it.result)
     )
-    forgets = property(lambda it: it.parts[0] + it.parts[2] / it.result <= it.budget)
+    forgets = property(lambda it: it.parts[0] + it.parts[2] / it.result <= it.budget / GIB)
     is_smaller = property(lambda it: it.right is not None and it.result < it.right)
 
 
@@ -218,33 +197,30 @@ smallest_number_of_minibatches = OrNone(
             (1, 100e6, 64),
         )
     ],
-    name=None,
     outcome=Smallest,
     rows={
         "none": (
-            [
-                dict(candidates=[1]),
-                dict(candidates=[1, 2, 4, 8, 16, 32]),
-                dict(peak=lambda M, a, p, b: a + 16 * p + b / M),
-            ],
+            change("4 * parameters", "16 * parameters"),
             lambda it: it.is_none and it.right is not None,
         ),
-        "impossible": (dict(otherwise=128), lambda it: it.right is None and not it.is_none),
+        "impossible": (
+            change("return None", "return 128"),
+            lambda it: it.right is None and not it.is_none,
+        ),
         "no divisor": (
             [
-                dict(divides=False),
-                lambda budget, a, p, b, size: math.ceil(b / (budget - a - 4 * p)),
+                change("if batch_size % M", "if False"),
                 lambda budget, a, p, b, size: b / (budget - a - 4 * p),
             ],
             lambda it: not it.is_none and not it.divides,
         ),
         "too much and forgotten": (
-            [dict(peak=lambda M, a, p, b: a + b / M), dict(peak=lambda M, a, p, b: b / M)],
+            change("4 * parameters + ", ""),
             lambda it: not it.is_none and it.is_smaller and it.forgets,
         ),
         "too much": (lambda *sizes: 1, lambda it: not it.is_none and it.is_smaller),
         "not the smallest": (
-            dict(candidates=[2**i for i in range(12)]),
+            change("if batch_size % M", "if batch_size % M or M.bit_count() > 1"),
             lambda it: it.result != it.right,
         ),
     },
@@ -270,7 +246,9 @@ class Shares(Outcome):
     mean = property(lambda it: it.means[0])
     whole = property(lambda it: it.means[1])
     ratio = property(lambda it: it.mean / it.whole)
-    is_right = property(lambda it: abs(it.ratio - 1) < 1e-4)
+    is_right = property(
+        lambda it: close(it.result, it.right) if it.case else abs(it.ratio - 1) < 1e-4
+    )
 
     @property
     def is_proportional(self):
@@ -278,8 +256,8 @@ class Shares(Outcome):
         return close(shares, np.array(self.counts) / sum(self.counts))
 
 
-def share(counts, m, *, of=lambda counts, m: len(counts) * counts[m] / sum(counts)):
-    return of(counts, m)
+def share(counts, m):
+    return len(counts) * counts[m] / sum(counts)
 
 
 def for_each_part(share, counts):
@@ -292,32 +270,19 @@ multi_steps_share = Function(
     share,
     cases=lambda: [([4, 4, 1],), ([6, 2],)],
     calls=for_each_part,
-    name=None,
     outcome=Shares,
     rows={
-        "third": (
-            dict(of=lambda counts, m: counts[m] / sum(counts)),
-            lambda it: it.case == 0 and abs(it.ratio - 1 / 3) <= 1e-3,
-        ),
+        "third": change("len(counts) * ", ""),
         "equal": (
-            dict(of=lambda counts, m: 1),
-            lambda it: it.case == 0 and len(set(map(float, it.result))) == 1,
+            lambda counts, m: 1,
+            in_case(0, lambda it: len(set(map(float, it.result))) == 1),
         ),
-        "upside down": (
-            dict(of=lambda counts, m: sum(counts) / len(counts) / counts[m]),
-            lambda it: it.case == 0 and close(it.result, (3 / 4, 3 / 4, 3)),
-        ),
+        "upside down": lambda counts, m: sum(counts) / len(counts) / counts[m],
         "proportional": (
-            [
-                dict(of=lambda counts, m: counts[m]),
-                dict(of=lambda counts, m: counts[m] / max(counts)),
-            ],
+            lambda counts, m: counts[m],
             in_case(0, lambda it: not it.is_right and it.is_proportional),
         ),
-        "another": (dict(of=lambda counts, m: counts[m] + 1), in_case(0)),
-        "two": (
-            dict(of=lambda counts, m: 3 * counts[m] / sum(counts)),
-            lambda it: it.case == 1 and not close(it.result, it.right),
-        ),
+        "another": (lambda counts, m: counts[m] + 1, in_case(0)),
+        "two": (change("len(counts)", "3"), in_case(1)),
     },
 )

@@ -9,8 +9,14 @@ import numpy as np
 
 from course_lib import measure
 from course_lib.lessons.check.answers import WrongAnswer, call, close, equations
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, is_wrong
-from course_lib.lessons.check.many_devices import normal
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbered,
+    Numbers,
+    Outcome,
+    change,
+    normal,
+)
 from course_lib.smaller_and_faster import large_vocabulary
 
 MIB = 2**20
@@ -61,9 +67,7 @@ class Head(Numbered):
     @property
     def nearer(self):
         """What the second number is nearer to, of a chunk and the sum."""
-        return min(
-            "chunk", "summed", key=lambda n: abs(self.yours["in_chunks"] - self.right[n])
-        )
+        return min("chunk", "summed", key=lambda n: abs(self.in_chunks - self.right[n]))
 
 
 bytes_of_logits = Numbers(
@@ -105,15 +109,10 @@ def three_chunks():
     return [(jnp.float32([first, first[:, ::-1] + 3, first - 40]),)]
 
 
-def rescaled(old, new):
-    return jnp.exp(old - new)
-
-
-def add_chunk(largest, total, logits, *, rescale=rescaled, shift=True, grow=True):
-    top = logits.max(axis=-1)
-    new = jnp.maximum(largest, top) if grow else top
-    chunk = jnp.exp(logits - new[:, None] * shift).sum(axis=-1)
-    return new, total * rescale(largest, new) + chunk
+def add_chunk(largest, total, logits):
+    new = jnp.maximum(largest, logits.max(axis=-1))
+    chunk = jnp.exp(logits - new[:, None]).sum(axis=-1)
+    return new, total * jnp.exp(largest - new) + chunk
 
 
 class Online(Outcome):
@@ -159,21 +158,20 @@ online_logsumexp = ForEachChunk(
     "online_logsumexp",
     add_chunk,
     cases=three_chunks,
-    name=None,
     outcome=Online,
     rows={
         "no pair": (lambda largest, total, logits: largest, lambda it: False),
         "exchanged": (lambda *args: add_chunk(*args)[::-1], lambda it: it.are_exchanged),
-        "NaN": (
-            dict(rescale=lambda old, new: jnp.exp(new - old)),
-            lambda it: np.isnan(it.totals).any(),
-        ),
+        "NaN": (change("largest - new", "new - largest"), lambda it: np.isnan(it.totals).any()),
         "overflow": (
-            dict(shift=False),
+            change("logits - new[:, None]", "logits"),
             lambda it: not (np.isfinite(it.total).all() and (it.total > 0).all()),
         ),
-        "maximum": (dict(grow=False), lambda it: not close(it.largest, it.top)),
-        "another": (dict(rescale=lambda old, new: 1), is_wrong),
+        "maximum": (
+            change("jnp.maximum(largest, ", "("),
+            lambda it: not close(it.largest, it.top),
+        ),
+        "another": change(" * jnp.exp(largest - new)", ""),
     },
 )
 
@@ -187,10 +185,6 @@ def head_and_labels():
     return [(x, head, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32))]
 
 
-def scanned(add, carry, parts):
-    return jax.lax.scan(add, carry, parts)
-
-
 def unrolled(add, carry, parts):
     outputs = []
     for i in range(len(parts[0])):
@@ -199,21 +193,8 @@ def unrolled(add, carry, parts):
     return carry, jnp.stack(outputs)
 
 
-def in_one_pass(
-    x,
-    head,
-    labels,
-    weights,
-    *,
-    chunks=8,
-    weighted=lambda weights: weights,
-    divided=True,
-    again=False,
-    loop=scanned,
-    result=lambda loss, dx, dhead: (loss, dx, dhead),
-):
-    weights = weighted(weights)
-    scale = weights / weights.sum() if divided else weights
+def in_one_pass(x, head, labels, weights):
+    scale, chunks = weights / weights.sum(), 8
 
     def add(carry, part):
         loss, dhead = carry
@@ -221,14 +202,13 @@ def in_one_pass(
         logits = x @ head
         logsumexp = jax.nn.logsumexp(logits, axis=-1)
         one_hot = jax.nn.one_hot(labels, VOCAB)
-        of_label = ((x @ head if again else logits) * one_hot).sum(-1)
-        loss += (scale * (logsumexp - of_label)).sum()
+        loss += (scale * (logsumexp - (logits * one_hot).sum(-1))).sum()
         dlogits = scale[:, None] * (jnp.exp(logits - logsumexp[:, None]) - one_hot)
         return (loss, dhead + x.T @ dlogits), dlogits @ head.T
 
     parts = [a.reshape(chunks, -1, *a.shape[1:]) for a in (x, labels, scale)]
-    (loss, dhead), dx = loop(add, (jnp.zeros(()), jnp.zeros_like(head)), parts)
-    return result(loss, dx.reshape(x.shape), dhead)
+    (loss, dhead), dx = jax.lax.scan(add, (jnp.zeros(()), jnp.zeros_like(head)), parts)
+    return loss, dx.reshape(x.shape), dhead
 
 
 class OnePass(Outcome):
@@ -264,32 +244,28 @@ one_pass = Function(
     "one_pass",
     in_one_pass,
     cases=head_and_labels,
-    name=None,
     outcome=OnePass,
     rows={
-        "no triple": (
-            dict(result=lambda loss, dx, dhead: (loss, dx)),
-            lambda it: not it.is_triple,
+        "no triple": (lambda *args: in_one_pass(*args)[:2], lambda it: not it.is_triple),
+        "unweighted": (
+            change("scale, chunks =", "scale, chunks = 1 / TOKENS + 0 *"),
+            lambda it: it.is_unweighted,
         ),
-        "unweighted": (dict(weighted=jnp.ones_like), lambda it: it.is_unweighted),
         "not divided": (
-            dict(divided=False),
+            change(" / weights.sum()", ""),
             lambda it: close(it.result[2], it.right[2] * it.weight),
         ),
-        "loss": (
-            dict(result=lambda loss, dx, dhead: (2 * loss, dx, dhead)),
-            lambda it: not it.has(0),
+        "loss": (change("return loss", "return 2 * loss"), lambda it: not it.has(0)),
+        "of x": (change("loss, dx.reshape", "loss, -dx.reshape"), lambda it: not it.has(1)),
+        "of head": (change("(x.shape), dhead", "(x.shape), -dhead"), lambda it: not it.has(2)),
+        "large": (change(", 8", ", 1"), lambda it: it.largest > it.all_logits // 4),
+        "unrolled": (
+            change("jax.lax.scan(", "unrolled("),
+            lambda it: not it.loops & {"scan", "while"},
         ),
-        "of x": (
-            dict(result=lambda loss, dx, dhead: (loss, -dx, dhead)),
-            lambda it: not it.has(1),
+        "products": (
+            change("(logits * one_hot)", "((x @ head) * one_hot)"),
+            lambda it: it.products > 3.01,
         ),
-        "of head": (
-            dict(result=lambda loss, dx, dhead: (loss, dx, -dhead)),
-            lambda it: not it.has(2),
-        ),
-        "large": (dict(chunks=1), lambda it: it.largest > it.all_logits // 4),
-        "unrolled": (dict(loop=unrolled), lambda it: not it.loops & {"scan", "while"}),
-        "products": (dict(again=True), lambda it: it.products > 3.01),
     },
 )

@@ -1,6 +1,5 @@
 """Checks of notebook 01's exercises."""
 
-import functools
 import types
 
 import jax
@@ -14,6 +13,7 @@ from course_lib.lessons.check.exercises import (
     Numbered,
     Numbers,
     Outcome,
+    change,
     in_case,
 )
 from course_lib.one_device import mixed_precision
@@ -98,40 +98,21 @@ def losses():
     return [*scaled, (one_entry, w, 2.0, 0.1), (one_array, two, 2.0, 0.1)]
 
 
-def together(grads):
-    """Returns whether to move: all arrays, or none."""
-    finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-    return jax.tree.map(lambda g: finite, grads)
-
-
-def step(
-    loss,
-    params,
-    scale,
-    rate,
-    *,
-    times=lambda loss, scale: scale * loss,
-    update=lambda g, scale, rate: rate * (g / scale),
-    moves=together,
-    half=False,
-):
+def step(loss, params, scale, rate):
     """A step of SGD with a loss scale."""
-    at = jax.tree.map(lambda p: p.astype(jnp.float16 if half else p.dtype), params)
-    grads = jax.grad(lambda params: times(loss(params), scale))(at)
+    grads = jax.grad(lambda params: scale * loss(params))(params)
+    finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
     return jax.tree.map(
-        lambda p, g, moves: jnp.where(moves, p - update(g, scale, rate), p),
-        params,
-        grads,
-        moves(grads),
+        lambda p, g: jnp.where(finite, p - rate * (g / scale), p), params, grads
     )
 
 
-def in_half(g, scale, rate):
-    return rate * jnp.float32(jnp.float16(g) / jnp.float16(scale))
+def in_half(params):
+    return jax.tree.map(lambda p: p.astype(jnp.float16), params)
 
 
-def capped(g, scale, rate):
-    return rate * jnp.nan_to_num(g / scale, posinf=1e3, neginf=-1e3)
+def capped(g):
+    return jnp.nan_to_num(g, posinf=1e3, neginf=-1e3)
 
 
 class Step(Outcome):
@@ -140,14 +121,12 @@ class Step(Outcome):
     def is_close(self, other):
         return close(self.result, other, 1e-3)
 
-    finite = property(
-        lambda it: all(np.isfinite(np.asarray(leaf)).all() for leaf in it.result.values())
-    )
-    stays = property(lambda it: close(it.result, it.args[1], 1e-6))
+    finite = property(lambda it: all(np.isfinite(x).all() for x in it.result.values()))
+    stays = property(lambda it: close(it.result, it.params, 1e-6))
 
     def moves(self, times):
         """Whether the step is this multiple of the right one."""
-        before = np.asarray(self.args[1]["w"])
+        before = np.asarray(self.params["w"])
         return close(
             np.asarray(self.result["w"]) - before,
             times * (np.asarray(self.right["w"]) - before),
@@ -162,40 +141,37 @@ scaled_step = Function(
     name="the new parameters",
     outcome=Step,
     rows={
-        "not finite": (dict(half=True), lambda it: it.case == 0 and not it.finite),
-        "too long": dict(update=lambda g, scale, rate: rate * g),
-        "no rate": (
-            dict(update=lambda g, scale, rate: g / scale),
-            lambda it: it.case == 0 and it.moves(2.0**-20),
+        "not finite": (
+            change("))(params)", "))(in_half(params))"),
+            in_case(0, lambda it: not it.finite),
         ),
+        "too long": change("g / scale", "g"),
+        "no rate": (change("rate * ", ""), in_case(0, lambda it: it.moves(2.0**-20))),
         "nothing moved": (
             [
-                dict(times=lambda loss, scale: loss, update=lambda g, scale, rate: rate * g),
-                dict(update=in_half),
+                change("scale * loss", "loss", "g / scale", "g"),
+                change("g / scale", "jnp.float32(jnp.float16(g) / jnp.float16(scale))"),
                 lambda loss, params, scale, rate: params,
             ],
-            lambda it: it.case == 0 and it.stays,
+            in_case(0, lambda it: it.stays),
         ),
-        "uphill": (
-            dict(update=lambda g, scale, rate: -rate * (g / scale)),
-            lambda it: it.case == 0 and it.moves(-1),
-        ),
-        "another": (dict(update=lambda g, scale, rate: 2 * rate * (g / scale)), in_case(0)),
+        "uphill": change("p - rate", "p + rate"),
+        "another": (change("p - rate", "p - 2 * rate"), in_case(0)),
         "not skipped": (
-            dict(moves=lambda grads: jax.tree.map(lambda g: True, grads)),
-            lambda it: it.case == 1 and not it.finite,
+            change("where(finite", "where(True"),
+            in_case(1, lambda it: not it.finite),
         ),
         "moved": (
-            dict(update=capped, moves=lambda grads: jax.tree.map(lambda g: True, grads)),
-            lambda it: it.case == 1 and not it.stays,
+            change("where(finite", "where(True", "(g / scale)", "capped(g / scale)"),
+            in_case(1, lambda it: not it.stays),
         ),
         "one entry": (
-            dict(moves=lambda grads: jax.tree.map(jnp.isfinite, grads)),
-            lambda it: it.case == 2 and not it.stays,
+            change("where(finite", "where(jnp.isfinite(g)"),
+            in_case(2, lambda it: not it.stays),
         ),
         "one array": (
-            dict(moves=lambda grads: jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)),
-            lambda it: it.case == 3 and not it.stays,
+            change("where(finite", "where(jnp.isfinite(g).all()"),
+            in_case(3, lambda it: not it.stays),
         ),
     },
 )
@@ -208,22 +184,21 @@ def numbers_to_round():
     return [(keys[0], low), (keys[0], high), (keys[1], low), (keys[1], jnp.array([1.0, -0.5]))]
 
 
-def rounded(key, x, *, bits=16, shared=False, least=0, dtype=jnp.bfloat16, one_key=False):
+def rounded(key, x):
     """Rounds at random: adds random bits below those that stay, and cuts."""
-    key = jax.random.key(0) if one_key else key
-    noise = jax.random.bits(key, () if shared else x.shape, jnp.uint32) >> (32 - bits)
-    total = jax.lax.bitcast_convert_type(x, jnp.uint32) + (noise | jnp.uint32(least))
+    noise = jax.random.bits(key, x.shape, jnp.uint32) >> 16
+    total = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     cut = jax.lax.bitcast_convert_type(total & jnp.uint32(0xFFFF0000), jnp.float32)
-    return cut.astype(dtype)
+    return cut.astype(jnp.bfloat16)
 
 
 class Rounded(Outcome):
     """How copies of a number are rounded."""
 
     numbers = property(lambda it: np.asarray(it.result, np.float32))
-    value = property(lambda it: float(it.args[1][0]))
+    value = property(lambda it: float(it.x[0]))
     dtype = property(lambda it: jnp.result_type(it.result))
-    copies = property(lambda it: f"{it.args[1].size:,} copies of {it.value:.6g}")
+    copies = property(lambda it: f"{it.x.size:,} copies of {it.value:.6g}")
     gap = property(lambda it: 2.0**-7 if it.value > 0 else 2.0**-6)
     off = property(lambda it: np.abs(it.numbers - it.value))
     farthest = property(lambda it: it.numbers[it.off.argmax()])
@@ -236,41 +211,41 @@ stochastic_round = Function(
     "stochastic_round",
     rounded,
     cases=numbers_to_round,
+    name="the result",
     outcome=Rounded,
     rows={
-        "dtype": (dict(dtype=jnp.float32), lambda it: it.dtype != jnp.bfloat16),
-        "too far": (dict(bits=17), lambda it: it.case < 2 and it.off.max() >= it.gap),
+        "dtype": (change("jnp.bfloat16", "jnp.float32"), lambda it: it.dtype != jnp.bfloat16),
+        "too far": (
+            change(">> 16", ">> 15"),
+            lambda it: it.case < 2 and it.off.max() >= it.gap,
+        ),
         "all alike": (
-            [dict(shared=True), lambda key, x: x.astype(jnp.bfloat16)],
+            [change("x.shape", "()"), lambda key, x: x.astype(jnp.bfloat16)],
             lambda it: it.case < 2 and len(np.unique(it.numbers)) != 2,
         ),
         "mean": (
-            dict(least=0x8000),
+            change("+ noise", "+ (noise | 0x8000)"),
             lambda it: it.case < 2 and abs(it.mean - it.value) >= 0.05 * it.gap,
         ),
         "same bits": (
-            dict(one_key=True),
-            lambda it: it.case == 2 and np.array_equal(it.numbers, it.before),
+            change("(key, x.shape", "(jax.random.key(0), x.shape"),
+            in_case(2, lambda it: np.array_equal(it.numbers, it.before)),
         ),
         "exact": (
             lambda key, x: jnp.where(x == x.astype(jnp.bfloat16), 0, rounded(key, x)),
-            lambda it: it.case == 3 and not np.array_equal(it.numbers, it.args[1]),
+            in_case(3, lambda it: not np.array_equal(it.numbers, it.x)),
         ),
     },
 )
 
 
-def forward(x, *, result=jnp.float32, saved=jnp.bfloat16, what=lambda x, t: 1 - t**2, of=1.0):
-    t = jnp.tanh(of * x)
-    return t.astype(result), what(x, t).astype(saved)
+def forward(x):
+    t = jnp.tanh(x)
+    return t, (1 - t**2).astype(jnp.bfloat16)
 
 
 def backward(saved, g):
     return saved.astype(jnp.float32) * g
-
-
-def forwards(**options):
-    return functools.partial(forward, **options), backward
 
 
 def of_tanh(t):
@@ -313,9 +288,12 @@ class SmallTanh(Exercise):
         return [(forward, backward)]
 
     def examples(self):
-        yield "no pair", (jnp.tanh, backward)
-        yield "another tanh", forwards(of=2)
-        yield "bytes", forwards(saved=jnp.float32)
+        def halves(*texts, backward=backward):
+            return change(*texts).of(forward), backward
+
+        yield "no pair", halves("return t,", "return")
+        yield "another tanh", halves("tanh(x)", "tanh(2 * x)")
+        yield "bytes", halves("bfloat16", "float32")
         yield "no gradient", (forward, lambda saved, g: None)
         yield "no chain rule", (forward, lambda saved, g: saved.astype(jnp.float32))
         yield "another", (forward, lambda saved, g: of_tanh(saved) * g)
@@ -323,13 +301,15 @@ class SmallTanh(Exercise):
             "near zero",
             (forward, lambda saved, g: jnp.float32(saved * g.astype(saved.dtype))),
         )
-        for what, derivative in (
-            (lambda x, t: t, of_tanh),
-            (lambda x, t: x, lambda x: of_tanh(jnp.tanh(x.astype(jnp.float32)))),
-            (lambda x, t: 1 - t.astype(jnp.bfloat16) ** 2, jnp.float32),
+        for saves, derivative in (
+            ("t", of_tanh),
+            ("x", lambda x: of_tanh(jnp.tanh(x.astype(jnp.float32)))),
+            ("(1 - t.astype(jnp.bfloat16) ** 2)", jnp.float32),
         ):
-            halves = functools.partial(forward, what=what), lambda s, g, d=derivative: d(s) * g
-            yield "far from zero", halves
+            yield (
+                "far from zero",
+                halves("(1 - t**2)", saves, backward=lambda s, g, d=derivative: d(s) * g),
+            )
 
 
 small_tanh = SmallTanh("small_tanh")

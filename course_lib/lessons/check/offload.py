@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from course_lib.lessons.check.answers import close, equations
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome
-from course_lib.lessons.check.many_devices import normal
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbers,
+    Outcome,
+    change,
+    in_case,
+    normal,
+)
 from course_lib.measure import virtual
 from course_lib.smaller_and_faster import offload
 
@@ -32,24 +38,25 @@ streamed_bytes = Numbers(
 )
 
 
-def update(p, m, g, *, move=lambda old, new: new, decay=0.9):
-    new = decay * m + g
-    return p - 0.1 * move(m, new), new
+def update(p, m, g):
+    m = 0.9 * m + g
+    return p - 0.1 * m, m
 
 
-def streamed(p, m, g, *, fetch="layer", send="layer", result=lambda p, m: (p, m), **options):
+def streamed(p, m, g):
     """Momentum on the host, one layer at a time."""
 
     def one_layer(_, layer):
         p, m, g = layer
-        m = jax.device_put(m, DEVICE) if fetch == "layer" else m
-        p, m = update(p, m, g, **options)
-        sent = jax.device_put(m, HOST) if send in ("layer", "forgotten") else m
-        return None, (p, m if send == "forgotten" else sent)
+        p, m = update(p, jax.device_put(m, DEVICE), g)
+        return None, (p, jax.device_put(m, HOST))
 
-    m = jax.device_put(m, DEVICE) if fetch == "all" else m
     p, m = jax.lax.scan(one_layer, None, (p, m, g))[1]
-    return result(p, jax.device_put(m, HOST) if send == "all" else m)
+    return p, m
+
+
+def late(p, m, g):
+    return p - 0.1 * m, 0.9 * m + g
 
 
 def three_arrays():
@@ -60,11 +67,9 @@ def three_arrays():
 class Momentum(Outcome):
     """Parameters and momentum, and what moved between the memories."""
 
-    is_pair = property(lambda it: isinstance(it.result, tuple | list) and len(it.result) == 2)
-
-    def is_update(self, exchanged=False, **options):
-        expected = update(*map(jax.device_get, self.args), **options)
-        return close(tuple(self.result), expected[::-1] if exchanged else expected)
+    @property
+    def is_right(self):
+        return close(tuple(self.result), update(*map(jax.device_get, self.args)))
 
     @functools.cached_property
     def moves(self):
@@ -99,24 +104,39 @@ streamed_momentum = OnHost(
     "streamed_momentum",
     streamed,
     cases=three_arrays,
-    name=None,
     outcome=Momentum,
     rows={
-        "no pair": (dict(result=lambda p, m: p), lambda it: not it.is_pair),
-        "exchanged": (
-            dict(result=lambda p, m: (m, p)),
-            lambda it: it.is_update(exchanged=True),
+        "no pair": change("return p, m", "return p"),
+        "exchanged": change("return p, m", "return m, p"),
+        "old momentum": change("= update(", "= late("),
+        "another": change(", g)\n", ", 2 * g)\n"),
+        "not fetched": (
+            change("jax.device_put(m, DEVICE)", "m"),
+            lambda it: not it.moves["device"],
         ),
-        "old momentum": (
-            dict(move=lambda old, new: old),
-            lambda it: it.is_update(move=lambda old, new: old),
+        "fetched at once": (
+            change(
+                "jax.device_put(m, DEVICE)",
+                "m",
+                "(p, m, g))",
+                "(p, jax.device_put(m, DEVICE), g))",
+            ),
+            lambda it: it.moves_all("device"),
         ),
-        "another": (dict(decay=0.99), lambda it: not it.is_update()),
-        "not fetched": (dict(fetch="no"), lambda it: not it.moves["device"]),
-        "fetched at once": (dict(fetch="all"), lambda it: it.moves_all("device")),
-        "not sent": (dict(send="no"), lambda it: not it.moves["host"]),
-        "sent at once": (dict(send="all"), lambda it: it.moves_all("host")),
-        "forgotten": (dict(send="forgotten"), lambda it: not it.is_on_host),
+        "not sent": (change("jax.device_put(m, HOST)", "m"), lambda it: not it.moves["host"]),
+        "sent at once": (
+            change(
+                "jax.device_put(m, HOST)",
+                "m",
+                "return p, m",
+                "return p, jax.device_put(m, HOST)",
+            ),
+            lambda it: it.moves_all("host"),
+        ),
+        "forgotten": (
+            change("jax.device_put(m, HOST)", "(jax.device_put(m, HOST), m)[1]"),
+            lambda it: not it.is_on_host,
+        ),
     },
 )
 
@@ -129,27 +149,17 @@ VALUES = {  # FLOPs, bytes
 OTHERS = {"queries": (1e11, 4e9), "mask": (4e10, 5e8), "scores": (5e11, 6e10)}
 
 
-def cheaper(values, rate, link, *, times=2, swap=False, result=lambda names: names):
-    return result(
-        [
-            name
-            for name, (flops, size) in values.items()
-            if (times * size / link < flops / rate) != swap
-        ]
-    )
+def cheaper(values, rate, link):
+    return [n for n, (flops, size) in values.items() if 2 * size / link < flops / rate]
 
 
 class Names(Outcome):
     """The chosen names, and how long the choice takes."""
 
-    values = property(lambda it: it.args[0])
-    rate = property(lambda it: it.args[1])
-    link = property(lambda it: it.args[2])
     are_names = property(
         lambda it: isinstance(it.result, Iterable) and not isinstance(it.result, str)
     )
     chosen = property(lambda it: set(map(str, it.result)))
-    best = property(lambda it: set(it.right))
     listed = property(lambda it: sorted(it.chosen))
     expected = property(lambda it: sorted(it.right))
 
@@ -168,32 +178,25 @@ what_to_offload = Function(
     "what_to_offload",
     cheaper,
     cases=lambda: [(VALUES, 100e12, 25e9), (OTHERS, 10e12, 450e9)],
-    name=None,
     outcome=Names,
     rows={
-        "no set": (
-            [dict(result=lambda names: "hidden"), dict(result=lambda names: True)],
-            lambda it: not it.are_names,
-        ),
+        "no set": (lambda *args: "hidden", lambda it: not it.are_names),
         "other names": (
-            dict(result=lambda names: ["all"]),
+            lambda *args: ["all"],
             lambda it: it.case == 0 and not it.chosen <= set(it.values),
         ),
         "one way": (
-            dict(times=1),
-            lambda it: it.case == 0 and it.chosen == set(cheaper(*it.args, times=1)),
+            change("2 * ", ""),
+            in_case(0, lambda it: it.chosen == {"inputs of blocks", "keys and values"}),
         ),
         "turned around": (
-            dict(swap=True),
-            lambda it: it.case == 0 and it.chosen == set(it.values) - it.best,
+            change("<", ">"),
+            lambda it: it.case == 0 and it.chosen == set(it.values) - set(it.right),
         ),
-        "another": (dict(times=0), lambda it: it.case == 0 and it.chosen != it.best),
+        "another": (change("2 * ", "0 * "), in_case(0, lambda it: it.chosen != set(it.right))),
         "another machine": (
-            [
-                lambda values, rate, link: [max(values, key=lambda name: values[name][0])],
-                lambda values, rate, link: [n for n, (f, b) in values.items() if f / b > 1e4],
-            ],
-            lambda it: it.chosen != it.best,
+            lambda values, rate, link: [n for n, (f, b) in values.items() if f / b > 1e4],
+            lambda it: it.chosen != set(it.right),
         ),
     },
 )

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course_lib.lessons.check.answers import close
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome, share
-from course_lib.lessons.check.many_devices import normal
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, normal, share
 from course_lib.smaller_and_faster import optimizer_memory
 
 
@@ -46,45 +45,33 @@ state_of_a_matrix = Numbers(
 )
 
 
-def lion(
-    grad,
-    packed,
-    b1,
-    b2,
-    *,
-    sign=jnp.sign,
-    share=lambda b1, b2: b1,
-    new=lambda old, grad, b2: b2 * old + (1 - b2) * grad,
-    pack=optimizer_memory.quantize,
-    result=lambda update, packed: (update, packed),
-):
+def lion(grad, packed, b1, b2):
     momentum = optimizer_memory.dequantize(packed)
-    b1 = share(b1, b2)
-    update = sign(b1 * momentum + (1 - b1) * grad)
-    return result(update, pack(new(momentum, grad, b2)))
+    update = jnp.sign(b1 * momentum + (1 - b1) * grad)
+    momentum = b2 * momentum + (1 - b2) * grad
+    return update, optimizer_memory.quantize(momentum)
 
 
 class Lion(Outcome):
     """The update, and the momentum that is kept."""
 
-    is_pair = property(lambda it: isinstance(it.result, tuple | list) and len(it.result) == 2)
     update = property(lambda it: it.result[0])
     new = property(lambda it: it.result[1])
     shape = property(lambda it: np.shape(it.update))
     old = property(lambda it: optimizer_memory.dequantize(it.args[1]))
     stored = property(
         lambda it: (
-            sum(jnp.asarray(one).nbytes for one in jax.tree.leaves(it.new)) / it.args[0].size
+            sum(jnp.asarray(one).nbytes for one in jax.tree.leaves(it.new)) / it.grad.size
         )
     )
 
     def moves_by(self, b1, sign=jnp.sign):
-        return close(self.update, sign(b1 * self.old + (1 - b1) * self.args[0]), 1e-3)
+        return close(self.update, sign(b1 * self.old + (1 - b1) * self.grad), 1e-3)
 
     def keeps(self, momentum, **options):
         return close(optimizer_memory.dequantize(self.new, **options), momentum, 0.03)
 
-    right_momentum = property(lambda it: 0.95 * it.old + 0.05 * it.args[0])
+    right_momentum = property(lambda it: 0.95 * it.old + 0.05 * it.grad)
 
 
 def gradient_and_momentum():
@@ -96,30 +83,37 @@ lion_8bit = Function(
     "lion_8bit",
     lion,
     cases=gradient_and_momentum,
-    name=None,
     outcome=Lion,
     rows={
-        "no pair": (dict(result=lambda update, packed: update), lambda it: not it.is_pair),
+        "no pair": change(
+            "return update, optimizer_memory.quantize(momentum)", "return update"
+        ),
         "exchanged": (
-            dict(result=lambda update, packed: (packed, update)),
+            lambda *args: lion(*args)[::-1],
             lambda it: isinstance(it.update, optimizer_memory.Quantized),
         ),
-        "shape": (dict(sign=jnp.sum), lambda it: it.shape != it.args[0].shape),
-        "sign of the new": (dict(share=lambda b1, b2: b2), lambda it: it.moves_by(0.95)),
-        "no sign": (dict(sign=jnp.asarray), lambda it: it.moves_by(0.9, jnp.asarray)),
-        "another": (dict(sign=lambda x: -jnp.sign(x)), lambda it: not it.moves_by(0.9)),
-        "bytes": (dict(pack=jnp.asarray), lambda it: it.stored >= 1.1),
+        "shape": (change("jnp.sign", "jnp.sum"), lambda it: it.shape != it.grad.shape),
+        "sign of the new": (
+            change("b1 * momentum + (1 - b1)", "b2 * momentum + (1 - b2)"),
+            lambda it: it.moves_by(0.95),
+        ),
+        "no sign": (change("jnp.sign", ""), lambda it: it.moves_by(0.9, jnp.asarray)),
+        "another": (change("jnp.sign", "-jnp.sign"), lambda it: not it.moves_by(0.9)),
+        "bytes": (change("optimizer_memory.quantize", ""), lambda it: it.stored >= 1.1),
         "not quantized": (
-            dict(pack=lambda x: x.astype(jnp.int8)),
+            change("optimizer_memory.quantize(momentum)", "momentum.astype(jnp.int8)"),
             lambda it: not isinstance(it.new, optimizer_memory.Quantized),
         ),
-        "old": (dict(new=lambda old, grad, b2: old), lambda it: it.keeps(it.old)),
+        "old": (
+            change("    momentum = b2 * momentum + (1 - b2) * grad\n", ""),
+            lambda it: it.keeps(it.old),
+        ),
         "unsigned": (
-            dict(pack=lambda x: optimizer_memory.quantize(x, signed=False)),
+            change("quantize(momentum)", "quantize(momentum, signed=False)"),
             lambda it: it.keeps(jnp.maximum(it.right_momentum, 0), signed=False),
         ),
         "another momentum": (
-            dict(new=lambda old, grad, b2: grad),
+            change("b2 * momentum + (1 - b2) * grad", "grad"),
             lambda it: not it.keeps(it.right_momentum),
         ),
     },

@@ -5,26 +5,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices, normal
+from course_lib.lessons.check.exercises import change, normal
+from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices
 from course_lib.many_devices import meshes
 
-STAGES_OF_GPIPE, MICROBATCHES = 4, 6
-TO_NEXT = [(stage, stage + 1) for stage in range(STAGES_OF_GPIPE - 1)]
+STAGES, MICROBATCHES = 4, 6
 
 
 def over_pipe(x):
     return jax.lax.psum(x, "pipe")
 
 
-def pipeline(kernel, x, y, *, total=over_pipe, scale=1, backward=lambda x: x, pass_on=None):
+def pass_on(h):
+    return jax.lax.ppermute(h, "pipe", [(0, 1), (1, 2), (2, 3)])
+
+
+def pipeline(kernel, x, y):
     """GPipe on one of four devices."""
-    S, stage = STAGES_OF_GPIPE, jax.lax.axis_index("pipe")
-    M = len(x)
-    pass_on = pass_on or (lambda h: jax.lax.ppermute(h, "pipe", TO_NEXT))
+    M, S, stage = len(x), STAGES, jax.lax.axis_index("pipe")
 
     def slot(carry, time):
         arrived, error = carry
-        h = jnp.where(stage == 0, x[time % M], backward(arrived))
+        h = jnp.where(stage == 0, x[time % M], arrived)
         h = h + jnp.tanh(h @ kernel[0])
         is_last = (stage == S - 1) & (time >= S - 1)
         error += jnp.where(is_last, jnp.sum((h - y[(time - S + 1) % M]) ** 2), 0.0)
@@ -32,7 +34,7 @@ def pipeline(kernel, x, y, *, total=over_pipe, scale=1, backward=lambda x: x, pa
 
     start = meshes.vary((jnp.zeros(x.shape[1:]), jnp.zeros(())), "pipe")
     (_, error), _ = jax.lax.scan(slot, start, jnp.arange(M + S - 1))
-    return total(scale * error)
+    return over_pipe(error)
 
 
 def on_one_device(kernels, x, y, residual=1):
@@ -58,7 +60,7 @@ def whole_batch(kernel, x, y):
 
 def everywhere(h):
     """Sends each activation to all devices, which keep one."""
-    stages = jnp.arange(STAGES_OF_GPIPE)[:, None, None]
+    stages = jnp.arange(STAGES)[:, None, None]
     sent = jnp.where(stages == jax.lax.axis_index("pipe") + 1, h, 0)
     return meshes.vary(over_pipe(sent)[jax.lax.axis_index("pipe")], "pipe")
 
@@ -67,7 +69,6 @@ class Losses(OnDevices):
     """The loss of each device, and what the gradient sends."""
 
     M = MICROBATCHES
-    shape = property(lambda it: np.shape(it.result)[1:])
     loss = property(lambda it: float(it.result[0]))
     wanted = property(lambda it: float(it.right[0]))
 
@@ -90,7 +91,7 @@ class Losses(OnDevices):
         return next((n for n, loss in losses.items() if self.is_loss(loss)), None)
 
     activation = property(lambda it: it.args[1][0].nbytes)
-    slots = property(lambda it: 2 * (it.M + STAGES_OF_GPIPE - 1))  # forward and backward
+    slots = property(lambda it: 2 * (it.M + STAGES - 1))  # forward and backward
     passed = property(lambda it: it.both.payload("collective-permute", "pipe") // it.activation)
     enough = property(lambda it: it.slots * it.activation)
 
@@ -105,19 +106,18 @@ gpipe = DeviceFunction(
     pipeline,
     one_device=on_one_device,
     cases=six_microbatches,
-    axes={"pipe": STAGES_OF_GPIPE},
+    axes={"pipe": STAGES},
     in_specs=(P("pipe"), P(), P()),
     stacked=True,
-    name=None,
     outcome=Losses,
     rows={
         "no number": (lambda kernel, x, y: x, lambda it: it.shape != ()),
         "last alone": (
-            dict(total=lambda x: x),
+            change("over_pipe(", "("),
             lambda it: it.are_right[-1] and not it.are_right.all(),
         ),
-        "quarter": dict(scale=1 / 4),
-        "divided": (dict(scale=1 / 6), lambda it: it.divided_by),
+        "quarter": change("(error)", "(error / 4)"),
+        "divided": (change("(error)", "(error / 6)"), lambda it: it.divided_by),
         "other y": [
             gathered(lambda w, x, y, s=s: (w, x, jnp.roll(y, s, axis=0))) for s in range(1, 6)
         ],
@@ -130,13 +130,16 @@ gpipe = DeviceFunction(
             [gathered(lambda w, x, y, n=n: (w, x[:n], y[:n])) for n in range(1, 6)],
             lambda it: it.count,
         ),
-        "too much": (dict(scale=2), lambda it: it.loss >= it.wanted * (1 + 1e-4)),
-        "another": (dict(scale=0.9), lambda it: not it.are_right.all()),
-        "gradient": (dict(backward=jax.lax.stop_gradient), lambda it: not it.gradient_is_right),
-        "gathered": (gathered(), lambda it: it.both.payload("all-gather")),
+        "too much": (
+            change("(error)", "(2 * error)"),
+            lambda it: it.loss >= it.wanted * (1 + 1e-4),
+        ),
+        "another": (change("(error)", "(0.9 * error)"), lambda it: not it.are_right.all()),
+        "gradient": change("% M], arrived", "% M], jax.lax.stop_gradient(arrived)"),
+        "gathers": gathered(),
         "passed on": (whole_batch, lambda it: it.passed > it.slots),
         "sends more": (
-            dict(pass_on=everywhere),
+            change("pass_on(", "everywhere("),
             lambda it: not it.passed or it.both.payload() > it.enough + 64,  # the loss
         ),
     },

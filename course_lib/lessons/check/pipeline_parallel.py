@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome
+from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, change
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 
 
@@ -45,9 +45,9 @@ bubble_share = Numbers(
     outcome=Shares,
     rows={
         "share": {
-            "idle by busy": (7 / 24, lambda it: abs(it.yours["share"] - 7 / 24) <= 1e-3),
-            "percent": (22.6, lambda it: it.yours["share"] > 1),
-            "another": (0.25, lambda it: not abs(it.yours["share"] - it.right["share"]) < 5e-3),
+            "idle by busy": (7 / 24, lambda it: abs(it.share - 7 / 24) <= 1e-3),
+            "percent": (22.6, lambda it: it.share > 1),
+            "another": (0.25, lambda it: not abs(it.share - it.right["share"]) < 5e-3),
         },
         "microbatches": {
             "no number": (
@@ -62,15 +62,14 @@ bubble_share = Numbers(
 )
 
 
-def order(device, S, M, *, ahead=lambda device, S: S - device, count=lambda M: M, spell=str):
-    """1F1B, or what becomes of it with another number of forwards ahead."""
-    M = count(M)
-    first = min(ahead(device, S), M)
+def order(device, S, M):
+    """1F1B."""
+    first = min(S - device, M)
     ops = [f"F{m}" for m in range(first)]
     for m in range(M):
         ops.append(f"B{m}")
         ops += [f"F{first + m}"] if first + m < M else []
-    return [spell(op) for op in ops]
+    return ops
 
 
 def of_all_devices(your_order, S, M):
@@ -107,8 +106,7 @@ def last_slot(orders):
 class Orders(Outcome):
     """The orders of all devices, in one table."""
 
-    S = property(lambda it: it.args[0])
-    M = property(lambda it: it.args[1])
+    S, M = (property(lambda it, i=i: it.args[i]) for i in (0, 1))
     last = property(lambda it: it.M - 1)
     where = property(lambda it: f"S = {it.S}, M = {it.M}")
 
@@ -156,18 +154,14 @@ one_f_one_b = Function(
     order,
     cases=lambda: [(4, 8), (3, 5), (4, 2)],
     calls=of_all_devices,
-    name=None,
     outcome=Orders,
     rows={
-        "no list": (dict(spell=str.lower), lambda it: it.misspelled),
-        "once": (dict(count=lambda M: M - 1), lambda it: it.not_once),
-        "forever": (dict(ahead=lambda device, S: S - device - 1), lambda it: it.time is None),
-        "live": (
-            [dict(ahead=lambda device, S: 100), dict(ahead=lambda device, S: S)],
-            lambda it: it.too_many,
-        ),
+        "no list": (change('f"B', 'f"b'), lambda it: it.misspelled),
+        "once": (change("range(M)", "range(M - 1)"), lambda it: it.not_once),
+        "forever": (change("S - device", "S - device - 1"), lambda it: it.time is None),
+        "live": (change("S - device", "S"), lambda it: it.too_many),
         "waits": (
-            dict(ahead=lambda device, S: max(1, S - device - 1)),
+            change("S - device", "max(1, S - device - 1)"),
             lambda it: it.time > it.least,
         ),
     },
@@ -175,9 +169,7 @@ one_f_one_b = Function(
 
 
 class Stash(Numbered):
-    """Activations, in MiB."""
-
-    per_microbatch = property(lambda it: it.yours["gpipe"] / (32 * it.right["activation"]))
+    per_microbatch = property(lambda it: it.gpipe / (32 * it.right["activation"]))
 
 
 def stashes():
@@ -203,7 +195,7 @@ stash = Numbers(
             "another": [25_600, ...],
         },
         "one_f_one_b": {
-            "all live": (3200, lambda it: it.yours["one_f_one_b"] == it.yours["gpipe"]),
+            "all live": (3200, lambda it: it.one_f_one_b == it.gpipe),
             "live": [100, ...],
         },
     },
@@ -223,9 +215,6 @@ def overwritten(M, slots):
 
 
 class Slots(Numbered):
-    """Whether some slots are enough."""
-
-    enough = property(lambda it: it.yours["enough"])
     suffices = property(lambda it: it.enough >= 1 and not overwritten(8, int(it.enough)))
 
 
@@ -249,21 +238,22 @@ class Plan(Numbered):
 
     schedules = ", ".join(schedules.SCHEDULES)
     sequences, stages, overhead, most_live, most_milliseconds = 64, 8, 0.25, 24, 240
-    schedule = property(lambda it: it.yours["schedule"])
-    M = property(lambda it: it.yours["microbatches"])
-    v = property(lambda it: it.yours["chunks"])
-    name = property(lambda it: f"{it.schedule} with M = {it.M} and v = {it.v}")
+    name = property(lambda it: f"{it.schedule} with M = {it.microbatches} and v = {it.chunks}")
 
     @functools.cached_property
     def planned(self):
         try:
-            return schedules.make(self.schedule, self.stages, int(self.M), int(self.v))
+            return schedules.make(
+                self.schedule, self.stages, int(self.microbatches), int(self.chunks)
+            )
         except ValueError as error:
             return error
 
-    chunk = property(lambda it: it.sequences / it.M / it.v)  # sequences, or milliseconds
+    chunk = property(
+        lambda it: it.sequences / it.microbatches / it.chunks
+    )  # sequences, or milliseconds
     live = property(lambda it: max(schedules.peak_live(it.planned)) * it.chunk)
-    ops = property(lambda it: 3 * it.M * it.v)
+    ops = property(lambda it: 3 * it.microbatches * it.chunks)
     work = property(lambda it: it.ops * it.chunk)
     fixed = property(lambda it: it.ops * it.overhead)
     bubble = property(lambda it: it.milliseconds - it.work - it.fixed)
@@ -280,9 +270,11 @@ fast_pipeline = Numbers(
     outcome=Plan,
     rows={
         "schedule": {"unknown": ("1F1B", lambda it: it.schedule not in schedules.SCHEDULES)},
-        "microbatches": {"no divisor": (48, lambda it: not it.M >= 1 or it.sequences % it.M)},
+        "microbatches": {
+            "no divisor": (48, lambda it: not it.microbatches >= 1 or 64 % it.microbatches)
+        },
         "chunks": {
-            "no number": (1.9, lambda it: not it.v == int(it.v) >= 1),
+            "no number": (1.9, lambda it: not it.chunks == int(it.chunks) >= 1),
             "no schedule": (
                 dict(schedule="1f1b", chunks=2),
                 lambda it: isinstance(it.planned, ValueError),

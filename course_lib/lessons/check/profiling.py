@@ -1,6 +1,5 @@
 """Checks of notebook 06's exercises."""
 
-import contextlib
 import functools
 import re
 
@@ -15,11 +14,12 @@ from course_lib.lessons.check.exercises import (
     Numbered,
     Numbers,
     Outcome,
+    change,
     in_case,
     is_wrong,
+    normal,
     share,
 )
-from course_lib.lessons.check.many_devices import normal
 from course_lib.measure import hardware
 from course_lib.one_device import profiling, rematerialization
 
@@ -29,11 +29,11 @@ SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, D, D), (B, 
 ONE_ARRAY, GRADIENTS = 4 * N * B * D / 2**20, 4 * N * D * D / 2**20
 
 
-def scan_loss(w, x, *, tanh=jnp.tanh, around=lambda layer: layer, times=1):
+def scan_loss(w, x, *, tanh=jnp.tanh, around=lambda layer: layer):
     def layer(x, w):
         return tanh(x @ w), None
 
-    return times * jnp.sum(jax.lax.scan(around(layer), x, w)[0] ** 2)
+    return jnp.sum(jax.lax.scan(around(layer), x, w)[0] ** 2)
 
 
 def stacked_mib(loss):
@@ -45,7 +45,6 @@ def stacked_mib(loss):
 class Stacked(Numbered):
     """How many MiB are stacked."""
 
-    mib = property(lambda it: it.yours["mib"])
     one, gradients, layers = ONE_ARRAY, GRADIENTS, N
     less = property(lambda it: "less" if it.mib > it.right["mib"] else "more")
 
@@ -70,7 +69,6 @@ stacked = Numbers(
 class Loss(Outcome):
     """A loss, its gradient and what it stacks, in MiB."""
 
-    shape = property(lambda it: np.shape(it.result))
     has_gradient = property(
         lambda it: close(jax.grad(it.function)(*it.args), jax.grad(scan_loss)(*it.args))
     )
@@ -86,8 +84,8 @@ class Loss(Outcome):
     )
 
 
-def rematerialized(w, x, **options):
-    return scan_loss(w, x, around=jax.checkpoint, **options)
+def rematerialized(w, x):
+    return scan_loss(w, x, around=jax.checkpoint)
 
 
 def half(w, x):
@@ -108,13 +106,12 @@ stack_less = Function(
     cases=lambda: [
         tuple(a / s for a, s in zip(normal(0, (3, 16, 16), (8, 16)), (4, 1), strict=True))
     ],
-    name=None,
     outcome=Loss,
     rows={
         "no number": (lambda w, x: x, lambda it: it.shape != ()),
-        "another": (dict(times=2), is_wrong),
+        "another": change("return", "return 2 *"),
         "gradient": (
-            lambda w, x: rematerialized(jax.lax.stop_gradient(w), x),
+            change("(w, x, ", "(jax.lax.stop_gradient(w), x, "),
             lambda it: not it.has_gradient,
         ),
         "outside": (
@@ -128,35 +125,27 @@ stack_less = Function(
 )
 
 
-PENALTY = functools.partial(jax.named_scope, "penalty")
+PENALTY = jax.named_scope("penalty")
 
 
-def penalty_step(
-    w,
-    x,
-    *,
-    named=range(3),
-    around=contextlib.nullcontext,
-    outside=contextlib.nullcontext,
-    stop=lambda w: w,
-    rate=0.1,
-    result=lambda new, value: (new, value),
-):
-    """A step of SGD; `named` are the operations of the penalty that carry its name."""
+def penalty_step(w, x):
+    """A step of SGD whose penalty has a name."""
 
-    def penalty(value):
-        for i, operation in enumerate((lambda w: w @ w, jnp.sin, jnp.exp)):
-            with jax.named_scope("penalty" if i in named else "other"):
-                value = operation(value)
-        return jnp.mean(value)
+    def penalty(w):
+        with jax.named_scope("penalty"):
+            y = w @ w
+            y = jnp.sin(y)
+            y = jnp.exp(y)
+        return jnp.mean(y)
 
     def loss(w):
-        with around():
-            return jnp.mean(jnp.tanh(x @ w)) + penalty(stop(w))
+        return jnp.mean(jnp.tanh(x @ w)) + penalty(w)
 
-    with outside():
-        value, gradient = jax.value_and_grad(loss)(w)
-        return result(w - rate * gradient, value)
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+
+
+NOT_THERE = change('"penalty"', '"other"')
 
 
 class Named(Outcome):
@@ -197,34 +186,36 @@ named_part = Function(
     "named_part",
     penalty_step,
     cases=matrices,
-    name=None,
     outcome=Named,
     rows={
-        "no name": (dict(named=()), lambda it: not it.named),
+        "no name": (NOT_THERE, lambda it: not it.named),
         "outside": (
-            dict(named=(), outside=PENALTY),
+            NOT_THERE + change("jax.value_and_grad(loss)", "PENALTY(jax.value_and_grad(loss))"),
             lambda it: not it.has(r"jvp\([^;]*penalty"),
         ),
         "not backward": (
-            dict(stop=jax.lax.stop_gradient),
+            change("+ penalty(w)", "+ penalty(jax.lax.stop_gradient(w))"),
             lambda it: not it.has(r"transpose\(jvp\([^;]*penalty"),
         ),
-        "whole loss": (dict(around=PENALTY), lambda it: it.has("/tanh$")),
+        "whole loss": (
+            change("def loss", "@PENALTY\n    def loss"),
+            lambda it: it.has("/tanh$"),
+        ),
         "a part": (
-            [dict(named=(1, 2)), dict(named=(2,)), dict(named=(0, 1))],
+            [
+                change("y = w @ w", "y = w", "+ penalty(w)", "+ penalty(w @ w)"),
+                change("            y = jnp.exp(y)\n", "", "mean(y)", "mean(jnp.exp(y))"),
+            ],
             lambda it: it.missing,
         ),
-        "shape": (
-            dict(result=lambda new, value: (value, new)),
-            lambda it: it.shape != it.args[0].shape,
-        ),
-        "numbers": (dict(rate=0.2), lambda it: not close(it.new, it.right[0])),
+        "shape": (lambda *args: penalty_step(*args)[::-1], lambda it: it.shape != it.w.shape),
+        "numbers": (change("0.1", "0.2"), lambda it: not close(it.new, it.right[0])),
     },
 )
 
 
-def utilization(forward_flops, seconds, peak, *, flops=3, of=lambda f, s, p: f / (s * p)):
-    return of(flops * forward_flops, seconds, peak)
+def utilization(forward_flops, seconds, peak):
+    return 3 * forward_flops / (seconds * peak)
 
 
 class Share(Outcome):
@@ -240,18 +231,17 @@ mfu = Function(
     "mfu",
     utilization,
     cases=lambda: [(3e12, 0.7, 27.8e12), (1e12, 2.0, 10e12)],
-    name=None,
     outcome=Share,
     rows={
-        "forward alone": dict(flops=1),
-        "backward once": dict(flops=2),
-        "recomputation": dict(flops=4),
-        "percent": dict(flops=300),
-        "no seconds": dict(of=lambda f, s, p: f / p),
-        "multiplied": dict(of=lambda f, s, p: f * s / p),
-        "a rate": dict(of=lambda f, s, p: f / s),
-        "inverse": dict(of=lambda f, s, p: s * p / f),
-        "another": (dict(of=lambda f, s, p: s / 3), in_case(0)),
+        "forward alone": change("3 *", "1 *"),
+        "backward once": change("3 *", "2 *"),
+        "recomputation": change("3 *", "4 *"),
+        "percent": change("3 *", "300 *"),
+        "no seconds": change("(seconds * peak)", "peak"),
+        "multiplied": change("/ (seconds * peak)", "* seconds / peak"),
+        "a rate": change("(seconds * peak)", "seconds"),
+        "inverse": lambda f, s, p: s * p / (3 * f),
+        "another": (lambda f, s, p: s / 3, in_case(0)),
         "other sizes": (lambda *sizes: 9 / 19.46, is_wrong),
     },
 )
@@ -273,8 +263,6 @@ def on_another_gpu():
 class OnH100(Numbered):
     """The seconds of a step, and its longer floor."""
 
-    seconds = property(lambda it: it.yours["seconds"])
-    floor = property(lambda it: it.yours["floor"])
     long = property(lambda it: "long" if it.seconds > it.right["seconds"] else "short")
     floor_seconds = property(lambda it: it.right["floors"][it.floor])
 

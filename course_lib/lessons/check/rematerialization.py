@@ -5,12 +5,17 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from course_lib import configs, measure
 from course_lib.lessons.check.answers import close, equations
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, is_wrong
-from course_lib.lessons.check.many_devices import normal
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbered,
+    Numbers,
+    Outcome,
+    change,
+    normal,
+)
 from course_lib.models import layers, parameters
 from course_lib.models.hooks import Hooks
 from course_lib.models.products import with_products
@@ -20,17 +25,20 @@ TWO_ARRAYS = 2 * 4 * 2**20
 BY_NAME = jax.checkpoint_policies.save_only_these_names("t")
 
 
-def plain_gelu(x, named=False):
+def plain_gelu(x):
     t = jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return 0.5 * x * (1 + (checkpoint_name(t, "t") if named else t))
+    return 0.5 * x * (1 + t)
+
+
+named_gelu = change("+ t)", "+ jax.ad_checkpoint.checkpoint_name(t, 't'))").of(plain_gelu)
 
 
 def keeps_tanh(primitive, *shapes, **params):
     return primitive.name == "tanh"
 
 
-def gelu(x, *, of=plain_gelu, policy=keeps_tanh):
-    return jax.checkpoint(of, policy=policy)(x)
+def gelu(x):
+    return jax.checkpoint(plain_gelu, policy=keeps_tanh)(x)
 
 
 def derivative(function, x):
@@ -40,7 +48,6 @@ def derivative(function, x):
 class Gelu(Outcome):
     """What GELU saves, and how often it computes the tanh."""
 
-    x = property(lambda it: it.args[0])
     has_derivative = property(
         lambda it: close(derivative(it.function, it.x), derivative(plain_gelu, it.x))
     )
@@ -63,37 +70,40 @@ keep_one_value = Function(
     "keep_one_value",
     gelu,
     cases=lambda: [(jnp.linspace(-3, 3, 64),)],
+    name="the result",
     outcome=Gelu,
     rows={
-        "values": (dict(of=jnp.tanh), is_wrong),
+        "another": change("plain_gelu", "jnp.tanh"),
         "derivative": (
-            dict(of=lambda x: plain_gelu(jax.lax.stop_gradient(x))),
+            change("policy=keeps_tanh)(x)", "policy=keeps_tanh)(jax.lax.stop_gradient(x))"),
             lambda it: not it.has_derivative,
         ),
-        "too few": (dict(policy=None), lambda it: it.num_bytes < TWO_ARRAYS),
+        "too few": (change("keeps_tanh", "None"), lambda it: it.num_bytes < TWO_ARRAYS),
         "too many": (plain_gelu, lambda it: it.num_bytes > TWO_ARRAYS),
         "twice": (
-            dict(of=lambda x: plain_gelu(x, named=True), policy=BY_NAME),
+            change("plain_gelu", "named_gelu", "keeps_tanh", "BY_NAME"),
             lambda it: it.tanhs != 1,
         ),
     },
 )
 
 
-def not_at_all(function):
-    return function
-
-
-def grouped(layer, w, x, *, k=8, one=jax.checkpoint, group=jax.checkpoint):
+def grouped(layer, w, x, k=8):
     """Layers in groups of k."""
 
+    @jax.checkpoint
     def add_layer(x, w):
         return layer(w, x), None
 
+    @jax.checkpoint
     def add_group(x, w):
-        return jax.lax.scan(one(add_layer), x, w)[0], None
+        return jax.lax.scan(add_layer, x, w)[0], None
 
-    return jax.lax.scan(group(add_group), x, w.reshape(-1, k, *w.shape[1:]))[0]
+    return jax.lax.scan(add_group, x, w.reshape(-1, k, *w.shape[1:]))[0]
+
+
+LAYERS_ALONE = change("    @jax.checkpoint\n    def add_group", "    def add_group")
+GROUPS_ALONE = change("    @jax.checkpoint\n    def add_layer", "    def add_layer")
 
 
 def three_levels(layer, w, x):
@@ -102,7 +112,7 @@ def three_levels(layer, w, x):
     def four_groups(w, x):
         return grouped(layer, w, x, k=4)
 
-    return grouped(four_groups, w.reshape(4, 16, 16, 16), x, k=1, one=not_at_all)
+    return GROUPS_ALONE.of(grouped)(four_groups, w.reshape(4, 16, 16, 16), x, k=1)
 
 
 class Layers(Outcome):
@@ -157,16 +167,17 @@ square_root = Function(
     "square_root",
     grouped,
     cases=weights_and_inputs,
+    name="the result",
     outcome=Layers,
     rows={
-        "another": (lambda layer, w, x: layer(w[0], x), is_wrong),
-        "one group": (dict(k=64), lambda it: it.groups == 1 and it.passes > 1),
-        "nothing": (dict(one=not_at_all, group=not_at_all), lambda it: it.passes <= 1),
-        "layers alone": (dict(group=not_at_all), lambda it: it.groups >= 64 and it.nested),
-        "no groups": (dict(k=1), lambda it: it.groups >= 64),
+        "another": lambda layer, w, x: layer(w[0], x),
+        "one group": (change("k=8", "k=64"), lambda it: it.groups == 1 and it.passes > 1),
+        "nothing": (LAYERS_ALONE + GROUPS_ALONE, lambda it: it.passes <= 1),
+        "layers alone": (LAYERS_ALONE, lambda it: it.groups >= 64 and it.nested),
+        "no groups": (change("k=8", "k=1"), lambda it: it.groups >= 64),
         "three levels": (three_levels, lambda it: it.passes > 3),
-        "groups alone": (dict(one=not_at_all), lambda it: it.passes != 3),
-        "other groups": (dict(k=4), lambda it: it.held != 16),
+        "groups alone": (GROUPS_ALONE, lambda it: it.passes != 3),
+        "other groups": (change("k=8", "k=4"), lambda it: it.held != 16),
     },
 )
 

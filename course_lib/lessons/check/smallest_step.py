@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from course_lib import measure
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome, is_wrong
-from course_lib.lessons.check.many_devices import normal
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, normal
 
 RIGHT = {"autodiff": 20, "in_place": 16, "on_host": 8}
 
@@ -30,32 +29,18 @@ def loss(w, x):
     return 0.5 * jnp.sum(outputs(w, x) ** 2)
 
 
-def layer_by_layer(
-    state,
-    w,
-    x,
-    *,
-    change=lambda state, i, dw: state.at[i].add(dw),
-    reverse=True,
-    start=lambda y: y,
-    read=lambda w, state, i: w,
-    through=None,
-):
-    """Changes the state, a sum of gradients or the weights, in the backward pass."""
+def add_gradients(total, w, x):
+    """Adds to a sum of gradients in the backward pass."""
     y, inputs = jax.lax.scan(lambda x, w: (layer(w, x), x), x, w)
 
     def one_layer(carry, turn):
-        dx, state = carry
+        dx, total = carry
         i, w, x = turn
-        w = read(w, state, i)
-        dw, dx_before = jax.vjp(layer, w, x)[1](dx)
-        state = change(state, i, dw)
-        if through:
-            dx_before = jax.vjp(layer, through(state, i), x)[1](dx)[1]
-        return (dx_before, state), None
+        dw, dx = jax.vjp(layer, w, x)[1](dx)
+        return (dx, total.at[i].add(dw)), None
 
     turns = jnp.arange(len(w)), w, inputs
-    return jax.lax.scan(one_layer, (start(y), state), turns, reverse=reverse)[0][1]
+    return jax.lax.scan(one_layer, (y, total), turns, reverse=True)[0][1]
 
 
 class InPlace(Outcome):
@@ -76,28 +61,33 @@ def arrays():
 
 add_in_place = Function(
     "add_in_place",
-    layer_by_layer,
+    add_gradients,
     cases=arrays,
     name="`total`",
     outcome=InPlace,
     rows={
-        "alone": dict(change=lambda state, i, dw: state.at[i].set(dw)),
-        "wrong order": dict(change=lambda state, i, dw: state.at[7 - i].add(dw)),
-        "first to last": dict(reverse=False),
-        "of the sum": dict(start=jnp.ones_like),
-        "another": (dict(change=lambda state, i, dw: state.at[i].add(2 * dw)), is_wrong),
+        "alone": change(".add(", ".set("),
+        "wrong order": change(".at[i]", ".at[7 - i]"),
+        "first to last": change("reverse=True", "reverse=False"),
+        "of the sum": change("(y, total)", "(jnp.ones_like(y), total)"),
+        "another": change(".add(", ".add(2 * "),
         "trees": (lambda total, w, x: total + jax.grad(loss)(w, x), lambda it: it.trees >= 0.9),
     },
 )
 
 
-def update(w, x, *, rate=0.1, read=lambda w, state, i: state[i], through=None):
+def update(w, x):
     """Reads each layer from the carry, so that one stack of weights exists."""
+    y, inputs = jax.lax.scan(lambda x, w: (layer(w, x), x), x, w)
 
-    def change(state, i, dw):
-        return state.at[i].add(-rate * dw)
+    def one_layer(carry, turn):
+        dx, new = carry
+        i, x = turn
+        dw, dx = jax.vjp(layer, new[i], x)[1](dx)
+        return (dx, new.at[i].add(-0.1 * dw)), None
 
-    return layer_by_layer(w, w, x, change=change, read=read, through=through)
+    turns = jnp.arange(len(w)), inputs
+    return jax.lax.scan(one_layer, (y, w), turns, reverse=True)[0][1]
 
 
 update_in_backward = Function(
@@ -107,11 +97,15 @@ update_in_backward = Function(
     name="w",
     outcome=InPlace,
     rows={
-        "uphill": dict(rate=-0.1),
-        "updated weights": dict(through=lambda state, i: state[i]),
-        "another": (dict(rate=0.2), is_wrong),
+        "uphill": change("-0.1", "0.1"),
+        "updated weights": change(
+            "dw, dx = jax.vjp(layer, new[i], x)[1](dx)",
+            "dw, _ = jax.vjp(layer, new[i], x)[1](dx)\n"
+            "        dx = jax.vjp(layer, new[i] - 0.1 * dw, x)[1](dx)[1]",
+        ),
+        "another": change("-0.1", "-0.2"),
         "trees": (
-            [lambda w, x: w - 0.1 * jax.grad(loss)(w, x), dict(read=lambda w, state, i: w)],
+            [lambda w, x: w - 0.1 * jax.grad(loss)(w, x), change("new[i], x)", "w[i], x)")],
             lambda it: it.trees >= 0.9,
         ),
     },

@@ -39,13 +39,7 @@ def published_steps():
 class Steps(Numbered):
     """A part of the step, on some GPUs and on twice as many."""
 
-    speedup = property(lambda it: it.yours["speedup"])
-    part = property(lambda it: it.yours["part"])
-
-    @property
-    def names(self):
-        return [name for name, seconds in published_steps()[0].parts.items() if seconds]
-
+    names = property(lambda it: [n for n, s in published_steps()[0].parts.items() if s])
     listed = property(lambda it: ", ".join(map(repr, it.names)))
     seconds = property(lambda it: published_steps()[0].parts[it.part])
     shorter = property(lambda it: it.seconds / published_steps()[1].parts[it.part])
@@ -110,13 +104,7 @@ class ThreeAxes(Outcome):
     mesh = property(lambda it: mesh_of(it.axes))
     first = property(lambda it: it.case == 0)
     where = property(lambda it: "" if it.first else "With four stages: ")
-    best = property(lambda it: it.exercise.outcome_of(make_gradient, it.case))
     type = property(lambda it: type(it.result))
-    is_pair = property(
-        lambda it: (
-            isinstance(it.result, tuple) and len(it.result) == 2 and callable(it.result[1])
-        )
-    )
     specs = property(lambda it: it.result[0])
     names = property(lambda it: sorted(batch()[0]))
     has_specs = property(
@@ -255,10 +243,9 @@ three_axes = Function(
     make_gradient,
     cases=lambda: [(CUBE, M), (LONG, M)],
     calls=lambda yours, axes, M: yours(mesh_of(axes), M),
-    name=None,
     outcome=ThreeAxes,
     rows={
-        "no pair": (lambda mesh, M: make_gradient(mesh, M)[1], lambda it: not it.is_pair),
+        "no pair": lambda mesh, M: make_gradient(mesh, M)[1],
         "specs": (lambda mesh, M: ({}, make_gradient(mesh, M)[1]), lambda it: not it.has_specs),
         "cut": (Rewritten('"pipe", None, None, "tensor"', '"pipe"'), lambda it: it.cut),
         "waits": (Rewritten("params = vary(", "vary("), lambda it: it.waits),

@@ -9,7 +9,14 @@ import numpy as np
 
 from course_lib.lessons import tiny_transformer
 from course_lib.lessons.check.answers import close
-from course_lib.lessons.check.exercises import Function, Numbered, Numbers, Outcome, in_case
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbered,
+    Numbers,
+    Outcome,
+    change,
+    in_case,
+)
 
 
 def count(N, D, V, L):
@@ -59,7 +66,7 @@ class Count(Outcome):
     """A number of parameters, and which mistakes explain it."""
 
     missing = property(lambda it: it.right - it.result)
-    model = property(lambda it: f"{it.args[0]} layers of width {it.args[1]}")
+    model = property(lambda it: f"{it.N} layers of width {it.D}")
     amount = property(
         lambda it: f"{abs(it.missing):,} too {'few' if it.missing > 0 else 'many'}"
     )
@@ -91,7 +98,6 @@ count_parameters = Function(
     "count_parameters",
     count,
     cases=lambda: [(24, 512, 2048, 512), (6, 1024, 2048, 512), (2, 128, 1000, 64)],
-    name=None,
     outcome=Count,
     rows={
         **{row: with_mistake(row) for group in lacks(1, 1, 1, 1) for row in group},
@@ -103,7 +109,6 @@ count_parameters = Function(
 class Bytes(Numbered):
     """Bytes at a length."""
 
-    length = property(lambda it: it.yours["length"])
     scores = property(lambda it: 4 * 8 * it.length**2 / 2**20)
     mlp = property(lambda it: 2 * 4096 * it.length / 2**20)
 
@@ -145,25 +150,15 @@ def skips(x):
     return causal(x).at[1, 2].add(-0.1 * x[3, 3])
 
 
-def looks(
-    forward,
-    x,
-    *,
-    reduce=lambda jacobian: jnp.abs(jacobian).sum(1),
-    positions=range(6),
-    reads=lambda of_t, t: of_t[t + 1 :],
-):
-    """Whether any of these positions reads a later one."""
-    jacobian = reduce(jax.jacobian(forward)(x))  # [position, later position, feature]
-    return any(bool((jnp.abs(reads(jacobian[t], t)) > 1e-5).any()) for t in positions)
-
-
-class Shaped(Outcome):
-    shape = property(lambda it: np.shape(it.result))
+def looks(forward, x):
+    """Whether any position reads a later one."""
+    jacobian = jax.jacobian(forward)(x)  # [position, feature, other position, its feature]
+    reads = jnp.abs(jacobian).sum(1) > 1e-5
+    return any(bool(reads[t, t + 1 :].any()) for t in range(6))
 
 
 def is_wrong_about(function):
-    return lambda it: it.args[0] is function and bool(it.result) != it.right
+    return lambda it: it.forward is function and bool(it.result) != it.right
 
 
 looks_ahead = Function(
@@ -173,24 +168,16 @@ looks_ahead = Function(
         (forward, jax.random.normal(jax.random.key(0), (6, 4)))
         for forward in (causal, mixes_all, leaks_at_the_end, skips, cancels)
     ],
-    name=None,
-    outcome=Shaped,
     rows={
         "array": (lambda forward, x: jnp.ones((6, 6)), lambda it: np.ndim(it.result) > 0),
-        "causal": (
-            [lambda forward, x: True, dict(reads=lambda of_t, t: of_t[t:])],
-            is_wrong_about(causal),
-        ),
+        "causal": (change("t + 1 :", "t:"), is_wrong_about(causal)),
         "mixes all": (lambda forward, x: False, is_wrong_about(mixes_all)),
-        "last position": (dict(positions=range(3)), is_wrong_about(leaks_at_the_end)),
+        "last position": (change("range(6)", "range(3)"), is_wrong_about(leaks_at_the_end)),
         "two ahead": (
-            [
-                dict(reads=lambda of_t, t: of_t[t + 1 : t + 2]),
-                dict(reduce=lambda j: jnp.maximum(j, 0).sum(1)),
-            ],
+            [change("t + 1 :", "t + 1 : t + 2"), change("jnp.abs(", "jnp.maximum(0, ")],
             is_wrong_about(skips),
         ),
-        "cancels": (dict(reduce=lambda j: j.sum(1)), is_wrong_about(cancels)),
+        "cancels": (change("(jacobian).sum(1)", "(jacobian.sum(1))"), is_wrong_about(cancels)),
     },
 )
 
@@ -199,15 +186,16 @@ def layer(w, x):
     return x + jnp.tanh(x @ w)
 
 
-def scan(layer, w, x, *, of=lambda w: w, result=lambda carry, outputs: carry):
-    return result(*jax.lax.scan(lambda x, w: (layer(w, x),) * 2, x, of(w)))
+def scan(layer, w, x):
+    carry, outputs = jax.lax.scan(lambda x, w: (layer(w, x),) * 2, x, w)
+    return carry
 
 
 def loop(layer, w, x):
     return functools.reduce(lambda x, w: layer(w, x), w, x)
 
 
-class Program(Shaped):
+class Program(Outcome):
     """The result, and how long the program is."""
 
     @functools.cached_property
@@ -223,8 +211,7 @@ class Program(Shaped):
 
     @property
     def is_one_layer(self):
-        _, w, x = self.args
-        return any(close(self.result, layer(one, x)) for one in (w[0], w[-1]))
+        return any(close(self.result, layer(w, self.x)) for w in (self.w[0], self.w[-1]))
 
 
 def layers_and_x():
@@ -236,25 +223,15 @@ scan_over_layers = Function(
     "scan_over_layers",
     scan,
     cases=layers_and_x,
-    name=None,
     outcome=Program,
     rows={
         "pair": (
-            [
-                dict(result=lambda carry, outputs: (carry, outputs)),
-                lambda layer, w, x: (x, None),
-            ],
+            change("return carry", "return carry, outputs"),
             lambda it: isinstance(it.result, tuple | list),
         ),
-        "shape": (
-            dict(result=lambda carry, outputs: outputs),
-            lambda it: np.shape(it.result) != it.args[2].shape,
-        ),
-        "one layer": (
-            [dict(of=lambda w: w[:1]), dict(of=lambda w: w[-1:])],
-            in_case(0, lambda it: it.is_one_layer),
-        ),
-        "another": (dict(of=lambda w: w[::-1]), in_case(0)),
+        "shape": change("return carry", "return outputs"),
+        "one layer": (change("x, w)\n", "x, w[:1])\n"), in_case(0, lambda it: it.is_one_layer)),
+        "another": (change("x, w)\n", "x, w[::-1])\n"), in_case(0)),
         "five layers": (
             lambda layer, w, x: jax.lax.fori_loop(0, 5, lambda i, x: layer(w[i], x), x),
             in_case(1),

@@ -62,19 +62,14 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
 
 
 def _where_to_look(notebook: int, largest: str, submission: Score, program: Program) -> str:
-    """Returns what to look at for the level of a notebook of Part III. `largest` is a sentence
-    without its end, on the largest temporary of the compiled step.
-    """
+    """Returns what to look at for the level of a notebook of Part III."""
     if notebook == 15:
         return (
             "If the small step has more FLOPs than the first one, it computes blocks or logits"
             " twice. Does the gradient of the logits have to wait for the backward pass?"
         )
     if notebook == 16:
-        by_kind = program.traffic.by_kind()
-        moved = ", ".join(
-            f"{kind} {n / program.traffic.bytes:.0%}" for kind, n in list(by_kind.items())[:3]
-        )
+        moved = _moved(program, 3)
         return f"{largest}. The bytes are moved by {moved}. Which arrays grow with L squared?"
     if notebook == 19:
         return (
@@ -93,15 +88,16 @@ def _where_to_look(notebook: int, largest: str, submission: Score, program: Prog
 def _slow(submission: Score, program: Program) -> str:
     """Returns where the time of a step comes from, and the memory that is free."""
     free = measure.gib(max(score.limit(submission.gpu) - submission.peak, 0))
-    kinds = [
-        f"{kind} {bytes / program.traffic.bytes:.0%}"
-        for kind, bytes in list(program.traffic.by_kind().items())[:4]
-    ]
     return (
         f"Small enough; now fast. {free} are free, {submission.extra_flops:.0%} of the FLOPs"
-        f" are extra, and the bytes are moved by {', '.join(kinds)}. Which of your savings"
+        f" are extra, and the bytes are moved by {_moved(program, 4)}. Which of your savings"
         " costs time, and is not needed to fit? (Notebook 6.)"
     )
+
+
+def _moved(program: Program, most: int) -> str:
+    kinds = list(program.traffic.by_kind().items())[:most]
+    return ", ".join(f"{kind} {n / program.traffic.bytes:.0%}" for kind, n in kinds)
 
 
 def _spell(array: measure.LiveArray) -> str:

@@ -17,21 +17,15 @@ def table(
     names: Sequence[str] = (),
     compute: Callable[[str], dict[str, Any]] | None = None,
 ) -> list[Score]:
-    """Returns the first step and the recorded moves, in the order of the notebooks.
-
-    Args:
-      gpu: "a5000", or "t4" for the moves of Part I in float16.
-      names: of moves to record, as `tools/draw_game.py` does with
-      compute: which returns the row of one.
+    """Returns the first step and the recorded moves, in the order of the notebooks. On a "t4"
+    they are those of Part I, in float16. `compute` records the row of each of `names`.
     """
     sizes = dataclasses.asdict(model.REAL)
     del sizes["optimizer"]
     rows = recorded.partly_live(
         f"game_{gpu}", compute or _refuse, [], cases=names, sizes=sizes, accelerator=gpu
     ).rows
-    return [
-        Score(**{key: value for key, value in row.items() if key != "case"}) for row in rows
-    ]
+    return [Score(**{key: row[key] for key in row if key != "case"}) for row in rows]
 
 
 def _refuse(name: str) -> dict[str, Any]:

@@ -47,17 +47,14 @@ class Score:
 
     @property
     def fits(self) -> bool:
-        """Whether nine tenths of the GPU's memory suffice."""
         return self.peak <= limit(self.gpu)
 
     @property
     def small(self) -> bool:
-        """Whether the target for memory is reached."""
         return self.fits and self.peak <= SMALL_PEAK
 
     @property
     def fast(self) -> bool:
-        """Whether the target for the time is reached by a step that fits."""
         return self.fits and self.seconds <= fast_seconds(self.gpu)
 
 
@@ -82,11 +79,9 @@ class Level:
     optimizer: str | None = "adamw"  # the one to train with; None: any
 
     def seconds(self, gpu: str) -> float:
-        """Returns the attainable time that a step may take on a GPU."""
         return seconds_for(self.traffic, gpu)
 
     def is_reached(self, one: Score) -> bool:
-        """Whether a submission reaches it."""
         return (
             one.fits
             and one.peak <= self.peak
@@ -117,13 +112,12 @@ def open_levels(submissions: Sequence[Score]) -> list[Level]:
 
 
 def next_level(submissions: Sequence[Score]) -> Level | None:
-    """Returns the open level that no submission reaches yet; None if there is none."""
-    ahead = [level for level in open_levels(submissions) if not is_reached(level, submissions)]
-    return ahead[0] if ahead else None
+    """Returns the open level that no submission reaches yet."""
+    levels = open_levels(submissions)
+    return next((one for one in levels if not is_reached(one, submissions)), None)
 
 
 def is_reached(level: Level, submissions: Sequence[Score]) -> bool:
-    """Whether any submission reaches a level."""
     return any(level.is_reached(one) for one in submissions)
 
 
@@ -133,14 +127,12 @@ def limit(gpu: str) -> int:
 
 
 def fast_seconds(gpu: str) -> float:
-    """Returns the target for the time: a step with `FAST_BYTES` and no extra FLOPs."""
+    """Returns the target for the time."""
     return seconds_for(FAST_BYTES, gpu)
 
 
 def seconds_for(traffic: int, gpu: str) -> float:
-    """Returns the attainable time of a step with the first step's FLOPs, all in 16 bits, that
-    moves `traffic` bytes of the GPU's memory.
-    """
+    """Returns the attainable time of the first step's FLOPs in 16 bits and these bytes."""
     half = measure.Flops({half_dtype(gpu): reference_flops()}, {})
     return measure.attainable_seconds(half, measure.Traffic(traffic, ()), hardware.get(gpu))
 
@@ -152,7 +144,6 @@ def half_dtype(gpu: str) -> str:
 
 @functools.cache
 def reference_flops() -> int:
-    """Returns the FLOPs of the first step."""
     return sum(measure.flops(model.first_step(model.REAL), *arguments()).total.values())
 
 
@@ -170,7 +161,6 @@ def arguments(setup: Setup = FIRST) -> tuple[Any, Any]:
 
 
 def state_bytes(setup: Setup = FIRST) -> int:
-    """Returns the bytes of the parameters and of the optimizer's state."""
     state, _ = arguments(setup)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
@@ -222,7 +212,7 @@ def compile_step(
     )
     heap = measure.heap(lowered)
     traffic = measure.traffic(heap.compiled)
-    temporaries = [array for array in heap.arrays if array.kind == "temporary"]
+    temporaries = (array for array in heap.arrays if array.kind == "temporary")
     score = Score(
         name=name,
         gpu=gpu,
@@ -234,4 +224,4 @@ def compile_step(
         moments=setup.moments,
     )
     aliased = measure.memory(heap.compiled).aliased
-    return score, Program(flops, traffic, aliased, next(iter(temporaries), None))
+    return score, Program(flops, traffic, aliased, next(temporaries, None))

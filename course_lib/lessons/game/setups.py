@@ -10,7 +10,7 @@ from typing import Any
 import optax
 
 from course_lib import configs, optimizers
-from course_lib.lessons.check.answers import WrongAnswer, require
+from course_lib.lessons.check.answers import require
 from course_lib.lessons.game import model
 from course_lib.smaller_and_faster import offload
 
@@ -52,14 +52,12 @@ def make(name: str) -> optax.GradientTransformation:
 
 def read(optimizer: str, moments: str) -> Setup:
     """Returns the setup of a submission."""
-    for argument, value, known in (
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("moments", moments, MOMENTS),
-    ):
-        require(value in known, f"{argument}={value!r} must be one of {', '.join(known)}.")
-    if moments == "host" and optimizer not in ("adamw", "lion"):
-        raise WrongAnswer(
-            f"moments='host' needs an optimizer that treats each parameter by itself and keeps"
-            f" moments of its shape: 'adamw' or 'lion', not {optimizer!r}."
-        )
+    known = {"optimizer": (optimizer, OPTIMIZERS), "moments": (moments, MOMENTS)}
+    for argument, (value, names) in known.items():
+        require(value in names, f"{argument}={value!r} must be one of {', '.join(names)}.")
+    require(
+        moments == "device" or optimizer in ("adamw", "lion"),
+        f"moments='host' needs an optimizer that treats each parameter by itself and keeps"
+        f" moments of its shape: 'adamw' or 'lion', not {optimizer!r}.",
+    )
     return Setup(optimizer, moments)

@@ -24,10 +24,9 @@ def submit(
 ) -> None:
     """Checks and scores a training step of the game. Prints; never raises.
 
-    First it compares the updates on a small model. Then it compiles the step of
-    `game.REAL` for a GPU that need not be there, and prints its memory, its attainable time,
-    its extra FLOPs and its traffic to the host, beside the targets and the earlier submissions.
-    The last line is a hint for the next move.
+    First it compares the updates on a small model. Then it compiles the step of `game.REAL` for
+    a GPU that need not be there, and prints its costs beside the targets and the earlier
+    submissions. The last line is a hint for the next move.
 
     Args:
       make_step: `make_step(config) -> step`, where `step(state, batch) -> (state, loss)`. The
@@ -35,16 +34,12 @@ def submit(
         batch is int32 tokens [batch_size length+1]. Begin with `game.first_step`.
       gpu: the name of a GPU in `hardware`.
       name: of the submission in the table; the function's if it is empty.
-      optimizer: the name of `config.optimizer`, one of `setups.OPTIMIZERS`. All but "adamw"
-        make other updates than the first step, so the score names it.
-      moments: the memory that the optimizer's moments are in before and after a step, "device"
-        or "host".
+      optimizer: the name of `config.optimizer`, one of `setups.OPTIMIZERS`.
+      moments: the memory that the optimizer's moments are in between steps, "device" or "host".
     """
     try:
-        require(
-            gpu in _gpus(),
-            f"gpu={gpu!r} must be one of {', '.join(_gpus())}.",
-        )
+        gpus = [one for one in hardware.names() if hardware.get(one).platform == "gpu"]
+        require(gpu in gpus, f"gpu={gpu!r} must be one of {', '.join(gpus)}.")
         setup = setups.read(optimizer, moments)
         if moments == "host" and (reason := offload.why_unavailable()):
             print(f"Moments on the host cannot be checked here: {reason}.")
@@ -81,14 +76,14 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
         {"name": "target: small", "peak GiB": score.SMALL_PEAK / GIB},
         {"name": "target: fast", "attainable ms": 1e3 * score.fast_seconds(gpu)},
     ]
-    for level in score.open_levels(submissions):
-        targets.append(
-            {
-                "name": f"target {level.notebook}: {level.name}",
-                "peak GiB": level.peak / GIB,
-                "attainable ms": 1e3 * level.seconds(gpu),
-            }
-        )
+    targets += [
+        {
+            "name": f"target {level.notebook}: {level.name}",
+            "peak GiB": level.peak / GIB,
+            "attainable ms": 1e3 * level.seconds(gpu),
+        }
+        for level in score.open_levels(submissions)
+    ]
     rows = [
         {
             "#": number,
@@ -132,12 +127,8 @@ def _optimizer(one: Score) -> str:
     return one.optimizer if one.moments == "device" else f"{one.optimizer}, on the host"
 
 
-def _gpus() -> list[str]:
-    return [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
-
-
 def _show(figure: Any) -> None:
-    """Displays a picture in a notebook, and nothing elsewhere."""
+    """Displays a picture, in a notebook only."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
         from IPython.display import display

@@ -9,6 +9,7 @@ A step with another optimizer, or with moments on the host, then runs once more,
 optimizer. Its updates must be those that the optimizer computes from the step's own gradient.
 """
 
+import collections
 import functools
 from typing import Any
 
@@ -100,8 +101,7 @@ def copy_of(config: model.Config, state: PyTree, setup: Setup) -> PyTree:
 
 def memories(tree: PyTree) -> dict[str, int]:
     """Returns the number of a tree's arrays in each memory."""
-    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    return dict(collections.Counter(a.sharding.memory_kind for a in jax.tree.leaves(tree)))
 
 
 def memories_after(step: Any, state: PyTree, batch: Any) -> dict[str, int]:
@@ -110,8 +110,7 @@ def memories_after(step: Any, state: PyTree, batch: Any) -> dict[str, int]:
     """
     names = {jax.memory.Space.Host: "pinned_host", jax.memory.Space.Device: "device"}
     results = jax.make_jaxpr(step)(state, batch).out_avals[: len(jax.tree.leaves(state))]
-    kinds = [names[result.memory_space] for result in results]
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    return dict(collections.Counter(names[result.memory_space] for result in results))
 
 
 def _same_memories(new: dict[str, int], old: dict[str, int]) -> None:
@@ -128,9 +127,7 @@ def _numbers(leaf: jax.Array) -> np.ndarray:
 
 
 def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
-    """Compares a step's updates with those that its optimizer computes from its gradient,
-    `yours`. Raises WrongAnswer if they differ.
-    """
+    """Raises WrongAnswer unless a step's updates are those of its gradient, `yours`."""
     config, update, opt_state = second_step(setup)
     params = jax.tree.map(jnp.array, start()[0][0])
     _, (new, new_state) = one_step(make_step, config, (params, opt_state), setup)
