@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = tomllib.loads((ROOT / "tools" / "net.toml").read_text())
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "runs", "*.ipynb")
-PYTEST = "-m pytest -q --tb=line -n 0 -p no:nbval".split()
+PYTEST = "-m pytest -q --tb=short -n 0 -p no:nbval".split()
 FOUND = "found by"
 
 
@@ -36,11 +36,14 @@ def tests_of(fault: dict[str, str]) -> list[str]:
 
 def pytest(copy: Path, *args: str) -> tuple[int, str]:
     """Runs tests in a copy; returns pytest's exit code and the last line that says why."""
-    programs = {"JAX_COMPILATION_CACHE_DIR": str(copy.parent / "programs")}
-    programs |= dict.fromkeys(("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",), "0")
-    programs |= dict.fromkeys(("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",), "-1")
     command = [sys.executable, *PYTEST, *args]
-    environment = os.environ | programs | {"PYTHONPATH": str(copy)}
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        "COLUMNS": "300",  # of pytest's line about a failure
+        "JAX_COMPILATION_CACHE_DIR": str(copy.parent / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     try:
         run = subprocess.run(
