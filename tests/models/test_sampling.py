@@ -57,6 +57,9 @@ def test_tokens_are_drawn_as_often_as_the_model_expects_them():
     shares = np.bincount(np.array(drawn).ravel(), minlength=VOCAB) / drawn.size
     # four standard deviations of 4000 draws
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.2, 0, 0], atol=0.03)
+    # each with a key of its own: two in a row are equal as often as chance says
+    equal = (drawn[:, 1:] == drawn[:, :-1]).mean()
+    np.testing.assert_allclose(equal, 0.5**2 + 0.3**2 + 0.2**2, atol=0.05)
 
 
 def test_a_low_temperature_takes_the_likeliest_and_a_high_one_takes_any():

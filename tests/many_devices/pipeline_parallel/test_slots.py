@@ -128,3 +128,5 @@ def test_a_device_waits_for_its_neighbours_only():
     assert slots.lockstep(later, {"F": 1.0}) == 1  # two columns at once
     beside = dataclasses.replace(found, table=((F, None), (None, F), row, row, row))
     assert slots.lockstep(beside, {"F": 1.0}) == 2
+    before = dataclasses.replace(found, table=((None, F), (F, None), row, row, row))
+    assert slots.lockstep(before, {"F": 1.0}) == 2

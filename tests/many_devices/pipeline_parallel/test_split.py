@@ -134,6 +134,7 @@ def test_a_mask_is_made_again_and_a_dropout_mask_is_saved_in_one_byte_each():
     extra = collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in dropped)
     extra -= collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in plain)
     assert extra[(B, L, D), "bool"] == 2
+    assert not any(leaf.dtype == bool for leaf in plain)  # in whatever shape
     assert not any(leaf.shape == (L, L) for leaf in (*plain, *dropped))
 
 
