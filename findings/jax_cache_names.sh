@@ -11,8 +11,7 @@
 # profile and a plan of memory name operations by the scopes of the source. But the cache's key
 # leaves out all names and source lines, unless JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY=1.
 # So what looks like a profile of one model may have the names of the model that was compiled
-# before it, in another process and on another day. JAX's documentation of the option speaks of
-# stale file names and line numbers only.
+# before it, in another process and on another day.
 #
 # Needs Python 3.12 or newer: PYTHON=python3.13 findings/jax_cache_names.sh
 set -eu

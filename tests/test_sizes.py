@@ -189,8 +189,6 @@ def loaded_by(nodes):
 
 # Of Part I, and of the others.
 MOST_LINES = {True: 7_000, False: 10_000}
-# Notebooks that still load more: none may grow.
-MORE_LINES = {"06_profiling": 7_022, "21_train_for_real": 10_322}
 
 
 @pytest.mark.parametrize("name", sorted(STORED))
@@ -206,5 +204,5 @@ def test_the_imports_of_a_notebook_load_a_part_of_the_library(name):
         parent = {module.rpartition(".")[0]} - {""}
         waiting |= (parent | loaded_by(nodes_of(module))) - loaded
     lines = {module: len(file_of(module).read_text().splitlines()) for module in loaded}
-    most = MORE_LINES.get(name, MOST_LINES[name < "07"])
+    most = MOST_LINES[name < "07"]
     assert sum(lines.values()) <= most, sorted(lines.items(), key=lambda each: -each[1])
