@@ -19,8 +19,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import arguments, fields, optimizers
 from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Free, Rounding, Rule
-from course_lib.measure import hardware
-from course_lib.measure import virtual as virtual  # must act before JAX looks for devices
+from course_lib.measure import hardware  # `measure` acts before JAX looks for devices
 from course_lib.measure.hardware import Accelerator
 from course_lib.models import attention, configuration
 from course_lib.models.configuration import MODEL
@@ -38,8 +37,8 @@ OPTIMIZER = dict(
     warmup_steps=Field(10, NOT_NEGATIVE),  # from 0 to the peak
     decay_rate=Field(0.99, RATE),  # "warmup_exponential": multiplies the rate in each step
     total_steps=1000,  # "warmup_cosine": when the rate reaches 0
-    b1=Field(0.9, FRACTION),  # Adam's memory of gradients, about 1 / (1 - b1) steps
-    b2=Field(0.999, FRACTION),  # Adam's memory of their squares
+    b1=Field(0.9, FRACTION),  # Adam, Lion: memory of gradients, about 1 / (1 - b1) steps
+    b2=Field(0.999, FRACTION),  # Adam: of their squares; Lion: of gradients, and wants 0.99
     weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
     clip_norm=0.0,  # scales gradients down to that norm; 0: no clipping
     offload=False,  # moments in the host's memory, streamed layer by layer

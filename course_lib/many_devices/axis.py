@@ -1,8 +1,10 @@
 """A strategy as a value: what the mesh axis of its name divides, and how.
 
 The module of a strategy ends with its `Axis`; `meshes.MODULES` lists the modules. Shardings,
-hooks, losses and errors are loops over the axes that a mesh uses (`used`). What an axis sends
-is a generator of its name in `planner.events`.
+hooks, losses and errors are loops over the axes that a mesh uses (`used`). Two rules depend on
+the `Strategy`, too, and stand in `strategies`: ZeRO's (`layout_of`) and that of sequence
+parallelism (`activation_rules`). What an axis sends is a generator of its name in
+`planner.events`.
 """
 
 import dataclasses

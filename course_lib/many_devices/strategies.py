@@ -60,6 +60,11 @@ def _check_strategy(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy
         num_minibatches=config.training.num_minibatches,
         accumulator_dtype=config.training.accumulator_dtype,
     )
+    if config.optimizer.offload and mesh.size > 1:
+        raise ValueError(
+            f"optimizer.offload=True must be False on {mesh.size} devices: moments are streamed"
+            " to one device; divide them instead, with ZeRO (strategy.zero=1)"
+        )
     if config.training.backward == "in_place" and mesh.size > 1:
         raise ValueError(
             f"training.backward='in_place' must be 'autodiff' on {mesh.size} devices: the"
@@ -145,7 +150,11 @@ def of_checked(
     `skip_not_finite` is that of `training.make_train_step`.
     """
     _check_strategy(config, mesh, strategy)
-    _check_offload(config, mesh, skip_not_finite)
+    if config.optimizer.offload and skip_not_finite:
+        raise ValueError(
+            "optimizer.offload=True must have run.non_finite='stop': an update is skipped after"
+            " it is computed, when the old moments on the host are overwritten"
+        )
     config = FrozenConfigDict(config)
     apply_fn, _, init = training.functions(config)
     optimizer = optimizers.from_config(config.optimizer)
@@ -167,21 +176,6 @@ def of_checked(
         init, apply_fn = _in_stages(init, apply_fn, mesh, strategy, placed)
     init = jax.jit(init, out_shardings=placed)
     return Run(config, apply_fn, evaluated, train_step, init, mesh, specs)
-
-
-def _check_offload(config: ConfigDict, mesh: Mesh, skip_not_finite: bool) -> None:
-    if not config.optimizer.offload:
-        return
-    if mesh.size > 1:
-        raise ValueError(
-            f"optimizer.offload=True must be False on {mesh.size} devices: moments are streamed"
-            " to one device; divide them instead, with ZeRO (strategy.zero=1)"
-        )
-    if skip_not_finite:
-        raise ValueError(
-            "optimizer.offload=True must have run.non_finite='stop': an update is skipped after"
-            " it is computed, when the old moments on the host are overwritten"
-        )
 
 
 def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:

@@ -25,7 +25,7 @@ MODEL = dict(
     mlp_expansion=4,  # F / D: most of the activations are the MLP's hidden ones
     vocab_size=2048,  # rows of the token table; at least the tokenizer's
     num_outputs=2048,  # V: the loss holds several times 4 * B * L * V bytes of logits
-    max_seq_len=512,  # rows of the position table; scores take H * L * L without flash
+    max_seq_len=512,  # learned positions; scores take H * L * L without flash
     dropout_rate=Field(0.1, FRACTION),  # with 0, no random numbers and no masks
     causal_mask=True,  # without it every position sees its own label
     dtype=Field("bfloat16", DTYPES),  # of activations; float16 needs a loss scale
@@ -67,7 +67,7 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
     """Yields an error for each rule between fields of a model that it breaks."""
     remat, names, width = tuple(m.remat), tuple(m.remat_names), m.hidden_size
     in_parts = {"MLP", "Attn"} & set(remat)
-    if seq_len > m.max_seq_len:
+    if m.positions == "learned" and seq_len > m.max_seq_len:
         yield (
             f"seq_len={seq_len} must be at most max_seq_len={m.max_seq_len}: later positions"
             " have no embedding; raise max_seq_len or cut the sequences"

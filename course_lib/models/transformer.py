@@ -151,7 +151,7 @@ def function(
 
 
 class Parts(NamedTuple):
-    """The model as three functions, for those who run it layer by layer."""
+    """The model as functions, for those who run it layer by layer."""
 
     embed: Callable[[Params, Array], Array]  # (params, tokens) -> activations [B L D]
     layer: Callable[[Params, Array, Key], Array]  # (params of one layer, activations, key)

@@ -57,7 +57,7 @@ def measure(grad_fn: GradFn, params: PyTree, batches: Sequence[Any]) -> Noise:
     of a batch; for a language model, a sequence.
 
     Args:
-      grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called without dropout.
+      grad_fn: `grad_fn(params, batch, rng) -> (grads, metrics)`; called with `rng=None`.
         Each such function is compiled once.
       params: pytree of parameters.
       batches: at least two pytrees of arrays [B, ...], all with the same B and sum of weights.

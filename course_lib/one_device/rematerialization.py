@@ -71,29 +71,6 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     }[name]
 
 
-def check(
-    remat: Sequence[str], policy_name: str = "nothing", names: Sequence[str] = ()
-) -> None:
-    """Refuses options that do not exist, or that would change nothing."""
-    for field, value in (("remat", remat), ("remat_names", names)):
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ValueError(
-                f"{field}={value!r} must be a tuple, as ({value!r},): a string would be read"
-                " letter by letter"
-            )
-    for module in remat:
-        if module not in MODULES:
-            raise ValueError(
-                f"remat={tuple(remat)!r} must hold names from {MODULES}: there is no {module!r}"
-            )
-    policy(policy_name, names)
-    if policy_name != "nothing" and not remat:
-        raise ValueError(
-            f"remat_policy={policy_name!r} must be 'nothing' for remat=(): it says what to keep"
-            f" inside of rematerialized modules, and there are none; name some of {MODULES}"
-        )
-
-
 @dataclass(frozen=True)
 class Residual:
     """One array that the forward pass leaves for the backward pass."""

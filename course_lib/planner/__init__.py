@@ -9,8 +9,9 @@
     planner.ranked(planner.Frameworks(shape, batch), cluster)
 
 No device is needed. `events` lists what travels: (kind, axes, bytes, times, beside). Bytes are
-the sum of that list, seconds their price on a cluster (`price`), and memory is what is kept of
-parameters and activations (`memory`). `estimate` has bytes and seconds side by side.
+the sum of that list. Seconds are the price of that list on a cluster (`price`), without norms,
+biases and the few numbers per label that a loss sends. Memory is what is kept of parameters and
+activations (`memory`). `estimate` has bytes and seconds side by side.
 """
 
 import importlib

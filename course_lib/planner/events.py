@@ -2,7 +2,7 @@
 
     found = events(step)
     sent(step)                # bytes per step along each axis: the sum of the list
-    price.seconds(...)        # prices the same list on a cluster
+    price.seconds(...)        # prices the list on a cluster
 
 An event is one collective. It belongs to a pass of one layer ("forward", "backward"), to the
 output layer ("head") or to the embedding, and takes place `times` in each of them, for each
@@ -27,7 +27,7 @@ class Event(NamedTuple):
     bytes: float  # of the whole array; of one rank's for an "all_to_all" or a "shift"
     times: float = 1
     part: str = "step"  # "forward", "backward", "head", "embedding" or "step"
-    beside: str = ""  # what is computed meanwhile: a name of `price.BESIDE`; "": nothing
+    beside: str = ""  # what is computed meanwhile: a name of `price.rooms`; "": nothing
 
 
 class Recomputed(NamedTuple):

@@ -65,7 +65,7 @@ def of_framework(step: Step) -> dict[str, float]:
     # without a schedule of this course: the stage's own table
     tables = shape.vocab * shape.width * (1 if shape.tied or p > 1 else 2)
     numbers = (step.stage_layers * shape.layer + tables) / (f * t)
-    whole = 2 * shape.layer + 2 * shape.vocab * shape.width
+    whole = 2 * shape.layer + (1 if shape.tied else 2) * shape.vocab * shape.width
 
     cut = t if plan.sequence_parallel else 1
     T, D, q = step.tokens, shape.width, shape.heads * shape.head_dim

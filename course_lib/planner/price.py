@@ -189,7 +189,7 @@ class Breakdown:
         return self.model_seconds / self.total
 
 
-class Ledger:
+class Exposure:
     """Exposed and hidden seconds by axis, and seconds of computing that hide nothing yet."""
 
     def __init__(self, plan: Plan, cluster: Cluster, free: dict[str, float]) -> None:
@@ -252,7 +252,7 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         "weights": computing(works["weights"]),
     }
     free["embedding"] = {}
-    passes = {part: Ledger(plan, cluster, each) for part, each in free.items()}
+    passes = {part: Exposure(plan, cluster, each) for part, each in free.items()}
     for event in found:
         if event.part != "step":
             passes[event.part].take(event, event.times)
@@ -271,7 +271,7 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     beside = 1.0 if plan.schedule is not None else (1 + (v - 1) * p) / v
     steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
     microbatch = layers * (unused["forward"] + unused["backward"]) + unused["head"] / p
-    whole = Ledger(
+    whole = Exposure(
         plan,
         cluster,
         {
@@ -287,21 +287,10 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         elif event.part == "step":
             whole.take(event, 1, event.times)
 
-    # 3. Waiting. The mean over stages: only the last one has the output layer.
-    mean, bubble = layers * (lasts["forward"] + lasts["backward"]) + lasts["head"] / p, 0.0
-    if p > 1 and plan.schedule is None:  # Narayanan et al., 2021, section 2.2
-        (one,) = (whole.once(event) for event in found if event.axes == ("pipe",))
-        bubble = (p - 1) / v * (mean + 2 * v * one) + m * (lasts["head"] - lasts["head"] / p)
-    elif plan.schedule is not None and p > 1:
-        weights = layers * computing(works["weights"])
-        ops = {"F": layers * lasts["forward"], "W": weights}
-        ops["B"] = layers * lasts["backward"] - weights
-        ops = {kind: each / v for kind, each in ops.items()}
-        from course_lib.many_devices.pipeline_parallel import slots
-
-        # The output layer adds its forward and backward pass, and its weights' gradients.
-        last = ops | {"B": ops["B"] + lasts["head"]}
-        bubble = slots.lockstep(plan.schedule, ops, last) - m * mean
+    # 3. Waiting for other stages.
+    weights = layers * computing(works["weights"])
+    shift = sum((whole.once(event) for event in found if event.axes == ("pipe",)), 0.0)
+    bubble = waiting(step, lasts, weights, shift)
 
     # 4. The sum.
     count = {"forward": m * layers, "backward": m * layers, "head": m / p, "embedding": m}
@@ -325,6 +314,29 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         hidden,
         model / peak(cluster.accelerator, plan.dtype),
     )
+
+
+def waiting(step: Step, lasts: Mapping[str, float], weights: float, shift: float) -> float:
+    """Returns the bubble of a pipeline, in seconds, from those of a layer's passes, of a
+    stage's gradients of weights, and of one transfer between stages.
+    """
+    plan, layers = step.plan, step.stage_layers
+    p, m, v = plan.size("pipe"), plan.microbatches, plan.chunks
+    if p == 1:
+        return 0.0
+    # the mean over stages: only the last one has the output layer
+    mean = layers * (lasts["forward"] + lasts["backward"]) + lasts["head"] / p
+    if plan.schedule is None:  # Narayanan et al., 2021, section 2.2
+        longest = m * (lasts["head"] - lasts["head"] / p)
+        return (p - 1) / v * (mean + 2 * v * shift) + longest
+    from course_lib.many_devices.pipeline_parallel import slots  # only a schedule needs it
+
+    ops = {"F": layers * lasts["forward"], "W": weights}
+    ops["B"] = layers * lasts["backward"] - weights
+    ops = {kind: each / v for kind, each in ops.items()}
+    # The output layer adds its forward and backward pass, and its weights' gradients.
+    last = ops | {"B": ops["B"] + lasts["head"]}
+    return slots.lockstep(plan.schedule, ops, last) - m * mean
 
 
 def optimizer_bytes(step: Step) -> float:

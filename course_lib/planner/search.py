@@ -51,10 +51,15 @@ class Course:
 
     def __post_init__(self) -> None:
         course.check_counted(self.config)
-        # below, errors only mean "does not divide"
+        # below, an error means that a mesh cannot run the model
         configs.check(in_minibatches(self.config, 1))
 
     def families(self, cluster: Cluster) -> Iterator[list[Estimate]]:
+        if cluster.count > 1 and self.config.model.attention == "flash":
+            raise ValueError(
+                "model.attention='flash' must be 'reference' or 'xla' on several devices: no"
+                " layout runs the kernel"
+            )
         for tensor in _divisors(math.gcd(cluster.count, cluster.per_switch)):
             for pipe in _divisors(cluster.count // tensor):
                 axes = {"data": cluster.count // tensor // pipe, "pipe": pipe, "tensor": tensor}

@@ -108,8 +108,8 @@ def described() -> str:
     names = [f"{name} ({row.about})" for name, row in optimizers.OPTIMIZERS.items()]
     free, rounding = (", ".join(_resumed_as(kind)) for kind in (FREE, ROUNDING))
     paragraphs = [
-        "model, optimizer, data, training, seed: see course_lib/configs.py; a run's config.json"
-        " has all of them with their values",
+        "model: see course_lib/models/configuration.py; optimizer, data, training, seed: see"
+        " course_lib/configs.py; a run's config.json has all of them with their values",
         f"optimizer.name is one of {', '.join(names)}",
         f"run.*: {', '.join(run)}",
         f"mesh.*: {', '.join(MESH)}; data={ALL} ({MESH['data'].about})",
@@ -152,6 +152,7 @@ def axes(config: ConfigDict, count: int) -> dict[str, int]:
 
 
 def strategy(config: ConfigDict) -> Strategy:
+    """Returns the strategy of a configuration; errors name its field."""
     try:
         return Strategy(**config.strategy.to_dict())
     except ValueError as error:

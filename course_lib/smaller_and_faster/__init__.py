@@ -1,1 +1,3 @@
-"""Techniques that make a step smaller or faster, without changing what it computes."""
+"""Techniques that make a step smaller or faster. All but those of `optimizer_memory` leave what
+it computes as it is.
+"""

@@ -29,7 +29,9 @@ PyTree = Any
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
 # sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
+# Scanned layers are one array: their biases and norms together often exceed it, and are packed.
 SMALLEST = 4096
+NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would be a block
 
 
 def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
@@ -209,12 +211,13 @@ def scale_by_adam_8bit(
     """Adam's update, with both moments stored in 8 bits: 2 + 8 / block bytes per parameter.
 
     Each step unpacks the moments of an array to float32, computes Adam's update from them, and
-    packs them again. Arrays of less than `SMALLEST` numbers keep float32 moments. Blocks are
+    packs them again. Arrays of less than `SMALLEST` numbers, or with rows of less than
+    `NARROWEST`, keep float32 moments. Blocks are
     those of `quantize`; bitsandbytes takes 256 numbers, the paper 2048.
     """
 
     def pack(moment: Array, signed: bool, key: Any) -> Any:
-        if moment.size < SMALLEST:
+        if moment.size < SMALLEST or moment.shape[-1] < NARROWEST:
             return moment
         return quantize(moment, signed=signed, block_size=block_size)
 

@@ -167,6 +167,7 @@ BAD = [
     (dict(data=1, context=4), {}, TOKENS | {"model.loss_chunks": 8}, "loss_chunks=8 .* take 4"),
     (TWO, dict(by="compiler"), VOCABULARY, "loss_along='vocabulary' must not"),
     (dict(data=1, context=2), dict(by="compiler"), TOKENS, "loss_along='tokens' must not"),
+    (TWO, {}, {"optimizer.name": "adamw", "optimizer.offload": True}, "optimizer.offload=True"),
 ]
 
 
@@ -174,10 +175,9 @@ BAD = [
     ("axes", "chosen", "changes", "message"), BAD, ids=lambda v: str(v)[:30]
 )
 def test_what_cannot_work_is_refused(axes, chosen, changes, message):
-    with pytest.raises(ValueError, match=message):
-        strategies.build(
-            one_device.small(**changes), one_device.grid(**axes), Strategy(**chosen)
-        )
+    for refused in (strategies.build, strategies.layout, strategies.gradient):
+        with pytest.raises(ValueError, match=message):
+            refused(one_device.small(**changes), one_device.grid(**axes), Strategy(**chosen))
 
 
 def two_steps(run, whole):

@@ -97,7 +97,7 @@ def test_a_divided_head_gives_the_loss_of_all_logits(along, chunks):
     specs = P(), P(None, "tensor"), P()
     with jax.default_matmul_precision("highest"):
         found = on_devices(score, specs, (P(), P()))(x, head, labels)
-        expected = training.cross_entropy(x @ head, labels)
+        expected = training.cross_entropy(jnp.asarray(x) @ head, labels)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found[1], expected[1])
     assert np.isnan(expected[0][1]).tolist() == [True, False, True]

@@ -118,6 +118,7 @@ LONG = {"data.seq_len": 2048, "model.max_seq_len": 2048, "model.attention": "ref
         ({"data": 8}, Strategy(zero=3, gather_again=False), {"model.remat": ()}),
         ({"data": 2, "context": 4}, Strategy(), LONG | {"model.num_kv_heads": 4}),
         ({"data": 2, "expert": 4}, Strategy(), LONG | EXPERTS | BLOCK),
+        ({"data": 2, "context": 4}, Strategy(zero=3), LONG | {"training.num_minibatches": 4}),
         ({"data": 2, "pipe": 4}, Strategy(zero=1, microbatches=8), {}),
     ],
 )
@@ -178,6 +179,9 @@ def test_the_choice_fits_is_the_fastest_and_is_none_where_nothing_fits():
     assert choose(whole, Cluster(H100, 4)) == []
     whole.model.mlp_activation = "gleu"
     with pytest.raises(ValueError, match="mlp_activation='gleu'"):  # is no grid's fault
+        choose(whole, Cluster(H100, 4))
+    whole.model.update(mlp_activation="gelu", attention="flash")
+    with pytest.raises(ValueError, match="model.attention='flash' must be"):
         choose(whole, Cluster(H100, 4))
 
 

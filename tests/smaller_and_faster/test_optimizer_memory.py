@@ -157,6 +157,11 @@ def test_blocks_that_cannot_be_are_refused():
 # Adam
 
 
+def test_a_routers_narrow_rows_keep_float32_moments():
+    state = optimizer_memory.scale_by_adam_8bit().init({"router": np.ones((512, 8), "f")})
+    assert {m.dtype for m in jax.tree.leaves(state) if m.size > 1} == {jnp.dtype("float32")}
+
+
 def params():
     return {"kernel": normal(0, 64, 128), "bias": normal(1, 64)}
 

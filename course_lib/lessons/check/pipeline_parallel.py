@@ -106,7 +106,8 @@ def last_slot(orders):
 class Orders(Outcome):
     """The orders of all devices, in one table."""
 
-    S, M = (property(lambda it, i=i: it.args[i]) for i in (0, 1))
+    S = property(lambda it: it.args[0])
+    M = property(lambda it: it.args[1])
     last = property(lambda it: it.M - 1)
     where = property(lambda it: f"S = {it.S}, M = {it.M}")
 
