@@ -67,7 +67,14 @@ PRESETS: dict[str, Callable[[], ConfigDict]] = {}
 
 def preset(name: str) -> Callable[[Callable[[], ConfigDict]], Callable[[], ConfigDict]]:
     """Puts a function into `PRESETS`."""
-    return lambda make: PRESETS.setdefault(name, make)
+
+    def enter(make: Callable[[], ConfigDict]) -> Callable[[], ConfigDict]:
+        if name in PRESETS:
+            raise ValueError(f"name={name!r} must be new: it is {PRESETS[name].__name__}")
+        PRESETS[name] = make
+        return make
+
+    return enter
 
 
 @preset("155m")

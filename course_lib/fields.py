@@ -23,7 +23,7 @@ FIXED, ROUNDING, FREE = "fixed", "rounding", "free"
 
 
 class Rule(NamedTuple):
-    """What values must be: a test, and the same in words, as in "be positive"."""
+    """A test of values, and the same in words, as in "be positive"."""
 
     holds: Callable[[Any], bool]
     must: str

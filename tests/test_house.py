@@ -199,7 +199,6 @@ ALWAYS_SLOW = {
     "options together, each of which has a quick test": """
         test_float16_passes_without_a_scale
         test_a_rematerialized_model_gives_the_same_gradient_and_stashes_less
-        test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently
         test_data_pipeline_and_tensor_update_parameters_as_one_device_does
         test_gradients_of_many_microbatches_in_bfloat16_add_up_as_those_of_one_device_do
         test_along_the_context_a_model_may_have_rotary_positions_and_grouped_queries

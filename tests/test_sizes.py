@@ -187,7 +187,7 @@ def loaded_by(nodes):
     return found
 
 
-# Of Part I, and of the others.
+# Lines that a notebook of Part I may load, and any other.
 MOST_LINES = {True: 7_000, False: 10_000}
 
 

@@ -89,7 +89,7 @@ class Row:
 
     @functools.cached_property
     def step(self) -> "planner.Step":
-        """What a device computes and sends, which no constant of a prediction changes."""
+        """The work and the transfers of a device; no constant of a prediction changes them."""
         return planner.step(self.shape, self.plan)
 
     @property

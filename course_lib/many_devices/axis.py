@@ -26,7 +26,7 @@ PyTree = Any
 
 
 class Asked(NamedTuple):
-    """What a run asks of its axes."""
+    """A run, as its axes see it."""
 
     model: ConfigDict
     n: Mapping[str, int]  # devices along each axis of the mesh
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one device's part of the model is made of."""
+    """One device's part of the model."""
 
     model: ConfigDict
     mesh: Mesh

@@ -69,7 +69,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a step of this course has besides sizes, plan and parameters."""
+    """Parts of a step of this course besides sizes, plan and parameters."""
 
     config: ConfigDict
     strategy: Strategy

@@ -1,4 +1,4 @@
-"""What the devices of a plan send: one list of events.
+"""The messages of a plan's devices: one list of events.
 
     found = events(step)
     sent(step)                # bytes per step along each axis: the sum of the list

@@ -133,7 +133,7 @@ def compiled(step: Step, model: ConfigDict) -> Kept:
 def activations(
     step: Step, model: ConfigDict, waiting: Mapping[str, int] | None
 ) -> int | float:
-    """What the backward pass reads, and what is worked on at once.
+    """The arrays that the backward pass reads, and those in use at once.
 
     Args:
       step: of a configuration.

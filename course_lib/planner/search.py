@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def recomputes(self) -> str:
-        """What the layers recompute, and how many of them: "none", "block, 45% of layers"."""
+        """The parts that layers recompute, and their share: "none", "block, 45% of layers"."""
         what, share = self.plan.recompute, self.plan.recompute_share
         return what if what == "none" or share == 1 else f"{what}, {share:.0%} of layers"
 

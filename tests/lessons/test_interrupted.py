@@ -1,4 +1,4 @@
-"""What must be true of a program that is interrupted at a chosen step."""
+"""Laws of a program that is interrupted at a chosen step."""
 
 import signal
 

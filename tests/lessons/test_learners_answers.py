@@ -210,6 +210,13 @@ def test_a_check_that_cannot_read_an_answer_says_so(capsys):
     assert "not 'four'" in answer(capsys, check.least_room, "four")
 
 
+def test_the_dtype_of_an_array_counts_and_that_of_a_number_does_not():
+    right = np.ones(3, np.float32)
+    with pytest.raises(answers.WrongAnswer, match="the loss is float16; float32 is expected"):
+        answers.same_dtypes(right.astype(np.float16), right, "the loss")
+    answers.same_dtypes([1.0], [np.float32(1)], "the loss")
+
+
 def test_each_exercise_is_described_and_listed():
     exercises = [getattr(check, one) for one in dir(check)]
     assert all(one.__doc__ for one in exercises)

@@ -103,7 +103,7 @@ def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name)
     sent = measure.ledger(compiled, mesh()).payload()
     # An update of each number by itself needs no other device; sums over devices are rounded.
     assert (sent == 0) == (tolerance == 0)
-    # Of state with a parameter's shape a device keeps its part; the rest is small.
+    # A device keeps its part of state with a parameter's shape; the rest is small.
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in _arrays(state))
     whole = sum(leaf.nbytes for leaf in _arrays(state))
     assert own - whole / DEVICES < 0.02 * sum(leaf.nbytes for leaf in jax.tree.leaves(alone))

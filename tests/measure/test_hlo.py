@@ -16,7 +16,7 @@ A5000 = pytest.param(
 )
 DEVICES = pytest.mark.parametrize("device", ["here", A5000])
 
-# What XLA writes for other backends and larger programs, in one small one.
+# Forms that XLA writes for other backends and larger programs, in one small one.
 TEXT = r"""
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 

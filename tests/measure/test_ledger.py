@@ -271,7 +271,7 @@ def test_a_ring_of_transfers_runs_during_the_products_and_one_gather_before_them
     assert ring.sent() == gather.sent() == 7 / 8 * 4096 * 2048 * BFLOAT16  # the same bytes
 
 
-# What XLA writes for other backends and versions.
+# Forms that XLA writes for other backends and versions.
 TEXT = """
 HloModule m, is_scheduled=true, num_partitions=8
 

@@ -100,8 +100,10 @@ def test_a_slice_reads_the_slice_and_not_the_whole_operand(device):
 
 @DEVICES
 def test_a_sum_reads_all_and_writes_little(device):
-    by_kind, _, _ = found(device, "sum")
-    assert N * FLOAT32 <= by_kind["reduce"] <= 1.1 * N * FLOAT32
+    # of the whole program, where nothing else is summed: XLA:CPU of JAX 0.7.2 sums in two
+    # steps, and the first has no scope
+    reduced = every(device).by_kind()["reduce"]
+    assert N * FLOAT32 <= reduced <= 1.1 * N * FLOAT32
 
 
 @DEVICES

@@ -298,7 +298,7 @@ def test_a_backward_in_two_pieces_computes_nothing_twice():
     assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-6)
 
 
-# What cannot be.
+# Impossible plans.
 
 EIGHT = dict(axes={"data": 8}, batch=8)
 PIPE = dict(axes={"pipe": 4}, batch=8)

@@ -25,7 +25,7 @@ def attention(q, k, v):
 
 
 NOT_SHIFTED = change(" - scores.max(3, keepdims=True)", "")
-# What can be wrong with the weights, and with the divisor; both at once, too.
+# Mistakes in the weights, and in the divisor; both at once, too.
 WEIGHTS = {
     "no mask": change("PAST", "True"),
     "upper triangle": change("PAST", "PAST.T"),

@@ -50,7 +50,7 @@ RULES = {
 
 
 class Buckets(OnDevices):
-    """What is sent, and the first gradient whose sum differs."""
+    """The bytes sent, and the first gradient whose sum differs."""
 
     here = property(lambda it: f"Right, but with a capacity of {it.capacity} bytes")
     is_list = property(lambda it: isinstance(it.result, list | tuple))

@@ -113,7 +113,7 @@ class Orders(Outcome):
 
     @functools.cached_property
     def misspelled(self):
-        """What the first device has that has no list of ops, in brackets."""
+        """The first device's value that is no list of ops, in brackets."""
         for ops in self.result:
             spelled = isinstance(ops, list | tuple) and all(
                 isinstance(op, str) and re.fullmatch(r"[FB]\d+", op) for op in ops

@@ -46,7 +46,7 @@ def derivative(function, x):
 
 
 class Gelu(Outcome):
-    """What GELU saves, and how often it computes the tanh."""
+    """The arrays that GELU saves, and how often it computes the tanh."""
 
     has_derivative = property(
         lambda it: close(derivative(it.function, it.x), derivative(plain_gelu, it.x))
@@ -116,7 +116,7 @@ def three_levels(layer, w, x):
 
 
 class Layers(Outcome):
-    """What layers save, and how often they are computed."""
+    """The arrays that layers save, and how often layers are computed."""
 
     shapes = property(lambda it: jax.eval_shape(lambda: it.args[1:]))
 

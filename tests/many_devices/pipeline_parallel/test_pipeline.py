@@ -153,7 +153,6 @@ def test_a_device_sends_two_activations_a_slot_and_the_gradients_of_embedding_an
     assert ledger.payload() == by_axis + 4 * float32
 
 
-@pytest.mark.slow
 def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently():
     whole = small(**{"model.dropout_rate": 0.5, "model.num_layers": 4})
     params, _, _ = reference(small(**{"model.num_layers": 4}))
