@@ -149,7 +149,7 @@ class StaticLossScale:
     def __post_init__(self):
         is_number = isinstance(self.value, float | int | np.generic)
         if is_number and not 0 < float(self.value) < math.inf:
-            raise ValueError(f"value={self.value!r} must be positive and finite: 2.0**15")
+            raise ValueError(f"value={self.value!r} must be positive and finite, as 2.0**15")
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
         return loss * jnp.asarray(self.value, loss.dtype)
