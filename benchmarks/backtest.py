@@ -227,8 +227,9 @@ def reasons() -> str:
     ]
     others = len(off) - sum(line["rows"] for line in lines)
     return (
-        f"{len(dense)} dense rows are more than 10% off, and {unexplained} of these are not"
-        f" explained. Reasons of at least {MANY} rows (the CSV has those of {others} others):"
+        f"{len(off)} rows are more than 10% off. {len(dense)} of them are dense, of which"
+        f" {unexplained} are not explained. Reasons of at least {MANY} rows of any kind (the"
+        f" CSV has those of {others} others):"
         f"\n\n{table.markdown(lines)}"
     )
 

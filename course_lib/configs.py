@@ -51,7 +51,7 @@ TRAINING = dict(
     num_minibatches=4,  # M: activations of B / M sequences at a time
     accumulation=Rounding("scan", gradient_accumulation.METHODS),  # "loop" compiles all M
     accumulator_dtype=Field("float32", gradient_accumulation.ACCUMULATOR_DTYPES),
-    backward=Rounding("autodiff", ("autodiff", "in_place")),  # one tree of gradients
+    backward=Rounding("autodiff", ("autodiff", "in_place")),  # "in_place": one tree of them
     loss_scale=Field("none", mixed_precision.LOSS_SCALES),  # "dynamic" for float16
     donate=Free(True),  # without it, two states are in memory: 12 more bytes per parameter
 )

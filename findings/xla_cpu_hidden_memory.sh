@@ -8,10 +8,9 @@
 #     the hidden layer: 256 MiB; the process grew by 263 MiB
 #
 # A good guess would have been temporaries of 256 MiB. But XLA's CPU compiler hands products with
-# all that is elementwise between them to the library YNNPACK, as one instruction, %ynn_fusion.
-# What the library allocates inside of it is in nobody's plan: memory_analysis(), the buffer
-# assignment and tools built on them show only its operands and its result. So a memory
-# experiment on a CPU may find that a forward pass takes nothing.
+# what is elementwise between them to the library YNNPACK (`ynn_fusion` in the compiled program).
+# What the library allocates is not in memory_analysis(). So a memory experiment on a CPU may
+# find that a forward pass takes nothing.
 #
 # Needs Python 3.12 or newer: PYTHON=python3.13 findings/xla_cpu_hidden_memory.sh
 set -eu

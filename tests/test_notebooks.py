@@ -155,7 +155,8 @@ def of_shown_sources(name, cells, monkeypatch):
         for call in calls(nodes, "notebook.source"):
             eval(ast.unparse(call), imported)
             if undecorated(shown[-1]) not in stored:
-                yield f"code cell {number} shows yesterday's code: make notebooks NB={name[:2]}"
+                run = f"tools/execute_notebooks.py --fresh {name[:2]}"
+                yield f"code cell {number} shows yesterday's code: {run}"
     if not shown:
         yield "shows no source of the library"
     code = "\n".join(cell.source for cell in cells)

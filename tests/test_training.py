@@ -1,6 +1,7 @@
 """Laws of the losses, the train step, and a run built from a configuration."""
 
 import functools
+import inspect
 import math
 
 import jax
@@ -246,6 +247,10 @@ BAD = [
         r"labels \(24, 1\)",
     ),
     (lambda: training.evaluate(LOSS_FN, {}, []), "at least one batch"),
+    (
+        lambda: inspect.unwrap(training.evaluate)(LOSS_FN, {}, np.ones((2, 3))),
+        "several batches",
+    ),
     (lambda: traced(method="vmap"), "method='vmap'"),
     (lambda: traced(num_minibatches=5), "num_minibatches=5 must divide the batch of 24"),
     (lambda: traced(policy=mixed_precision.policy("float16")), "must scale the loss"),

@@ -7,6 +7,7 @@ NOT FOUND: the tests have a hole. NOT TRIED: the fault has to be written anew fo
 """
 
 import argparse
+import contextlib
 import os
 import queue
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,8 +72,10 @@ def outcome(fault: dict[str, str], copy: Path) -> str:
     path = copy / fault["file"]
     text = path.read_text()
     path.write_text(text.replace(fault["old"], fault["new"]))
-    code, why = pytest(copy, "-x", *tests_of(fault))
-    path.write_text(text)
+    try:
+        code, why = pytest(copy, "-x", *tests_of(fault))
+    finally:
+        path.write_text(text)
     said = {0: "NOT FOUND", 1: f"{FOUND} {why.removeprefix('FAILED ')}"}
     return said.get(code, f"NOT TRIED: {why}")
 
@@ -81,34 +85,43 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="only faults whose names contain one of these")
     words = parser.parse_args().words
     asked = {n: f for n, f in FAULTS.items() if not words or any(w in n for w in words)}
-    chosen = {name: fault for name, fault in asked.items() if not stale(fault)}
-    for name in asked.keys() - chosen.keys():
-        print(f"{name}: NOT TRIED: {stale(asked[name])}", flush=True)
+    if not asked:
+        parser.error(f"no fault's name contains {' or '.join(words)}")
+    why_not = {name: stale(fault) for name, fault in asked.items()}
+    for name, why in filter(lambda each: each[1], why_not.items()):
+        print(f"{name}: NOT TRIED: {why}", flush=True)
+    chosen = {name: fault for name, fault in asked.items() if not why_not[name]}
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()
         for number in "12":
             copies.put(Path(shutil.copytree(ROOT, Path(folder, number), ignore=NOT_COPIED)))
 
-        def in_a_copy(name: str) -> bool:
+        @contextlib.contextmanager
+        def a_copy() -> Iterator[Path]:
             copy = copies.get()
-            said = outcome(chosen[name], copy)
-            copies.put(copy)
+            try:
+                yield copy
+            finally:
+                copies.put(copy)
+
+        def is_found(name: str) -> bool:
+            with a_copy() as copy:
+                said = outcome(chosen[name], copy)
             print(f"{name}: {said[:200]}", flush=True)
             return said.startswith(FOUND)
 
-        def right(tests: list[str]) -> bool:
-            copy = copies.get()
-            code, why = pytest(copy, *tests)
-            copies.put(copy)
+        def pass_without(tests: list[str]) -> bool:
+            with a_copy() as copy:
+                code, why = pytest(copy, *tests)
             if code:
                 print(f"without a fault: {why}", flush=True)
             return code == 0
 
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(in_a_copy, chosen))
+            found = list(pool.map(is_found, chosen))
             # The same tests without a fault, in two processes.
             every = sorted({t for fault in chosen.values() for t in tests_of(fault)})
-            good = list(pool.map(right, filter(None, (every[::2], every[1::2]))))
+            good = list(pool.map(pass_without, filter(None, (every[::2], every[1::2]))))
     print(f"{sum(found)} of {len(asked)} faults found")
     sys.exit(not all(good) or sum(found) < len(asked))
 

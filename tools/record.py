@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--draw", action="store_true", help="draw only")
     options = parser.parse_args()
+    if options.draw and (none := set(options.studies) - PICTURES.keys()):
+        parser.error(f"no picture of {', '.join(none)}")
     for name in options.studies:
         for record in STUDIES[name] if not options.draw else ():
             record()

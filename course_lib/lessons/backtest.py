@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import scipy.stats
+import numpy as np
 
 from course_lib import planner
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
@@ -270,13 +270,18 @@ class Summary:
 
 def summary(predictions: Sequence[Prediction]) -> Summary:
     """Compares predictions, at least two, with their publications."""
-    published, predicted = zip(*((p.row.mfu, p.step.mfu) for p in predictions), strict=True)
+    if len(predictions) < 2:
+        raise ValueError(f"predictions must be at least two, not {len(predictions)}")
+    from jax.scipy.stats import rankdata
+
+    published = rankdata(np.array([each.row.mfu for each in predictions]))
+    predicted = rankdata(np.array([each.step.mfu for each in predictions]))
     return Summary(
         len(predictions),
         len({each.row.source for each in predictions}),
         median_error(predictions),
         within_tenth([each.error for each in predictions]),
-        float(scipy.stats.spearmanr(published, predicted).statistic),
+        float(np.corrcoef(published, predicted)[0, 1]),
     )
 
 

@@ -10,8 +10,8 @@ time per step from a profiler
 
     make case-study    # many minutes
 
-compiles all configurations for three GPUs and records the tables. A configuration that this JAX
-cannot compile keeps its recorded row.
+This compiles all configurations for three GPUs and records the tables. A configuration that
+this JAX cannot compile keeps its recorded row.
 """
 
 import json

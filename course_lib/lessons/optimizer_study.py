@@ -2,8 +2,8 @@
 
     make optimizers
 
-trains each case at several learning rates, then at the best one with two more seeds, and writes
-`optimizer_study.json`, which `recorded()` reads.
+This trains each case at several learning rates, then at the best one with two more seeds, and
+writes `optimizer_study.json`, which `recorded()` reads.
 """
 
 import dataclasses
@@ -41,9 +41,7 @@ class Case:
     name: str
     changes: Mapping[str, Any] = dataclasses.field(hash=False)  # of `config.optimizer`
     rate: float  # the middle of the grid of learning rates
-    nearest: bool = (
-        False  # whether bfloat16 parameters are rounded to the nearest number instead
-    )
+    nearest: bool = False  # rounds bfloat16 parameters to the nearest number, not at random
 
 
 HALF = {"param_dtype": "bfloat16"}

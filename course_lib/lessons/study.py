@@ -9,7 +9,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from course_lib.measure import recorded
@@ -23,7 +23,6 @@ class Study:
     cases: Sequence[str]
     row: Callable[[str], dict[str, Any]]  # computes that of a case, with the case under "case"
     accelerator: str = "a5000"
-    sizes: Mapping[str, Any] | None = None  # that all rows depend on
 
     def table(self, live: Sequence[str] = ()) -> recorded.Table:
         """Returns the rows of all cases: those in `live` computed anew where possible, the
@@ -31,9 +30,7 @@ class Study:
         """
         if unknown := set(live) - set(self.cases):
             raise ValueError(f"live={sorted(unknown)} must be among {list(self.cases)}")
-        return recorded.partly_live(
-            self.name, self.row, live, accelerator=self.accelerator, sizes=self.sizes
-        )
+        return recorded.partly_live(self.name, self.row, live, accelerator=self.accelerator)
 
     def record(self) -> None:
         """Computes the rows of all cases, prints a line for each, and writes the record."""
@@ -47,5 +44,5 @@ class Study:
             return found
 
         os.environ["COURSE_RECORD"] = "1"
-        table = recorded.live_or_recorded(self.name, rows, self.accelerator, self.sizes)
+        table = recorded.live_or_recorded(self.name, rows, self.accelerator)
         print(table.note, flush=True)

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from course_lib.many_devices import meshes
-from course_lib.measure import virtual
+from course_lib.measure import hardware, virtual
 from course_lib.measure.hardware import Accelerator
 
 AXES = (*meshes.AXES, "fsdp")
@@ -205,6 +205,7 @@ class Cluster:
     ring_latency: float = 0.0
 
     def __post_init__(self) -> None:
+        hardware.check(self.accelerator)
         for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -64,6 +64,8 @@ def mfu(flops: Flops, seconds: float, accelerator: hardware.Accelerator | None) 
     https://arxiv.org/abs/2204.02311). `seconds` is the measured time of a step. None on an
     unknown accelerator (None).
     """
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds} must be above 0: the measured time of a step")
     if accelerator is None:
         return None
     at_peak = sum(count / peak(accelerator, dtype) for dtype, count in flops.model.items())

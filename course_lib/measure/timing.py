@@ -61,6 +61,8 @@ def step_time(
     Every step gets the state that the step before returned, as in training. A step that donates
     its state also overwrites `state`. A jitted one is compiled here, once.
     """
+    if steps < 1 or warmup < 0:
+        raise ValueError(f"steps={steps}, warmup={warmup} must be at least 1 and 0")
     compile_seconds = None
     if hasattr(step, "lower"):
         start = clock.perf_counter()
@@ -84,8 +86,10 @@ def compare(
       repeats: timed calls of each.
       warmup: calls before that; at least 1, or the measurement would include compilation.
     """
-    if warmup < 1:
-        raise ValueError(f"warmup={warmup} must be at least 1: the first call compiles")
+    if repeats < 1 or warmup < 1:
+        raise ValueError(
+            f"repeats={repeats}, warmup={warmup} must be at least 1: the first call compiles"
+        )
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(warmup + repeats):
         for name, function in functions.items():

@@ -43,7 +43,7 @@ GPUS_PER_HOST = 8
 # Options of programs that never run: their machine code is not optimized, and the compiler does
 # not try several kernels for a product.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
-HOST_MEMORY = "pinned_host"  # of the host, and a device can copy from it by itself
+HOST_MEMORY = "pinned_host"  # JAX's name for host memory from which a device copies by itself
 
 
 class NoCompiler(RuntimeError):
@@ -97,6 +97,10 @@ def abstract(tree: PyTree, place: jax.Device | Sharding) -> PyTree:
 
     Nothing is copied or computed. Leaves in the host's memory stay there (`on_host`).
     """
+    if not isinstance(place, jax.Device | Sharding):
+        raise ValueError(
+            f"place={place!r} must be a device, as devices('h100')[0], or a sharding"
+        )
     sharding = place if isinstance(place, Sharding) else SingleDeviceSharding(place)
 
     def of_leaf(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -243,12 +247,12 @@ def _check_count(accelerator: hardware.Accelerator, count: int) -> None:
     host = GPUS_PER_HOST
     whole = max(count // host * host, host)
     fits = 1 <= count <= host or count == whole
-    sizes = f"at least 1 and at most {host}, or whole hosts: take {whole} or {whole + host}"
+    sizes = f"1 to {host}, or whole hosts of {host}: take {whole} or {whole + host}"
     if isinstance(accelerator.target, hardware.TpuTarget):
         layouts = accelerator.target.layouts
         fits, sizes = count in layouts, ", ".join(map(str, layouts))
     if not fits:
-        raise ValueError(f"count={count} must be a size of {accelerator.title}: {sizes}")
+        raise ValueError(f"count={count} must be a number of {accelerator.title}: {sizes}")
 
 
 def _why_no_compiler(platform_name: str) -> str | None:

@@ -48,6 +48,8 @@ def as_function(model: Any) -> ApplyFn:
 def _nnx_as_function(model: Any) -> ApplyFn:
     from flax import nnx  # slow to import, and most models are no NNX modules
 
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"model={model!r} must be a Linen or an NNX module")
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
     graph, _, streams, rest = parts
     if others := jax.tree_util.tree_leaves_with_path(rest):

@@ -45,6 +45,10 @@ def __getattr__(name: str) -> Any:
     return getattr(module, name) if name in _WHERE else module
 
 
+def __dir__() -> list[str]:
+    return sorted({*_MODULES, *_WHERE, "held", "seconds", "step"})
+
+
 def step(
     model: "ConfigDict | Shape",
     how: "Mapping[str, int] | Plan",
@@ -64,8 +68,13 @@ def step(
         return course.step_of(model, how, strategy or Strategy())  # type: ignore[arg-type]
     from course_lib.planner import plan
 
-    plan.check(model, how)  # type: ignore[arg-type]
-    return plan.Step(model, how)  # type: ignore[arg-type]
+    if not (isinstance(model, plan.Shape) and isinstance(how, plan.Plan)):
+        raise ValueError(
+            f"model={type(model).__name__}, how={type(how).__name__} must be a configuration"
+            " and axes, or a Shape and a Plan"
+        )
+    plan.check(model, how)
+    return plan.Step(model, how)
 
 
 def held(step: "Step") -> Mapping[str, int | float]:

@@ -317,8 +317,9 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
 
 
 def waiting(step: Step, lasts: Mapping[str, float], weights: float, shift: float) -> float:
-    """Returns the bubble of a pipeline, in seconds, from those of a layer's passes, of a
-    stage's gradients of weights, and of one transfer between stages.
+    """Returns the bubble of a pipeline in seconds. All arguments are seconds of a microbatch:
+    `lasts` of each pass of a layer, `weights` of a stage's gradients of weights, `shift` of
+    one transfer to the next stage.
     """
     plan, layers = step.plan, step.stage_layers
     p, m, v = plan.size("pipe"), plan.microbatches, plan.chunks

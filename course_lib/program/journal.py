@@ -48,9 +48,9 @@ class Journal:
     def __init__(
         self, folder: str | os.PathLike[str], after: int, total: int, *, writes: bool = True
     ):
-        """Opens the files of a run folder, and removes the lines of steps `after` the restored
-        one, or all for 0. Without `writes`, in all processes but one, nothing is written or
-        shown.
+        """Opens the files of a run folder, and removes the lines of steps later than `after`,
+        the restored one (0: a new run). `total` is the steps of the run, for the bar. Without
+        `writes`, in all processes but one, nothing is written or shown.
         """
         self._writes = writes
         if not writes:

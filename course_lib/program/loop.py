@@ -187,7 +187,7 @@ def read_batches(
 ) -> loading.DeviceBatches:
     """Returns this process's batches, on its devices."""
     sizes = dict(batch_size=config.data.batch_size, seq_len=config.data.seq_len)
-    shard, shards = loading.shard_of(place, *sizes.values())
+    shard, shards = loading.shard_of(place, config.data.batch_size, config.data.seq_len)
     sizes |= dict(shard=shard, shards=shards, vocab_size=config.model.vocab_size)
     return loading.DeviceBatches(loading.batches(tokens, seed=config.seed, **sizes), place)
 

@@ -70,7 +70,9 @@ def _fenced_source(obj: Any) -> str:
     try:
         code, file = inspect.getsource(unwrapped), Path(inspect.getfile(unwrapped))
     except (TypeError, OSError):
-        raise ValueError(f"{obj!r} must be a function, class or module") from None
+        raise ValueError(
+            f"{obj!r} has no source in Python: pass a function, class or module"
+        ) from None
     root = Path(__file__).parents[2]
     name = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
     return f"`{name}`\n```python\n{textwrap.dedent(code).rstrip()}\n```"

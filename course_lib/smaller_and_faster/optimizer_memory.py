@@ -212,8 +212,8 @@ def scale_by_adam_8bit(
 
     Each step unpacks the moments of an array to float32, computes Adam's update from them, and
     packs them again. Arrays of less than `SMALLEST` numbers, or with rows of less than
-    `NARROWEST`, keep float32 moments. Blocks are
-    those of `quantize`; bitsandbytes takes 256 numbers, the paper 2048.
+    `NARROWEST`, keep float32 moments. Blocks are those of `quantize`; bitsandbytes takes 256
+    numbers, the paper 2048.
     """
 
     def pack(moment: Array, signed: bool, key: Any) -> Any:

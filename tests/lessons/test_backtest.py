@@ -383,3 +383,8 @@ def test_page_table_and_picture_have_the_figures_that_are_computed(
     with PIL.Image.open(ROOT / program.PICTURE) as picture:
         assert picture.text["Description"] == program.digest()
     assert {stack for _, stack, _, _ in program.points()} == set(program.STACKS)
+
+
+def test_a_correlation_needs_two_predictions():
+    with pytest.raises(ValueError, match="at least two, not 0"):
+        backtest.summary([])

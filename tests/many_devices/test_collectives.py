@@ -160,7 +160,13 @@ def test_the_model_counts_the_messages_that_the_program_has(n):
         right = [size for by, size in sent if by == 1 or kind == "all_to_all_direct"]
         assert cost.steps == len(right), kind
         assert cost.sent_bytes == sum(size for _, size in sent), kind
-        assert cost.seconds == pytest.approx(sum(1e-6 + size / 1e9 for size in right)), kind
+        seconds = sum(1e-6 + size / 1e9 for size in right)
+        assert cost.seconds == pytest.approx(seconds, rel=1e-12), kind
+
+
+def test_a_ppermute_costs_one_message():
+    found = collectives.cost("ppermute", 1000, 8, 1e9, latency=1e-6)
+    assert found == collectives.RingCost(1, 1000.0, 1e-6 + 1000 / 1e9)
 
 
 BAD = [

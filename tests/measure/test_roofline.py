@@ -42,6 +42,9 @@ def test_recomputed_products_take_time_but_are_no_use():
     flops = products("bfloat16", second, recomputed=second / 4)
     assert roofline(flops, NOTHING, A5000).floor_seconds == 1.0
     assert mfu(flops, 1.0, A5000) == 0.75 and mfu(flops, 1.0, None) is None
+    for seconds in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ValueError, match=f"seconds={seconds} must be above 0"):
+            mfu(flops, seconds, A5000)
 
 
 def test_attainable_time_adds_products_at_77_percent_and_memory_at_85_percent_of_their_peaks():

@@ -54,8 +54,12 @@ def test_the_first_calls_which_compile_are_not_in_the_time(clock):
 
     found = time(slow_at_first, repeats=1, warmup=1)
     assert found.median == pytest.approx(0.001) and str(found) == "1 ms (1 to 1)"
-    with pytest.raises(ValueError, match="the first call compiles"):
-        compare({"a": slow_at_first}, warmup=0)
+    for counts in (dict(warmup=0), dict(repeats=0)):
+        with pytest.raises(ValueError, match="the first call compiles"):
+            compare({"a": slow_at_first}, **counts)
+    for counts in (dict(warmup=-1), dict(steps=0)):
+        with pytest.raises(ValueError, match="must be at least 1 and 0"):
+            step_time(lambda state, batch: (state, batch), {}, {}, **counts)
 
 
 def test_warm_up_steps_are_not_in_the_time_and_each_step_is_waited_for(clock):

@@ -119,7 +119,7 @@ def test_a_scan_that_keeps_every_iteration_writes_slices_not_the_whole_array_eac
 def test_a_scan_reads_its_inputs_slice_by_slice(device):
     once_each = 3 * STEPS * CARRY * FLOAT32  # the carry and one slice read, the carry written
     # XLA may also copy the slice first, or the carry
-    assert once_each <= found(device, "reads")[1] <= 2.1 * once_each
+    assert once_each <= found(device, "reads")[1] <= 2 * once_each + STEPS * SMALL
 
 
 @DEVICES
@@ -180,7 +180,7 @@ def test_remat_takes_most_of_what_a_scan_writes_for_its_backward_pass():
     carry, hidden_layer = (2 * FLOAT32 * layers * batch * size for size in (width, hidden))
     assert written[0] > hidden_layer
     # what is left: each layer's input, and the gradients of the weights
-    assert carry <= written[1] < 0.25 * written[0]
+    assert carry <= written[1] < 0.15 * written[0]
     assert rematted.bytes < kept.bytes
     sources = {move.scope for move in kept.moves if move.kind == "dynamic-update-slice"}
     assert any("mlp" in scope for scope in sources), sources

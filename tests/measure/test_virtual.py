@@ -1,5 +1,6 @@
 """Laws of devices that are not there."""
 
+import inspect
 import os
 import pathlib
 import subprocess
@@ -231,7 +232,12 @@ def test_a_user_who_asked_for_logs_keeps_them(monkeypatch, asked, found):
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == found
 
 
-@pytest.mark.parametrize(("count", "advice"), [(12, "take 8 or 16"), (0, "at least 1")])
+def test_a_place_that_is_no_device_is_refused():
+    with pytest.raises(ValueError, match="place='h100' must be a device"):
+        inspect.unwrap(virtual.abstract)({}, "h100")
+
+
+@pytest.mark.parametrize(("count", "advice"), [(12, "take 8 or 16"), (0, "1 to 8")])
 def test_a_number_of_gpus_that_fills_no_hosts_is_refused(count, advice):
     with pytest.raises(ValueError, match=f"count={count} .*{advice}"):
         virtual.devices("h100", count)

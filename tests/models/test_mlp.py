@@ -35,6 +35,14 @@ def test_parameters_and_logits_are_float32_and_what_lies_between_is_of_the_chose
     assert logits.dtype == jnp.float32 and logits.shape == (4, 100)
 
 
+def test_without_a_dtype_of_its_own_it_computes_in_that_of_inputs_and_parameters():
+    params, inputs = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _init(MLPClassifier()))
+    _, between = MLPClassifier().apply(
+        {"params": params}, inputs, train=False, capture_intermediates=True
+    )
+    assert between["intermediates"]["output_layer"]["__call__"][0].dtype == jnp.bfloat16
+
+
 def test_dropout_draws_in_training_only():
     model = MLPClassifier(dropout_rate=0.5)
     params, inputs = _init(model)

@@ -214,6 +214,12 @@ def test_a_token_that_has_no_embedding_is_refused_where_its_value_is_known(wrong
             run(_params())
 
 
+def test_tokens_that_are_no_integers_are_refused():
+    embedded = jnp.zeros((3, 6, 16))
+    with pytest.raises(ValueError, match=r"tokens of shape \(3, 6, 16\) .* must be integers"):
+        jax.eval_shape(Transformer(_config()).init, jax.random.key(0), embedded)
+
+
 def test_the_flops_of_a_forward_pass_are_those_of_every_weight_and_of_the_attention():
     model, tokens = configs.get("155m").model, jax.ShapeDtypeStruct((2, 512), jnp.int32)
     params = transformer.abstract_params(Transformer(model), tokens)

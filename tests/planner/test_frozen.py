@@ -4,6 +4,7 @@ The file holds what the formulas said before they became one list of events: 400
 all options, the published steps, 113 configurations of this course, and several searches.
 """
 
+import dataclasses
 import gzip
 import json
 import math
@@ -91,6 +92,19 @@ def test_published_steps_take_the_seconds_of_the_file():
         same_times(each.step, frozen)
         for each, (_, _, frozen) in zip(predicted, FROZEN["rows"], strict=True)
     )
+
+
+def test_the_random_plans_use_every_option():
+    plans = [plan for _, plan, *_ in FROZEN["plans"]]
+    few = [f.name for f in dataclasses.fields(Plan) if sum(f.name in p for p in plans) < 20]
+    assert len(plans) == 400 and few == []
+
+
+def test_a_name_in_place_of_a_configuration_or_an_accelerator_is_refused():
+    with pytest.raises(ValueError, match="model=str, how=dict must be a configuration"):
+        planner.step("80gb", {"data": 8})
+    with pytest.raises(ValueError, match="accelerator='h100' must be a row of the table"):
+        Cluster("h100", 64)
 
 
 def test_frameworks_hold_the_bytes_of_the_file():

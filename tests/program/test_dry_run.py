@@ -197,7 +197,7 @@ def test_a_mistake_is_refused_before_anything_is_compiled():
     on_t4 = {"model.dtype": "bfloat16", "model.attention": "xla"}
     for changes, target, count, told in (
         ({}, "abacus", 2, "name='abacus' must be an accelerator"),
-        ({}, "h100", 12, "count=12 must be a size of .* take 8 or 16"),
+        ({}, "h100", 12, "count=12 must be a number of .* take 8 or 16"),
         (on_t4, "t4", 1, "'xla' cannot run on NVIDIA T4: .* use 'reference' or 'blocks'"),
     ):
         with pytest.raises(ValueError, match=told):

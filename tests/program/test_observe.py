@@ -139,13 +139,13 @@ def test_speed_leaves_out_pauses_and_what_compiles_and_mfu_is_of_all_devices(
 ):
     whole, h100 = configuration(text, model__dtype="bfloat16"), hardware.get("h100")
     monkeypatch.setattr(hardware, "recognize", lambda device: h100)
-    ticks(monkeypatch, 30.0, 30.0, 37.0, 37.5)
+    ticks(monkeypatch, 30.0, 30.0, 37.0, 38.0)
     with journal.Journal(tmp_path, 0, 10) as book:
         speed = observe.Speed(whole, book, 0, 2, PARAMS)
         speed.write(1, 3.0)
         with speed.paused():
             pass
-        speed.write(2, None)
+        speed.write(3, None)  # two steps
     device, first, second = journal.read(tmp_path, "times")
     assert (device["parameters"], device["tokens_a_step"]) == (14, 4 * 16)
     assert device["device"].startswith("2 x ") and "tokens_per_second" not in first

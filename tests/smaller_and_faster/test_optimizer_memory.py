@@ -154,6 +154,14 @@ def test_blocks_that_cannot_be_are_refused():
         optimizer_memory.scale_by_adam_8bit(block_size=28).init({"w": jnp.ones((2, 50257))})
 
 
+def test_the_rounded_update_is_an_exact_difference_of_bfloat16_numbers():
+    params = {"w": normal(0, 64, 64).astype(jnp.bfloat16)}
+    optimizer = optimizer_memory.round_stochastically(optax.sgd(0.3))
+    updates, _ = optimizer.update({"w": normal(1, 64, 64)}, optimizer.init(params), params)
+    exact = params["w"].astype(jnp.float32) + updates["w"]
+    np.testing.assert_array_equal(exact, exact.astype(jnp.bfloat16).astype(jnp.float32))
+
+
 # Adam
 
 

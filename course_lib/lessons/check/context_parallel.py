@@ -79,7 +79,11 @@ merge = Function(
     name="the merged block",
     outcome=Merged,
     rows={
-        "added": change("jnp.exp(a[0] - base), jnp.exp(b[0] - base)", "1, 1"),
+        "added": [
+            change("jnp.exp(a[0] - base), jnp.exp(b[0] - base)", "1, 1"),
+            change("a[1] * by_a + b[1] * by_b", "a[1] + b[1]"),
+            change("(a[2].T * by_a + b[2].T * by_b).T", "a[2] + b[2]"),
+        ],
         "not finite": (
             change("maximum", "minimum"),
             lambda it: it.sees_all and not it.is_finite,

@@ -170,6 +170,19 @@ def without_a_kernel(*args):
     return of_scores(PAST, *args[:-1])
 
 
+def copied(*args):
+    """Computes the gradient outside of the kernel, which copies it."""
+    block = pl.BlockSpec((TILE, WIDTH), lambda i: (i, 0))
+    return pl.pallas_call(
+        lambda x_ref, y_ref: y_ref.__setitem__(..., x_ref[...]),
+        grid=(LENGTH // TILE,),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct((LENGTH, WIDTH), args[0].dtype),
+        interpret=True,
+    )(of_scores(PAST, *args[:-1]))
+
+
 class Kernel(Outcome):
     """The gradient, and the kernel that computes it."""
 
@@ -181,6 +194,12 @@ class Kernel(Outcome):
 
     num_kernels = property(lambda it: len(it.kernels))
     grid = property(lambda it: it.kernels[0].params["grid_mapping"].grid)
+    has_products = property(
+        lambda it: any(
+            eqn.primitive.name == "dot_general"
+            for eqn in equations(it.kernels[0].params["jaxpr"])
+        )
+    )
     numbers = property(lambda it: np.asarray(it.result))
     empty = property(lambda it: np.flatnonzero(np.isnan(it.numbers).all(1)))
     num_empty = property(lambda it: len(it.empty))
@@ -211,6 +230,7 @@ gradient_kernel = Function(
         ),
         "shape": lambda *args: kernel(*args).sum(1),
         "empty": (change("dq_ref[...] =", "dq ="), in_case(0, lambda it: it.num_empty)),
+        "no products": (copied, lambda it: not it.has_products),
         "not divided": change(":] * scale\n", ":]\n"),
         "no mask": (
             change("(0, i + 1,", "(0, L // tile,", "jnp.where(past", "jnp.where(True"),

@@ -272,7 +272,10 @@ fast_pipeline = Numbers(
     rows={
         "schedule": {"unknown": ("1F1B", lambda it: it.schedule not in schedules.SCHEDULES)},
         "microbatches": {
-            "no divisor": (48, lambda it: not it.microbatches >= 1 or 64 % it.microbatches)
+            "no divisor": (
+                48,
+                lambda it: not it.microbatches >= 1 or it.sequences % it.microbatches,
+            )
         },
         "chunks": {
             "no number": (1.9, lambda it: not it.chunks == int(it.chunks) >= 1),

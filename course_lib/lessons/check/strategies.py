@@ -177,6 +177,7 @@ class ThreeAxes(Outcome):
             for axis in self.axes
         }
 
+    is_pair = property(lambda it: Outcome.is_pair.fget(it) and callable(it.result[1]))
     enough = property(lambda it: it.best.sent)
     memory = property(lambda it: measure.memory(it.compiled).temporaries)
     memory_enough = property(lambda it: it.best.memory)

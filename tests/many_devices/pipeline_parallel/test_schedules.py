@@ -115,3 +115,10 @@ def test_a_table_that_is_wrong_is_refused_with_the_cell(name, cells, message):
 def test_a_schedule_that_cannot_be_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         schedules.make(*given)
+
+
+def test_rows_of_different_lengths_are_refused():
+    found = schedules.gpipe(2, 2)
+    ragged = dataclasses.replace(found, table=(found.table[0], found.table[1][:-1]))
+    with pytest.raises(ValueError, match="table must have 2 rows of one length"):
+        schedules.check(ragged)
