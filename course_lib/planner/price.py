@@ -198,7 +198,7 @@ class Exposure:
         self.exposed, self.hidden = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
 
     def once(self, event: Event) -> float:
-        """The seconds of an event that takes place once."""
+        """The seconds of an event that takes place once, by `cluster_model.all_gather` etc."""
         group = self.cluster.group(self.plan.axes, event.axes)
         seconds: float = getattr(cluster_model, event.kind)(group, event.bytes)
         return seconds

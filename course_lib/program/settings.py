@@ -110,7 +110,8 @@ def described() -> str:
     paragraphs = [
         "model: see course_lib/models/configuration.py; optimizer, data, training, seed: see"
         " course_lib/configs.py; a run's config.json has all of them with their values",
-        f"optimizer.name is one of {', '.join(names)}",
+        f"optimizer.name is one of {', '.join(names)}; fields of one optimizer alone: see"
+        " course_lib/optimizers.py",
         f"run.*: {', '.join(run)}",
         f"mesh.*: {', '.join(MESH)}; data={ALL} ({MESH['data'].about})",
         f"strategy.*: {', '.join(OWN['strategy'])} (course_lib/many_devices/options.py)",

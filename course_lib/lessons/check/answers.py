@@ -121,7 +121,8 @@ def predicted(*numbers: Any, hint: str) -> None:
     require(not missing, f"No prediction yet. {hint}")
     for number in numbers:
         require(
-            isinstance(number, Real | np.number) and not isinstance(number, bool),
+            isinstance(number, Real | np.number)
+            and not (isinstance(number, bool) or number != number),
             f"A prediction is a number, not {number!r}.",
         )
 
