@@ -51,8 +51,8 @@ class Ended:
     """How a training ended."""
 
     # `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint; or
-    # `NOT_FINITE`, without one: the loss or the train state is not finite, or
-    # `run.skips_in_a_row` updates were skipped in a row
+    # `NOT_FINITE`, without one: the loss, the validation loss or the train state is not finite,
+    # or `run.skips_in_a_row` updates were skipped in a row
     reason: str
     step: int  # the last one
 
@@ -246,7 +246,8 @@ class Loop:
     def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""
         if not self.caught_up:  # an earlier process ended before it validated or sampled
-            self.evaluate_and_save(self.due(self.step), again=True)
+            if why := self.evaluate_and_save(self.due(self.step), again=True):
+                return why
         self.book.compiling()
         while self.step < self.total:
             batch = next(self.inputs.batches)
@@ -263,7 +264,8 @@ class Loop:
                 return NOT_FINITE
             self.caught_up = not due & {"validate", "sample"}
             if why := why or self.evaluate_and_save(due, stop_reason):
-                self.save(loss=None)
+                if why != NOT_FINITE:
+                    self.save(loss=None)
                 return why
         return DONE
 
@@ -300,8 +302,9 @@ class Loop:
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
         """Validates, samples and saves what is due; a new best loss makes a checkpoint due.
-        Returns "", or why the run has to end: then a notice came during the validation, and
-        nothing was written. `again`: an earlier process may have written this step's lines.
+        Returns "", or why the run has to end: a notice came during the validation, and nothing
+        was written; or its loss is not finite, and nothing was saved. `again`: an earlier
+        process may have written this step's lines.
         """
         loss, params = None, self.state.params
         with self.speed.paused():
@@ -317,7 +320,11 @@ class Loop:
                 self.write("metrics", again, **values)
                 loss = metrics["loss"]
                 self.book.say(f"step {self.step}: validation loss {loss:.3f}")
-                if math.isfinite(loss) and (self.best is None or loss < self.best):
+                if not math.isfinite(loss):
+                    # A run that skips updates may recover, but not after its last step.
+                    if self.config.run.non_finite == "stop" or self.step == self.total:
+                        return NOT_FINITE
+                elif self.best is None or loss < self.best:
                     self.best, due = loss, due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
                 text = observe.sample(self.run, params, self.config, self.step)

@@ -1,5 +1,5 @@
-"""Notices to end: Ctrl-C, SIGTERM, which a cluster sends before it takes a machine away, SIGUSR1,
-which some clusters send in its place, and SIGHUP, which a closed terminal sends.
+"""Notices to end: Ctrl-C, SIGTERM, which a cluster sends before it takes a machine away (some
+send SIGUSR1), and SIGHUP, which a closed terminal sends.
 
     with preemption.notices() as stop_reason:
         ...    # until the first step is done, a signal ends the process at once

@@ -171,8 +171,9 @@ def test_the_best_of_all_validations_is_kept_whenever_checkpoints_are_due(
     monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": next(losses)})
     monkeypatch.setattr(Checkpoints, "save", noted)
     every = dict(run__validate_every=4, run__checkpoint_every=10, run__keep=2)
+    every |= dict(run__sample_tokens=0)
     for steps in (10, 20):
-        train(text, tmp_path, training__steps=steps, run__sample_tokens=0, **every)
+        train(text, tmp_path, training__steps=steps, run__non_finite="skip", **every)
     assert saved == [4, 8, 10, 20]
     found = {
         path.name: json.loads((path / "about.json").read_text())["loss"]
@@ -216,6 +217,29 @@ def test_a_run_that_was_not_finite_before_its_first_checkpoint_begins_anew(
         assert train(text, tmp_path).reason == loop.NOT_FINITE
     assert journal.read(tmp_path) and not (tmp_path / "report.md").exists()
     assert train(text, tmp_path, training__steps=9, **NEITHER).reason == loop.DONE
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("non_finite", "ends"), [("stop", 20), ("skip", 40)])
+def test_a_validation_loss_that_is_not_finite_is_no_end_of_a_run_that_is_done(
+    text, at, monkeypatch, loss, non_finite, ends
+):
+    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": loss})
+    folder = at(10)
+    for _ in range(2):  # the same command ends in the same way
+        given = dict(run__non_finite=non_finite, run__sample_tokens=0)
+        assert train(text, folder, **given) == loop.Ended(loop.NOT_FINITE, ends)
+        assert final_state(folder).step == max(10, ends - 10)
+
+
+def test_a_validation_that_was_put_off_and_is_not_finite_is_no_end_of_a_run_either(
+    text, at, monkeypatch
+):
+    folder = at(30)
+    preempt(text, folder, 40)  # it has still to be validated
+    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": np.inf})
+    for _ in range(2):
+        assert train(text, folder) == loop.Ended(loop.NOT_FINITE, 40)
 
 
 @pytest.mark.parametrize("where", ["params", "opt_state", "loss"])
