@@ -23,11 +23,15 @@ def cache_folder() -> pathlib.Path:
 def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
     """Yields each folder from `top` down, with the sorted names in it that are not folders.
 
-    Links to folders are followed. Each folder comes once, so links may lead in a circle.
+    Links to folders are followed. Each folder comes once, so links may lead in a circle. Left
+    out is what is hidden (.git, .ipynb_checkpoints) or an editor's backup (a.txt~).
     """
 
     def fail(error: OSError) -> None:
         raise error
+
+    def shown(names: list[str]) -> list[str]:
+        return sorted(n for n in names if not (n.startswith(".") or n.endswith("~")))
 
     seen = set()
     for folder, inner, others in os.walk(top, onerror=fail, followlinks=True):
@@ -36,8 +40,8 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
             inner.clear()
             continue
         seen.add(place)
-        inner.sort()
-        yield pathlib.Path(folder), sorted(others)
+        inner[:] = shown(inner)
+        yield pathlib.Path(folder), shown(others)
 
 
 def below(top: pathlib.Path) -> list[pathlib.Path]:
