@@ -150,6 +150,8 @@ def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
         ) from None
     except PermissionError:
         raise ValueError(f"{where} may not be written to: permit it, or name another") from None
+    except OSError as error:
+        raise OSError(f"{where} cannot be used ({why(error)}): name another") from None
     try:
         yield
     finally:

@@ -27,19 +27,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from course_lib import files, optimizers, training
+from course_lib import files, measure, optimizers, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, settings
+from course_lib.program import journal, observe, preemption, processes, settings
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
+SMALLER = (
+    'for fewer temporaries set training.num_minibatches higher, or model.remat=["MLP", "Attn"];'
+    " for smaller arguments take more devices and strategy.zero=3. --dry-run says what a step"
+    " needs"
+)
 BEHIND = 2  # so many later steps are started before the metrics of a step are read
 
 finite = jax.jit(all_finite)
@@ -105,8 +110,9 @@ def train(
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: in all processes, before anything is written, if the configuration cannot work,
-        or differs from that of the run in the folder or of another process.
+      Refused: in all processes, before the first step, if the configuration cannot work, or
+        differs from that of the run in the folder or of another process. Only a step that does
+        not fit into memory is refused after the run's files were begun.
       BlockingIOError: if another program trains in that folder.
       CheckpointError, OSError: if all checkpoints are damaged, or something cannot be written.
     """
@@ -135,6 +141,10 @@ def train(
         device = inputs.place.mesh.devices.flat[0]
         if note := attention.stand_in(config.model.attention, hardware.recognize(device)):
             book.say(note)
+        if after < total:
+            book.compiling()
+            if why := next(filter(None, processes.gather(does_not_fit(inputs))), ""):
+                raise Refused(why)
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
@@ -180,6 +190,26 @@ def prepare(
     if inputs is None:
         raise Refused(str(wrong)) from wrong
     return inputs
+
+
+def does_not_fit(inputs: Inputs) -> str:
+    """Compiles the step, as its first call else would, and returns why it cannot run: it needs
+    more memory than the devices have. Returns "" if it can.
+    """
+    step: Any = inputs.run.train_step
+    needs = measure.memory(step.lower(*inputs.run.abstract()).compile())
+    devices = inputs.place.addressable_devices
+    device = min(devices, key=operator.attrgetter("id"))
+    room = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu":  # simulated devices share the host's memory
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    if room is None or needs.peak - needs.host <= room:
+        return ""
+    return (
+        f"the step needs {measure.gib(needs.peak)} per device"
+        f" ({measure.gib(needs.arguments)} of arguments, {measure.gib(needs.temporaries)} of"
+        f" temporaries), and {device.device_kind} has {measure.gib(room)} for it: {SMALLER}"
+    )
 
 
 def read_batches(
@@ -248,7 +278,6 @@ class Loop:
         if not self.caught_up:  # an earlier process ended before it validated or sampled
             if why := self.evaluate_and_save(self.due(self.step), again=True):
                 return why
-        self.book.compiling()
         while self.step < self.total:
             batch = next(self.inputs.batches)
             self.state, metrics = self.run.train_step(self.state, batch)

@@ -257,8 +257,8 @@ def check_windows(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size:
     _check_stream(tokens, batch_size, seq_len, vocab_size)
     if len(tokens) < seq_len + 1:
         raise ValueError(
-            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
-            " fits"
+            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: the text is"
+            " too short for one window; take more text"
         )
 
 

@@ -75,6 +75,17 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_costs_no_line_before_it(
     assert_same_files(tmp_path / "full", tmp_path / "unbroken")
 
 
+@pytest.mark.parametrize("name", ["events", "metrics", "times"])
+def test_what_is_in_a_files_way_is_named(tmp_path, name):
+    if name == "events":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / f"{name}.jsonl").mkdir()
+        assert journal.read(tmp_path, name) == []
+    with pytest.raises(OSError, match=rf"^{name} of .* cannot be written \(.*{name}"):
+        Journal(tmp_path, 5, 10)
+
+
 def test_a_line_is_there_when_write_returns_and_what_is_not_finite_is_null(tmp_path):
     with Journal(tmp_path, 0, 10) as book:
         book.write(1, loss=0.1 + 0.2, bad=float("nan"), other=float("inf"), none=None)
