@@ -44,26 +44,6 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
         yield pathlib.Path(folder), shown(others)
 
 
-def below(top: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files in a folder and in its `folders`, sorted by path. Refuses what may not
-    be read, what is neither a file nor a folder, and a name that is not UTF-8.
-    """
-    try:
-        paths = sorted(folder / name for folder, names in folders(top) for name in names)
-        for path in paths:
-            if not path.is_file():
-                raise ValueError(
-                    f"{str(path)!r} is neither a file nor a folder, or a link that leads"
-                    " nowhere; remove it"
-                )
-            check_name(path)
-    except PermissionError as error:
-        raise ValueError(
-            f"{str(error.filename)!r} may not be read; permit it, or take another folder"
-        ) from error
-    return paths
-
-
 def check_name(path: str | os.PathLike[str]) -> None:
     """Refuses a path that is not UTF-8: Python can open it, libraries in other languages
     cannot.

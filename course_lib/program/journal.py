@@ -79,6 +79,8 @@ class Journal:
         for name in FILES:
             with self._must_write(name):
                 path = self._folder / f"{name}.jsonl"
+                if after and not path.exists():
+                    self.say(f"{path.name} is not there: its lines up to step {after} are lost")
                 if damaged := _cut(path, after):
                     self.say(f"{path.name}: {damaged} damaged line(s) left out")
                 self._files[name] = path.open("ab")
@@ -151,12 +153,10 @@ class Journal:
                 report(self._folder)
 
     def compiling(self) -> None:
-        if not self._writes or self._bar.n >= self._bar.total:
-            return
-        if self._bar.disable:
-            self.say("compiling the step ...")
-        else:
+        if self._writes and not self._bar.disable:
             self._bar.set_postfix_str("compiling the step ...")
+        else:
+            self.say("compiling the step ...")
 
     def show(self, step: int, text: str) -> None:
         """Moves the bar to a step, with a text behind it. Without a terminal, prints a line

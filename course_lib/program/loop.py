@@ -40,10 +40,9 @@ from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
-SMALLER = (
-    'for fewer temporaries set training.num_minibatches higher, or model.remat=["MLP", "Attn"];'
-    " for smaller arguments take more devices and strategy.zero=3. --dry-run says what a step"
-    " needs"
+SMALLER = (  # sentences for `Refused` and for an error of XLA
+    "A higher training.num_minibatches or more modules in model.remat need smaller temporaries,"
+    " strategy.zero=3 on more devices smaller arguments; --dry-run tells how much"
 )
 BEHIND = 2  # so many later steps are started before the metrics of a step are read
 
@@ -110,9 +109,8 @@ def train(
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: in all processes, before the first step, if the configuration cannot work, or
-        differs from that of the run in the folder or of another process. Only a step that does
-        not fit into memory is refused after the run's files were begun.
+      Refused: in all processes, if the configuration cannot work, differs from that of the run
+        in the folder or of another process (nothing is written then), or does not fit.
       BlockingIOError: if another program trains in that folder.
       CheckpointError, OSError: if all checkpoints are damaged, or something cannot be written.
     """
@@ -193,22 +191,20 @@ def prepare(
 
 
 def does_not_fit(inputs: Inputs) -> str:
-    """Compiles the step, as its first call else would, and returns why it cannot run: it needs
-    more memory than the devices have. Returns "" if it can.
+    """Compiles the step, as its first call would, and returns why it cannot run: it needs more
+    memory than the devices have. Returns "" if it can.
     """
     step: Any = inputs.run.train_step
     needs = measure.memory(step.lower(*inputs.run.abstract()).compile())
-    devices = inputs.place.addressable_devices
-    device = min(devices, key=operator.attrgetter("id"))
-    room = (device.memory_stats() or {}).get("bytes_limit")
+    device, *others = inputs.place.addressable_devices
+    room = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     if device.platform == "cpu":  # simulated devices share the host's memory
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    if room is None or needs.peak - needs.host <= room:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 + len(others))
+    if needs.peak - needs.host <= room:
         return ""
     return (
-        f"the step needs {measure.gib(needs.peak)} per device"
-        f" ({measure.gib(needs.arguments)} of arguments, {measure.gib(needs.temporaries)} of"
-        f" temporaries), and {device.device_kind} has {measure.gib(room)} for it: {SMALLER}"
+        f"the step does not fit into the {measure.gib(room)} of {device.device_kind}. Per"
+        f" device it needs: {needs}. {SMALLER}"
     )
 
 

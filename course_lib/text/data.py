@@ -120,9 +120,19 @@ def text_files(corpus: Corpus) -> dict[str, pathlib.Path]:
             f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' is a name"
         )
     try:
-        paths = files.below(folder)
-    except ValueError as error:
-        raise ValueError(f"corpus={str(corpus)!r}: {error}") from None
+        paths = sorted(inner / n for inner, names in files.folders(folder) for n in names)
+        for path in paths:
+            files.check_name(path)
+            if not path.is_file():
+                raise ValueError(
+                    f"corpus={str(corpus)!r}: {str(path)!r} is neither a file nor a folder, or"
+                    " a link that leads nowhere; remove it"
+                )
+    except PermissionError as error:
+        raise ValueError(
+            f"corpus={str(corpus)!r}: {str(error.filename)!r} may not be read; permit it, or"
+            " take another folder"
+        ) from error
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 

@@ -49,6 +49,10 @@ def test_damaged_and_half_lines_are_left_out_and_it_is_said(tmp_path, capsys):
     write(tmp_path, 10, 10)
     assert path.read_bytes() == b"".join(lines[:6] + lines[7:])
     assert "metrics.jsonl: 3 damaged line(s) left out" in capsys.readouterr().err
+    path.unlink()
+    write(tmp_path, 10, 10)
+    said = "metrics.jsonl is not there: its lines up to step 10 are lost\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_costs_no_line_before_it(
@@ -150,8 +154,6 @@ def test_without_a_terminal_lines_come_now_and_then(tmp_path, capsys, monkeypatc
         monkeypatch.setattr(journal, "QUIET", -1)
         book.show(2, "loss 1")
         book.say("aloud")
-    with Journal(tmp_path, 10, 10) as book:
-        book.compiling()  # no step is left
     lines = ["compiling the step ...", "step 2 of 10: loss 1", "aloud"]
     assert capsys.readouterr().err.splitlines() == lines
 

@@ -219,27 +219,18 @@ def test_a_run_that_was_not_finite_before_its_first_checkpoint_begins_anew(
     assert train(text, tmp_path, training__steps=9, **NEITHER).reason == loop.DONE
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("non_finite", "ends"), [("stop", 20), ("skip", 40)])
-def test_a_validation_loss_that_is_not_finite_is_no_end_of_a_run_that_is_done(
-    text, at, monkeypatch, loss, non_finite, ends
+@pytest.mark.parametrize(("loss", "non_finite"), [(np.nan, "stop"), (np.inf, "skip")])
+def test_a_run_whose_last_validation_is_not_finite_is_not_done(
+    text, at, monkeypatch, loss, non_finite
 ):
-    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": loss})
-    folder = at(10)
+    before, put_off = at(10), at(30, "put off")
+    preempt(text, put_off, 40)  # its last validation is still to come
+    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": float(loss)})
+    ends, given = 20 if non_finite == "stop" else 40, dict(run__non_finite=non_finite)
     for _ in range(2):  # the same command ends in the same way
-        given = dict(run__non_finite=non_finite, run__sample_tokens=0)
-        assert train(text, folder, **given) == loop.Ended(loop.NOT_FINITE, ends)
-        assert final_state(folder).step == max(10, ends - 10)
-
-
-def test_a_validation_that_was_put_off_and_is_not_finite_is_no_end_of_a_run_either(
-    text, at, monkeypatch
-):
-    folder = at(30)
-    preempt(text, folder, 40)  # it has still to be validated
-    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": np.inf})
-    for _ in range(2):
-        assert train(text, folder) == loop.Ended(loop.NOT_FINITE, 40)
+        assert train(text, before, **given) == loop.Ended(loop.NOT_FINITE, ends)
+        assert final_state(before).step == ends - 10
+        assert train(text, put_off, **given) == loop.Ended(loop.NOT_FINITE, 40)
 
 
 @pytest.mark.parametrize("where", ["params", "opt_state", "loss"])

@@ -7,7 +7,6 @@ import functools
 import json
 import re
 import shutil
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -76,7 +75,7 @@ def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
     text, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(loop, "does_not_fit", DOES_NOT_FIT)
-    told = r"needs .* GiB per device .*, and cpu has .* GiB for it: .*num_minibatches higher"
+    told = r"not fit into the .* GiB of cpu. Per device it needs: peak .*num_minibatches"
     with pytest.raises(loop.Refused, match=told):
         train(text, tmp_path, data__batch_size=10**9)
     small = dict(training__steps=1, run__sample_tokens=0)
@@ -87,20 +86,15 @@ def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
 def test_a_step_fits_if_its_peak_does_on_each_device(platform, monkeypatch):
     step, shape = jax.jit(lambda x: x @ x), jax.ShapeDtypeStruct((64, 64), "float32")
     peak = measure.memory(step.lower(shape).compile()).peak
-    run = types.SimpleNamespace(train_step=step, abstract=lambda: (shape,))
+    device = mock.Mock(platform=platform)
+    inputs = mock.Mock(spec=loop.Inputs, run=mock.Mock(train_step=step), place=mock.Mock())
+    inputs.run.abstract.return_value = (shape,)
+    inputs.place.addressable_devices = [device, device]
     for room in (peak, peak - 1):
-        stats = {"bytes_limit": room} if platform == "gpu" else None
-        both = [
-            types.SimpleNamespace(
-                id=n, platform=platform, device_kind=platform, memory_stats=lambda x=stats: x
-            )
-            for n in range(2)
-        ]
-        place = types.SimpleNamespace(addressable_devices=both)
+        device.memory_stats.return_value = {"bytes_limit": room} if platform == "gpu" else None
         pages = {"SC_PHYS_PAGES": 2 * room, "SC_PAGE_SIZE": 1}
         monkeypatch.setattr(loop.os, "sysconf", pages.__getitem__)
-        why = DOES_NOT_FIT(mock.Mock(spec=loop.Inputs, run=run, place=place))
-        assert bool(why) == (room < peak)
+        assert bool(DOES_NOT_FIT(inputs)) == (room < peak)
 
 
 def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
