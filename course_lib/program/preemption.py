@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-PREEMPTED, INTERRUPTED = "preempted", "interrupted"
+PREEMPTED, INTERRUPTED = "SIGTERM", "Ctrl-C"
 LIKE_SIGTERM = [signal.SIGHUP, signal.SIGUSR1]
 
 # The C library's `signal`: Python neither sees nor restores the handler that JAX sets in C++.

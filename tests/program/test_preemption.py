@@ -24,15 +24,11 @@ def as_python_starts():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("number", "why"),
-    [
-        (signal.SIGTERM, "preempted"),
-        (signal.SIGHUP, "preempted"),
-        (signal.SIGUSR1, "preempted"),
-        (signal.SIGINT, "interrupted"),
-    ],
-)
+SIGNALS = [(number, "SIGTERM") for number in (signal.SIGTERM, *preemption.LIKE_SIGTERM)]
+SIGNALS += [(signal.SIGINT, "Ctrl-C")]
+
+
+@pytest.mark.parametrize(("number", "why"), SIGNALS)
 def test_a_signal_is_noticed_after_the_step_and_does_before_it_what_it_did(number, why):
     before = signal.getsignal(number)
     with preemption.notices() as stop_reason:
@@ -67,9 +63,7 @@ def test_a_process_that_ignores_a_signal_still_does(number):
             assert stop_reason() == ""
 
 
-@pytest.mark.parametrize(
-    ("number", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGUSR1, "preempted")]
-)
+@pytest.mark.parametrize(("number", "why"), SIGNALS[1:])  # JAX handles SIGTERM
 def test_one_of_several_processes_tells_the_others_of_its_signal(monkeypatch, number, why):
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
