@@ -152,12 +152,6 @@ class Journal:
             with self._must_write("the report"):
                 report(self._folder)
 
-    def compiling(self) -> None:
-        if self._writes and not self._bar.disable:
-            self._bar.set_postfix_str("compiling the step ...")
-        else:
-            self.say("compiling the step ...")
-
     def show(self, step: int, text: str) -> None:
         """Moves the bar to a step, with a text behind it. Without a terminal, prints a line
         every `QUIET` seconds instead.

@@ -140,7 +140,7 @@ def train(
         if note := attention.stand_in(config.model.attention, hardware.recognize(device)):
             book.say(note)
         if after < total:
-            book.compiling()
+            book.say("compiling the step ...")
             if why := next(filter(None, processes.gather(does_not_fit(inputs))), ""):
                 raise Refused(why)
         loop = Loop(config, inputs, checkpoints, book, saved)
@@ -196,10 +196,11 @@ def does_not_fit(inputs: Inputs) -> str:
     """
     step: Any = inputs.run.train_step
     needs = measure.memory(step.lower(*inputs.run.abstract()).compile())
-    device, *others = inputs.place.addressable_devices
+    devices: list[Any] = [*inputs.place.addressable_devices]
+    device = devices[0]
     room = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     if device.platform == "cpu":  # simulated devices share the host's memory
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 + len(others))
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     if needs.peak - needs.host <= room:
         return ""
     return (

@@ -74,7 +74,8 @@ def _documents(split: str, corpus: Corpus) -> Iterator[Document]:
         shipped = {line["name"]: line["text"] for line in map(json.loads, lines)}
         yield from (Document(name, shipped[name]) for name in _names(split, shipped, corpus))
         return
-    paths, first, alike = text_files(corpus), {}, {}
+    first: dict[bytes, str] = {}
+    paths, alike = text_files(corpus), {}
     for name in paths:
         checksum = hashlib.sha256(_read(name, paths, corpus).encode()).digest()
         alike[name] = first.setdefault(checksum, name)

@@ -141,7 +141,6 @@ def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
         book.write(1, loss=1.0)
         book.show(1, "loss 1")
         book.say("aloud")
-        book.compiling()
         book.report()
     assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
 
@@ -149,13 +148,11 @@ def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
 def test_without_a_terminal_lines_come_now_and_then(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(journal, "QUIET", 3600)  # however slow the disk is
     with Journal(tmp_path, 0, 10) as book:
-        book.compiling()
         book.show(1, "too soon")
         monkeypatch.setattr(journal, "QUIET", -1)
         book.show(2, "loss 1")
         book.say("aloud")
-    lines = ["compiling the step ...", "step 2 of 10: loss 1", "aloud"]
-    assert capsys.readouterr().err.splitlines() == lines
+    assert capsys.readouterr().err.splitlines() == ["step 2 of 10: loss 1", "aloud"]
 
 
 def test_the_report_says_what_the_lines_say_and_shows_it(tmp_path):
