@@ -23,11 +23,15 @@ def cache_folder() -> pathlib.Path:
 def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
     """Yields each folder from `top` down, with the sorted names in it that are not folders.
 
-    Links to folders are followed. Each folder comes once, so links may lead in a circle.
+    Links to folders are followed. Each folder comes once, so links may lead in a circle. Left
+    out is what is hidden (.git, .ipynb_checkpoints) or an editor's backup (a.txt~).
     """
 
     def fail(error: OSError) -> None:
         raise error
+
+    def shown(names: list[str]) -> list[str]:
+        return sorted(n for n in names if not (n.startswith(".") or n.endswith("~")))
 
     seen = set()
     for folder, inner, others in os.walk(top, onerror=fail, followlinks=True):
@@ -36,28 +40,8 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
             inner.clear()
             continue
         seen.add(place)
-        inner.sort()
-        yield pathlib.Path(folder), sorted(others)
-
-
-def below(top: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files in a folder and in its `folders`, sorted by path. Refuses what may not
-    be read, what is neither a file nor a folder, and a name that is not UTF-8.
-    """
-    try:
-        paths = sorted(folder / name for folder, names in folders(top) for name in names)
-        for path in paths:
-            if not path.is_file():
-                raise ValueError(
-                    f"{str(path)!r} is neither a file nor a folder, or a link that leads"
-                    " nowhere; remove it"
-                )
-            check_name(path)
-    except PermissionError as error:
-        raise ValueError(
-            f"{str(error.filename)!r} may not be read; permit it, or take another folder"
-        ) from error
-    return paths
+        inner[:] = shown(inner)
+        yield pathlib.Path(folder), shown(others)
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
@@ -146,6 +130,8 @@ def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
         ) from None
     except PermissionError:
         raise ValueError(f"{where} may not be written to: permit it, or name another") from None
+    except OSError as error:
+        raise OSError(f"{where} cannot be used ({why(error)}): name another") from None
     try:
         yield
     finally:

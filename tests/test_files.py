@@ -120,6 +120,11 @@ def test_a_folder_that_cannot_be_one_and_a_name_that_is_not_utf_8_are_refused(
         with pytest.raises(ValueError, match=f"folder='{path}' must be a folder"):
             with files.locked(path):
                 pass
+    (tmp_path / "run" / "lock").mkdir(parents=True)
+    for path in (tmp_path / "run", tmp_path / ("a" * 300)):
+        with pytest.raises(OSError, match=f"folder='{path}' cannot be used .*name another"):
+            with files.locked(path):
+                pass
     files.check_name("ä")
     with pytest.raises(ValueError, match=r"'/a/\\udcff' has a name that is not UTF-8"):
         files.check_name(os.fsdecode(b"/a/\xff"))

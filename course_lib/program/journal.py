@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -58,23 +58,32 @@ class Journal:
         self._folder, self._last_print = pathlib.Path(folder), time.monotonic()
         shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
         self._bar: tqdm = tqdm(initial=after, total=total, **shown)
-        (self._folder / "events").mkdir(parents=True, exist_ok=True)
-        number = len(list((self._folder / "events").iterdir()))
-        # The name that TensorBoard expects.
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{number}"
-        self._files = {"events": (self._folder / "events" / name).open("ab")}
-        for name in FILES:
-            path = self._folder / f"{name}.jsonl"
-            if damaged := _cut(path, after):
-                self.say(f"{path.name}: {damaged} damaged line(s) left out")
-            self._files[name] = path.open("ab")
+        self._files: dict[str, IO[bytes]] = {}
         try:
+            self._open(after)
             self._event(0, file_version="brain.Event:2")
             # TensorBoard then drops what an earlier process wrote of later steps.
             self._event(after + 1, session_log=SessionLog(status=SessionLog.START))
         except OSError:
             self._close()
             raise
+
+    def _open(self, after: int) -> None:
+        with self._must_write("events"):
+            folder = self._folder / "events"
+            folder.mkdir(parents=True, exist_ok=True)
+            number = len(list(folder.iterdir()))
+            # The name that TensorBoard expects.
+            name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{number}"
+            self._files["events"] = (folder / name).open("ab")
+        for name in FILES:
+            with self._must_write(name):
+                path = self._folder / f"{name}.jsonl"
+                if after and not path.exists():
+                    self.say(f"{path.name} is not there: its lines up to step {after} are lost")
+                if damaged := _cut(path, after):
+                    self.say(f"{path.name}: {damaged} damaged line(s) left out")
+                self._files[name] = path.open("ab")
 
     def __enter__(self) -> "Journal":
         return self
@@ -143,14 +152,6 @@ class Journal:
             with self._must_write("the report"):
                 report(self._folder)
 
-    def compiling(self) -> None:
-        if not self._writes or self._bar.n >= self._bar.total:
-            return
-        if self._bar.disable:
-            self.say("compiling the step ...")
-        else:
-            self._bar.set_postfix_str("compiling the step ...")
-
     def show(self, step: int, text: str) -> None:
         """Moves the bar to a step, with a text behind it. Without a terminal, prints a line
         every `QUIET` seconds instead.
@@ -192,7 +193,7 @@ def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]
                 return parsed
         return None
 
-    content = path.read_bytes() if path.exists() else b""
+    content = path.read_bytes() if path.is_file() else b""
     *lines, _ = content.split(b"\n")  # the last one is not complete
     return [(line + b"\n", values(line)) for line in lines], content
 
@@ -203,7 +204,7 @@ def _cut(path: pathlib.Path, after: int) -> int:
     """
     lines, content = _lines(path) if after else ([], b"")
     wanted = b"".join(line for line, values in lines if values and values["step"] <= after)
-    if path.exists() and content.startswith(wanted):
+    if path.is_file() and content.startswith(wanted):
         os.truncate(path, len(wanted))  # for which any disk has room
     else:
         with files.atomic_write(path) as file:

@@ -27,19 +27,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from course_lib import files, optimizers, training
+from course_lib import files, measure, optimizers, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, settings
+from course_lib.program import journal, observe, preemption, processes, settings
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
+SMALLER = (  # sentences for `Refused` and for an error of XLA
+    "A higher training.num_minibatches or more modules in model.remat need smaller temporaries,"
+    " strategy.zero=3 on more devices smaller arguments; --dry-run tells how much"
+)
 BEHIND = 2  # so many later steps are started before the metrics of a step are read
 
 finite = jax.jit(all_finite)
@@ -51,8 +55,8 @@ class Ended:
     """How a training ended."""
 
     # `DONE`; `PREEMPTED` by SIGTERM or `INTERRUPTED` by Ctrl-C, both with a checkpoint; or
-    # `NOT_FINITE`, without one: the loss or the train state is not finite, or
-    # `run.skips_in_a_row` updates were skipped in a row
+    # `NOT_FINITE`, without one: the loss, the validation loss or the train state is not finite,
+    # or `run.skips_in_a_row` updates were skipped in a row
     reason: str
     step: int  # the last one
 
@@ -105,8 +109,8 @@ def train(
       devices: to run on; all that JAX has if None.
 
     Raises:
-      Refused: in all processes, before anything is written, if the configuration cannot work,
-        or differs from that of the run in the folder or of another process.
+      Refused: in all processes, if the configuration cannot work, differs from that of the run
+        in the folder or of another process (nothing is written then), or does not fit.
       BlockingIOError: if another program trains in that folder.
       CheckpointError, OSError: if all checkpoints are damaged, or something cannot be written.
     """
@@ -135,6 +139,10 @@ def train(
         device = inputs.place.mesh.devices.flat[0]
         if note := attention.stand_in(config.model.attention, hardware.recognize(device)):
             book.say(note)
+        if after < total:
+            book.say("compiling the step ...")
+            if why := next(filter(None, processes.gather(does_not_fit(inputs))), ""):
+                raise Refused(why)
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
@@ -180,6 +188,25 @@ def prepare(
     if inputs is None:
         raise Refused(str(wrong)) from wrong
     return inputs
+
+
+def does_not_fit(inputs: Inputs) -> str:
+    """Compiles the step, as its first call would, and returns why it cannot run: it needs more
+    memory than the devices have. Returns "" if it can.
+    """
+    step: Any = inputs.run.train_step
+    needs = measure.memory(step.lower(*inputs.run.abstract()).compile())
+    devices: list[Any] = [*inputs.place.addressable_devices]
+    device = devices[0]
+    room = (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    if device.platform == "cpu":  # simulated devices share the host's memory
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    if needs.peak - needs.host <= room:
+        return ""
+    return (
+        f"the step does not fit into the {measure.gib(room)} of {device.device_kind}. Per"
+        f" device it needs: {needs}. {SMALLER}"
+    )
 
 
 def read_batches(
@@ -246,8 +273,8 @@ class Loop:
     def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""
         if not self.caught_up:  # an earlier process ended before it validated or sampled
-            self.evaluate_and_save(self.due(self.step), again=True)
-        self.book.compiling()
+            if why := self.evaluate_and_save(self.due(self.step), again=True):
+                return why
         while self.step < self.total:
             batch = next(self.inputs.batches)
             self.state, metrics = self.run.train_step(self.state, batch)
@@ -263,7 +290,8 @@ class Loop:
                 return NOT_FINITE
             self.caught_up = not due & {"validate", "sample"}
             if why := why or self.evaluate_and_save(due, stop_reason):
-                self.save(loss=None)
+                if why != NOT_FINITE:
+                    self.save(loss=None)
                 return why
         return DONE
 
@@ -300,8 +328,9 @@ class Loop:
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
         """Validates, samples and saves what is due; a new best loss makes a checkpoint due.
-        Returns "", or why the run has to end: then a notice came during the validation, and
-        nothing was written. `again`: an earlier process may have written this step's lines.
+        Returns "", or why the run has to end: a notice came during the validation, and nothing
+        was written; or its loss is not finite, and nothing was saved. `again`: an earlier
+        process may have written this step's lines.
         """
         loss, params = None, self.state.params
         with self.speed.paused():
@@ -317,7 +346,11 @@ class Loop:
                 self.write("metrics", again, **values)
                 loss = metrics["loss"]
                 self.book.say(f"step {self.step}: validation loss {loss:.3f}")
-                if math.isfinite(loss) and (self.best is None or loss < self.best):
+                if not math.isfinite(loss):
+                    # A run that skips updates may recover, but not after its last step.
+                    if self.config.run.non_finite == "stop" or self.step == self.total:
+                        return NOT_FINITE
+                elif self.best is None or loss < self.best:
                     self.best, due = loss, due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
                 text = observe.sample(self.run, params, self.config, self.step)

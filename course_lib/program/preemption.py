@@ -1,4 +1,5 @@
-"""Notices to end: Ctrl-C, or SIGTERM, which a cluster sends before it takes a machine away.
+"""Notices to end: Ctrl-C, SIGTERM, which a cluster sends before it takes a machine away (some
+send SIGUSR1), and SIGHUP, which a closed terminal sends.
 
     with preemption.notices() as stop_reason:
         ...    # until the first step is done, a signal ends the process at once
@@ -21,7 +22,8 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-PREEMPTED, INTERRUPTED = "preempted", "interrupted"
+PREEMPTED, INTERRUPTED = "SIGTERM", "Ctrl-C"
+LIKE_SIGTERM = [signal.SIGHUP, signal.SIGUSR1]
 
 # The C library's `signal`: Python neither sees nor restores the handler that JAX sets in C++.
 _set_handler = ctypes.CDLL(None).signal
@@ -34,13 +36,14 @@ class StopRequested(Exception):
 
 @contextlib.contextmanager
 def notices() -> Iterator[Callable[[], str]]:
-    """Turns SIGTERM and Ctrl-C into notices while a `with` lasts.
+    """Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into notices while a `with` lasts.
 
-    Until the first step is done there is nothing to save, and both signals end the process at
-    once, even during a compilation. After that, both ask it to end after the current step, and
-    a second Ctrl-C ends it at once. A signal that the process ignores, like SIGINT in a shell's
-    background, stays ignored. With several processes, JAX tells all of them of a SIGTERM to any
-    of them, and they agree on a step (`multihost_utils.reached_preemption_sync_point`).
+    Until the first step is done there is nothing to save, and each signal ends the process at
+    once, even during a compilation. After that, each asks it to end after the current step, and
+    a second Ctrl-C ends it at once. A signal that the process ignores stays ignored: SIGINT in
+    a shell's background, SIGHUP under nohup. With several processes, JAX tells all of them of a
+    SIGTERM to any of them, and they agree on a step
+    (`multihost_utils.reached_preemption_sync_point`).
 
     Yields:
       A function that all processes call after each step, and during work that takes long. It
@@ -50,7 +53,7 @@ def notices() -> Iterator[Callable[[], str]]:
     seen: list[int] = []
     calls = itertools.count(1)
     several = jax.process_count() > 1
-    signals = [signal.SIGINT] if several else [signal.SIGINT, signal.SIGTERM]
+    signals = [signal.SIGINT, *LIKE_SIGTERM, *[signal.SIGTERM] * (not several)]
     # Elsewhere Python handles no signals.
     in_main = threading.current_thread() is threading.main_thread()
     before = {
@@ -61,15 +64,16 @@ def notices() -> Iterator[Callable[[], str]]:
 
     def note(number, frame):
         seen.append(number)
+        if number == signal.SIGTERM:
+            return
+        name, more = f"{signal.Signals(number).name}, taken as SIGTERM", ""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, before[signal.SIGINT])
-            os.write(
-                2,
-                b"\nCtrl-C: ends after this step, with a checkpoint. Again: ends at once,"
-                b" without one\n",
-            )
-            if several:  # JAX tells the others
-                os.kill(os.getpid(), signal.SIGTERM)
+            name, more = "Ctrl-C", ". Again: ends at once, without one"
+        with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
+            os.write(2, f"\n{name}: ends after this step, with a checkpoint{more}\n".encode())
+        if several:  # JAX tells the others
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def stop_reason() -> str:
         if (call := next(calls)) == 1:  # the first step is done

@@ -44,26 +44,34 @@ def from_launcher(environ: Mapping[str, str] | None = None) -> dict[str, Any] | 
     process of a Slurm job for one that `srun` started.
     """
     env = os.environ if environ is None else environ
+
+    def number(name, missing=None):
+        value = env.get(name) or missing  # an empty variable is not set
+        if value is None or not value.isdecimal():
+            raise ValueError(
+                f"{name}={value} must be a number, as the other variables of its launcher are"
+                " set: start all processes by srun or mpirun, or this one by --processes 1"
+            )
+        return int(value)
+
     # Open MPI's come first, since `mpirun` may run inside a Slurm job.
-    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        number, count, on_host = (
-            int(env[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")
+    if (count := number("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        process, on_host = (
+            number(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "LOCAL_RANK")
         )
-        shares_host = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)) > 1
+        shares_host = number("OMPI_COMM_WORLD_LOCAL_SIZE", "1") > 1
     # The tasks of this srun. A script without srun has SLURM_NTASKS, too.
-    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        number, count, on_host = (
-            int(env[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID")
-        )
-        shares_host = count > int(env["SLURM_STEP_NUM_NODES"])
-    elif "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
+    elif (count := number("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        process, on_host = (number(f"SLURM_{x}") for x in ("PROCID", "LOCALID"))
+        shares_host = count > number("SLURM_STEP_NUM_NODES")
+    elif "KUBERNETES_SERVICE_HOST" in env and env.get("JOB_COMPLETION_INDEX"):
         # JAX asks the API of Kubernetes for the other arguments.
-        return {"process_id": int(env["JOB_COMPLETION_INDEX"])}
+        return {"process_id": number("JOB_COMPLETION_INDEX")}
     else:
         return None
     sees_one_gpu = len(env.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
     gpus = [on_host] if shares_host and not sees_one_gpu else []  # []: all GPUs it sees
-    return {"process_id": number, "num_processes": count, "local_device_ids": gpus}
+    return {"process_id": process, "num_processes": count, "local_device_ids": gpus}
 
 
 @contextlib.contextmanager
@@ -92,12 +100,13 @@ def start(
     """
     given = dict(coordinator_address=coordinator, process_id=process, num_processes=processes)
     arguments = {name: value for name, value in given.items() if value is not None}
-    place = from_launcher()
+    place = None if processes == 1 else from_launcher()
     if processes == 1 or not (place or arguments):
-        if processes is None and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        tasks = os.environ.get("SLURM_NTASKS") or "1"
+        if processes is None and tasks != "1":
             _say(
-                f"Slurm has {os.environ['SLURM_NTASKS']} tasks for this job, but srun did not"
-                " start this process: it is alone"
+                f"Slurm has {tasks} tasks for this job, but srun did not start this process: it"
+                " is alone"
             )
         yield
         return

@@ -195,12 +195,11 @@ def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, A
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each field that differs and must not, between what `fixed` returned
-    for the saved run, perhaps in an older version of this course, and returns now.
+    """Returns a line for each difference between what `fixed` returned for the saved run,
+    perhaps in an older version of this course, and returns now.
 
-    A field that the saved one lacks has its default, as the run is older; one that was fixed
-    then and may change now is left out. A run with `non_finite="stop"` has skipped no update so
-    far, so it may go on with "skip", but not the other way round.
+    A field that the saved run lacks has its default; one that was fixed then and may change now
+    is left out. `non_finite="stop"` has skipped no update, so it may become "skip".
     """
     usual, new = fields.flat(_template()), fields.flat(now)
     old = {f: x for f, x in _with_defaults(saved, now).items() if f in new or f not in usual}
@@ -235,11 +234,8 @@ def unlike(values: Mapping[str, Any]) -> list[str]:
 
 def why_not_begun(folder: pathlib.Path) -> str:
     """Returns why no run may begin in a folder without checkpoints, as it would write over what
-    is there; "" if it may.
-
-    A run that was killed before its first checkpoint was complete may begin anew. That one is
-    complete at the latest when the second one begins, after twice `run.checkpoint_every` steps;
-    or, in a shorter run, before the report is written.
+    is there; "" if it may: a run that was killed before its first checkpoint was complete has
+    no line beyond twice `run.checkpoint_every` steps, and no report.
     """
     lines = [folder / f"{name}.jsonl" for name in journal.FILES]
     written = [file.name for file in lines if file.exists() and file.stat().st_size]

@@ -59,34 +59,45 @@ def documents(split: str, corpus: Corpus = "shipped") -> list[Document]:
 
     A tenth of the files, those whose names have the smallest CRC-32, are for validation. The
     corpus is "shipped", or a folder of UTF-8 text with its subfolders. Links to folders are
-    followed, and each folder is read once.
+    followed, and each folder is read once. Files and folders whose names begin with "." or end
+    with "~" are left out, and so is a byte order mark. Files of equal text are in one split:
+    that of the first name.
     """
     return list(_documents(split, corpus))
 
 
 def _documents(split: str, corpus: Corpus) -> Iterator[Document]:
-    """Reads each file of a folder when it is its turn."""
+    """Reads each file of a folder once for its checksum, and once when it is its turn."""
     if corpus == "shipped":
         folder = importlib.resources.files("course_lib.text").joinpath("corpus")
         lines = gzip.decompress(folder.joinpath(CORPUS).read_bytes()).splitlines()
         shipped = {line["name"]: line["text"] for line in map(json.loads, lines)}
         yield from (Document(name, shipped[name]) for name in _names(split, shipped, corpus))
         return
-    paths = text_files(corpus)
-    names = _names(split, paths, corpus)
+    first: dict[bytes, str] = {}
+    paths, alike = text_files(corpus), {}
+    for name in paths:
+        checksum = hashlib.sha256(_read(name, paths, corpus).encode()).digest()
+        alike[name] = first.setdefault(checksum, name)
+    chosen = {*_names(split, first.values(), corpus)}
+    names = [name for name in paths if alike[name] in chosen]
     if not any(paths[name].stat().st_size for name in names):
         raise ValueError(
             f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
         )
-    for name in names:
-        try:
-            text = paths[name].read_bytes().decode("utf-8")
-            bad = f"holds {END!r}, which ends a document" if END in text else ""
-        except (UnicodeDecodeError, PermissionError) as error:
-            bad = f"is not UTF-8, or unreadable ({error})"
-        if bad:
-            raise ValueError(f"corpus={str(corpus)!r}: {name!r} {bad}; mend or remove it")
-        yield Document(name, text)
+    yield from (Document(name, _read(name, paths, corpus)) for name in names)
+
+
+def _read(name: str, paths: dict[str, pathlib.Path], corpus: Corpus) -> str:
+    try:
+        text = paths[name].read_bytes().decode("utf-8-sig")
+        bad = f"holds {END!r}, which ends a document" if END in text else ""
+        bad = "holds zero bytes, as no text does" if "\0" in text else bad
+    except (UnicodeDecodeError, PermissionError) as error:
+        bad = f"is not UTF-8, or unreadable ({error})"
+    if bad:
+        raise ValueError(f"corpus={str(corpus)!r}: {name!r} {bad}; mend or remove it")
+    return text
 
 
 def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
@@ -95,7 +106,8 @@ def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
     if len(names) < 2:
         why = "one is for validation" if names else "it is empty; is its disk mounted?"
         raise ValueError(
-            f"corpus={str(corpus)!r} must hold two files or more, it has {len(names)}: {why}"
+            f"corpus={str(corpus)!r} must hold two files or more that differ and are not"
+            f" hidden, it has {len(names)}: {why}"
         )
     by_hash = sorted(names, key=lambda name: zlib.crc32(name.encode()))
     count = max(1, len(names) // 10)
@@ -109,9 +121,19 @@ def text_files(corpus: Corpus) -> dict[str, pathlib.Path]:
             f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' is a name"
         )
     try:
-        paths = files.below(folder)
-    except ValueError as error:
-        raise ValueError(f"corpus={str(corpus)!r}: {error}") from None
+        paths = sorted(inner / n for inner, names in files.folders(folder) for n in names)
+        for path in paths:
+            files.check_name(path)
+            if not path.is_file():
+                raise ValueError(
+                    f"corpus={str(corpus)!r}: {str(path)!r} is neither a file nor a folder, or"
+                    " a link that leads nowhere; remove it"
+                )
+    except PermissionError as error:
+        raise ValueError(
+            f"corpus={str(corpus)!r}: {str(error.filename)!r} may not be read; permit it, or"
+            " take another folder"
+        ) from error
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
@@ -159,7 +181,8 @@ def tokens(split: str, corpus: Corpus = "shipped") -> UInt16[np.ndarray, "T"]:
 
 def _key(corpus: Corpus) -> str:
     """Returns a hash of all that the tokens of a corpus follow from."""
-    known: list[Any] = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE, corpus == "shipped"]
+    known: list[Any] = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE]
+    known.append(corpus == "shipped" or "equal texts in one split")
     for name, path in ({} if corpus == "shipped" else text_files(corpus)).items():
         status = path.stat()
         known.append((name, str(path.absolute()), status.st_size, status.st_mtime_ns))
@@ -245,8 +268,8 @@ def check_windows(tokens: np.ndarray, batch_size: int, seq_len: int, vocab_size:
     _check_stream(tokens, batch_size, seq_len, vocab_size)
     if len(tokens) < seq_len + 1:
         raise ValueError(
-            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: no window"
-            " fits"
+            f"seq_len={seq_len} must be under the number of tokens, {len(tokens)}: the text is"
+            " too short for one window; take more text"
         )
 
 

@@ -144,6 +144,12 @@ def test_where_nothing_was_saved_there_is_nothing(checkpoints):
     assert checkpoints.newest() is None and checkpoints.restore(abstract(small(0))) is None
 
 
+def test_a_file_in_the_way_is_named_before_the_first_step(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="checkpoints is in the way of a folder"):
+        Checkpoints(tmp_path / "checkpoints")
+
+
 def test_a_step_saved_again_is_replaced(three):
     three.save(3, small(5), None, CONFIG)
     assert_same(three.restore(abstract(small(0))).state, small(5))

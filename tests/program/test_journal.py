@@ -49,6 +49,10 @@ def test_damaged_and_half_lines_are_left_out_and_it_is_said(tmp_path, capsys):
     write(tmp_path, 10, 10)
     assert path.read_bytes() == b"".join(lines[:6] + lines[7:])
     assert "metrics.jsonl: 3 damaged line(s) left out" in capsys.readouterr().err
+    path.unlink()
+    write(tmp_path, 10, 10)
+    said = "metrics.jsonl is not there: its lines up to step 10 are lost\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_costs_no_line_before_it(
@@ -73,6 +77,17 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_costs_no_line_before_it(
             monkeypatch.undo()
     write(tmp_path / "full", 6, 20)
     assert_same_files(tmp_path / "full", tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("name", ["events", "metrics", "times"])
+def test_what_is_in_a_files_way_is_named(tmp_path, name):
+    if name == "events":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / f"{name}.jsonl").mkdir()
+        assert journal.read(tmp_path, name) == []
+    with pytest.raises(OSError, match=rf"^{name} of .* cannot be written \(.*{name}"):
+        Journal(tmp_path, 5, 10)
 
 
 def test_a_line_is_there_when_write_returns_and_what_is_not_finite_is_null(tmp_path):
@@ -126,7 +141,6 @@ def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
         book.write(1, loss=1.0)
         book.show(1, "loss 1")
         book.say("aloud")
-        book.compiling()
         book.report()
     assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
 
@@ -134,15 +148,11 @@ def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
 def test_without_a_terminal_lines_come_now_and_then(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(journal, "QUIET", 3600)  # however slow the disk is
     with Journal(tmp_path, 0, 10) as book:
-        book.compiling()
         book.show(1, "too soon")
         monkeypatch.setattr(journal, "QUIET", -1)
         book.show(2, "loss 1")
         book.say("aloud")
-    with Journal(tmp_path, 10, 10) as book:
-        book.compiling()  # no step is left
-    lines = ["compiling the step ...", "step 2 of 10: loss 1", "aloud"]
-    assert capsys.readouterr().err.splitlines() == lines
+    assert capsys.readouterr().err.splitlines() == ["step 2 of 10: loss 1", "aloud"]
 
 
 def test_the_report_says_what_the_lines_say_and_shows_it(tmp_path):

@@ -72,10 +72,24 @@ def test_all_processes_wait_for_the_slowest_before_their_devices_exchange_anythi
         ({**OPEN_MPI, **SLURM}, place()),
         (KUBERNETES, {"process_id": 3}),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        # An empty variable is not set.
+        ({"OMPI_COMM_WORLD_SIZE": "", **SLURM}, place(1)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": ""}, None),
+        ({**KUBERNETES, "JOB_COMPLETION_INDEX": ""}, None),
     ],
 )
 def test_a_launcher_says_which_process_this_is_and_which_gpu_it_takes(environ, arguments):
     assert processes.from_launcher(environ) == arguments
+
+
+@pytest.mark.parametrize("name", [*SLURM, *OPEN_MPI])
+def test_a_launchers_variable_that_is_no_number_is_named(name):
+    whole = SLURM if name in SLURM else OPEN_MPI
+    # Without its number of processes there is no launcher.
+    for value in ("x",) if "SIZE" in name or "TASKS" in name else ("x", "", None):
+        environ = {other: x for other, x in (whole | {name: value}).items() if x is not None}
+        with pytest.raises(ValueError, match=f"^{name}={value or None} must be a number, "):
+            processes.from_launcher(environ)
 
 
 @pytest.fixture
@@ -89,9 +103,10 @@ def environ(no_launcher, monkeypatch):
     [
         ({}, (), ""),
         (SLURM, (None, None, 1), ""),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": ""}, (None, None, 1), ""),
         ({"SLURM_NTASKS": "4"}, (), "srun did not start this process: it is alone"),
     ],
-    ids=["no launcher", "one of a launcher's", "srun was forgotten"],
+    ids=["no launcher", "one of a launcher's", "of half a launcher", "srun was forgotten"],
 )
 def test_one_process_alone_connects_to_nobody(environ, values, arguments, message, capsys):
     environ(values)

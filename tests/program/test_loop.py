@@ -171,8 +171,9 @@ def test_the_best_of_all_validations_is_kept_whenever_checkpoints_are_due(
     monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": next(losses)})
     monkeypatch.setattr(Checkpoints, "save", noted)
     every = dict(run__validate_every=4, run__checkpoint_every=10, run__keep=2)
+    every |= dict(run__sample_tokens=0)
     for steps in (10, 20):
-        train(text, tmp_path, training__steps=steps, run__sample_tokens=0, **every)
+        train(text, tmp_path, training__steps=steps, run__non_finite="skip", **every)
     assert saved == [4, 8, 10, 20]
     found = {
         path.name: json.loads((path / "about.json").read_text())["loss"]
@@ -216,6 +217,20 @@ def test_a_run_that_was_not_finite_before_its_first_checkpoint_begins_anew(
         assert train(text, tmp_path).reason == loop.NOT_FINITE
     assert journal.read(tmp_path) and not (tmp_path / "report.md").exists()
     assert train(text, tmp_path, training__steps=9, **NEITHER).reason == loop.DONE
+
+
+@pytest.mark.parametrize(("loss", "non_finite"), [(np.nan, "stop"), (np.inf, "skip")])
+def test_a_run_whose_last_validation_is_not_finite_is_not_done(
+    text, at, monkeypatch, loss, non_finite
+):
+    before, put_off = at(10), at(30, "put off")
+    preempt(text, put_off, 40)  # its last validation is still to come
+    monkeypatch.setattr(loop.observe, "validate", lambda *_, **options: {"loss": float(loss)})
+    ends, given = 20 if non_finite == "stop" else 40, dict(run__non_finite=non_finite)
+    for _ in range(2):  # the same command ends in the same way
+        assert train(text, before, **given) == loop.Ended(loop.NOT_FINITE, ends)
+        assert final_state(before).step == ends - 10
+        assert train(text, put_off, **given) == loop.Ended(loop.NOT_FINITE, 40)
 
 
 @pytest.mark.parametrize("where", ["params", "opt_state", "loss"])

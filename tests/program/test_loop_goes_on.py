@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,12 +24,13 @@ from small_run import (
     train,
 )
 
-from course_lib import files, training
+from course_lib import files, measure, training
 from course_lib.measure import hardware
 from course_lib.program import journal, loop, processes, settings
 from course_lib.text import data
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl")
+DOES_NOT_FIT = loop.does_not_fit
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -67,6 +69,32 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
     with pytest.raises(Begins):
         loop.train(whole, tmp_path, one_device())
     assert called == ["check", "functions", "make_train_step"]
+
+
+def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "does_not_fit", DOES_NOT_FIT)
+    told = r"not fit into the .* GiB of cpu. Per device it needs: peak .*num_minibatches"
+    with pytest.raises(loop.Refused, match=told):
+        train(text, tmp_path, data__batch_size=10**9)
+    small = dict(training__steps=1, run__sample_tokens=0)
+    assert train(text, tmp_path, **small).reason == loop.DONE
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_a_step_fits_if_its_peak_does_on_each_device(platform, monkeypatch):
+    step, shape = jax.jit(lambda x: x @ x), jax.ShapeDtypeStruct((64, 64), "float32")
+    peak = measure.memory(step.lower(shape).compile()).peak
+    device = mock.Mock(platform=platform)
+    inputs = mock.Mock(spec=loop.Inputs, run=mock.Mock(train_step=step), place=mock.Mock())
+    inputs.run.abstract.return_value = (shape,)
+    inputs.place.addressable_devices = [device, device]
+    for room in (peak, peak - 1):
+        device.memory_stats.return_value = {"bytes_limit": room} if platform == "gpu" else None
+        pages = {"SC_PHYS_PAGES": 2 * room, "SC_PAGE_SIZE": 1}
+        monkeypatch.setattr(loop.os, "sysconf", pages.__getitem__)
+        assert bool(DOES_NOT_FIT(inputs)) == (room < peak)
 
 
 def test_the_loss_is_what_training_by_hand_gives(text, unbroken):

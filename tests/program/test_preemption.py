@@ -16,16 +16,19 @@ from course_lib.program import preemption
 @pytest.fixture(autouse=True)
 def as_python_starts():
     """Handlers as in a program started by hand; a shell's background ignores SIGINT."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, *preemption.LIKE_SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("number", "why"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "interrupted")]
-)
+SIGNALS = [(number, "SIGTERM") for number in (signal.SIGTERM, *preemption.LIKE_SIGTERM)]
+SIGNALS += [(signal.SIGINT, "Ctrl-C")]
+
+
+@pytest.mark.parametrize(("number", "why"), SIGNALS)
 def test_a_signal_is_noticed_after_the_step_and_does_before_it_what_it_did(number, why):
     before = signal.getsignal(number)
     with preemption.notices() as stop_reason:
@@ -51,15 +54,17 @@ def test_a_second_ctrl_c_raises_and_a_second_sigterm_changes_nothing(capfd):
         assert stop_reason() == preemption.INTERRUPTED
 
 
-def test_a_process_that_ignores_ctrl_c_still_does():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # "&" and nohup
+def test_a_process_that_ignores_a_signal_still_does(number):
+    signal.signal(number, signal.SIG_IGN)
     with preemption.notices() as stop_reason:
         for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
             assert stop_reason() == ""
 
 
-def test_one_of_several_processes_tells_the_others_of_its_ctrl_c(monkeypatch):
+@pytest.mark.parametrize(("number", "why"), SIGNALS[1:])  # JAX handles SIGTERM
+def test_one_of_several_processes_tells_the_others_of_its_signal(monkeypatch, number, why):
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(os, "kill", lambda process, number: told.append((process, number)))
@@ -68,10 +73,10 @@ def test_one_of_several_processes_tells_the_others_of_its_ctrl_c(monkeypatch):
     )
     with preemption.notices() as stop_reason:
         assert stop_reason() == ""
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         assert told == [(os.getpid(), signal.SIGTERM)]
         # the call that all agree on
-        assert [stop_reason() for _ in range(2)] == ["", preemption.INTERRUPTED]
+        assert [stop_reason() for _ in range(2)] == ["", why]
     with preemption.notices() as stop_reason:
         assert [stop_reason() for _ in range(3)] == ["", "", preemption.PREEMPTED]
 

@@ -60,12 +60,18 @@ def test_processes_that_are_told_different_things_end_at_once_and_say_which(serv
     assert not (server.folder / "unlike" / "metrics.jsonl").exists()
 
 
-def test_ctrl_c_writes_a_checkpoint_and_has_its_own_exit_code(server):
-    one, run = server.train("interrupted", ENDLESS, devices=1), server.folder / "interrupted"
+ENDS = [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGTERM", 75)]
+
+
+@pytest.mark.parametrize(("number", "why", "code"), ENDS)
+def test_a_signal_writes_a_checkpoint_and_has_its_exit_code(server, number, why, code):
+    one, run = server.train(f"ended-{why}", ENDLESS, devices=1), server.folder / f"ended-{why}"
     one.until_step(run, 3)
-    one.signal(signal.SIGINT)
-    assert one.code() == command.EXIT_CODE_INTERRUPTED, one.said()
-    assert (run / "checkpoints" / f"{saved_after(one, 'Ctrl-C'):08d}").is_dir()
+    one.signal(number)
+    assert one.code() == code, one.said()
+    assert (run / "checkpoints" / f"{saved_after(one, why):08d}").is_dir()
+    said = "Ctrl-C" if why == "Ctrl-C" else "SIGHUP, taken as SIGTERM"
+    assert f"{said}: ends after this step, with a checkpoint" in one.said()
 
 
 def test_sigterm_before_the_first_step_ends_the_program_at_once(server):

@@ -38,8 +38,10 @@ def test_the_corpus_is_the_one_that_was_built_with_its_licence_and_its_source():
 
 def test_no_document_is_in_both_splits_and_both_hold_english_and_code():
     splits = [data.documents(split) for split in data.SPLITS]
+    for part in ("name", "text"):
+        train, validation = ({getattr(d, part) for d in split} for split in splits)
+        assert not train & validation
     train, validation = ({document.name for document in split} for split in splits)
-    assert not train & validation
     for names in (train, validation):
         assert {name.split("/")[0] for name in names} == {"lib", "topics"}
     sizes = [sum(len(document.text) for document in split) for split in splits]
@@ -72,6 +74,30 @@ def test_tokens_are_those_of_the_documents_and_stay_on_disk(folder, monkeypatch)
         texts = [document.text for document in data.documents(split, corpus)]
         np.testing.assert_array_equal(tokens, data.encode(data.tokenizer(), texts))
         monkeypatch.setattr(data, "GROUP", 20)  # several pieces
+
+
+def test_files_of_equal_text_are_in_one_split(tmp_path):
+    def splits():
+        return [{d.name: d.text for d in data.documents(n, tmp_path)} for n in data.SPLITS]
+
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text(f"this is {number}")
+    before = splits()
+    for number in range(30):
+        os.link(tmp_path / f"{number}.txt", tmp_path / f"{number}.txt.link")
+        (tmp_path / f"z{number}").write_text(f"this is {number}", encoding="utf-8-sig")
+    for once, thrice in zip(before, splits(), strict=True):
+        assert once.items() <= thrice.items() and len(thrice) == 3 * len(once)
+        assert {*once.values()} == {*thrice.values()}
+
+
+def test_hidden_files_and_backups_are_no_text(folder):
+    before = data.text_files(folder)
+    for name in (".a.txt.swp", "a.txt~", ".git/HEAD", "c/.ipynb_checkpoints/d.txt", "old~/e"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\0")
+    os.mkfifo(folder / ".git" / "socket")
+    assert data.text_files(folder) == before
 
 
 def test_documents_are_read_one_after_another(folder, monkeypatch):
@@ -151,7 +177,7 @@ def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch):
 def test_an_empty_folder_is_refused_though_the_shipped_corpus_is_prepared(tmp_path):
     for split in data.SPLITS:
         data.tokens(split)
-        with pytest.raises(ValueError, match="it has 0: it is empty; is its disk mounted"):
+        with pytest.raises(ValueError, match="hidden, it has 0: it is empty; is its disk"):
             data.tokens(split, tmp_path)
 
 
@@ -276,8 +302,11 @@ def test_one_token_is_no_label():
 
 BAD_FOLDERS = [
     ({}, "no such folder"),
-    ({"one": b""}, "must hold two files or more, it has 1"),
-    ({"one": b"", "two": b""}, "the files of split='.*' are all empty"),
+    ({"one": b""}, "must hold two files or more .* it has 1"),
+    ({"one": b"same", "two": b"same"}, "must hold two files or more that differ .* it has 1"),
+    ({"one": b"same", ".two": b"2"}, "must hold two files or more .* not hidden, it has 1"),
+    ({"one": b"", "two": b"text"}, "the files of split='.*' are all empty"),
+    ({"one": b"text", "two": b"a\0b\0"}, "'two' holds zero bytes"),
     ({"one": b"text", "two": b"\xff\xfe"}, "'two' is not UTF-8"),
     ({"one": b"text", "two": b"a <|end|> b"}, "'two' holds '<|end|>', which ends"),
     ({"one": b"text", "gone": None}, "gone' is neither a file nor a folder"),
