@@ -14,6 +14,7 @@ import nbformat
 import pytest
 import stamp
 
+from course_lib.lessons import check
 from course_lib.measure import recorded
 from course_lib.show import notebook as show_notebook
 
@@ -35,6 +36,11 @@ def test_they_are_numbered_and_the_readme_links_to_each():
     assert numbers == [*range(1, len(numbers)), 21]  # 20 is kept free
     readme = (FOLDER.parent / "README.md").read_text()
     assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", readme) == NAMES
+
+
+def test_every_check_is_called_by_a_notebook():
+    texts = " ".join(path.read_text() for path in FOLDER.glob("*.ipynb"))
+    assert [name for name in dir(check) if f"check.{name}(" not in texts] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
