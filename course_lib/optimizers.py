@@ -2,7 +2,7 @@
 (https://optax.readthedocs.io).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from ml_collections import ConfigDict
 
 from course_lib import arguments
 from course_lib.fields import Field, at_least
+
+PyTree = Any
 
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
@@ -72,8 +74,8 @@ OPTIMIZERS = {
         decays=True,
     ),
     "adamw_8bit": Optimizer(
-        lambda c, rate: _adamw(
-            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
+        lambda c, rate: per_layer(
+            _adamw(_memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate)
         ),
         "AdamW with moments in 8 bits",
         decays=True,
@@ -102,7 +104,7 @@ OPTIMIZERS = {
         tolerance=1e-4,
     ),
     "adafactor": Optimizer(
-        lambda c, rate: optax.adafactor(rate, min_dim_size_to_factor=32),
+        lambda c, rate: per_layer(optax.adafactor(rate, min_dim_size_to_factor=32)),
         "no first moment, the second one as its row and column means"
         ", arXiv 1804.04235; the rate is relative to a parameter's size",
         tolerance=1e-5,
@@ -112,6 +114,49 @@ OPTIMIZERS = {
 
 PARAM_DTYPES = ("float32", "bfloat16")
 """Dtypes of the stored parameters. bfloat16 ones are rounded stochastically."""
+
+
+def per_layer(
+    optimizer: optax.GradientTransformation, stacked: Sequence[str] = ("block",)
+) -> optax.GradientTransformation:
+    """Lets an optimizer treat each layer of stacked ones as parameters of its own.
+
+    Adafactor takes means over a whole array, and 8-bit Adam packs arrays by their size. Of
+    scanned layers, which are one array, they would make other updates than of single layers.
+    The state has the same tree as without `per_layer`, and a leading axis in the layers' part.
+
+    Args:
+      optimizer: treats each parameter by itself, apart from counts of steps.
+      stacked: the entries of the parameters whose leaves have a leading axis of layers. A model
+        may lack them.
+    """
+
+    def axis(path: Any) -> int | None:
+        """Returns the axis of layers of what belongs to a stacked parameter."""
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return 0 if names and names[0] in stacked else None
+
+    def axes(tree: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: axis(path), tree)
+
+    def one_layer(tree: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if axis(path) is None else leaf[0], tree
+        )
+
+    def over_layers(function: Callable[..., Any], *trees: PyTree) -> Any:
+        if not jax.tree.leaves(axes(trees)):
+            return function(*trees)
+        result = jax.eval_shape(lambda *trees: function(*one_layer(trees)), *trees)
+        return jax.vmap(function, axes(trees), axes(result))(*trees)
+
+    def init(params: PyTree) -> PyTree:
+        return over_layers(optimizer.init, params)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
+        return over_layers(optimizer.update, grads, state, params)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _adamw(

@@ -29,7 +29,7 @@ PyTree = Any
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
 # sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
-# Scanned layers are one array: their biases and norms together often exceed it, and are packed.
+# With `optimizers.per_layer`, each of the scanned layers counts by itself.
 SMALLEST = 4096
 NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would be a block
 
