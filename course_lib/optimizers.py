@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from course_lib import arguments
+from course_lib import fields
 from course_lib.fields import Field, at_least
 
 PyTree = Any
@@ -185,8 +185,10 @@ def from_config(
       config: the `optimizer` part of a configuration.
       schedule: the learning rate by step; None: that of the configuration.
     """
-    arguments.one_of("optimizer.name", config.name, OPTIMIZERS)
-    arguments.one_of("optimizer.schedule", config.schedule, SCHEDULES)
+    from course_lib import configs  # it reads the tables of this module
+
+    known = dict(optimizer=configs.OPTIMIZER)
+    fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
     update = OPTIMIZERS[config.name].make(config, rate)
     if config.offload:

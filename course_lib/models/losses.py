@@ -88,10 +88,20 @@ def cross_entropy(
     logits: Float[Array, "... V"], labels: Int[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest
-    logit, else 0.0.
+    logit, else 0.0. A label that is too large gives NaN, a negative one counts from the end.
     """
+    _check_shapes(logits, labels=labels)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
+
+
+def _check_shapes(logits: Any, **of_labels: Any) -> None:
+    if any(array.shape != logits.shape[:-1] for array in of_labels.values()):
+        raise ValueError(
+            f"{' and '.join(f'{name} {array.shape}' for name, array in of_labels.items())} must"
+            f" have the first axes of logits {logits.shape}: each label belongs to one row of"
+            " logits"
+        )
 
 
 def chunked_cross_entropy(config: ConfigDict) -> Score:
@@ -119,8 +129,11 @@ def chunked_cross_entropy(config: ConfigDict) -> Score:
 
 def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
     """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights
-    [B], none negative. A label of weight 0 must be a class, too, such as 0: one that is no
-    class gives NaN, even times 0.
+    [B].
+
+    A label of weight 0 may be any number, such as -100, but its logits must be finite. Any
+    other label that is no class makes the loss NaN, and so does a negative weight: a compiled
+    function cannot raise an error, and a guess would train something else.
 
     Args:
       apply_fn: the model as a function.
@@ -134,16 +147,15 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
             batch.labels,
             batch.weights,
         )
-        if not logits.shape[:-1] == labels.shape == weights.shape:
-            raise ValueError(
-                f"labels {labels.shape} and weights {weights.shape} must have the first axes of"
-                f" logits {logits.shape}: each label belongs to one row of logits"
-            )
+        _check_shapes(logits, labels=labels, weights=weights)
+        no_class = jnp.iinfo(jnp.int32).max
+        labels = jnp.where(labels < 0, no_class, labels.astype(jnp.int32))
+        labels = jnp.where(weights == 0, 0, labels)
         with jax.named_scope("loss"):  # `measure.tape` reads this name
             if isinstance(logits, jax.Array):
                 logits = logits.astype(jnp.float32)
             loss, correct = score(logits, labels)
-        weights = weights.astype(jnp.float32)
+        weights = jnp.where(weights < 0, jnp.nan, weights.astype(jnp.float32))
         count = weights.sum()
         metrics = {
             "loss": ((loss * weights).sum(), count),

@@ -62,9 +62,9 @@ def accumulate(
     Minibatch m is the m-th of M equal slices of the batch, with the key
     `jax.random.split(rng, M)[m]`, also where M = 1. One minibatch costs no more than `grad_fn`.
     More add one tree of gradients in `accumulator_dtype` to the memory of one minibatch. A
-    minibatch whose weights are all 0 adds nothing, whatever its gradient; if all are, the
-    gradient is 0. With M = 1 that depends on the loss: dividing by weights of 0 gives NaN; the
-    losses of `models.losses` are 0, with gradient 0.
+    minibatch whose weights are all 0 adds nothing, whatever its loss and gradient; if all are,
+    the gradient is 0. With M = 1 that depends on the loss: dividing by weights of 0 gives NaN;
+    the losses of `models.losses` are 0, with gradient 0.
 
     Args:
       grad_fn: gradient of a weighted mean, with `metrics["loss"] == (sum, count)`.
@@ -145,6 +145,10 @@ def _add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
 
     def add_minibatch(total, params, minibatch, rng):
         sums, metrics = add(total[0], params, minibatch, rng)
+        metrics = {  # a sum over labels without weight may be NaN
+            name: (jnp.where(count != 0, sum, 0), count)
+            for name, (sum, count) in metrics.items()
+        }
         return sums, jax.tree.map(jnp.add, total[1], metrics)
 
     run = scan_minibatches if method == "scan" else loop_minibatches
@@ -178,12 +182,15 @@ def _checked(result, params):
     """Passes on the result of a gradient function; refuses a loss in place of gradients."""
     # Names and ranks are compared, not shapes: a device may return a part of each gradient.
     match result:
-        case (grads, {"loss": _}) if _ranks(grads) == _ranks(params):
-            return result
+        case (grads, {"loss": _} as metrics) if _ranks(grads) == _ranks(params):
+            if all(
+                isinstance(pair, tuple | list) and len(pair) == 2 for pair in metrics.values()
+            ):
+                return result
     raise ValueError(
-        "grad_fn must return (gradients like params, metrics with 'loss'), not"
-        f" {jax.tree.map(jnp.shape, result)}: gradient_accumulation.gradient(loss_fn) makes one"
-        " of a loss function"
+        "grad_fn must return (gradients like params, metrics with 'loss', all (sum, count)),"
+        f" not {jax.tree.map(jnp.shape, result)}: gradient_accumulation.gradient(loss_fn) makes"
+        " one of a loss function"
     )
 
 

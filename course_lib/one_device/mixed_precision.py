@@ -72,6 +72,10 @@ class Policy:
     compute_dtype: Any  # of parameters and activations inside the model
     output_dtype: Any  # of the loss, and of all sums and means after the model
 
+    def __post_init__(self):
+        describe(self.compute_dtype, "compute_dtype")
+        describe(self.output_dtype, "output_dtype")
+
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Returns the tree with its floating arrays in `compute_dtype`."""
         return _cast(tree, self.compute_dtype)
@@ -148,7 +152,7 @@ class StaticLossScale:
 
     def __post_init__(self):
         is_number = isinstance(self.value, float | int | np.generic)
-        if is_number and not 0 < float(self.value) < math.inf:
+        if isinstance(self.value, str) or is_number and not 0 < float(self.value) < math.inf:
             raise ValueError(f"value={self.value!r} must be positive and finite, as 2.0**15")
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
@@ -214,6 +218,19 @@ class DynamicLossScale(StaticLossScale):
 LossScale = NoLossScale | StaticLossScale  # a DynamicLossScale is a StaticLossScale
 
 LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
+
+
+def check_value(loss_scale: LossScale) -> None:
+    """Refuses what is no loss scale, and one whose array no update would make positive."""
+    if not hasattr(loss_scale, "unscale"):
+        raise ValueError(
+            f"loss_scale={loss_scale!r} must be a loss scale: mixed_precision.loss_scale makes"
+            f" one from a name, of {list(LOSS_SCALES)}"
+        )
+    value = getattr(loss_scale, "value", 1.0)
+    # As a number, it was looked at when it was made; inside of `jax.jit` nobody can.
+    if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, jax.core.Tracer):
+        StaticLossScale(np.asarray(value)[()])
 
 
 def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:

@@ -44,10 +44,10 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     takes_names = name in ("names", "offload")
     if name not in POLICIES:
         raise ValueError(f"remat_policy={name!r} must be one of {list(POLICIES)}")
-    if takes_names and not names:
+    if takes_names and (not names or isinstance(names, str)):
         raise ValueError(
-            f"remat_names={names!r} must name a value for remat_policy={name!r}, or use"
-            " 'nothing'"
+            f"remat_names={names!r} must name a value for remat_policy={name!r}, as"
+            " ('mlp_hidden',), or use 'nothing'"
         )
     if names and not takes_names:
         raise ValueError(

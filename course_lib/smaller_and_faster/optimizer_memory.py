@@ -25,6 +25,9 @@ import optax
 from jaxtyping import Array, Float, Key, UInt8
 from optax.contrib import MuonDimensionNumbers
 
+from course_lib import arguments
+from course_lib.fields import FRACTION
+
 PyTree = Any
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
@@ -36,6 +39,7 @@ NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would
 
 def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
     """Returns the bytes of an optimizer's state for each parameter; shapes are enough."""
+    arguments.optimizer(optimizer)
     state = jax.eval_shape(optimizer.init, params)
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return state_bytes / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -72,6 +76,7 @@ def round_stochastically(
     float32 parameters. The updates are float32 differences of bfloat16 numbers:
     `optax.apply_updates` rounds nothing after that.
     """
+    arguments.optimizer(optimizer)
 
     def init(params: PyTree) -> RoundedState:
         _check_bfloat16(params)
@@ -241,6 +246,9 @@ def _adam(
     seed: int | None,
 ) -> optax.GradientTransformation:
     """Adam with moments that `pack` stores and `unpack` returns as float32."""
+    for name, value in dict(b1=b1, b2=b2).items():  # an array, as a schedule gives, may be any
+        if isinstance(value, int | float) and not FRACTION.holds(value):
+            raise ValueError(f"{name}={value} must {FRACTION.must}")
 
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
@@ -286,10 +294,11 @@ def matrices(params: PyTree) -> PyTree:
     These are the kernels inside the layers; each scanned layer, and each expert, has one of its
     own. All else is left to Adam, as Muon's author does (Jordan et al., 2024,
     https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
+    Parameters with matrices of which none is in a layer are refused: Adam would train them all.
     """
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
-        names = [str(key.key) for key in path]
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         if not names or not names[0].startswith("block") or names[-1] != "kernel":
             return None
         module = names[-2]
@@ -298,4 +307,11 @@ def matrices(params: PyTree) -> PyTree:
         inputs = axes[:-1] if module == "output_layer" else axes[:1]
         return MuonDimensionNumbers(inputs, axes[len(inputs) :])
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params)
+    chosen = jax.tree_util.tree_map_with_path(of_leaf, params)
+    if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
+        raise ValueError(
+            "params must have a kernel in a layer, as params['block_0']['mlp']['kernel']: Muon"
+            " would leave all of them to Adam. For another model, use optax.contrib.muon with"
+            " muon_weight_dimension_numbers of its own"
+        )
+    return chosen

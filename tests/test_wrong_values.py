@@ -1,0 +1,164 @@
+"""Values that would train something else without an error are refused, or give NaN."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from course_lib import configs, optimizers, training
+from course_lib.many_devices import meshes
+from course_lib.models import losses
+from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
+from course_lib.smaller_and_faster import offload, optimizer_memory, smallest_step
+from course_lib.text.data import Batch
+
+SGD, KEY = optax.sgd(0.1), jax.random.key(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_in_a_learners_session():
+    """jaxtyping would refuse some of them first, and Optax promotes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def optimizer(**changes):
+    config = configs.get("155m").optimizer
+    config.update(changes)
+    return optimizers.from_config(config)
+
+
+def state(scale=None, of=SGD):
+    return training.init_state({}, of, KEY, scale)
+
+
+def twice():
+    return meshes.make({"data": 2}, 2 * jax.devices("cpu")[:1])
+
+
+def metrics_without_counts():
+    def grad_fn(params, batch, rng):
+        return params, {"loss": (1.0, 1.0), "accuracy": 1.0}
+
+    batch = jnp.ones((2, 3))
+    return gradient_accumulation.accumulate(grad_fn, jnp.ones(3), batch, KEY, num_minibatches=2)
+
+
+Policy, Static = mixed_precision.Policy, mixed_precision.StaticLossScale
+BAD = [
+    (lambda: Policy("bf16", "float32"), "compute_dtype='bf16' must be a floating dtype"),
+    (lambda: Policy("bfloat16", "int8"), "output_dtype='int8' must be a floating dtype"),
+    (lambda: Static("1024"), "value='1024' must be positive"),
+    (lambda: state(Static(jnp.float32(-4))), "value=.*-4.* must be positive"),
+    (lambda: state(Static(np.array(np.nan))), "value=.*nan.* must be positive"),
+    (lambda: state("dynamic"), "loss_scale='dynamic' must be a loss scale"),
+    (
+        lambda: optimizer(learning_rate=float("nan")),
+        "optimizer.learning_rate=nan must be a fin",
+    ),
+    (lambda: optimizer(b1=2.0), r"optimizer.b1=2.0 must be in \[0, 1\)"),
+    (lambda: optimizers.from_config(configs.get("cpu")), "optimizer.data=(.|\\n)* is no field"),
+    (lambda: optimizer_memory.scale_by_adam_8bit(b1=2.0), r"b1=2.0 must be in \[0, 1\)"),
+    (lambda: optimizer_memory.scale_by_adam_bf16(b2=-0.1), r"b2=-0.1 must be in \[0, 1\)"),
+    (lambda: rematerialization.policy("names", "ffn"), "remat_names='ffn' must name a value"),
+    (lambda: rematerialization.policy("offload", "ffn"), "remat_names='ffn' must name a value"),
+    (twice, "must be different ones"),
+    (
+        lambda: losses.cross_entropy(jnp.ones((4, 3, 5)), jnp.zeros(3, int)),
+        r"labels \(3,\) must",
+    ),
+    (metrics_without_counts, r"metrics with 'loss', all \(sum, count\)"),
+    (lambda: smallest_step.gradient_in_place(None, len, len), "embed=None must be a function"),
+    (lambda: smallest_step.gradient_in_place(len, len, "x"), "head='x' must be a function"),
+    (lambda: training.make_train_step(None, SGD), "loss_fn=None must be a function"),
+    (
+        lambda: optimizer(name="muon").init({"dense": {"kernel": jnp.ones((4, 4))}}),
+        "params must have a kernel in a layer",
+    ),
+] + [
+    (call, "optimizer='adam' must have init and update")
+    for call in (
+        lambda: offload.streamed("adam"),
+        lambda: state(of="adam"),
+        lambda: training.make_train_step(len, "adam"),
+        lambda: optimizer_memory.round_stochastically("adam"),
+        lambda: optimizer_memory.bytes_per_parameter("adam", {}),
+    )
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_a_wrong_value_is_refused_by_its_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5)), jnp.float32)
+LOSS = jax.jit(
+    jax.value_and_grad(training.classification_loss(lambda p, x, rng: p * x), has_aux=True)
+)
+
+
+def loss_of(labels, weights):
+    batch = Batch(LOGITS, jnp.asarray(labels), jnp.asarray(weights, jnp.float32))
+    (loss, _), grad = LOSS(jnp.ones(()), batch, None)
+    return np.array([loss, grad])
+
+
+@pytest.mark.parametrize("label", [-100, -1, 5, 2**31 - 1])
+def test_a_label_that_is_no_class_is_nan_and_of_weight_0_as_if_it_was_not_there(label):
+    assert np.isnan(loss_of([0, 1, label, 3], [1, 1, 1, 1])).any()
+    found, expected = (loss_of([0, 1, x, 3], [1, 1, 0, 1]) for x in (label, 2))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_negative_weight_is_nan_also_where_all_weights_sum_to_0():
+    for weights in ([1, -1, 1, -1], [1, -1, 1, 1], [0, 0, 0, -1]):
+        assert np.isnan(loss_of([0, 1, 2, 3], weights)).all()
+    assert not loss_of([0, 1, 2, 3], [0, 0, 0, 0]).any()
+
+
+@pytest.mark.parametrize("method", gradient_accumulation.METHODS)
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_minibatch_without_weight_adds_nothing_even_of_rows_that_are_nan(method, bad):
+    loss_fn = training.classification_loss(lambda params, x, rng: x * params)
+    step = training.make_train_step(
+        loss_fn, SGD, num_minibatches=2, method=method, donate=False
+    )
+    results = []
+    for row in (bad, 1.0):
+        labels, weights = jnp.array([0, 1, -100, -100]), jnp.array([1.0, 2.0, 0.0, 0.0])
+        batch = Batch(LOGITS.at[2:].set(row), labels, weights)
+        new, metrics = step(training.init_state(jnp.ones(()), SGD, KEY), batch)
+        results.append((new.params, *metrics["loss"], *metrics["accuracy"]))
+    assert np.isfinite(results).all()
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.contrib.prodigy(),
+        optax.contrib.mechanize(SGD),
+        optax.contrib.schedule_free(SGD, 0.1),
+    ],
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_state_that_shares_arrays_with_the_parameters_can_be_donated(optimizer, compiled):
+    def init(params):
+        return training.init_state(params, optimizer, jax.random.key(0))
+
+    def loss_fn(params, batch, rng):
+        loss = ((params["w"] - batch) ** 2).sum()
+        return loss, {"loss": (loss, jnp.ones(()))}
+
+    old = (jax.jit(init) if compiled else init)({"w": jnp.ones((4, 4))})
+    step = training.make_train_step(loss_fn, optimizer)
+    for _ in range(2):
+        old, metrics = step(old, jnp.zeros((4, 4)))
+    assert np.isfinite(metrics["loss"][0]) and old.params["w"].shape == (4, 4)
