@@ -11,7 +11,7 @@ import optax.contrib
 from ml_collections import ConfigDict
 
 from course_lib import fields
-from course_lib.fields import Field, at_least
+from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
 
 PyTree = Any
 
@@ -52,7 +52,7 @@ class Optimizer(NamedTuple):
     streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
     # ||update on many devices - update on one|| / ||update||: 0 if no sum runs over devices
     tolerance: float = 0.0
-    fields: Mapping[str, Any] = {}  # that it alone has, as in configs.OPTIMIZER
+    fields: Mapping[str, Any] = {}  # that it alone has, as in `OPTIMIZER`
 
 
 OPTIMIZERS = {
@@ -115,6 +115,23 @@ OPTIMIZERS = {
 PARAM_DTYPES = ("float32", "bfloat16")
 """Dtypes of the stored parameters. bfloat16 ones are rounded stochastically."""
 
+RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]: it multiplies the rate in each step")
+OPTIMIZER = dict(
+    name=Field("adam", OPTIMIZERS),  # two more float32 numbers per parameter
+    param_dtype=Field("float32", PARAM_DTYPES),  # bfloat16: half the bytes
+    learning_rate=4e-4,  # the peak of the schedule
+    schedule=Field("warmup_exponential", SCHEDULES),
+    warmup_steps=Field(10, NOT_NEGATIVE),  # from 0 to the peak
+    decay_rate=Field(0.99, RATE),  # "warmup_exponential": multiplies the rate in each step
+    total_steps=1000,  # "warmup_cosine": when the rate reaches 0
+    b1=Field(0.9, FRACTION),  # Adam, Lion: memory of gradients, about 1 / (1 - b1) steps
+    b2=Field(0.999, FRACTION),  # Adam: of their squares; Lion: of gradients, and wants 0.99
+    weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
+    clip_norm=0.0,  # scales gradients down to that norm; 0: no clipping
+    offload=False,  # moments in the host's memory, streamed layer by layer
+) | {name: field for row in OPTIMIZERS.values() for name, field in row.fields.items()}
+"""The fields of a configuration's `optimizer` part."""
+
 
 def per_layer(
     optimizer: optax.GradientTransformation, stacked: Sequence[str] = ("block",)
@@ -123,40 +140,31 @@ def per_layer(
 
     Adafactor takes means over a whole array, and 8-bit Adam packs arrays by their size. Of
     scanned layers, which are one array, they would make other updates than of single layers.
-    The state has the same tree as without `per_layer`, and a leading axis in the layers' part.
-
-    Args:
-      optimizer: treats each parameter by itself, apart from counts of steps.
-      stacked: the entries of the parameters whose leaves have a leading axis of layers. A model
-        may lack them.
+    `stacked` names the entries of the parameters whose leaves have a leading axis of layers.
     """
 
     def axis(path: Any) -> int | None:
-        """Returns the axis of layers of what belongs to a stacked parameter."""
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return 0 if names and names[0] in stacked else None
+        return 0 if names and names[0] in stacked else None  # None: shared, as counts of steps
 
     def axes(tree: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, _: axis(path), tree)
 
-    def one_layer(tree: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if axis(path) is None else leaf[0], tree
-        )
-
     def over_layers(function: Callable[..., Any], *trees: PyTree) -> Any:
+        def of_one_layer(*trees: PyTree) -> Any:
+            take = jax.tree_util.tree_map_with_path
+            return function(*take(lambda path, x: x if axis(path) is None else x[0], trees))
+
         if not jax.tree.leaves(axes(trees)):
             return function(*trees)
-        result = jax.eval_shape(lambda *trees: function(*one_layer(trees)), *trees)
-        return jax.vmap(function, axes(trees), axes(result))(*trees)
+        result = axes(jax.eval_shape(of_one_layer, *trees))
+        return jax.vmap(function, axes(trees), result)(*trees)
 
-    def init(params: PyTree) -> PyTree:
-        return over_layers(optimizer.init, params)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
-        return over_layers(optimizer.update, grads, state, params)
-
-    return optax.GradientTransformation(init, update)
+    init, update = optimizer.init, optimizer.update
+    return optax.GradientTransformation(
+        lambda params: over_layers(init, params),
+        lambda grads, state, params=None: over_layers(update, grads, state, params),
+    )
 
 
 def _adamw(
@@ -185,9 +193,7 @@ def from_config(
       config: the `optimizer` part of a configuration.
       schedule: the learning rate by step; None: that of the configuration.
     """
-    from course_lib import configs  # it reads the tables of this module
-
-    known = dict(optimizer=configs.OPTIMIZER)
+    known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
     update = OPTIMIZERS[config.name].make(config, rate)

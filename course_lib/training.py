@@ -40,6 +40,7 @@ from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
 from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
+from course_lib.one_device.gradient_accumulation import check_loss as check_loss
 from course_lib.text.data import Batch
 
 
@@ -75,9 +76,9 @@ def init_state(
     once = {id(leaf) for leaf in jax.tree.leaves((params, rng))}
 
     def own(leaf: Any) -> Any:
-        shared = id(leaf) in once and isinstance(leaf, jax.Array)
+        shared = id(leaf) in once
         once.add(id(leaf))
-        return jnp.copy(leaf) if shared else leaf
+        return jnp.copy(leaf) if shared and isinstance(leaf, jax.Array) else leaf
 
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -141,11 +142,7 @@ def make_train_step(
             f" accumulator_dtype={accumulator_dtype!r} must not come with gradient_fn, which"
             " cuts the batch itself: they would do nothing"
         )
-    gradient_fn = gradient_fn or (
-        lambda loss_fn: gradient_accumulation.in_minibatches(
-            gradient_accumulation.gradient(loss_fn), **parts
-        )
-    )
+    gradient_fn = gradient_fn or functools.partial(gradient_accumulation.of_loss, **parts)
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
 
     def train_step(state, batch):
@@ -327,9 +324,7 @@ def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulatio
         add = add_in_place(config.model)
         grad_fn = functools.partial(gradient_accumulation.accumulate_in_place, add, **parts)
         return lambda loss_fn: grad_fn
-    return lambda loss_fn: gradient_accumulation.in_minibatches(
-        gradient_accumulation.gradient(loss_fn), **parts
-    )
+    return functools.partial(gradient_accumulation.of_loss, **parts)
 
 
 def add_in_place(model: ConfigDict) -> Callable[..., Any]:

@@ -3,19 +3,14 @@
 On CPUs, JAX from 0.10 to 0.12 may lose it there: docs/versions.md.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from course_lib import training
 from course_lib.models import attention, losses, routing
-from course_lib.one_device import gradient_noise, mixed_precision
+from course_lib.one_device import gradient_noise
 from course_lib.smaller_and_faster import large_vocabulary, optimizer_memory
-from course_lib.text.data import Batch
 
 ROW, COLUMN = 3, 5
 LABELS = jnp.zeros(128, jnp.int32)
@@ -29,14 +24,6 @@ def promotion_as_optax_needs_it():
 
 def matrix(bad=jnp.nan, dtype=jnp.float32, size=128):
     return jnp.ones((size, size), dtype).at[ROW, COLUMN].set(bad)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_one_number_among_many_that_is_not_finite_is_found(dtype, bad):
-    found = jax.jit(mixed_precision.all_finite)
-    assert not found({"w": matrix(bad, dtype, 1024), "b": jnp.ones(4)})
-    assert found({"w": matrix(1, dtype, 1024), "b": jnp.ones(4)})
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -53,40 +40,6 @@ def test_a_block_with_a_number_that_is_not_finite_is_nan_in_8_bits_and_no_other_
         assert lost[ROW, :32].all() and lost.sum() == 32
 
 
-# One step in which a gradient, and so an update, is not finite.
-OPTIMIZERS = {
-    "adam": optax.adam(0.1),
-    "8 bits": optax.chain(optimizer_memory.scale_by_adam_8bit(), optax.scale(-0.1)),
-    "bfloat16": optax.chain(optimizer_memory.scale_by_adam_bf16(), optax.scale(-0.1)),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    "lion": optax.lion(0.1),
-}
-
-
-@functools.cache
-def step_of(name, skip):
-    def loss_fn(params, batch, rng):
-        loss = (params["w"] * batch).sum()
-        return loss, {"loss": (loss, jnp.ones(()))}
-
-    return training.make_train_step(
-        loss_fn, OPTIMIZERS[name], donate=False, skip_not_finite=skip
-    )
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_with_a_nan_is_skipped_with_a_loss_scale_or_on_request(name, scaled):
-    scale = mixed_precision.DynamicLossScale(2.0) if scaled else None
-    params = {"w": matrix(1.0)}
-    state = training.init_state(params, OPTIMIZERS[name], jax.random.key(0), scale)
-    step = step_of(name, not scaled)
-    for batch, skipped in ((matrix(1.0), 0), (matrix(), 1)):
-        new, metrics = step(state, batch)
-        assert metrics["skipped"][0] == skipped
-        assert (new.params["w"] == state.params["w"]).all() == bool(skipped)
-
-
 def in_chunks(x, along):
     head = jnp.eye(128)
     return large_vocabulary.linear_cross_entropy(x, head, LABELS, chunks=4, along=along)[0]
@@ -97,14 +50,8 @@ def attend(x, implementation):
     return attention.attend(x, x, x, causal=True, implementation=implementation)
 
 
-def mean_loss(x):
-    batch = Batch(x, LABELS, jnp.ones(128))
-    return training.next_token_loss(lambda params, x, rng: x)(None, batch, None)[0]
-
-
 KEEP = {
     "cross entropy": lambda x: losses.cross_entropy(x, LABELS)[0],
-    "loss": mean_loss,
     "cross entropy in chunks of the vocabulary": lambda x: in_chunks(x, "vocabulary"),
     "cross entropy in chunks of tokens": lambda x: in_chunks(x, "tokens"),
     "attention": lambda x: attend(x, "reference"),

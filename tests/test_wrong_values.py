@@ -12,7 +12,14 @@ from course_lib import configs, optimizers, training
 from course_lib.many_devices import meshes
 from course_lib.models import losses
 from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
-from course_lib.smaller_and_faster import offload, optimizer_memory, smallest_step
+from course_lib.smaller_and_faster import (
+    flash_attention,
+    flash_kernels,
+    large_vocabulary,
+    offload,
+    optimizer_memory,
+    smallest_step,
+)
 from course_lib.text.data import Batch
 
 SGD, KEY = optax.sgd(0.1), jax.random.key(0)
@@ -49,6 +56,52 @@ def metrics_without_counts():
     return gradient_accumulation.accumulate(grad_fn, jnp.ones(3), batch, KEY, num_minibatches=2)
 
 
+X, W, LABELS = jnp.ones((2, 4, 8)), jnp.ones((8, 6)), jnp.zeros((2, 4), int)
+PARAMS = {"block": jnp.ones((3, 4, 4)), "head": jnp.ones(4)}
+Q, NUMBERS = jnp.ones((1, 72, 2, 16)), jnp.ones((1, 2, 72))
+TILES = dict(causal=True, tile=16, interpret=True)
+
+
+def loss(x=X, W=W, labels=LABELS, bias=None):
+    return large_vocabulary.linear_cross_entropy(x, W, labels, bias, chunks=2)
+
+
+def add(**total):
+    adds = smallest_step.gradient_in_place(
+        lambda rest, batch: batch,
+        lambda weights, x, key: x @ weights,
+        lambda rest, x, batch: (x.mean(), {"loss": (x.sum(), 4.0)}),
+    )
+    return adds(PARAMS | total, PARAMS, jnp.ones((2, 4)), None)
+
+
+def stochastic():
+    """An update whose parameters are not given."""
+    params, optimizer = {"w": jnp.ones(4, jnp.bfloat16)}, optax.sgd(0.1)
+    optimizer = optimizer_memory.round_stochastically(optimizer)
+    return optimizer.update(params, optimizer.init(params))
+
+
+def kernel():
+    even = jax.device_put(Q[:, :64], jax.devices("cpu")[0])
+    return flash_attention.attend(even, even, even, by="kernel")
+
+
+FACTORS, ONES = large_vocabulary.Factors(X, W), jnp.ones((2, 16), jnp.bfloat16)
+
+
+def counting(numbers):
+    """Checks a loss of numbers made from the sum, the summed weights and all errors."""
+
+    def loss_fn(params, batch, rng):
+        errors, weights = batch.inputs @ params, batch.weights
+        loss, *pair = numbers((errors * weights).sum(), weights.sum(), errors)
+        return loss, {"loss": tuple(pair)}
+
+    batch = Batch(jnp.arange(12.0).reshape(4, 3), jnp.zeros(4), jnp.array([1.0, 2.0, 3.0, 4.0]))
+    return training.check_loss(loss_fn, jnp.ones(3), batch)
+
+
 Policy, Static = mixed_precision.Policy, mixed_precision.StaticLossScale
 BAD = [
     (lambda: Policy("bf16", "float32"), "compute_dtype='bf16' must be a floating dtype"),
@@ -80,6 +133,38 @@ BAD = [
         lambda: optimizer(name="muon").init({"dense": {"kernel": jnp.ones((4, 4))}}),
         "params must have a kernel in a layer",
     ),
+    (
+        lambda: counting(lambda sum, n, errors: (sum, sum, n)),
+        "must return the mean over labels",
+    ),
+    (lambda: counting(lambda sum, n, errors: (sum, sum, 1.0)), "must return the mean over"),
+    (lambda: counting(lambda sum, n, errors: (sum / n, sum / n, 1.0)), "must return the mean"),
+    (lambda: counting(lambda sum, n, errors: (errors.mean(), sum, n)), "must return the mean"),
+    (
+        lambda: counting(
+            lambda sum, n, errors: (errors.mean(), errors.sum(), 1.0 * len(errors))
+        ),
+        "mean with weights of 0 in the first half",
+    ),
+    (lambda: counting(lambda sum, n, errors: (errors, sum, n)), "a scalar, and a dict"),
+    (lambda: counting(lambda sum, n, errors: (sum / n, sum)), "a scalar, and a dict"),
+    (lambda: loss(labels=LABELS.T), r"labels of shape \(4, 2\) must be of shape \(2, 4\)"),
+    (lambda: loss(W=W.T), r"head of shape \(6, 8\) must be \[D, V\]"),
+    (lambda: loss(bias=jnp.ones(5)), r"bias of shape \(5,\) must be of shape \(6,\)"),
+    (
+        lambda: large_vocabulary.statistics(FACTORS, LABELS.T, chunks=2),
+        r"labels of .* \(4, 2\)",
+    ),
+    (lambda: add(head=jnp.ones(1)), r"of the parameter's shape \(4,\)"),
+    (lambda: flash_kernels.forward(Q, Q, Q, **TILES), "tile=16 must divide the 72"),
+    (
+        lambda: flash_kernels.backward(Q, Q, Q, Q, NUMBERS, Q, **TILES),
+        "tile=16 must divide the",
+    ),
+    (kernel, "by='kernel' cannot be had"),
+    (lambda: optimizer_memory.quantize(ONES), "x of dtype bfloat16 must be float32"),
+    (lambda: optimizer_memory.stochastic_round(jax.random.key(0), ONES), "must be float32"),
+    (stochastic, "params=None"),
 ] + [
     (call, "optimizer='adam' must have init and update")
     for call in (
@@ -123,42 +208,7 @@ def test_a_negative_weight_is_nan_also_where_all_weights_sum_to_0():
     assert not loss_of([0, 1, 2, 3], [0, 0, 0, 0]).any()
 
 
-@pytest.mark.parametrize("method", gradient_accumulation.METHODS)
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_a_minibatch_without_weight_adds_nothing_even_of_rows_that_are_nan(method, bad):
-    loss_fn = training.classification_loss(lambda params, x, rng: x * params)
-    step = training.make_train_step(
-        loss_fn, SGD, num_minibatches=2, method=method, donate=False
-    )
-    results = []
-    for row in (bad, 1.0):
-        labels, weights = jnp.array([0, 1, -100, -100]), jnp.array([1.0, 2.0, 0.0, 0.0])
-        batch = Batch(LOGITS.at[2:].set(row), labels, weights)
-        new, metrics = step(training.init_state(jnp.ones(()), SGD, KEY), batch)
-        results.append((new.params, *metrics["loss"], *metrics["accuracy"]))
-    assert np.isfinite(results).all()
-    np.testing.assert_array_equal(*results)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.contrib.prodigy(),
-        optax.contrib.mechanize(SGD),
-        optax.contrib.schedule_free(SGD, 0.1),
-    ],
-)
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_state_that_shares_arrays_with_the_parameters_can_be_donated(optimizer, compiled):
-    def init(params):
-        return training.init_state(params, optimizer, jax.random.key(0))
-
-    def loss_fn(params, batch, rng):
-        loss = ((params["w"] - batch) ** 2).sum()
-        return loss, {"loss": (loss, jnp.ones(()))}
-
-    old = (jax.jit(init) if compiled else init)({"w": jnp.ones((4, 4))})
-    step = training.make_train_step(loss_fn, optimizer)
-    for _ in range(2):
-        old, metrics = step(old, jnp.zeros((4, 4)))
-    assert np.isfinite(metrics["loss"][0]) and old.params["w"].shape == (4, 4)
+def test_right_ones_are_not():
+    assert loss(bias=jnp.ones(6))[0].shape == (2, 4)
+    add(block=PARAMS["block"].astype(jnp.bfloat16))
+    counting(lambda sum, n, errors: (sum / n, sum, n))

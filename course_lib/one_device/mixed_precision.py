@@ -18,6 +18,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from course_lib import arguments
+
 PyTree = Any
 
 # From wide to narrow.
@@ -116,8 +118,7 @@ POLICIES = {
 
 def policy(name: str) -> Policy:
     """Returns the policy named after its compute dtype; parameters and outputs are float32."""
-    if name not in POLICIES:
-        raise ValueError(f"policy={name!r} must be one of {list(POLICIES)}")
+    arguments.one_of("policy", name, POLICIES)
     return POLICIES[name]
 
 
@@ -224,8 +225,8 @@ def check_value(loss_scale: LossScale) -> None:
     """Refuses what is no loss scale, and one whose array no update would make positive."""
     if not hasattr(loss_scale, "unscale"):
         raise ValueError(
-            f"loss_scale={loss_scale!r} must be a loss scale: mixed_precision.loss_scale makes"
-            f" one from a name, of {list(LOSS_SCALES)}"
+            f"loss_scale={loss_scale!r} must be a loss scale, as mixed_precision.loss_scale"
+            " makes from a name"
         )
     value = getattr(loss_scale, "value", 1.0)
     # As a number, it was looked at when it was made; inside of `jax.jit` nobody can.
@@ -246,6 +247,5 @@ def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
 
 def loss_scale(name: str) -> LossScale:
     """Returns a loss scale by name, with its defaults."""
-    if name not in LOSS_SCALES:
-        raise ValueError(f"loss_scale={name!r} must be one of {list(LOSS_SCALES)}")
+    arguments.one_of("loss_scale", name, LOSS_SCALES)
     return LOSS_SCALES[name]()

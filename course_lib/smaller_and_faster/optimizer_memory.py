@@ -246,7 +246,7 @@ def _adam(
     seed: int | None,
 ) -> optax.GradientTransformation:
     """Adam with moments that `pack` stores and `unpack` returns as float32."""
-    for name, value in dict(b1=b1, b2=b2).items():  # an array, as a schedule gives, may be any
+    for name, value in dict(b1=b1, b2=b2).items():
         if isinstance(value, int | float) and not FRACTION.holds(value):
             raise ValueError(f"{name}={value} must {FRACTION.must}")
 
@@ -311,7 +311,6 @@ def matrices(params: PyTree) -> PyTree:
     if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
         raise ValueError(
             "params must have a kernel in a layer, as params['block_0']['mlp']['kernel']: Muon"
-            " would leave all of them to Adam. For another model, use optax.contrib.muon with"
-            " muon_weight_dimension_numbers of its own"
+            " would leave all to Adam; give optax.contrib.muon the model's own matrices"
         )
     return chosen
