@@ -15,7 +15,7 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def check_result(result: Any) -> Any:
 
 
 def _are_sums(metrics: Any) -> bool:
-    pairs = metrics.values() if isinstance(metrics, dict) and "loss" in metrics else [None]
+    pairs = metrics.values() if isinstance(metrics, Mapping) and "loss" in metrics else [None]
     return all(jax.tree.map(jnp.shape, pair) in ([(), ()], ((), ())) for pair in pairs)
 
 
@@ -85,7 +85,7 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
     )
     total, count, _ = first + second
     rows = [("", numbers(batch), np.array([total, count, total / count]))]
-    if hasattr(batch, "weights"):
+    if "weights" in getattr(batch, "__dataclass_fields__", ()):
         part = dataclasses.replace(batch, weights=jnp.asarray(batch.weights).at[:half].set(0))
         rows.append((" with weights of 0 in the first half", numbers(part), second))
     for which, found, expected in rows:
