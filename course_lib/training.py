@@ -115,7 +115,7 @@ def make_train_step(
     others with `data.check_tokens` first.
 
     Args:
-      loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
+      loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`; `check_loss` tries it.
       optimizer: any of optax. It sees unscaled gradients, so clipping to a norm is part of it.
       num_minibatches: M, into how many the batch is cut.
       method: "scan" or "loop" over the minibatches.
