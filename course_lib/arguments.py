@@ -27,7 +27,7 @@ def optimizer(value: Any) -> None:
     """Refuses what is no optimizer, such as its name."""
     if not all(callable(getattr(value, name, None)) for name in ("init", "update")):
         raise ValueError(
-            f"optimizer={value!r} must have init and update, as optax.adam(1e-3) does"
+            f"optimizer={value!r} must have init and update, as optax.sgd(1.0) has"
         )
 
 

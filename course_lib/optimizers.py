@@ -2,6 +2,7 @@
 (https://optax.readthedocs.io).
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from course_lib import fields
 from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
 
 PyTree = Any
+with_path = jax.tree_util.tree_map_with_path
 
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
@@ -148,23 +150,22 @@ def per_layer(
         return 0 if names and names[0] in stacked else None  # None: shared, as counts of steps
 
     def axes(tree: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: axis(path), tree)
+        return with_path(lambda path, _: axis(path), tree)
 
     def over_layers(function: Callable[..., Any], *trees: PyTree) -> Any:
         def of_one_layer(*trees: PyTree) -> Any:
-            take = jax.tree_util.tree_map_with_path
-            return function(*take(lambda path, x: x if axis(path) is None else x[0], trees))
+            return function(*with_path(lambda path, x: x[0] if axis(path) == 0 else x, trees))
 
         if not jax.tree.leaves(axes(trees)):
             return function(*trees)
         result = axes(jax.eval_shape(of_one_layer, *trees))
         return jax.vmap(function, axes(trees), result)(*trees)
 
-    init, update = optimizer.init, optimizer.update
-    return optax.GradientTransformation(
-        lambda params: over_layers(init, params),
-        lambda grads, state, params=None: over_layers(update, grads, state, params),
-    )
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
+        return over_layers(optimizer.update, grads, state, params)
+
+    init = functools.partial(over_layers, optimizer.init)
+    return optax.GradientTransformation(init, update)
 
 
 def _adamw(

@@ -144,7 +144,7 @@ BAD = [
         lambda: counting(
             lambda sum, n, errors: (errors.mean(), errors.sum(), 1.0 * len(errors))
         ),
-        "mean with weights of 0 in the first half",
+        "batch with weights of 0 in the first half, sum",
     ),
     (lambda: counting(lambda sum, n, errors: (errors, sum, n)), "a scalar, and a dict"),
     (lambda: counting(lambda sum, n, errors: (sum / n, sum)), "a scalar, and a dict"),

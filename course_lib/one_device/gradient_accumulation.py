@@ -92,8 +92,8 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
         if not np.allclose(found, expected, rtol=1e-3, atol=0):
             raise ValueError(
                 "loss_fn must return the mean over labels, each times its weight, and as"
-                " metrics['loss'] the sum and the summed weights. By the halves of the batch,"
-                f" sum, weights and mean{which} are {list(expected)}, not {list(found)}"
+                " metrics['loss'] the sum and the summed weights: by the halves of the batch"
+                f"{which}, sum, weights and mean are {expected.tolist()}, not {found.tolist()}"
             )
 
 

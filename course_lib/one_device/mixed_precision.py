@@ -225,11 +225,9 @@ def check_value(loss_scale: LossScale) -> None:
     """Refuses what is no loss scale, and one whose array no update would make positive."""
     if not hasattr(loss_scale, "unscale"):
         raise ValueError(
-            f"loss_scale={loss_scale!r} must be a loss scale, as mixed_precision.loss_scale"
-            " makes from a name"
+            f"loss_scale={loss_scale!r} must be a loss scale, as DynamicLossScale()"
         )
-    value = getattr(loss_scale, "value", 1.0)
-    # As a number, it was looked at when it was made; inside of `jax.jit` nobody can.
+    value = getattr(loss_scale, "value", 1.0)  # a number was looked at when it was made
     if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, jax.core.Tracer):
         StaticLossScale(np.asarray(value)[()])
 
