@@ -16,6 +16,21 @@ def one_of(name: str, value: Any, known: Collection[Any]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {list(known)}")
 
 
+def functions(**named: Any) -> None:
+    """Refuses arguments that are no functions."""
+    for name, value in named.items():
+        if not callable(value):
+            raise ValueError(f"{name}={value!r} must be a function")
+
+
+def optimizer(value: Any) -> None:
+    """Refuses what is no optimizer, such as its name."""
+    if not all(callable(getattr(value, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"optimizer={value!r} must have init and update, as optax.sgd(1.0) has"
+        )
+
+
 def nearest(size: int, count: int) -> str:
     """Returns the multiples of a count around a size, as in "6 or 8"."""
     below = size - size % count

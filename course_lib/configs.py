@@ -18,33 +18,17 @@ from collections.abc import Callable, Iterator
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import arguments, fields, optimizers
-from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Free, Rounding, Rule
+from course_lib.fields import Field, Free, Rounding, Rule
 from course_lib.measure import hardware  # `measure` acts before JAX looks for devices
 from course_lib.measure.hardware import Accelerator
 from course_lib.models import attention, configuration
 from course_lib.models.configuration import MODEL
 from course_lib.one_device import gradient_accumulation, mixed_precision
+from course_lib.optimizers import OPTIMIZER
 
 PROGRAM = ("run", "mesh", "strategy")  # parts that only the program reads: program.settings
 
-RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]: it multiplies the rate in each step")
 SEED = Rule(lambda x: 0 <= x < 2**32, "be in [0, 2**32): JAX's keys keep 32 bits of it")
-OPTIMIZER = dict(
-    name=Field("adam", optimizers.OPTIMIZERS),  # two more float32 numbers per parameter
-    param_dtype=Field("float32", optimizers.PARAM_DTYPES),  # bfloat16: half the bytes
-    learning_rate=4e-4,  # the peak of the schedule
-    schedule=Field("warmup_exponential", optimizers.SCHEDULES),
-    warmup_steps=Field(10, NOT_NEGATIVE),  # from 0 to the peak
-    decay_rate=Field(0.99, RATE),  # "warmup_exponential": multiplies the rate in each step
-    total_steps=1000,  # "warmup_cosine": when the rate reaches 0
-    b1=Field(0.9, FRACTION),  # Adam, Lion: memory of gradients, about 1 / (1 - b1) steps
-    b2=Field(0.999, FRACTION),  # Adam: of their squares; Lion: of gradients, and wants 0.99
-    weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
-    clip_norm=0.0,  # scales gradients down to that norm; 0: no clipping
-    offload=False,  # moments in the host's memory, streamed layer by layer
-) | {
-    name: field for row in optimizers.OPTIMIZERS.values() for name, field in row.fields.items()
-}
 DATA = dict(batch_size=64, seq_len=512)  # B sequences per step of L tokens each
 TRAINING = dict(
     steps=Free(5),  # optimizer steps

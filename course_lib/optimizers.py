@@ -2,7 +2,8 @@
 (https://optax.readthedocs.io).
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,11 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from course_lib import arguments
-from course_lib.fields import Field, at_least
+from course_lib import fields
+from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
+
+PyTree = Any
+with_path = jax.tree_util.tree_map_with_path
 
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
@@ -50,7 +54,7 @@ class Optimizer(NamedTuple):
     streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
     # ||update on many devices - update on one|| / ||update||: 0 if no sum runs over devices
     tolerance: float = 0.0
-    fields: Mapping[str, Any] = {}  # that it alone has, as in configs.OPTIMIZER
+    fields: Mapping[str, Any] = {}  # that it alone has, as in `OPTIMIZER`
 
 
 OPTIMIZERS = {
@@ -72,8 +76,8 @@ OPTIMIZERS = {
         decays=True,
     ),
     "adamw_8bit": Optimizer(
-        lambda c, rate: _adamw(
-            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
+        lambda c, rate: per_layer(
+            _adamw(_memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate)
         ),
         "AdamW with moments in 8 bits",
         decays=True,
@@ -102,7 +106,7 @@ OPTIMIZERS = {
         tolerance=1e-4,
     ),
     "adafactor": Optimizer(
-        lambda c, rate: optax.adafactor(rate, min_dim_size_to_factor=32),
+        lambda c, rate: per_layer(optax.adafactor(rate, min_dim_size_to_factor=32)),
         "no first moment, the second one as its row and column means"
         ", arXiv 1804.04235; the rate is relative to a parameter's size",
         tolerance=1e-5,
@@ -112,6 +116,56 @@ OPTIMIZERS = {
 
 PARAM_DTYPES = ("float32", "bfloat16")
 """Dtypes of the stored parameters. bfloat16 ones are rounded stochastically."""
+
+RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]: it multiplies the rate in each step")
+OPTIMIZER = dict(
+    name=Field("adam", OPTIMIZERS),  # two more float32 numbers per parameter
+    param_dtype=Field("float32", PARAM_DTYPES),  # bfloat16: half the bytes
+    learning_rate=4e-4,  # the peak of the schedule
+    schedule=Field("warmup_exponential", SCHEDULES),
+    warmup_steps=Field(10, NOT_NEGATIVE),  # from 0 to the peak
+    decay_rate=Field(0.99, RATE),  # "warmup_exponential": multiplies the rate in each step
+    total_steps=1000,  # "warmup_cosine": when the rate reaches 0
+    b1=Field(0.9, FRACTION),  # Adam, Lion: memory of gradients, about 1 / (1 - b1) steps
+    b2=Field(0.999, FRACTION),  # Adam: of their squares; Lion: of gradients, and wants 0.99
+    weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
+    clip_norm=0.0,  # scales gradients down to that norm; 0: no clipping
+    offload=False,  # moments in the host's memory, streamed layer by layer
+) | {name: field for row in OPTIMIZERS.values() for name, field in row.fields.items()}
+"""The fields of a configuration's `optimizer` part."""
+
+
+def per_layer(
+    optimizer: optax.GradientTransformation, stacked: Sequence[str] = ("block",)
+) -> optax.GradientTransformation:
+    """Lets an optimizer treat each layer of stacked ones as parameters of its own.
+
+    Adafactor takes means over a whole array, and 8-bit Adam packs arrays by their size. Of
+    scanned layers, which are one array, they would make other updates than of single layers.
+    `stacked` names the entries of the parameters whose leaves have a leading axis of layers.
+    """
+
+    def axis(path: Any) -> int | None:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return 0 if names and names[0] in stacked else None  # None: shared, as counts of steps
+
+    def axes(tree: PyTree) -> PyTree:
+        return with_path(lambda path, _: axis(path), tree)
+
+    def over_layers(function: Callable[..., Any], *trees: PyTree) -> Any:
+        def of_one_layer(*trees: PyTree) -> Any:
+            return function(*with_path(lambda path, x: x[0] if axis(path) == 0 else x, trees))
+
+        if not jax.tree.leaves(axes(trees)):
+            return function(*trees)
+        result = axes(jax.eval_shape(of_one_layer, *trees))
+        return jax.vmap(function, axes(trees), result)(*trees)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
+        return over_layers(optimizer.update, grads, state, params)
+
+    init = functools.partial(over_layers, optimizer.init)
+    return optax.GradientTransformation(init, update)
 
 
 def _adamw(
@@ -140,8 +194,8 @@ def from_config(
       config: the `optimizer` part of a configuration.
       schedule: the learning rate by step; None: that of the configuration.
     """
-    arguments.one_of("optimizer.name", config.name, OPTIMIZERS)
-    arguments.one_of("optimizer.schedule", config.schedule, SCHEDULES)
+    known = dict(optimizer=OPTIMIZER)
+    fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
     update = OPTIMIZERS[config.name].make(config, rate)
     if config.offload:

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import measure, optimizers
+from course_lib import arguments, measure, optimizers
 from course_lib.configs import check, published_155m
 from course_lib.measure import virtual
 from course_lib.models import losses, parameters, transformer
@@ -40,6 +40,7 @@ from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
 from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
+from course_lib.one_device.gradient_accumulation import check_loss as check_loss
 from course_lib.text.data import Batch
 
 
@@ -65,13 +66,24 @@ def init_state(
     """Returns the state before the first step.
 
     It holds `params` and `rng` themselves, not copies: a step that donates its state consumes
-    them. `rng` is a typed random key, for dropout.
+    them. `rng` is a typed random key, for dropout. What the optimizer's state shares with them
+    is copied, such as the first parameters in `optax.contrib.prodigy`: an array can be donated
+    once.
     """
+    arguments.optimizer(optimizer)
     scale = mixed_precision.NoLossScale() if loss_scale is None else loss_scale
+    mixed_precision.check_value(scale)
+    once = {id(leaf) for leaf in jax.tree.leaves((params, rng))}
+
+    def own(leaf: Any) -> Any:
+        shared = id(leaf) in once
+        once.add(id(leaf))
+        return jnp.copy(leaf) if shared and isinstance(leaf, jax.Array) else leaf
+
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=jax.tree.map(own, optimizer.init(params)),
         rng=rng,
         loss_scale=jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), scale),
     )
@@ -97,12 +109,13 @@ def make_train_step(
     neither parameters nor optimizer state, and `metrics["skipped"]` counts it. Without a loss
     scale and without `skip_not_finite`, the program has none of these checks.
 
-    A compiled step cannot raise an error: a token or a label that is too large makes the
-    loss NaN, and a negative one counts from the end of the vocabulary. Batches of `text.data`
-    and `text.loading` hold no such tokens; check others with `data.check_tokens` first.
+    A compiled step cannot raise an error. A label outside of the vocabulary makes the loss NaN
+    unless its weight is 0; a token that is too large does, and a negative one counts from the
+    end of the vocabulary. Batches of `text.data` and `text.loading` hold no such tokens; check
+    others with `data.check_tokens` first.
 
     Args:
-      loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`.
+      loss_fn: `loss_fn(params, batch, rng) -> (loss, metrics)`; `check_loss` tries it.
       optimizer: any of optax. It sees unscaled gradients, so clipping to a norm is part of it.
       num_minibatches: M, into how many the batch is cut.
       method: "scan" or "loop" over the minibatches.
@@ -120,6 +133,8 @@ def make_train_step(
         num_minibatches=num_minibatches, method=method, accumulator_dtype=accumulator_dtype
     )
     gradient_accumulation.check_options(**parts)
+    arguments.functions(loss_fn=loss_fn)
+    arguments.optimizer(optimizer)
     asked = num_minibatches, method, jnp.dtype(accumulator_dtype)
     if gradient_fn and asked != (1, "scan", jnp.float32):
         raise ValueError(
@@ -127,11 +142,7 @@ def make_train_step(
             f" accumulator_dtype={accumulator_dtype!r} must not come with gradient_fn, which"
             " cuts the batch itself: they would do nothing"
         )
-    gradient_fn = gradient_fn or (
-        lambda loss_fn: gradient_accumulation.in_minibatches(
-            gradient_accumulation.gradient(loss_fn), **parts
-        )
-    )
+    gradient_fn = gradient_fn or functools.partial(gradient_accumulation.of_loss, **parts)
     loss_fn = loss_fn if policy is None else policy.wrap(loss_fn)
 
     def train_step(state, batch):
@@ -313,9 +324,7 @@ def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulatio
         add = add_in_place(config.model)
         grad_fn = functools.partial(gradient_accumulation.accumulate_in_place, add, **parts)
         return lambda loss_fn: grad_fn
-    return lambda loss_fn: gradient_accumulation.in_minibatches(
-        gradient_accumulation.gradient(loss_fn), **parts
-    )
+    return functools.partial(gradient_accumulation.of_loss, **parts)
 
 
 def add_in_place(model: ConfigDict) -> Callable[..., Any]:

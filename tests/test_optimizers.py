@@ -93,3 +93,41 @@ def test_parameters_and_moments_are_rounded_with_different_random_numbers():
     leaves = jax.tree.leaves(optimizers.from_config(config).init(params))
     keys = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     assert len(keys) == 2 and not np.array_equal(*map(jax.random.key_data, keys))
+
+
+def layer(draw):
+    """Returns numbers for a layer. As one array, 33 scales have two large dimensions, which
+    Adafactor factors, and the biases the 4096 numbers from which on moments have 8 bits.
+    """
+    shapes = {"kernel": (32, 160), "bias": (160,), "scale": (48,)}
+    return {"mlp": {name: normal(draw, *shape) for name, shape in shapes.items()}}
+
+
+def normal(draw, *shape):
+    # Adafactor's rate follows the size of a parameter, and biases begin at 0: here, none does.
+    return jnp.asarray(draw.normal(draw.uniform(-1, 1), draw.uniform(0.1, 3), shape), "float32")
+
+
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_scanned_layers_get_the_updates_of_single_ones(name):
+    layers, draw = 33, np.random.default_rng(0)
+    tolerance = max(1e-5, optimizers.OPTIMIZERS[name].tolerance)
+    if name == "adamw_bf16":  # moments of a layer are rounded with other random numbers
+        tolerance = 2.0**-7
+    decays = dict(weight_decay=0.1) if optimizers.OPTIMIZERS[name].decays else {}
+    config = example_config(name=name, schedule="constant", clip_norm=0.0, **decays)
+    optimizer = optimizers.from_config(config)
+    params, *grads = ([layer(draw) for _ in range(layers)] for _ in range(3))
+    with jax.numpy_dtype_promotion("standard"):
+        alone = [optimizer.init({"block_0": one}) for one in params]
+        whole, update = optimizer.init({"block": stacked(params)}), jax.jit(optimizer.update)
+        for each in grads:
+            found, whole = update({"block": stacked(each)}, whole, {"block": stacked(params)})
+            for i, (grad, param) in enumerate(zip(each, params, strict=True)):
+                expected, alone[i] = update({"block_0": grad}, alone[i], {"block_0": param})
+                for array, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                    assert np.linalg.norm(array[i] - want) <= tolerance * np.linalg.norm(want)
+
+
+def stacked(layers):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)

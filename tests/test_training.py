@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from course_lib import configs, training
@@ -169,6 +170,17 @@ def test_a_state_keeps_its_types_so_that_a_step_is_compiled_once_and_is_donated_
     for _ in range(3):
         state, _ = step(state, batch)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("optimizer", [optax.contrib.prodigy(), optax.contrib.mechanize(SGD)])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_state_that_shares_arrays_with_the_parameters_can_be_donated(optimizer, compiled):
+    params = jax.tree.map(jnp.copy, example_state(SGD).params)
+    init = functools.partial(training.init_state, optimizer=optimizer, rng=jax.random.key(0))
+    state = (jax.jit(init) if compiled else init)(params)
+    for _ in range(2):
+        state, metrics = training.make_train_step(LOSS_FN, optimizer)(state, example_batch())
+    assert np.isfinite(metrics["loss"][0])
 
 
 def test_without_a_loss_scale_a_step_costs_what_one_written_out_costs():

@@ -106,6 +106,8 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
             f"axes={axes} must multiply to the number of devices: they make {product}, there"
             f" are {count}; {advice}"
         )
+    if len(set(devices)) < count:
+        raise ValueError(f"devices={devices} must be different ones: one of them comes twice")
     return jax.make_mesh(
         tuple(axes.values()),
         tuple(axes),

@@ -1,13 +1,6 @@
-"""Loss functions and their metrics.
-
-    loss_fn(params, batch, rng) -> (loss, metrics)
-
-    loss       weighted mean
-    metrics    name -> (sum, count)
-
-A model enters as a plain function, `apply_fn(params, inputs, rng) -> logits`, where `rng=None`
-means evaluation, without dropout; `as_function` makes one from a Flax model. A model whose loss
-is computed in chunks returns the factors of its logits (`large_vocabulary.Factors`) instead.
+"""Loss functions and their metrics, `loss_fn(params, batch, rng) -> (loss, metrics)`, of models
+as plain functions: see `course_lib.training`. A model whose loss is computed in chunks returns
+the factors of its logits (`large_vocabulary.Factors`).
 """
 
 from collections.abc import Callable
@@ -88,8 +81,10 @@ def cross_entropy(
     logits: Float[Array, "... V"], labels: Int[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest
-    logit, else 0.0.
+    logit, else 0.0. A label that is too large gives NaN, a negative one counts from the end.
     """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels {labels.shape} must be one per row of logits {logits.shape}")
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
 
@@ -119,8 +114,9 @@ def chunked_cross_entropy(config: ConfigDict) -> Score:
 
 def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> LossFn:
     """Returns the loss function of a classifier: inputs [B, ...], labels [B] and their weights
-    [B], none negative. A label of weight 0 must be a class, too, such as 0: one that is no
-    class gives NaN, even times 0.
+    [B]. A label of weight 0 may be any number, such as -100, but its logits must be finite. Any
+    other label that is no class makes the loss NaN, and so does a negative weight: a compiled
+    function cannot raise an error.
 
     Args:
       apply_fn: the model as a function.
@@ -129,21 +125,20 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
     """
 
     def loss_fn(params, batch, rng):
-        logits, labels, weights = (
-            apply_fn(params, batch.inputs, rng),
-            batch.labels,
-            batch.weights,
-        )
+        logits = apply_fn(params, batch.inputs, rng)
+        labels, weights = batch.labels, jnp.asarray(batch.weights, jnp.float32)
         if not logits.shape[:-1] == labels.shape == weights.shape:
             raise ValueError(
                 f"labels {labels.shape} and weights {weights.shape} must have the first axes of"
                 f" logits {logits.shape}: each label belongs to one row of logits"
             )
+        labels = jnp.where(weights == 0, 0, labels)
         with jax.named_scope("loss"):  # `measure.tape` reads this name
             if isinstance(logits, jax.Array):
                 logits = logits.astype(jnp.float32)
             loss, correct = score(logits, labels)
-        weights = weights.astype(jnp.float32)
+            loss = jnp.where(labels < 0, jnp.nan, loss)  # not counted from the end
+        weights = jnp.where(weights < 0, jnp.nan, weights)
         count = weights.sum()
         metrics = {
             "loss": ((loss * weights).sum(), count),

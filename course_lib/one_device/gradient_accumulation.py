@@ -13,13 +13,17 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 (grads, metrics)`.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
+
+from course_lib import arguments
 
 PyTree = Any
 Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
@@ -33,13 +37,64 @@ ACCUMULATOR_DTYPES = ("float32", "bfloat16")
 
 def gradient(loss_fn: LossFn) -> GradFn:
     """Returns a loss's gradient function, `grad_fn(params, batch, rng) -> (grads, metrics)`."""
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    value_and_grad = jax.value_and_grad(
+        lambda *args: check_result(loss_fn(*args)), has_aux=True
+    )
 
     def grad_fn(params, batch, rng):
         (_, metrics), grads = value_and_grad(params, batch, rng)
         return grads, metrics
 
     return grad_fn
+
+
+def check_result(result: Any) -> Any:
+    """Passes on what a loss function returned; refuses what is no loss with its metrics."""
+    match result:
+        case (loss, metrics) if jnp.shape(loss) == () and _are_sums(metrics):
+            return result
+    raise ValueError(
+        "loss_fn must return (loss, metrics): a scalar, and a dict with 'loss' of (sum, count),"
+        f" also scalars, not {jax.tree.map(jnp.shape, result)}"
+    )
+
+
+def _are_sums(metrics: Any) -> bool:
+    pairs = metrics.values() if isinstance(metrics, Mapping) and "loss" in metrics else [None]
+    return all(jax.tree.map(jnp.shape, pair) in ([(), ()], ((), ())) for pair in pairs)
+
+
+def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
+    """Refuses a loss that is no weighted mean over labels: its gradient would depend on how the
+    batch is cut into minibatches.
+
+    Computes it without dropout: of the batch, of each half, and, if the batch has `weights`,
+    with weights of 0 in the first half. Each half must have some weight.
+    """
+    check_divides(batch, 2)
+    half = len(jax.tree.leaves(batch)[0]) // 2
+    run = jax.jit(lambda each: check_result(loss_fn(params, each, None)))
+
+    def numbers(each: Any) -> np.ndarray:
+        loss, metrics = run(each)
+        return np.array([*metrics["loss"], loss], np.float64)
+
+    first, second = (
+        numbers(jax.tree.map(lambda x, part=part: x[part], batch))
+        for part in (slice(half), slice(half, None))
+    )
+    total, count, _ = first + second
+    rows = [("", numbers(batch), np.array([total, count, total / count]))]
+    if "weights" in getattr(batch, "__dataclass_fields__", ()):
+        part = dataclasses.replace(batch, weights=jnp.asarray(batch.weights).at[:half].set(0))
+        rows.append((" with weights of 0 in the first half", numbers(part), second))
+    for which, found, expected in rows:
+        if not np.allclose(found, expected, rtol=1e-3, atol=0):
+            raise ValueError(
+                "loss_fn must return the mean over labels, each times its weight, and as"
+                " metrics['loss'] the sum and the summed weights: by the halves of the batch"
+                f"{which}, sum, weights and mean are {expected.tolist()}, not {found.tolist()}"
+            )
 
 
 def nonzero(count: Float[Array, ""]) -> Float[Array, ""]:
@@ -62,9 +117,9 @@ def accumulate(
     Minibatch m is the m-th of M equal slices of the batch, with the key
     `jax.random.split(rng, M)[m]`, also where M = 1. One minibatch costs no more than `grad_fn`.
     More add one tree of gradients in `accumulator_dtype` to the memory of one minibatch. A
-    minibatch whose weights are all 0 adds nothing, whatever its gradient; if all are, the
-    gradient is 0. With M = 1 that depends on the loss: dividing by weights of 0 gives NaN; the
-    losses of `models.losses` are 0, with gradient 0.
+    minibatch whose weights are all 0 adds nothing, whatever its loss and gradient; if all are,
+    the gradient is 0. With M = 1 that depends on the loss: dividing by weights of 0 gives NaN;
+    the losses of `models.losses` are 0, with gradient 0.
 
     Args:
       grad_fn: gradient of a weighted mean, with `metrics["loss"] == (sum, count)`.
@@ -145,6 +200,8 @@ def _add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
 
     def add_minibatch(total, params, minibatch, rng):
         sums, metrics = add(total[0], params, minibatch, rng)
+        # The sum of a minibatch without weight may be NaN.
+        metrics = {name: (jnp.where(n != 0, sum, 0), n) for name, (sum, n) in metrics.items()}
         return sums, jax.tree.map(jnp.add, total[1], metrics)
 
     run = scan_minibatches if method == "scan" else loop_minibatches
@@ -156,34 +213,29 @@ def _add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
     return grads, metrics
 
 
-def in_minibatches(
-    grad_fn: GradFn,
-    *,
-    num_minibatches: int = 1,
-    method: str = "scan",
-    accumulator_dtype: Any = jnp.float32,
-) -> GradFn:
-    """Returns a gradient function that cuts its batch into minibatches: see `accumulate`."""
-    check_options(num_minibatches, method, accumulator_dtype)
-    return functools.partial(
-        accumulate,
-        grad_fn,
-        num_minibatches=num_minibatches,
-        method=method,
-        accumulator_dtype=accumulator_dtype,
-    )
+def in_minibatches(grad_fn: GradFn, **options: Any) -> GradFn:
+    """Returns a gradient function that cuts its batch into minibatches, with the options of
+    `accumulate`; without any, into one.
+    """
+    check_options(**options)
+    return functools.partial(accumulate, grad_fn, **dict(num_minibatches=1) | options)
+
+
+def of_loss(loss_fn: LossFn, **options: Any) -> GradFn:
+    """Returns the gradient function of a loss, with the options of `in_minibatches`."""
+    return in_minibatches(gradient(loss_fn), **options)
 
 
 def _checked(result, params):
     """Passes on the result of a gradient function; refuses a loss in place of gradients."""
     # Names and ranks are compared, not shapes: a device may return a part of each gradient.
     match result:
-        case (grads, {"loss": _}) if _ranks(grads) == _ranks(params):
+        case (grads, metrics) if _are_sums(metrics) and _ranks(grads) == _ranks(params):
             return result
     raise ValueError(
-        "grad_fn must return (gradients like params, metrics with 'loss'), not"
-        f" {jax.tree.map(jnp.shape, result)}: gradient_accumulation.gradient(loss_fn) makes one"
-        " of a loss function"
+        "grad_fn must return (gradients like params, metrics with 'loss', all (sum, count)),"
+        f" not {jax.tree.map(jnp.shape, result)}: gradient_accumulation.gradient(loss_fn) makes"
+        " one of a loss function"
     )
 
 
@@ -247,12 +299,13 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
         )
 
 
-def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> jnp.dtype:
+def check_options(
+    num_minibatches: int = 1, method: str = "scan", accumulator_dtype: Any = jnp.float32
+) -> jnp.dtype:
     """Refuses options that do not exist, and returns the accumulator's dtype."""
     if num_minibatches < 1:
         raise ValueError(f"num_minibatches={num_minibatches} must be at least 1")
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} must be one of {list(METHODS)}")
+    arguments.one_of("method", method, METHODS)
     for dtype in map(jnp.dtype, ACCUMULATOR_DTYPES):
         if dtype == accumulator_dtype:
             return dtype

@@ -18,6 +18,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from course_lib import arguments
+
 PyTree = Any
 
 # From wide to narrow.
@@ -72,6 +74,10 @@ class Policy:
     compute_dtype: Any  # of parameters and activations inside the model
     output_dtype: Any  # of the loss, and of all sums and means after the model
 
+    def __post_init__(self):
+        describe(self.compute_dtype, "compute_dtype")
+        describe(self.output_dtype, "output_dtype")
+
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Returns the tree with its floating arrays in `compute_dtype`."""
         return _cast(tree, self.compute_dtype)
@@ -112,8 +118,7 @@ POLICIES = {
 
 def policy(name: str) -> Policy:
     """Returns the policy named after its compute dtype; parameters and outputs are float32."""
-    if name not in POLICIES:
-        raise ValueError(f"policy={name!r} must be one of {list(POLICIES)}")
+    arguments.one_of("policy", name, POLICIES)
     return POLICIES[name]
 
 
@@ -148,7 +153,7 @@ class StaticLossScale:
 
     def __post_init__(self):
         is_number = isinstance(self.value, float | int | np.generic)
-        if is_number and not 0 < float(self.value) < math.inf:
+        if isinstance(self.value, str) or is_number and not 0 < float(self.value) < math.inf:
             raise ValueError(f"value={self.value!r} must be positive and finite, as 2.0**15")
 
     def scale(self, loss: Float[Array, ""]) -> Float[Array, ""]:
@@ -216,6 +221,17 @@ LossScale = NoLossScale | StaticLossScale  # a DynamicLossScale is a StaticLossS
 LOSS_SCALES = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
 
 
+def check_value(loss_scale: LossScale) -> None:
+    """Refuses what is no loss scale, and one whose array no update would make positive."""
+    if not hasattr(loss_scale, "unscale"):
+        raise ValueError(
+            f"loss_scale={loss_scale!r} must be a loss scale, as DynamicLossScale()"
+        )
+    value = getattr(loss_scale, "value", 1.0)  # a number was looked at when it was made
+    if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, jax.core.Tracer):
+        StaticLossScale(np.asarray(value)[()])
+
+
 def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
     """Refuses to compute in float16 without a loss scale: small gradients would become 0."""
     in_float16 = policy and jnp.dtype(policy.compute_dtype) == jnp.float16
@@ -229,6 +245,5 @@ def check_loss_scale(policy: Policy | None, loss_scale: LossScale) -> None:
 
 def loss_scale(name: str) -> LossScale:
     """Returns a loss scale by name, with its defaults."""
-    if name not in LOSS_SCALES:
-        raise ValueError(f"loss_scale={name!r} must be one of {list(LOSS_SCALES)}")
+    arguments.one_of("loss_scale", name, LOSS_SCALES)
     return LOSS_SCALES[name]()

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from course_lib import arguments
+
 MODULES = ("MLP", "Attn", "Block")  # what can be rematerialized; a block is both others
 
 POLICIES = {
@@ -42,17 +44,12 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     """
     policies = jax.checkpoint_policies
     takes_names = name in ("names", "offload")
-    if name not in POLICIES:
-        raise ValueError(f"remat_policy={name!r} must be one of {list(POLICIES)}")
-    if takes_names and not names:
+    arguments.one_of("remat_policy", name, POLICIES)
+    if isinstance(names, str) or takes_names != bool(names):
+        must = "name a value, as ('mlp_hidden',)" if takes_names else "be empty, it is ignored,"
         raise ValueError(
-            f"remat_names={names!r} must name a value for remat_policy={name!r}, or use"
-            " 'nothing'"
-        )
-    if names and not takes_names:
-        raise ValueError(
-            f"remat_names={names!r} must be empty for remat_policy={name!r}, which ignores it;"
-            " use 'names' or 'offload'"
+            f"remat_names={names!r} must {must} for remat_policy={name!r}; only 'names' and"
+            " 'offload' take names"
         )
     if name == "names":
         return policies.save_only_these_names(*names)

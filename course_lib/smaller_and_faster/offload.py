@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from course_lib import arguments
 from course_lib.measure import hardware
 
 PyTree = Any
@@ -95,6 +96,7 @@ def streamed(
       stacked: the entries of the parameters whose leaves have a leading axis of layers, as
         `nn.scan` makes them.
     """
+    arguments.optimizer(optimizer)
 
     def init(params: PyTree) -> PyTree:
         return optax.tree_map_params(optimizer, to_host, optimizer.init(params))

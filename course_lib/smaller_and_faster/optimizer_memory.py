@@ -25,17 +25,21 @@ import optax
 from jaxtyping import Array, Float, Key, UInt8
 from optax.contrib import MuonDimensionNumbers
 
+from course_lib import arguments
+from course_lib.fields import FRACTION
+
 PyTree = Any
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
 # sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
-# Scanned layers are one array: their biases and norms together often exceed it, and are packed.
+# With `optimizers.per_layer`, each of the scanned layers counts by itself.
 SMALLEST = 4096
 NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would be a block
 
 
 def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
     """Returns the bytes of an optimizer's state for each parameter; shapes are enough."""
+    arguments.optimizer(optimizer)
     state = jax.eval_shape(optimizer.init, params)
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return state_bytes / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -72,6 +76,7 @@ def round_stochastically(
     float32 parameters. The updates are float32 differences of bfloat16 numbers:
     `optax.apply_updates` rounds nothing after that.
     """
+    arguments.optimizer(optimizer)
 
     def init(params: PyTree) -> RoundedState:
         _check_bfloat16(params)
@@ -153,13 +158,16 @@ def quantize(
     """Stores an array in 8 bits per number: scaled to [-1, 1] in each block, then rounded to
     the nearest number of `dynamic_map`.
 
-    Blocks are runs along the last dimension, of `block_length`. Unless `signed`, a negative
-    number becomes 0, without an error: a compiled function cannot look at its values.
+    Blocks are runs along the last dimension, of `block_length`. A block with a number that is
+    not finite becomes NaN. Unless `signed`, a negative number becomes 0, without an error: a
+    compiled function cannot look at its values.
     """
     _check_float32(x)
     length = block_length(x.shape[-1], block_size)
     blocks = x.reshape(*x.shape[:-1], -1, length)
-    scales = jnp.abs(blocks).max(axis=-1)
+    # On CPUs, JAX 0.12's largest number of an array may leave out a NaN: see docs/versions.md.
+    tops = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks)).max(axis=-1)
+    scales = jnp.where(jnp.isfinite(tops), tops, jnp.nan)
     units = blocks / jnp.where(scales > 0, scales, 1)[..., None]
     numbers = dynamic_map(signed)
     middles = jnp.asarray((numbers[1:] + numbers[:-1]) / 2)
@@ -238,6 +246,9 @@ def _adam(
     seed: int | None,
 ) -> optax.GradientTransformation:
     """Adam with moments that `pack` stores and `unpack` returns as float32."""
+    for name, value in dict(b1=b1, b2=b2).items():
+        if isinstance(value, int | float) and not FRACTION.holds(value):
+            raise ValueError(f"{name}={value} must {FRACTION.must}")
 
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
@@ -283,10 +294,11 @@ def matrices(params: PyTree) -> PyTree:
     These are the kernels inside the layers; each scanned layer, and each expert, has one of its
     own. All else is left to Adam, as Muon's author does (Jordan et al., 2024,
     https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
+    Parameters with matrices of which none is in a layer are refused: Adam would train them all.
     """
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
-        names = [str(key.key) for key in path]
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         if not names or not names[0].startswith("block") or names[-1] != "kernel":
             return None
         module = names[-2]
@@ -295,4 +307,10 @@ def matrices(params: PyTree) -> PyTree:
         inputs = axes[:-1] if module == "output_layer" else axes[:1]
         return MuonDimensionNumbers(inputs, axes[len(inputs) :])
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params)
+    chosen = jax.tree_util.tree_map_with_path(of_leaf, params)
+    if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
+        raise ValueError(
+            "params must have a kernel in a layer, as params['block_0']['mlp']['kernel']: Muon"
+            " would leave all to Adam; give optax.contrib.muon the model's own matrices"
+        )
+    return chosen

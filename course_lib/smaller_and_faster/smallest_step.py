@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from course_lib import arguments
 from course_lib.smaller_and_faster import offload
 
 PyTree = Any
@@ -66,6 +67,7 @@ def gradient_in_place(
         embeddings may be tied.
       stacked: the entry of the parameters whose leaves have a leading axis of layers.
     """
+    arguments.functions(embed=embed, layer=layer, head=head)
 
     def add(total: PyTree, params: PyTree, batch: Any, rng: Any) -> tuple[PyTree, Any]:
         num_layers = offload.num_layers(params, (stacked,))
