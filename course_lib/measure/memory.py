@@ -34,10 +34,14 @@ def memory(step: Any) -> Memory:
     The compiler of a GPU or TPU reports the peak: the largest sum of arrays that are alive
     together. XLA's CPU compiler does not (its `peak_memory_in_bytes` leaves the temporaries
     out). On a CPU the peak is an upper bound: the block of temporaries can have gaps; `heap` is
-    exact. A device needs more, for its context, the workspace of its libraries, and gaps
-    between arrays: `peak_in_own_process` measures that.
+    exact. On a CPU, too, a lowered step is compiled without a library that hides arrays, and a
+    compiled step that hides large ones is refused (`virtual.NO_FUSED_LIBRARY`).
+
+    A device needs more, for its context, the workspace of its libraries, and gaps between
+    arrays: `peak_in_own_process` measures that.
     """
     compiled = program.read(step)
+    compiled.check_nothing_hidden()
     stats = compiled.compiled.memory_analysis()
 
     def total(of: str) -> int:

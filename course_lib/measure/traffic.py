@@ -81,7 +81,9 @@ def traffic(step: Any) -> Traffic:
     that slices an operand reads the slice, and a gather reads the rows. A conditional counts as
     its most expensive branch. On a CPU, caches save much of this traffic.
     """
-    executed = hlo.scheduled(read(step).module, weight=_bytes)
+    program = read(step)
+    program.check_nothing_hidden()
+    executed = hlo.scheduled(program.module, weight=_bytes)
     moved = ((i, n, n * _bytes(i)) for i, n in executed)
     moves = tuple(
         Move(i.name, kind_of(i), bytes, n, origin.origin(i)) for i, n, bytes in moved if bytes

@@ -1,0 +1,105 @@
+"""Programs for the instruments, none of them the course's, and what a process grows by."""
+
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(layers, x):
+    for up, down in layers:
+        x = x + jax.nn.relu(x @ up) @ down
+    return x
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.mT) @ v
+
+
+def cross_entropy(x, table, labels):
+    logits = jax.nn.log_softmax(x @ table)
+    return -jnp.take_along_axis(logits, labels[:, None], 1).mean()
+
+
+def scanned(stacked, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+    return (jax.lax.scan(layer, x, stacked)[0] ** 2).mean()
+
+
+def step(layers, x):
+    grads = jax.grad(lambda layers: (mlp(layers, x) ** 2).mean())(layers)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads)
+
+
+def layers(count, width, hidden):
+    return [(array(width, hidden), array(hidden, width))] * count
+
+
+# A function and the shapes of its arguments. These are large enough for a process to show.
+LARGE = {
+    "hidden layer": (
+        lambda x, up, down: (jax.nn.relu(x @ up) @ down).sum(),
+        (array(16384, 1024), array(1024, 4096), array(4096, 1024)),
+    ),
+    "six layers": (
+        lambda layers, x: (mlp(layers, x) ** 2).mean(),
+        (layers(6, 256, 1024), array(65536, 256)),
+    ),
+    "attention": (attention, (array(8, 4096, 64),) * 3),
+    "gated layer": (
+        lambda x, up, gate: (jax.nn.silu(x @ gate) * (x @ up)).sum(-1),
+        (array(16384, 1024), array(1024, 4096), array(1024, 4096)),
+    ),
+    "cross entropy": (
+        cross_entropy,
+        (array(4096, 256), array(256, 16384), array(4096, dtype=jnp.int32)),
+    ),
+    "attention's gradient": (
+        jax.grad(lambda *args: attention(*args).sum(), (0, 1, 2)),
+        (array(4, 4096, 64),) * 3,
+    ),
+    "a scan's gradient": (
+        jax.grad(scanned),
+        ((array(4, 256, 1024), array(4, 1024, 256)), array(16384, 256)),
+    ),
+    "donated step": (step, (layers(4, 1024, 4096), array(8192, 1024))),
+}
+
+
+def lower(name, place=lambda tree: tree):
+    function, shapes = LARGE[name]
+    return jax.jit(function, donate_argnums=0 if name.startswith("donated") else ()).lower(
+        *place(shapes)
+    )
+
+
+def main(name):
+    """Runs a program as the instruments compile it, and prints as JSON, in bytes, its peak by
+    `heap` and by `memory`, and its arguments with what the process grew by.
+    """
+    from course_lib.measure import heap, memory
+
+    found = heap(lower(name))
+    args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), LARGE[name][1])
+    jax.block_until_ready(args)
+    with open("/proc/self/statm") as file:
+        before = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forgets the most so far
+    jax.block_until_ready(found.compiled(*args))
+    with open("/proc/self/status") as file:
+        [most] = (1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    print(json.dumps([found.peak, memory(found).peak, memory(found).arguments + most - before]))
+
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # XLA has buffers per thread
+    main(sys.argv[1])
