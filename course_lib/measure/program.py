@@ -81,10 +81,14 @@ _read: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
 
 
 def read(step: Any) -> Program:
-    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`)."""
+    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`).
+
+    What `nnx.jit` and `eqx.filter_jit` lower or compile is taken as it is.
+    """
     step = getattr(step, "program", step)  # of a heap
     if isinstance(step, Program):
         return step
+    step = getattr(step, "lowered", getattr(step, "compiled", step))  # of Flax and Equinox
     if not isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
         raise ValueError(
             f"step=<{type(step).__name__}> must be lowered or compiled: jax.jit(f).lower(...),"

@@ -9,7 +9,8 @@ lowered for arguments on them compiles as usual, and tells what memory the machi
     print(virtual.compile(jax.jit(lambda x: jnp.tanh(x @ x)).lower(x)).memory_analysis())
 
 `jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
-XLA cannot time several kernels for a product and keep the fastest (*autotuning*).
+XLA cannot time several kernels for a product and keep the fastest (*autotuning*). Nor can it
+call Python: `.lower()` of a step with `jax.debug.print` raises "Unknown backend: 'gpu'".
 """
 
 import contextlib
@@ -71,6 +72,18 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
             " `recorded.live_or_recorded` shows the results of another machine"
         )
     return list(_describe(name, count))
+
+
+def why_not_lowered(error: Exception) -> str | None:
+    """Returns the reason in words if a step does not lower for a virtual GPU since it calls
+    Python while it runs.
+    """
+    if "Unknown backend: 'gpu'" not in str(error):
+        return None
+    return (
+        "a GPU that is not there calls no Python: remove jax.debug.print, jax.pure_callback and"
+        " other callbacks from the step"
+    )
 
 
 @functools.cache

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 from slow_cases import slow
@@ -214,6 +216,22 @@ def test_a_compiled_program_has_lost_its_plan():
     for read in (heap, tape):
         with pytest.raises(ValueError, match="step=<Compiled> must be lowered"):
             read(compiled)
+
+
+def test_what_other_libraries_lower_and_compile_is_taken_as_it_is():
+    x = jnp.ones((4, 8))
+    of_nnx = nnx.jit(lambda model, x: jnp.sin(model(x))).lower(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0)), x
+    )
+    lowered = jax.jit(jnp.sin).lower(x)
+    of_equinox = types.SimpleNamespace(lowered=lowered)  # as `eqx.filter_jit(f).lower(x)`
+    compiled_of_equinox = types.SimpleNamespace(compiled=lowered.compile())
+    for step, compiled in ((of_nnx, of_nnx.compile()), (of_equinox, compiled_of_equinox)):
+        assert memory(step) == memory(compiled) == memory(heap(step))
+        assert traffic(step).bytes == traffic(compiled).bytes > 0
+        assert heap(step).peak == memory(step).peak
+        with pytest.raises(ValueError, match="step=<Compiled> must be lowered"):
+            heap(compiled)
 
 
 def test_bytes_are_shown_in_binary_units():

@@ -141,6 +141,33 @@ def test_an_update_in_place_leaves_the_rest_where_it_is(device):
     assert measured(write, *args, device=device).bytes >= 2 * rows * width * FLOAT32
 
 
+ROWS_OF = {
+    "table[ids]": lambda table, ids, rows: table[ids],
+    "jnp.take": lambda table, ids, rows: jnp.take(table, ids, axis=0),
+    "scaled": lambda table, ids, rows: table[ids] * 2 + rows,
+}
+
+
+@pytest.mark.parametrize("function", ROWS_OF.values(), ids=ROWS_OF)
+@DEVICES
+def test_rows_that_are_picked_by_index_are_a_gather(device, function):
+    arguments = array(VOCABULARY, 64), array(TOKENS, dtype=jnp.int32), array(TOKENS, 64)
+    by_kind = measured(function, *arguments, device=device).by_kind()
+    assert by_kind["gather/scatter"] >= 2 * TOKENS * 64 * FLOAT32
+    assert by_kind.get("elementwise", 0) <= SMALL
+
+
+@pytest.mark.parametrize(("way", "arrays"), [("set", 2), ("add", 3), ("max", 3)])
+@DEVICES
+def test_a_set_reads_nothing_of_what_it_overwrites(device, way, arrays):
+    def write(x, ids, rows):
+        return getattr(x.at[ids], way)(rows, unique_indices=True)
+
+    arguments = array(VOCABULARY, 64), array(TOKENS, dtype=jnp.int32), array(TOKENS, 64)
+    moved = measured(write, *arguments, device=device, donate=0)
+    assert moved.bytes == pytest.approx(arrays * TOKENS * 64 * FLOAT32, abs=4 * SMALL)
+
+
 @DEVICES
 def test_of_a_conditional_the_most_expensive_branch_counts(device):
     n = 512

@@ -347,3 +347,20 @@ def test_shapes_keep_dtypes_that_may_still_change():
         return jnp.sin(1.0), jnp.sin(jnp.float32(1.0))
 
     assert [leaf.weak_type for leaf in virtual.shapes(weak_and_strong)] == [True, False]
+
+
+@needs_virtual
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x),
+        lambda x: jax.debug.callback(print, x),
+        lambda x: jax.pure_callback(np.sin, x, x),
+    ],
+)
+def test_a_step_that_calls_python_says_so_where_no_gpu_is(call):
+    x = virtual.abstract(jnp.ones(8), virtual.devices("a5000")[0])
+    with pytest.raises(RuntimeError) as raised:
+        jax.jit(lambda x: (call(x), x + 1)).lower(x)
+    assert "remove jax.debug.print" in virtual.why_not_lowered(raised.value)
+    assert virtual.why_not_lowered(ValueError("another")) is None
