@@ -6,6 +6,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def array(*shape, dtype=jnp.float32):
@@ -74,8 +77,81 @@ LARGE = {
 }
 
 
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(256, 1024, rngs=rngs), nnx.LayerNorm(1024, rngs=rngs)
+        self.down = nnx.Linear(1024, 256, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+GRAPH, STATE = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+
+
+def accumulated(w, parts):
+    gradient = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).mean())
+    total, _ = jax.lax.scan(lambda sum, x: (sum + gradient(w, x), None), 0 * w, parts)
+    return total
+
+
+def convolved(w, x):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return (
+        jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout) ** 2
+    ).sum()
+
+
+SQUARE = array(1024, 1024)
+TABLE = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
+FOREIGN = {
+    "while": (
+        lambda x, w: jax.lax.while_loop(lambda x: x.max() < 9, lambda x: jnp.sin(x @ w) + x, x),
+        (SQUARE, SQUARE),
+    ),
+    "cond": (
+        lambda x, w, flag: jax.lax.cond(flag, lambda x: jnp.tanh(x @ w) @ w, jnp.sin, x),
+        (SQUARE, SQUARE, array(dtype=jnp.bool)),
+    ),
+    "FFT": (lambda x: jnp.abs(jnp.fft.ifft(jnp.fft.fft(x) * 2)).sum(0), (array(512, 4096),)),
+    "linear solve": (lambda a, b: jnp.linalg.solve(a, jnp.tanh(b)) @ b, (SQUARE, SQUARE)),
+    "custom call": (lambda a: jnp.linalg.cholesky(a @ a.T) @ a, (SQUARE,)),
+    "sort": (lambda x: jnp.sort(x)[:, :9] + x[jnp.argsort(x)[:, 0], :9], (SQUARE,)),
+    "convolution": (jax.grad(convolved), (array(3, 3, 32, 64), array(8, 64, 64, 32))),
+    "NNX": (
+        jax.grad(lambda state, x: (nnx.merge(GRAPH, state)(x) ** 2).mean()),
+        (STATE, array(4096, 256)),
+    ),
+    "constant": (
+        lambda x, w: jnp.tanh(jnp.tanh((x + TABLE) @ w) @ w) @ w,
+        (SQUARE, SQUARE),
+    ),
+    "scan": (jax.grad(scanned), ((array(4, 256, 1024), array(4, 1024, 256)), array(4096, 256))),
+    "minibatches": (accumulated, (array(512, 512), array(4, 2048, 512))),
+    "donated": (step, (layers(3, 256, 1024), array(4096, 256))),
+}
+
+
+def lower_on_mesh(devices):
+    """A `shard_map` over two devices, which gather and sum."""
+    mesh = Mesh(devices, ("data",))
+    rows = PartitionSpec("data")
+
+    def local(w, x):
+        w = jax.lax.all_gather(w, "data", tiled=True)
+        return jax.lax.psum(jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w), "data")
+
+    both = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=PartitionSpec())
+    place = NamedSharding(mesh, rows)
+    args = (
+        jax.ShapeDtypeStruct(size, jnp.float32, sharding=place)
+        for size in ((512, 512), (4096, 512))
+    )
+    return jax.jit(both).lower(*args)
+
+
 def lower(name, place=lambda tree: tree):
-    function, shapes = LARGE[name]
+    function, shapes = (LARGE | FOREIGN)[name]
     return jax.jit(function, donate_argnums=0 if name.startswith("donated") else ()).lower(
         *place(shapes)
     )
