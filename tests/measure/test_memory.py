@@ -128,15 +128,6 @@ def test_what_a_scan_keeps_for_its_backward_pass_is_found_with_the_scope_that_ma
     assert any("mlp" in a.scope and "tanh" in a.scope for a in kept), [a.scope for a in kept]
 
 
-@DEVICES
-def test_a_loop_that_stops_on_data_has_a_heap_too(device):
-    double = functools.partial(
-        jax.lax.while_loop, lambda x: jnp.max(x) < 100, lambda x: jnp.sin(x) + x
-    )
-    found = heap(jax.jit(double).lower(place(array(B, D), device)))
-    assert found.peak == sum(a.bytes for a in found.arrays) >= 2 * BATCH_BYTES
-
-
 def test_reading_a_heap_leaves_the_screen_alone(capfd):
     heap(jax.jit(jnp.sin).lower(array(8)))
     assert capfd.readouterr() == ("", "")

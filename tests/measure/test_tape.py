@@ -117,7 +117,8 @@ def test_all_readers_agree_on_the_peak_of_anybody_s_program(name, target):
     else:
         lowered = programs.lower(name, lambda shapes: placed(shapes, target))
     peak = memory(lowered).peak
-    assert heap(lowered).peak == pytest.approx(peak, rel=5e-3)
+    found = heap(lowered)
+    assert found.peak == sum(a.bytes for a in found.arrays) == pytest.approx(peak, rel=5e-3)
     assert tape(lowered).peak == pytest.approx(peak, rel=5e-3)
 
 
@@ -127,8 +128,6 @@ def teacher(table, x, w):
 
 TABLE = np.ones((1024, 1024), np.float32)
 CONSTANTS = {
-    # used first, then three products
-    "first": lambda x, w: jnp.tanh(jnp.tanh((x + TABLE) @ w) @ w) @ w,
     "last": lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w) @ w + TABLE,
     "frozen teacher": lambda x, w: jax.grad(
         lambda w: jnp.mean((jnp.tanh(x @ w) - teacher(TABLE, x, TABLE[::-1])) ** 2)
@@ -136,7 +135,7 @@ CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("where", ["first", "frozen teacher", slow("last")])
+@pytest.mark.parametrize("where", ["frozen teacher", slow("last")])
 @DEVICES
 def test_a_constant_that_a_function_captures_is_there_from_first_to_last_instruction(
     device, where
