@@ -12,7 +12,8 @@ These read the compiled program; the device need not be there:
     roofline(...)           the least time that FLOPs and bytes allow
 
 Each takes the step as it is at hand, lowered or compiled (tape and heap only lowered), and what
-was lowered is compiled once for all of them.
+was lowered is compiled once for all of them. On a CPU it is compiled without YNNPACK, a library
+that hides memory; a compiled step that hides much of it is refused.
 
 `flops(step, state, batch)` counts before anything is compiled. `step_time`, `compare`, `mfu`
 and `peak_in_own_process` measure a step that runs.

@@ -131,8 +131,14 @@ class Module:
 
 def parse(text: str) -> Module:
     """Reads the text of a compiled program: `compiled.as_text()`, of any backend."""
+    header = re.match(r"HloModule ([\w.\-]+)", text)
+    if header is None or "\nENTRY " not in text:
+        raise ValueError(
+            f"text={text[:40]!r}... must be HLO: pass compiled.as_text(). What is only lowered"
+            " prints another language, StableHLO: lowered.compile().as_text()"
+        )
     computations: dict[str, Computation] = {}
-    entry, name = None, ""
+    entry = name = ""
     instructions: dict[str, Instruction] = {}
     for line in text.splitlines():
         if opening := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
@@ -143,9 +149,6 @@ def parse(text: str) -> Module:
         elif line.startswith(" ") and " = " in line:
             instruction = _instruction(line.strip(), instructions, computations)
             instructions[instruction.name] = instruction
-    header = re.match(r"HloModule ([\w.\-]+)", text)
-    if header is None or entry not in computations:
-        raise ValueError(f"text={text[:40]!r}... must be HLO: pass compiled.as_text()")
     devices = math.prod(int(count) for count in _COUNTS.findall(text.split("\n", 1)[0]))
     return Module(header[1], computations[entry], computations, devices)
 

@@ -32,10 +32,14 @@ def memory(step: Any) -> Memory:
     """Reads how much memory a step, compiled or lowered, needs on one device.
 
     The compiler of a GPU or TPU reports the peak: the largest sum of arrays that are alive
-    together. XLA's CPU compiler does not (its `peak_memory_in_bytes` leaves the temporaries
-    out). On a CPU the peak is an upper bound: the block of temporaries can have gaps; `heap` is
-    exact. A device needs more, for its context, the workspace of its libraries, and gaps
-    between arrays: `peak_in_own_process` measures that.
+    together. XLA's CPU compiler does not: its `peak_memory_in_bytes` leaves out the temporaries
+    and the constants that a function captured. On a CPU the peak is an upper bound, since the
+    block of temporaries can have gaps; `heap` is exact. And on a CPU a lowered step is compiled
+    without a library that hides arrays (`virtual.NO_FUSED_LIBRARY`), and a compiled step that
+    hides large ones is refused.
+
+    A device needs more, for its context, the workspace of its libraries, and gaps between
+    arrays: `peak_in_own_process` measures that.
     """
     compiled = program.read(step)
     stats = compiled.compiled.memory_analysis()
@@ -47,11 +51,19 @@ def memory(step: Any) -> Memory:
         )
         return arguments + outputs - aliased + temporaries
 
+    peak = stats.peak_memory_in_bytes
+    if compiled.platform == "cpu":
+        compiled.check_nothing_hidden()
+        instructions = compiled.module.instructions.values()
+        constants = (
+            i.bytes for i in instructions if i.opcode == "constant" and i.shapes[0].dims
+        )
+        peak = total("") + sum(constants)
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         host=total("host_"),
-        peak=total("") if compiled.platform == "cpu" else stats.peak_memory_in_bytes,
+        peak=peak,
     )

@@ -7,9 +7,11 @@ of its memory is kept with it: a program that somebody else compiled has lost it
     memory(program), heap(program), tape(program), traffic(program)  # one compilation for all
 """
 
+import collections
 import dataclasses
 import functools
 import pathlib
+import re
 import tempfile
 import weakref
 from typing import Any
@@ -23,6 +25,12 @@ NO_PLAN = (
     ' cache has none: jax.config.update("jax_enable_compilation_cache", False) and'
     " jax.experimental.compilation_cache.compilation_cache.reset_cache(), both, switch it off"
 )
+
+
+# Fusions that XLA gives to a library for CPUs, by the name of their kind.
+_LIBRARY = re.compile(r'"kind":"__(?:ynn|xnn|onednn)_fusion"')
+_PASSES = ("dot", "convolution", "reduce")  # operations that cannot work in place
+_NO_ARRAYS = frozenset("parameter constant tuple broadcast iota bitcast reshape".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +61,34 @@ class Program:
         )
         return next(iter(shardings[0].device_set)).platform
 
+    def check_nothing_hidden(self) -> None:
+        """Refuses a program for a CPU in which a library keeps large arrays to itself."""
+        hidden = {i: _hidden(i) for i in self.module.instructions.values() if _is_library(i)}
+        if not any(hidden.values()):
+            return
+        stats = self.compiled.memory_analysis()
+        known = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+        if sum(hidden.values()) > 0.01 * (known + stats.output_size_in_bytes):
+            name = max(hidden, key=lambda i: hidden[i]).name
+            raise ValueError(
+                "step=<Compiled> must be lowered, not yet compiled: pass jax.jit(f).lower(...),"
+                " or virtual.compile(jax.jit(f).lower(...)), which compile without the library"
+                f" that runs {name!r} on a CPU: large arrays inside it are in no plan of memory"
+            )
+
 
 _read: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
 
 
 def read(step: Any) -> Program:
-    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`)."""
+    """Returns the program of a step: lowered, compiled, or read already (also a `Heap`).
+
+    What `nnx.jit` and `eqx.filter_jit` lower or compile is taken as it is.
+    """
     step = getattr(step, "program", step)  # of a heap
     if isinstance(step, Program):
         return step
+    step = getattr(step, "lowered", getattr(step, "compiled", step))  # of Flax and Equinox
     if not isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
         raise ValueError(
             f"step=<{type(step).__name__}> must be lowered or compiled: jax.jit(f).lower(...),"
@@ -81,6 +108,31 @@ def with_plan(step: Any) -> tuple[Program, Plan]:
             " compiled program has lost the plan of its memory"
         )
     return program, program.plan
+
+
+def _is_library(i: hlo.Instruction) -> bool:
+    return i.opcode == "fusion" and bool(_LIBRARY.search(i.attributes))
+
+
+def _hidden(fusion: hlo.Instruction) -> int:
+    """Estimates the bytes of the arrays that a library keeps inside a fusion: products, and
+    what is read twice. One product may lie where the result will be, unless it is reduced too.
+    """
+    inside, root = fusion.called[0].instructions, fusion.called[0].root
+    readers = collections.Counter(id(array) for i in inside for array in i.operands)
+    in_place = results = {id(i) for i in (root.operands if root.opcode == "tuple" else (root,))}
+    for i in reversed(inside):  # up to the products from which elementwise operations lead here
+        if id(i) in in_place and i.opcode not in _PASSES:
+            in_place = in_place | {id(a) for a in i.operands if a.elements == i.elements}
+    reduced = {id(array) for i in inside if i.opcode == "reduce" for array in i.operands}
+    products = {id(i): i.bytes for i in inside if i.opcode in ("dot", "convolution")}
+    in_place = in_place - (reduced & products.keys() - results)
+    twice = {
+        id(i): i.bytes for i in inside if readers[id(i)] > 1 and i.opcode not in _NO_ARRAYS
+    }
+    apart = sum(size for i, size in (products | twice).items() if i not in in_place)
+    shared = sum(size for i, size in products.items() if i in in_place)
+    return apart + max(0, shared - fusion.bytes)
 
 
 def _compile(lowered: jax.stages.Lowered) -> Program:

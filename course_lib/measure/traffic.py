@@ -18,7 +18,8 @@ KINDS = (
     "matmul",  # matrix products and convolutions, with what XLA fused into them
     "dynamic-update-slice",  # one slice of a larger array is written: how a scan keeps results
     "dynamic-slice",  # one slice of a larger array is read out: how a scan gets its inputs
-    "gather/scatter",  # rows picked or added to by index: embeddings and their gradients
+    # rows picked, written or added to by index: embeddings and their gradients
+    "gather/scatter",
     "reduce",  # sums, maxima, softmax, normalization, with what XLA fused into them
     "elementwise",
     "copy",  # copies, transposes
@@ -43,7 +44,7 @@ _OTHER = frozenset(
 _RENAMES = frozenset("parameter constant bitcast reshape get-tuple-element tuple".split())
 _COPIES = _RENAMES.union(
     "copy copy-start transpose convert slice dynamic-slice".split(),
-    "gather concatenate pad reverse".split(),
+    "concatenate pad reverse".split(),
 )
 
 
@@ -81,7 +82,9 @@ def traffic(step: Any) -> Traffic:
     that slices an operand reads the slice, and a gather reads the rows. A conditional counts as
     its most expensive branch. On a CPU, caches save much of this traffic.
     """
-    executed = hlo.scheduled(read(step).module, weight=_bytes)
+    program = read(step)
+    program.check_nothing_hidden()
+    executed = hlo.scheduled(program.module, weight=_bytes)
     moved = ((i, n, n * _bytes(i)) for i, n in executed)
     moves = tuple(
         Move(i.name, kind_of(i), bytes, n, origin.origin(i)) for i, n, bytes in moved if bytes
@@ -151,7 +154,7 @@ def _fused_bytes(
                 elements = needed[id(i)]
             elif position == 0 and in_place:
                 # Changed in place, the operand is not read; but scatter reads where it adds.
-                elements = i.operands[-1].elements if i.opcode == "scatter" else 0
+                elements = i.operands[-1].elements if _adds(i) else 0
             else:
                 elements = operand.elements * needed[id(i)] / max(i.elements, 1)
             needed[id(operand)] = min(operand.elements, needed[id(operand)] + elements)
@@ -179,6 +182,14 @@ def _bytes_of_result(i: hlo.Instruction, in_place: bool) -> int:
 
 def _on_device(*shapes: hlo.Shape) -> int:
     return sum(shape.bytes for shape in shapes if shape.space != hlo.HOST_SPACE)
+
+
+def _adds(i: hlo.Instruction) -> bool:
+    """Whether an instruction is a scatter that reads what it overwrites, unlike `.set`."""
+    if i.opcode != "scatter":
+        return False
+    result = origin.behind(i.calls["to_apply"][0].root)
+    return result.opcode != "parameter" or result.literal != "1"
 
 
 def _updates_parameter(i: hlo.Instruction) -> bool:
@@ -212,6 +223,8 @@ def kind_of(instruction: hlo.Instruction) -> str:
         return "reduce"
     if opcodes & _OTHER:
         return "other"
+    if "gather" in opcodes:
+        return "gather/scatter"
     if opcodes <= _COPIES | {"broadcast", "iota"} and all(
         i.elements <= 1 for i in instruction.operands
     ):
@@ -219,5 +232,5 @@ def kind_of(instruction: hlo.Instruction) -> str:
     if opcodes <= _COPIES and opcodes - _RENAMES - {"convert"}:
         if "dynamic-slice" in opcodes:
             return "dynamic-slice"
-        return "gather/scatter" if "gather" in opcodes else "copy"
+        return "copy"
     return "elementwise"

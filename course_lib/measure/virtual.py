@@ -9,7 +9,8 @@ lowered for arguments on them compiles as usual, and tells what memory the machi
     print(virtual.compile(jax.jit(lambda x: jnp.tanh(x @ x)).lower(x)).memory_analysis())
 
 `jax.devices()` does not change. Unlike on the machine itself, the program cannot be called, and
-XLA cannot time several kernels for a product and keep the fastest (*autotuning*).
+XLA cannot time several kernels for a product and keep the fastest (*autotuning*). Nor can it
+call Python: `.lower()` of a step with `jax.debug.print` raises "Unknown backend: 'gpu'".
 """
 
 import contextlib
@@ -43,6 +44,11 @@ GPUS_PER_HOST = 8
 # Options of programs that never run: their machine code is not optimized, and the compiler does
 # not try several kernels for a product.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}
+# From JAX 0.10 on, XLA gives products on CPUs, with the operations between them, to the library
+# YNNPACK: one `ynn_fusion`, whose insides are in no plan of memory. This option forbids it.
+NO_FUSED_LIBRARY: dict[str, Any] = (
+    {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ >= (0, 10) else {}
+)
 HOST_MEMORY = "pinned_host"  # JAX's name for host memory from which a device copies by itself
 
 
@@ -66,6 +72,18 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
             " `recorded.live_or_recorded` shows the results of another machine"
         )
     return list(_describe(name, count))
+
+
+def why_not_lowered(error: Exception) -> str | None:
+    """Returns the reason in words if a step does not lower for a virtual GPU since it calls
+    Python while it runs.
+    """
+    if "Unknown backend: 'gpu'" not in str(error):
+        return None
+    return (
+        "a GPU that is not there calls no Python: remove jax.debug.print, jax.pure_callback and"
+        " other callbacks from the step"
+    )
 
 
 @functools.cache
@@ -169,13 +187,16 @@ class _OnHost(NamedSharding):
 def compile(
     lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles a program as `.compile()` does, but faster for virtual GPUs.
+    """Compiles a program to be read: as `.compile()` does, but faster for virtual GPUs, and for
+    a CPU without the library whose insides no plan of memory shows (`NO_FUSED_LIBRARY`).
 
     Memory, traffic and collectives are decided before XLA makes machine code: `COMPILE_ONLY`
     skips its optimization. More compiler `options` take precedence.
     """
     asked = dict(options or {})
     if not _is_for_virtual_gpus(lowered):
+        if _client(lowered).platform == "cpu":
+            asked = {**NO_FUSED_LIBRARY, **asked}
         return lowered.compile(compiler_options=asked or None)
     with without_cache():
         # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only at
@@ -233,14 +254,14 @@ def triton_without_gpu() -> Iterator[None]:
 
 
 def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:
+    client = _client(lowered)
+    return client.platform == "gpu" and "compile_only" in client.runtime_type
+
+
+def _client(lowered: jax.stages.Lowered) -> Any:
+    """Returns what a program was lowered for: XLA's client of a kind of devices."""
     # JAX has no public way to ask.
-    placed = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
-    for place in (*placed.get("in_shardings", ()), *placed.get("out_shardings", ())):
-        named = not isinstance(getattr(place, "mesh", None), AbstractMesh)  # no devices there
-        if isinstance(place, Sharding) and named:
-            device: Any = next(iter(place.device_set))
-            return device.platform == "gpu" and "compile_only" in device.client.runtime_type
-    return False
+    return lowered._lowering.compile_args["backend"]  # type: ignore[attr-defined]
 
 
 def _check_count(accelerator: hardware.Accelerator, count: int) -> None:

@@ -19,15 +19,17 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from course_lib.measure import program
+
 
 @dataclass(frozen=True)
 class DonatedArgument:
     """One array among the arguments of a compiled function."""
 
     path: str  # as `args[0].params['w']`, or under `kwargs` if it was passed by name
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole array, also where devices hold parts of it
     dtype: str
-    bytes: int
+    bytes: int  # on one device
     donated: bool  # by the caller
     aliased_to: str | None  # the output that reuses its buffer, as `out[0].params['w']`
     why_not: str | None  # the reason why it is not aliased
@@ -37,7 +39,7 @@ class DonatedArgument:
 class Donation:
     """The donated and aliased arguments of a compiled function.
 
-    Arguments and outputs occupy `argument_bytes + output_bytes - aliased_bytes`.
+    Arguments and outputs occupy `argument_bytes + output_bytes - aliased_bytes` on one device.
     """
 
     arguments: list[DonatedArgument]  # every array, in order
@@ -47,26 +49,29 @@ class Donation:
     aliased_bytes: int  # of the arguments whose buffers outputs reuse
 
 
-def report(compiled: jax.stages.Compiled) -> Donation:
-    """Reads which arguments of a compiled function were donated, and which outputs reuse them.
+def report(step: Any) -> Donation:
+    """Reads which arguments of a function were donated, and which outputs reuse them.
 
-    `compiled` is the result of `jax.jit(f, donate_argnums=...).lower(...).compile()`, for any
-    device, real or virtual: nothing runs.
+    `step` is `jax.jit(f, donate_argnums=...).lower(...)`, compiled or not, for any devices,
+    real or virtual: nothing runs.
     """
-    if not isinstance(compiled, jax.stages.Compiled):
-        raise ValueError("compiled must be a compiled step: jax.jit(f).lower(...).compile()")
+    compiled = program.read(step).compiled
     arguments = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
     outputs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
     output_of = _aliases(compiled.as_text())
     parameter_of = _parameters(compiled)
-    kinds = [_kind(leaf) for _, leaf in outputs]
+    # each device holds its part of an array, which it cannot overwrite with a larger one
+    given = _parts(arguments, compiled.in_tree, compiled.input_shardings)
+    made = _parts(outputs, compiled.out_tree, compiled.output_shardings)
+    kinds = [(part, str(leaf.dtype)) for part, (_, leaf) in zip(made, outputs, strict=True)]
+    whole = {(tuple(leaf.shape), str(leaf.dtype)) for _, leaf in outputs}
     # JAX pairs a donated array with an output of its shape and dtype. XLA may go on from there:
     # what it did stands in the program, and why it did not can only be reasoned.
     free = [kind for index, kind in enumerate(kinds) if index not in output_of.values()]
 
     rows = []
     for index, (path, leaf) in enumerate(arguments):
-        parameter = parameter_of.get(index)
+        parameter, kind = parameter_of.get(index), (given[index], str(leaf.dtype))
         output = output_of.get(parameter)
         aliased_to = None if output is None else "out" + keystr(outputs[output][0])
         if output is not None:
@@ -75,9 +80,13 @@ def report(compiled: jax.stages.Compiled) -> Donation:
             why_not = "not donated"
         elif parameter is None:
             why_not = "the program does not use it, and does not take it"
-        elif _kind(leaf) not in kinds:
+        elif (tuple(leaf.shape), kind[1]) not in whole:
             why_not = "no output has this shape and dtype"
-        elif _kind(leaf) not in free:
+        elif kind not in kinds:
+            why_not = (
+                "every output of this shape and dtype is divided otherwise over the devices"
+            )
+        elif kind not in free:
             why_not = "every output of this shape and dtype reuses another argument"
         else:
             why_not = "the compiler gave the matching output a buffer of its own"
@@ -86,7 +95,7 @@ def report(compiled: jax.stages.Compiled) -> Donation:
                 path=("kwargs", "args")[path[0].idx == 0] + keystr(path[1:]),
                 shape=tuple(leaf.shape),
                 dtype=str(leaf.dtype),
-                bytes=_bytes(leaf),
+                bytes=_bytes(given[index], leaf),
                 donated=leaf.donated,
                 aliased_to=aliased_to,
                 why_not=why_not,
@@ -95,7 +104,9 @@ def report(compiled: jax.stages.Compiled) -> Donation:
     return Donation(
         arguments=rows,
         argument_bytes=sum(rows[index].bytes for index in parameter_of),
-        output_bytes=sum(_bytes(leaf) for _, leaf in outputs),
+        output_bytes=sum(
+            _bytes(part, leaf) for part, (_, leaf) in zip(made, outputs, strict=True)
+        ),
         donated_bytes=sum(row.bytes for row in rows if row.donated),
         aliased_bytes=sum(row.bytes for row in rows if row.aliased_to is not None),
     )
@@ -121,9 +132,13 @@ def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:
     return {argument: parameter for parameter, argument in enumerate(used)}
 
 
-def _kind(leaf: Any) -> tuple:
-    return tuple(leaf.shape), str(leaf.dtype)
+def _parts(leaves: list, tree: Any, shardings: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes that one device holds. Unused arguments have no sharding."""
+    return [
+        sharding.shard_shape(tuple(leaf.shape)) if sharding else tuple(leaf.shape)
+        for (_, leaf), sharding in zip(leaves, tree.flatten_up_to(shardings), strict=True)
+    ]
 
 
-def _bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+def _bytes(shape: tuple[int, ...], leaf: Any) -> int:
+    return int(np.prod(shape)) * leaf.dtype.itemsize

@@ -14,6 +14,7 @@ from ml_collections import FrozenConfigDict
 
 from course_lib import configs, training
 from course_lib.many_devices import meshes, strategies
+from course_lib.measure import virtual
 from course_lib.one_device import gradient_accumulation
 from course_lib.text import data
 
@@ -54,7 +55,8 @@ def call(jitted, *args):
 
 @functools.cache
 def quickly():
-    """Returns options without XLA:CPU's emitters of fusions.
+    """Returns options without XLA:CPU's emitters of fusions, and without the library that hides
+    memory.
 
     They take as long to compile as all else together, for programs that run for milliseconds
     here, and what is compared is what the programs compute, and send. XLA of JAX 0.12 has no
@@ -64,8 +66,8 @@ def quickly():
     try:
         jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:
-        return {}
-    return options
+        options = {}
+    return options | virtual.NO_FUSED_LIBRARY
 
 
 def batch(whole):

@@ -74,6 +74,7 @@ def knowing(times=1.0, update_of=lambda update: update, before=lambda batch: Non
         return known
 
     def submission(config):
+        updates.gradient()  # computed once, and not while a step is traced
         return make_step(gradient=gradient, update=update_of(config.optimizer.update), **parts)(
             config
         )
@@ -469,6 +470,12 @@ def test_a_step_that_only_works_at_the_small_size_or_on_another_gpu_is_told_so(c
     small = knowing(before=lambda batch: batch.reshape(16, 33))
     assert "The small step works, the real one raised TypeError" in submit(capsys, small)
     assert "fewer FLOPs" in submit(capsys, cheats)
+
+    def prints(params, batch):
+        jax.debug.print("step")
+        return game.loss(params, batch)
+
+    assert "remove jax.debug.print" in submit(capsys, make_step(prints))
     printed = submit(capsys, make_step(half(game.loss)), "t4")
     assert "✗ An NVIDIA T4 has no unit for products of bfloat16" in printed
     assert "16-bit dtype is float16" in printed and printed.count("\n") == 2

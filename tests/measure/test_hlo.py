@@ -132,6 +132,11 @@ def test_what_is_no_program_is_refused(text):
         hlo.parse(text)
 
 
+def test_a_program_that_is_only_lowered_is_told_to_compile_first():
+    with pytest.raises(ValueError, match=r"StableHLO: lowered\.compile\(\)\.as_text\(\)"):
+        hlo.parse(jax.jit(jnp.sin).lower(1.0).as_text())
+
+
 @pytest.mark.parametrize(
     ("written", "dtype", "size"),
     [

@@ -40,7 +40,7 @@ VOCABULARY, TOKENS = 50_000, 128
 STEPS, CARRY = 8, 2**16  # of two scans
 
 
-def instructions(chain, product, table, total, embedding, kept, slices):
+def instructions(chain, product, table, total, kept, slices):
     with jax.named_scope("chain"):
         chained = jnp.sin(jnp.exp(chain[0]) + chain[1]) * 2
     with jax.named_scope("product"):
@@ -49,13 +49,11 @@ def instructions(chain, product, table, total, embedding, kept, slices):
         sliced = table[:ROWS] * 2
     with jax.named_scope("sum"):
         summed = jnp.sum(total)
-    with jax.named_scope("embedding"):
-        embedded = embedding[0][embedding[1]]
     with jax.named_scope("keeps"):
         scanned = jax.lax.scan(lambda x, _: (jnp.cos(x), x), kept, length=STEPS)
     with jax.named_scope("reads"):
         read = jax.lax.scan(lambda x, y: (jnp.cos(x + y), None), *slices)[0]
-    return chained, multiplied, sliced, summed, embedded, scanned, read
+    return chained, multiplied, sliced, summed, scanned, read
 
 
 @functools.cache
@@ -74,7 +72,6 @@ def every(device):
         (array(M, K), array(K, L)),
         array(4096, WIDTH),
         array(N + 1),
-        (array(VOCABULARY, 64), array(TOKENS, dtype=jnp.int32)),
         array(CARRY),
         (array(CARRY + 1), array(STEPS, CARRY + 1)),
     )
@@ -123,12 +120,6 @@ def test_a_scan_reads_its_inputs_slice_by_slice(device):
 
 
 @DEVICES
-def test_an_embedding_reads_the_rows_that_it_needs(device):
-    rows = TOKENS * 64 * FLOAT32
-    assert 2 * rows <= found(device, "embedding")[1] <= 3 * rows
-
-
-@DEVICES
 def test_an_update_in_place_leaves_the_rest_where_it_is(device):
     rows, width = 10_000, 64
 
@@ -139,6 +130,35 @@ def test_an_update_in_place_leaves_the_rest_where_it_is(device):
     assert measured(write, *args, device=device, donate=0).bytes <= 2 * width * FLOAT32 + SMALL
     # not donated: copied first
     assert measured(write, *args, device=device).bytes >= 2 * rows * width * FLOAT32
+
+
+ROWS_OF = {
+    "table[ids]": lambda table, ids, rows: table[ids],
+    "jnp.take": lambda table, ids, rows: jnp.take(table, ids, axis=0),
+    "scaled": lambda table, ids, rows: table[ids] * 2 + rows,
+}
+
+
+@pytest.mark.parametrize("function", ROWS_OF.values(), ids=ROWS_OF)
+@DEVICES
+def test_a_gather_reads_the_rows_that_it_needs(device, function):
+    arguments = array(VOCABULARY, 64), array(TOKENS, dtype=jnp.int32), array(TOKENS, 64)
+    by_kind = measured(function, *arguments, device=device).by_kind()
+    rows = TOKENS * 64 * FLOAT32
+    assert (
+        2 * rows <= by_kind["gather/scatter"] <= sum(by_kind.values()) <= 3 * rows + 4 * SMALL
+    )
+
+
+@pytest.mark.parametrize(("way", "arrays"), [("set", 2), ("add", 3), ("max", 3)])
+@DEVICES
+def test_a_set_reads_nothing_of_what_it_overwrites(device, way, arrays):
+    def write(x, ids, rows):
+        return getattr(x.at[ids], way)(rows, unique_indices=True)
+
+    arguments = array(VOCABULARY, 64), array(TOKENS, dtype=jnp.int32), array(TOKENS, 64)
+    moved = measured(write, *arguments, device=device, donate=0)
+    assert moved.bytes == pytest.approx(arrays * TOKENS * 64 * FLOAT32, abs=4 * SMALL)
 
 
 @DEVICES

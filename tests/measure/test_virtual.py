@@ -123,6 +123,7 @@ def test_machine_code_that_is_not_optimized_changes_nothing_that_is_read_of_a_pr
 
 @needs_virtual
 def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkeypatch):
+    [device] = virtual.devices("a5000")  # compiles a program to find out
     given, compile = [], jax.stages.Lowered.compile
 
     def spy(self, compiler_options=None):
@@ -130,7 +131,6 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
         return compile(self, compiler_options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
-    [device] = virtual.devices("a5000")
     x, fn = jnp.ones(8), jax.jit(lambda x: x + 1)
     there = jax.sharding.SingleDeviceSharding(device)
     virtual.compile(fn.lower(x))
@@ -138,10 +138,11 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
     virtual.compile(fn.lower(virtual.abstract(x, device)))
     virtual.compile(jax.jit(lambda: jnp.ones(8), out_shardings=there).lower())
     virtual.compile(fn.lower(virtual.abstract(x, device)), {"xla_gpu_autotune_level": 1})
+    here = virtual.NO_FUSED_LIBRARY if jax.default_backend() == "cpu" else {}
     quickly = virtual.COMPILE_ONLY
     assert given == [
-        None,
-        {"xla_dump_disable_metadata": True},
+        here or None,
+        here | {"xla_dump_disable_metadata": True},
         quickly,
         quickly,
         quickly | {"xla_gpu_autotune_level": 1},
@@ -346,3 +347,20 @@ def test_shapes_keep_dtypes_that_may_still_change():
         return jnp.sin(1.0), jnp.sin(jnp.float32(1.0))
 
     assert [leaf.weak_type for leaf in virtual.shapes(weak_and_strong)] == [True, False]
+
+
+@needs_virtual
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x),
+        lambda x: jax.debug.callback(print, x),
+        lambda x: jax.pure_callback(np.sin, x, x),
+    ],
+)
+def test_a_step_that_calls_python_says_so_where_no_gpu_is(call):
+    x = virtual.abstract(jnp.ones(8), virtual.devices("a5000")[0])
+    with pytest.raises(RuntimeError) as raised:
+        jax.jit(lambda x: (call(x), x + 1)).lower(x)
+    assert "remove jax.debug.print" in virtual.why_not_lowered(raised.value)
+    assert virtual.why_not_lowered(ValueError("another")) is None

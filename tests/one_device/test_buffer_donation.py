@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import struct
+from flax import nnx, struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from course_lib.measure import virtual
 from course_lib.one_device import buffer_donation
@@ -119,3 +120,40 @@ def test_arguments_by_name_and_a_single_result_have_paths():
         ("args[0]", "out"),
         ("kwargs['batch']", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "held", "why_not"),
+    [
+        ((), ("data",), 64_000, "every output of this shape and dtype is divided otherwise"),
+        (("data",), (), 8_000, "every output of this shape and dtype is divided otherwise"),
+        (("data",), ("data",), 8_000, None),
+    ],
+)
+def test_on_a_mesh_the_bytes_are_those_of_one_device(before, after, held, why_not):
+    mesh = jax.make_mesh((8,), ("data",))
+    here, there = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (before, after))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        compiled = (
+            jax.jit(lambda x, unused: x + 1, donate_argnums=0, out_shardings=there)
+            .lower(jax.ShapeDtypeStruct((16, 1000), jnp.float32, sharding=here), jnp.ones(3))
+            .compile()
+        )
+    found, memory = buffer_donation.report(compiled), compiled.memory_analysis()
+    assert found.argument_bytes == found.donated_bytes == held == memory.argument_size_in_bytes
+    assert found.output_bytes == memory.output_size_in_bytes
+    assert found.aliased_bytes == memory.alias_size_in_bytes
+    row = found.arguments[0]
+    assert row.shape == (16, 1000) and row.bytes == held
+    assert row.why_not == why_not or row.why_not.startswith(why_not)
+
+
+def test_a_step_of_nnx_is_taken_as_it_is():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    lowered = nnx.jit(lambda model, x: model(x), donate_argnums=1).lower(
+        model, jnp.ones((4, 8))
+    )
+    found = buffer_donation.report(lowered.compile())
+    assert [row.bytes for row in found.arguments if row.donated] == [128]
+    assert found.aliased_bytes == 128 and found == buffer_donation.report(lowered)

@@ -49,8 +49,8 @@ class InPlace(Outcome):
     @functools.cached_property
     def trees(self):
         """The temporaries, divided by the first argument, which the program overwrites."""
-        compiled = jax.jit(self.function, donate_argnums=0).lower(*self.args).compile()
-        return measure.memory(compiled).temporaries / self.args[0].nbytes
+        lowered = jax.jit(self.function, donate_argnums=0).lower(*self.args)
+        return measure.memory(lowered).temporaries / self.args[0].nbytes
 
 
 def arrays():

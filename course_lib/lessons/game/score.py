@@ -186,6 +186,8 @@ def compile_step(
         flops = measure.flops(step, state, batch)
         lowered = step.lower(state, batch)
     except Exception as error:
+        if reason := virtual.why_not_lowered(error):
+            raise WrongAnswer(f"The step does not compile: {reason}.") from error
         raise WrongAnswer(
             f"The small step works, the real one raised {in_one_line(error)}. Does it depend"
             " on the small sizes? Take all sizes from `config`."
