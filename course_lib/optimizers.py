@@ -3,7 +3,7 @@
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -135,19 +135,16 @@ OPTIMIZER = dict(
 """The fields of a configuration's `optimizer` part."""
 
 
-def per_layer(
-    optimizer: optax.GradientTransformation, stacked: Sequence[str] = ("block",)
-) -> optax.GradientTransformation:
+def per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimizer treat each layer of stacked ones as parameters of its own.
 
     Adafactor takes means over a whole array, and 8-bit Adam packs arrays by their size. Of
-    scanned layers, which are one array, they would make other updates than of single layers.
-    `stacked` names the entries of the parameters whose leaves have a leading axis of layers.
+    scanned layers, the arrays under "block", they would make other updates than of single ones.
     """
 
     def axis(path: Any) -> int | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return 0 if names and names[0] in stacked else None  # None: shared, as counts of steps
+        return 0 if names[:1] == ["block"] else None  # None: shared, as counts of steps
 
     def axes(tree: PyTree) -> PyTree:
         return with_path(lambda path, _: axis(path), tree)

@@ -25,8 +25,6 @@ NO_PLAN = (
     ' cache has none: jax.config.update("jax_enable_compilation_cache", False) and'
     " jax.experimental.compilation_cache.compilation_cache.reset_cache(), both, switch it off"
 )
-
-
 # Fusions that XLA gives to a library for CPUs, by the name of their kind.
 _LIBRARY = re.compile(r'"kind":"__(?:ynn|xnn|onednn)_fusion"')
 _PASSES = ("dot", "convolution", "reduce")  # operations that cannot work in place
@@ -63,7 +61,8 @@ class Program:
 
     def check_nothing_hidden(self) -> None:
         """Refuses a program for a CPU in which a library keeps large arrays to itself."""
-        hidden = {i: _hidden(i) for i in self.module.instructions.values() if _is_library(i)}
+        fusions = (i for i in self.module.instructions.values() if i.opcode == "fusion")
+        hidden = {i: _hidden(i) for i in fusions if _LIBRARY.search(i.attributes)}
         if not any(hidden.values()):
             return
         stats = self.compiled.memory_analysis()
@@ -108,10 +107,6 @@ def with_plan(step: Any) -> tuple[Program, Plan]:
             " compiled program has lost the plan of its memory"
         )
     return program, program.plan
-
-
-def _is_library(i: hlo.Instruction) -> bool:
-    return i.opcode == "fusion" and bool(_LIBRARY.search(i.attributes))
 
 
 def _hidden(fusion: hlo.Instruction) -> int:

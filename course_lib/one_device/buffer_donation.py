@@ -113,21 +113,14 @@ def report(step: Any) -> Donation:
 
 
 def _aliases(text: str) -> dict[int | None, int]:
-    """Returns output number by parameter number, from `input_output_alias={ {0}: (3, {},
-    may-alias), ... }`. The first braces are empty for a single output.
-    """
-    header = text.split("\n", 1)[0]
+    """Returns output number by parameter number: `{0}: (3, {}, may-alias)`, or `{}: ...`."""
+    header = text.partition("\n")[0]
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
     return {int(parameter): int(output or 0) for output, parameter in pairs}
 
 
 def _parameters(compiled: jax.stages.Compiled) -> dict[int, int]:
-    """Returns the compiled program's parameter number by argument number.
-
-    jax.jit drops unused arguments (unless `keep_unused=True`) and renumbers the others. The
-    executable lists the used ones in a private field, the same in all supported versions of
-    JAX.
-    """
+    """Returns the program's parameter number by argument number: jax.jit drops unused ones."""
     used = sorted(compiled._executable._kept_var_idx)  # type: ignore[attr-defined]
     return {argument: parameter for parameter, argument in enumerate(used)}
 

@@ -79,17 +79,14 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
         loss, metrics = run(each)
         return np.array([*metrics["loss"], loss], np.float64)
 
-    first, second = (
-        numbers(jax.tree.map(lambda x, part=part: x[part], batch))
-        for part in (slice(half), slice(half, None))
-    )
-    total, count, _ = first + second
-    rows = [("", numbers(batch), np.array([total, count, total / count]))]
+    second = numbers(jax.tree.map(lambda x: x[half:], batch))
+    total, count, _ = second + numbers(jax.tree.map(lambda x: x[:half], batch))
+    cases = [("", batch, np.array([total, count, total / count]))]
     if "weights" in getattr(batch, "__dataclass_fields__", ()):
         part = dataclasses.replace(batch, weights=jnp.asarray(batch.weights).at[:half].set(0))
-        rows.append((" with weights of 0 in the first half", numbers(part), second))
-    for which, found, expected in rows:
-        if not np.allclose(found, expected, rtol=1e-3, atol=0):
+        cases.append((" with weights of 0 in the first half", part, second))
+    for which, each, expected in cases:
+        if not np.allclose(found := numbers(each), expected, rtol=1e-3, atol=0):
             raise ValueError(
                 "loss_fn must return the mean over labels, each times its weight, and as"
                 " metrics['loss'] the sum and the summed weights: by the halves of the batch"
@@ -184,10 +181,7 @@ def accumulate_in_place(
 
 
 def _add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
-    """Adds up gradients and metrics, and divides the gradients by the summed weights.
-
-    `first` returns those of one minibatch. It is traced for their shapes, and never runs.
-    """
+    """Adds up gradients and metrics, with the shapes of `first`, which never runs."""
     rngs = jax.random.split(rng, num_minibatches)
     minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
     like, metrics = jax.eval_shape(
@@ -290,12 +284,11 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
     size = leaves[0][1].shape[0]
     if size % num_minibatches:
         divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
-        below = [divisor for divisor in divisors if divisor < num_minibatches][-1:]
-        above = [divisor for divisor in divisors if divisor > num_minibatches][:1]
+        divisors.sort(key=lambda divisor: abs(divisor - num_minibatches))
         raise ValueError(
             f"num_minibatches={num_minibatches} must divide the batch of {size} examples:"
             f" {size % num_minibatches} would be left over; nearest are"
-            f" {' and '.join(map(str, below + above))}"
+            f" {' and '.join(map(str, divisors[:2]))}"
         )
 
 

@@ -157,9 +157,7 @@ def _estimate(config: ConfigDict, cluster: Cluster) -> "planner.Estimate | str":
 
 
 def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]:
-    """Returns the fields to change for the fastest step that is estimated to fit, as configured
-    or without rematerialization, and a line about it.
-    """
+    """Returns the fields to change for the fastest step that fits, and a line about it."""
     best, remat = None, config.model.remat
     try:
         for tried in dict.fromkeys((config.model.remat, ())):

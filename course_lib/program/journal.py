@@ -48,9 +48,8 @@ class Journal:
     def __init__(
         self, folder: str | os.PathLike[str], after: int, total: int, *, writes: bool = True
     ):
-        """Opens the files of a run folder, and removes the lines of steps later than `after`,
-        the restored one (0: a new run). `total` is the steps of the run, for the bar. Without
-        `writes`, in all processes but one, nothing is written or shown.
+        """Opens the files, and removes the lines of steps later than `after`, the restored one
+        (0: a new run) of `total`. All processes but one write and show nothing.
         """
         self._writes = writes
         if not writes:
@@ -153,9 +152,7 @@ class Journal:
                 report(self._folder)
 
     def show(self, step: int, text: str) -> None:
-        """Moves the bar to a step, with a text behind it. Without a terminal, prints a line
-        every `QUIET` seconds instead.
-        """
+        """Moves the bar to a step; without a terminal, prints a line every `QUIET` seconds."""
         if not self._writes:
             return
         if not self._bar.disable:
@@ -182,9 +179,7 @@ def read(folder: str | os.PathLike[str], name: str = "metrics") -> list[dict[str
 
 
 def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]], bytes]:
-    """Returns (line, its values) for each line, and the file as it is. The values are None if
-    the line is damaged, for example by a power cut, which may leave zeros.
-    """
+    """Returns (line, its values, None if it is damaged) for each line, and the whole file."""
 
     def values(line):
         with contextlib.suppress(ValueError):
@@ -199,9 +194,7 @@ def _lines(path: pathlib.Path) -> tuple[list[tuple[bytes, dict[str, Any] | None]
 
 
 def _cut(path: pathlib.Path, after: int) -> int:
-    """Removes damaged lines and those of steps above `after`, or all if it is 0. Returns how
-    many were damaged.
-    """
+    """Removes damaged lines, whose number it returns, and those of steps above `after`."""
     lines, content = _lines(path) if after else ([], b"")
     wanted = b"".join(line for line, values in lines if values and values["step"] <= after)
     if path.is_file() and content.startswith(wanted):
@@ -218,9 +211,7 @@ def pairs(lines: list[dict[str, Any]], name: str) -> list[tuple[int, Any]]:
 
 
 def report(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes `report.md` and its pictures from the lines of a run, complete or not, and returns
-    its path.
-    """
+    """Writes `report.md` and its pictures from a run's lines, and returns its path."""
     folder = pathlib.Path(folder)
     metrics, times = read(folder), read(folder, "times")
     train, validation = pairs(metrics, "loss"), pairs(metrics, "validation_loss")
@@ -279,10 +270,8 @@ def _draw(
     else:
         loss = figures.lines({"train": train}, "step", "loss (nats per token)", title="Loss")
     drawn = {("loss.png", "Loss"): loss}
-    for name, title in (
-        ("learning_rate", "Learning rate"),
-        ("tokens_per_second", "Tokens per second"),
-    ):
+    for name in ("learning_rate", "tokens_per_second"):
+        title = name.replace("_", " ").capitalize()
         if points := pairs(metrics + times, name):
             curve = figures.trace(points, "step", title.lower(), title=title)
             drawn[f"{name}.png", title] = curve

@@ -67,7 +67,7 @@ class Refused(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Everything a run needs except its state."""
+    """What a run needs except its state."""
 
     run: training.Run
     place: NamedSharding  # of a batch
@@ -80,9 +80,7 @@ class Inputs:
 def build(
     config: ConfigDict, devices: Sequence[jax.Device] | None = None
 ) -> tuple[training.Run, NamedSharding]:
-    """Returns the run of a checked configuration, and the sharding of a batch, which is cut
-    along the mesh axis "data".
-    """
+    """Returns the run of a checked configuration, and the sharding of a batch."""
     devices = jax.devices() if devices is None else devices
     if not devices:
         raise ValueError("devices=[] must have at least one device; None takes all of them")
@@ -158,8 +156,8 @@ def prepare(
     devices: Sequence[jax.Device] | None,
     stack: contextlib.ExitStack,
 ) -> Inputs:
-    """Builds what a run needs, and locks its folder until the stack closes. A collective: every
-    process must call it. All refuse what one refuses, or what differs between them.
+    """Builds what a run needs, and locks its folder until the stack closes. A collective: all
+    processes refuse what one refuses, or what differs between them.
     """
     compared = config.to_dict() | {"folder": os.fspath(folder), "jax": jax.__version__}
     # Another process may have the same text in another folder.
@@ -191,9 +189,7 @@ def prepare(
 
 
 def does_not_fit(inputs: Inputs) -> str:
-    """Compiles the step, as its first call would, and returns why it cannot run: it needs more
-    memory than the devices have. Returns "" if it can.
-    """
+    """Compiles the step, as its first call would, and says why memory is too small, or ""."""
     step: Any = inputs.run.train_step
     needs = measure.memory(step.lower(*inputs.run.abstract()).compile())
     devices: list[Any] = [*inputs.place.addressable_devices]
@@ -302,9 +298,7 @@ class Loop:
         }
 
     def read_metrics(self, behind: int) -> bool:
-        """Reads the metrics of all steps except the last `behind`, writes the lines that are
-        due, and returns whether the run may go on.
-        """
+        """Reads metrics, except of the last `behind` steps; returns whether to go on."""
         while len(self.unread) > behind:
             step, metrics = self.unread.popleft()
             skipped = self.tally.skipped  # before this step

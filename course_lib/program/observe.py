@@ -113,9 +113,7 @@ class Speed:
             self._since = self._since[0], self._since[1] + time.perf_counter() - start
 
 
-def _flops_for_mfu(
-    config: ConfigDict, accelerator: hardware.Accelerator | None
-) -> tuple[measure.Flops | None, str]:
+def _flops_for_mfu(config: ConfigDict, accelerator: Any) -> tuple[measure.Flops | None, str]:
     """Returns the FLOPs of a step and "", or None and the reason why MFU is unknown."""
     if accelerator is None:
         return None, "unknown device"
@@ -170,9 +168,7 @@ def validation_batches(
 
 
 def bigram_loss(tokens: dict[str, np.ndarray], config: ConfigDict) -> dict[str, Any]:
-    """Returns {"bigram_loss": a bigram model's, in nats per token}; {} if a split is too short
-    for one.
-    """
+    """Returns {"bigram_loss": a bigram model's}; {} if a split is too short for one."""
     train, validation = tokens["train"][:COUNTED], validated(tokens["validation"], config)
     if len(train) < 20 or len(validation) < 2:
         return {}
@@ -188,9 +184,7 @@ def validate(
     *,
     stop_reason: Callable[[], str] = str,
 ) -> dict[str, float]:
-    """Returns the mean metrics of the `validated` tokens. Before each batch it asks
-    `stop_reason`, and raises `preemption.StopRequested` if there is one.
-    """
+    """Returns mean metrics of the `validated` tokens, or raises `preemption.StopRequested`."""
     size = config.data.batch_size // config.training.num_minibatches
     shard, shards = loading.shard_of(place, size, config.data.seq_len)
     rows = slice(shard * size // shards, (shard + 1) * size // shards)
@@ -207,8 +201,8 @@ def validate(
 
 
 def sample(run: training.Run, params: PyTree, config: ConfigDict, step: int) -> str:
-    """Returns the text of `run.sample_tokens` tokens that the model generates at the start of a
-    document, without those that the tokenizer does not know. The same step gives the same text.
+    """Returns a text of `run.sample_tokens` tokens, the same for the same step, without those
+    that the tokenizer does not know.
     """
     everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
     # Token 0 is END: a document begins after it.

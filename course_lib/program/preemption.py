@@ -1,8 +1,6 @@
-"""Notices to end: Ctrl-C, SIGTERM, which a cluster sends before it takes a machine away (some
-send SIGUSR1), and SIGHUP, which a closed terminal sends.
+"""Notices to end: Ctrl-C, SIGTERM or SIGUSR1 from a cluster, SIGHUP from a closed terminal.
 
     with preemption.notices() as stop_reason:
-        ...    # until the first step is done, a signal ends the process at once
         for step in range(1, steps + 1):
             ...
             if why := stop_reason():
@@ -36,19 +34,14 @@ class StopRequested(Exception):
 
 @contextlib.contextmanager
 def notices() -> Iterator[Callable[[], str]]:
-    """Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into notices while a `with` lasts.
+    """Turns signals into notices while a `with` lasts. Yields a function that all processes
+    call after each step, and during work that takes long: it returns "", or why to end,
+    `INTERRUPTED` where somebody pressed Ctrl-C, else `PREEMPTED`.
 
     Until the first step is done there is nothing to save, and each signal ends the process at
-    once, even during a compilation. After that, each asks it to end after the current step, and
-    a second Ctrl-C ends it at once. A signal that the process ignores stays ignored: SIGINT in
-    a shell's background, SIGHUP under nohup. With several processes, JAX tells all of them of a
-    SIGTERM to any of them, and they agree on a step
-    (`multihost_utils.reached_preemption_sync_point`).
-
-    Yields:
-      A function that all processes call after each step, and during work that takes long. It
-      returns "", or the reason to end: `INTERRUPTED` where somebody pressed Ctrl-C, else
-      `PREEMPTED`.
+    once, even during a compilation. After that, a second Ctrl-C does. A signal that the process
+    ignores stays ignored: SIGINT in a shell's background, SIGHUP under nohup. Of several
+    processes, JAX tells all of a SIGTERM to any, and they agree on a step.
     """
     seen: list[int] = []
     calls = itertools.count(1)

@@ -2,16 +2,9 @@
 
 A launcher, or you, starts the same program once per host or once per GPU. Each process sees the
 devices of all, and runs the same steps on its part of the arrays
-(https://docs.jax.dev/en/latest/multi_process.html):
-
-    with processes.start():    # does nothing if this process is the only one
-        grid = meshes.make({"data": jax.device_count()}, jax.devices())
-        ...                    # the training: every process executes the same code
-
-Every step needs every process, so if one ends, all end soon. If a process is killed, its
-connections close, and the next exchange of data raises an error in the others. If it only falls
-silent, JAX's coordination service misses its heartbeat, and aborts the others from C++ after
-`heartbeat` seconds.
+(https://docs.jax.dev/en/latest/multi_process.html). Every step needs every process, so if one
+ends, all end soon: a killed one closes its connections, and the next exchange of data raises an
+error in the others; if one only falls silent, JAX misses its heartbeat, and aborts the others.
 """
 
 import collections
@@ -36,13 +29,11 @@ _gathered = itertools.count()
 
 
 def from_launcher(environ: Mapping[str, str] | None = None) -> dict[str, Any] | None:
-    """Returns what a launcher's environment variables say about this process: arguments of
+    """Returns what a launcher says about this process: arguments of
     `jax.distributed.initialize`, or None if this is the only process.
-
-    JAX reads them, too, and finds process 0. But it would give a process that has a host for
-    itself one of its GPUs, not read Open MPI 5 without `mpi4py`, and (before 0.8) take each
-    process of a Slurm job for one that `srun` started.
     """
+    # JAX finds process 0, but would give a process that has a host for itself one of its GPUs,
+    # not read Open MPI 5 without `mpi4py`, and before 0.8 miss a Slurm job without `srun`.
     env = os.environ if environ is None else environ
 
     def number(name, missing=None):
@@ -83,20 +74,13 @@ def start(
     heartbeat: int = HEARTBEAT,
     patience: int = PATIENCE,
 ) -> Iterator[None]:
-    """Connects this process with the others, if there are any, inside a `with` block. Call it
-    before JAX looks for devices.
+    """Connects this process with the others, if there are any, inside a `with` block, before
+    JAX looks for devices.
 
-    Under Open MPI and Slurm, processes that share a host take one GPU each, by their number on
-    the host, unless `CUDA_VISIBLE_DEVICES` names a single one. Otherwise a process takes all
-    GPUs that it sees.
-
-    Args:
-      coordinator: "host:port": the host of process 0, and a free port that all can reach. A
-        launcher says this and the next two.
-      process: this process's number, from 0.
-      processes: the number of processes; 1 ignores the launcher.
-      heartbeat: seconds without a heartbeat until a process counts as gone.
-      patience: seconds that the processes wait for each other at the start.
+    A launcher says the first three arguments: "host:port" of process 0, this process's number
+    from 0, and the number of processes; 1 ignores the launcher. Under Open MPI and Slurm,
+    processes that share a host take one GPU each, by their number on the host, unless
+    `CUDA_VISIBLE_DEVICES` names a single one. Otherwise a process takes all GPUs that it sees.
     """
     given = dict(coordinator_address=coordinator, process_id=process, num_processes=processes)
     arguments = {name: value for name, value in given.items() if value is not None}

@@ -174,9 +174,7 @@ def fixed(config: ConfigDict) -> dict[str, Any]:
 
 
 def numerics(config: ConfigDict, devices: Collection[jax.Device]) -> dict[str, Any]:
-    """Returns what the last bits of the numbers depend on, besides the fields in `fixed`:
-    versions, devices, and the fields that say who computes and how.
-    """
+    """Returns what the last bits of the numbers depend on, besides `fixed`."""
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     values: dict[str, Any] = {
         "jax": jax.__version__,
@@ -221,9 +219,7 @@ def _with_defaults(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
 
 
 def unlike(values: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each difference between the values of process 0 and of the first that
-    has others. Every process must call it, with what JSON can hold.
-    """
+    """Returns how process 0 differs from the first that has other values. All must call it."""
     first, *others = map(json.loads, processes.gather(json.dumps(values)))
     lines = (
         differences(first, other, ("in process 0", f"in process {n}"))
