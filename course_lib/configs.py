@@ -164,11 +164,8 @@ def get(preset: str) -> ConfigDict:
 
 
 def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
-    """Refuses a configuration that cannot work. Nothing is computed or compiled.
-
-    Args:
-      config: a configuration. The parts in `PROGRAM` are not looked at.
-      accelerator: to run on; None skips the checks that depend on it.
+    """Refuses a configuration that cannot work, on an accelerator if one is given. Nothing is
+    computed or compiled, and the parts in `PROGRAM` are not looked at.
     """
     if not isinstance(config, ConfigDict | FrozenConfigDict):
         raise ValueError(f"config={config!r} must be a ConfigDict, as get('cpu') returns one")

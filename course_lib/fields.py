@@ -103,17 +103,10 @@ def check(
     *,
     may_lack: bool = False,
 ) -> None:
-    """Refuses misspelt and missing fields, values of another type or against a rule.
-
-    ConfigDict's own checks accept None for any field and True for a number, and their errors
-    name a field without its part.
-
-    Args:
-      config: a ConfigDict, or a dict as JSON has it: tuples are lists, and 1.0 may be 1.
-      template: a configuration with the same fields.
-      fields: by name with their part; without them, only names and types are compared.
-      path: the part, with a dot behind it; "" for all of it.
-      may_lack: whether fields may be missing, as in a file from before they existed.
+    """Refuses misspelt and missing fields (unless a file from before they existed `may_lack`
+    them), values of another type or against a rule. ConfigDict itself accepts None for any
+    field and True for a number. Of JSON, tuples are lists, and 1.0 may be 1. `path` is the
+    part, with a dot behind it.
     """
     for name in config:
         if name not in template:
@@ -178,13 +171,9 @@ def differences(
 
 
 def set_field(config: ConfigDict, field: str, text: str) -> None:
-    """Sets a field from text, in its own type.
-
-    Args:
-      config: is changed.
-      field: its name with its part, as in "model.num_layers".
-      text: a number; true or false; a string as it is; for a tuple, its strings with commas
-        between them, a list in JSON, or an empty text for ().
+    """Sets a field, as "model.num_layers", from text in its own type: a number; true or false;
+    a string as it is; for a tuple, its strings with commas between them, a list in JSON, or
+    nothing for ().
     """
     examples = flat(config)
     if field not in examples:

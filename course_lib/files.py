@@ -45,9 +45,7 @@ def folders(top: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Refuses a path that is not UTF-8: Python can open it, libraries in other languages
-    cannot.
-    """
+    """Refuses a path that is not UTF-8: libraries in other languages cannot open it."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -71,11 +69,9 @@ def to_disk(*paths: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file, and renames it to `path` at the end of the `with` block. After an
-    error or a kill `path` is as before: no other process ever sees half a file.
-
-    The temporary file is beside `path`, and its name ends with ".part". If a killed process
-    leaves one, a later call in the same folder removes it, an hour after its last write.
+    """Opens a temporary file beside `path`, and renames it at the end of the `with` block: no
+    other process ever sees half a file. What a killed process leaves (".part"), a later call
+    removes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for part in path.parent.glob("*.????????.part"):  # as `tempfile` names them
@@ -106,13 +102,11 @@ def why(error: Exception) -> str:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
-    """Locks a folder, by its file `lock`, while the `with` lasts. The operating system ends the
-    lock with the process.
+    """Locks a folder, by its file `lock`, while the `with` lasts; the system ends it with the
+    process.
 
-    Raises:
-      BlockingIOError: if another process has the lock and `wait` is False. It may run on
-        another host, if the file system has locks between hosts (NFS, Lustre).
-      ValueError: if there is a file in the folder's place, or nothing may be written there.
+    Raises BlockingIOError if another process has the lock, perhaps on another host, and `wait`
+    is False; ValueError if nothing may be written there.
     """
     where = f"folder={str(folder)!r}"
     try:

@@ -185,11 +185,9 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
 def from_config(
     config: ConfigDict, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of a configuration; with `clip_norm` it clips the gradient first.
-
-    Args:
-      config: the `optimizer` part of a configuration.
-      schedule: the learning rate by step; None: that of the configuration.
+    """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
+    clips the gradient first. `schedule`: the learning rate by step, in place of the
+    configuration's.
     """
     known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))

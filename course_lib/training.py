@@ -374,11 +374,8 @@ def build(config: ConfigDict) -> Run:
 
 def step_flops(config: ConfigDict) -> measure.Flops:
     """Counts the FLOPs of the model's matrix products in one step, with attention and logits
-    written out. Products of the optimizer, such as Muon's, do not count.
-
-    Attention kernels cannot be looked into, and skip what causality makes superfluous. Written
-    out, every kind of attention counts alike. A loss in chunks computes the logits twice; they
-    count once. `training.backward` does not matter.
+    written out: kernels cannot be looked into, and all kinds of attention count alike. Products
+    of the optimizer do not count, nor does it matter how loss and backward pass are computed.
     """
     written_out = ConfigDict(config.to_dict())  # a copy: the caller's stays as it is
     written_out.model.update(attention="reference", loss_chunks=1)

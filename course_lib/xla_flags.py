@@ -24,13 +24,6 @@ def keep_products_right() -> None:
     donated parameters that a step has overwritten. A training loop does both, without an error:
     its losses only fall less.
 
-        product = jax.jit(lambda w, x: x @ w)
-        for i in range(8):
-            w = jnp.full((512, 128), float(i))
-            print(product(w, jnp.ones((512, 512)))[0, 0] / 512)
-
-    prints 0, 0, 0, 3, 3, ... in JAX 0.7.2, and 0, 1, 2, 3, 4, ... in JAX 0.8.2.
-
     Importing `course_lib` calls this. A value that the user set for the flag stays. If JAX runs
     already, this only warns.
     """

@@ -86,10 +86,8 @@ def work(process: int, processes: int, address: str, path: str) -> None:
 
 
 def free_port() -> int:
-    """Returns a port at which nobody listens.
-
-    Linux itself hands out ports from 32768 on. Below, no other program gets a port between the
-    check and its use. Each process that asks starts at another port.
+    """Returns a port at which nobody listens, below those that Linux itself hands out (32768).
+    Each process that asks starts at another port.
     """
     for port in _candidates:
         with socket.socket() as listener:
@@ -102,17 +100,9 @@ def free_port() -> int:
 
 
 def run(processes: int, seconds: float = 900.0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Starts the processes, waits for them, and returns the loss and the whole gradients. When
-    it returns or raises, none of them runs any more.
-
-    Args:
-      processes: 2, 4 or 8.
-      seconds: the longest that it waits.
-
-    Raises:
-      ValueError: for another number of processes.
-      RuntimeError: if a process ends with an error, or takes longer than `seconds`; with the
-        last lines that it printed.
+    """Starts 2, 4 or 8 processes, waits for them, and returns the loss and the whole gradients.
+    When it returns or raises, none runs any more. RuntimeError if one ends with an error or all
+    take longer than `seconds`, with the last lines that it printed.
     """
     if processes not in (2, 4, 8):
         raise ValueError(f"processes={processes} must be 2, 4 or 8, to divide eight devices")
@@ -143,11 +133,7 @@ def run(processes: int, seconds: float = 900.0) -> tuple[np.ndarray, dict[str, n
 
 
 def _wait(started: list[subprocess.Popen], seconds: float) -> list[int | None]:
-    """Waits until all have ended, one has failed, or the time is over. Then it ends the others.
-
-    Returns:
-      The exit codes; None for a process that still ran.
-    """
+    """Waits until all have ended or one has failed; returns exit codes, or None if it ran."""
     deadline = time.monotonic() + seconds
     try:
         while True:

@@ -83,14 +83,9 @@ CASES = (
 
 def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     """Compiles the train step of a case for a device, virtual or real, that `hardware` knows,
-    and reads its costs. Nothing is run.
-
-    FLOPs are counted with attention written out, also for flash attention, whose kernel skips
-    what causality makes superfluous: so that rows compare.
-
-    Returns:
-      A row of numbers, strings and lists: memory in bytes, floors of the step time
-        (`measure.roofline`) in seconds, and under "largest" the largest arrays at the peak.
+    and returns a row of its costs: memory in bytes, floors of the step time in seconds,
+    "largest" arrays at the peak. FLOPs are counted with attention written out, also for flash
+    attention: so rows compare.
     """
     accelerator = hardware.recognize(device)
     config = case.config()
@@ -152,16 +147,11 @@ def table(accelerator: str = PUBLISHED_ON, live: Sequence[str] = ()) -> recorded
 
 
 def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> dict[str, Any]:
-    """Runs the train step of a preset, with changes as in `Case.changes`, on this machine's
-    device, in its own process.
-
-    The other process gets the memory that this one has left: this one must not have reserved
-    the device's memory (`measure.peak_in_own_process`; `notebook.setup` sees to it).
-
-    Returns:
-      A row: "compiled_peak_bytes" and "measured_peak_bytes" (None on a CPU, which does not
-        count), "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second",
-        "mfu", and "not_run": None, or the reason why the row has nothing else.
+    """Runs the train step of a preset, with changes as in `Case.changes`, in a process of its
+    own, which gets the memory that this one has left (`measure.peak_in_own_process`), and
+    returns a row: "compiled_peak_bytes" and "measured_peak_bytes" (None on a CPU),
+    "step_seconds" (median, low, high), "compile_seconds", "tokens_per_second", "mfu", and
+    "not_run": None, or why there is nothing else.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "row.json"

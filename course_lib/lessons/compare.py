@@ -39,13 +39,8 @@ def small(batch_size: int, seq_len: int, **changes: Any) -> ConfigDict:
 
 
 class OneDevice:
-    """The gradient that one device computes for a random batch.
-
-    Attributes:
-      config: of the model and the batch.
-      params: initial parameters, from the key 0.
-      batch: random tokens; each label weighs 0, 1 or 2.
-      grads: the gradient, shaped like `params`.
+    """The gradient that one device computes for a random batch, whose labels weigh 0, 1 or 2,
+    with the initial parameters of the key 0.
     """
 
     def __init__(self, config: ConfigDict):
@@ -63,16 +58,9 @@ class OneDevice:
     def compare(
         self, axes: dict[str, int], strategy: Any = None, **changes: Any
     ) -> "tuple[measure.Ledger, float]":
-        """Computes the same gradient on a mesh of simulated devices.
-
-        Args:
-          axes: the mesh, axis -> number of devices.
-          strategy: `options.Strategy`, how the model is divided over them; None: its defaults.
-          **changes: other fields of `config.model` that leave the gradient as it is.
-
-        Returns:
-          The collectives of the compiled gradient, and the largest distance of a leaf from one
-          device's, as a fraction of the leaf's norm.
+        """Computes the same gradient on a mesh of simulated devices, with other fields of
+        `config.model` that leave it as it is. Returns the collectives of the compiled gradient,
+        and the largest distance of a leaf from one device's, as a fraction of the leaf's norm.
         """
         # Notebook 3 compares gradients of one device, and needs none of this.
         from course_lib.many_devices import meshes, options, strategies

@@ -16,17 +16,9 @@ from course_lib.program import command, journal
 
 
 def main(argv: list[str]) -> int:
-    """Runs the program, and sends the signal when the program writes the metrics of the step. A
-    step without metrics sends none.
-
-    Args:
-      argv: the step, the name of the signal, then the program's command line.
-
-    Returns:
-      The exit code of the program, if the signal lets it return.
-
-    Raises:
-      KeyError: if there is no signal of this name.
+    """Runs the program, and sends the signal when it writes the metrics of the step; returns
+    its exit code, if the signal lets it return. `argv`: the step, the name of the signal, then
+    the program's command line.
     """
     chosen, name_of_signal, *program = argv
     number = signal.Signals[name_of_signal]

@@ -94,12 +94,9 @@ def flops_of(config: ConfigDict) -> dict[str, int]:
 
 
 def compile_rung(name: str) -> dict[str, Any]:
-    """Compiles a rung for a virtual A5000.
-
-    Returns:
-      A row: "bytes", the peak of device memory; "bytes_each_way" that cross the link between
-        the host and the GPU in each direction; "flops"; "traffic_bytes"; and "seconds", the
-        attainable time (`measure.attainable_seconds`) with PCIe 4.0 to the host.
+    """Compiles a rung for a virtual A5000, and returns a row: "bytes" at the peak,
+    "bytes_each_way" that cross the link to the host (PCIe 4.0), "flops", "traffic_bytes", and
+    "seconds", attainable.
     """
     config, accelerator = config_of(name), hardware.get(ACCELERATOR)
     run = training.build(config)

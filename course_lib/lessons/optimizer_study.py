@@ -75,11 +75,9 @@ def config_of(case: Case, steps: int = STEPS) -> ConfigDict:
 
 
 def train(case: Case, rate: float, seed: int = 0, steps: int = STEPS) -> dict[str, Any]:
-    """Trains one model; the rate is the highest one, after 20 steps of warm-up.
-
-    Returns:
-      "curve": mean training loss of each `EVERY` steps; "validation": the loss on 32,768 tokens
-      at the end; "seconds" it took. Losses are in nats per token; `DIVERGED` if not finite.
+    """Trains one model; the rate is the highest one, after 20 steps of warm-up. Returns
+    "curve", the mean loss of each `EVERY` steps, "validation", the loss on 32,768 tokens at the
+    end, in nats per token (`DIVERGED` if not finite), and "seconds".
     """
     start = time.monotonic()
     batches = data.batches(
@@ -105,9 +103,7 @@ def train(case: Case, rate: float, seed: int = 0, steps: int = STEPS) -> dict[st
 
 @functools.cache
 def _program(case: Case, steps: int) -> tuple[Callable[..., Any], ...]:
-    """Returns `init(rng, rate)`, `step(state, batch, rate)` and `validation_loss(params)`. The
-    learning rate is an argument, so that all of them are compiled once.
-    """
+    """Returns `init(rng, rate)`, `step(state, batch, rate)`, `validation_loss(params)`."""
     config = FrozenConfigDict(config_of(case, steps))
     _, loss_fn, init_params = training.functions(config)
     shape = optimizers.SCHEDULES[config.optimizer.schedule](config.optimizer)
@@ -137,9 +133,7 @@ def _program(case: Case, steps: int) -> tuple[Callable[..., Any], ...]:
 def _rounding_to_nearest(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with float32 moments, whose updates of bfloat16 parameters are
-    rounded to the nearest bfloat16 number, by `optax.apply_updates`.
-    """
+    """Returns an optimizer whose updates of bfloat16 parameters are rounded to the nearest."""
 
     def wide(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
@@ -165,11 +159,8 @@ def _finite(loss: float) -> float:
 
 def study(case: Case) -> dict[str, Any]:
     """Trains a case at three learning rates, at more while the best one is at the edge, and at
-    the best one with more seeds.
-
-    Returns:
-      "case"; "grid": validation loss by learning rate, of the first seed; "rate": the best one;
-      "runs": what `train` returns for each of `SEEDS`.
+    the best one with more seeds. Returns "case", "grid" (validation loss by rate, of the first
+    seed), the best "rate", and "runs": what `train` returns for each of `SEEDS`.
     """
     tried: dict[int, dict[str, Any]] = {}
     best = 0

@@ -66,15 +66,9 @@ def milliseconds_by_phase(
     phase: Callable[[profiling.Event], str],
     matmuls: frozenset[str],
 ) -> list[dict[str, Any]]:
-    """Adds up the self time of a step's operations (`profiling.Trace.during`), by phase.
-
-    Args:
-      phase: returns the phase of an operation, one of `figures.PHASES`.
-      matmuls: names of the program's matrix products (`products`).
-
-    Returns:
-      A row per phase that occurs, in the order of a step: its "products", "all else" and
-      "together" in ms, and its "share" of all self time, a fraction of 1.
+    """Adds up the self time of a step's operations (`profiling.Trace.during`). Returns a row
+    per phase that occurs: its "products" (those in `matmuls`), "all else" and "together" in ms,
+    and its "share".
     """
     ms = {(name, matmul): 0.0 for name in figures.PHASES for matmul in (True, False)}
     for event in events:
@@ -151,16 +145,10 @@ def costs(
     accelerator: Accelerator,
     phase: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Reads the costs of a step that was compiled for an accelerator.
-
-    Args:
-      phase: returns the phase of a scope.
-
-    Returns:
-      A row of numbers, strings and lists: "kinds" and "phases", the bytes of traffic by kind
-      and by phase; "peak", the bytes of memory at the peak; "timeline" and "tape", the memory
-      over the program; "largest", the largest arrays at the peak; "compute_seconds" and
-      "memory_seconds", the floors of the step time (`measure.roofline`).
+    """Returns the costs of a step that was compiled for an accelerator: "kinds" and "phases",
+    the bytes of traffic by kind and by `phase(scope)`; "peak", the bytes of memory at the peak;
+    "timeline" and "tape", the memory over the program; "largest", the largest arrays at the
+    peak; "compute_seconds" and "memory_seconds", the floors of the step time.
     """
     traffic = measure.traffic(heap.compiled)
     by_phase: collections.Counter[str] = collections.Counter()

@@ -46,16 +46,10 @@ def add_layer(x_BxLxD, layer):
 
 
 def make_gradient(mesh, M):
-    """Returns how the parameters are cut, and the gradient of the mean loss.
-
-    Args:
-      mesh: with the axes "data", "pipe" and "tensor", which divide the batch, the layers, and
-        heads and MLP width.
-      M: microbatches of each group along "data".
-
-    Returns:
-      A dict of PartitionSpecs by name, and `gradient(params, inputs_BxL, labels_BxL) -> (loss,
-      grads)`, with arrays over the whole mesh; gradients are cut like the parameters.
+    """Returns PartitionSpecs of the parameters by name, and `gradient(params, inputs_BxL,
+    labels_BxL) -> (loss, grads)` of the mean loss, cut like them. The axes "data", "pipe" and
+    "tensor" of the mesh divide the batch, the layers, and heads and MLP width; M microbatches
+    per group along "data".
     """
     stages = mesh.shape["pipe"]
     to_next = [(stage, (stage + 1) % stages) for stage in range(stages)]

@@ -331,13 +331,10 @@ class Cluster:
         return dataclasses.replace(group, adds_in_switch=self.adds_in_switch, ideal=self.ideal)
 
     def _on_torus(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
-        """Returns a group of TPUs: one ring through each chip, or several.
-
-        The mesh's axes take the dimensions of the torus from inner to outer. An axis over two
-        dimensions has two rings through each chip, which double its bandwidth. Data goes around
-        a ring in both directions. A part of a dimension is a line, with half of a ring's
-        bandwidth. If an inner axis has k devices in a dimension, k groups of the outer axis
-        share each of its links.
+        """Returns a group of TPUs: one ring through each chip, or two for an axis over two
+        dimensions. Axes take dimensions from inner to outer. A ring has both directions; a
+        line, which is a part of a dimension, has half the bandwidth. k groups of an outer axis
+        share links with an inner axis of k.
         """
         sides = [int(side) for side in self._torus().split("x")]
         # Ends are linked along sides of 16 in 2D, and in 3D if all sides are multiples of 4.

@@ -68,17 +68,9 @@ def attend(
     implementation: str = "reference",
     softmax_dtype: Any = jnp.float32,
 ) -> Float[Array, "B L_n H K"]:
-    """Computes `attention.attend` from the queries, keys and values of this device's positions.
-
-    Scores and softmax are float32, and so are the gradients of keys and values that travel.
-
-    Args:
-      query: B sequences, L / n positions of each, H heads of width K.
-      key: G heads, where G divides H: each serves H / G consecutive heads of queries.
-      value: as `key`.
-      causal: whether a position sees only itself and those before it.
-      implementation: must be "reference".
-      softmax_dtype: must be float32.
+    """Computes `attention.attend` from the queries, keys and values of this device's L / n
+    positions. Only "reference" is implemented; softmax and scores are float32, and so are the
+    gradients of keys and values that travel.
     """
     arguments.refuse(_not_a_ring(implementation, softmax_dtype))
     batch, length, heads, width = query.shape
@@ -93,9 +85,7 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ring(query: Array, both: Array, causal: bool) -> Array:
-    """Computes attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], in parts
-    of c positions.
-    """
+    """Attention of queries [B 2 c G H/G K] to keys and values [2 B 2 c G K], in parts of c."""
     return ring_forward(query, both, causal)[0]
 
 

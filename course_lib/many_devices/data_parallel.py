@@ -129,30 +129,25 @@ def divided(loss_fn: LossFn, axis: str, own: Callable[[Array], Array]) -> LossFn
 
 
 def mean_over_devices(loss: Array, metrics: PyTree, axis: str) -> tuple[Array, PyTree]:
-    """Returns the weighted mean of the losses of all devices along an axis, and their summed
-    metrics.
-    """
+    """Returns the weighted mean of the losses along an axis, and the summed metrics."""
     total = _sum_of_metrics(metrics, axis)
     share = label_share(metrics, total)
     return jax.lax.psum(loss * share, axis), total
 
 
 def _sum_of_metrics(metrics: PyTree, axis: str) -> PyTree:
-    """Returns metrics summed over devices. They are not differentiated.
-
-    They are sent as one array. A count that is sent alone could be sent early: on some devices
-    before one of the model's transfers, on others after it. Simulated devices have few threads
-    and would wait for each other forever.
+    """Returns metrics summed over devices, not differentiated. They are sent as one array:
+    simulated devices, with few threads, would wait forever for a count that some send early,
+    others late.
     """
     numbers, tree = jax.tree.flatten(jax.lax.stop_gradient(metrics))
     return jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(numbers), axis)))
 
 
 def _summed_gradient(loss_fn: LossFn, param_specs: PyTree, grad_specs: PyTree) -> GradFn:
-    """Returns a gradient function that sums over devices, and returns this device's part.
-
-    It differentiates with respect to the slices that `grad_specs` describes. In stage 2 they
-    are cut from the whole parameters; in stage 3 they are the parameters.
+    """Returns a gradient function that sums over devices, and returns this device's part. In
+    stage 2 the slices of `grad_specs` are cut from whole parameters; in stage 3 they are the
+    parameters.
     """
 
     def share_of_mean(
@@ -280,11 +275,7 @@ def _outside(specs: PyTree, change: Callable[..., PyTree]) -> Callable[[PyTree],
 
 
 def of_layer(specs: PyTree, scanned: bool) -> PyTree:
-    """Picks the specs of one layer's parameters from the specs of all parameters.
-
-    The specs of scanned layers begin with the dimension of layers. The specs of one
-    layer do not have it.
-    """
+    """Picks the specs of one layer: those of scanned layers begin with that dimension."""
     if not scanned:
         return specs["block_0"]
     return jax.tree.map(
@@ -324,11 +315,7 @@ def gather_layers(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def constrain_gradient(param: Array, place: NamedSharding) -> Array:
-    """Returns the parameter, and gives its gradient a sharding.
-
-    The compiler then sums the gradient over devices where the backward pass computes it, and
-    each device keeps a slice.
-    """
+    """Returns the parameter; its gradient is summed and cut where it is computed."""
     return param
 
 

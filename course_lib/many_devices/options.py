@@ -67,18 +67,9 @@ def check(
     num_minibatches: int = 1,
     accumulator_dtype: str = "float32",
 ) -> None:
-    """Refuses a strategy that this mesh and this model cannot have.
-
-    A mesh of one device allows every strategy: there is nothing to send.
-
-    Args:
-      model: the `model` part of a configuration, which `configs.check` has passed.
-      mesh: the mesh, or its shape.
-      strategy: how its axes are used.
-      batch_size: B, on all devices together.
-      seq_len: L.
-      num_minibatches: into how many the batch is cut.
-      accumulator_dtype: dtype that their gradients are summed in.
+    """Refuses a strategy that this mesh (or its shape) and the model, the `model` part of a
+    checked configuration, cannot have. One device allows every strategy: there is nothing to
+    send.
     """
     n = dict(mesh.shape)
     if unknown := set(n) - set(meshes.AXES):

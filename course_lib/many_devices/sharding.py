@@ -126,18 +126,12 @@ def dim_of(spec: P, axis: str) -> int | None:
 def state_specs(
     state: TrainState, params: PyTree, moment_specs: PyTree, mesh: meshes.AnyMesh
 ) -> TrainState:
-    """Returns the specs of a train state.
+    """Returns the specs of a train state, or of its shapes.
 
     In an optimizer's state, an array belongs to the parameter whose path its own path contains.
     If it has the parameter's shape, as Adam's moments and 8-bit codes do, it is divided like
     that parameter's gradient. The scales of 8-bit blocks are, too. Anything else is small, and
     whole on each device: counts, keys, and the row and column means of Adafactor.
-
-    Args:
-      state: the state, or its shapes.
-      params: specs of the parameters.
-      moment_specs: specs of their gradients.
-      mesh: the mesh, or its shape.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))

@@ -126,17 +126,11 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
 
 
 def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Run:
-    """Builds a training run on a mesh. Nothing is computed yet.
-
-    Its functions take and return global arrays. `init` returns the numbers that it returns on
-    one device.
-
-    Args:
-      config: a configuration. Its batch is that of all devices together.
-      mesh: with an axis "data", and with "pipe" to divide the layers, "context" the sequences,
-        "expert" the experts, "tensor" heads, hidden width and vocabulary. On one device the run
-        computes the same as the one of `training.build`.
-      strategy: how the axes are used.
+    """Builds a training run on a mesh, of global arrays; `init` returns the numbers of one
+    device. Nothing is computed yet. The configuration's batch is that of all devices together.
+    The mesh has an axis "data", and "pipe" to divide the layers, "context" the sequences,
+    "expert" the experts, "tensor" heads, hidden width and vocabulary. One device computes the
+    same as `training.build`.
     """
     configs.check(config)
     return of_checked(config, mesh, strategy)
@@ -145,10 +139,7 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
 def of_checked(
     config: ConfigDict, mesh: Mesh, strategy: Strategy, *, skip_not_finite: bool = False
 ) -> Run:
-    """Builds a run as `build` does, from a configuration that `configs.check` has passed.
-
-    `skip_not_finite` is that of `training.make_train_step`.
-    """
+    """Builds a run as `build` does, from a configuration that `configs.check` has passed."""
     _check_strategy(config, mesh, strategy)
     if config.optimizer.offload and skip_not_finite:
         raise ValueError(
@@ -179,9 +170,7 @@ def of_checked(
 
 
 def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:
-    """Splits the step's key once more, as older versions did, so that stored runs keep their
-    dropout masks. The masks of `gradient` therefore differ from the step's.
-    """
+    """Splits the key once more, as older versions did: stored runs keep their dropout masks."""
 
     def of_loss(loss_fn: LossFn) -> GradFn:
         grad_fn = gradient_fn(loss_fn)
@@ -220,16 +209,8 @@ def _ways(
     specs: tuple[PyTree, PyTree],
 ) -> Ways:
     """Returns the loss to differentiate, a function that makes its gradient function, and the
-    loss of global arrays.
-
-    The gradient function cuts the batch into minibatches, so that it can send once per step
-    what all of them need. One device has nobody to send to: its program has no `jax.shard_map`.
-
-    Args:
-      config: a frozen, checked configuration.
-      mesh: of the devices.
-      strategy: how its axes are used.
-      specs: of the parameters, and of their gradients.
+    loss of global arrays. The gradient function cuts the batch into minibatches, so that it can
+    send once per step what all need. One device's program has no `jax.shard_map`.
     """
     if mesh.size == 1:
         loss_fn = training.loss_of(config.model)
@@ -244,9 +225,7 @@ def _ways(
 
 
 def _hooks_and_score(share: Share) -> tuple[Hooks, Callable[..., Any]]:
-    """Returns how one device's part of the model differs, and the cross entropy of its logits:
-    what all axes change, together.
-    """
+    """Returns hooks and cross entropy of one device, as all axes change them together."""
     axes = axis.used(share.mesh)
     hooks = functools.reduce(operator.or_, (each.hooks(share) for each in axes))
     scores = [score for each in axes if (score := each.score(share))]
@@ -295,9 +274,7 @@ def _in_a_pipeline(share: Share) -> Ways:
 
 
 def _by_compiler(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
-    """Returns what `_ways` returns: the program of one device, with sharding constraints on the
-    values that the model names, on the gradients, and in ZeRO stage 2 on those of each layer.
-    """
+    """Returns what `_ways` returns: the program of one device, with sharding constraints."""
     mesh, strategy = share.mesh, share.strategy
     rules = activation_rules(mesh, strategy.sequence)
 

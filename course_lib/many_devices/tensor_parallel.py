@@ -88,9 +88,7 @@ def _from_the_end(tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
 
 
 def _zero_or_nan(tokens: Int[Array, "..."], size: int) -> Float[Array, "..."]:
-    """Returns 0 for tokens of the vocabulary and NaN for others. Each device has `size` rows of
-    the vocabulary.
-    """
+    """Returns 0 for tokens of the vocabulary, of which a device has `size` rows, else NaN."""
     return jnp.where((tokens >= 0) & (tokens < size * jax.lax.axis_size(AXIS)), 0.0, jnp.nan)
 
 
@@ -132,9 +130,7 @@ def factors(x: Array, kernel: Array, bias: Array | None) -> Factors:
 
 
 def gather_factors(x: Array, kernel: Array, bias: Array | None) -> Factors:
-    """Does the same as `factors` for an input that is cut along the sequence. The gather is not
-    overlapped with anything.
-    """
+    """Does the same as `factors` for an input that is cut along the sequence."""
     return Factors(jax.lax.all_gather(x, AXIS, axis=LENGTH, tiled=True), kernel, bias)
 
 

@@ -75,9 +75,7 @@ def axes_of_pairs(members: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def _along(mesh: str, device_ids: str | None, grouped: str) -> Groups:
     """Reads `'a'=2,'b'=8`, `4,0,5,1,...` or `[8,2]T(1,0)`, and the axes of a group:
-    `'a','b':(2)4`.
-
-    `'b':(2)4` is a part of the axis b of 8 = 2 x 4 x 1 devices: the factor 4.
+    `'a','b':(2)4`, the second the factor 4 of an axis b of 8 = 2 x 4 x 1 devices.
     """
     names = {name: int(size) for name, size, _, _ in _AXIS.findall(mesh)}
     spans = [

@@ -179,14 +179,10 @@ def scheduled(
     taken: Mapping[str, int] | None = None,
 ) -> list[tuple[Instruction, int]]:
     """Lists (instruction, number of executions) of a program, inside loops and calls too, but
-    not inside fusions, in program order.
-
-    Args:
-      module: a parsed program.
-      weight: the cost of an instruction. Then a conditional counts as its most expensive
-        branch; without it, all branches are listed.
-      taken: how often the program takes the turn of a loop in the scope `only_if_NAME`, by
-        NAME. Such a loop has one turn or none, and counts as one if nothing is said.
+    not inside fusions, in program order. With a `weight`, the cost of an instruction, a
+    conditional counts as its most expensive branch, else all are listed. `taken` says how often
+    the turn of a loop in the scope `only_if_NAME` runs, by NAME; such a loop has one turn or
+    none, and counts as one.
     """
 
     def walk(computation: Computation, executions: int) -> list[tuple[Instruction, int]]:

@@ -32,14 +32,11 @@ def memory(step: Any) -> Memory:
     """Reads how much memory a step, compiled or lowered, needs on one device.
 
     The compiler of a GPU or TPU reports the peak: the largest sum of arrays that are alive
-    together. XLA's CPU compiler does not: its `peak_memory_in_bytes` leaves out the temporaries
-    and the constants that a function captured. On a CPU the peak is an upper bound, since the
-    block of temporaries can have gaps; `heap` is exact. And on a CPU a lowered step is compiled
-    without a library that hides arrays (`virtual.NO_FUSED_LIBRARY`), and a compiled step that
-    hides large ones is refused.
-
-    A device needs more, for its context, the workspace of its libraries, and gaps between
-    arrays: `peak_in_own_process` measures that.
+    together. XLA's CPU compiler leaves out temporaries and constants, so the peak is an upper
+    bound there (the block of temporaries can have gaps; `heap` is exact): of a lowered step,
+    compiled without a library that hides arrays (`virtual.NO_FUSED_LIBRARY`). A compiled one
+    that hides large ones is refused. A device needs more, for its context, the workspace of its
+    libraries, and gaps between arrays: `peak_in_own_process` measures that.
     """
     compiled = program.read(step)
     stats = compiled.compiled.memory_analysis()

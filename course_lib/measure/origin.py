@@ -37,10 +37,8 @@ def behind(instruction: hlo.Instruction) -> hlo.Instruction:
 
 
 def origin(instruction: hlo.Instruction) -> str:
-    """Returns the scope that an instruction comes from, empty if XLA kept none.
-
-    A scan stores the results of an iteration by updating a slice of a larger array. The update
-    gets the scope of the slice: otherwise all would be called `dynamic_update_slice`.
+    """Returns the scope that an instruction comes from, or "". An update that stores a scan's
+    results gets the scope of its slice: otherwise all would be called `dynamic_update_slice`.
     """
     own = _scope(instruction)
     updates = [i.operands[1] for i in body(instruction) if i.opcode == "dynamic-update-slice"]
@@ -80,10 +78,8 @@ def _word(part: str) -> str:
 
 def stacked(module: hlo.Module) -> dict[str, str]:
     """Returns the scopes of the arrays that loops fill slice by slice, by instruction name,
-    followed by `{k}` for the k-th array of a tuple.
-
-    Such an array exists before its loop as zeros, with the scope `broadcast_in_dim`. Its slices
-    have a better one.
+    followed by `{k}` for the k-th array of a tuple: before its loop such an array is zeros,
+    without a scope.
     """
     scopes: dict[str, str] = {}
     for loop in module.instructions.values():
@@ -102,9 +98,7 @@ def stacked(module: hlo.Module) -> dict[str, str]:
 
 
 def _scope(i: hlo.Instruction) -> str:
-    """Returns an instruction's scope, else that of the last operation fused into it, else that
-    of its operand.
-    """
+    """Returns its scope, else that of the last operation fused into it, else of its operand."""
     fused = (inner.scope for inner in reversed(body(i)) if inner.scope)
     return i.scope or next(fused, "") or (_scope(i.operands[0]) if i.operands else "")
 

@@ -47,17 +47,11 @@ def live_or_recorded(
     accelerator: str = "a5000",
     sizes: Mapping[str, Any] | None = None,
 ) -> Table:
-    """Computes a table for a virtual accelerator, or reads it where that cannot be done.
-
-    Args:
-      name: of the table and of its file, `recorded_tables/<name>.json`.
-      compute: returns the rows, without times and dates: the same versions must give the same
-        rows.
-      accelerator: the name in `hardware` of the accelerator that `compute` compiles for. If it
-        compiles for several, name one of them, and let each row name its own under
-        "accelerator".
-      sizes: all numbers and options that the rows depend on, of JSON's types. Rows that were
-        recorded for other sizes are not shown.
+    """Computes a table for a virtual accelerator, or reads `recorded_tables/<name>.json` where
+    that cannot be done. `compute` returns rows without times and dates: the same versions give
+    the same rows. If it compiles for several accelerators, name one here, and let each row name
+    its own under "accelerator". `sizes` are all numbers and options, of JSON's types, that the
+    rows depend on: rows that were recorded for others are not shown.
     """
     record = _Record(name, accelerator, sizes)
     if reason := virtual.why_unavailable(accelerator):

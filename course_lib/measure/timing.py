@@ -79,12 +79,9 @@ def step_time(
 def compare(
     functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10, warmup: int = 1
 ) -> dict[str, Time]:
-    """Times functions by turns, so that a slow moment of the machine slows all of them.
-
-    Args:
-      functions: name to a function without arguments that returns arrays (`lambda: step(x)`).
-      repeats: timed calls of each.
-      warmup: calls before that; at least 1, or the measurement would include compilation.
+    """Times functions by turns, so that a slow moment of the machine slows all of them. They
+    take no arguments, and return arrays (`lambda: step(x)`). `warmup` calls come before the
+    `repeats`.
     """
     if repeats < 1 or warmup < 1:
         raise ValueError(
@@ -106,12 +103,9 @@ def time(function: Callable[..., Any], *args: Any, repeats: int = 10, warmup: in
 
 def peak_in_own_process(target: str, **kwargs: Any) -> int | None:
     """Runs `target`, "module:function", with arguments of JSON's types in a new Python process,
-    and returns its peak device memory in bytes: a device counts its peak over the life of a
-    process. None where devices do not count it, as on a CPU; then nothing is run.
-
-    The new process reserves no memory ahead (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). Set the
-    variable for this process, too, before JAX first looks for devices, as `notebook.setup`
-    does. Otherwise this process reserves three quarters of the device.
+    and returns its peak device memory in bytes; None, and runs nothing, where devices do not
+    count it, as on a CPU. It reserves no memory ahead; neither must this process:
+    `notebook.setup` sets `XLA_PYTHON_CLIENT_PREALLOCATE=false`, before JAX starts.
     """
     if jax.local_devices()[0].memory_stats() is None:
         return None

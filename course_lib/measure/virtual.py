@@ -21,6 +21,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +76,7 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
 
 
 def why_not_lowered(error: Exception) -> str | None:
-    """Returns the reason in words if a step does not lower for a virtual GPU since it calls
-    Python while it runs.
-    """
+    """Returns why a step that calls Python does not lower for a virtual GPU, or None."""
     if "Unknown backend: 'gpu'" not in str(error):
         return None
     return (
@@ -166,9 +165,7 @@ def on_host(place: jax.Device | Sharding) -> NamedSharding:
 
 
 def _named(device: jax.Device) -> NamedSharding:
-    """Returns a `NamedSharding` of one device. JAX reads an argument's memory kind from it, and
-    ignores the memory kind of a `SingleDeviceSharding`.
-    """
+    """Returns a sharding whose memory kind JAX reads, unlike a `SingleDeviceSharding`'s."""
     return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
 
 
@@ -194,9 +191,11 @@ def compile(
     skips its optimization. More compiler `options` take precedence.
     """
     asked = dict(options or {})
-    if not _is_for_virtual_gpus(lowered):
-        if _client(lowered).platform == "cpu":
-            asked = {**NO_FUSED_LIBRARY, **asked}
+    # JAX has no public way to ask what a program was lowered for.
+    client = lowered._lowering.compile_args["backend"]  # type: ignore[attr-defined]
+    if client.platform == "cpu":
+        asked = {**NO_FUSED_LIBRARY, **asked}
+    if not (client.platform == "gpu" and "compile_only" in client.runtime_type):
         return lowered.compile(compiler_options=asked or None)
     with without_cache():
         # With JAX 0.12 some programs, such as that of notebook 14's experts, compile only at
@@ -213,10 +212,9 @@ _before = True
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Switches JAX's persistent compilation cache off, for all threads.
-
-    It cannot load a virtual program. Its key leaves the names of operations out, so it may hand
-    back a program with the names of another one. And XLA plans no memory for what is loaded.
+    """Switches JAX's persistent compilation cache off, for all threads: it cannot load a
+    virtual program, may return one with the names of another's operations, and XLA plans no
+    memory of what it loads.
     """
     global _inside, _before
 
@@ -251,17 +249,6 @@ def triton_without_gpu() -> Iterator[None]:
     gpu = jax.sharding.AbstractDevice("NVIDIA A10", None, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         yield
-
-
-def _is_for_virtual_gpus(lowered: jax.stages.Lowered) -> bool:
-    client = _client(lowered)
-    return client.platform == "gpu" and "compile_only" in client.runtime_type
-
-
-def _client(lowered: jax.stages.Lowered) -> Any:
-    """Returns what a program was lowered for: XLA's client of a kind of devices."""
-    # JAX has no public way to ask.
-    return lowered._lowering.compile_args["backend"]  # type: ignore[attr-defined]
 
 
 def _check_count(accelerator: hardware.Accelerator, count: int) -> None:
@@ -327,13 +314,7 @@ def _describe(name: str, count: int) -> tuple[jax.Device, ...]:
 def _load_cuda_plugin() -> None:
     """Loads the plugin again, without the check for cuDNN that failed at JAX's start."""
     jax.devices()  # JAX chooses its own devices first
-    before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    try:
+    with mock.patch.dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
         for plugin in importlib.metadata.entry_points(group="jax_plugins"):
             if "cuda" in plugin.name:
                 plugin.load().initialize()
-    finally:
-        del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
-        if before is not None:
-            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before

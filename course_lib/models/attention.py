@@ -42,13 +42,8 @@ BLOCK = 64
 def why_unavailable(
     implementation: str, accelerator: Accelerator | None, dtype: Any = jnp.float32
 ) -> str | None:
-    """Returns why an implementation does not work with this JAX on an accelerator, and what to
-    do; None if it works.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      accelerator: the target of the compiler; None for a CPU or an unknown one.
-      dtype: of queries, keys and values.
+    """Returns why one of `IMPLEMENTATIONS` does not work with this JAX on an accelerator (None:
+    a CPU or an unknown one), and what to do; None if it works.
     """
     arguments.one_of("attention", implementation, IMPLEMENTATIONS)
     hardware.check(accelerator)

@@ -53,12 +53,7 @@ MODEL = dict(
 
 
 def check(config: ConfigDict, seq_len: int) -> None:
-    """Refuses an impossible model, or sequences of a length that it cannot see.
-
-    Args:
-      config: the `model` part of a configuration.
-      seq_len: L.
-    """
+    """Refuses an impossible model, or sequences of a length that it cannot see."""
     fields.check(config, fields.template(MODEL), fields.by_name(MODEL))
     arguments.refuse(errors(config, seq_len))
 

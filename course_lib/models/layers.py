@@ -96,9 +96,7 @@ def layer(
 
 
 def changed_layer(config: ConfigDict, hooks: Hooks, name: str = "block") -> Layer:
-    """Returns `layer(params, x, key)`, changed by the hooks, and rematerialized if the
-    configuration says so.
-    """
+    """Returns `layer(params, x, key)`, changed by the hooks, and perhaps rematerialized."""
     one = hooks.layer(functools.partial(layer, config, hooks, name=name))
     return rematerialized(one, "Block", config)
 
@@ -253,10 +251,8 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."
 
 def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Array, "B L H K"]:
     """Turns each pair of dimensions, k and k + K/2, by the angle position / 10000 ** (2k / K),
-    in float32.
-
-    The product of a turned query and a turned key depends on their positions only through the
-    distance.
+    in float32: the product of a query and a key then depends on their positions through the
+    distance only.
     """
     half = x.shape[-1] // 2
     angles = (

@@ -158,12 +158,8 @@ position is an example, and the vocabulary holds the classes.
 def transformer_loss(
     config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
 ) -> LossFn:
-    """Returns the loss of the Transformer, with the load-balancing loss if it has experts.
-
-    Args:
-      config: the `model` part of a configuration.
-      apply_fn: the model, with its balance if it has experts (`transformer.function`).
-      score: as for `classification_loss`.
+    """Returns the loss of the Transformer of a `model` part, with the load-balancing loss if it
+    has experts; then `apply_fn` gives the balance, too (`transformer.function`).
     """
     return (
         balanced_loss(apply_fn, config.balance_weight, score)

@@ -33,10 +33,7 @@ class MLPClassifier(nn.Module):
     @nn.compact
     def __call__(self, inputs: Float[Array, "B D"], *, train: bool) -> Float[Array, "B C"]:
         """Returns the logits, float32: what follows, a softmax and a loss, needs the precision.
-
-        Args:
-          inputs: one vector of D features for each example.
-          train: whether dropout is on; then a random key must come as `rngs={"dropout": key}`.
+        With `train` dropout is on, and takes the key `rngs={"dropout": key}`.
         """
         x = nn.Dense(self.hidden_size, dtype=self.dtype, name="input_layer")(inputs)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)

@@ -24,12 +24,7 @@ _kernel = initializers.lecun_normal()
 
 
 def init(key: jax.Array, config: ConfigDict) -> PyTree:
-    """Returns float32 parameters.
-
-    Args:
-      key: typed random key.
-      config: the `model` part of a configuration.
-    """
+    """Returns float32 parameters of the `model` part of a configuration."""
     width, outputs = (config.hidden_size,), (config.num_outputs,)
     vocabulary = (config.vocab_size, config.hidden_size)
     params = {"embed": {"embedding": _embedding(key_of(key, "embed", 1), vocabulary)}}
@@ -47,10 +42,9 @@ def init(key: jax.Array, config: ConfigDict) -> PyTree:
 
 
 def key_of(key: jax.Array | None, *path: str | int) -> jax.Array | None:
-    """Returns the key that a Flax module at this path draws from, so that models start with the
-    numbers, and drop the values, of those that were Flax modules. None stays None.
-
-    The last part of a path counts the keys that the module has drawn.
+    """Returns the key that a Flax module at this path, which ends with the number of keys
+    drawn, draws from: models start with the numbers of those that were Flax modules. None stays
+    None.
     """
     if key is None:
         return None
@@ -63,9 +57,7 @@ def key_of(key: jax.Array | None, *path: str | int) -> jax.Array | None:
 def keys_in_layer(
     key: jax.Array | None, layer: str, *path: str, draws: int = 1
 ) -> list[jax.Array | None]:
-    """Returns the keys that a module of a layer draws. Flax traces a scanned layer ("block")
-    twice, and goes on counting the second time.
-    """
+    """Returns the keys that a module of a layer draws; Flax traces a scanned one twice."""
     traced_before = draws if layer == "block" else 0
     return [key_of(key, layer, *path, traced_before + i + 1) for i in range(draws)]
 

@@ -21,19 +21,13 @@ _MATRICES = (((2,), (0,)), ((), ()))  # dimension numbers of [B L in] times [in 
 
 
 def flat(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
-    """Multiplies x [B L inputs] by a kernel [inputs outputs], with B and L as one dimension. On
-    a CPU this is faster than `jax.lax.dot_general` with two.
+    """Multiplies x [..., *inputs] by a kernel [*inputs, *outputs], as `jax.lax.dot_general`,
+    with B and L as one dimension, which is faster on a CPU.
 
     The gradient of the kernel is a sum over B and L. Where these are two dimensions, XLA
     transposes the gradients in memory and then multiplies two transposed matrices, for which
-    its CPU backend has no fast product. If there are more inputs than outputs, the fast
-    product gives the transposed gradient; XLA keeps it if the inputs are two dimensions.
-
-    Args:
-      x: [..., *inputs].
-      kernel: [*inputs, *outputs].
-      dimension_numbers: the last dimensions of x with the first of the kernel, and no batch.
-      options: of `jax.lax.dot_general`, such as `precision`.
+    its CPU backend has no fast product. If there are more inputs than outputs, the fast product
+    gives the transposed gradient; XLA keeps it if the inputs are two dimensions.
     """
     # The first `summed` dimensions of the kernel are inputs.
     summed = len(dimension_numbers[0][1])

@@ -20,21 +20,11 @@ def generate(
     max_seq_len: int,
     temperature: float = 1.0,
 ) -> Int[Array, "B L+{length}"]:
-    """Continues B prompts of L tokens by `length` tokens.
-
-    The model must be causal. For each new token it computes the last `max_seq_len` tokens
-    again, without a cache.
-
-    Args:
-      apply_fn: `apply_fn(params, tokens, rng=None) -> logits [B, L, V]`, as from
-        `training.as_function`. It must take all V tokens that it has logits for.
-      params: pytree of parameters.
-      prompt: the tokens to continue, at least one.
-      length: how many tokens to add.
-      rng: typed random key.
-      max_seq_len: length of the longest sequence that the model takes.
-      temperature: divides the logits before a token is drawn; below 1, likely tokens become
-        likelier.
+    """Continues B prompts of L tokens by `length` tokens. The model, `apply_fn(params, tokens,
+    rng=None) -> logits [B, L, V]`, must be causal, and take all V tokens that it has logits
+    for. For each new token it computes the last `max_seq_len` tokens again, without a cache.
+    `temperature` divides the logits before a token is drawn; below 1, likely tokens become
+    likelier.
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1 token")

@@ -54,12 +54,9 @@ def step(
     how: "Mapping[str, int] | Plan",
     strategy: "Strategy | None" = None,
 ) -> "Step":
-    """Returns a training step, for `sent`, `held` and `seconds`.
-
-    Args:
-      model: a configuration of this course, or the sizes of any Transformer.
-      how: with a configuration the sizes of the mesh's axes, outer to inner; with sizes a plan.
-      strategy: with a configuration: how the axes are used.
+    """Returns a training step, for `sent`, `held` and `seconds`: of a configuration of this
+    course, the sizes of the mesh's axes, outer to inner, and a strategy; or of a `Shape` and a
+    `Plan`.
     """
     if isinstance(model, ConfigDict):
         from course_lib.many_devices.options import Strategy

@@ -249,9 +249,7 @@ def leaves_of(
     specs: Any,
     of_gradients: Any,
 ) -> tuple[Leaf, ...]:
-    """Lists parameters as one device holds them, from their shapes, their specs and those of
-    their gradients. `n`: devices along each axis.
-    """
+    """Lists parameters as one device holds them; `n`: devices along each axis."""
     model, found = config.model, []
     width = jnp.dtype(model.dtype).itemsize
     for (path, leaf), spec, of_gradient in zip(
@@ -328,13 +326,7 @@ def estimate(
     config: ConfigDict, axes: Mapping[str, int], strategy: Strategy, cluster: Cluster
 ) -> Estimate:
     """Estimates the training step of a strategy that is written by hand: what `planner.held`,
-    `sent` and `seconds` say of it, side by side.
-
-    Args:
-      config: a configuration; its batch is that of all devices.
-      axes: sizes of the mesh's axes, outer to inner: "data", and perhaps others of
-        `meshes.AXES`.
-      strategy: how they are used.
-      cluster: the devices, and the links between them.
+    `sent` and `seconds` say of it, side by side. `axes` are the sizes of the mesh's, outer to
+    inner.
     """
     return fastest(step_of(config, axes, strategy), [axes], cluster)

@@ -166,13 +166,10 @@ def activations(
 def of_course(
     step: Step, config: ConfigDict, waiting: Mapping[str, int] | None
 ) -> dict[str, int]:
-    """Returns the bytes of a step of this course. Arguments as for `activations`.
-
-    Stage 2 of ZeRO never holds all gradients at once. But its update gathers the new parameters
-    beside the old ones, which takes as many bytes at the end of the step. So all gradients are
-    counted. The parameters that layers compute with ("copies") are gathered, and kernels are in
-    the model's dtype: one layer's and their gradients at a time, and those of all layers where
-    the backward pass does not make them again.
+    """Returns the bytes of a step of this course. All gradients are counted, also in ZeRO's
+    stage 2, whose update gathers as many bytes of new parameters. "copies" are gathered,
+    kernels in the model's dtype: of one layer, or of all where the backward pass does not
+    gather again.
     """
     plan, remat, piped = step.plan, config.model.remat, waiting is not None
     of_sum = jnp.dtype(config.training.accumulator_dtype).itemsize

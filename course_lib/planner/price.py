@@ -59,9 +59,7 @@ AXES = ("tensor", "context", "expert", "data", "pipe")
 
 
 def rooms() -> dict[str, tuple[float, float]]:
-    """By what is computed beside an event: the share of the event that can hide, and the share
-    of the hidden part that still costs time.
-    """
+    """Returns an event's share that can hide, and what share of it still costs time."""
     bucket = 1 - 1 / GRADIENT_BUCKETS  # no computing is left to hide the last one
     return {
         "": (0.0, 0.0),

@@ -229,14 +229,8 @@ class Frameworks:
 
 
 def ranked(space: Course | Frameworks, cluster: Cluster) -> list[Any]:
-    """Returns the layouts of a space that fit, the fastest first.
-
-    Args:
-      space: `Course(config)` or `Frameworks(shape, batch)`.
-      cluster: the devices, and the links between them.
-
-    Returns:
-      `Estimate` or `Layout` objects; an empty list if nothing fits.
+    """Returns the layouts of `Course(config)` or `Frameworks(shape, batch)` that fit, the
+    fastest first.
     """
 
     def seconds(each: Estimate | Layout) -> float:
@@ -292,9 +286,7 @@ def _above_one(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int], int, int]]:
-    """Yields Megatron-LM's pipelines, with ZeRO 1: "pipe" inside of "data", and outside, and
-    "tensor" inside of both, and outside.
-    """
+    """Yields Megatron-LM's pipelines, with ZeRO 1, in three orders of the axes."""
     for p in (p for p in range(2, STAGES + 1) if shape.layers % p == 0):
         replicas, left = divmod(count, p * t)
         if left:
@@ -311,8 +303,6 @@ def _pipelines(shape: Shape, count: int, t: int) -> Iterator[tuple[dict[str, int
 
 
 def _microbatches(share: int, p: int, chunks: int) -> list[int]:
-    """Sizes of a microbatch that divide a replica's share of the batch, the largest first. A
-    pipeline has at least p microbatches; chunks take them in groups of p.
-    """
+    """Sizes of a microbatch, largest first: at least p, in groups of p with chunks."""
     numbers = [m for m in _divisors(share) if p == 1 or m >= p]
     return [share // m for m in numbers if chunks == 1 or m % p == 0]

@@ -98,19 +98,12 @@ def train(
     devices: Sequence[jax.Device] | None = None,
 ) -> Ended:
     """Trains from the last checkpoint, or from the start, until all steps are done, and writes
-    the report. Where several processes train, each of them calls this function inside
-    `processes.start`.
+    the report. Where several processes train, each of them calls this inside `processes.start`.
 
-    Args:
-      config: as `settings.complete` returns it.
-      folder: the run's folder, which all processes see.
-      devices: to run on; all that JAX has if None.
-
-    Raises:
-      Refused: in all processes, if the configuration cannot work, differs from that of the run
-        in the folder or of another process (nothing is written then), or does not fit.
-      BlockingIOError: if another program trains in that folder.
-      CheckpointError, OSError: if all checkpoints are damaged, or something cannot be written.
+    Raises in all processes `Refused`, if the configuration cannot work, differs from that of
+    the run in the folder or of another process (nothing is written then), or does not fit;
+    BlockingIOError, if another program trains in that folder; CheckpointError or OSError, if
+    all checkpoints are damaged, or something cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -322,9 +315,8 @@ class Loop:
         self, due: set[str], stop_reason: Callable[[], str] = str, again: bool = False
     ) -> str:
         """Validates, samples and saves what is due; a new best loss makes a checkpoint due.
-        Returns "", or why the run has to end: a notice came during the validation, and nothing
-        was written; or its loss is not finite, and nothing was saved. `again`: an earlier
-        process may have written this step's lines.
+        Returns "", or why to end: a notice came, or the loss is not finite; then nothing was
+        saved. `again`: an earlier process may have written this step's lines.
         """
         loss, params = None, self.state.params
         with self.speed.paused():

@@ -71,12 +71,9 @@ def defaults() -> ConfigDict:
 
 
 def complete(config: Any) -> ConfigDict:
-    """Returns a copy of a configuration, with the default of each field that is missing, as in
-    a file that is older than the field.
-
-    Args:
-      config: a ConfigDict, as a preset is; or a dict as JSON has it, where tuples are lists and
-        1.0 may be 1.
+    """Returns a copy of a configuration, a ConfigDict or a dict as JSON has it (tuples are
+    lists, and 1.0 may be 1), with the default of each field that is missing, as in an older
+    file.
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
     filled = _template()

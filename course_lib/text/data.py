@@ -214,9 +214,7 @@ def encode(model: tokenizers.Tokenizer, texts: list[str]) -> UInt16[np.ndarray, 
 
 
 def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:
-    """Maps a cached file into memory; writes it first if it is missing or damaged. Behind the
-    bytes of the pieces stands their CRC-32.
-    """
+    """Maps a cached file, with its CRC-32 at the end; writes it first if missing or damaged."""
     path = files.cache_folder() / name
     try:
         if (stored := _stored(path)) is not None:
@@ -250,9 +248,7 @@ def _stored(path: pathlib.Path) -> UInt8[np.ndarray, "_"] | None:
 
 
 def check_tokens(tokens: Integer[np.ndarray, "..."], vocab_size: int) -> None:
-    """Refuses tokens that the model has no embedding for: in a compiled step that is no error,
-    but NaN, and one step later every parameter is NaN.
-    """
+    """Refuses tokens without an embedding: in a compiled step they are no error, but NaN."""
     signed = tokens.dtype.kind == "i"
     if tokens.size and (tokens.max() >= vocab_size or (signed and tokens.min() < 0)):
         position = tuple(map(int, np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]))

@@ -41,9 +41,7 @@ def identity(tokens: Integer[np.ndarray, "T"]) -> dict[str, int]:
 
 
 def check_apart(folder: pathlib.Path, corpus: data.Corpus) -> None:
-    """Refuses a run folder inside a corpus, or inside a folder that the corpus links to: when
-    the run resumes, it would read its own files as text.
-    """
+    """Refuses a run folder that the corpus contains or links to: it would become text."""
     if corpus == "shipped":
         return
     with contextlib.suppress(OSError):  # `data.tokens` reports a folder that cannot be read
@@ -110,9 +108,7 @@ def shard_of(
     devices: Iterable[jax.Device] | None = None,
 ) -> tuple[int, int]:
     """Returns `(shard, shards)` for `batches`: the part of a batch [B, L] on these devices (by
-    default those of this process).
-
-    Processes that divide the model, not the batch, get the same shard.
+    default this process's). Processes that divide the model, not the batch, get the same shard.
     """
     devices = sharding.addressable_devices if devices is None else devices
     indices = sharding.devices_indices_map((batch_size, seq_len))
@@ -146,9 +142,7 @@ class DeviceBatches(Iterator[data.Batch]):
         return batch
 
     def get_state(self) -> State:
-        """Returns the state after the last batch that `next` returned. Prefetched batches do
-        not count.
-        """
+        """Returns the state after the last batch that `next` returned, not a prefetched one."""
         return dict(self._state)
 
     def set_state(self, state: State) -> None:

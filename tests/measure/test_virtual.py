@@ -165,12 +165,21 @@ def test_a_program_that_needs_xlas_choice_of_kernels_gets_it_else_xlas_own_words
     assert given == [virtual.COMPILE_ONLY, {"xla_backend_optimization_level": 0}]
 
 
-def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu():
+def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu(monkeypatch):
     nowhere = jax.sharding.AbstractMesh((1,), ("data",))
     place = NamedSharding(nowhere, PartitionSpec())
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
     lowered = jax.jit(jnp.tan).trace(x).lower(lowering_platforms=("cpu",))
-    assert not virtual._is_for_virtual_gpus(lowered)
+    given = []
+
+    def refuse(self, compiler_options=None):
+        given.append(compiler_options)
+        raise jax.errors.JaxRuntimeError("refused")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="refused"):
+        virtual.compile(lowered)
+    assert given == [virtual.NO_FUSED_LIBRARY or None]
 
 
 @needs_virtual

@@ -101,9 +101,7 @@ LEVELS = (
 
 
 def open_levels(submissions: Sequence[Score]) -> list[Level]:
-    """Returns the levels that submissions for one GPU reached, and the next one. The first
-    opens when one submission is small, and the same or another one is fast.
-    """
+    """Returns the levels that submissions for one GPU reached, and the next one."""
     small, fast = (any(getattr(one, goal) for one in submissions) for goal in ("small", "fast"))
     if not (small and fast) or submissions[0].gpu not in LINK_OF:
         return []

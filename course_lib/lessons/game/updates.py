@@ -303,9 +303,8 @@ def _explain_model(shares: dict[str, float]) -> str:
 
 
 def shares_of_sequences(yours: PyTree) -> tuple[np.ndarray, float, float]:
-    """Returns, by least squares, how much each sequence of the batch counts in a gradient (1
-    where it is right), how much of the old momentum is in it (0), and the share of its norm
-    that neither explains.
+    """Returns, by least squares, how much each sequence counts in a gradient (1 is right) and
+    the old momentum (0), and the share of its norm that neither explains.
     """
     (_, (momentum, _)), _ = start()
     each, old, target = (

@@ -108,16 +108,10 @@ def loss(
 def count(
     loss_fn: LossFn, parts: Parts, mesh: Mesh, param_specs: PyTree, schedule: Schedule
 ) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Returns a gradient function that also counts each device's ops while they run.
-
-    The counts do not come from the table: each op counts its runs and its use of the stash.
-    Arguments and errors as for `gradient`.
-
-    Returns:
-      `counted(params, batch, rng) -> (grads, metrics, counts)`. `counts["slots"]` has the
-      number of slots of time by kind, "idle", "F", "B" and "W",
-      `counts["peak_live"]` the most slots of the stash in use at once: int32 [S] each, by
-      device along "pipe".
+    """Returns `counted(params, batch, rng) -> (grads, metrics, counts)`, as `gradient`, which
+    also counts each device's ops and their use of the stash while they run. `counts["slots"]`
+    has the slots of time by kind, "idle", "F", "B" and "W", `counts["peak_live"]` the most
+    slots of the stash in use at once: int32 [S] each, by device along "pipe".
     """
     kinds, length = slots.program(schedule).kinds, len(schedule.table[0])
 
@@ -161,9 +155,7 @@ def _execute(
     batch: PyTree,
     rng: Any,
 ) -> stage.State:
-    """Executes a schedule on one device. Returns its state after the last slot, not yet summed
-    over devices.
-    """
+    """Executes a schedule on one device; returns its state, not yet summed over devices."""
     program = slots.program(schedule)
     params, batch = vary(params, ("data", AXIS)), vary(batch, AXIS)
     params = {
@@ -262,9 +254,7 @@ def _execute(
 def _sum(
     state: stage.State, params: PyTree, param_specs: PyTree, grad_specs: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Sums gradients and metrics over devices. Only gradients of embedding and head need a sum
-    over stages. Devices send gradients in the dtypes of the parameters.
-    """
+    """Sums gradients and metrics over devices; over stages only those of embedding and head."""
     from course_lib.many_devices.data_parallel import sum_over_devices
 
     sums = {name: leaf for part in state["grads"].values() for name, leaf in part.items()}

@@ -207,16 +207,8 @@ def _in_order(
     most_live: int | None = None,
 ) -> Schedule:
     """Returns the table in which each device works in its order, each op as early as its inputs
-    allow.
-
-    Args:
-      name: of the schedule.
-      stages: S.
-      microbatches: M.
-      chunks: v.
-      orders: the ops of each device.
-      most_live: with backwards in two pieces, the most microbatches that may be live on a
-        device. A device does its oldest W when it can do nothing else.
+    allow. With backwards in two pieces, `most_live` is the most microbatches that may be live
+    on a device, which does its oldest W when it can do nothing else.
     """
     empty = Schedule(name, stages, microbatches, chunks, ())
     rows: list[list[Op | None]] = [[] for _ in range(stages)]
@@ -260,9 +252,7 @@ def _in_order(
 
 
 def _needs(kind: str, microbatch: int, stage: int, stages: int) -> list[tuple[str, int, int]]:
-    """Returns the ops that must end in an earlier slot, as (F, B or W; microbatch; stage of the
-    model).
-    """
+    """Returns the ops that must end earlier, as (F, B or W; microbatch; stage of the model)."""
     if kind == "F":
         return [("F", microbatch, stage - 1)] if stage else []
     if kind == "W":

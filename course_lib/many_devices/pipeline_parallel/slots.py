@@ -158,18 +158,10 @@ def lockstep(
     durations: Mapping[str, float],
     of_last: Mapping[str, float] | None = None,
 ) -> float:
-    """Returns the time of a step of the program that `pipeline` runs: until its last device has
-    finished.
-
-    Neighbours exchange activations and gradients after every column of the table, so a device
-    begins a column when it and both neighbours have finished the column before. If F, B
-    and W last equally long, nobody waits, and the step lasts as long as its table.
-
-    Args:
-      schedule: a legal one.
-      durations: seconds by kind, of "F", "B" and "W". Transfers take none.
-      of_last: durations on the last stage of the model, which has the output layer. None: those
-        of the other stages.
+    """Returns the time of a step of the program that `pipeline` runs, until its last device has
+    finished. `durations` are seconds of "F", "B" and "W", `of_last` those on the last stage,
+    with the output layer. Neighbours exchange after every column of the table, so a device
+    begins a column when it and both neighbours have finished the column before.
     """
     kinds = [PIECES.get(kind, kind) for kind in schedules.KINDS]
     seconds = [

@@ -62,13 +62,9 @@ class Split:
 
 
 def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> Split:
-    """Cuts a layer's gradient into F, B and W.
-
-    Args:
-      layer: `layer(weights, x, *others) -> y`, with y like x.
-      weights: pytree of arrays, to differentiate by. Only shapes and dtypes matter here.
-      x: an array.
-      *others: pytrees that are not differentiated, such as a random key.
+    """Cuts the gradient of a layer, `layer(weights, x, *others) -> y` with y like x, into F, B
+    and W. Only shapes and dtypes matter here; `others` are not differentiated, such as a random
+    key.
     """
 
     def gradient(weights: PyTree, others: Any, x: Any, dy: Any) -> tuple[Any, Any, PyTree]:
@@ -127,9 +123,7 @@ def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> S
 
 
 def _inline(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> Values:
-    """Evaluates a jaxpr, and replaces each call by the equations that it calls. A
-    call that computes both gradients could not be cut.
-    """
+    """Evaluates a jaxpr with calls inlined: one for both gradients could not be cut."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
     _evaluate(jaxpr.eqns, values, inline=True)
     return [_value(values, v) for v in jaxpr.outvars]
@@ -211,9 +205,8 @@ def _depend(equations: Iterable[JaxprEqn], value: Var) -> set[Var]:
 def _recomputed(
     equations: Iterable[JaxprEqn], from_b: set[Var], late: set[Var]
 ) -> list[JaxprEqn]:
-    """Returns the equations of W that B runs instead: they read a value that B recomputes, and
-    do not depend on dy. The equation of attention's output is one. The output is much smaller
-    than the probabilities that it is computed from, so B passes on the output.
+    """Returns the equations of W that B runs instead: they do not depend on dy, and read what B
+    recomputes. Attention's output is one, much smaller than the probabilities it is made from.
     """
     moved, there = [], from_b - late
     for equation in equations:

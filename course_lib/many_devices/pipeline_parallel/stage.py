@@ -174,11 +174,8 @@ class Device:
     def _from_loss(
         self, op: PyTree, outputs: Array, grads: PyTree, metrics: PyTree
     ) -> tuple[Array, PyTree, PyTree]:
-        """Returns the gradient of the last stage's output, the head's gradients plus those of
-        this microbatch, and the metrics plus its own.
-
-        It differentiates the microbatch's share of the mean over the whole batch, so that the
-        gradients of microbatches add up.
+        """Returns the gradient of the last stage's output, and adds this microbatch's share to
+        the head's gradients and to the metrics: its share of the mean over the whole batch.
         """
 
         microbatch = self._microbatch(op)
@@ -202,13 +199,9 @@ class Device:
 def only_if(
     wanted: Array, run: Callable[[PyTree, Array], PyTree], carry: PyTree, name: str = ""
 ) -> PyTree:
-    """Returns `run(carry, turn)` if wanted, else the carry.
-
-    A loop of one turn or none: XLA updates the carry of a loop in place, but copies what a
-    conditional (`jax.lax.cond`) returns. `turn` is 0, which XLA does not know. All that depends
-    on it stays in the loop; XLA moves the rest in front of the loop, where it always runs.
-
-    The scope tells `measure.ledger` that there is at most one turn, and `name` which op it is.
+    """Returns `run(carry, turn)` if wanted, else the carry, by a loop of one turn or none: XLA
+    updates its carry in place, but copies what a conditional returns. What does not depend on
+    `turn` (0) may run always, in front of the loop. `measure.ledger` reads the scope's `name`.
     """
     with jax.named_scope(f"only_if_{name}"):
         return jax.lax.fori_loop(
