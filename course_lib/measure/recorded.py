@@ -151,9 +151,8 @@ class _Record:
                 ", ".join(f"{key}={sizes.get(key)!r}" for key in other)
                 for sizes in (asked, stored)
             )
-            takes = (
-                f"about {record['seconds']:,} s" if "seconds" in record else "minutes at most"
-            )
+            seconds = record.get("seconds")
+            takes = f"about {seconds:,} s" if seconds else "minutes at most"
             note = (
                 f"not recorded for {mine} (the record is for {its}), and not computed, because"
                 f" here {reason}; with virtual devices it takes {takes} to compute"

@@ -80,11 +80,8 @@ class DryRun:
 def _time(guess: "planner.Estimate | str") -> str:
     if isinstance(guess, str):
         return f"no estimate: {guess}"
-    exposed = guess.time.exposed / guess.step
-    text = (
-        f"about {guess.step:.3g} s, of which {exposed:.0%} is exposed communication; MFU"
-        f" {guess.mfu:.0%}"
-    )
+    exposed, mfu = f"{guess.time.exposed / guess.step:.0%}", f"{guess.mfu:.0%}"
+    text = f"about {guess.step:.3g} s, of which {exposed} is exposed communication; MFU {mfu}"
     if guess.unhidden.total > guess.step:
         text += (
             f",\n{'':21}or {guess.unhidden.total:.3g} s if transfers of gradients and"

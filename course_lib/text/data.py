@@ -58,10 +58,8 @@ def documents(split: str, corpus: Corpus = "shipped") -> list[Document]:
     """Returns the documents of one split ("train" or "validation"), sorted by name.
 
     A tenth of the files, those whose names have the smallest CRC-32, are for validation. The
-    corpus is "shipped", or a folder of UTF-8 text with its subfolders. Links to folders are
-    followed, and each folder is read once. Files and folders whose names begin with "." or end
-    with "~" are left out, and so is a byte order mark. Files of equal text are in one split:
-    that of the first name.
+    corpus is "shipped", or a folder of UTF-8 text with its subfolders (also linked ones), but
+    no names that begin with "." or end with "~". Files of equal text are in one split.
     """
     return list(_documents(split, corpus))
 
@@ -192,7 +190,6 @@ def _key(corpus: Corpus) -> str:
 def _encoded(
     split: str, corpus: Corpus, model: tokenizers.Tokenizer, key: str
 ) -> Iterator[np.ndarray]:
-    """Yields the tokens of a split, `GROUP` characters at a time."""
     size = 0
 
     def group(document):
