@@ -103,10 +103,9 @@ def check(
     *,
     may_lack: bool = False,
 ) -> None:
-    """Refuses misspelt and missing fields (unless a file from before they existed `may_lack`
-    them), values of another type or against a rule. ConfigDict itself accepts None for any
-    field and True for a number. Of JSON, tuples are lists, and 1.0 may be 1. `path` is the
-    part, with a dot behind it.
+    """Refuses misspelt fields, missing ones unless `may_lack`, and values of another type or
+    against a rule. ConfigDict itself accepts None for any field and True for a number. As JSON
+    has it, tuples may be lists, and 1.0 may be 1. `path` is the part, with a dot behind it.
     """
     for name in config:
         if name not in template:

@@ -42,9 +42,8 @@ def init(key: jax.Array, config: ConfigDict) -> PyTree:
 
 
 def key_of(key: jax.Array | None, *path: str | int) -> jax.Array | None:
-    """Returns the key that a Flax module at this path, which ends with the number of keys
-    drawn, draws from: models start with the numbers of those that were Flax modules. None stays
-    None.
+    """Returns the key that a Flax module at this path draws from, so that models start with the
+    numbers of those that were Flax modules. A path ends with a count of keys. None stays None.
     """
     if key is None:
         return None

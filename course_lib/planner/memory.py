@@ -166,10 +166,10 @@ def activations(
 def of_course(
     step: Step, config: ConfigDict, waiting: Mapping[str, int] | None
 ) -> dict[str, int]:
-    """Returns the bytes of a step of this course. All gradients are counted, also in ZeRO's
-    stage 2, whose update gathers as many bytes of new parameters. "copies" are gathered,
-    kernels in the model's dtype: of one layer, or of all where the backward pass does not
-    gather again.
+    """Returns the bytes of a step of this course. All gradients are counted, also in stage 2 of
+    ZeRO, which never holds all at once: its update gathers as many bytes of new parameters.
+    "copies" are the gathered parameters that layers compute with, kernels in the model's dtype:
+    those of one layer, or of all where the backward pass does not make them again.
     """
     plan, remat, piped = step.plan, config.model.remat, waiting is not None
     of_sum = jnp.dtype(config.training.accumulator_dtype).itemsize
