@@ -6,7 +6,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -42,38 +41,22 @@ def step(layers, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads)
 
 
-def layers(count, width, hidden):
-    return [(array(width, hidden), array(hidden, width))] * count
-
-
 # A function and the shapes of its arguments. These are large enough for a process to show.
 LARGE = {
     "hidden layer": (
         lambda x, up, down: (jax.nn.relu(x @ up) @ down).sum(),
         (array(16384, 1024), array(1024, 4096), array(4096, 1024)),
     ),
-    "six layers": (
-        lambda layers, x: (mlp(layers, x) ** 2).mean(),
-        (layers(6, 256, 1024), array(65536, 256)),
-    ),
     "attention": (attention, (array(8, 4096, 64),) * 3),
-    "gated layer": (
-        lambda x, up, gate: (jax.nn.silu(x @ gate) * (x @ up)).sum(-1),
-        (array(16384, 1024), array(1024, 4096), array(1024, 4096)),
-    ),
     "cross entropy": (
         cross_entropy,
         (array(4096, 256), array(256, 16384), array(4096, dtype=jnp.int32)),
-    ),
-    "attention's gradient": (
-        jax.grad(lambda *args: attention(*args).sum(), (0, 1, 2)),
-        (array(4, 4096, 64),) * 3,
     ),
     "a scan's gradient": (
         jax.grad(scanned),
         ((array(4, 256, 1024), array(4, 1024, 256)), array(16384, 256)),
     ),
-    "donated step": (step, (layers(4, 1024, 4096), array(8192, 1024))),
+    "donated step": (step, ([(array(1024, 4096), array(4096, 1024))] * 4, array(8192, 1024))),
 }
 
 
@@ -89,21 +72,7 @@ class Net(nnx.Module):
 GRAPH, STATE = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
 
 
-def accumulated(w, parts):
-    gradient = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).mean())
-    total, _ = jax.lax.scan(lambda sum, x: (sum + gradient(w, x), None), 0 * w, parts)
-    return total
-
-
-def convolved(w, x):
-    layout = ("NHWC", "HWIO", "NHWC")
-    return (
-        jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout) ** 2
-    ).sum()
-
-
 SQUARE = array(1024, 1024)
-TABLE = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
 FOREIGN = {
     "while": (
         lambda x, w: jax.lax.while_loop(lambda x: x.max() < 9, lambda x: jnp.sin(x @ w) + x, x),
@@ -114,21 +83,11 @@ FOREIGN = {
         (SQUARE, SQUARE, array(dtype=jnp.bool)),
     ),
     "FFT": (lambda x: jnp.abs(jnp.fft.ifft(jnp.fft.fft(x) * 2)).sum(0), (array(512, 4096),)),
-    "linear solve": (lambda a, b: jnp.linalg.solve(a, jnp.tanh(b)) @ b, (SQUARE, SQUARE)),
     "custom call": (lambda a: jnp.linalg.cholesky(a @ a.T) @ a, (SQUARE,)),
-    "sort": (lambda x: jnp.sort(x)[:, :9] + x[jnp.argsort(x)[:, 0], :9], (SQUARE,)),
-    "convolution": (jax.grad(convolved), (array(3, 3, 32, 64), array(8, 64, 64, 32))),
     "NNX": (
         jax.grad(lambda state, x: (nnx.merge(GRAPH, state)(x) ** 2).mean()),
         (STATE, array(4096, 256)),
     ),
-    "constant": (
-        lambda x, w: jnp.tanh(jnp.tanh((x + TABLE) @ w) @ w) @ w,
-        (SQUARE, SQUARE),
-    ),
-    "scan": (jax.grad(scanned), ((array(4, 256, 1024), array(4, 1024, 256)), array(4096, 256))),
-    "minibatches": (accumulated, (array(512, 512), array(4, 2048, 512))),
-    "donated": (step, (layers(3, 256, 1024), array(4096, 256))),
 }
 
 
