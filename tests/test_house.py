@@ -191,7 +191,6 @@ ALWAYS_SLOW = {
         test_compiled_memory_is_within_12_percent_of_the_published
         test_a_rung_compiles_to_its_record
         test_a_move_compiles_to_its_recorded_score
-        test_a_submission_is_compiled_and_scored
         test_the_measured_differences_leave_a_factor_of_two_to_the_tolerance""",
     "options together, each of which has a quick test": """
         test_float16_passes_without_a_scale

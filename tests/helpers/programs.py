@@ -6,18 +6,11 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def mlp(layers, x):
-    for up, down in layers:
-        x = x + jax.nn.relu(x @ up) @ down
-    return x
 
 
 def attention(q, k, v):
@@ -37,8 +30,13 @@ def scanned(stacked, x):
 
 
 def step(layers, x):
-    grads = jax.grad(lambda layers: (mlp(layers, x) ** 2).mean())(layers)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads)
+    def loss(layers):
+        y = x
+        for up, down in layers:
+            y = y + jax.nn.relu(y @ up) @ down
+        return (y**2).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers))
 
 
 # A function and the shapes of its arguments. These are large enough for a process to show.
@@ -60,18 +58,6 @@ LARGE = {
 }
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.norm = nnx.Linear(256, 1024, rngs=rngs), nnx.LayerNorm(1024, rngs=rngs)
-        self.down = nnx.Linear(1024, 256, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.relu(self.norm(self.up(x))))
-
-
-GRAPH, STATE = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
-
-
 SQUARE = array(1024, 1024)
 FOREIGN = {
     "while": (
@@ -84,10 +70,6 @@ FOREIGN = {
     ),
     "FFT": (lambda x: jnp.abs(jnp.fft.ifft(jnp.fft.fft(x) * 2)).sum(0), (array(512, 4096),)),
     "custom call": (lambda a: jnp.linalg.cholesky(a @ a.T) @ a, (SQUARE,)),
-    "NNX": (
-        jax.grad(lambda state, x: (nnx.merge(GRAPH, state)(x) ** 2).mean()),
-        (STATE, array(4096, 256)),
-    ),
 }
 
 
@@ -102,17 +84,9 @@ def lower_on_mesh(devices):
 
     both = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=PartitionSpec())
     place = NamedSharding(mesh, rows)
-    args = (
-        jax.ShapeDtypeStruct(size, jnp.float32, sharding=place)
-        for size in ((512, 512), (4096, 512))
-    )
-    return jax.jit(both).lower(*args)
-
-
-def lower(name, place=lambda tree: tree):
-    function, shapes = (LARGE | FOREIGN)[name]
-    return jax.jit(function, donate_argnums=0 if name.startswith("donated") else ()).lower(
-        *place(shapes)
+    sizes = (512, 512), (4096, 512)
+    return jax.jit(both).lower(
+        *(jax.ShapeDtypeStruct(size, jnp.float32, sharding=place) for size in sizes)
     )
 
 
@@ -122,8 +96,10 @@ def main(name):
     """
     from course_lib.measure import heap, memory
 
-    found = heap(lower(name))
-    args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), LARGE[name][1])
+    function, shapes = LARGE[name]
+    donated = 0 if name.startswith("donated") else ()
+    found = heap(jax.jit(function, donate_argnums=donated).lower(*shapes))
+    args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
     jax.block_until_ready(args)
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
