@@ -140,6 +140,7 @@ def new_fields(monkeypatch):
 
     monkeypatch.setattr(configs, "published_155m", with_new_part)
     monkeypatch.setattr(settings, "defaults", lambda: with_new(parts()))
+    monkeypatch.setitem(configs.OPTIMIZER, NEW["optimizer"], 0.5)  # checked where it is used
 
 
 @pytest.mark.parametrize(
