@@ -13,7 +13,6 @@ from course_lib.many_devices import meshes
 from course_lib.models import losses
 from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
 from course_lib.smaller_and_faster import (
-    flash_attention,
     flash_kernels,
     large_vocabulary,
     offload,
@@ -82,11 +81,6 @@ def stochastic():
     return optimizer.update(params, optimizer.init(params))
 
 
-def kernel():
-    even = jax.device_put(Q[:, :64], jax.devices("cpu")[0])
-    return flash_attention.attend(even, even, even, by="kernel")
-
-
 FACTORS, ONES = large_vocabulary.Factors(X, W), jnp.ones((2, 16), jnp.bfloat16)
 
 
@@ -108,7 +102,6 @@ BAD = [
     (lambda: Policy("bfloat16", "int8"), "output_dtype='int8' must be a floating dtype"),
     (lambda: Static("1024"), "value='1024' must be positive"),
     (lambda: state(Static(jnp.float32(-4))), "value=.*-4.* must be positive"),
-    (lambda: state(Static(np.array(np.nan))), "value=.*nan.* must be positive"),
     (lambda: state("dynamic"), "loss_scale='dynamic' must be a loss scale"),
     (
         lambda: optimizer(learning_rate=float("nan")),
@@ -119,7 +112,6 @@ BAD = [
     (lambda: optimizer_memory.scale_by_adam_8bit(b1=2.0), r"b1=2.0 must be in \[0, 1\)"),
     (lambda: optimizer_memory.scale_by_adam_bf16(b2=-0.1), r"b2=-0.1 must be in \[0, 1\)"),
     (lambda: rematerialization.policy("names", "ffn"), "remat_names='ffn' must name a value"),
-    (lambda: rematerialization.policy("offload", "ffn"), "remat_names='ffn' must name a value"),
     (twice, "must be different ones"),
     (
         lambda: losses.cross_entropy(jnp.ones((4, 3, 5)), jnp.zeros(3, int)),
@@ -127,7 +119,6 @@ BAD = [
     ),
     (metrics_without_counts, r"metrics with 'loss', all \(sum, count\)"),
     (lambda: smallest_step.gradient_in_place(None, len, len), "embed=None must be a function"),
-    (lambda: smallest_step.gradient_in_place(len, len, "x"), "head='x' must be a function"),
     (lambda: training.make_train_step(None, SGD), "loss_fn=None must be a function"),
     (
         lambda: optimizer(name="muon").init({"dense": {"kernel": jnp.ones((4, 4))}}),
@@ -137,7 +128,6 @@ BAD = [
         lambda: counting(lambda sum, n, errors: (sum, sum, n)),
         "must return the mean over labels",
     ),
-    (lambda: counting(lambda sum, n, errors: (sum, sum, 1.0)), "must return the mean over"),
     (lambda: counting(lambda sum, n, errors: (sum / n, sum / n, 1.0)), "must return the mean"),
     (lambda: counting(lambda sum, n, errors: (errors.mean(), sum, n)), "must return the mean"),
     (
@@ -161,7 +151,6 @@ BAD = [
         lambda: flash_kernels.backward(Q, Q, Q, Q, NUMBERS, Q, **TILES),
         "tile=16 must divide the",
     ),
-    (kernel, "by='kernel' cannot be had"),
     (lambda: optimizer_memory.quantize(ONES), "x of dtype bfloat16 must be float32"),
     (lambda: optimizer_memory.stochastic_round(jax.random.key(0), ONES), "must be float32"),
     (stochastic, "params=None"),

@@ -1,8 +1,8 @@
 """One of several processes of test_processes.py: `python cluster_worker.py JOB [coordinator
 process processes]`.
 
-The job "prepare" comes to no step. The others step without end, until the process whose number
-is in the environment's WHO does what the job says.
+They step without end, until the process whose number is in the environment's WHO does what the
+job says.
 """
 
 import os
@@ -49,7 +49,4 @@ if __name__ == "__main__":
         processes.start(coordinator, *map(int, numbers), **seconds),
         preemption.notices() as stop_reason,
     ):
-        if job == "prepare":
-            print(f"process {jax.process_index()} has pid {os.getpid()}", flush=True)
-            signal.pause()
         step_without_end(job, stop_reason)

@@ -107,15 +107,6 @@ def test_units_are_bytes_and_seconds(row):
     assert row.source.startswith("https://") and set(row.peak_flops) <= set(hardware.PRECISIONS)
 
 
-def test_a_targets_text_names_the_gpu_and_its_memory():
-    row = hardware.get("a5000")
-    text = row.target.text("NVIDIA RTX A5000", row.memory_bytes, row.memory_bandwidth)
-    assert 'device_description_str: "NVIDIA RTX A5000"' in text
-    assert "device_memory_size: 25282281472\n" in text
-    assert "memory_bandwidth: 768000000000\n" in text
-    assert "cuda_compute_capability { major: 8 minor: 6 }" in text
-
-
 def test_cores_are_counted_as_xla_counts_them(monkeypatch):
     for name in ("PJRT_NPROC", "NPROC"):
         monkeypatch.delenv(name, raising=False)

@@ -125,14 +125,6 @@ def test_a_mesh_that_is_given_is_compiled_as_it_is(compiles_nothing):
     assert "time per step        no estimate: by='compiler' must be 'hand'" in text
 
 
-@pytest.mark.slow
-@needs_virtual
-def test_what_is_sent_is_told_by_axis():
-    found = dry_run.dry_run(tiny(**{"mesh.tensor": 2, "strategy.zero": 1}), "h100", 4)
-    along = {what.rpartition(" along ")[2] for what in found.sent}
-    assert {"data", "tensor"} <= along and " MiB: reduce-scatter along data" in found.text()
-
-
 def test_advice_is_never_what_does_not_fit_nor_what_is_slower():
     h100 = hardware.get("h100")
     large = settings.complete(configs.nemotron_340b())

@@ -154,21 +154,6 @@ def test_speed_leaves_out_pauses_and_what_compiles_and_mfu_is_of_all_devices(
     assert second["mfu"] == pytest.approx(mfu)
 
 
-def test_a_line_says_nothing_of_mfu_where_the_peak_is_not_known(
-    text, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(journal, "QUIET", -1)
-    monkeypatch.setattr(hardware, "recognize", lambda device: None)
-    with journal.Journal(tmp_path, 0, 10) as book:
-        speed = observe.Speed(configuration(text), book, 0, 1, PARAMS)
-        for step in (1, 2):
-            speed.write(step, 3.0)
-    *_, line = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"step 2 of 10: loss 3\.000, [\d,]+ tokens/s(, [\d.]+ [GM]iB)?", line)
-    # there it is said, once
-    assert "unknown device: no MFU" in journal.read(tmp_path, "times")[0]["device"]
-
-
 class Terminal(io.StringIO):
     """A stream that says that it is one."""
 
@@ -199,7 +184,9 @@ def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monk
     os.close(theirs)
     line = sys.stderr.getvalue().split("\r")[-1].strip()
     assert "aloud\n" in sys.stderr.getvalue()
-    assert journal.read(tmp_path, "times")[-1]["memory_bytes"] == 45 * 2**30
+    first, *_, last = journal.read(tmp_path, "times")
+    assert ("unknown device: no MFU" in first["device"]) == (known is None)
+    assert last["memory_bytes"] == 45 * 2**30
     words = rf"loss 3\.250, 98,765 tokens/s, {'MFU [0-9.]+%, ' if known else ''}45\.00 GiB"
     shown = re.fullmatch(rf"\|(.{{4,}})\| 1002/2000 \[\S+ left, {words}\]", line)
     assert shown and len(line) <= 80, line

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import small_run
@@ -28,8 +27,6 @@ IN_TIME = 60
 # The program's words after an error, or JAX's words where it aborts the process.
 OTHER_ENDED = "another process ended first|another task died"
 MPIRUN = "mpirun -np 2 --allow-run-as-root --oversubscribe --mca btl_base_warn_component_unused"
-# [launcher], for tests that meet both
-BOTH = pytest.mark.parametrize("launcher", [slow("mpirun"), slow("slurm")])
 
 
 @pytest.fixture
@@ -118,7 +115,7 @@ def pair(server, job, **environ):
     return both
 
 
-@BOTH
+@pytest.mark.parametrize("launcher", [slow("mpirun"), slow("slurm")])
 def test_the_program_under_a_launcher_has_the_losses_of_one_process(
     launch, programs_kept, tmp_path, launcher
 ):
@@ -138,30 +135,6 @@ def test_the_program_under_a_launcher_has_the_losses_of_one_process(
     steps = [step for step, _ in journal.pairs(journal.read(tmp_path / "two"), "loss")]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "two" / "checkpoints" / "00000006").is_dir()
-
-
-@BOTH
-def test_a_launcher_ends_all_if_one_process_is_killed(launch, launcher):
-    both = launch(launcher, *PYTHON, str(HELPERS / "cluster_worker.py"), "step", WHO="2")
-
-    def pids():
-        lines = re.findall(r"process (\d) has pid (\d+)", both.said())
-        assert len(lines) == 2 or both.poll() is None, both.said()
-        return len(lines) == 2 and {int(number): int(pid) for number, pid in lines}
-
-    by_number = until(pids)
-    os.kill(by_number[1], signal.SIGKILL)
-    assert both.wait(IN_TIME) != 0
-    # the launcher may end before the process that it kills
-    until(lambda: not runs(by_number[0]), IN_TIME)
-    assert re.search(f"process rank 1|{OTHER_ENDED}", " ".join(both.said().split()))
-
-
-def runs(pid):
-    try:
-        return "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.slow
@@ -201,14 +174,6 @@ def test_if_a_process_is_killed_or_silent_the_other_ends_in_time_and_says_why(
     assert re.search(OTHER_ENDED, both[1 - gone].said())
     both[gone].signal(signal.SIGKILL)
     both[gone].code()
-
-
-@pytest.mark.slow
-def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(server):
-    both = pair(server, "prepare")
-    both[1].signal(signal.SIGTERM)
-    assert both[1].code(IN_TIME) == -signal.SIGTERM
-    assert both[0].code(IN_TIME) != 0
 
 
 def test_a_process_that_is_alone_at_the_start_says_where_it_waits_and_ends(server):

@@ -74,15 +74,6 @@ def test_a_signal_writes_a_checkpoint_and_has_its_exit_code(server, number, why,
     assert f"{said}: ends after this step, with a checkpoint" in one.said()
 
 
-def test_sigterm_before_the_first_step_ends_the_program_at_once(server):
-    one = server.train("early", "model.num_layers=9", devices=1)  # nobody has compiled that
-    one.until("begins, ")
-    one.signal(signal.SIGTERM)
-    assert one.code() == -signal.SIGTERM
-    assert not (server.folder / "early" / "checkpoints").exists()
-    assert not losses(server.folder / "early")
-
-
 def test_two_processes_train_as_one_does_and_one_goes_on_with_what_they_saved(server):
     changes = [*BY_TWO, "run.validate_every=3", "run.validation_batches=2", "training.steps=6"]
     both, run = server.train_by_two("both", *changes), server.folder / "both"

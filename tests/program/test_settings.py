@@ -215,12 +215,8 @@ def test_what_rounding_follows_from_names_devices_and_processes(monkeypatch):
     whole = settings.complete(configs.get("cpu"))
     whole.strategy.zero = 1
     one, four = (settings.numerics(whole, jax.devices("cpu")[:count]) for count in (1, 4))
-    assert (one["device"], one["processes"], one["mesh"], one["strategy"]["zero"]) == (
-        "cpu",
-        1,
-        {"data": 1},
-        0,
-    )
-    assert (four["mesh"], four["strategy"]["zero"]) == ({"data": 4}, 1)
+    assert (one["device"], one["processes"]) == ("cpu", 1)
+    for found, count, zero in ((one, 1, 0), (four, 4, 1)):
+        assert (found["mesh"], found["strategy"]["zero"]) == ({"data": count}, zero)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert settings.numerics(whole, jax.devices("cpu")[:4]) == four | {"processes": 2}

@@ -10,7 +10,6 @@ import shutil
 
 import jax
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 from slow_cases import slow
 from small_run import numbers, stored_configuration
 
@@ -123,34 +122,16 @@ def test_no_default_is_another_than_when_the_runs_were_stored():
             assert fields == now[part]
 
 
-def test_fields_that_the_files_lack_have_their_defaults(text, name, tmp_path, as_stored):
-    defaults = flatten_dict(json.loads(json.dumps(settings.complete({}).to_dict())))
-    lacking = []
-
-    def without(tree):
-        """Leaves out the fields that have their default."""
-        whole = flatten_dict(tree, keep_empty_nodes=True)
-        kept = {f: value for f, value in whole.items() if defaults.get(f) != value}
-        lacking.extend(whole.keys() - kept.keys())
-        return {part: {} for part in tree if part != "seed"} | unflatten_dict(kept)
-
-    folder = copied(name, tmp_path / name, without, without)
-    assert lacking.count(("model", "qk_norm")) == 2  # in both files, among many others
-    assert continued(folder, text, name) == as_stored
+def with_new(tree):
+    for part in NEW.keys() & tree.keys():
+        tree[part][NEW[part]] = 0.5
+    return tree
 
 
-@pytest.mark.parametrize(
-    "written_out", [False, True], ids=["older than the fields", "with the fields"]
-)
-def test_new_fields_change_nothing_for_an_older_run(
-    text, name, tmp_path, monkeypatch, as_stored, written_out
-):
+@pytest.fixture
+def new_fields(monkeypatch):
+    """Gives the configuration new fields, and a new part."""
     template, parts = configs.published_155m, settings.defaults
-
-    def with_new(tree):
-        for part in NEW.keys() & tree.keys():
-            tree[part][NEW[part]] = 0.5
-        return tree
 
     def with_new_part():
         found = template()
@@ -159,7 +140,15 @@ def test_new_fields_change_nothing_for_an_older_run(
 
     monkeypatch.setattr(configs, "published_155m", with_new_part)
     monkeypatch.setattr(settings, "defaults", lambda: with_new(parts()))
+    monkeypatch.setitem(configs.OPTIMIZER, NEW["optimizer"], 0.5)  # checked where it is used
 
+
+@pytest.mark.parametrize(
+    "written_out", [False, True], ids=["older than the fields", "with the fields"]
+)
+def test_new_fields_change_nothing_for_an_older_run(
+    text, name, tmp_path, new_fields, as_stored, written_out
+):
     def in_config(tree):
         return with_new(tree | {"new_part": {}})
 
@@ -175,21 +164,12 @@ def test_new_fields_change_nothing_for_an_older_run(
 
 
 def test_an_older_run_does_not_go_on_with_another_value_of_a_new_field(
-    text, name, tmp_path, monkeypatch
+    text, name, tmp_path, new_fields
 ):
-    template = configs.published_155m
+    def another(tree):
+        return tree | {"model": tree["model"] | {"a_new_field": 0.25}}
 
-    def with_new():
-        found = template()
-        found.model.a_new_field = 0.5
-        return found
-
-    monkeypatch.setattr(configs, "published_155m", with_new)
-    folder = copied(
-        name,
-        tmp_path / name,
-        lambda tree: tree | {"model": tree["model"] | {"a_new_field": 0.25}},
-    )
+    folder = copied(name, tmp_path / name, another)
     with pytest.raises(loop.Refused, match=r"model\.a_new_field: 0\.5 saved, 0\.25 given"):
         continued(folder, text, name)
 
