@@ -198,7 +198,9 @@ ALWAYS_SLOW = {
         test_gradients_of_many_microbatches_in_bfloat16_add_up_as_those_of_one_device_do
         test_a_step_by_hand_draws_its_dropout_as_it_always_has
         test_a_run_with_offload_trains_like_one_without_on_both_ways_to_build_it
-        test_the_program_trains_with_offload_and_continues_from_a_checkpoint""",
+        test_the_program_trains_with_offload_and_continues_from_a_checkpoint
+        test_codes_scales_and_keys_of_an_optimizer_outlive_a_stop
+        test_a_run_that_goes_on_without_donation_is_the_same_bit_for_bit""",
     "whole notebooks or benchmarks run": """
         test_it_trains_by_the_program_and_stores_what_it_prints
         test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_others""",

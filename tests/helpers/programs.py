@@ -6,11 +6,19 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(layers, x):
+    for up, down in layers:
+        x = x + jax.nn.relu(x @ up) @ down
+    return x
 
 
 def attention(q, k, v):
@@ -30,13 +38,12 @@ def scanned(stacked, x):
 
 
 def step(layers, x):
-    def loss(layers):
-        y = x
-        for up, down in layers:
-            y = y + jax.nn.relu(y @ up) @ down
-        return (y**2).mean()
+    grads = jax.grad(lambda layers: (mlp(layers, x) ** 2).mean())(layers)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads)
 
-    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers))
+
+def layers(count, width, hidden):
+    return [(array(width, hidden), array(hidden, width))] * count
 
 
 # A function and the shapes of its arguments. These are large enough for a process to show.
@@ -45,20 +52,58 @@ LARGE = {
         lambda x, up, down: (jax.nn.relu(x @ up) @ down).sum(),
         (array(16384, 1024), array(1024, 4096), array(4096, 1024)),
     ),
+    "six layers": (
+        lambda layers, x: (mlp(layers, x) ** 2).mean(),
+        (layers(6, 256, 1024), array(65536, 256)),
+    ),
     "attention": (attention, (array(8, 4096, 64),) * 3),
+    "gated layer": (
+        lambda x, up, gate: (jax.nn.silu(x @ gate) * (x @ up)).sum(-1),
+        (array(16384, 1024), array(1024, 4096), array(1024, 4096)),
+    ),
     "cross entropy": (
         cross_entropy,
         (array(4096, 256), array(256, 16384), array(4096, dtype=jnp.int32)),
+    ),
+    "attention's gradient": (
+        jax.grad(lambda *args: attention(*args).sum(), (0, 1, 2)),
+        (array(4, 4096, 64),) * 3,
     ),
     "a scan's gradient": (
         jax.grad(scanned),
         ((array(4, 256, 1024), array(4, 1024, 256)), array(16384, 256)),
     ),
-    "donated step": (step, ([(array(1024, 4096), array(4096, 1024))] * 4, array(8192, 1024))),
+    "donated step": (step, (layers(4, 1024, 4096), array(8192, 1024))),
 }
 
 
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(256, 1024, rngs=rngs), nnx.LayerNorm(1024, rngs=rngs)
+        self.down = nnx.Linear(1024, 256, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+GRAPH, STATE = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+
+
+def accumulated(w, parts):
+    gradient = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).mean())
+    total, _ = jax.lax.scan(lambda sum, x: (sum + gradient(w, x), None), 0 * w, parts)
+    return total
+
+
+def convolved(w, x):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return (
+        jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout) ** 2
+    ).sum()
+
+
 SQUARE = array(1024, 1024)
+TABLE = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
 FOREIGN = {
     "while": (
         lambda x, w: jax.lax.while_loop(lambda x: x.max() < 9, lambda x: jnp.sin(x @ w) + x, x),
@@ -69,7 +114,21 @@ FOREIGN = {
         (SQUARE, SQUARE, array(dtype=jnp.bool)),
     ),
     "FFT": (lambda x: jnp.abs(jnp.fft.ifft(jnp.fft.fft(x) * 2)).sum(0), (array(512, 4096),)),
+    "linear solve": (lambda a, b: jnp.linalg.solve(a, jnp.tanh(b)) @ b, (SQUARE, SQUARE)),
     "custom call": (lambda a: jnp.linalg.cholesky(a @ a.T) @ a, (SQUARE,)),
+    "sort": (lambda x: jnp.sort(x)[:, :9] + x[jnp.argsort(x)[:, 0], :9], (SQUARE,)),
+    "convolution": (jax.grad(convolved), (array(3, 3, 32, 64), array(8, 64, 64, 32))),
+    "NNX": (
+        jax.grad(lambda state, x: (nnx.merge(GRAPH, state)(x) ** 2).mean()),
+        (STATE, array(4096, 256)),
+    ),
+    "constant": (
+        lambda x, w: jnp.tanh(jnp.tanh((x + TABLE) @ w) @ w) @ w,
+        (SQUARE, SQUARE),
+    ),
+    "scan": (jax.grad(scanned), ((array(4, 256, 1024), array(4, 1024, 256)), array(4096, 256))),
+    "minibatches": (accumulated, (array(512, 512), array(4, 2048, 512))),
+    "donated": (step, (layers(3, 256, 1024), array(4096, 256))),
 }
 
 
@@ -84,9 +143,17 @@ def lower_on_mesh(devices):
 
     both = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=PartitionSpec())
     place = NamedSharding(mesh, rows)
-    sizes = (512, 512), (4096, 512)
-    return jax.jit(both).lower(
-        *(jax.ShapeDtypeStruct(size, jnp.float32, sharding=place) for size in sizes)
+    args = (
+        jax.ShapeDtypeStruct(size, jnp.float32, sharding=place)
+        for size in ((512, 512), (4096, 512))
+    )
+    return jax.jit(both).lower(*args)
+
+
+def lower(name, place=lambda tree: tree):
+    function, shapes = (LARGE | FOREIGN)[name]
+    return jax.jit(function, donate_argnums=0 if name.startswith("donated") else ()).lower(
+        *place(shapes)
     )
 
 
@@ -96,10 +163,8 @@ def main(name):
     """
     from course_lib.measure import heap, memory
 
-    function, shapes = LARGE[name]
-    donated = 0 if name.startswith("donated") else ()
-    found = heap(jax.jit(function, donate_argnums=donated).lower(*shapes))
-    args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+    found = heap(lower(name))
+    args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), LARGE[name][1])
     jax.block_until_ready(args)
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

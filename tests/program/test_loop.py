@@ -3,29 +3,52 @@
 import contextlib
 import dataclasses
 import json
+import os
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from forked import until
 from slow_cases import slow
 from small_run import (
     assert_same_losses,
     assert_same_run,
     calls,
     final_state,
+    full_disk,
     steps_end_with,
     train,
 )
 
 from course_lib import training
 from course_lib.program import journal, loop, preemption
-from course_lib.program.checkpoints import Checkpoints
+from course_lib.program.checkpoints import CheckpointError, Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick")
 DONE = loop.Ended(loop.DONE, 40)
 NEITHER = dict(run__validate_every=1000, run__sample_tokens=0)  # validated at the end only
+
+
+def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on_from_there_for_more_steps(text, at):
+    stopped, through = at(30, "stopped"), at(30, "through")
+
+    def terminate():
+        until(lambda: any(line["step"] > 40 for line in journal.read(stopped)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for name in ("metrics.jsonl", "samples.jsonl"):  # of a run that was killed at step 30
+        journal._cut(stopped / name, 30)
+    threading.Thread(target=terminate, daemon=True).start()
+    ended = train(text, stopped, training__steps=100_000)
+    assert ended.reason == loop.PREEMPTED and ended.step > 40
+    assert final_state(stopped).step == ended.step
+    more, last = dict(training__steps=ended.step + 9), loop.Ended(loop.DONE, ended.step + 9)
+    assert train(text, stopped, **more) == train(text, through, **more) == last
+    assert_same_run(stopped, through)
 
 
 def preempt(text, folder, step, asked=1):
@@ -69,6 +92,62 @@ def test_at_a_notice_only_the_checkpoint_is_written_and_what_else_was_due_is_don
         patched.setattr(loop.Loop, "save", killed)
         train(text, folder)
     assert len(looked_at()) == 2
+    assert train(text, folder) == DONE
+    assert_same_run(folder, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_without_donation_is_the_same_bit_for_bit(text, unbroken, at):
+    folder = at(30)
+    train(text, folder, training__donate=False)
+    assert_same_run(folder, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [("adamw_8bit", "bfloat16"), ("adamw_bf16", "float32"), ("muon", "float32")],
+)
+def test_codes_scales_and_keys_of_an_optimizer_outlive_a_stop(text, tmp_path, optimizer, dtype):
+    changes = dict(optimizer__name=optimizer, optimizer__param_dtype=dtype)
+    changes |= dict(optimizer__weight_decay=0.1, **NEITHER)
+    for folder, stops in (("unbroken", [20]), ("stopped", [10, 20])):
+        for steps in stops:
+            train(text, tmp_path / folder, training__steps=steps, **changes)
+    assert_same_run(tmp_path / "stopped", tmp_path / "unbroken", written=())
+
+
+def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before(
+    text, unbroken, at, capsys
+):
+    folder = at(30)
+    path = folder / "checkpoints" / "00000030" / "about.json"
+    path.write_text(path.read_text().replace('"step": 30', '"step": 31'))
+    train(text, folder)
+    assert "the checkpoint of step 30 is damaged" in capsys.readouterr().out
+    assert_same_run(folder, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [(Checkpoints, "_finish", CheckpointError), (journal.Journal, "write", OSError)],
+    ids=["a checkpoint", "a line"],
+)
+def test_a_full_disk_ends_the_run_with_a_sentence_and_nothing_is_lost(
+    text, unbroken, at, monkeypatch, owner, method, error
+):
+    folder, real = at(20), getattr(owner, method)
+
+    def fills(self, step, *given, **values):
+        if step <= 20:
+            return real(self, step, *given, **values)
+        with full_disk():
+            return real(self, step, *given, **values)
+
+    with monkeypatch.context() as patched, pytest.raises(error, match="could not|cannot be"):
+        patched.setattr(owner, method, fills)
+        train(text, folder)
+    assert final_state(folder).step == 20
     assert train(text, folder) == DONE
     assert_same_run(folder, unbroken)
 
