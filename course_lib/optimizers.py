@@ -76,8 +76,8 @@ OPTIMIZERS = {
         decays=True,
     ),
     "adamw_8bit": Optimizer(
-        lambda c, rate: per_layer(
-            _adamw(_memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate)
+        lambda c, rate: _adamw(
+            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
         ),
         "AdamW with moments in 8 bits",
         decays=True,
@@ -138,8 +138,8 @@ OPTIMIZER = dict(
 def per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimizer treat each layer of stacked ones as parameters of its own.
 
-    Adafactor takes means over a whole array, and 8-bit Adam packs arrays by their size. Of
-    scanned layers, the arrays under "block", they would make other updates than of single ones.
+    Adafactor takes means over a whole array: of scanned layers, the arrays under "block", it
+    would make other updates than of single ones.
     """
 
     def axis(path: Any) -> int | None:

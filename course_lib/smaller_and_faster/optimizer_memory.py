@@ -32,7 +32,7 @@ PyTree = Any
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
 # sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
-# With `optimizers.per_layer`, each of the scanned layers counts by itself.
+# Each of the scanned layers, which are one array under "block", counts by itself.
 SMALLEST = 4096
 NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would be a block
 
@@ -165,8 +165,10 @@ def quantize(
     _check_float32(x)
     length = block_length(x.shape[-1], block_size)
     blocks = x.reshape(*x.shape[:-1], -1, length)
-    # On CPUs, JAX 0.12's largest number of an array may leave out a NaN: see docs/versions.md.
-    tops = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks)).max(axis=-1)
+    # The largest as whole numbers, of which a NaN's bits make the largest: on CPUs, JAX 0.12's
+    # `max` of floats may leave out a NaN (docs/versions.md).
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32).max(axis=-1)
+    tops = jax.lax.bitcast_convert_type(bits, jnp.float32)
     scales = jnp.where(jnp.isfinite(tops), tops, jnp.nan)
     units = blocks / jnp.where(scales > 0, scales, 1)[..., None]
     numbers = dynamic_map(signed)
@@ -207,7 +209,7 @@ def scale_by_adam_bf16(
         b1,
         b2,
         eps,
-        pack=lambda moment, signed, key: stochastic_round(key, moment),
+        pack=lambda moment, signed, key, size: stochastic_round(key, moment),
         unpack=lambda moment, signed: moment.astype(jnp.float32),
         seed=seed,
     )
@@ -224,8 +226,8 @@ def scale_by_adam_8bit(
     numbers, the paper 2048.
     """
 
-    def pack(moment: Array, signed: bool, key: Any) -> Any:
-        if moment.size < SMALLEST or moment.shape[-1] < NARROWEST:
+    def pack(moment: Array, signed: bool, key: Any, size: int) -> Any:
+        if size < SMALLEST or moment.shape[-1] < NARROWEST:
             return moment
         return quantize(moment, signed=signed, block_size=block_size)
 
@@ -241,7 +243,7 @@ def _adam(
     b1: float,
     b2: float,
     eps: float,
-    pack: Callable[[Array, bool, Any], Any],
+    pack: Callable[[Array, bool, Any, int], Any],
     unpack: Callable[[Any, bool], Array],
     seed: int | None,
 ) -> optax.GradientTransformation:
@@ -253,32 +255,32 @@ def _adam(
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
 
-        def packed_zeros(param: Any) -> Any:
+        def packed_zeros(path: Any, param: Any) -> Any:
             # All-zero codes with scales of 0 are 0.
-            moment = jax.ShapeDtypeStruct(param.shape, jnp.float32)
-            packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0)), moment)
+            moment, size = jax.ShapeDtypeStruct(param.shape, jnp.float32), _size(path, param)
+            packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0), size), moment)
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
 
-        mu, nu = (jax.tree.map(packed_zeros, params) for _ in range(2))
+        mu, nu = (jax.tree_util.tree_map_with_path(packed_zeros, params) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), key, mu, nu)
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> Any:
         count = state.count + 1
         structure: Any
-        leaves, structure = jax.tree.flatten(grads)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
         moments = (structure.flatten_up_to(tree) for tree in (state.mu, state.nu))
         keys: list[Any] = [None] * (2 * len(leaves) + 1)
         if state.key is not None:
             keys = list(jax.random.split(state.key, 2 * len(leaves) + 1))
         corrections = 1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count
 
-        def of_leaf(grad: Array, mu: Any, nu: Any, pair: Any) -> tuple[Array, Any, Any]:
-            grad = grad.astype(jnp.float32)
+        def of_leaf(leaf: Any, mu: Any, nu: Any, pair: Any) -> tuple[Array, Any, Any]:
+            size, grad = _size(*leaf), leaf[1].astype(jnp.float32)
             mean = b1 * unpack(mu, True) + (1 - b1) * grad
             square = b2 * unpack(nu, False) + (1 - b2) * grad**2
             root = jnp.sqrt(square / corrections[1])
             update = mean / corrections[0] / (root + eps)
-            return update, pack(mean, True, pair[0]), pack(square, False, pair[1])
+            return update, pack(mean, True, pair[0], size), pack(square, False, pair[1], size)
 
         pairs = zip(keys[1::2], keys[2::2], strict=True)
         results = map(of_leaf, leaves, *moments, pairs)
@@ -286,6 +288,12 @@ def _adam(
         return updates, AdamState(count, keys[0], mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _size(path: Any, leaf: Any) -> int:
+    """Returns how many numbers an array has; if it is that of scanned layers, one of them."""
+    scanned = bool(path) and getattr(path[0], "key", None) == "block"
+    return math.prod(leaf.shape[scanned:])
 
 
 def matrices(params: PyTree) -> PyTree:

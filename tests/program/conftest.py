@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from small_run import corpus, numbers, train
 from course_lib.program import checkpoints, journal, loop
 
 _BUILT = {}
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
 
 
 class InOneFile:
