@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.scipy.stats import rankdata
 
 from course_lib import planner
 from course_lib.many_devices.cluster_model import PRODUCTS_SHARE, Cluster
@@ -272,8 +273,6 @@ def summary(predictions: Sequence[Prediction]) -> Summary:
     """Compares predictions, at least two, with their publications."""
     if len(predictions) < 2:
         raise ValueError(f"predictions must be at least two, not {len(predictions)}")
-    from jax.scipy.stats import rankdata
-
     published = rankdata(np.array([each.row.mfu for each in predictions]))
     predicted = rankdata(np.array([each.step.mfu for each in predictions]))
     return Summary(

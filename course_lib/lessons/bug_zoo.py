@@ -18,9 +18,9 @@ from course_lib.lessons.faults import Fault
 
 @contextlib.contextmanager
 def release(name: str) -> Iterator[Fault]:
-    """Releases a fault, one of `FAULTS`, for as long as the context lasts. Only functions
-    traced inside the context have it: those that `jax.jit` traced before stay right, and these
-    stay wrong.
+    """Releases a fault for as long as the context lasts; ValueError if `FAULTS` lacks it. Only
+    functions traced inside the context have it, and keep it; those that `jax.jit` traced before
+    stay right.
     """
     if name not in FAULTS:
         raise ValueError(f"name={name!r} must be one of {', '.join(FAULTS)}")

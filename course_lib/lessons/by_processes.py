@@ -101,8 +101,12 @@ def free_port() -> int:
 
 def run(processes: int, seconds: float = 900.0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Starts 2, 4 or 8 processes, waits for them, and returns the loss and the whole gradients.
-    When it returns or raises, none runs any more. RuntimeError if one ends with an error or all
-    take longer than `seconds`, with the last lines that it printed.
+    When it returns or raises, none of them runs any more.
+
+    Raises:
+      ValueError: for another number of processes.
+      RuntimeError: if a process ends with an error, or takes longer than `seconds`; with the
+        last lines that it printed.
     """
     if processes not in (2, 4, 8):
         raise ValueError(f"processes={processes} must be 2, 4 or 8, to divide eight devices")
@@ -133,7 +137,9 @@ def run(processes: int, seconds: float = 900.0) -> tuple[np.ndarray, dict[str, n
 
 
 def _wait(started: list[subprocess.Popen], seconds: float) -> list[int | None]:
-    """Waits until all have ended or one has failed; returns exit codes, or None if it ran."""
+    """Waits for all to end, one to fail, or the time; ends the others. Returns exit codes, None
+    for those that still ran.
+    """
     deadline = time.monotonic() + seconds
     try:
         while True:

@@ -2,18 +2,17 @@
 
 These read the compiled program; the device need not be there:
 
-    compiled = step.lower(state, batch).compile()
-    memory(compiled)        its peak memory, and the parts of it
-    tape(lowered)           the memory at each instruction, by kind
-    heap(lowered)           the arrays alive at the peak, and the memory over the program
-    traffic(compiled)       the bytes that it moves through device memory
-    host_traffic(compiled)  the bytes that it moves between host and device
-    ledger(compiled, mesh)  the bytes that the devices send each other
-    roofline(...)           the least time that FLOPs and bytes allow
+    lowered = step.lower(state, batch)
+    memory(lowered)        its peak memory, and the parts of it
+    tape(lowered)          the memory at each instruction, by kind
+    heap(lowered)          the arrays alive at the peak, and the memory over the program
+    traffic(lowered)       the bytes that it moves through device memory
+    host_traffic(lowered)  the bytes that it moves between host and device
+    ledger(lowered, mesh)  the bytes that the devices send each other
+    roofline(...)          the least time that FLOPs and bytes allow
 
-Each takes the step as it is at hand, lowered or compiled (tape and heap only lowered), and what
-was lowered is compiled once for all of them. On a CPU it is compiled without YNNPACK, a library
-that hides memory; a compiled step that hides much of it is refused.
+It is compiled once for all of them; on a CPU without YNNPACK, a library that hides memory. All
+but tape and heap also take a compiled step. One that hides much memory is refused.
 
 `flops(step, state, batch)` counts before anything is compiled. `step_time`, `compare`, `mfu`
 and `peak_in_own_process` measure a step that runs.
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from course_lib.measure.flops import Flops, flops
     from course_lib.measure.heap import Heap, LiveArray, heap, write_session
     from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
-    from course_lib.measure.memory import Memory, memory
+    from course_lib.measure.memory import Memory, memory, planned
     from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
     from course_lib.measure.tape import Tape, tape
     from course_lib.measure.timing import (
@@ -53,7 +52,7 @@ _MODULES = {
     "flops": "Flops flops",
     "heap": "Heap LiveArray heap write_session",
     "ledger": "Collective Ledger ledger schedule_around",
-    "memory": "Memory memory",
+    "memory": "Memory memory planned",
     "roofline": "Roofline attainable_seconds mfu roofline",
     "tape": "Tape tape",
     "timing": "StepTime Time compare peak_in_own_process step_time time",

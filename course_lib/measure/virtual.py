@@ -21,7 +21,6 @@ import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -314,7 +313,13 @@ def _describe(name: str, count: int) -> tuple[jax.Device, ...]:
 def _load_cuda_plugin() -> None:
     """Loads the plugin again, without the check for cuDNN that failed at JAX's start."""
     jax.devices()  # JAX chooses its own devices first
-    with mock.patch.dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
+    before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    try:
         for plugin in importlib.metadata.entry_points(group="jax_plugins"):
             if "cuda" in plugin.name:
                 plugin.load().initialize()
+    finally:
+        del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
+        if before is not None:
+            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before

@@ -133,12 +133,12 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
                 f" logits {logits.shape}: each label belongs to one row of logits"
             )
         labels = jnp.where(weights == 0, 0, labels)
+        # A negative label would count from the end. NaN in the losses would take more memory.
+        weights = jnp.where((weights < 0) | (labels < 0), jnp.nan, weights)
         with jax.named_scope("loss"):  # `measure.tape` reads this name
             if isinstance(logits, jax.Array):
                 logits = logits.astype(jnp.float32)
             loss, correct = score(logits, labels)
-            loss = jnp.where(labels < 0, jnp.nan, loss)  # not counted from the end
-        weights = jnp.where(weights < 0, jnp.nan, weights)
         count = weights.sum()
         metrics = {
             "loss": ((loss * weights).sum(), count),

@@ -100,10 +100,16 @@ def train(
     """Trains from the last checkpoint, or from the start, until all steps are done, and writes
     the report. Where several processes train, each of them calls this inside `processes.start`.
 
-    Raises in all processes `Refused`, if the configuration cannot work, differs from that of
-    the run in the folder or of another process (nothing is written then), or does not fit;
-    BlockingIOError, if another program trains in that folder; CheckpointError or OSError, if
-    all checkpoints are damaged, or something cannot be written.
+    Args:
+      config: as `settings.complete` returns it.
+      folder: the run's folder, which all processes see.
+      devices: to run on; all that JAX has if None.
+
+    Raises:
+      Refused: in all processes, if the configuration cannot work, differs from that of the run
+        in the folder or of another process (then nothing is written), or does not fit.
+      BlockingIOError: if another program trains in that folder.
+      CheckpointError, OSError: if all checkpoints are damaged, or something cannot be written.
     """
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -182,9 +188,12 @@ def prepare(
 
 
 def does_not_fit(inputs: Inputs) -> str:
-    """Compiles the step, as its first call would, and says why memory is too small, or ""."""
+    """Compiles the step, as its first call would, and says why memory is too small, or "".
+
+    On a CPU a step may take more than is planned, and then is not refused.
+    """
     step: Any = inputs.run.train_step
-    needs = measure.memory(step.lower(*inputs.run.abstract()).compile())
+    needs = measure.planned(step.lower(*inputs.run.abstract()).compile())
     devices: list[Any] = [*inputs.place.addressable_devices]
     device = devices[0]
     room = (device.memory_stats() or {}).get("bytes_limit", math.inf)

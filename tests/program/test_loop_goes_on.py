@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from programs import LARGE
 from small_run import (
     assert_same_losses,
     calls,
@@ -95,6 +96,14 @@ def test_a_step_fits_if_its_peak_does_on_each_device(platform, monkeypatch):
         pages = {"SC_PHYS_PAGES": 2 * room, "SC_PAGE_SIZE": 1}
         monkeypatch.setattr(loop.os, "sysconf", pages.__getitem__)
         assert bool(DOES_NOT_FIT(inputs)) == (room < peak)
+
+
+def test_a_step_whose_memory_a_library_hides_from_the_plan_is_trained_all_the_same():
+    function, shapes = LARGE["hidden layer"]
+    inputs = mock.Mock(spec=loop.Inputs, run=mock.Mock(train_step=jax.jit(function)))
+    inputs.run.abstract.return_value = shapes
+    inputs.place = mock.Mock(addressable_devices=jax.devices("cpu")[:1])
+    assert DOES_NOT_FIT(inputs) == ""
 
 
 def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
