@@ -82,6 +82,7 @@ CALLS_FLAX_OR_OPTAX = {
     "test_training",
     "test_transformer",
     "test_virtual",
+    "test_ladder",
 }
 # Code that a learner types runs with JAX's defaults.
 A_LEARNERS_CODE = {

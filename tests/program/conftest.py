@@ -46,8 +46,10 @@ class InOneFile:
         def place(like):
             array = next(arrays)
             is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
-            array = jax.random.wrap_key_data(array) if is_key else array
-            return jax.device_put(array, like.sharding)
+            if is_key:
+                return jax.device_put(jax.random.wrap_key_data(array), like.sharding)
+            # NumPy stores bfloat16 as two bytes of no type
+            return jax.device_put(array.view(like.dtype), like.sharding)
 
         return jax.tree.map(place, args.item)
 
