@@ -183,16 +183,21 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
 
 
 def from_config(
-    config: ConfigDict, schedule: optax.Schedule | None = None
+    config: ConfigDict,
+    schedule: optax.Schedule | None = None,
+    around: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    | None = None,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
     clips the gradient first. `schedule`: the learning rate by step, in place of the
-    configuration's.
+    configuration's. `around`: wraps what turns float32 gradients into updates.
     """
     known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
     update = OPTIMIZERS[config.name].make(config, rate)
+    if around is not None:
+        update = around(update)
     if config.offload:
         from course_lib.smaller_and_faster import offload
 

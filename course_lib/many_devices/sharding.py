@@ -16,16 +16,19 @@ The same specs serve both ways to write a strategy: by hand, as the `in_specs` o
 (https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html).
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib.many_devices import meshes
+from course_lib.smaller_and_faster import optimizer_memory
 from course_lib.training import TrainState
 
 PyTree = Any
@@ -123,6 +126,56 @@ def dim_of(spec: P, axis: str) -> int | None:
     return tuple(spec).index(axis) if axis in tuple(spec) else None
 
 
+def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTree]:
+    """Returns the specs that make Muon's matrices whole, in steps of one mesh axis: it cuts the
+    stack of layers (or experts) in place of the matrix. Where it does not divide the stack, or
+    layers are unrolled, it goes on cutting the matrix: then the compiler gathers in each of
+    Muon's products.
+    """
+
+    def along(axis: str, dims: Any, leaf: Any, spec: P) -> P:
+        batch = min(dims.reduction_axis) if dims else 0
+        stack = (*axes_of(spec[:1]), axis)
+        divides = leaf.shape[0] % math.prod(mesh.shape[name] for name in stack) == 0
+        if not batch or axis not in tuple(spec[batch:]) or not divides:
+            return spec
+        return P(stack, *(None if name == axis else name for name in spec[1:]))
+
+    steps, dims = [], optimizer_memory.matrices(params)
+    for axis in (axis for axis in meshes.AXES if axis in mesh.shape):
+        one = functools.partial(along, axis)
+        specs = jax.tree.map(
+            one, dims, params, specs, is_leaf=lambda x: not isinstance(x, dict)
+        )
+        steps.append(specs)
+    return steps
+
+
+def on_stacks(
+    optimizer: optax.GradientTransformation, params: PyTree, specs: PyTree, mesh: Mesh
+) -> optax.GradientTransformation:
+    """Lets Muon update whole matrices. Gradients, cut as `specs` say, go to their devices in
+    all-to-alls, with weight decay parameters too, and updates come back; momentum stays there.
+    """
+    # The first place keeps the compiler from moving what gradients and updates are made of.
+    places = [place(each, mesh) for each in (specs, *to_stacks(params, specs, mesh))]
+    move = functools.partial(functools.reduce, jax.lax.with_sharding_constraint)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
+        moved = move(places[1:], params)  # a parameter that is not cut is there already
+        updates, state = optimizer.update(move(places, grads), state, moved)
+        return move(places[::-1], updates), state
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def axes_of(cuts: Iterable[str | tuple[str, ...] | None]) -> list[str]:
+    """Lists the mesh axes that cut dimensions."""
+    return [
+        axis for cut in cuts for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis
+    ]
+
+
 def state_specs(
     state: TrainState, params: PyTree, moment_specs: PyTree, mesh: meshes.AnyMesh
 ) -> TrainState:
@@ -130,9 +183,16 @@ def state_specs(
 
     In an optimizer's state, an array belongs to the parameter whose path its own path contains.
     If it has the parameter's shape, as Adam's moments and 8-bit codes do, it is divided like
-    that parameter's gradient. The scales of 8-bit blocks are, too. Anything else is small, and
-    whole on each device: counts, keys, and the row and column means of Adafactor.
+    that parameter's gradient. The scales of 8-bit blocks are, too. Muon's momentum of matrices
+    is divided into whole ones (`to_stacks`). Anything else is small, and whole on each device:
+    counts, keys, and the row and column means of Adafactor.
     """
+    muon, state_leaves = (
+        jax.tree_util.DictKey("muon"),
+        jax.tree_util.tree_leaves_with_path(state.opt_state),
+    )
+    if any(muon in path for path, _ in state_leaves):
+        moment_specs = to_stacks(state.params, moment_specs, mesh)[-1]
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))
     by_path = {

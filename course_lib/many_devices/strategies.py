@@ -148,8 +148,13 @@ def of_checked(
         )
     config = FrozenConfigDict(config)
     apply_fn, _, init = training.functions(config)
-    optimizer = optimizers.from_config(config.optimizer)
-    specs, grad_specs = layout_of(_shapes(init), mesh, strategy)
+    state, around = _shapes(init), None
+    specs, grad_specs = layout_of(state, mesh, strategy)
+    if config.optimizer.name == "muon" and mesh.size > 1:
+        around = functools.partial(
+            sharding.on_stacks, params=state.params, specs=grad_specs, mesh=mesh
+        )
+    optimizer = optimizers.from_config(config.optimizer, around=around)
     placed = sharding.place(specs, mesh)
     if config.optimizer.offload:
         placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it

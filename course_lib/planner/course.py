@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from course_lib import training
-from course_lib.many_devices import meshes, strategies
+from course_lib.many_devices import meshes, sharding, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
@@ -126,6 +126,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         embedding_bytes=stored,
         ring_gradient_bytes=4,
         update_bytes=_update_bytes(config),
+        muon=(config.optimizer.name == "muon") * (2 + (config.optimizer.weight_decay > 0)),
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
         chunked_loss=model.loss_chunks > 1,
@@ -193,6 +194,14 @@ def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
             " sent; read it from the ledger of the compiled step"
         )
     check_counted(config)
+    cut = axes.get("tensor", 1) * (axes.get("data", 1) if strategy.zero else 1)
+    muon, parts = config.optimizer.name == "muon", cut * axes.get("pipe", 1)
+    if muon and cut > 1 and (config.model.num_layers % parts or not config.model.scan_layers):
+        raise ValueError(
+            f"optimizer.name='muon' must have scanned layers (model.scan_layers), a multiple of"
+            f" {parts}, for an estimate: no formula here counts what the compiler sends for"
+            " matrices that stay cut; read it from the ledger of the compiled step"
+        )
     state = state_of(config)
     specs, of_gradients = strategies.layout_of(state, mesh, strategy)
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, specs))
@@ -238,7 +247,7 @@ def _specs(tree: Any) -> list[P]:
 
 def _parts(spec: P, n: Mapping[str, int]) -> int:
     """The number of devices that divide an array."""
-    return math.prod(n[axis] for axis in spec if axis)
+    return math.prod(n[axis] for axis in sharding.axes_of(spec))
 
 
 def leaves_of(
