@@ -128,16 +128,14 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTree]:
     """Returns the specs that make Muon's matrices whole, in steps of one mesh axis: it cuts the
-    stack of layers (or experts) in place of the matrix. Where it does not divide the stack, or
-    layers are unrolled, it goes on cutting the matrix: then the compiler gathers in each of
-    Muon's products.
+    stack of layers in place of another dimension. Where it does not divide the stack, or layers
+    are unrolled, its cut stays: then the compiler gathers in each of Muon's products.
     """
 
     def along(axis: str, dims: Any, leaf: Any, spec: P) -> P:
-        batch = min(dims.reduction_axis) if dims else 0
         stack = (*axes_of(spec[:1]), axis)
         divides = leaf.shape[0] % math.prod(mesh.shape[name] for name in stack) == 0
-        if not batch or axis not in tuple(spec[batch:]) or not divides:
+        if not dims or 0 in dims.reduction_axis or axis not in tuple(spec[1:]) or not divides:
             return spec
         return P(stack, *(None if name == axis else name for name in spec[1:]))
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import training
+from course_lib import arguments, training
 from course_lib.many_devices import meshes, sharding, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
@@ -194,14 +194,7 @@ def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
             " sent; read it from the ledger of the compiled step"
         )
     check_counted(config)
-    cut = axes.get("tensor", 1) * (axes.get("data", 1) if strategy.zero else 1)
-    muon, parts = config.optimizer.name == "muon", cut * axes.get("pipe", 1)
-    if muon and cut > 1 and (config.model.num_layers % parts or not config.model.scan_layers):
-        raise ValueError(
-            f"optimizer.name='muon' must have scanned layers (model.scan_layers), a multiple of"
-            f" {parts}, for an estimate: no formula here counts what the compiler sends for"
-            " matrices that stay cut; read it from the ledger of the compiled step"
-        )
+    _check_stacks(config, axes, strategy)
     state = state_of(config)
     specs, of_gradients = strategies.layout_of(state, mesh, strategy)
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, specs))
@@ -238,6 +231,21 @@ def check_counted(config: ConfigDict) -> None:
         raise ValueError(
             f"training.backward={config.training.backward!r} must be 'autodiff' for an"
             " estimate: the formulas count a minibatch's gradients beside their sum"
+        )
+
+
+def _check_stacks(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> None:
+    """Refuses Muon where matrices stay cut (`sharding.to_stacks`)."""
+    cutting = ("tensor", "expert", "data")[: 2 + (strategy.zero > 0)]
+    cut, layers = math.prod(axes.get(axis, 1) for axis in cutting), config.model.num_layers
+    parts = cut * axes.get("pipe", 1)
+    divided = config.model.scan_layers and layers % parts == 0
+    if config.optimizer.name == "muon" and cut > 1 and not divided:
+        raise ValueError(
+            f"optimizer.name='muon' must have scanned layers, a multiple of {parts}, for an"
+            " estimate: no formula here counts what the compiler sends for matrices that stay"
+            f" cut; take model.num_layers={arguments.nearest(layers, parts)} and"
+            " model.scan_layers=True"
         )
 
 

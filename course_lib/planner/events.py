@@ -222,13 +222,15 @@ def muon(step: Step) -> Iterator[Event]:
     so does a parameter that decays, if it is cut. Numbers are float32.
     """
     matrices = [leaf for leaf in step.leaves if leaf.kernel and leaf.inside]
-    for axis in ("fsdp", "data", "tensor") if step.plan.muon else ():
-        of = (
+    for axis in ("fsdp", "data", "expert", "tensor") if step.plan.muon else ():
+        cut = sum(
             leaf.numbers / (step.plan.size("data") if leaf.zero else 1)
             for leaf in matrices
-            if {"fsdp": leaf.fsdp > 1, "data": leaf.zero, "tensor": True}[axis]
+            if leaf.fsdp > 1 or axis != "fsdp"
+            if leaf.zero or axis != "data"
+            if leaf.where == "experts" or axis != "expert"
         )
-        yield Event("all_to_all", (axis,), 4 * sum(of), 2 if axis == "data" else step.plan.muon)
+        yield Event("all_to_all", (axis,), 4 * cut, 2 if axis == "data" else step.plan.muon)
 
 
 STRATEGIES = (context, tensor, expert, fsdp, data, pipe, muon)
