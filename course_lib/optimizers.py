@@ -138,13 +138,14 @@ OPTIMIZER = dict(
 def per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimizer treat each layer of stacked ones as parameters of its own.
 
-    Adafactor takes means over a whole array: of scanned layers, the arrays under "block", it
-    would make other updates than of single ones.
+    Adafactor takes means over a whole array: of scanned layers, the arrays under "block" (in
+    the game "layers"), it would make other updates than of single ones.
     """
 
     def axis(path: Any) -> int | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return 0 if names[:1] == ["block"] else None  # None: shared, as counts of steps
+        stacked = names[:1] in (["block"], ["layers"])
+        return 0 if stacked else None  # None: shared, as counts of steps
 
     def axes(tree: PyTree) -> PyTree:
         return with_path(lambda path, _: axis(path), tree)
