@@ -28,7 +28,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib.many_devices import meshes
-from course_lib.smaller_and_faster import optimizer_memory
 from course_lib.training import TrainState
 
 PyTree = Any
@@ -138,6 +137,8 @@ def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTre
         if not dims or 0 in dims.reduction_axis or axis not in tuple(spec[1:]) or not divides:
             return spec
         return P(stack, *(None if name == axis else name for name in spec[1:]))
+
+    from course_lib.smaller_and_faster import optimizer_memory  # most runs do not need it
 
     steps, dims = [], optimizer_memory.matrices(params)
     for axis in (axis for axis in meshes.AXES if axis in mesh.shape):
