@@ -140,14 +140,13 @@ def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTre
 
     from course_lib.smaller_and_faster import optimizer_memory  # most runs do not need it
 
-    steps, dims = [], optimizer_memory.matrices(params)
+    # A leaf of the dims is None for what is no matrix, which `jax.tree.map` would leave out.
+    trees, leaf = (optimizer_memory.matrices(params), params), lambda x: type(x) is not dict
+    steps = [specs]
     for axis in (axis for axis in meshes.AXES if axis in mesh.shape):
         one = functools.partial(along, axis)
-        specs = jax.tree.map(
-            one, dims, params, specs, is_leaf=lambda x: not isinstance(x, dict)
-        )
-        steps.append(specs)
-    return steps
+        steps.append(jax.tree.map(one, *trees, steps[-1], is_leaf=leaf))
+    return steps[1:]
 
 
 def on_stacks(
@@ -170,9 +169,8 @@ def on_stacks(
 
 def axes_of(cuts: Iterable[str | tuple[str, ...] | None]) -> list[str]:
     """Lists the mesh axes that cut dimensions."""
-    return [
-        axis for cut in cuts for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis
-    ]
+    names = (cut if isinstance(cut, tuple) else (cut,) for cut in cuts)
+    return [axis for axes in names for axis in axes if axis]
 
 
 def state_specs(
@@ -186,11 +184,8 @@ def state_specs(
     is divided into whole ones (`to_stacks`). Anything else is small, and whole on each device:
     counts, keys, and the row and column means of Adafactor.
     """
-    muon, state_leaves = (
-        jax.tree_util.DictKey("muon"),
-        jax.tree_util.tree_leaves_with_path(state.opt_state),
-    )
-    if any(muon in path for path, _ in state_leaves):
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
+    if any(jax.tree_util.DictKey("muon") in path for path in paths):
         moment_specs = to_stacks(state.params, moment_specs, mesh)[-1]
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))
