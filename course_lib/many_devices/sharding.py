@@ -126,8 +126,8 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTree]:
-    """Returns the specs that make Muon's matrices whole, in steps of one mesh axis: it cuts the
-    stack of layers in place of another dimension. Where it does not divide the stack, or layers
+    """Returns specs, then those that make Muon's matrices whole, axis by axis of the mesh: one
+    cuts the stack of layers in place of another dimension. Where it does not divide the stack, or layers
     are unrolled, its cut stays: then the compiler gathers in each of Muon's products.
     """
 
@@ -146,7 +146,7 @@ def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTre
     for axis in (axis for axis in meshes.AXES if axis in mesh.shape):
         one = functools.partial(along, axis)
         steps.append(jax.tree.map(one, *trees, steps[-1], is_leaf=leaf))
-    return steps[1:]
+    return steps
 
 
 def on_stacks(
@@ -156,7 +156,7 @@ def on_stacks(
     all-to-alls, with weight decay parameters too, and updates come back; momentum stays there.
     """
     # The first place keeps the compiler from moving what gradients and updates are made of.
-    places = [place(each, mesh) for each in (specs, *to_stacks(params, specs, mesh))]
+    places = [place(each, mesh) for each in to_stacks(params, specs, mesh)]
     move = functools.partial(functools.reduce, jax.lax.with_sharding_constraint)
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
