@@ -16,14 +16,12 @@ The same specs serve both ways to write a strategy: by hand, as the `in_specs` o
 (https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html).
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,48 +123,6 @@ def dim_of(spec: P, axis: str) -> int | None:
     return tuple(spec).index(axis) if axis in tuple(spec) else None
 
 
-def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTree]:
-    """Returns specs, then those that make Muon's matrices whole, axis by axis of the mesh: one
-    cuts the stack of layers in place of another dimension. Where it does not divide the stack, or layers
-    are unrolled, its cut stays: then the compiler gathers in each of Muon's products.
-    """
-
-    def along(axis: str, dims: Any, leaf: Any, spec: P) -> P:
-        stack = (*axes_of(spec[:1]), axis)
-        divides = leaf.shape[0] % math.prod(mesh.shape[name] for name in stack) == 0
-        if not dims or 0 in dims.reduction_axis or axis not in tuple(spec[1:]) or not divides:
-            return spec
-        return P(stack, *(None if name == axis else name for name in spec[1:]))
-
-    from course_lib.smaller_and_faster import optimizer_memory  # most runs do not need it
-
-    # A leaf of the dims is None for what is no matrix, which `jax.tree.map` would leave out.
-    trees, leaf = (optimizer_memory.matrices(params), params), lambda x: type(x) is not dict
-    steps = [specs]
-    for axis in (axis for axis in meshes.AXES if axis in mesh.shape):
-        one = functools.partial(along, axis)
-        steps.append(jax.tree.map(one, *trees, steps[-1], is_leaf=leaf))
-    return steps
-
-
-def on_stacks(
-    optimizer: optax.GradientTransformation, params: PyTree, specs: PyTree, mesh: Mesh
-) -> optax.GradientTransformation:
-    """Lets Muon update whole matrices. Gradients, cut as `specs` say, go to their devices in
-    all-to-alls, with weight decay parameters too, and updates come back; momentum stays there.
-    """
-    # The first place keeps the compiler from moving what gradients and updates are made of.
-    places = [place(each, mesh) for each in to_stacks(params, specs, mesh)]
-    move = functools.partial(functools.reduce, jax.lax.with_sharding_constraint)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
-        moved = move(places[1:], params)  # a parameter that is not cut is there already
-        updates, state = optimizer.update(move(places, grads), state, moved)
-        return move(places[::-1], updates), state
-
-    return optax.GradientTransformation(optimizer.init, update)
-
-
 def axes_of(cuts: Iterable[str | tuple[str, ...] | None]) -> list[str]:
     """Lists the mesh axes that cut dimensions."""
     names = (cut if isinstance(cut, tuple) else (cut,) for cut in cuts)
@@ -181,12 +137,14 @@ def state_specs(
     In an optimizer's state, an array belongs to the parameter whose path its own path contains.
     If it has the parameter's shape, as Adam's moments and 8-bit codes do, it is divided like
     that parameter's gradient. The scales of 8-bit blocks are, too. Muon's momentum of matrices
-    is divided into whole ones (`to_stacks`). Anything else is small, and whole on each device:
-    counts, keys, and the row and column means of Adafactor.
+    is divided into whole ones (`muon.to_stacks`). Anything else is small, and whole on each
+    device: counts, keys, and the row and column means of Adafactor.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
     if any(jax.tree_util.DictKey("muon") in path for path in paths):
-        moment_specs = to_stacks(state.params, moment_specs, mesh)[-1]
+        from course_lib.many_devices import muon  # most runs do not need it
+
+        moment_specs = muon.to_stacks(state.params, moment_specs, mesh)[-1]
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))
     by_path = {

@@ -151,8 +151,10 @@ def of_checked(
     state, around = _shapes(init), None
     specs, grad_specs = layout_of(state, mesh, strategy)
     if config.optimizer.name == "muon" and mesh.size > 1:
+        from course_lib.many_devices import muon
+
         around = functools.partial(
-            sharding.on_stacks, params=state.params, specs=grad_specs, mesh=mesh
+            muon.on_stacks, params=state.params, specs=grad_specs, mesh=mesh
         )
     optimizer = optimizers.from_config(config.optimizer, around=around)
     placed = sharding.place(specs, mesh)

@@ -235,7 +235,7 @@ def check_counted(config: ConfigDict) -> None:
 
 
 def _check_stacks(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> None:
-    """Refuses Muon where matrices stay cut (`sharding.to_stacks`)."""
+    """Refuses Muon where matrices stay cut (`muon.to_stacks`)."""
     cutting = ("tensor", "expert", "data")[: 2 + (strategy.zero > 0)]
     cut, layers = math.prod(axes.get(axis, 1) for axis in cutting), config.model.num_layers
     parts = cut * axes.get("pipe", 1)

@@ -14,7 +14,7 @@ import pytest
 from slow_cases import slow
 
 from course_lib import configs, measure, optimizers, training
-from course_lib.many_devices import meshes, sharding, strategies
+from course_lib.many_devices import meshes, muon, sharding, strategies
 from course_lib.many_devices.options import Strategy
 
 DEVICES = 4
@@ -153,7 +153,7 @@ def test_muon_makes_the_updates_of_one_device_on_whole_matrices_of_stacked_layer
         compiled = one_device.jit(optimizer.update).lower(*args).compile()
         return compiled(*args)[0], compiled
 
-    whole = functools.partial(sharding.on_stacks, params=params, specs=cut, mesh=grid)
+    whole = functools.partial(muon.on_stacks, params=params, specs=cut, mesh=grid)
     one, _ = update()
     other, compiled = update(
         whole, lambda tree, specs: jax.device_put(tree, sharding.place(specs, grid))
