@@ -138,13 +138,14 @@ OPTIMIZER = dict(
 def per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimizer treat each layer of stacked ones as parameters of its own.
 
-    Adafactor takes means over a whole array: of scanned layers, the arrays under "block", it
-    would make other updates than of single ones.
+    Adafactor takes means over a whole array: of scanned layers, the arrays under "block" (in
+    the game "layers"), it would make other updates than of single ones.
     """
 
     def axis(path: Any) -> int | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return 0 if names[:1] == ["block"] else None  # None: shared, as counts of steps
+        stacked = names[:1] in (["block"], ["layers"])
+        return 0 if stacked else None  # None: shared, as counts of steps
 
     def axes(tree: PyTree) -> PyTree:
         return with_path(lambda path, _: axis(path), tree)
@@ -183,16 +184,21 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
 
 
 def from_config(
-    config: ConfigDict, schedule: optax.Schedule | None = None
+    config: ConfigDict,
+    schedule: optax.Schedule | None = None,
+    around: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    | None = None,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
     clips the gradient first. `schedule`: the learning rate by step, in place of the
-    configuration's.
+    configuration's. `around`: wraps what turns float32 gradients into updates.
     """
     known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
     update = OPTIMIZERS[config.name].make(config, rate)
+    if around is not None:
+        update = around(update)
     if config.offload:
         from course_lib.smaller_and_faster import offload
 

@@ -18,7 +18,7 @@ The same specs serve both ways to write a strategy: by hand, as the `in_specs` o
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -123,6 +123,12 @@ def dim_of(spec: P, axis: str) -> int | None:
     return tuple(spec).index(axis) if axis in tuple(spec) else None
 
 
+def axes_of(cuts: Iterable[str | tuple[str, ...] | None]) -> list[str]:
+    """Lists the mesh axes that cut dimensions."""
+    names = (cut if isinstance(cut, tuple) else (cut,) for cut in cuts)
+    return [axis for axes in names for axis in axes if axis]
+
+
 def state_specs(
     state: TrainState, params: PyTree, moment_specs: PyTree, mesh: meshes.AnyMesh
 ) -> TrainState:
@@ -130,9 +136,15 @@ def state_specs(
 
     In an optimizer's state, an array belongs to the parameter whose path its own path contains.
     If it has the parameter's shape, as Adam's moments and 8-bit codes do, it is divided like
-    that parameter's gradient. The scales of 8-bit blocks are, too. Anything else is small, and
-    whole on each device: counts, keys, and the row and column means of Adafactor.
+    that parameter's gradient. The scales of 8-bit blocks are, too. Muon's momentum of matrices
+    is divided into whole ones (`muon.to_stacks`). Anything else is small, and whole on each
+    device: counts, keys, and the row and column means of Adafactor.
     """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
+    if any(jax.tree_util.DictKey("muon") in path for path in paths):
+        from course_lib.many_devices import muon  # most runs do not need it
+
+        moment_specs = muon.to_stacks(state.params, moment_specs, mesh)[-1]
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(moment_specs, is_leaf=lambda x: isinstance(x, P))
     by_path = {

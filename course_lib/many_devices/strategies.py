@@ -148,8 +148,15 @@ def of_checked(
         )
     config = FrozenConfigDict(config)
     apply_fn, _, init = training.functions(config)
-    optimizer = optimizers.from_config(config.optimizer)
-    specs, grad_specs = layout_of(_shapes(init), mesh, strategy)
+    state, around = _shapes(init), None
+    specs, grad_specs = layout_of(state, mesh, strategy)
+    if config.optimizer.name == "muon" and mesh.size > 1:
+        from course_lib.many_devices import muon
+
+        around = functools.partial(
+            muon.on_stacks, params=state.params, specs=grad_specs, mesh=mesh
+        )
+    optimizer = optimizers.from_config(config.optimizer, around=around)
     placed = sharding.place(specs, mesh)
     if config.optimizer.offload:
         placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it

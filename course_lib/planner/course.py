@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import training
-from course_lib.many_devices import meshes, strategies
+from course_lib import arguments, training
+from course_lib.many_devices import meshes, sharding, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
@@ -126,6 +126,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         embedding_bytes=stored,
         ring_gradient_bytes=4,
         update_bytes=_update_bytes(config),
+        muon=(config.optimizer.name == "muon") * (2 + (config.optimizer.weight_decay > 0)),
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
         chunked_loss=model.loss_chunks > 1,
@@ -193,6 +194,7 @@ def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
             " sent; read it from the ledger of the compiled step"
         )
     check_counted(config)
+    _check_stacks(config, axes, strategy)
     state = state_of(config)
     specs, of_gradients = strategies.layout_of(state, mesh, strategy)
     rest, of_rest = (dataclasses.replace(tree, params=None) for tree in (state, specs))
@@ -232,13 +234,28 @@ def check_counted(config: ConfigDict) -> None:
         )
 
 
+def _check_stacks(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> None:
+    """Refuses Muon where matrices stay cut (`muon.to_stacks`)."""
+    cutting = ("tensor", "expert", "data")[: 2 + (strategy.zero > 0)]
+    cut, layers = math.prod(axes.get(axis, 1) for axis in cutting), config.model.num_layers
+    parts = cut * axes.get("pipe", 1)
+    divided = config.model.scan_layers and layers % parts == 0
+    if config.optimizer.name == "muon" and cut > 1 and not divided:
+        raise ValueError(
+            f"optimizer.name='muon' must have scanned layers, a multiple of {parts}, for an"
+            " estimate: no formula here counts what the compiler sends for matrices that stay"
+            f" cut; take model.num_layers={arguments.nearest(layers, parts)} and"
+            " model.scan_layers=True"
+        )
+
+
 def _specs(tree: Any) -> list[P]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
 
 
 def _parts(spec: P, n: Mapping[str, int]) -> int:
     """The number of devices that divide an array."""
-    return math.prod(n[axis] for axis in spec if axis)
+    return math.prod(n[axis] for axis in sharding.axes_of(spec))
 
 
 def leaves_of(

@@ -217,7 +217,23 @@ def pipe(step: Step) -> Iterator[Event]:
     yield Event("all_reduce", ("pipe",), summed)
 
 
-STRATEGIES = (context, tensor, expert, fsdp, data, pipe)
+def muon(step: Step) -> Iterator[Event]:
+    """Gradients of a layer's matrices go to where each matrix is whole, and updates come back;
+    so does a parameter that decays, if it is cut. Numbers are float32.
+    """
+    matrices = [leaf for leaf in step.leaves if leaf.kernel and leaf.inside]
+    for axis in ("fsdp", "data", "expert", "tensor") if step.plan.muon else ():
+        cut = sum(
+            leaf.numbers / (step.plan.size("data") if leaf.zero else 1)
+            for leaf in matrices
+            if leaf.fsdp > 1 or axis != "fsdp"
+            if leaf.zero or axis != "data"
+            if leaf.where == "experts" or axis != "expert"
+        )
+        yield Event("all_to_all", (axis,), 4 * cut, 2 if axis == "data" else step.plan.muon)
+
+
+STRATEGIES = (context, tensor, expert, fsdp, data, pipe, muon)
 """In the order in which their events take computing to hide behind."""
 
 

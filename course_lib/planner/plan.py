@@ -203,6 +203,8 @@ class Plan(_Checked):
     ring_gradient_bytes: int = _field(_BYTES, 2)  # of gradients of keys and values
     # per parameter, read and written by the optimizer; Adam in float32: 24
     update_bytes: int | float = _field(_number(0, 999), 24)
+    # how often Muon moves a matrix (`muon.on_stacks`): twice, with weight decay three times
+    muon: int = _field(_one_of(0, 2, 3), 0)
     # of products' operands; with eight bits only of products with weights, inside of layers
     dtype: str = _field((_is_floating, "the name of a floating dtype"), "bfloat16")
     schedule: Schedule | None = None  # of this course's pipeline; None: Megatron-LM's

@@ -5,7 +5,7 @@ A step is the sum of these parts (`Breakdown`):
     products    matrix multiplications (matmuls), at `cluster_model.PRODUCTS_SHARE` of the peak
                 rate
     memory      reads and writes of device memory, at `MEMORY_SHARE` of its bandwidth
-    optimizer   the same for parameters, gradients and optimizer state
+    optimizer   the same for parameters, gradients and optimizer state; and Muon's products
     tensor, context, expert, data, pipe
                 exposed communication along an axis: the seconds that it adds to the step. The
                 device computes nothing meanwhile, or more slowly: a quarter of the traffic
@@ -290,7 +290,9 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     shift = sum((whole.once(event) for event in found if event.axes == ("pipe",)), 0.0)
     bubble = waiting(step, lasts, weights, shift)
 
-    # 4. The sum.
+    # 4. The sum. Muon's float32 products run on the units that `peak` says.
+    muon_seconds = muon_flops(step) / cluster.products_share
+    muon_seconds /= peak(cluster.accelerator, "float32")
     count = {"forward": m * layers, "backward": m * layers, "head": m / p, "embedding": m}
     total = works["forward"].times(count["forward"])
     for part in ("backward", "head"):
@@ -305,7 +307,7 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         {
             "products": products(total),
             "memory": total.bytes / memory,
-            "optimizer": optimizer_bytes(step) / memory,
+            "optimizer": optimizer_bytes(step) / memory + muon_seconds,
             "bubble": bubble,
             **exposed,
         },
@@ -352,3 +354,21 @@ def optimizer_bytes(step: Step) -> float:
         own += zeroed / (copies if plan.zero == 2 else 1)
         total += leaf.held * leaf.numbers * own
     return total
+
+
+def muon_flops(step: Step) -> float:
+    """Returns the FLOPs of Muon's products on one device: five steps of Newton and Schulz for
+    each matrix [m n], m <= n, of the layers (`optimizer_memory.matrices`) that it has whole. A
+    step multiplies x x^T, its square, and a sum of both with x.
+    """
+    shape, plan, D = step.shape, step.plan, step.shape.width
+    if not plan.muon:
+        return 0.0
+    q, kv, experts = shape.heads * shape.head_dim, shape.kv_width, max(shape.experts, 1)
+    heads = [(D, 3 * q)] if q == kv else [(D, q), (D, 2 * kv)]
+    of_experts = experts / plan.size("expert")
+    counts = [(1.0, (q, D)), *((1.0, each) for each in heads)]
+    counts += [(shape.matrices * of_experts, (D, shape.mlp))]
+    total = sum(5 * n * (4 * min(x) ** 2 * max(x) + 2 * min(x) ** 3) for n, x in counts)
+    copies = plan.size("fsdp") * (plan.size("data") if plan.zero else 1) * plan.size("tensor")
+    return step.stage_layers * total / copies

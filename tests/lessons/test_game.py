@@ -244,6 +244,19 @@ def test_updates_of_each_optimizer_pass_and_are_told_from_others(name, capsys, n
             updates.check_optimizer(step, setup, updates.gradient())
 
 
+def test_adafactor_updates_each_layer_of_the_games_stack_as_if_it_were_alone():
+    optimizer, draw = setups.make("adafactor"), np.random.default_rng(0)
+    params, grads = (draw.normal(1, 1, (33, 32, 48)).astype("float32") for _ in range(2))
+
+    def updated(grads, params):
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    whole = updated({"layers": {"bias": grads}}, {"layers": {"bias": params}})
+    for i in (0, 32):
+        alone = updated({"bias": grads[i]}, {"bias": params[i]})["bias"]
+        np.testing.assert_allclose(whole["layers"]["bias"][i], alone, rtol=1e-5, atol=1e-7)
+
+
 REFUSED = {
     "optimizer='sgd' must be one of adamw, ": dict(optimizer="sgd"),
     "moments='disk' must be one of device, host.": dict(moments="disk"),

@@ -9,14 +9,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_device
 import pytest
 from slow_cases import slow
 
 from course_lib import configs, measure, optimizers, training
-from course_lib.many_devices import meshes, sharding, strategies
+from course_lib.many_devices import meshes, muon, sharding, strategies
 from course_lib.many_devices.options import Strategy
 
 DEVICES = 4
+MUON = {"optimizer.name": "muon", "optimizer.weight_decay": 0.1, "model.num_layers": 8}
 # SGD has no state; Adam's is AdamW's.
 NAMES = [name for name in optimizers.OPTIMIZERS if name not in ("sgd", "adam")]
 
@@ -122,3 +124,44 @@ def test_a_block_that_would_straddle_devices_is_refused_with_a_size_that_works()
     with pytest.raises(ValueError, match=r"block_size=128 must divide the 32.*block_size=32"):
         strategies.build(config, mesh(), Strategy(zero=1))
     strategies.layout(config, mesh(), Strategy(zero=0))  # nothing is divided
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "scanned"),
+    [
+        ({"data": 4, "tensor": 2}, 3, True),
+        slow({"data": 8}, 1, True),
+        slow({"data": 8}, 3, False),
+        slow({"data": 4, "tensor": 2}, 3, False),
+    ],
+)
+def test_muon_makes_the_updates_of_one_device_on_whole_matrices_of_stacked_layers(
+    axes, zero, scanned
+):
+    config = one_device.small(**MUON, **{"model.scan_layers": scanned})
+    params = jax.jit(lambda key: training.functions(config)[2](key).params)(jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    normal = np.random.default_rng(0).standard_normal
+    grads = tree.unflatten([normal(leaf.shape, np.float32) for leaf in leaves])
+    grid, chosen = one_device.grid(**axes), Strategy(zero=zero)
+    specs, cut = strategies.layout(config, grid, chosen)
+
+    def update(around=None, place=lambda tree, specs: tree):
+        optimizer = optimizers.from_config(config.optimizer, around=around)
+        state = place(optimizer.init(params), specs.opt_state)
+        args = place(grads, cut), state, place(params, specs.params)
+        compiled = one_device.jit(optimizer.update).lower(*args).compile()
+        return compiled(*args)[0], compiled
+
+    whole = functools.partial(muon.on_stacks, params=params, specs=cut, mesh=grid)
+    one, _ = update()
+    other, compiled = update(
+        whole, lambda tree, specs: jax.device_put(tree, sharding.place(specs, grid))
+    )
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
+    ):
+        error = np.linalg.norm(np.asarray(a) - np.asarray(b))
+        assert error <= 1e-5 * np.linalg.norm(np.asarray(a)), jax.tree_util.keystr(path)
+    kinds = {row["kind"] for row in measure.ledger(compiled, grid).rows()}
+    assert (kinds == {"all-to-all"}) == scanned, kinds

@@ -8,17 +8,19 @@ import one_device
 import pytest
 from slow_cases import slow
 
-from course_lib import configs, measure, planner, training
+from course_lib import configs, measure, optimizers, planner, training
 from course_lib.many_devices import meshes, strategies
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.one_device import gradient_accumulation
+from course_lib.planner import price
 
 H100 = hardware.get("h100")
 BLOCK = {"model.remat": ("Block",)}
 EXPERTS = {"model.num_experts": 4}
+MUON = {"optimizer.name": "muon", "model.num_layers": 4}
 SCHEDULED = {"schedule": "zero_bubble", "microbatches": 4}
 CASES = (
     (dict(data=4), Strategy(zero=1), {"training.num_minibatches": 2}),
@@ -31,7 +33,10 @@ CASES = (
     ),
     (dict(data=2, context=4), Strategy(zero=1), BLOCK | {"model.num_kv_heads": 2}),
     (dict(data=2, expert=4), Strategy(zero=3), EXPERTS | {"model.experts_per_token": 2}),
+    (dict(data=2, tensor=2), Strategy(zero=3), MUON | {"optimizer.weight_decay": 0.1}),
     # from here on slow
+    (dict(data=2, pipe=2), Strategy(zero=1, microbatches=2), MUON),
+    (dict(data=2, expert=2), Strategy(zero=3), MUON | EXPERTS),
     (dict(data=2, pipe=2), Strategy(zero=1, **SCHEDULED), {"model.remat": ("MLP",)}),
     (dict(data=2), Strategy(zero=2), {"training.num_minibatches": 4}),
     (
@@ -67,7 +72,7 @@ def skip_where_recomputed_keys_are_sent_once(size, remat):
 
 @pytest.mark.parametrize(
     "index",
-    [i if i < 5 else slow(i) for i in range(len(CASES))],
+    [i if i < 6 else slow(i) for i in range(len(CASES))],
     ids=lambda i: "-".join(f"{a}{n}" for a, n in CASES[i][0].items()),
 )
 def test_a_device_holds_and_sends_along_each_axis_what_the_formula_says(index):
@@ -156,6 +161,26 @@ def test_the_flops_of_the_sizes_are_those_that_are_counted():
             assert shape.flops * tokens < counted
         else:
             assert shape.flops * tokens == counted
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.num_kv_heads": 2}, EXPERTS])
+def test_the_flops_of_muon_are_those_of_its_products(changes):
+    whole = small(MUON | changes)
+    state, _ = training.build(whole).abstract()
+    update = optimizers.from_config(whole.optimizer).update
+    counted = measure.flops(update, state.params, state.opt_state, state.params)
+    assert price.muon_flops(planner.step(whole, {"data": 1})) == sum(counted.total.values())
+
+
+def test_muon_takes_longer_than_adamw_by_its_products_and_what_they_send():
+    axes, chosen = {"data": 8}, Strategy(zero=1)
+    adam, muon = (half(axes, chosen, {"optimizer.name": name}) for name in ("adamw", "muon"))
+    assert muon.time.parts["optimizer"] > 2 * adam.time.parts["optimizer"]
+    matrices = 4 * 12 * 32 * 2560**2  # bytes
+    assert muon.sent["data"] - adam.sent["data"] == 2 * 7 / 8 * matrices / 8
+    for changes in ({"model.num_layers": 12}, {"model.scan_layers": False}):
+        with pytest.raises(ValueError, match="optimizer.name='muon' must have scanned layers"):
+            half(axes, chosen, changes | {"optimizer.name": "muon"})
 
 
 @pytest.mark.parametrize(

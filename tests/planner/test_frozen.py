@@ -2,7 +2,8 @@
 
 The file holds what the formulas said before they became one list of events: 400 random plans of
 all options, the published steps, 113 configurations of this course, and several searches. The
-state of the two with Adafactor has since been written anew: each scanned layer has its own.
+state of the two with Adafactor has since been written anew: each scanned layer has its own. So
+have bytes and seconds of the two with Muon, whose matrices travel, and are multiplied.
 """
 
 import dataclasses
@@ -97,7 +98,9 @@ def test_published_steps_take_the_seconds_of_the_file():
 
 def test_the_random_plans_use_every_option():
     plans = [plan for _, plan, *_ in FROZEN["plans"]]
+    since = ("muon",)  # the configurations below have it
     few = [f.name for f in dataclasses.fields(Plan) if sum(f.name in p for p in plans) < 20]
+    few = [name for name in few if name not in since]
     assert len(plans) == 400 and few == []
 
 
