@@ -145,7 +145,7 @@ def test_the_share_of_a_gpus_memory_is_set_before_jax_looks_for_devices(monkeypa
     monkeypatch.delenv(share, raising=False)
 
     def start(*_):
-        assert os.environ[share] == str(dry_run.GPU_SHARE)  # what the dry run says is there
+        assert os.environ[share] == str(hardware.GPU_SHARE)  # what the dry run says is there
         order.append("devices")
         return contextlib.nullcontext()
 

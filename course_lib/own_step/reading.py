@@ -1,0 +1,242 @@
+"""Reads a step of one's own: a function of arrays alone, and where these are on a machine."""
+
+import collections
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from course_lib.measure import virtual
+
+PyTree = Any
+
+
+class OwnError(ValueError):
+    """The step's own code raised an error, which is the `__cause__`."""
+
+
+@contextlib.contextmanager
+def own(doing: str) -> Iterator[None]:
+    """Says of an error in the block that the step's own code raised it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if reason := virtual.why_not_lowered(error):
+            raise ValueError(f"{doing}: {reason}") from None
+        message = (str(error).strip().splitlines() or [""])[0]
+        raise OwnError(f"{doing} raised {type(error).__name__}: {message}") from error
+
+
+def load(where: str) -> Callable[..., Any]:
+    """Returns the function that `where` names: "FILE.py:FUNCTION" or "MODULE:FUNCTION"."""
+    place, _, name = where.rpartition(":")
+    if not (place and name.isidentifier()):
+        raise ValueError(
+            f"{where} must be FILE.py:FUNCTION or MODULE:FUNCTION, as in my_step.py:make_step"
+        )
+    path = pathlib.Path(place)
+    if is_file := path.suffix == ".py":
+        if not path.is_file():
+            raise ValueError(f"{place}: there is no such file in {pathlib.Path.cwd()}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.path.insert(0, str(path.parent.absolute() if is_file else pathlib.Path.cwd()))
+    try:
+        with own(f"importing {place}"):
+            if is_file:
+                module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            else:
+                module = importlib.import_module(place)
+    except OwnError as error:
+        missing = getattr(error.__cause__, "name", None)
+        if is_file or not (missing and place.startswith(missing)):
+            raise
+        raise ValueError(f"{place}: there is no such module; a file ends in .py") from None
+    if not callable(getattr(module, name, None)):
+        known = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(f"{where}: {place} has no function {name}; it has {known or 'none'}")
+    return getattr(module, name)
+
+
+def make(make_step: Callable[..., Any], devices: Sequence[jax.Device], **switches: Any) -> Any:
+    """Calls a `make_step`, with the devices if it has a parameter of this name."""
+    if "devices" in inspect.signature(make_step).parameters:
+        switches["devices"] = list(devices)
+    with own(f"{make_step.__name__}({', '.join(switches)})"):
+        return make_step(**switches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step as a function of arrays alone."""
+
+    function: Callable[..., PyTree]
+    arguments: tuple[PyTree, ...]  # of one call: arrays or shapes, and None for all else
+    names: tuple[str, ...]  # of the arguments
+    donated: tuple[int, ...]  # the arguments that the step's own jit donates
+    results: collections.Counter  # how many it returns of each shape and dtype
+
+    def reusable(self) -> dict[int, int]:
+        """Returns the arguments of which results could have at least half of the memory, and
+        how many bytes that is: those that are donated first.
+        """
+        free, found = self.results.copy(), {}
+        for number in sorted(range(len(self.names)), key=lambda n: n not in self.donated):
+            leaves, size = jax.tree.leaves(self.arguments[number]), 0
+            for leaf in leaves:
+                if free[kind(leaf)] > 0:
+                    free[kind(leaf)] -= 1
+                    size += leaf.size * leaf.dtype.itemsize
+            if size and 2 * size >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves):
+                found[number] = size
+        return found
+
+
+def kind(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(leaf.shape), str(leaf.dtype)
+
+
+def read(made: Any) -> Step:
+    """Reads what a `make_step` returned: a step, plain or jitted by JAX, Flax NNX or Equinox,
+    and the arguments of one call.
+    """
+    if not (isinstance(made, tuple) and len(made) > 1 and callable(made[0])):
+        given = f"({', '.join(type(one).__name__ for one in made)})" if (
+            isinstance(made, tuple)
+        ) else type(made).__name__
+        raise ValueError(
+            "make_step() must return the step and the arguments of one call, as in `return"
+            f" step, state, batch`, and returned {given}"
+        )
+    step, *args = made
+    try:
+        bound = inspect.signature(step).bind(*args).arguments
+    except TypeError as error:
+        raise ValueError(
+            f"make_step() returned a step that cannot be called with the {len(args)} arguments"
+            f" after it ({error}): `return step, state, batch` is for step(state, batch)"
+        ) from None
+    names = [name for name, value in bound.items() for _ in _of_one(step, name, value)]
+    names = [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
+    for name, leaf in ((n, leaf) for n, a in zip(names, args) for leaf in jax.tree.leaves(a)):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _is_array(leaf):
+            raise ValueError(
+                f"argument {name} holds a {type(leaf).__module__}.{type(leaf).__name__}: pass"
+                " arrays of JAX or NumPy, or shapes (jax.ShapeDtypeStruct)"
+            )
+    arrays, merge, changed = _arrays(args)
+    if not jax.tree.leaves(arrays):
+        raise ValueError(f"the arguments {', '.join(names)} hold no array or shape: pass some")
+
+    def function(*arrays: PyTree) -> PyTree:
+        called = merge(jax.tree.map(lambda x: x, arrays))  # Flax changes what it merges
+        result = step(*called)
+        result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, result)
+        return result, changed(arrays, called)
+
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, either) for name in names])
+    vars(function).update(__signature__=signature)  # XLA names the arguments by it
+    function.__name__ = getattr(step, "__name__", "step")
+    return traced(Step(function, arrays, tuple(names), (), collections.Counter()))
+
+
+def traced(step: Step) -> Step:
+    """Adds what the step's own jit donates, and its results."""
+    with own(f"tracing {step.function.__name__} for jax.jit"):
+        found = jax.make_jaxpr(step.function)(*step.arguments)
+    owners = [n for n, arg in enumerate(step.arguments) for _ in jax.tree.leaves(arg)]
+    owner = {id(v): n for v, n in zip(found.jaxpr.invars, owners, strict=True)}
+    donated = {
+        owner[id(v)]
+        for eqn in found.jaxpr.eqns
+        for v, given in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
+        if given and id(v) in owner
+    }
+    results = collections.Counter(map(kind, found.out_avals))
+    return dataclasses.replace(step, donated=tuple(sorted(donated)), results=results)
+
+
+def _of_one(step: Any, name: str, value: Any) -> Sequence[Any]:
+    """Returns the arguments that one name of a step's signature has: several for `*args`."""
+    parameter = inspect.signature(step).parameters[name]
+    return value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]:
+    """Returns the arrays of each argument, a function that puts others in their place, and one
+    that returns the arrays that a call has changed in place, as those of Flax NNX.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    is_node = nnx.graph.is_graph_node if nnx else lambda leaf: False
+    nodes = {
+        number: arg
+        for number, arg in enumerate(args)
+        if any(map(is_node, jax.tree.leaves(arg, is_leaf=is_node)))
+    }
+    # arrays that modules share are in the state once
+    graph, state = nnx.split(nodes) if nodes else (None, {})
+    leaves, tree = jax.tree.flatten([None if n in nodes else arg for n, arg in enumerate(args)])
+
+    def merge(arrays: tuple) -> list[PyTree]:
+        given = iter(jax.tree.leaves([None if n in nodes else a for n, a in enumerate(arrays)]))
+        called = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
+        merged = nnx.merge(graph, nnx.State({n: arrays[n] for n in state})) if nodes else {}
+        return [merged.get(n, arg) for n, arg in enumerate(called)]
+
+    def changed(arrays: tuple, called: list[PyTree]) -> list[jax.Array]:
+        after = nnx.split({n: called[n] for n in nodes})[1] if nodes else {}
+        pairs = zip(*(jax.tree.leaves([side[n] for n in state]) for side in (arrays, after)))
+        return [new for old, new in pairs if new is not old]
+
+    plain = [jax.tree.map(lambda x: x if _is_array(x) else None, arg) for arg in tree.unflatten(leaves)]
+    return tuple(state.get(n, arg) for n, arg in enumerate(plain)), merge, changed
+
+
+def placed(step: Step, devices: Sequence[jax.Device]) -> tuple[tuple[PyTree, ...], Mesh | None]:
+    """Returns the shapes of a step's arguments on devices, and their mesh: one device, or the
+    arguments' own mesh with these devices in place of its own.
+    """
+    count, meshes = len(devices), {}
+
+    def mesh_of(leaf: Any) -> Mesh | None:
+        mesh: Any = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is None or mesh.size == 1:
+            return None
+        if mesh.size != count:
+            raise ValueError(
+                f"--devices {count}: an argument is on a mesh of {mesh.size} devices; add"
+                f" --devices {mesh.size}, or make a mesh of {count}"
+            )
+        if mesh not in meshes:
+            own = isinstance(mesh, Mesh) and set(mesh.devices.flat) == set(devices)
+            places = mesh.devices if own else np.array(devices).reshape(mesh.axis_sizes)
+            meshes[mesh] = Mesh(places, mesh.axis_names, axis_types=mesh.axis_types)
+        return meshes[mesh]
+
+    mesh = next(filter(None, map(mesh_of, jax.tree.leaves(step.arguments))), None)
+    if mesh is None and count > 1:
+        raise ValueError(
+            f"--devices {count}: no argument is on a mesh of {count} devices; give them their"
+            f" shardings, as jax.NamedSharding(jax.make_mesh(({count},), ('data',)), P('data'))"
+        )
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        own = mesh_of(leaf)
+        spec = leaf.sharding.spec if own else PartitionSpec()
+        return virtual.abstract(leaf, NamedSharding(own or mesh, spec) if mesh else devices[0])
+
+    return jax.tree.map(place, step.arguments), mesh
