@@ -9,6 +9,7 @@ These read the compiled program; the device need not be there:
     traffic(lowered)       the bytes that it moves through device memory
     host_traffic(lowered)  the bytes that it moves between host and device
     ledger(lowered, mesh)  the bytes that the devices send each other
+    compiler(lowered)      what the compiler changed: work done again, products, overlap
     roofline(...)          the least time that FLOPs and bytes allow
 
 It is compiled once for all of them; on a CPU without YNNPACK, a library that hides memory. All
@@ -31,6 +32,7 @@ environment.prepare()
 
 if TYPE_CHECKING:
     from course_lib.measure import hlo as hlo
+    from course_lib.measure.compiler import Compiler, compiler
     from course_lib.measure.flops import Flops, flops
     from course_lib.measure.heap import Heap, LiveArray, heap, write_session
     from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from course_lib.measure.units import GIB, MIB, gib
 
 _MODULES = {
+    "compiler": "Compiler compiler",
     "flops": "Flops flops",
     "heap": "Heap LiveArray heap write_session",
     "ledger": "Collective Ledger ledger schedule_around",

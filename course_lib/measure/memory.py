@@ -36,7 +36,8 @@ def memory(step: Any) -> Memory:
     bound there (the block of temporaries can have gaps; `heap` is exact): of a lowered step,
     compiled without a library that hides arrays (`virtual.NO_FUSED_LIBRARY`). A compiled one
     that hides large ones is refused. A device needs more, for its context, the workspace of its
-    libraries, and gaps between arrays: `peak_in_own_process` measures that.
+    libraries (on a CPU, copies of operands in each thread), and gaps between arrays:
+    `peak_in_own_process` measures that.
     """
     compiled = program.read(step)
     if compiled.platform == "cpu":
