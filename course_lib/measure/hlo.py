@@ -138,8 +138,8 @@ class Module:
     entry: Computation
     computations: Mapping[str, Computation] = dataclasses.field(repr=False)
     devices: int = 1
-    # by `Instruction.frame`: lines that called each other, innermost first. None before JAX 0.10
-    frames: Mapping[int, tuple[Frame, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    # by `Instruction.frame`: lines that called each other, innermost first
+    frames: Mapping[int, tuple[Frame, ...]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def instructions(self) -> Mapping[str, Instruction]:

@@ -20,8 +20,9 @@ _STRUCTURE = frozenset(
     " copy reshape".split()
 )
 
-# Folders of Python's own modules and of packages.
-_INSTALLED = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|\b(?:site|dist)-packages\b")
+# Files that are no model: Python's own, those of packages, and what calls a step of one's own.
+_STDLIB = re.escape(sysconfig.get_path("stdlib"))
+_INSTALLED = re.compile(rf"{_STDLIB}|\b(?:site|dist)-packages\b|\bown_step.reading\.py$")
 
 # Modules of the library's Transformer, and JAX's product of matrices, in the text's words.
 _IN_TEXT = {"attn": "attention", "mlp": "MLP", "dot_general": "product"}

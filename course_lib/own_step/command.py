@@ -3,8 +3,8 @@
     python -m course_lib.measure my_step.py:make_step --target h100
 
 make_step() returns the step and the arguments of one call, arrays or shapes: `return step,
-state, batch`. Its parameters, all optional: `devices` gets the devices of --devices; `dtype` and
-`remat` are switched to see what that does. docs/your_model.md has an example.
+state, batch`. If it has a parameter `devices`, it gets those of --devices; `dtype` and `remat`
+are switched to see what that does. docs/your_model.md has an example.
 """
 
 import argparse
@@ -33,6 +33,11 @@ MEMORY_ERROR = "26 steps that were measured on an H200 took 15 to 489 MiB more (
 TIME_ERROR = (
     "26 steps that were measured on an H200 took 1.00 to 2.64 times as long, the median 1.13"
 )
+NAMES = {
+    "flops": "FLOPs",
+    "traffic_bytes": "memory traffic",
+    "attainable_seconds": "attainable time",
+}
 OVER, USAGE = 1, 2
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6, "": 1}
 
@@ -52,29 +57,30 @@ def text(figures: Figures) -> str:
         f" {gib(figures['temporary_bytes'])}): {'fits' if figures['fits'] else 'DOES NOT FIT'}",
         MEMORY_ERROR,
     )
-    add("at the peak", *(f"{gib(row['bytes']):>11}  {_array(row)}" for row in figures["at_the_peak"]))
+    add(
+        "at the peak",
+        *(f"{gib(row['bytes']):>11}  {_array(row)}" for row in figures["at_the_peak"]),
+    )
     given = figures["donation"]
     missed = f"; {gib(given['missed_bytes'])} of {', '.join(given['missed'])} could be"
     add("donation", f"{gib(given['aliased_bytes'])} used again{missed * bool(given['missed'])}")
     if (flops := figures["flops"]) is not None:
         counts = ", ".join(f"{count:.3g} in {dtype}" for dtype, count in flops.items()) or "0"
         again = figures["recomputed_flops"]
-        add("FLOPs", counts + f", {again:.3g} of them recomputed" * bool(again))
+        add(NAMES["flops"], counts + f", {again:.3g} of them recomputed" * bool(again))
     if (moved := figures["traffic_bytes"]) is not None:
         kinds = list(figures["traffic_by_kind"].items())[:4]
-        shares = ", ".join(f"{kind} {size / moved:.0%}" for kind, size in kinds)
-        add("memory traffic", f"{gib(moved)}: {shares}")
+        shares = ", ".join(f"{kind} {n / moved:.0%}" for kind, n in kinds if n > moved / 200)
+        add(NAMES["traffic_bytes"], f"{gib(moved)}: {shares}")
     if figures["devices"] > 1:
         sent = (f"{gib(size):>11}  {kind}" for kind, size in figures["sent_by_kind"].items())
         add("sent per device", gib(figures["sent_bytes"]), *sent)
     if (seconds := figures["attainable_seconds"]) is not None:
-        add("attainable time", f"{1e3 * seconds:.4g} ms", TIME_ERROR)
+        add(NAMES["attainable_seconds"], f"{1e3 * seconds:.4g} ms", TIME_ERROR)
     for name, why in figures["unknown"].items():
-        add(name.replace("_bytes", "").replace("_", " "), f"unknown: {why}")
-    for n, row in enumerate(figures["tried"]):
-        add("" if n else "tried", row["change"], f"    {_result(row)}")
-    add("not tried", *figures["not_tried"])
-    return "\n".join(lines)
+        add(NAMES[name], f"unknown: {why}")
+    add("the compiler", *figures["compiler"]["text"])
+    return "\n".join([*lines, *map(tried, figures["tried"]), *not_tried(figures)])
 
 
 def _array(row: Figures) -> str:
@@ -85,12 +91,21 @@ def _array(row: Figures) -> str:
     return ", ".join(filter(None, (what, row["kind"], row["from"])))
 
 
-def _result(row: Figures) -> str:
+def tried(row: Figures) -> str:
+    """Returns what a change came to, as two lines of text."""
     if row["error"]:
-        return f"did not work: {row['error']}"
-    seconds = row["attainable_seconds"]
-    time = "" if seconds is None else f", attainable {1e3 * seconds:.4g} ms"
-    return f"peak {gib(row['peak_bytes'])}{time}"
+        result = f"did not work: {row['error']}"
+    else:
+        result = f"peak {gib(row['peak_bytes'])}"
+        if (seconds := row["attainable_seconds"]) is not None:
+            result += f", attainable time {1e3 * seconds:.4g} ms"
+        if flops := row["flops"]:
+            result += f", most FLOPs in {max(flops, key=flops.get)}"
+    return f"{'tried':17}{row['change']}\n{'':21}{result}"
+
+
+def not_tried(figures: Figures) -> list[str]:
+    return [f"{'not tried':17}{change}" for change in figures["not_tried"]]
 
 
 def page(figures: Figures, heap: measure.Heap) -> str:
@@ -134,8 +149,15 @@ def arguments() -> argparse.ArgumentParser:
     add("where", metavar="FILE.py:make_step", help="or MODULE:make_step")
     add("--target", metavar="NAME", default="h100", help=", ".join(hardware.names()))
     add("--devices", metavar="N", type=int, default=1, help="how many of them (default: 1)")
-    add("--report", metavar="OUT", help="also writes a page, OUT.html, or report.html in a folder")
+    add(
+        "--report",
+        metavar="OUT",
+        help="also writes a page, OUT.html, or report.html in a folder",
+    )
     add("--json", action="store_true", help="prints one JSON object; null is unknown")
+    add(
+        "--no-tries", action="store_true", help="tries no changes, which takes most of the time"
+    )
     add("--fail-over", metavar="SIZE", type=size, help="exits with 1 if the peak is over 20GiB")
     return parser
 
@@ -146,16 +168,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.target not in hardware.names():
-            raise ValueError(f"--target {options.target} must be one of {', '.join(hardware.names())}")
-        jax.config.update("jax_num_cpu_devices", max(options.devices, 1))
+            raise ValueError(
+                f"--target {options.target} must be one of {', '.join(hardware.names())}"
+            )
+        if jax.config.jax_num_cpu_devices < options.devices > 1:
+            with contextlib.suppress(RuntimeError):  # JAX has started
+                jax.config.update("jax_num_cpu_devices", options.devices)
+        try:
+            virtual.devices(options.target, options.devices)
+        except ValueError as error:
+            raise ValueError(f"--devices {options.devices}: {error}") from None
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
-            try:
-                virtual.devices(options.target, options.devices)
-            except ValueError as error:
-                raise ValueError(f"--devices {options.devices}: {error}") from None
             make_step = reading.load(options.where)
-            found, heap = costs.measured(make_step, options.target, options.devices)
-        print(json.dumps(found) if options.json else text(found))
+            found, heap, tries = costs.measured(make_step, options.target, options.devices)
+        if not options.json:
+            print(text(found), flush=True)
+        for row in () if options.no_tries else tries:
+            if not options.json:
+                print(tried(row), flush=True)
+        for line in [json.dumps(found)] if options.json else not_tried(found):
+            print(line)
         if options.report:
             out = pathlib.Path(options.report)
             out = out if out.suffix == ".html" else out / "report.html"
@@ -174,12 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Prints an error's traceback from the first line that is not the course's."""
-    trace = error.__traceback__
-    own, here = [], str(pathlib.Path(__file__).parent)
+    """Prints an error's traceback from the first line of the step's own code."""
+    trace, own = error.__traceback__, error.__traceback__
     while trace is not None:
-        own = [*own, trace] if not trace.tb_frame.f_code.co_filename.startswith(here) else []
+        file = trace.tb_frame.f_code.co_filename
+        if file.startswith(str(pathlib.Path(__file__).parent)) or "importlib" in file:
+            own = trace.tb_next
         trace = trace.tb_next
-    while own and "importlib" in own[0].tb_frame.f_code.co_filename:
-        own = own[1:]
-    traceback.print_exception(type(error), error, own[0] if own else None, chain=False)
+    traceback.print_exception(type(error), error, own, chain=False)

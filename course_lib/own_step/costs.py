@@ -28,15 +28,17 @@ Figures = dict[str, Any]
 
 def measured(
     make_step: Callable[..., Any], target: str, count: int = 1
-) -> tuple[Figures, measure.Heap]:
-    """Measures the step of a `make_step` on `count` devices of a target, and tries changes.
+) -> tuple[Figures, measure.Heap, Iterator[Figures]]:
+    """Measures the step of a `make_step` on `count` devices of a target.
 
-    Returns all figures, as `--json` prints them, and the step's heap.
+    Returns all figures, as `--json` prints them; the step's heap; and an iterator that tries
+    changes, adds their rows to the figures and yields these rows.
     """
     devices = virtual.devices(target, count)
     step = reading.read(reading.make(make_step, devices))
     accelerator = hardware.get(target)
     costs, heap, mesh = compiled(step, target, devices, plan=True)
+    compiler = measure.compiler(heap)
     sent: collections.Counter[str] = collections.Counter()
     for row in measure.ledger(heap, mesh).rows() if mesh else ():
         sent[f"{row['kind']} along {row['axes']}"] += row["sent_bytes"]
@@ -52,15 +54,24 @@ def measured(
         "donation": donation(step, heap),
         "sent_bytes": sent.total(),
         "sent_by_kind": dict(sent),
+        "compiler": {
+            **vars(compiler),
+            "clones": len(compiler.clones),
+            "text": str(compiler).splitlines(),
+        },
         "tried": [],
         "not_tried": [],
     }
-    for change, make in changes(step, figures, make_step, devices):
-        if isinstance(make, str):
-            figures["not_tried"].append(f"{change}: {make}")
-        elif len(figures["tried"]) < MOST_TRIED:
-            figures["tried"].append({"change": change, **_tried(make, target, devices)})
-    return figures, heap
+
+    def tries() -> Iterator[Figures]:
+        for change, make in changes(step, figures, make_step, devices):
+            if isinstance(make, str):
+                figures["not_tried"].append(f"{change}: {make}")
+            elif len(figures["tried"]) < MOST_TRIED:
+                figures["tried"].append({"change": change, **_tried(make, target, devices)})
+                yield figures["tried"][-1]
+
+    return figures, heap, tries()
 
 
 def compiled(
@@ -79,7 +90,9 @@ def compiled(
         program = measure.heap(lowered) if plan else virtual.compile(lowered)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"--target {target}: its compiler refuses the step: {reason}") from None
+        raise ValueError(
+            f"--target {target}: its compiler refuses the step: {reason}"
+        ) from None
     unknown: dict[str, str] = {}
 
     def known(name: str, read: Callable[[], Any]) -> Any:
@@ -213,7 +226,8 @@ def batch(step: Step) -> tuple[list[int], int]:
     """Returns which arguments are the batch, and their first dimension, or 0: the last one that
     results do not replace and whose arrays have one first dimension, and others that share it.
     """
-    numbers, size, state = [], 0, step.reusable()
+    numbers: list[int] = []
+    size, state = 0, step.reusable()
     for number in reversed(range(len(step.names))):
         leaves = [leaf for leaf in jax.tree.leaves(step.arguments[number]) if leaf.shape]
         if number in state or {reading.kind(leaf) for leaf in leaves} == {((2,), "uint32")}:
@@ -229,7 +243,7 @@ def _half(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -> Step:
-    """Returns a step of which some arguments have other shapes and dtypes, divided as before."""
+    """Returns a step whose arguments of these numbers have other shapes and dtypes."""
 
     def changed(leaf: Any) -> Any:
         if not leaf.shape or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -246,9 +260,9 @@ def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -
 
 def _tried(make: Callable[[], Step], target: str, devices: Sequence[jax.Device]) -> Figures:
     """Returns the figures of a changed step, or the error of one that does not work."""
+    names = "peak_bytes", "attainable_seconds", "flops"
     try:
         costs, _, _ = compiled(make(), target, devices)
-    except (ValueError, RuntimeError, TypeError) as error:
-        return {"peak_bytes": None, "attainable_seconds": None, "error": str(error)}
-    kept = {name: costs[name] for name in ("peak_bytes", "attainable_seconds")}
-    return {**kept, "error": None}
+    except (ValueError, RuntimeError) as error:
+        return {**dict.fromkeys(names), "error": str(error)}
+    return {**{name: costs[name] for name in names}, "error": None}

@@ -110,24 +110,24 @@ def read(made: Any) -> Step:
     and the arguments of one call.
     """
     if not (isinstance(made, tuple) and len(made) > 1 and callable(made[0])):
-        given = f"({', '.join(type(one).__name__ for one in made)})" if (
-            isinstance(made, tuple)
-        ) else type(made).__name__
+        types = [type(one).__name__ for one in made] if isinstance(made, tuple) else made
         raise ValueError(
             "make_step() must return the step and the arguments of one call, as in `return"
-            f" step, state, batch`, and returned {given}"
+            f" step, state, batch`, and returned {str(types)[:200]}"
         )
     step, *args = made
     try:
-        bound = inspect.signature(step).bind(*args).arguments
+        inspect.signature(step).bind(*args)
     except TypeError as error:
         raise ValueError(
             f"make_step() returned a step that cannot be called with the {len(args)} arguments"
             f" after it ({error}): `return step, state, batch` is for step(state, batch)"
         ) from None
-    names = [name for name, value in bound.items() for _ in _of_one(step, name, value)]
-    names = [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
-    for name, leaf in ((n, leaf) for n, a in zip(names, args) for leaf in jax.tree.leaves(a)):
+    names = [*inspect.signature(step).parameters][: len(args)]
+    names += [f"{names[-1]}_{n}" for n in range(len(names), len(args))]
+    for name, leaf in (
+        (names[n], leaf) for n, arg in enumerate(args) for leaf in jax.tree.leaves(arg)
+    ):
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _is_array(leaf):
             raise ValueError(
                 f"argument {name} holds a {type(leaf).__module__}.{type(leaf).__name__}: pass"
@@ -145,7 +145,8 @@ def read(made: Any) -> Step:
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, either) for name in names])
-    vars(function).update(__signature__=signature)  # XLA names the arguments by it
+    # XLA names the arguments by the signature, and JAX's errors the function that is wrapped
+    vars(function).update(__signature__=signature, __wrapped__=step)
     function.__name__ = getattr(step, "__name__", "step")
     return traced(Step(function, arrays, tuple(names), (), collections.Counter()))
 
@@ -164,12 +165,6 @@ def traced(step: Step) -> Step:
     }
     results = collections.Counter(map(kind, found.out_avals))
     return dataclasses.replace(step, donated=tuple(sorted(donated)), results=results)
-
-
-def _of_one(step: Any, name: str, value: Any) -> Sequence[Any]:
-    """Returns the arguments that one name of a step's signature has: several for `*args`."""
-    parameter = inspect.signature(step).parameters[name]
-    return value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -199,10 +194,10 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
 
     def changed(arrays: tuple, called: list[PyTree]) -> list[jax.Array]:
         after = nnx.split({n: called[n] for n in nodes})[1] if nodes else {}
-        pairs = zip(*(jax.tree.leaves([side[n] for n in state]) for side in (arrays, after)))
-        return [new for old, new in pairs if new is not old]
+        old, new = (jax.tree.leaves([side[n] for n in state]) for side in (arrays, after))
+        return [b for a, b in zip(old, new, strict=True) if a is not b]
 
-    plain = [jax.tree.map(lambda x: x if _is_array(x) else None, arg) for arg in tree.unflatten(leaves)]
+    plain = jax.tree.unflatten(tree, [x if _is_array(x) else None for x in leaves])
     return tuple(state.get(n, arg) for n, arg in enumerate(plain)), merge, changed
 
 
