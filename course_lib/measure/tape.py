@@ -44,6 +44,7 @@ _SCOPES = {
     "residual stream": r"norm|block|embed|residual|layer",
 }
 _INDEX = re.compile(r"\{(\d+)\}")
+_JITTED = re.compile(r"\bjit\([^)]*\)")
 _ARGUMENTS = {
     "optimizer state": r"opt_state|(^|_)(mu|nu)_|^state_1_|^opt",
     "parameters": r"params|^state_0_|^model_",
@@ -176,8 +177,9 @@ class _Kinds:
         self.module = module
         self.stacked = origin.stacked(module)
         # Flax NNX, Equinox and plain JAX name no scopes: the functions that were called do
-        scopes = (i.scope for i in module.instructions.values())
-        self.are_named = any(_first_match(_SCOPES, scope) != REST for scope in scopes)
+        scopes = {_JITTED.sub("", i.scope) for i in module.instructions.values()}
+        kinds = (_first_match(_SCOPES, scope) for scope in scopes if "/" in scope)
+        self.are_named = any(kind != REST for kind in kinds)
         shapes = {
             shape.dims
             for i in module.entry.parameters

@@ -25,8 +25,6 @@ from course_lib.measure import hardware, virtual
 from course_lib.measure.units import gib
 from course_lib.own_step import costs, reading
 from course_lib.own_step.costs import Figures
-from course_lib.show import figures as pictures
-from course_lib.show.figures import frames
 
 # The table of docs/gpu.md.
 MEMORY_ERROR = "26 steps that were measured on an H200 took 15 to 489 MiB more (docs/gpu.md)"
@@ -110,6 +108,9 @@ def not_tried(figures: Figures) -> list[str]:
 
 def page(figures: Figures, heap: measure.Heap) -> str:
     """Returns figures as one page of HTML, with pictures of the tape and the peak."""
+    from course_lib.show import figures as pictures
+    from course_lib.show.figures import frames
+
     lines = text(figures)
     arrays = [vars(array) | {"why": array.line or array.scope} for array in heap.arrays]
     drawn = {"The arrays alive at the peak": pictures.residuals(arrays)}

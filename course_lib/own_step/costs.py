@@ -200,7 +200,7 @@ def changes(
             )
     if "remat" in switches:
         yield "make_step(remat=True) (notebook 2)", lambda: switched(remat=True)
-    else:
+    elif not figures["recomputed_flops"]:
         yield (
             "recompute in the backward pass (notebook 2)",
             "give make_step a parameter remat=False",
@@ -246,7 +246,7 @@ def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -
     """Returns a step whose arguments of these numbers have other shapes and dtypes."""
 
     def changed(leaf: Any) -> Any:
-        if not leaf.shape or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not leaf.shape:
             return leaf
         place = getattr(leaf, "sharding", None)
         divided = place if getattr(place, "mesh", None) is not None else None

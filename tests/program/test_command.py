@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from course_lib import configs
+from course_lib.measure import hardware
 from course_lib.models import transformer
 from course_lib.program import command, dry_run, loop, settings
 from course_lib.program.checkpoints import CheckpointError
