@@ -10,6 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -84,7 +85,8 @@ def compiled(
     jitted = jax.jit(step.function, donate_argnums=step.donated)
     with reading.own(f"compiling {step.function.__name__}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        with virtual.triton_without_gpu():
+        here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
+        with virtual.triton_without_gpu(), jax.set_mesh(mesh) if here else nullcontext():
             lowered: Any = jitted.lower(*arguments)
     try:
         program = measure.heap(lowered) if plan else virtual.compile(lowered)
@@ -141,7 +143,9 @@ def at_the_peak(heap: measure.Heap) -> list[Figures]:
     groups: dict[Any, list[measure.LiveArray]] = collections.defaultdict(list)
     for a in heap.arrays:
         argument = re.match(r"\w*", a.scope)[0] if a.kind == "argument" else ""
-        groups[(argument,) if argument else (a.line or a.scope, a.dtype, a.shape)].append(a)
+        groups[(argument,) if argument else (a.line or a.scope[:60], a.dtype, a.shape)].append(
+            a
+        )
     rows = [
         {
             "bytes": sum(array.bytes for array in arrays),

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from course_lib.measure import virtual
 
 PyTree = Any
+REF: Any = getattr(jax, "Ref", ())  # an array that a step changes in place
 
 
 class OwnError(ValueError):
@@ -128,7 +129,8 @@ def read(made: Any) -> Step:
     for name, leaf in (
         (names[n], leaf) for n, arg in enumerate(args) for leaf in jax.tree.leaves(arg)
     ):
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _is_array(leaf):
+        foreign = not (_is_array(leaf) or isinstance(leaf, REF))
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and foreign:
             raise ValueError(
                 f"argument {name} holds a {type(leaf).__module__}.{type(leaf).__name__}: pass"
                 " arrays of JAX or NumPy, or shapes (jax.ShapeDtypeStruct)"
@@ -148,7 +150,12 @@ def read(made: Any) -> Step:
     # XLA names the arguments by the signature, and JAX's errors the function that is wrapped
     vars(function).update(__signature__=signature, __wrapped__=step)
     function.__name__ = getattr(step, "__name__", "step")
-    return traced(Step(function, arrays, tuple(names), (), collections.Counter()))
+    overwritten = tuple(
+        n
+        for n, arg in enumerate(args)
+        if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(arg))
+    )
+    return traced(Step(function, arrays, tuple(names), overwritten, collections.Counter()))
 
 
 def traced(step: Step) -> Step:
@@ -164,7 +171,9 @@ def traced(step: Step) -> Step:
         if given and id(v) in owner
     }
     results = collections.Counter(map(kind, found.out_avals))
-    return dataclasses.replace(step, donated=tuple(sorted(donated)), results=results)
+    return dataclasses.replace(
+        step, donated=tuple(sorted(donated | set(step.donated))), results=results
+    )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -176,7 +185,10 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
     that returns the arrays that a call has changed in place, as those of Flax NNX.
     """
     nnx: Any = sys.modules.get("flax.nnx")
-    is_node = nnx.graph.is_graph_node if nnx else lambda leaf: False
+
+    def is_node(leaf: Any) -> bool:
+        return nnx and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, REF)
+
     nodes = {
         number: arg
         for number, arg in enumerate(args)
@@ -185,17 +197,22 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
     # arrays that modules share are in the state once
     graph, state = nnx.split(nodes) if nodes else (None, {})
     leaves, tree = jax.tree.flatten([None if n in nodes else arg for n, arg in enumerate(args)])
+    is_ref = [isinstance(leaf, REF) for leaf in leaves]
+    leaves = [leaf[...] if ref else leaf for ref, leaf in zip(is_ref, leaves, strict=True)]
 
     def merge(arrays: tuple) -> list[PyTree]:
         given = iter(jax.tree.leaves([None if n in nodes else a for n, a in enumerate(arrays)]))
-        called = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
+        filled = (next(given) if _is_array(leaf) else leaf for leaf in leaves)
+        both = zip(is_ref, filled, strict=True)
+        called = jax.tree.unflatten(tree, [jax.new_ref(x) if ref else x for ref, x in both])
         merged = nnx.merge(graph, nnx.State({n: arrays[n] for n in state})) if nodes else {}
         return [merged.get(n, arg) for n, arg in enumerate(called)]
 
     def changed(arrays: tuple, called: list[PyTree]) -> list[jax.Array]:
         after = nnx.split({n: called[n] for n in nodes})[1] if nodes else {}
         old, new = (jax.tree.leaves([side[n] for n in state]) for side in (arrays, after))
-        return [b for a, b in zip(old, new, strict=True) if a is not b]
+        refs = [leaf[...] for leaf in jax.tree.leaves(called) if isinstance(leaf, REF)]
+        return refs + [b for a, b in zip(old, new, strict=True) if a is not b]
 
     plain = jax.tree.unflatten(tree, [x if _is_array(x) else None for x in leaves])
     return tuple(state.get(n, arg) for n, arg in enumerate(plain)), merge, changed
