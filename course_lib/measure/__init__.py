@@ -1,6 +1,7 @@
 """The cost of a step: memory, FLOPs, bytes moved, time.
 
-These read the compiled program; the device need not be there:
+These read the compiled program; the device need not be there. `python -m course_lib.measure`
+calls them for a step of your own (docs/your_model.md).
 
     lowered = step.lower(state, batch)
     memory(lowered)        its peak memory, and the parts of it

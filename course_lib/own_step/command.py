@@ -179,21 +179,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             virtual.devices(options.target, options.devices)
         except ValueError as error:
             raise ValueError(f"--devices {options.devices}: {error}") from None
+        out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
             make_step = reading.load(options.where)
             found, heap, tries = costs.measured(make_step, options.target, options.devices)
-        if not options.json:
-            print(text(found), flush=True)
-        for row in () if options.no_tries else tries:
             if not options.json:
-                print(tried(row), flush=True)
+                print(text(found), file=out, flush=True)
+            for row in () if options.no_tries else tries:
+                if not options.json:
+                    print(tried(row), file=out, flush=True)
         for line in [json.dumps(found)] if options.json else not_tried(found):
             print(line)
         if options.report:
-            out = pathlib.Path(options.report)
-            out = out if out.suffix == ".html" else out / "report.html"
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(page(found, heap), encoding="utf-8")
+            report = pathlib.Path(options.report)
+            report = report if report.suffix == ".html" else report / "report.html"
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(page(found, heap), encoding="utf-8")
     except (ValueError, virtual.NoCompiler, OSError) as error:
         if isinstance(error, reading.OwnError):
             _show(error.__cause__)

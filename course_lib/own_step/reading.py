@@ -199,6 +199,10 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
     leaves, tree = jax.tree.flatten([None if n in nodes else arg for n, arg in enumerate(args)])
     is_ref = [isinstance(leaf, REF) for leaf in leaves]
     leaves = [leaf[...] if ref else leaf for ref, leaf in zip(is_ref, leaves, strict=True)]
+    leaves = [  # NumPy's float64 is float32 to JAX
+        jax.eval_shape(lambda x: x, x) if isinstance(x, np.ndarray | np.generic) else x
+        for x in leaves
+    ]
 
     def merge(arrays: tuple) -> list[PyTree]:
         given = iter(jax.tree.leaves([None if n in nodes else a for n, a in enumerate(arrays)]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -175,8 +176,9 @@ def test_the_batch_is_what_shares_its_first_dimension_and_no_result_replaces():
     key = array(2, dtype=jnp.uint32)
     args = [array(8, 8)], key, array(4, 8), array(16, 4), array(16)
     assert costs.batch(reading.read((step, *args))) == ([3, 4], 16)
-    odd = reading.read((step, *args[:3], array(5, 4), array(5)))
+    odd = reading.read((step, *args[:3], np.zeros((5, 4)), np.zeros(5)))
     assert costs.batch(odd)[1] == 5  # which has no half
+    assert [leaf.dtype for leaf in jax.tree.leaves(odd.arguments[3:])] == [jnp.float32] * 2
 
 
 @needs_virtual
