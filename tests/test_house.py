@@ -38,6 +38,8 @@ ALLOWED = {
     "planner": TRAINING | {"many_devices"},
     "program": TRAINING | {"many_devices", "planner", "files"},
     "train": {"program"},
+    "own_step": TOOLS | {"one_device"},
+    "__main__": {"own_step"},
     "lessons": TRAINING | {"many_devices", "planner", "program", "files"},
     "fields": set(),
     "arguments": set(),
@@ -47,8 +49,11 @@ ALLOWED = {
 
 
 def part_of(path):
-    """Returns the folder of course_lib that a file is in, or its name if it is in none."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """Returns the folder of course_lib that a file is in, or its name if it is in none, or a
+    program: `python -m course_lib.measure`.
+    """
+    parts = path.relative_to(PACKAGE).parts
+    return parts["__main__.py" in parts and -1].removesuffix(".py")
 
 
 def imports(path):

@@ -23,7 +23,6 @@ from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.show import notebook
 
-SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
 CLOSE = 1.05  # a submission wins if its step takes at most this many times the best one's
 
 
@@ -71,7 +70,7 @@ def best(level: int) -> "planner.Estimate":
 
 def limit(cluster: Cluster) -> int:
     """Returns the bytes of a GPU's memory that a step may use."""
-    return int(SHARE * cluster.accelerator.memory_bytes)
+    return cluster.accelerator.usable_bytes
 
 
 @exercise

@@ -1,6 +1,7 @@
 """The cost of a step: memory, FLOPs, bytes moved, time.
 
-These read the compiled program; the device need not be there:
+These read the compiled program; the device need not be there. `python -m course_lib.measure`
+calls them for a step of your own (docs/your_model.md).
 
     lowered = step.lower(state, batch)
     memory(lowered)        its peak memory, and the parts of it
@@ -9,6 +10,7 @@ These read the compiled program; the device need not be there:
     traffic(lowered)       the bytes that it moves through device memory
     host_traffic(lowered)  the bytes that it moves between host and device
     ledger(lowered, mesh)  the bytes that the devices send each other
+    compiler(lowered)      what the compiler changed: work done again, products, overlap
     roofline(...)          the least time that FLOPs and bytes allow
 
 It is compiled once for all of them; on a CPU without YNNPACK, a library that hides memory. All
@@ -31,6 +33,7 @@ environment.prepare()
 
 if TYPE_CHECKING:
     from course_lib.measure import hlo as hlo
+    from course_lib.measure.compiler import Compiler, compiler
     from course_lib.measure.flops import Flops, flops
     from course_lib.measure.heap import Heap, LiveArray, heap, write_session
     from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from course_lib.measure.units import GIB, MIB, gib
 
 _MODULES = {
+    "compiler": "Compiler compiler",
     "flops": "Flops flops",
     "heap": "Heap LiveArray heap write_session",
     "ledger": "Collective Ledger ledger schedule_around",

@@ -46,6 +46,7 @@ class LiveArray:
     # "argument" (also after an output has overwritten it), "output", "temporary", "constant",
     # or "small": all arrays under 16 KiB together
     kind: str
+    line: str = ""  # of the source, as "model.py:31 in loss"; "" where XLA does not say
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,12 +76,13 @@ def heap(step: Any) -> Heap:
         record = memory_viewer(_write_record(plan.proto, pathlib.Path(folder)))
     if "peakHeapMib" not in record:
         raise RuntimeError(NO_PLAN)
-    scopes = {name: origin.origin(i) for name, i in program.module.instructions.items()}
-    scopes |= origin.stacked(program.module)
+    module = program.module
+    made = {name: origin.source(i) for name, i in module.instructions.items()}
+    made |= origin.stacked(module)
     # Without temporaries there is nothing to play through.
     sizes = record.get("heapSizes", [record["peakHeapMib"]])
     timeline = np.round(np.array(sizes) * MIB).astype(np.int64)
-    arrays = tuple(_live_array(entry, scopes) for entry in record["maxHeapBySize"])
+    arrays = tuple(_live_array(entry, made, module) for entry in record["maxHeapBySize"])
     return Heap(int(timeline.max()), timeline, arrays, program)
 
 
@@ -136,13 +138,18 @@ def _write_record(proto: bytes, folder: pathlib.Path) -> pathlib.Path:
     return folder / RECORD
 
 
-def _live_array(entry: Mapping[str, Any], scopes: Mapping[str, str]) -> LiveArray:
+def _live_array(
+    entry: Mapping[str, Any], made: Mapping[str, hlo.Instruction], module: hlo.Module
+) -> LiveArray:
     shapes = hlo.read_shapes(entry.get("shapeString", ""))
     name = entry.get("instructionName", "")
+    exact, stem = made.get(name), made.get(name.split("{")[0])
+    source = exact or stem
     return LiveArray(
         bytes=round(entry["logicalBufferSizeMib"] * MIB),
         shape=shapes[0].dims if shapes else (),
         dtype=shapes[0].dtype if shapes else "",
-        scope=scopes.get(name) or entry.get("tfOpName") or scopes.get(name.split("{")[0], ""),
+        scope=(exact and exact.scope) or entry.get("tfOpName") or (stem.scope if stem else ""),
         kind=_KINDS.get(entry.get("groupName", ""), "small" if not shapes else "temporary"),
+        line=origin.line(module.frames.get(source.frame, ())) if source else "",
     )

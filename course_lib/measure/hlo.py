@@ -23,6 +23,7 @@ _CALLS = re.compile(
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _ONLY_IF = re.compile(r"only_if_(\w*)/while$")
@@ -90,6 +91,12 @@ class Instruction:
         return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 
     @property
+    def frame(self) -> int:
+        """The line of the source that made it, for `Module.frames`, or 0."""
+        match = _FRAME.search(self.attributes)
+        return int(match[1]) if match else 0
+
+    @property
     def target(self) -> str:
         """The library function of a custom call (`__cublas$gemm`), else ""."""
         match = _TARGET.search(self.attributes)
@@ -115,6 +122,15 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Frame:
+    """A line of the source, in a function."""
+
+    file: str
+    line: int
+    function: str  # as Python qualifies it: `Block.__call__`
+
+
+@dataclasses.dataclass(frozen=True)
 class Module:
     """A compiled program: its computations by name, its entry, and its number of devices."""
 
@@ -122,6 +138,8 @@ class Module:
     entry: Computation
     computations: Mapping[str, Computation] = dataclasses.field(repr=False)
     devices: int = 1
+    # by `Instruction.frame`: lines that called each other, innermost first
+    frames: Mapping[int, tuple[Frame, ...]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def instructions(self) -> Mapping[str, Instruction]:
@@ -150,7 +168,27 @@ def parse(text: str) -> Module:
             instruction = _instruction(line.strip(), instructions, computations)
             instructions[instruction.name] = instruction
     devices = math.prod(int(count) for count in _COUNTS.findall(text.split("\n", 1)[0]))
-    return Module(header[1], computations[entry], computations, devices)
+    return Module(header[1], computations[entry], computations, devices, _frames(text))
+
+
+def _frames(text: str) -> dict[int, tuple[Frame, ...]]:
+    """Reads XLA's four tables of source lines, which follow the first line of a program."""
+    head = re.split(r"^(?:%|ENTRY )", text, maxsplit=1, flags=re.M)[0]
+    tables = dict(re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", head, re.M))
+    rows = {
+        name: {int(row.partition(" ")[0]): row.partition(" ")[2] for row in table.splitlines()}
+        for name, table in tables.items()
+    }
+    found: dict[int, tuple[Frame, ...]] = {}
+    none = 0
+    for number, row in rows.get("StackFrames", {}).items():
+        place, parent = (*map(int, re.findall(r"_id=(\d+)", row)), 0)[:2]
+        none = none if found else parent  # the first has no caller
+        file, function, line, *_ = map(int, re.findall(r"=(\d+)", rows["FileLocations"][place]))
+        names = rows["FileNames"][file], rows["FunctionNames"][function]
+        frame = Frame(names[0].strip('"'), line, names[1].strip('"'))
+        found[number] = frame, *found.get(parent - none, ())
+    return found
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:

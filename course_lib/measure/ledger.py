@@ -168,7 +168,7 @@ def ledger(
         for position, (i, executions) in enumerate(executed)
         for collective in _inside(i)
         for entry in _entries(
-            collective, executions, _meanwhile(order, position), program.devices, mesh
+            collective, executions, meanwhile(order, position), program.devices, mesh
         )
     )
     return Ledger(tuple(entries), None if mesh is None else tuple(mesh.axis_names))
@@ -252,7 +252,7 @@ def _payload(i: hlo.Instruction, devices: int) -> Mapping[str, int]:
     return payload
 
 
-def _meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruction]:
+def meanwhile(order: list[hlo.Instruction], position: int) -> list[hlo.Instruction]:
     """Lists what works between a collective's start and end; operations on scalars do not."""
     start = order[position]
     if not start.opcode.endswith("-start"):  # blocking, or wrapped in an `async-start`

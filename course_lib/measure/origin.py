@@ -4,7 +4,10 @@ JAX gives XLA a scope with every operation (`jit(step)/jvp(Transformer)/mlp/dot_
 XLA keeps most of them. Where it does not, the neighbouring instructions tell.
 """
 
+import os
 import re
+import sysconfig
+from collections.abc import Sequence
 
 from course_lib.measure import hlo
 
@@ -16,6 +19,10 @@ _STRUCTURE = frozenset(
     " convert_element_type reduce_precision dynamic_update_slice select_n broadcast_in_dim"
     " copy reshape".split()
 )
+
+# Files that are no model: Python's own, those of packages, and what calls a step of one's own.
+_STDLIB = re.escape(sysconfig.get_path("stdlib"))
+_INSTALLED = re.compile(rf"{_STDLIB}|\b(?:site|dist)-packages\b|\bown_step.reading\.py$")
 
 # Modules of the library's Transformer, and JAX's product of matrices, in the text's words.
 _IN_TEXT = {"attn": "attention", "mlp": "MLP", "dot_general": "product"}
@@ -37,19 +44,36 @@ def behind(instruction: hlo.Instruction) -> hlo.Instruction:
 
 
 def origin(instruction: hlo.Instruction) -> str:
-    """Returns the scope that an instruction comes from, or "". An update that stores a scan's
-    results gets the scope of its slice: otherwise all would be called `dynamic_update_slice`.
+    """Returns the scope that an instruction comes from, or ""."""
+    return source(instruction).scope
+
+
+def source(instruction: hlo.Instruction) -> hlo.Instruction:
+    """Returns the instruction whose scope says where this one comes from. For an update that
+    stores a scan's results it is that of the slice: all updates have one scope.
     """
-    own = _scope(instruction)
+    own = _named(instruction)
     updates = [i.operands[1] for i in body(instruction) if i.opcode == "dynamic-update-slice"]
     if not updates:
         return own
-    source = updates[0]
-    while source.operands and (not source.scope or "dynamic_update" in source.scope):
-        source = source.operands[0]
-    if instruction.opcode in FUSIONS and source in instruction.called[0].parameters:
-        source = behind(instruction.operands[int(source.literal)])
-    return _scope(source) or own
+    made = updates[0]
+    while made.operands and (not made.scope or "dynamic_update" in made.scope):
+        made = made.operands[0]
+    if instruction.opcode in FUSIONS and made in instruction.called[0].parameters:
+        made = behind(instruction.operands[int(made.literal)])
+    made = _named(made)
+    return made if made.scope else own
+
+
+def line(frames: Sequence[hlo.Frame]) -> str:
+    """Returns the innermost line of code that is in no installed package, as "model.py:31 in
+    Block.__call__", or of any code; "" without frames.
+    """
+    own = (frame for frame in frames if not _INSTALLED.search(frame.file))
+    for frame in (*own, *frames):
+        function = frame.function.rpartition("<locals>.")[2]
+        return f"{os.path.basename(frame.file)}:{frame.line} in {function}"
+    return ""
 
 
 def words(scope: str) -> str:
@@ -76,12 +100,12 @@ def _word(part: str) -> str:
     return _IN_TEXT.get(part) or re.sub(r"^(block)_(\d+)$", r"\1 \2", part)
 
 
-def stacked(module: hlo.Module) -> dict[str, str]:
-    """Returns the scopes of the arrays that loops fill slice by slice, by instruction name,
+def stacked(module: hlo.Module) -> dict[str, hlo.Instruction]:
+    """Returns what made the arrays that loops fill slice by slice, by instruction name,
     followed by `{k}` for the k-th array of a tuple: before its loop such an array is zeros,
     without a scope.
     """
-    scopes: dict[str, str] = {}
+    made: dict[str, hlo.Instruction] = {}
     for loop in module.instructions.values():
         if loop.opcode != "while":
             continue
@@ -93,14 +117,16 @@ def stacked(module: hlo.Module) -> dict[str, str]:
             update = behind(after)
             if any(i.opcode == "dynamic-update-slice" for i in body(update)):
                 for name in _names(before):
-                    scopes.setdefault(name, origin(update))
-    return scopes
+                    made.setdefault(name, source(update))
+    return made
 
 
-def _scope(i: hlo.Instruction) -> str:
-    """Returns its scope, else that of the last operation fused into it, else of its operand."""
-    fused = (inner.scope for inner in reversed(body(i)) if inner.scope)
-    return i.scope or next(fused, "") or (_scope(i.operands[0]) if i.operands else "")
+def _named(i: hlo.Instruction) -> hlo.Instruction:
+    """Returns what has its scope: itself, the last operation fused into it, or its operand."""
+    fused = (inner for inner in reversed(body(i)) if inner.scope)
+    if i.scope or (inner := next(fused, None)) is None and not i.operands:
+        return i
+    return inner or _named(i.operands[0])
 
 
 def _names(i: hlo.Instruction) -> list[str]:

@@ -38,6 +38,8 @@ class Plan:
     proto: bytes  # the program with its plan: a serialized `HloProto`
     places: str  # `buffer-assignment.txt`: the allocation and offset of each value
     lifetimes: str  # `live-range.txt`: their first and last instruction; "" before JAX 0.10
+    written: str  # the program before XLA's passes
+    config: str  # XLA's options, and what it knows of the GPU
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,4 +147,10 @@ def _compile(lowered: jax.stages.Lowered) -> Program:
         if not proto:
             raise RuntimeError(NO_PLAN)
         places, lifetimes = dumped("buffer-assignment.txt"), dumped("live-range.txt")
-        return Program(compiled, Plan(proto, places.decode(), lifetimes.decode()))
+        texts = (
+            places,
+            lifetimes,
+            dumped("before_optimizations.txt"),
+            dumped(".config.pbtxt") + dumped("target_config.pbtxt"),
+        )
+        return Program(compiled, Plan(proto, *(text.decode() for text in texts)))

@@ -44,9 +44,10 @@ _SCOPES = {
     "residual stream": r"norm|block|embed|residual|layer",
 }
 _INDEX = re.compile(r"\{(\d+)\}")
+_JITTED = re.compile(r"\bjit\([^)]*\)")
 _ARGUMENTS = {
-    "optimizer state": r"opt_state|(^|_)(mu|nu)_|^state_1_",
-    "parameters": r"params|^state_0_",
+    "optimizer state": r"opt_state|(^|_)(mu|nu)_|^state_1_|^opt",
+    "parameters": r"params|^state_0_|^model_",
 }
 
 
@@ -175,6 +176,10 @@ class _Kinds:
     def __init__(self, module: hlo.Module):
         self.module = module
         self.stacked = origin.stacked(module)
+        # Flax NNX, Equinox and plain JAX name no scopes: the functions that were called do
+        scopes = {_JITTED.sub("", i.scope) for i in module.instructions.values()}
+        kinds = (_first_match(_SCOPES, scope) for scope in scopes if "/" in scope)
+        self.are_named = any(kind != REST for kind in kinds)
         shapes = {
             shape.dims
             for i in module.entry.parameters
@@ -196,35 +201,44 @@ class _Kinds:
         which = int(index[1]) if index else 0
         instruction = self.module.instructions.get(value.split("{")[0])
         shapes = instruction.shapes[which : which + 1] if instruction else ()
-        scope = self._scope(value)
+        source = self._source(value)
+        scope = source.scope if source else ""
         if shapes and shapes[0].dims in self.parameter_shapes:
             # what is made of a parameter in the forward pass is its copy in 16 bits
             if "transpose(" in scope or shapes[0].dtype == "float32":
                 return "gradients"
-        return _first_match(_SCOPES, scope)
+        if self.are_named or source is None:
+            return _first_match(_SCOPES, scope)
+        calls = self.module.frames.get(source.frame, ())
+        kinds = [_first_match(_SCOPES, call.function.lower()) for call in calls]
+        # the function of the loss also calls the model
+        inner = kinds[:1] + [kind for kind in kinds[1:] if kind != "logits and loss"]
+        return next((kind for kind in inner if kind != REST), REST)
 
     def is_backward(self, name: str) -> bool:
         """Whether an instruction is a product of the backward pass."""
         # The scope alone does not tell: XLA gives it to zeros and changes of layout, too, and
         # puts those long before the backward pass.
-        instruction, scope = self.module.instructions.get(name), self._scope(name)
+        instruction, source = self.module.instructions.get(name), self._source(name)
         is_product = instruction is not None and kind_of(instruction) == "matmul"
+        scope = source.scope if source else ""
         return is_product and "transpose(" in scope and "dot_general" in scope
 
-    def _scope(self, value: str) -> str:
+    def _source(self, value: str) -> hlo.Instruction | None:
         name = value.split("{")[0]
         if value in self.stacked or name in self.stacked:
             return self.stacked.get(value) or self.stacked[name]
         instruction = self.module.instructions.get(name)
         if instruction is None:
-            return ""
+            return None
         # one of a fusion's several results
         index = _INDEX.search(value)
         output = instruction
         if index and instruction.opcode in origin.FUSIONS:
             root = instruction.called[0].root
             output = root.operands[int(index[1])] if root.opcode == "tuple" else instruction
-        return origin.origin(output) or origin.origin(instruction)
+        source = origin.source(output)
+        return source if source.scope else origin.source(instruction)
 
 
 def _first_match(patterns: Mapping[str, str], name: str) -> str:

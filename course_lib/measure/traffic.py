@@ -200,6 +200,12 @@ def _updates_parameter(i: hlo.Instruction) -> bool:
     )
 
 
+def is_product(i: hlo.Instruction) -> bool:
+    """Whether an instruction is itself a matrix product or a convolution."""
+    library = i.target.startswith(_LIBRARIES) and i.target not in _SOLVERS
+    return i.opcode in ("dot", "convolution") or library
+
+
 def kind_of(instruction: hlo.Instruction) -> str:
     """Returns which of KINDS an instruction is."""
     body = origin.body(instruction)
@@ -209,9 +215,7 @@ def kind_of(instruction: hlo.Instruction) -> str:
         return "collective"
     if any(shape.space == hlo.HOST_SPACE for i in body for shape in i.shapes):
         return "offload"
-    if opcodes & {"dot", "convolution"} or any(
-        i.target.startswith(_LIBRARIES) and i.target not in _SOLVERS for i in body
-    ):
+    if any(map(is_product, body)):
         return "matmul"
     if any(i.target.startswith(_KERNELS) for i in body):
         return "kernel"

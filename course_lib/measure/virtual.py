@@ -74,7 +74,7 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
     return list(_describe(name, count))
 
 
-def why_not_lowered(error: Exception) -> str | None:
+def why_not_lowered(error: BaseException) -> str | None:
     """Returns why a step that calls Python does not lower for a virtual GPU, or None."""
     if "Unknown backend: 'gpu'" not in str(error):
         return None

@@ -26,8 +26,6 @@ from course_lib.measure import hardware, virtual
 from course_lib.models import attention
 from course_lib.program import loop, room, settings
 
-GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
-
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
@@ -99,9 +97,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
     """
     settings.check(config)
     accelerator = hardware.get(target)
-    if accelerator.platform == "gpu":
-        usable = int(GPU_SHARE * accelerator.memory_bytes)
-        accelerator = dataclasses.replace(accelerator, memory_bytes=usable)
+    accelerator = dataclasses.replace(accelerator, memory_bytes=accelerator.usable_bytes)
     check_attention(config.model, accelerator)
     note = attention.stand_in(config.model.attention, accelerator) or ""
     devices, cluster = virtual.devices(target, count), Cluster(accelerator, count)

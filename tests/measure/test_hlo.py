@@ -23,6 +23,18 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f3
 FileNames
 1 "model.py"
 
+FunctionNames
+1 "step"
+2 "Block.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=1 end_column=2}
+2 {file_name_id=1 function_name_id=2 line=4 end_line=4 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+3 {file_location_id=2 parent_frame_id=2}
+
 %cheap (p.0: f32[8]) -> f32[8] {
   ROOT %p.0 = f32[8]{0} parameter(0)
 }
@@ -86,6 +98,17 @@ def test_names_shapes_operands_and_calls_are_read():
     assert found["x.1"].shapes[0].space == hlo.HOST_SPACE and found["y"].shapes[0].space == 0
     assert found["gather"].opcode == "all-gather-start"
     assert found["gather"].bytes == (8 + 16) * 4
+
+
+def test_an_instruction_has_the_lines_that_called_each_other():
+    module = hlo.parse(TEXT)
+    found = {name: module.frames.get(i.frame, ()) for name, (i, _) in named(module).items()}
+    lines = hlo.Frame("model.py", 4, "Block.__call__"), hlo.Frame("model.py", 9, "step")
+    assert found["neg"] == lines and found["loop"] == ()
+    assert origin.line(lines) == "model.py:4 in Block.__call__" and origin.line(()) == ""
+    library = hlo.Frame("/lib/site-packages/flax/linear.py", 7, "Linear.__call__")
+    assert origin.line((library, *lines)) == origin.line(lines)
+    assert origin.line((library,)) == "linear.py:7 in Linear.__call__"
 
 
 def test_a_loop_runs_its_body_as_often_as_its_trip_count_and_its_condition_once_more():

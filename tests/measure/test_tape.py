@@ -235,3 +235,15 @@ def test_the_place_of_what_is_not_donated_is_there_from_the_first_instruction(de
         assert min(found.bytes["results"]) == copies * size + table
         assert found.bytes["parameters"][0] == found.bytes["optimizer state"][0] == size
         assert found.peak == pytest.approx(memory(lowered).peak, rel=1e-3)
+
+
+@DEVICES
+def test_without_scopes_the_functions_that_were_called_name_the_kinds(device):
+    def loss(params, x):
+        return (programs.attention(*(programs.mlp(params, x),) * 3) ** 2).mean()
+
+    shapes = placed((programs.layers(2, 64, 256), array(512, 64)), device)
+    found = tape(jax.jit(jax.grad(loss)).lower(*shapes))
+    assert max(found.bytes["attention"]) >= 4 * 512 * 512
+    assert max(found.bytes["MLP"]) >= 2 * 4 * 512 * 256
+    assert "logits and loss" not in found.bytes

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from course_lib import configs
+from course_lib.measure import hardware
 from course_lib.models import transformer
 from course_lib.program import command, dry_run, loop, settings
 from course_lib.program.checkpoints import CheckpointError
@@ -145,7 +146,7 @@ def test_the_share_of_a_gpus_memory_is_set_before_jax_looks_for_devices(monkeypa
     monkeypatch.delenv(share, raising=False)
 
     def start(*_):
-        assert os.environ[share] == str(dry_run.GPU_SHARE)  # what the dry run says is there
+        assert os.environ[share] == str(hardware.GPU_SHARE)  # what the dry run says is there
         order.append("devices")
         return contextlib.nullcontext()
 

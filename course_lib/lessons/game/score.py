@@ -18,7 +18,6 @@ from course_lib.lessons.game.setups import FIRST, Setup
 from course_lib.measure import hardware, virtual
 from course_lib.measure.roofline import peak
 
-SHARE = 0.9  # of a GPU's memory; the rest is for CUDA, as in the training program's dry run
 # The target for memory. Parameters, moments and gradients alone are 2.4 GiB.
 SMALL_PEAK = int(3.5 * measure.GIB)
 
@@ -121,7 +120,7 @@ def is_reached(level: Level, submissions: Sequence[Score]) -> bool:
 
 def limit(gpu: str) -> int:
     """Returns the bytes of a GPU's memory that a step may use."""
-    return int(SHARE * hardware.get(gpu).memory_bytes)
+    return hardware.get(gpu).usable_bytes
 
 
 def fast_seconds(gpu: str) -> float:

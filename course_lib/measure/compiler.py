@@ -1,0 +1,192 @@
+"""What the compiler made of a step: the written program against the one that runs.
+
+When the arguments and temporaries of a program for a GPU would take more than a limit, near
+three quarters of the GPU's memory, XLA computes some of its arrays again instead of keeping
+them (`HloRematerialization`,
+https://github.com/openxla/xla/blob/main/xla/hlo/transforms/simplifiers/hlo_rematerialization.h).
+`jax.config.update("jax_compiler_enable_remat_pass", False)` switches that off.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from course_lib.measure import hlo, origin
+from course_lib.measure.ledger import meanwhile
+from course_lib.measure.memory import Memory, planned
+from course_lib.measure.program import read
+from course_lib.measure.traffic import is_free, is_product, kind_of
+from course_lib.measure.units import gib
+
+# XLA marks a copy of an instruction: `dot.5.remat`, `dot.5.remat2`, `dot.remat.1.remat`.
+_CLONE = re.compile(r"\.remat\d*(?=\.|$)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
+_TRANSFERS = ("collective", "offload")
+
+
+@dataclasses.dataclass(frozen=True)
+class Clone:
+    """An instruction that computes again what another one computes, too."""
+
+    name: str
+    kind: str  # one of `traffic.KINDS`
+    scope: str  # where in the source it comes from; "" where XLA does not say
+    bytes: int  # that one execution writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """What was written, and what runs. None is unknown."""
+
+    clones: tuple[Clone, ...]  # that XLA's rematerialization added, in program order
+    rewritten_bytes: int | None  # that they write per step
+    added_flops: Mapping[str, int] | None  # of their matrix products, by dtype as in `Flops`
+    flops: Mapping[str, int] | None  # of all matrix products that run, on one device
+    # matrix products in the text of both programs, where a loop's body occurs once
+    written: int | None  # as JAX wrote it; None for a step that was compiled elsewhere
+    compiled: int
+    executions: int | None  # of the compiled ones, per step
+    fusions: int
+    donated_bytes: int  # of results that overwrite donated arguments
+    transfers: int | None  # collectives and copies between host and device, per step
+    overlapped: int | None  # those during which other work runs
+    # XLA rematerializes where arguments and temporaries take more bytes: None unless the plan
+    # of a GPU's program is at hand
+    limit: int | None
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                self.recomputation or "XLA recomputes nothing",
+                f"matrix products: {_known(self.written)} written, {self.compiled:,} compiled;"
+                f" executed per step: {_known(self.executions)}",
+                f"{self.fusions:,} fusions; donation saves {gib(self.donated_bytes)}",
+                f"collectives and host copies per step: {_known(self.transfers)};"
+                f" beside other work: {_known(self.overlapped)}",
+                "limit of arguments and temporaries, above which XLA recomputes:"
+                f" {'unknown' if self.limit is None else gib(self.limit)}",
+            ]
+        )
+
+    @property
+    def recomputation(self) -> str:
+        """One line on what XLA computes again, or "" if that is nothing."""
+        if not self.clones:
+            return ""
+        products = [clone for clone in self.clones if clone.kind == "matmul"]
+        line = f"XLA recomputes {len(self.clones)} instructions"
+        if products:
+            where = collections.Counter(origin.words(clone.scope) for clone in products)
+            listed = "; ".join(f"{n} of {part}" for part, n in where.most_common())
+            line += f", {len(products)} of them matrix products ({listed})"
+        if self.rewritten_bytes is not None:
+            line += f"; {gib(self.rewritten_bytes)} written again"
+        if self.flops and self.added_flops is not None:
+            added, total = sum(self.added_flops.values()), sum(self.flops.values())
+            line += f", {added / (total - added):.1%} more FLOPs"
+        return line
+
+
+def compiler(step: Any) -> Compiler:
+    """Compares what runs with what was written, for a step that is lowered or compiled.
+
+    Clones are XLA's, never those of `jax.checkpoint`. Two kinds of instructions that XLA marks
+    `.remat` as well are not counted: those that it only moves, and those that move no bytes.
+    """
+    program = read(step)
+    module, plan, memory = program.module, program.plan, planned(program)
+    known = True
+    try:
+        executed = hlo.scheduled(module, lambda i: sum((_flops(i) or {}).values()))
+    except ValueError:  # a loop that stops on a condition on data
+        known, executed = False, []
+    again, order = _again(module), [i for i, _ in executed]
+    transfers = [
+        (n, any(kind_of(j) not in _TRANSFERS for j in meanwhile(order, position)))
+        for position, (i, n) in enumerate(executed)
+        if kind_of(i) in _TRANSFERS and not is_free(i)
+    ]
+    return Compiler(
+        clones=tuple(Clone(i.name, kind_of(i), origin.origin(i), i.bytes) for i in again),
+        rewritten_bytes=sum(i.bytes * n for i, n in executed if i in again) if known else None,
+        added_flops=_total((i, n) for i, n in executed if i in again) if known else None,
+        flops=_total(executed) if known else None,
+        written=_products(hlo.parse(plan.written).entry) if plan else None,
+        compiled=_products(module.entry),
+        executions=sum(n * len(_dots(i)) for i, n in executed) if known else None,
+        fusions=sum(i.opcode in origin.FUSIONS for i in module.instructions.values()),
+        donated_bytes=memory.aliased,
+        transfers=sum(n for n, _ in transfers) if known else None,
+        overlapped=sum(n for n, beside in transfers if beside) if known else None,
+        limit=_limit(plan.config, memory) if plan else None,
+    )
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else f"{count:,}"
+
+
+def _again(module: hlo.Module) -> list[hlo.Instruction]:
+    """Returns the instructions that compute again what another one computes."""
+    marked = [i for i in module.instructions.values() if _CLONE.search(i.name)]
+    there = module.instructions.keys() - {i.name for i in marked}
+    again = []
+    for i in marked:
+        original = _CLONE.split(i.name)[0]
+        if original in there and not is_free(i):
+            again.append(i)
+        there.add(original)  # without its original, the first of several clones was moved
+    return again
+
+
+def _dots(i: hlo.Instruction) -> list[hlo.Instruction]:
+    """Returns the matrix products that an instruction is or that are fused into it."""
+    return [j for j in origin.body(i) if is_product(j)]
+
+
+def _products(computation: hlo.Computation) -> int:
+    """Counts the matrix products of a computation and of those that it calls."""
+    called = (
+        c for i in computation.instructions if i.opcode not in origin.FUSIONS for c in i.called
+    )
+    return sum(len(_dots(i)) for i in computation.instructions) + sum(map(_products, called))
+
+
+def _flops(i: hlo.Instruction) -> dict[str, int] | None:
+    """Returns the FLOPs of its matrix products, by the operands' dtype; None if unknown."""
+    flops: collections.Counter[str] = collections.Counter()
+    for product in _dots(i):
+        left, contracted = product.operands[0].shapes[0], _CONTRACTED.search(product.attributes)
+        if not contracted:  # a convolution
+            return None
+        axes = map(int, re.findall(r"\d+", contracted[1]))
+        per_element = 2 * math.prod(left.dims[axis] for axis in axes)
+        flops[left.dtype] += per_element * product.shapes[0].elements
+    return None if kind_of(i) == "kernel" else flops
+
+
+def _total(executed: Iterable[tuple[hlo.Instruction, int]]) -> dict[str, int] | None:
+    total: collections.Counter[str] = collections.Counter()
+    for i, n in executed:
+        flops = _flops(i)
+        if flops is None:
+            return None
+        total.update({dtype: n * count for dtype, count in flops.items()})
+    return dict(total)
+
+
+def _limit(config: str, memory: Memory) -> int | None:
+    """Returns the bytes below which XLA "can't reduce memory use", as its warning says where it
+    fails (`GetSchedulerMemoryLimit`,
+    https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_hlo_schedule.cc).
+    """
+    size, slop = "device_memory_size", "xla_gpu_memory_limit_slop_factor"
+    found = dict(re.findall(rf"^( *(?:{size}|{slop})): (\d+)$", config, re.M))
+    if f"  {size}" not in found:
+        return None  # not a GPU
+    base = int(found.get(size, int(found[f"  {size}"]) * 80 // 100))
+    free = base - memory.arguments - memory.outputs + memory.aliased
+    return free * int(found[f"  {slop}"]) // 100 + memory.outputs

@@ -1,0 +1,258 @@
+"""Reads a step of one's own: a function of arrays alone, and where these are on a machine."""
+
+import collections
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from course_lib.measure import virtual
+
+PyTree = Any
+REF: Any = getattr(jax, "Ref", ())  # an array that a step changes in place
+
+
+class OwnError(ValueError):
+    """The step's own code raised an error, which is the `__cause__`."""
+
+
+@contextlib.contextmanager
+def own(doing: str) -> Iterator[None]:
+    """Says of an error in the block that the step's own code raised it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if reason := virtual.why_not_lowered(error):
+            raise ValueError(f"{doing}: {reason}") from None
+        message = (str(error).strip().splitlines() or [""])[0]
+        raise OwnError(f"{doing} raised {type(error).__name__}: {message}") from error
+
+
+def load(where: str) -> Callable[..., Any]:
+    """Returns the function that `where` names: "FILE.py:FUNCTION" or "MODULE:FUNCTION"."""
+    place, _, name = where.rpartition(":")
+    if not (place and name.isidentifier()):
+        raise ValueError(
+            f"{where} must be FILE.py:FUNCTION or MODULE:FUNCTION, as in my_step.py:make_step"
+        )
+    path = pathlib.Path(place)
+    if is_file := path.suffix == ".py":
+        if not path.is_file():
+            raise ValueError(f"{place}: there is no such file in {pathlib.Path.cwd()}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.path.insert(0, str(path.parent.absolute() if is_file else pathlib.Path.cwd()))
+    try:
+        with own(f"importing {place}"):
+            if is_file:
+                module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            else:
+                module = importlib.import_module(place)
+    except OwnError as error:
+        missing = getattr(error.__cause__, "name", None)
+        if is_file or not (missing and place.startswith(missing)):
+            raise
+        raise ValueError(f"{place}: there is no such module; a file ends in .py") from None
+    if not callable(getattr(module, name, None)):
+        known = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(f"{where}: {place} has no function {name}; it has {known or 'none'}")
+    return getattr(module, name)
+
+
+def make(make_step: Callable[..., Any], devices: Sequence[jax.Device], **switches: Any) -> Any:
+    """Calls a `make_step`, with the devices if it has a parameter of this name."""
+    if "devices" in inspect.signature(make_step).parameters:
+        switches["devices"] = list(devices)
+    with own(f"{make_step.__name__}({', '.join(switches)})"):
+        return make_step(**switches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step as a function of arrays alone."""
+
+    function: Callable[..., PyTree]
+    arguments: tuple[PyTree, ...]  # of one call: arrays or shapes, and None for all else
+    names: tuple[str, ...]  # of the arguments
+    donated: tuple[int, ...]  # the arguments that the step's own jit donates
+    results: collections.Counter  # how many it returns of each shape and dtype
+
+    def reusable(self) -> dict[int, int]:
+        """Returns the arguments of which results could have at least half of the memory, and
+        how many bytes that is: those that are donated first.
+        """
+        free, found = self.results.copy(), {}
+        for number in sorted(range(len(self.names)), key=lambda n: n not in self.donated):
+            leaves, size = jax.tree.leaves(self.arguments[number]), 0
+            for leaf in leaves:
+                if free[kind(leaf)] > 0:
+                    free[kind(leaf)] -= 1
+                    size += leaf.size * leaf.dtype.itemsize
+            if size and 2 * size >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves):
+                found[number] = size
+        return found
+
+
+def kind(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(leaf.shape), str(leaf.dtype)
+
+
+def read(made: Any) -> Step:
+    """Reads what a `make_step` returned: a step, plain or jitted by JAX, Flax NNX or Equinox,
+    and the arguments of one call.
+    """
+    if not (isinstance(made, tuple) and len(made) > 1 and callable(made[0])):
+        types = [type(one).__name__ for one in made] if isinstance(made, tuple) else made
+        raise ValueError(
+            "make_step() must return the step and the arguments of one call, as in `return"
+            f" step, state, batch`, and returned {str(types)[:200]}"
+        )
+    step, *args = made
+    try:
+        inspect.signature(step).bind(*args)
+    except TypeError as error:
+        raise ValueError(
+            f"make_step() returned a step that cannot be called with the {len(args)} arguments"
+            f" after it ({error}): `return step, state, batch` is for step(state, batch)"
+        ) from None
+    names = [*inspect.signature(step).parameters][: len(args)]
+    names += [f"{names[-1]}_{n}" for n in range(len(names), len(args))]
+    for name, leaf in (
+        (names[n], leaf) for n, arg in enumerate(args) for leaf in jax.tree.leaves(arg)
+    ):
+        foreign = not (_is_array(leaf) or isinstance(leaf, REF))
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and foreign:
+            raise ValueError(
+                f"argument {name} holds a {type(leaf).__module__}.{type(leaf).__name__}: pass"
+                " arrays of JAX or NumPy, or shapes (jax.ShapeDtypeStruct)"
+            )
+    arrays, merge, changed = _arrays(args)
+    if not jax.tree.leaves(arrays):
+        raise ValueError(f"the arguments {', '.join(names)} hold no array or shape: pass some")
+
+    def function(*arrays: PyTree) -> PyTree:
+        called = merge(jax.tree.map(lambda x: x, arrays))  # Flax changes what it merges
+        result = step(*called)
+        result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, result)
+        return result, changed(arrays, called)
+
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, either) for name in names])
+    # XLA names the arguments by the signature, and JAX's errors the function that is wrapped
+    vars(function).update(__signature__=signature, __wrapped__=step)
+    function.__name__ = getattr(step, "__name__", "step")
+    overwritten = tuple(
+        n
+        for n, arg in enumerate(args)
+        if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(arg))
+    )
+    return traced(Step(function, arrays, tuple(names), overwritten, collections.Counter()))
+
+
+def traced(step: Step) -> Step:
+    """Adds what the step's own jit donates, and its results."""
+    with own(f"tracing {step.function.__name__} for jax.jit"):
+        found = jax.make_jaxpr(step.function)(*step.arguments)
+    owners = [n for n, arg in enumerate(step.arguments) for _ in jax.tree.leaves(arg)]
+    owner = {id(v): n for v, n in zip(found.jaxpr.invars, owners, strict=True)}
+    donated = {
+        owner[id(v)]
+        for eqn in found.jaxpr.eqns
+        for v, given in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
+        if given and id(v) in owner
+    }
+    results = collections.Counter(map(kind, found.out_avals))
+    return dataclasses.replace(
+        step, donated=tuple(sorted(donated | set(step.donated))), results=results
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]:
+    """Returns the arrays of each argument, a function that puts others in their place, and one
+    that returns the arrays that a call has changed in place, as those of Flax NNX.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+
+    def is_node(leaf: Any) -> bool:
+        return nnx and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, REF)
+
+    nodes = {
+        number: arg
+        for number, arg in enumerate(args)
+        if any(map(is_node, jax.tree.leaves(arg, is_leaf=is_node)))
+    }
+    # arrays that modules share are in the state once
+    graph, state = nnx.split(nodes) if nodes else (None, {})
+    leaves, tree = jax.tree.flatten([None if n in nodes else arg for n, arg in enumerate(args)])
+    is_ref = [isinstance(leaf, REF) for leaf in leaves]
+    leaves = [leaf[...] if ref else leaf for ref, leaf in zip(is_ref, leaves, strict=True)]
+    leaves = [  # NumPy's float64 is float32 to JAX
+        jax.eval_shape(lambda x: x, x) if isinstance(x, np.ndarray | np.generic) else x
+        for x in leaves
+    ]
+
+    def merge(arrays: tuple) -> list[PyTree]:
+        given = iter(jax.tree.leaves([None if n in nodes else a for n, a in enumerate(arrays)]))
+        filled = (next(given) if _is_array(leaf) else leaf for leaf in leaves)
+        both = zip(is_ref, filled, strict=True)
+        called = jax.tree.unflatten(tree, [jax.new_ref(x) if ref else x for ref, x in both])
+        merged = nnx.merge(graph, nnx.State({n: arrays[n] for n in state})) if nodes else {}
+        return [merged.get(n, arg) for n, arg in enumerate(called)]
+
+    def changed(arrays: tuple, called: list[PyTree]) -> list[jax.Array]:
+        after = nnx.split({n: called[n] for n in nodes})[1] if nodes else {}
+        old, new = (jax.tree.leaves([side[n] for n in state]) for side in (arrays, after))
+        refs = [leaf[...] for leaf in jax.tree.leaves(called) if isinstance(leaf, REF)]
+        return refs + [b for a, b in zip(old, new, strict=True) if a is not b]
+
+    plain = jax.tree.unflatten(tree, [x if _is_array(x) else None for x in leaves])
+    return tuple(state.get(n, arg) for n, arg in enumerate(plain)), merge, changed
+
+
+def placed(step: Step, devices: Sequence[jax.Device]) -> tuple[tuple[PyTree, ...], Mesh | None]:
+    """Returns the shapes of a step's arguments on devices, and their mesh: one device, or the
+    arguments' own mesh with these devices in place of its own.
+    """
+    count, meshes = len(devices), {}
+
+    def mesh_of(leaf: Any) -> Mesh | None:
+        mesh: Any = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is None or mesh.size == 1:
+            return None
+        if mesh.size != count:
+            raise ValueError(
+                f"--devices {count}: an argument is on a mesh of {mesh.size} devices; add"
+                f" --devices {mesh.size}, or make a mesh of {count}"
+            )
+        if mesh not in meshes:
+            own = isinstance(mesh, Mesh) and set(mesh.devices.flat) == set(devices)
+            places = mesh.devices if own else np.array(devices).reshape(mesh.axis_sizes)
+            meshes[mesh] = Mesh(places, mesh.axis_names, axis_types=mesh.axis_types)
+        return meshes[mesh]
+
+    mesh = next(filter(None, map(mesh_of, jax.tree.leaves(step.arguments))), None)
+    if mesh is None and count > 1:
+        raise ValueError(
+            f"--devices {count}: no argument is on a mesh of {count} devices; give them their"
+            f" shardings, as jax.NamedSharding(jax.make_mesh(({count},), ('data',)), P('data'))"
+        )
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        own = mesh_of(leaf)
+        spec = leaf.sharding.spec if own else PartitionSpec()
+        return virtual.abstract(leaf, NamedSharding(own or mesh, spec) if mesh else devices[0])
+
+    return jax.tree.map(place, step.arguments), mesh

@@ -1,0 +1,147 @@
+"""Laws of `measure.compiler`: what XLA changed, and nothing that the step's author wrote."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from course_lib.lessons import profiling_study
+from course_lib.measure import compiler, flops, memory, virtual
+from course_lib.measure.units import GIB
+
+NO_VIRTUAL = virtual.why_unavailable()
+NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+ROWS, WIDTH, LAYERS = 65536, 4096, 32  # 0.5 GiB in each layer's output: 17 GiB in all
+
+
+def loss(ws, x, *, again=False):
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    for w in ws:
+        x = (jax.checkpoint(layer) if again else layer)(x, w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def lower(rows=ROWS, layers=LAYERS, function=None, name="a5000", **jit):
+    kernels = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * layers
+    x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
+    [device] = virtual.devices(name)
+    return jax.jit(function or jax.grad(loss), **jit).lower(
+        *virtual.abstract((kernels, x), device)
+    )
+
+
+def checkpointed(ws, x):
+    return jax.grad(lambda ws: loss(ws, x, again=True))(ws)
+
+
+@pytest.fixture(scope="module")
+def above():
+    lowered = lower()
+    return lowered, compiler(lowered)
+
+
+@NEEDS_VIRTUAL
+def test_xla_recomputes_above_its_limit_and_not_below(above):
+    lowered, recomputing = above
+    below = lower(rows=ROWS // 2)
+    assert memory(below).peak < recomputing.limit < LAYERS * ROWS * WIDTH * 2 + 3 * GIB
+    assert recomputing.clones and not compiler(below).clones
+    assert "recomputes nothing" in str(compiler(below))
+    assert f"recomputes {len(recomputing.clones)} instructions" in str(recomputing)
+
+
+@NEEDS_VIRTUAL
+def test_without_the_pass_nothing_is_recomputed_and_the_peak_is_higher(above):
+    lowered, _ = above
+    jax.config.update("jax_compiler_enable_remat_pass", False)
+    try:
+        without = lower()
+        assert not compiler(without).clones
+        assert memory(without).peak > memory(lowered).peak
+    finally:
+        jax.config.update("jax_compiler_enable_remat_pass", True)
+
+
+@NEEDS_VIRTUAL
+def test_what_jax_checkpoint_recomputes_is_written_and_no_clone():
+    program = compiler(lower(rows=ROWS // 2, function=checkpointed))
+    plain = compiler(lower(rows=ROWS // 2))
+    assert not program.clones and program.added_flops == {}
+    assert program.written > plain.written
+
+
+@NEEDS_VIRTUAL
+def test_the_flops_that_run_are_those_written_and_those_of_clones(above):
+    lowered, program = above
+    written = flops(jax.grad(loss), *lowered.in_avals[0])
+    products = [clone for clone in program.clones if clone.kind == "matmul"]
+    assert program.added_flops == {"bfloat16": len(products) * 2 * ROWS * WIDTH**2}
+    assert (
+        program.flops["bfloat16"] - program.added_flops["bfloat16"] == written.total["bfloat16"]
+    )
+    assert program.compiled - program.written == len(products)
+
+
+@NEEDS_VIRTUAL
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_the_limit_is_that_of_xlas_warning(donate, monkeypatch):
+    # XLA writes its warning to the process's stderr, from a level that is read at its start.
+    code = f"""
+import jax, test_compiler as t
+step = lambda ws, x: jax.tree.map(lambda w, g: w - g, ws, jax.grad(t.loss)(ws, x))
+print(t.compiler(t.lower(rows=2 * t.ROWS, function=step, donate_argnums={donate})).limit)
+"""
+    folders = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONPATH": folders}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    [warned] = re.findall(r"Can't reduce memory use below \S+ \((\d+) bytes\)", ran.stderr)
+    assert int(ran.stdout) == int(warned)
+
+
+@NEEDS_VIRTUAL
+def test_collectives_beside_products_are_those_of_the_schedule():
+    lowered = profiling_study.data_parallel(
+        lambda ws, x: loss(ws, x), layers=3, width=2048, gpus=2
+    )
+    apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
+    combined, three = (compiler(virtual.compile(lowered, o)) for o in (None, apart))
+    assert (combined.transfers, combined.overlapped) == (1, 0)
+    assert (three.transfers, three.overlapped) == (3, 2)
+
+
+def test_a_loop_counts_once_as_text_and_as_often_as_it_turns():
+    def scanned(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    program = compiler(jax.jit(scanned).lower(jnp.ones((5, 8, 8)), jnp.ones((8, 8))))
+    assert (program.written, program.compiled, program.executions) == (1, 1, 5)
+    assert program.flops == {"float32": 5 * 2 * 8**3}
+
+
+def test_what_cannot_be_known_is_unknown():
+    def until_large(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x)
+
+    lowered = jax.jit(until_large).lower(jnp.ones((8, 8)))
+    program, elsewhere = compiler(lowered), compiler(lowered.compile())
+    assert program.written == 1
+    assert (program.executions, program.flops, program.added_flops, program.limit) == (
+        None,
+    ) * 4
+    assert elsewhere.written is None
+    assert "unknown written" in str(elsewhere)
+
+
+def test_results_that_overwrite_arguments_are_saved_by_donation():
+    x = jnp.ones((256, 256))
+    for donate, saved in ((), 0), ((0,), x.nbytes):
+        lowered = jax.jit(lambda x: x + 1, donate_argnums=donate).lower(x)
+        assert compiler(lowered).donated_bytes == saved

@@ -1,0 +1,334 @@
+"""Laws of measuring a step of one's own: `python -m course_lib.measure`."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from course_lib import measure
+from course_lib.measure import hardware, virtual
+from course_lib.one_device import buffer_donation
+from course_lib.own_step import command, costs, reading
+
+ROOT = Path(__file__).parents[2]
+WHY_NOT = virtual.why_unavailable()
+needs_virtual = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+def array(*shape, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def plain(params, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, x))
+
+
+donated = jax.jit(plain, donate_argnums=0)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+        self.again = self.down  # shared: its arrays are there once
+
+    def __call__(self, x):
+        return self.again(nnx.relu(self.up(self.down(nnx.relu(self.up(x))))))
+
+
+@functools.partial(nnx.jit, donate_argnums=0)
+def of_nnx(model, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads))
+    return loss
+
+
+def with_a_function(params, x, activation):
+    return activation(x @ params[0])
+
+
+@jax.jit
+def in_place(params, x):
+    grads = jax.grad(loss)([w[...] for w in params], x)
+    for w, g in zip(params, grads, strict=True):
+        w[...] = w[...] - 0.1 * g
+
+
+WEIGHTS, X = [array(64, 64)] * 3, array(512, 64)
+STEPS = {
+    "plain": (plain, WEIGHTS, X),
+    "donated": (donated, WEIGHTS, X),
+    "NNX": (of_nnx, nnx.eval_shape(lambda: Net(nnx.Rngs(0))), X),
+    "in place": (in_place, [jax.new_ref(jnp.ones((64, 64))) for _ in WEIGHTS], X),
+    "a function among its arguments": (with_a_function, WEIGHTS, X, jnp.tanh),
+}
+
+
+def by_hand(name):
+    """Returns a step, lowered as its owner would, for a GPU that is not there."""
+    [gpu] = virtual.devices("h100")
+    step, *args = STEPS[name.replace("in place", "donated")]
+    if name == "a function among its arguments":
+        return jax.jit(lambda params, x: step(params, x, jnp.tanh)).lower(
+            *virtual.abstract(tuple(args[:2]), gpu)
+        )
+    if name == "NNX":
+        graph, state = nnx.split(args[0])
+        model = nnx.merge(graph, virtual.abstract(state, gpu))
+        return step.lower(model, virtual.abstract(args[1], gpu))
+    return (step if hasattr(step, "lower") else jax.jit(step)).lower(
+        *virtual.abstract(tuple(args), gpu)
+    )
+
+
+@functools.cache
+def figures_of(name):
+    return costs.measured(lambda: STEPS[name], "h100")[:2]
+
+
+@needs_virtual
+@pytest.mark.parametrize("name", STEPS)
+def test_the_figures_of_a_step_are_those_of_the_instruments_called_by_hand(name):
+    found, heap = figures_of(name)
+    lowered = by_hand(name)
+    memory, traffic = measure.memory(lowered), measure.traffic(lowered)
+    assert found["peak_bytes"] == memory.peak == heap.peak
+    assert found["argument_bytes"] == memory.arguments
+    assert found["temporary_bytes"] == memory.temporaries
+    assert found["traffic_bytes"] == traffic.bytes
+    report = buffer_donation.report(lowered)
+    assert found["donation"]["aliased_bytes"] == report.aliased_bytes == memory.aliased
+    assert bool(found["donation"]["donated"]) == (name in ("donated", "NNX", "in place"))
+    assert sum(row["bytes"] for row in found["at_the_peak"]) <= heap.peak
+    flops = measure.Flops(found["flops"], {})
+    assert found["compiler"]["flops"] == found["flops"]
+    gpu = hardware.get("h100")
+    assert found["attainable_seconds"] == measure.attainable_seconds(flops, traffic, gpu)
+
+
+@needs_virtual
+def test_an_array_at_the_peak_has_the_line_that_made_it():
+    found, _ = figures_of("plain")
+    made = [row["from"] for row in found["at_the_peak"] if row["kind"] == "temporary"]
+    line = 1 + Path(__file__).read_text().splitlines().index("        x = jnp.tanh(x @ w)")
+    assert f"test_own_step.py:{line} in loss" in made
+    arguments = {row["from"] for row in found["at_the_peak"] if row["kind"] == "argument"}
+    assert arguments <= {"params", "x"}
+
+
+@needs_virtual
+def test_each_change_that_is_tried_is_that_step():
+    def make_step(dtype=jnp.float32, remat=False, size=512):
+        def step(params, x):
+            one = jax.checkpoint(loss) if remat else loss
+            grads = jax.grad(one)(
+                jax.tree.map(lambda w: w.astype(dtype), params), x.astype(dtype)
+            )
+            return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), params, grads)
+
+        return step, WEIGHTS, array(size, 64)
+
+    def peak(step, *args):
+        return measure.memory(jax.jit(step, donate_argnums=donate).lower(*place(args))).peak
+
+    place = functools.partial(virtual.abstract, place=virtual.devices("h100")[0])
+    found, _, tries = costs.measured(make_step, "h100")
+    rows, donate = list(tries), 0
+    assert rows == found["tried"] and len(rows) == costs.MOST_TRIED
+    assert [row["error"] for row in rows] == [None] * 3
+    assert rows[0]["change"].startswith("donate params: donate_argnums=(0,)")
+    assert rows[0]["peak_bytes"] == peak(*make_step()) < found["peak_bytes"]
+    donate = ()
+    assert rows[1]["peak_bytes"] == peak(*make_step(dtype=jnp.bfloat16))
+    assert list(rows[1]["flops"]) == ["bfloat16"]
+    assert rows[2]["peak_bytes"] == peak(*make_step(remat=True))
+
+    # without switches: all arguments, and the batch
+    found, _, tries = costs.measured(lambda: (donated, WEIGHTS, X), "h100")
+    cast, half = tries
+    donate = 0
+    assert cast["peak_bytes"] == peak(
+        plain, [array(64, 64, dtype=jnp.bfloat16)] * 3, array(512, 64, dtype=jnp.bfloat16)
+    )
+    assert half["peak_bytes"] == peak(plain, WEIGHTS, array(256, 64))
+    assert "(x: 256 of 512)" in half["change"]
+    assert [line[:9] for line in found["not_tried"]] == ["recompute"]
+
+
+@needs_virtual
+def test_the_batch_is_what_shares_its_first_dimension_and_no_result_replaces():
+    def step(state, key, frozen, x, y):
+        return state, x.sum() + y.sum() + frozen.sum()
+
+    key = array(2, dtype=jnp.uint32)
+    args = [array(8, 8)], key, array(4, 8), array(16, 4), array(16)
+    assert costs.batch(reading.read((step, *args))) == ([3, 4], 16)
+    odd = reading.read((step, *args[:3], np.zeros((5, 4)), np.zeros(5)))
+    assert costs.batch(odd)[1] == 5  # which has no half
+    assert [leaf.dtype for leaf in jax.tree.leaves(odd.arguments[3:])] == [jnp.float32] * 2
+
+
+@needs_virtual
+def test_on_several_devices_the_arguments_keep_their_places_on_their_mesh():
+    def make_step(devices=None):
+        mesh = jax.make_mesh((2,), ("data",), devices=devices)
+        rows, whole = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("data",), ()))
+        return plain, [array(64, 64, sharding=whole)] * 3, array(512, 64, sharding=rows)
+
+    found, heap, _ = costs.measured(lambda: make_step(), "h100", 2)
+    on_virtual, *_ = costs.measured(make_step, "h100", 2)
+    step, *args = make_step(virtual.devices("h100", 2))
+    lowered = jax.jit(step).lower(*args)
+    assert found["peak_bytes"] == on_virtual["peak_bytes"] == measure.memory(lowered).peak
+    sent = measure.ledger(lowered, args[1].sharding.mesh).sent()
+    assert found["sent_bytes"] == on_virtual["sent_bytes"] == sent > 0
+    assert list(found["sent_by_kind"]) == ["all-reduce along data"]
+    assert found["attainable_seconds"] is None and "attainable_seconds" in found["unknown"]
+    assert "attainable time unknown: no step on several" in " ".join(
+        command.text(found).split()
+    )
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Writes the example of docs/your_model.md into a file, as a reader would."""
+    text = (ROOT / "docs" / "your_model.md").read_text()
+    file = tmp_path_factory.mktemp("own") / "my_step.py"
+    file.write_text(re.search(r"```python\n(.*?)```", text, re.S)[1])
+    return file
+
+
+@needs_virtual
+def test_the_example_of_the_page_works_as_text_as_json_and_as_a_page(page, capsys):
+    asked = [f"{page}:make_step", "--target", "a5000", "--no-tries"]
+    assert command.main([*asked, "--json", "--report", str(page.parent / "out")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert command.main([*asked, "--fail-over=1MB"]) == command.OVER
+    printed = capsys.readouterr()
+    assert printed.out == command.text(found) + "\n"
+    assert re.fullmatch(r"error: the peak of .* is over --fail-over 0.95 MiB\n", printed.err)
+    for value in found["peak_bytes"], found["donation"]["missed_bytes"], found["traffic_bytes"]:
+        assert measure.gib(value) in printed.out
+    html = (page.parent / "out" / "report.html").read_text()
+    assert html.count('src="data:image/png;base64,') == 2 and "http" not in html
+    assert all(line in html for line in printed.out.replace(">", "&gt;").splitlines()[1:4])
+
+
+def test_the_error_of_a_prediction_is_the_one_that_was_measured():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    row = re.search(r"\| NVIDIA H200 SXM \| (.*) \|", text)[1].split(" | ")
+    steps, _, more, median, ratio, _ = row
+    assert f"{steps} steps" in command.MEMORY_ERROR and f"{steps} steps" in command.TIME_ERROR
+    assert "{} to {} MiB more".format(*more.split(", ")) in command.MEMORY_ERROR
+    least, most = ratio.split(", ")
+    assert f"{least} to {most} times as long, the median {median}" in command.TIME_ERROR
+
+
+HEAD = "import jax, jax.numpy as jnp\nx = jnp.ones((8, 8))\ndef make_step():\n    return "
+BAD = {
+    "no function": ("", "my_step.py", "my_step.py must be FILE.py:FUNCTION or MODULE:FUNCTION"),
+    "no file": ("", "none.py:make_step", "none.py: there is no such file in "),
+    "no module": (
+        "",
+        "nothing.here:make_step",
+        "nothing.here: there is no such module; a file",
+    ),
+    "another name": (HEAD + "0", "my_step.py:step", "has no function step; it has make_step"),
+    "an import that fails": ("1 / 0", "", "importing .* raised ZeroDivisionError"),
+    "a script": ("import sys; sys.exit(3)", "", "importing .* raised SystemExit: 3"),
+    "a make_step that raises": (HEAD + "1 / 0", "", r"make_step\(\) raised ZeroDivisionError"),
+    "no arguments": (
+        HEAD + "jnp.sin",
+        "",
+        "must return the step and the arguments of one call",
+    ),
+    "a pair": (
+        HEAD + "lambda state, batch: x, (x, x)",
+        "",
+        "cannot be called with the 1 arguments after it .*missing a required argument: 'batch'",
+    ),
+    "no arrays": (HEAD + "lambda a: x, 'text'", "", "the arguments a hold no array or shape"),
+    "another library's array": (
+        "class Tensor:\n    shape, dtype = (8,), 'torch.float32'\n"
+        + HEAD
+        + "jnp.sin, Tensor()",
+        "",
+        r"argument x holds a my_step.Tensor: pass arrays of JAX or NumPy, or shapes",
+    ),
+    "Python's if": (
+        HEAD + "lambda a: a if a.sum() > 0 else x, x",
+        "",
+        "tracing <lambda> for jax.jit raised TracerBoolConversionError",
+    ),
+    "a callback": (
+        HEAD + "lambda a: jax.debug.print('{}', a), x",
+        "",
+        "compiling <lambda>: a GPU that is not there calls no Python: remove jax.debug.print",
+    ),
+    "an unknown target": (
+        HEAD + "jnp.sin, x",
+        "--target=h1",
+        "--target h1 must be one of t4, ",
+    ),
+    "too many devices": (HEAD + "jnp.sin, x", "--devices=9", "--devices 9: count=9 must be"),
+    "no mesh": (
+        HEAD + "jnp.sin, x",
+        "--devices=2",
+        "--devices 2: no argument is on a mesh of 2",
+    ),
+    "another mesh": (
+        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "mesh = jax.make_mesh((2,), ('data',))\ndef make_step():\n"
+        "    return jax.numpy.sin, jax.ShapeDtypeStruct((8,), 'float32',"
+        " sharding=NamedSharding(mesh, P('data')))",
+        "--devices=4",
+        "--devices 4: an argument is on a mesh of 2 devices; add --devices 2",
+    ),
+}
+
+
+@needs_virtual
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_one_sentence_and_the_traceback_of_ones_own_error(
+    name, tmp_path, monkeypatch, capsys
+):
+    code, option, message = BAD[name]
+    (tmp_path / "my_step.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    where = option if option and "--" not in option else "my_step.py:make_step"
+    assert (
+        command.main([where, *[option] * (where != option and bool(option))]) == command.USAGE
+    )
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{message}", last)
+    raised = " raised " in last
+    assert bool(trace) == raised and "course_lib" not in "".join(trace)
+    assert not raised or 'my_step.py", line ' in "".join(trace)
+
+
+def test_without_a_compiler_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(virtual, "why_unavailable", lambda name: "there is none")
+    assert command.main(["x.py:make_step"]) == command.USAGE
+    error = capsys.readouterr().err
+    assert "there is none" in error and 'pip install "course-lib[virtual]"' in error
+
+
+@pytest.mark.parametrize("written", ["20 bananas", "GiB", "-1GiB", ""])
+def test_a_size_has_a_number_and_a_unit(written, capsys):
+    assert command.size("1.5GiB") == 1.5 * 2**30 and command.size("7") == 7
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["x.py:f", f"--fail-over={written}"])
+    assert "must be a size, as 20GiB" in capsys.readouterr().err
