@@ -15,9 +15,9 @@ import numpy as np
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.program import NO_PLAN, with_plan
-from course_lib.measure.traffic import kind_of
+from course_lib.measure.traffic import kind_of, recomputed
 
-REST = "other activations, batch"
+REST, AGAIN = "other activations, batch", "recomputed by XLA"
 
 TOO_OLD = f"a tape needs JAX 0.10 or newer: the XLA of {jax.__version__} writes no lifetimes"
 
@@ -31,6 +31,7 @@ KINDS = (
     "MLP",
     "logits and loss",
     "gradients",
+    AGAIN,
     REST,
 )
 
@@ -175,6 +176,7 @@ class _Kinds:
     def __init__(self, module: hlo.Module):
         self.module = module
         self.stacked = origin.stacked(module)
+        self.again = {i.name for i in recomputed(module)}
         shapes = {
             shape.dims
             for i in module.entry.parameters
@@ -192,6 +194,8 @@ class _Kinds:
 
     def of(self, value: str) -> str:
         """Returns the kind of one value: `fusion.3{1}` is the second result of `fusion.3`."""
+        if value.split("{")[0] in self.again:
+            return AGAIN
         index = _INDEX.search(value)
         which = int(index[1]) if index else 0
         instruction = self.module.instructions.get(value.split("{")[0])

@@ -47,6 +47,7 @@ class DryRun:
     suggested: dict[str, Any]  # fields to change for a step that is faster, or fits
     advice: str  # the same in words, or why nothing is suggested
     note: str = ""  # what runs in place of a kernel that the target cannot run
+    recomputed: str = ""  # what XLA computes again to save memory
 
     @property
     def fits(self) -> bool:
@@ -64,6 +65,7 @@ class DryRun:
             f"{count} x {self.target}: {mesh}",
             f"memory per device    {peak} of {capacity} ({parts}): "
             + ("fits" if self.fits else "DOES NOT FIT"),
+            *[f"{'':21}{self.recomputed}"] * bool(self.recomputed),
             f"FLOPs per step       {self.flops:.3g} on all devices",
             f"sent per device      {sum(self.sent.values()) / measure.MIB:,.1f} MiB",
             *(f"{n / measure.MIB:21,.1f} MiB: {what}" for what, n in large.items()),
@@ -142,6 +144,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         suggested,
         advice,
         note,
+        measure.compiler(compiled).recomputation,
     )
 
 
