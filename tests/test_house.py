@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from course_lib.program import settings
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "course_lib"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -142,6 +144,10 @@ def in_notebooks(of_sources=False):
     return found
 
 
+ENDINGS = {"py", "yml", "txt", "toml"}  # of files
+ABSENT = {"your_exercise", "train"}  # a stand-in, and what `modules` leaves out
+
+
 def on_pages():
     """Returns the definitions that README, CONTRIBUTING and docs name, as in `configs.get`."""
     modules = {}
@@ -154,8 +160,11 @@ def on_pages():
     for page in PAGES:
         for words in re.findall(r"`(?:\w+\.)*?(\w+(?:\.\w+)+)[`(]", page.read_text()):
             first, *rest = words.split(".")
-            if first in modules:
-                found |= set(named(importlib.import_module(modules[first]), rest))
+            if first in modules and rest[-1] not in ENDINGS:
+                module = importlib.import_module(modules[first])
+                is_there = hasattr(module, rest[0]) or words in settings.FIELDS
+                assert is_there or rest[0] in ABSENT, f"{page.name}: there is no {words}"
+                found |= set(named(module, rest))
     return found
 
 

@@ -24,7 +24,7 @@ from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.models import attention
-from course_lib.program import loop, settings
+from course_lib.program import loop, room, settings
 
 GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
 
@@ -46,6 +46,7 @@ class DryRun:
     refused: str  # why the program would refuse this configuration, or ""
     suggested: dict[str, Any]  # fields to change for a step that is faster, or fits
     advice: str  # the same in words, or why nothing is suggested
+    smaller: str = ""  # if it does not fit: what it needs with other options
     note: str = ""  # what runs in place of a kernel that the target cannot run
     recomputed: str = ""  # what XLA computes again to save memory
 
@@ -66,6 +67,7 @@ class DryRun:
             f"memory per device    {peak} of {capacity} ({parts}): "
             + ("fits" if self.fits else "DOES NOT FIT"),
             *[f"{'':21}{self.recomputed}"] * bool(self.recomputed),
+            *[f"{'':21}{self.smaller}"] * bool(self.smaller),
             f"FLOPs per step       {self.flops:.3g} on all devices",
             f"sent per device      {sum(self.sent.values()) / measure.MIB:,.1f} MiB",
             *(f"{n / measure.MIB:21,.1f} MiB: {what}" for what, n in large.items()),
@@ -127,6 +129,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
             f"target={target!r}: its compiler refuses the step: {str(error).splitlines()[0]}"
         ) from error
     memory, mesh = measure.memory(compiled), cast("Mesh", place.mesh)
+    fits = memory.peak <= accelerator.memory_bytes
     sent: dict[str, int] = {}
     for row in measure.ledger(compiled, mesh).rows():
         what = f"{row['kind']} along {row['axes']}"
@@ -143,6 +146,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         refused,
         suggested,
         advice,
+        "" if fits else room.smaller(config, devices, loop.build),
         note,
         measure.compiler(compiled).recomputation,
     )

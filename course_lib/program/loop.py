@@ -27,23 +27,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from course_lib import files, measure, optimizers, training
+from course_lib import files, optimizers, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, processes, settings
+from course_lib.program import journal, observe, preemption, processes, room, settings
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
 PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
-SMALLER = (  # sentences for `Refused` and for an error of XLA
-    "A higher training.num_minibatches or more modules in model.remat need smaller temporaries,"
-    " strategy.zero=3 on more devices smaller arguments; --dry-run tells how much"
-)
 BEHIND = 2  # so many later steps are started before the metrics of a step are read
 
 finite = jax.jit(all_finite)
@@ -138,8 +134,9 @@ def train(
             book.say(note)
         if after < total:
             book.say("compiling the step ...")
-            if why := next(filter(None, processes.gather(does_not_fit(inputs))), ""):
-                raise Refused(why)
+            here = room.does_not_fit(inputs.run, inputs.place.addressable_devices)
+            if why := next(filter(None, processes.gather(here)), ""):
+                raise Refused(f"{why}. {room.smaller(config, devices, build)}")
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
@@ -185,26 +182,6 @@ def prepare(
     if inputs is None:
         raise Refused(str(wrong)) from wrong
     return inputs
-
-
-def does_not_fit(inputs: Inputs) -> str:
-    """Compiles the step, as its first call would, and says why memory is too small, or "".
-
-    On a CPU a step may take more than is planned, and then is not refused.
-    """
-    step: Any = inputs.run.train_step
-    needs = measure.planned(step.lower(*inputs.run.abstract()).compile())
-    devices: list[Any] = [*inputs.place.addressable_devices]
-    device = devices[0]
-    room = (device.memory_stats() or {}).get("bytes_limit", math.inf)
-    if device.platform == "cpu":  # simulated devices share the host's memory
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    if needs.peak - needs.host <= room:
-        return ""
-    return (
-        f"the step does not fit into the {measure.gib(room)} of {device.device_kind}. Per"
-        f" device it needs: {needs}. {SMALLER}"
-    )
 
 
 def read_batches(

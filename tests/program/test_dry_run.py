@@ -89,7 +89,7 @@ def test_the_programs_step_is_compiled_as_configured_and_a_faster_mesh_is_advice
     assert tuple(again.model.remat) == TRIED[ranked.index(best)]
 
     large = dataclasses.replace(found, memory=found.memory | {"peak": found.capacity + 1})
-    assert not large.fits and "DOES NOT FIT" in large.text()
+    assert not large.fits and "DOES NOT FIT" in large.text() and found.smaller == ""
     noted = dataclasses.replace(found, note="tiles in JAX, not a kernel")
     assert "note                 tiles in JAX, not a kernel" in noted.text()
     assert "\nnote " not in found.text()

@@ -27,11 +27,11 @@ from small_run import (
 
 from course_lib import files, measure, training
 from course_lib.measure import hardware
-from course_lib.program import journal, loop, processes, settings
+from course_lib.program import journal, loop, processes, room, settings
 from course_lib.text import data
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl")
-DOES_NOT_FIT = loop.does_not_fit
+DOES_NOT_FIT = room.does_not_fit
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -75,10 +75,21 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
 def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
     text, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(loop, "does_not_fit", DOES_NOT_FIT)
-    told = r"not fit into the .* GiB of cpu. Per device it needs: peak .*num_minibatches"
-    with pytest.raises(loop.Refused, match=told):
+    monkeypatch.setattr(room, "does_not_fit", DOES_NOT_FIT)
+    told = r"not fit into the .* GiB of cpu. Per device it needs: peak .*: arguments"
+    with pytest.raises(loop.Refused, match=told) as refused:
         train(text, tmp_path, data__batch_size=10**9)
+    tried = re.findall(r"([\d.]+ GiB) with --set (\S+)=(\S+?)(?:,|$)", str(refused.value))
+    assert [name for _, name, _ in tried] == [
+        "training.num_minibatches",
+        "model.remat",
+        "model.loss_chunks",
+    ]
+    (needs, name, value) = tried[2]
+    whole = configuration(text, data__batch_size=10**9)
+    settings.set_field(whole, name, value)
+    run, _ = loop.build(whole, one_device())
+    assert measure.gib(measure.memory(run.train_step.lower(*run.abstract())).peak) == needs
     small = dict(training__steps=1, run__sample_tokens=0)
     assert train(text, tmp_path, **small).reason == loop.DONE
 
@@ -87,23 +98,29 @@ def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
 def test_a_step_fits_if_its_peak_does_on_each_device(platform, monkeypatch):
     step, shape = jax.jit(lambda x: x @ x), jax.ShapeDtypeStruct((64, 64), "float32")
     peak = measure.memory(step.lower(shape).compile()).peak
-    device = mock.Mock(platform=platform)
-    inputs = mock.Mock(spec=loop.Inputs, run=mock.Mock(train_step=step), place=mock.Mock())
-    inputs.run.abstract.return_value = (shape,)
-    inputs.place.addressable_devices = [device, device]
-    for room in (peak, peak - 1):
-        device.memory_stats.return_value = {"bytes_limit": room} if platform == "gpu" else None
-        pages = {"SC_PHYS_PAGES": 2 * room, "SC_PAGE_SIZE": 1}
-        monkeypatch.setattr(loop.os, "sysconf", pages.__getitem__)
-        assert bool(DOES_NOT_FIT(inputs)) == (room < peak)
+    device = mock.Mock(spec=jax.Device, platform=platform)
+    device.memory_stats = mock.Mock()
+    run = mock.Mock(spec=training.Run, train_step=step, abstract=lambda: (shape,))
+    for most in (peak, peak - 1):
+        device.memory_stats.return_value = {"bytes_limit": most} if platform == "gpu" else None
+        pages = {"SC_PHYS_PAGES": 2 * most, "SC_PAGE_SIZE": 1}
+        monkeypatch.setattr(room.os, "sysconf", pages.__getitem__)
+        assert bool(DOES_NOT_FIT(run, [device, device])) == (most < peak)
+
+
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
+    whole = room.host_memory()
+    files = tmp_path / "memory.max", tmp_path / "none"
+    monkeypatch.setattr(room, "CGROUP_LIMITS", files)
+    for text, most in (("max", whole), (f"{whole // 2}\n", whole // 2), (f"{2**63}", whole)):
+        files[0].write_text(text)
+        assert room.host_memory() == most
 
 
 def test_a_step_whose_memory_a_library_hides_from_the_plan_is_trained_all_the_same():
     function, shapes = LARGE["hidden layer"]
-    inputs = mock.Mock(spec=loop.Inputs, run=mock.Mock(train_step=jax.jit(function)))
-    inputs.run.abstract.return_value = shapes
-    inputs.place = mock.Mock(addressable_devices=jax.devices("cpu")[:1])
-    assert DOES_NOT_FIT(inputs) == ""
+    run = mock.Mock(spec=training.Run, train_step=jax.jit(function), abstract=lambda: shapes)
+    assert DOES_NOT_FIT(run, jax.devices("cpu")[:1]) == ""
 
 
 def test_the_loss_is_what_training_by_hand_gives(text, unbroken):
