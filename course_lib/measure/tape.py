@@ -67,8 +67,9 @@ def tape(step: Any, *, points: int = 400) -> Tape:
 
     "gradients" are values with the shape of a parameter, or of one layer of it, which the
     backward pass makes or which are float32. "results" is the memory of outputs that overwrite
-    no donated argument; temporaries may use it earlier. The scope of any other activation names
-    its kind: the names of Flax's modules, or `jax.named_scope("attention")` in plain JAX.
+    no donated argument; temporaries may use it earlier. "recomputed by XLA" is what its clones
+    hold (`measure.compiler`). The scope of any other activation names its kind: the names of
+    Flax's modules, or `jax.named_scope("attention")` in plain JAX.
 
     Args:
       step: `jax.jit(step).lower(...)`, or its `measure.heap`. Its arguments are told apart by
