@@ -49,8 +49,8 @@ class Compiler:
     donated_bytes: int  # of results that overwrite donated arguments
     transfers: int | None  # collectives and copies between host and device, per step
     overlapped: int | None  # those during which other work runs
-    # XLA rematerializes where arguments and temporaries take more bytes: None unless the plan
-    # of a GPU's program is at hand
+    # XLA rematerializes where arguments and temporaries take more bytes; None without the plan
+    # of a GPU's program, or with the pass switched off
     limit: int | None
 
     def __str__(self) -> str:
@@ -148,8 +148,8 @@ def _limit(config: str, memory: Memory) -> int | None:
     """
     size, slop = "device_memory_size", "xla_gpu_memory_limit_slop_factor"
     found = dict(re.findall(rf"^( *(?:{size}|{slop})): (\d+)$", config, re.M))
-    if f"  {size}" not in found:
-        return None  # not a GPU
+    if f"  {size}" not in found or '"rematerialization"' in config:
+        return None  # not a GPU, or the pass is switched off
     base = int(found.get(size, int(found[f"  {size}"]) * 80 // 100))
     free = base - memory.arguments - memory.outputs + memory.aliased
     return free * int(found[f"  {slop}"]) // 100 + memory.outputs
