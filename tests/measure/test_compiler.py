@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from course_lib.lessons import profiling_study
-from course_lib.measure import compiler, flops, memory, tape, traffic, virtual
+from course_lib.measure import compiler, flops, hlo, memory, tape, traffic, virtual
+from course_lib.measure.traffic import recomputed
 from course_lib.measure.units import GIB
 
 NO_VIRTUAL = virtual.why_unavailable()
@@ -123,6 +124,23 @@ def test_collectives_beside_products_are_those_of_the_schedule():
     combined, three = (compiler(virtual.compile(lowered, o)) for o in (None, apart))
     assert (combined.transfers, combined.overlapped) == (1, 0)
     assert (three.transfers, three.overlapped) == (3, 2)
+
+
+def test_what_xla_only_moves_or_what_moves_no_bytes_is_not_recomputed():
+    module = hlo.parse("""HloModule moved
+
+ENTRY %main (a.remat: f32[4]) -> (f32[4], f32[4]) {
+  %a.remat = f32[4]{0} parameter(0)
+  %exp.1.remat2 = f32[4]{0} exponential(%a.remat)
+  %exp.1.remat3 = f32[4]{0} exponential(%a.remat)
+  %tanh = f32[4]{0} tanh(%a.remat)
+  %bitcast = f32[4]{0} bitcast(%tanh)
+  %bitcast.remat.1 = f32[4]{0} bitcast(%tanh)
+  %tanh.remat.1.remat = f32[4]{0} tanh(%a.remat)
+  ROOT %t = (f32[4]{0}, f32[4]{0}) tuple(%exp.1.remat2, %tanh.remat.1.remat)
+}
+""")
+    assert [i.name for i in recomputed(module)] == ["exp.1.remat3", "tanh.remat.1.remat"]
 
 
 def test_a_loop_counts_once_as_text_and_as_often_as_it_turns():
