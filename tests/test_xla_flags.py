@@ -1,6 +1,8 @@
 """Laws of the flags that old versions of JAX need, and profiles on a GPU."""
 
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -99,3 +101,30 @@ def test_the_compiler_knows_the_flag():
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     run = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+REFERENCE = re.search(
+    r"^jax==(\S+)", (ROOT / "requirements" / "reference.txt").read_text(), re.M
+)[1]
+
+
+@pytest.mark.skipif(jax.__version__ != REFERENCE, reason=f"the flags are JAX {REFERENCE}'s")
+def test_a_flag_exists_unless_the_page_of_flags_says_gone():
+    page = (ROOT / "docs" / "xla_flags.md").read_text()
+    rows = dict(re.findall(r"^\| `(xla_\w+)` \| (exists|gone) \|", page, re.M))
+    files = [
+        f for part in ("course_lib", "docs", "notebooks") for f in (ROOT / part).rglob("*")
+    ]
+    texts = [
+        f.read_text() for f in files if f.suffix in (".py", ".md", ".ipynb", ".sh", ".toml")
+    ]
+    named = set(re.findall(r"\bxla_(?:gpu|cpu|dump|backend|disable)_[a-z]\w+", " ".join(texts)))
+    lowered, unknown = jax.jit(lambda x: x).lower(1.0), set()
+    for flag in named | rows.keys():
+        try:
+            lowered.compile({flag: ""})
+        except jax.errors.JaxRuntimeError as error:
+            unknown |= {flag} if "No such compile option" in str(error) else set()
+    assert unknown == {flag for flag, state in rows.items() if state == "gone"}
+    assert f"JAX {REFERENCE}" in page

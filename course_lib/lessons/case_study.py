@@ -96,6 +96,8 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     heap = measure.heap(lowered)
     memory, traffic = measure.memory(heap.compiled), measure.traffic(heap.compiled)
     flops = training.step_flops(config)
+    if recomputed := measure.compiler(heap).recomputation:
+        print(f"{case.name} on an {accelerator.title}: {recomputed}")
     floor = measure.roofline(flops, traffic, accelerator)
     published = accelerator.name == PUBLISHED_ON
     return {

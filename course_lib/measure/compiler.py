@@ -9,21 +9,17 @@ https://github.com/openxla/xla/blob/main/xla/hlo/transforms/simplifiers/hlo_rema
 
 import collections
 import dataclasses
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.ledger import meanwhile
 from course_lib.measure.memory import Memory, planned
 from course_lib.measure.program import read
-from course_lib.measure.traffic import is_free, is_product, kind_of
+from course_lib.measure.traffic import flops_of, is_free, kind_of, products, recomputed
 from course_lib.measure.units import gib
 
-# XLA marks a copy of an instruction: `dot.5.remat`, `dot.5.remat2`, `dot.remat.1.remat`.
-_CLONE = re.compile(r"\.remat\d*(?=\.|$)")
-_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
 _TRANSFERS = ("collective", "offload")
 
 
@@ -53,8 +49,8 @@ class Compiler:
     donated_bytes: int  # of results that overwrite donated arguments
     transfers: int | None  # collectives and copies between host and device, per step
     overlapped: int | None  # those during which other work runs
-    # XLA rematerializes where arguments and temporaries take more bytes: None unless the plan
-    # of a GPU's program is at hand
+    # XLA rematerializes where arguments and temporaries take more bytes; None without the plan
+    # of a GPU's program, or with the pass switched off
     limit: int | None
 
     def __str__(self) -> str:
@@ -84,44 +80,52 @@ class Compiler:
             line += f", {len(products)} of them matrix products ({listed})"
         if self.rewritten_bytes is not None:
             line += f"; {gib(self.rewritten_bytes)} written again"
-        if self.flops and self.added_flops is not None:
-            added, total = sum(self.added_flops.values()), sum(self.flops.values())
-            line += f", {added / (total - added):.1%} more FLOPs"
-        return line
+        return line if self.more_flops is None else f"{line}, {self.more_flops:.1%} more FLOPs"
+
+    @property
+    def more_flops(self) -> float | None:
+        """The FLOPs of the clones as a share of all others."""
+        if not self.flops or self.added_flops is None:
+            return None
+        added = sum(self.added_flops.values())
+        return added / (sum(self.flops.values()) - added)
 
 
 def compiler(step: Any) -> Compiler:
     """Compares what runs with what was written, for a step that is lowered or compiled.
 
-    Clones are XLA's, never those of `jax.checkpoint`. Two kinds of instructions that XLA marks
-    `.remat` as well are not counted: those that it only moves, and those that move no bytes.
+    What `jax.checkpoint` computes again is written. The program for a GPU that is there can
+    recompute other instructions than that for a virtual one, since autotuning chooses kernels.
     """
     program = read(step)
     module, plan, memory = program.module, program.plan, planned(program)
     known = True
     try:
-        executed = hlo.scheduled(module, lambda i: sum((_flops(i) or {}).values()))
+        executed = hlo.scheduled(module, lambda i: len(products(i)))
     except ValueError:  # a loop that stops on a condition on data
         known, executed = False, []
-    again, order = _again(module), [i for i, _ in executed]
+    again, order = recomputed(module), [i for i, _ in executed]
     transfers = [
         (n, any(kind_of(j) not in _TRANSFERS for j in meanwhile(order, position)))
         for position, (i, n) in enumerate(executed)
         if kind_of(i) in _TRANSFERS and not is_free(i)
     ]
+    per_step: dict[str, Any] = {
+        "rewritten_bytes": sum(i.bytes * n for i, n in executed if i in again),
+        "added_flops": flops_of((i, n) for i, n in executed if i in again),
+        "flops": flops_of(executed),
+        "executions": sum(n * len(products(i)) for i, n in executed),
+        "transfers": sum(n for n, _ in transfers),
+        "overlapped": sum(n for n, beside in transfers if beside),
+    }
     return Compiler(
         clones=tuple(Clone(i.name, kind_of(i), origin.origin(i), i.bytes) for i in again),
-        rewritten_bytes=sum(i.bytes * n for i, n in executed if i in again) if known else None,
-        added_flops=_total((i, n) for i, n in executed if i in again) if known else None,
-        flops=_total(executed) if known else None,
         written=_products(hlo.parse(plan.written).entry) if plan else None,
         compiled=_products(module.entry),
-        executions=sum(n * len(_dots(i)) for i, n in executed) if known else None,
         fusions=sum(i.opcode in origin.FUSIONS for i in module.instructions.values()),
         donated_bytes=memory.aliased,
-        transfers=sum(n for n, _ in transfers) if known else None,
-        overlapped=sum(n for n, beside in transfers if beside) if known else None,
         limit=_limit(plan.config, memory) if plan else None,
+        **(per_step if known else dict.fromkeys(per_step)),
     )
 
 
@@ -129,53 +133,12 @@ def _known(count: int | None) -> str:
     return "unknown" if count is None else f"{count:,}"
 
 
-def _again(module: hlo.Module) -> list[hlo.Instruction]:
-    """Returns the instructions that compute again what another one computes."""
-    marked = [i for i in module.instructions.values() if _CLONE.search(i.name)]
-    there = module.instructions.keys() - {i.name for i in marked}
-    again = []
-    for i in marked:
-        original = _CLONE.split(i.name)[0]
-        if original in there and not is_free(i):
-            again.append(i)
-        there.add(original)  # without its original, the first of several clones was moved
-    return again
-
-
-def _dots(i: hlo.Instruction) -> list[hlo.Instruction]:
-    """Returns the matrix products that an instruction is or that are fused into it."""
-    return [j for j in origin.body(i) if is_product(j)]
-
-
 def _products(computation: hlo.Computation) -> int:
     """Counts the matrix products of a computation and of those that it calls."""
     called = (
         c for i in computation.instructions if i.opcode not in origin.FUSIONS for c in i.called
     )
-    return sum(len(_dots(i)) for i in computation.instructions) + sum(map(_products, called))
-
-
-def _flops(i: hlo.Instruction) -> dict[str, int] | None:
-    """Returns the FLOPs of its matrix products, by the operands' dtype; None if unknown."""
-    flops: collections.Counter[str] = collections.Counter()
-    for product in _dots(i):
-        left, contracted = product.operands[0].shapes[0], _CONTRACTED.search(product.attributes)
-        if not contracted:  # a convolution
-            return None
-        axes = map(int, re.findall(r"\d+", contracted[1]))
-        per_element = 2 * math.prod(left.dims[axis] for axis in axes)
-        flops[left.dtype] += per_element * product.shapes[0].elements
-    return None if kind_of(i) == "kernel" else flops
-
-
-def _total(executed: Iterable[tuple[hlo.Instruction, int]]) -> dict[str, int] | None:
-    total: collections.Counter[str] = collections.Counter()
-    for i, n in executed:
-        flops = _flops(i)
-        if flops is None:
-            return None
-        total.update({dtype: n * count for dtype, count in flops.items()})
-    return dict(total)
+    return sum(len(products(i)) for i in computation.instructions) + sum(map(_products, called))
 
 
 def _limit(config: str, memory: Memory) -> int | None:
@@ -185,8 +148,8 @@ def _limit(config: str, memory: Memory) -> int | None:
     """
     size, slop = "device_memory_size", "xla_gpu_memory_limit_slop_factor"
     found = dict(re.findall(rf"^( *(?:{size}|{slop})): (\d+)$", config, re.M))
-    if f"  {size}" not in found:
-        return None  # not a GPU
+    if f"  {size}" not in found or '"rematerialization"' in config:
+        return None  # not a GPU, or the pass is switched off
     base = int(found.get(size, int(found[f"  {size}"]) * 80 // 100))
     free = base - memory.arguments - memory.outputs + memory.aliased
     return free * int(found[f"  {slop}"]) // 100 + memory.outputs

@@ -30,9 +30,15 @@ class Roofline:
 
 def roofline(flops: Flops, traffic: Traffic, accelerator: hardware.Accelerator) -> Roofline:
     """Returns the least time that a step can take on an accelerator that it is compiled for.
-    All FLOPs count, since recomputing takes time too.
+    All FLOPs count, since recomputing takes time too, also what the compiler adds.
     """
-    times = (count / peak(accelerator, dtype) for dtype, count in flops.total.items())
+    if traffic.added_flops is None:
+        raise ValueError(
+            "traffic.added_flops=None must be known: the compiler computes a convolution or a"
+            " kernel again, whose FLOPs its program does not say; see measure.compiler"
+        )
+    counts = [*flops.total.items(), *traffic.added_flops.items()]
+    times = (count / peak(accelerator, dtype) for dtype, count in counts)
     compute = sum(times, start=0.0)
     memory = traffic.bytes / accelerator.memory_bandwidth
     return Roofline(compute, memory, max(compute, memory))

@@ -15,9 +15,9 @@ import numpy as np
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.program import NO_PLAN, with_plan
-from course_lib.measure.traffic import kind_of
+from course_lib.measure.traffic import kind_of, recomputed
 
-REST = "other activations, batch"
+REST, AGAIN = "other activations, batch", "recomputed by XLA"
 
 TOO_OLD = f"a tape needs JAX 0.10 or newer: the XLA of {jax.__version__} writes no lifetimes"
 
@@ -31,6 +31,7 @@ KINDS = (
     "MLP",
     "logits and loss",
     "gradients",
+    AGAIN,
     REST,
 )
 
@@ -67,8 +68,9 @@ def tape(step: Any, *, points: int = 400) -> Tape:
 
     "gradients" are values with the shape of a parameter, or of one layer of it, which the
     backward pass makes or which are float32. "results" is the memory of outputs that overwrite
-    no donated argument; temporaries may use it earlier. The scope of any other activation names
-    its kind: the names of Flax's modules, or `jax.named_scope("attention")` in plain JAX.
+    no donated argument; temporaries may use it earlier. "recomputed by XLA" is what its clones
+    hold (`measure.compiler`). The scope of any other activation names its kind: the names of
+    Flax's modules, or `jax.named_scope("attention")` in plain JAX.
 
     Args:
       step: `jax.jit(step).lower(...)`, or its `measure.heap`. Its arguments are told apart by
@@ -180,6 +182,7 @@ class _Kinds:
         scopes = {_JITTED.sub("", i.scope) for i in module.instructions.values()}
         kinds = (_first_match(_SCOPES, scope) for scope in scopes if "/" in scope)
         self.are_named = any(kind != REST for kind in kinds)
+        self.again = {i.name for i in recomputed(module)}
         shapes = {
             shape.dims
             for i in module.entry.parameters
@@ -197,6 +200,8 @@ class _Kinds:
 
     def of(self, value: str) -> str:
         """Returns the kind of one value: `fusion.3{1}` is the second result of `fusion.3`."""
+        if value.split("{")[0] in self.again:
+            return AGAIN
         index = _INDEX.search(value)
         which = int(index[1]) if index else 0
         instruction = self.module.instructions.get(value.split("{")[0])

@@ -8,6 +8,9 @@ kernel reads an operand more than once, as large matrix products do.
 
 import collections
 import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from course_lib.measure import hlo, origin
@@ -46,6 +49,9 @@ _COPIES = _RENAMES.union(
     "copy copy-start transpose convert slice dynamic-slice".split(),
     "concatenate pad reverse".split(),
 )
+# XLA marks a copy of an instruction: `dot.5.remat`, `dot.5.remat2`, `dot.remat.1.remat`.
+_CLONE = re.compile(r"\.remat\d*(?=\.|$)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Traffic:
 
     bytes: int
     moves: tuple[Move, ...]  # in program order
+    # of the matrix products that XLA computes again (`recomputed`), by dtype; None if unknown
+    added_flops: Mapping[str, int] | None = dataclasses.field(default_factory=dict)
 
     def by_kind(self) -> dict[str, int]:
         """Returns the bytes of each kind that occurs, most first."""
@@ -89,7 +97,9 @@ def traffic(step: Any) -> Traffic:
     moves = tuple(
         Move(i.name, kind_of(i), bytes, n, origin.origin(i)) for i, n, bytes in moved if bytes
     )
-    return Traffic(sum(move.bytes for move in moves), moves)
+    again = recomputed(program.module)
+    added = flops_of((i, n) for i, n in executed if i in again)
+    return Traffic(sum(move.bytes for move in moves), moves, added)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +123,46 @@ def host_traffic(step: Any) -> HostTraffic:
             to_host = any(shape.space == hlo.HOST_SPACE for shape in shapes)
             totals[to_host] += _bytes(i) * n
     return HostTraffic(to_host=totals[True], to_device=totals[False])
+
+
+def recomputed(module: hlo.Module) -> list[hlo.Instruction]:
+    """Returns the instructions that XLA's rematerialization added to a program.
+
+    XLA marks them `.remat`. It marks two more kinds: instructions that it only moved, whose
+    original is gone, and those that move no bytes.
+    """
+    marked = [i for i in module.instructions.values() if _CLONE.search(i.name)]
+    there = module.instructions.keys() - {i.name for i in marked}
+    again = []
+    for i in marked:
+        original = _CLONE.split(i.name)[0]
+        if original in there and not is_free(i):
+            again.append(i)
+        there.add(original)  # without its original, the first of several clones was moved
+    return again
+
+
+def products(i: hlo.Instruction) -> list[hlo.Instruction]:
+    """Returns the matrix products that an instruction is or that are fused into it."""
+    return [j for j in origin.body(i) if is_product(j)]
+
+
+def flops_of(executed: Iterable[tuple[hlo.Instruction, int]]) -> dict[str, int] | None:
+    """Returns the FLOPs of the matrix products among (instruction, executions), by the dtype of
+    their operands; None with a convolution or a kernel, whose FLOPs the program does not say.
+    """
+    total: collections.Counter[str] = collections.Counter()
+    for i, n in executed:
+        for product in products(i):
+            contracted = _CONTRACTED.search(product.attributes)
+            if not contracted:
+                return None
+            left, axes = product.operands[0].shapes[0], re.findall(r"\d+", contracted[1])
+            inner = math.prod(left.dims[int(axis)] for axis in axes)
+            total[left.dtype] += 2 * n * inner * product.shapes[0].elements
+        if kind_of(i) == "kernel":
+            return None
+    return dict(total)
 
 
 def is_free(i: hlo.Instruction) -> bool:

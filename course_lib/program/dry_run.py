@@ -46,6 +46,7 @@ class DryRun:
     advice: str  # the same in words, or why nothing is suggested
     smaller: str = ""  # if it does not fit: what it needs with other options
     note: str = ""  # what runs in place of a kernel that the target cannot run
+    recomputed: str = ""  # what XLA computes again to save memory
 
     @property
     def fits(self) -> bool:
@@ -63,6 +64,7 @@ class DryRun:
             f"{count} x {self.target}: {mesh}",
             f"memory per device    {peak} of {capacity} ({parts}): "
             + ("fits" if self.fits else "DOES NOT FIT"),
+            *[f"{'':21}{self.recomputed}"] * bool(self.recomputed),
             *[f"{'':21}{self.smaller}"] * bool(self.smaller),
             f"FLOPs per step       {self.flops:.3g} on all devices",
             f"sent per device      {sum(self.sent.values()) / measure.MIB:,.1f} MiB",
@@ -142,6 +144,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         advice,
         "" if fits else room.smaller(config, devices, loop.build),
         note,
+        measure.compiler(compiled).recomputation,
     )
 
 

@@ -371,7 +371,7 @@ def test_targets_are_reached_only_by_a_step_that_fits_below_nine_tenths_of_the_m
 def test_the_fast_target_is_that_of_the_first_steps_flops_in_16_bits():
     assert score.half_dtype("t4") == "float16" and score.half_dtype("a5000") == "bfloat16"
     products = score.reference_flops() / (0.77 * 111e12)
-    assert score.fast_seconds("a5000") == pytest.approx(products + 150e9 / (0.85 * 768e9))
+    assert score.fast_seconds("a5000") == pytest.approx(products + 160e9 / (0.85 * 768e9))
     N, D, V, T = 12, 768, 50_257, 16 * 1024
     forward = 2 * T * (N * (12 * D**2 + 2 * 1024 * D) + D * V)
     assert score.reference_flops() == 3 * forward
@@ -432,6 +432,8 @@ def test_a_submission_stands_in_the_table_with_the_earlier_ones_for_its_gpu(
 
     def compile_step(make_step, gpu, name, setup):
         one, its_program, _ = next(rows)
+        said = "XLA recomputes 2 instructions" if name == "half" else ""
+        its_program = dataclasses.replace(its_program, recomputed=said)
         return dataclasses.replace(one, name=name, gpu=gpu), its_program
 
     monkeypatch.setattr(score, "compile_step", compile_step)
@@ -440,6 +442,7 @@ def test_a_submission_stands_in_the_table_with_the_earlier_ones_for_its_gpu(
     assert "fits in 21.19 GiB" in first and "Hint: Most products take float32" in first
     second = submit(capsys, game.first_step, name="half")
     assert re.search(r"^ *1  first_step .*\n *2  half +32.6 +no", second, re.M), second
+    assert "\nXLA recomputes 2 instructions.\nHint" in second and "recomputes" not in first
     other = submit(capsys, game.first_step, "t4")
     assert "half" not in other and "NVIDIA T4" in other
 

@@ -47,6 +47,14 @@ def test_recomputed_products_take_time_but_are_no_use():
             mfu(flops, seconds, A5000)
 
 
+def test_products_that_the_compiler_adds_take_time():
+    flops, added = products("bfloat16", A5000.peak("bfloat16")), {"bfloat16": 10**9}
+    more = roofline(flops, Traffic(0, (), added), A5000).compute_seconds
+    assert more == pytest.approx(1.0 + 10**9 / A5000.peak("bfloat16"), rel=1e-9)
+    with pytest.raises(ValueError, match="traffic.added_flops=None must be known"):
+        roofline(flops, Traffic(0, (), None), A5000)
+
+
 def test_attainable_time_adds_products_at_77_percent_and_memory_at_85_percent_of_their_peaks():
     second = int(0.77 * A5000.peak("bfloat16"))
     flops = products("bfloat16", 2 * second, recomputed=second)

@@ -93,6 +93,9 @@ def test_the_programs_step_is_compiled_as_configured_and_a_faster_mesh_is_advice
     noted = dataclasses.replace(found, note="tiles in JAX, not a kernel")
     assert "note                 tiles in JAX, not a kernel" in noted.text()
     assert "\nnote " not in found.text()
+    assert "recomputes" not in found.text()
+    again = dataclasses.replace(found, recomputed="XLA recomputes 2 instructions")
+    assert f"fits\n{'':21}XLA recomputes 2 instructions\n" in again.text()
 
 
 @needs_virtual

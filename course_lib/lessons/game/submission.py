@@ -62,6 +62,8 @@ def submit(
         submission, program = score.compile_step(make_step, gpu, named, setup)
         of_this_gpu = [one for one in scoreboard.add(submission) if one.gpu == gpu]
         table(of_this_gpu, gpu)
+        if program.recomputed:
+            print(f"{program.recomputed}.")
         print(f"Hint: {hints.hint(submission, program, of_this_gpu[:-1])}")
         _show(picture(of_this_gpu, gpu))
     except WrongAnswer as wrong:

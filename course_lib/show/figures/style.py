@@ -56,6 +56,7 @@ KINDS = {
     "MLP": ("#009E73", ""),
     "logits and loss": ("#CC79A7", "xxx"),
     "gradients": ("#E69F00", "\\\\\\"),
+    "recomputed by XLA": ("#882255", "+++"),
     "other activations, batch": ("#D9D9D9", ""),
 }
 """The kinds of memory (`measure.tape`), in the order of a picture, with colours and hatches."""
