@@ -1,7 +1,11 @@
-"""Errors for arguments: each names the argument, its value, and a value that works."""
+"""Errors for arguments: each names the argument, its value, and a value that works. And the
+names of the arrays in a pytree.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
+
+import jax
 
 
 def refuse(errors: Iterable[str]) -> None:
@@ -29,6 +33,11 @@ def optimizer(value: Any) -> None:
         raise ValueError(
             f"optimizer={value!r} must have init and update, as optax.sgd(1.0) has"
         )
+
+
+def name_in_tree(path: Any) -> str:
+    """Returns an array's name by its path, as "up/kernel"; without Flax NNX's "/value"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def nearest(size: int, count: int) -> str:

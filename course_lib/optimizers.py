@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from course_lib import fields
+from course_lib import arguments, fields
 from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
 
 PyTree = Any
@@ -48,7 +48,7 @@ def _memory() -> Any:
 class Optimizer(NamedTuple):
     """An optimizer that a configuration can name."""
 
-    make: Callable[[ConfigDict, optax.Schedule], optax.GradientTransformation]
+    make: Callable[..., optax.GradientTransformation]  # (config, schedule)
     about: str  # for --help
     decays: bool = False  # whether it reads `weight_decay`
     streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
@@ -91,13 +91,13 @@ OPTIMIZERS = {
         streams=True,
     ),
     "muon": Optimizer(
-        lambda c, rate: optax.contrib.muon(
+        lambda c, rate, where=None: optax.contrib.muon(
             rate,
             adam_b1=c.b1,
             adam_b2=c.b2,
             weight_decay=c.weight_decay,
             adam_weight_decay=c.weight_decay,
-            muon_weight_dimension_numbers=_memory().matrices,
+            muon_weight_dimension_numbers=lambda params: _memory().matrices(params, where),
             consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
         ),
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
@@ -182,17 +182,47 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
 
 
+def get(
+    name: str,
+    learning_rate: float | optax.Schedule,
+    *,
+    matrices: Callable[[str], Any] | None = None,
+    **options: Any,
+) -> optax.GradientTransformation:
+    """Returns an optimizer by name, for any model.
+
+        get("muon", 0.02, matrices=lambda name: name.startswith("blocks"), weight_decay=0.1)
+
+    Args:
+      learning_rate: a number, or a schedule.
+      matrices: for "muon": which parameters are matrices (`optimizer_memory.matrices`). None:
+        those of the library's Transformer.
+      **options: other fields of `OPTIMIZER`.
+    """
+    arguments.one_of("name", name, OPTIMIZERS)
+    if matrices is not None and name != "muon":
+        raise ValueError(
+            f"matrices={matrices!r} must be None for {name!r}: only 'muon' reads it"
+        )
+    config = fields.template(dict(optimizer=OPTIMIZER)).optimizer
+    schedule = learning_rate if callable(learning_rate) else None
+    rate = {} if schedule else dict(learning_rate=learning_rate)
+    with config.unlocked():
+        config.update(dict(schedule="constant", **rate, **options), name=name)
+    return from_config(config, schedule, **({"where": matrices} if matrices else {}))
+
+
 def from_config(
-    config: ConfigDict, schedule: optax.Schedule | None = None
+    config: ConfigDict, schedule: optax.Schedule | None = None, **options: Any
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
     clips the gradient first. `schedule`: the learning rate by step, in place of the
-    configuration's.
+    configuration's. `options` are for `Optimizer.make`.
     """
     known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
-    update = OPTIMIZERS[config.name].make(config, rate)
+    update = OPTIMIZERS[config.name].make(config, rate, **options)
     if config.offload:
         from course_lib.smaller_and_faster import offload
 

@@ -235,3 +235,23 @@ def test_the_place_of_what_is_not_donated_is_there_from_the_first_instruction(de
         assert min(found.bytes["results"]) == copies * size + table
         assert found.bytes["parameters"][0] == found.bytes["optimizer state"][0] == size
         assert found.peak == pytest.approx(memory(lowered).peak, rel=1e-3)
+
+
+def test_a_tape_tells_arguments_of_any_name_apart():
+    def step(weights, moments, tokens):
+        grads = jax.grad(lambda w: (jnp.tanh(tokens @ w["up"]) @ w["down"]).sum())(weights)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(lambda w, m: w - m, weights, moments), moments
+
+    weights = {"up": array(D, F), "down": array(F, D)}
+    size = 4 * 2 * D * F
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(weights, weights, array(B, D))
+    named = {"parameters": "weights", "optimizer state": "moments"}
+    found = tape(lowered, arguments=named)
+    assert found.bytes["parameters"][0] == found.bytes["optimizer state"][0] == size
+    assert max(found.bytes["gradients"]) > 0
+    unknown = tape(lowered)
+    assert unknown.peak == found.peak and "parameters" not in unknown.bytes
+    for wrong in ({"parameters": "wieghts"}, {"weights": "weights"}):
+        with pytest.raises(ValueError, match="arguments=.* must have kinds of"):
+            tape(lowered, arguments=wrong)
