@@ -158,7 +158,7 @@ def train(
             book.say("compiling the step ...")
             here = room.does_not_fit(inputs.run, inputs.place.addressable_devices)
             if why := next(filter(None, processes.gather(here)), ""):
-                raise Refused(f"{why}. {room.smaller(config, devices, build)}")
+                raise Refused(f"{why}. {room.smaller(config, devices, builder or build)}")
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
