@@ -45,8 +45,8 @@ _SCOPES = {
 }
 _INDEX = re.compile(r"\{(\d+)\}")
 _ARGUMENTS = {
-    "optimizer state": r"opt_state|^optimizer_|(^|_)(mu|nu)_|^state_1_",
-    "parameters": r"params|^model_|^state_0_",
+    "optimizer state": r"opt_state|(^|_)(mu|nu)_|^state_1_|^opt",
+    "parameters": r"params|^state_0_|^model_",
 }
 
 
