@@ -215,7 +215,7 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
       params: pytree of parameters.
       batches: at least one batch; an iterator makes each when it is needed.
     """
-    if isinstance(batches, Batch | jax.Array | np.ndarray):
+    if isinstance(batches, Batch | Mapping | jax.Array | np.ndarray):
         raise ValueError(
             f"batches={type(batches).__name__} must be several batches, or a list of one:"
             " [batch]"
