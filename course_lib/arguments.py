@@ -1,6 +1,4 @@
-"""Errors for arguments: each names the argument, its value, and a value that works. And the
-names of the arrays in a pytree.
-"""
+"""Errors for arguments: each names the argument, its value, and a value that works."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any

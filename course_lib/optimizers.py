@@ -183,33 +183,22 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
 
 
 def get(
-    name: str,
-    learning_rate: float | optax.Schedule,
-    *,
-    matrices: Callable[[str], Any] | None = None,
-    **options: Any,
+    name: str, learning_rate: Any, *, matrices: Any = None, **options: Any
 ) -> optax.GradientTransformation:
-    """Returns an optimizer by name, for any model.
+    """Returns an optimizer by name, for any model: `get("muon", 0.02, matrices=where)`.
 
-        get("muon", 0.02, matrices=lambda name: name.startswith("blocks"), weight_decay=0.1)
-
-    Args:
-      learning_rate: a number, or a schedule.
-      matrices: for "muon": which parameters are matrices (`optimizer_memory.matrices`). None:
-        those of the library's Transformer.
-      **options: other fields of `OPTIMIZER`.
+    `learning_rate` is a number or a schedule, `options` are other fields of `OPTIMIZER`, and
+    `where` of `optimizer_memory.matrices` chooses what Muon trains; None: the Transformer's.
     """
     arguments.one_of("name", name, OPTIMIZERS)
     if matrices is not None and name != "muon":
-        raise ValueError(
-            f"matrices={matrices!r} must be None for {name!r}: only 'muon' reads it"
-        )
+        raise ValueError(f"matrices={matrices!r} must be None for {name!r}: only 'muon' has it")
     config = fields.template(dict(optimizer=OPTIMIZER)).optimizer
     schedule = learning_rate if callable(learning_rate) else None
     rate = {} if schedule else dict(learning_rate=learning_rate)
     with config.unlocked():
-        config.update(dict(schedule="constant", **rate, **options), name=name)
-    return from_config(config, schedule, **({"where": matrices} if matrices else {}))
+        config.update(dict(schedule="constant", name=name, **rate, **options))
+    return from_config(config, schedule, **(dict(where=matrices) if matrices else {}))
 
 
 def from_config(

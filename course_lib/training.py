@@ -284,23 +284,16 @@ class Run:
 
 def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:
     """Returns `apply_fn`, loss and `init(rng) -> state` of a frozen, checked configuration."""
-    init = init_of(config, lambda rng: parameters.init(rng, config.model))
-    return transformer.function(config.model), loss_of(config.model), init
-
-
-def init_of(
-    config: ConfigDict, init_params: Callable[..., PyTree]
-) -> Callable[..., TrainState]:
-    """Returns `init(rng) -> state` of a model with float32 parameters `init_params(rng)`."""
     optimizer = optimizers.from_config(config.optimizer)
     scale = mixed_precision.loss_scale(config.training.loss_scale)
 
     def init(rng):
         param_rng, state_rng = jax.random.split(rng)
-        params = optimizers.cast_params(config.optimizer, init_params(param_rng))
+        params = parameters.init(param_rng, config.model)
+        params = optimizers.cast_params(config.optimizer, params)
         return init_state(params, optimizer, state_rng, scale)
 
-    return init
+    return transformer.function(config.model), loss_of(config.model), init
 
 
 def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:

@@ -260,9 +260,7 @@ def test_a_table_of_ones_own_dimensions_divides_any_model():
     rows = jax.device_put(batch_of(), NamedSharding(mesh, P("data")))
     found, _ = gradient(loss_fn, placed, rows)  # ZeRO stage 3 by the compiler
     assert_equal(found, gradient(loss_fn, params, batch_of())[0])
-    with pytest.raises(
-        ValueError, match="logical_of must name the dimensions of 'blocks/0/down"
-    ):
+    with pytest.raises(ValueError, match="table must name the dimensions of 'blocks/0/down"):
         sharding.specs(params, sharding.ZERO, mesh, {})
 
 

@@ -102,25 +102,18 @@ def spec(logical: tuple[str, ...], rules: Rules) -> P:
     return P(*axes)
 
 
-def specs(
-    params: PyTree,
-    rules: Rules,
-    mesh: meshes.AnyMesh,
-    logical_of: Mapping[str, tuple[str, ...]] = LOGICAL,
-) -> PyTree:
-    """Returns the PartitionSpec of each parameter, or of its shape.
-
-    `logical_of` names the dimensions, as `LOGICAL` does for the Transformer. Its entry for a
-    parameter is the longest end of its name, as "up/kernel" for "blocks/0/up/kernel"; leading
-    dimensions without a name are layers.
+def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh, table: Any = LOGICAL) -> PyTree:
+    """Returns the PartitionSpec of each parameter, or of its shape. `table` names the
+    dimensions by the end of the parameter's name, as "up/kernel" for "blocks/0/up/kernel";
+    leading dimensions without a name are layers.
     """
 
     def of_leaf(path: Any, leaf: Any) -> P:
         keys = arguments.name_in_tree(path).split("/")
         ends = ("/".join(keys[start:]) for start in range(len(keys)))
-        logical = next((logical_of[end] for end in ends if end in logical_of), None)
+        logical = next((table[end] for end in ends if end in table), None)
         if logical is None:
-            raise ValueError(f"logical_of must name the dimensions of {'/'.join(keys)!r}")
+            raise ValueError(f"table must name the dimensions of {'/'.join(keys)!r}")
         cut = spec(("layers",) * (leaf.ndim - len(logical)) + logical, rules)
         for dim, axis in enumerate(cut):
             if axis is not None:

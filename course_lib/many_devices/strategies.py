@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import configs, measure, optimizers, training
+from course_lib import configs, optimizers, training
 from course_lib.many_devices import axis, meshes, options, sharding
 from course_lib.many_devices.axis import Share
 from course_lib.many_devices.options import Strategy
@@ -167,47 +167,6 @@ def of_checked(
         init, apply_fn = _in_stages(init, apply_fn, mesh, strategy, placed)
     init = jax.jit(init, out_shardings=placed)
     return Run(config, apply_fn, evaluated, train_step, init, mesh, specs)
-
-
-def of_model(
-    config: ConfigDict,
-    mesh: Mesh,
-    strategy: Strategy,
-    apply_fn: losses.ApplyFn,
-    init_params: Callable[[Any], PyTree],
-    *,
-    skip_not_finite: bool = False,
-) -> Run:
-    """Builds a run of any language model `apply_fn(params, tokens, rng)`, with parameters
-    `init_params(rng)`. Along "data", the only axis, each device has all parameters and a share
-    of the batch, by the compiler. It reads nothing of the configuration's `model`.
-    """
-    for name, value, needed in (
-        ("mesh", set(mesh.shape), {"data"}),
-        ("strategy", strategy, Strategy(by=strategy.by)),
-        ("optimizer.offload", config.optimizer.offload, False),
-        ("training.backward", config.training.backward, "autodiff"),
-    ):
-        if value != needed:
-            raise ValueError(
-                f"{name}={value} must be {needed} for another model than the course's: it needs"
-                " to know the layers"
-            )
-    config = FrozenConfigDict(config)
-    loss_fn, init = losses.next_token_loss(apply_fn), training.init_of(config, init_params)
-    everywhere = NamedSharding(mesh, P())
-    train_step = training.make_train_step(
-        loss_fn,
-        optimizers.from_config(config.optimizer),
-        **training.minibatches(config),
-        donate=config.training.donate,
-        skip_not_finite=skip_not_finite,
-        out_shardings=everywhere,
-    )
-    init = jax.jit(init, out_shardings=everywhere)
-    specs = jax.tree.map(lambda _: P(), _shapes(init))
-    run = Run(config, apply_fn, loss_fn, train_step, init, mesh, specs)
-    return dataclasses.replace(run, flops=lambda: measure.flops(train_step, *run.abstract()))
 
 
 def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:

@@ -43,10 +43,9 @@ def _nnx_as_function(model: Any) -> ApplyFn:
 
     if not isinstance(model, nnx.Module):
         raise ValueError(
-            f"model={type(model).__name__} must be a Linen or an NNX module. A function of"
-            " (params, inputs, rng) is used as it is. An Equinox module becomes one, and its"
-            " parameters: `params, rest = eqx.partition(model, eqx.is_inexact_array)` and"
-            " `lambda params, inputs, rng: jax.vmap(eqx.combine(params, rest))(inputs)`"
+            f"model={type(model).__name__} must be a Linen or an NNX module; of an Equinox one,"
+            " `params, rest = eqx.partition(model, eqx.is_inexact_array)` are the parameters,"
+            " `lambda params, x, rng: jax.vmap(eqx.combine(params, rest))(x)` the function"
         )
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
     graph, _, streams, rest = parts

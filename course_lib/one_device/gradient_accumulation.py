@@ -96,18 +96,11 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
 
 
 def change_entry(batch: Any, name: str, change: Callable[[Any], Any]) -> tuple[Any, bool]:
-    """Returns a batch with the arrays of its entry `name` changed, and whether it has one: a
-    key of a dict, or a field of a NamedTuple or of a registered dataclass.
-    """
-    found = False
-
-    def of_leaf(path: Any, leaf: Any) -> Any:
-        nonlocal found
-        is_it = arguments.name_in_tree(path).split("/")[0] == name
-        found |= is_it
-        return change(leaf) if is_it else leaf
-
-    return jax.tree_util.tree_map_with_path(of_leaf, batch), found
+    """Returns a batch with the arrays of its entry `name` changed, and whether it has one."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    its = [arguments.name_in_tree(path).split("/")[0] == name for path, _ in leaves]
+    changed = [change(x) if it else x for it, (_, x) in zip(its, leaves, strict=True)]
+    return jax.tree.unflatten(tree, changed), any(its)
 
 
 def nonzero(count: Float[Array, ""]) -> Float[Array, ""]:

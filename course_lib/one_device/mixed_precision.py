@@ -93,8 +93,7 @@ class Policy:
         `inputs`: the weights of labels are summed, and stay as they are.
 
         A model with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it
-        None there. (`nnx.Embed` takes float32 for None: set `embed.dtype = None` once it is
-        made. `measure.flops` tells the dtypes of all products.)
+        None there (of an `nnx.Embed`, once it is made: `embed.dtype = None`).
         """
 
         def in_policy(params, batch, rng):

@@ -1,7 +1,6 @@
 """The training program's loop: starts or resumes a run, validates, checkpoints and ends it.
 
     ended = train(settings.complete(configs.get("cpu")), "runs/cpu")
-    ended = train(config, "runs/mine", builder=of_model(apply_fn, init_params))
 
 A run is a folder: `config.json`, the files of `course_lib.program.journal`, and `checkpoints/`.
 The same call resumes a run that was killed, from its last complete checkpoint. With the same
@@ -15,7 +14,6 @@ sums for the next line of metrics.
 import collections
 import contextlib
 import dataclasses
-import functools
 import math
 import operator
 import os
@@ -34,7 +32,6 @@ from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
-from course_lib.models.losses import ApplyFn
 from course_lib.one_device.mixed_precision import all_finite
 from course_lib.program import journal, observe, preemption, processes, room, settings
 from course_lib.program.checkpoints import Checkpoints, Saved
@@ -76,43 +73,26 @@ class Inputs:
     computed: dict[str, Any]  # what the rounding depends on: `settings.numerics`
 
 
-Builder = Callable[..., tuple[training.Run, NamedSharding]]
-Model = tuple[ApplyFn, Callable[[Any], Any]]
-
-
 def build(
-    config: ConfigDict,
-    devices: Sequence[jax.Device] | None = None,
-    model: Model | None = None,
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
 ) -> tuple[training.Run, NamedSharding]:
-    """Returns the run of a checked configuration, and the sharding of a batch.
-
-    `model`: `apply_fn(params, tokens, rng) -> logits`, as `training.as_function` makes one, and
-    `init_params(rng)`, in float32. Of the configuration's `model`, only `vocab_size` counts.
-    """
+    """Returns the run of a checked configuration, and the sharding of a batch."""
     devices = jax.devices() if devices is None else devices
     if not devices:
         raise ValueError("devices=[] must have at least one device; None takes all of them")
+    check_attention(config.model, hardware.recognize(devices[0]))
     mesh = meshes.make(settings.axes(config, len(devices)), devices)
-    asked, skip = (config, mesh, settings.strategy(config)), config.run.non_finite == "skip"
-    if model:
-        run = strategies.of_model(*asked, *model, skip_not_finite=skip)
-    else:
-        check_attention(config.model, hardware.recognize(devices[0]))
-        run = strategies.of_checked(*asked, skip_not_finite=skip)
+    run = strategies.of_checked(
+        config, mesh, settings.strategy(config), skip_not_finite=config.run.non_finite == "skip"
+    )
     return run, NamedSharding(mesh, P("data"))
-
-
-def of_model(apply_fn: ApplyFn, init_params: Callable[[Any], Any]) -> Builder:
-    """Returns a builder, for `train`, of another language model: see `build`."""
-    return functools.partial(build, model=(apply_fn, init_params))
 
 
 def train(
     config: ConfigDict,
     folder: str | os.PathLike[str],
     devices: Sequence[jax.Device] | None = None,
-    builder: Builder | None = None,
+    builder: Callable[..., tuple[training.Run, NamedSharding]] | None = None,
 ) -> Ended:
     """Trains from the last checkpoint, or from the start, until all steps are done, and writes
     the report. Where several processes train, each of them calls this inside `processes.start`.
@@ -121,7 +101,7 @@ def train(
       config: as `settings.complete` returns it.
       folder: the run's folder, which all processes see.
       devices: to run on; all that JAX has if None.
-      builder: `builder(config, devices)` makes the run; `build` if None.
+      builder: makes the run, as `build` does, which is taken if None; see `own_model`.
 
     Raises:
       Refused: in all processes, if the configuration cannot work, differs from that of the run
@@ -173,7 +153,7 @@ def prepare(
     folder: pathlib.Path,
     devices: Sequence[jax.Device] | None,
     stack: contextlib.ExitStack,
-    builder: Builder,
+    builder: Callable[..., tuple[training.Run, NamedSharding]],
 ) -> Inputs:
     """Builds what a run needs, and locks its folder until the stack closes. A collective: all
     processes refuse what one refuses, or what differs between them.
@@ -266,8 +246,7 @@ class Loop:
                 self.state = self.run.init(jax.random.key(config.seed))
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)
-        flops = self.run.flops
-        self.speed = observe.Speed(config, book, self.step, devices, self.state.params, flops)
+        self.speed = observe.Speed(self.run, book, self.step, devices, self.state.params)
 
     def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""

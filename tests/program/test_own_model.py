@@ -12,11 +12,11 @@ from small_run import configuration, numbers
 
 from course_lib import configs, measure, training
 from course_lib.measure import hardware
-from course_lib.program import journal, loop, observe
+from course_lib.program import journal, loop, observe, own_model
 from course_lib.program.checkpoints import Checkpoints
 
 APPLY, INIT = of_nnx(configs.get("cpu").model.vocab_size)
-OWN = loop.of_model(APPLY, INIT)
+OWN = own_model.builder(APPLY, INIT)
 SIZES = dict(data__seq_len=L, run__log_every=1, run__checkpoint_every=1, run__sample_every=3)
 
 
@@ -92,11 +92,13 @@ def test_what_needs_to_know_the_layers_is_refused(text, field, value):
 
 def test_its_own_products_count_for_mfu(config):
     run, _ = OWN(config, jax.devices()[:1])
-    flops, why = observe._flops_for_mfu(config, hardware.get("h100"), run.flops)
+    flops, why = observe._flops_for_mfu(run, hardware.get("h100"))
     assert why == "" and flops == measure.flops(run.train_step, *run.abstract())
     assert flops.total != training.step_flops(config).total
 
     def hidden():
-        raise ValueError("a kernel without a cost estimate")
+        raise ValueError("a kernel must have a cost estimate: its FLOPs cannot be seen")
 
-    assert observe._flops_for_mfu(config, hardware.get("h100"), hidden)[1] == "FLOPs unknown"
+    run = dataclasses.replace(run, flops=hidden)
+    why = observe._flops_for_mfu(run, hardware.get("h100"))[1]
+    assert why == "its FLOPs cannot be seen"
