@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import jax
+
 
 def refuse(errors: Iterable[str]) -> None:
     """Raises the first error of a generator of rules; the rules after it are not evaluated."""
@@ -29,6 +31,11 @@ def optimizer(value: Any) -> None:
         raise ValueError(
             f"optimizer={value!r} must have init and update, as optax.sgd(1.0) has"
         )
+
+
+def name_in_tree(path: Any) -> str:
+    """Returns an array's name by its path, as "up/kernel"; without Flax NNX's "/value"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def nearest(size: int, count: int) -> str:

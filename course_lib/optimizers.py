@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from course_lib import fields
+from course_lib import arguments, fields
 from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
 
 PyTree = Any
@@ -48,7 +48,7 @@ def _memory() -> Any:
 class Optimizer(NamedTuple):
     """An optimizer that a configuration can name."""
 
-    make: Callable[[ConfigDict, optax.Schedule], optax.GradientTransformation]
+    make: Callable[..., optax.GradientTransformation]  # (config, schedule)
     about: str  # for --help
     decays: bool = False  # whether it reads `weight_decay`
     streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
@@ -91,13 +91,13 @@ OPTIMIZERS = {
         streams=True,
     ),
     "muon": Optimizer(
-        lambda c, rate: optax.contrib.muon(
+        lambda c, rate, where=None: optax.contrib.muon(
             rate,
             adam_b1=c.b1,
             adam_b2=c.b2,
             weight_decay=c.weight_decay,
             adam_weight_decay=c.weight_decay,
-            muon_weight_dimension_numbers=_memory().matrices,
+            muon_weight_dimension_numbers=lambda params: _memory().matrices(params, where),
             consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
         ),
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
@@ -183,20 +183,41 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
 
 
+def get(
+    name: str, learning_rate: Any, *, matrices: Any = None, **options: Any
+) -> optax.GradientTransformation:
+    """Returns an optimizer by name, for any model: `get("muon", 0.02, matrices=where)`.
+
+    `learning_rate` is a number or a schedule, `options` are other fields of `OPTIMIZER`, and
+    `where` of `optimizer_memory.matrices` chooses what Muon trains; None: the Transformer's.
+    """
+    arguments.one_of("name", name, OPTIMIZERS)
+    if matrices is not None and name != "muon":
+        raise ValueError(f"matrices={matrices!r} must be None for {name!r}: only 'muon' has it")
+    config = fields.template(dict(optimizer=OPTIMIZER)).optimizer
+    schedule = learning_rate if callable(learning_rate) else None
+    rate = {} if schedule else dict(learning_rate=learning_rate)
+    with config.unlocked():
+        config.update(dict(schedule="constant", name=name, **rate, **options))
+    return from_config(config, schedule, **(dict(where=matrices) if matrices else {}))
+
+
 def from_config(
     config: ConfigDict,
     schedule: optax.Schedule | None = None,
     around: Callable[[optax.GradientTransformation], optax.GradientTransformation]
     | None = None,
+    **options: Any,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
     clips the gradient first. `schedule`: the learning rate by step, in place of the
-    configuration's. `around`: wraps what turns float32 gradients into updates.
+    configuration's. `around`: wraps what turns float32 gradients into updates. `options` are
+    for `Optimizer.make`.
     """
     known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
-    update = OPTIMIZERS[config.name].make(config, rate)
+    update = OPTIMIZERS[config.name].make(config, rate, **options)
     if around is not None:
         update = around(update)
     if config.offload:

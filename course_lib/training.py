@@ -215,7 +215,7 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> dict[st
       params: pytree of parameters.
       batches: at least one batch; an iterator makes each when it is needed.
     """
-    if isinstance(batches, Batch | jax.Array | np.ndarray):
+    if isinstance(batches, Batch | Mapping | jax.Array | np.ndarray):
         raise ValueError(
             f"batches={type(batches).__name__} must be several batches, or a list of one:"
             " [batch]"
@@ -258,6 +258,7 @@ class Run:
     init: Callable[[Key[Array, ""]], TrainState]  # the state before the first step
     mesh: Mesh | AbstractMesh = ONE_DEVICE
     specs: Any = None  # a `TrainState` of PartitionSpecs; None if no device is named
+    flops: Callable[[], measure.Flops] | None = None  # of a step; None: the Transformer's
 
     def abstract(self) -> tuple[TrainState, Batch]:
         """Returns the shapes of the state and of a batch, to lower the step with. They are

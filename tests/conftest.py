@@ -81,6 +81,8 @@ CALLS_FLAX_OR_OPTAX = {
     "test_loop",
     "test_training",
     "test_transformer",
+    "test_own_model",
+    "test_own_models",
     "test_virtual",
     "test_ladder",
 }

@@ -86,6 +86,10 @@ OTHER_SIZES = {
     ],
     "18_offload": [{"N": 4, "D": 256}, {"N": 3, "D": 128, "ACCELERATOR": "h100"}],
     "19_smallest_step": [{"N": 4, "D": 256, "T": 64}, {"M": 2, "ACCELERATOR": "h100"}],
+    "20_your_own_model": [
+        dict(D=32, N=1, L=32, B=4, M=2, STEPS=9, WIDE_V=512, WIDE_D=64, WIDE_L=64, WIDE_N=1),
+        dict(H=2, M=8, WIDE_V=4096, WIDE_D=128, WIDE_L=256, WIDE_N=2, ACCELERATOR="a5000"),
+    ],
 }
 
 

@@ -283,28 +283,26 @@ def of_layer(specs: PyTree, scanned: bool) -> PyTree:
     )
 
 
-def scatter_layers(specs: PyTree, scanned: bool) -> Callable[[Layer], Layer]:
-    """Returns a wrapper for `hooks.Hooks.layer`: a wrapped layer reduce-scatters its gradients
-    as soon as the backward pass has computed them. `specs` are those of all gradients.
+def scatter_layers(specs: PyTree) -> Callable[[Layer], Layer]:
+    """Returns a wrapper of a layer, for `hooks.Hooks.layer` or another model. It
+    reduce-scatters the layer's gradients, of these specs, as soon as they are computed.
     """
-    per_layer = of_layer(specs, scanned)
-    return lambda layer: lambda params, *args: layer(scatter(params, per_layer), *args)
+    return lambda layer: lambda params, *args: layer(scatter(params, specs), *args)
 
 
 def gather_layers(
     specs: PyTree, dtype: Any, again: bool, scanned: bool
 ) -> Callable[[Layer], Layer]:
-    """Returns a hook `layer`: the layer gathers its parameters when it runs.
+    """Returns a wrapper of a layer, as `scatter_layers`: it gathers its parameters first.
 
-    `specs` are those of all parameters. With `again`, the gathered parameters are dropped after
-    the forward pass, and the kernels gathered again in the backward pass. If not, those of all
-    layers stay until then.
+    `specs` are those of one layer's parameters. With `again`, the gathered parameters are
+    dropped after the forward pass, and the kernels gathered again in the backward pass. If not,
+    those of all layers stay until then.
     """
-    per_layer = of_layer(specs, scanned)
 
     def wrap(layer: Layer) -> Layer:
         def gathering(params: PyTree, *args: Any) -> Any:
-            return layer(gather(params, per_layer, dtype), *args)
+            return layer(gather(params, specs, dtype), *args)
 
         if not again:
             return gathering
@@ -325,11 +323,11 @@ constrain_gradient.defvjp(
 )
 
 
-def constrain_layers(specs: PyTree, mesh: Mesh, scanned: bool) -> Callable[[Layer], Layer]:
+def constrain_layers(specs: PyTree, mesh: Mesh) -> Callable[[Layer], Layer]:
     """Returns the compiler's form of `scatter_layers`: a wrapped layer constrains its gradients
     to the slices of the devices.
     """
-    places = place(of_layer(specs, scanned), mesh)
+    places = place(specs, mesh)
     return lambda layer: (
         lambda params, *args: layer(jax.tree.map(constrain_gradient, params, places), *args)
     )
@@ -349,13 +347,14 @@ def hooks(share: Share) -> Hooks:
     """Returns the hooks of ZeRO stages 2 and 3 by hand."""
     model, strategy = share.model, share.strategy
     if strategy.zero == 2:
-        layer = scatter_layers(share.grads, scanned=model.scan_layers)
+        layer = scatter_layers(of_layer(share.grads, model.scan_layers))
         return Hooks(layer=layer, params=_outside(share.grads, scatter))
     if strategy.zero == 3:
         # A rematerialized block gathers again anyway.
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
         again = strategy.gather_again and not by_block
-        layer = gather_layers(share.params, model.dtype, again=again, scanned=model.scan_layers)
+        specs, scanned = of_layer(share.params, model.scan_layers), model.scan_layers
+        layer = gather_layers(specs, model.dtype, again=again, scanned=scanned)
         return Hooks(layer=layer, params=gather_outside(share.params, model.dtype))
     return Hooks()
 

@@ -25,6 +25,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from course_lib import arguments
 from course_lib.many_devices import meshes
 from course_lib.training import TrainState
 
@@ -101,13 +102,18 @@ def spec(logical: tuple[str, ...], rules: Rules) -> P:
     return P(*axes)
 
 
-def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh) -> PyTree:
-    """Returns the PartitionSpec of each parameter of the Transformer, or of its shape."""
+def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh, table: Any = LOGICAL) -> PyTree:
+    """Returns the PartitionSpec of each parameter, or of its shape. `table` names the
+    dimensions by the end of the parameter's name, as "up/kernel" for "blocks/0/up/kernel";
+    leading dimensions without a name are layers.
+    """
 
     def of_leaf(path: Any, leaf: Any) -> P:
-        keys = [key.key for key in path]
-        in_layer = keys[0].partition("_")[0] == "block"
-        logical = LOGICAL["/".join(keys[1:] if in_layer else keys)]
+        keys = arguments.name_in_tree(path).split("/")
+        ends = ("/".join(keys[start:]) for start in range(len(keys)))
+        logical = next((table[end] for end in ends if end in table), None)
+        if logical is None:
+            raise ValueError(f"table must name the dimensions of {'/'.join(keys)!r}")
         cut = spec(("layers",) * (leaf.ndim - len(logical)) + logical, rules)
         for dim, axis in enumerate(cut):
             if axis is not None:

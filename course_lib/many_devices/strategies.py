@@ -298,8 +298,8 @@ def _by_compiler(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
     if strategy.zero == 2:
         from course_lib.many_devices import data_parallel
 
-        scanned = share.model.scan_layers
-        hooks |= Hooks(layer=data_parallel.constrain_layers(share.grads, mesh, scanned))
+        specs = data_parallel.of_layer(share.grads, share.model.scan_layers)
+        hooks |= Hooks(layer=data_parallel.constrain_layers(specs, mesh))
     loss_fn, placed = training.loss_of(share.model, hooks), sharding.place(share.grads, mesh)
 
     def gradient_fn(loss_fn: LossFn) -> GradFn:

@@ -63,7 +63,7 @@ class Tape:
     peak: int  # the most bytes alive at one moment
 
 
-def tape(step: Any, *, points: int = 400) -> Tape:
+def tape(step: Any, *, points: int = 400, arguments: Mapping[str, str] | None = None) -> Tape:
     """Reads what a step holds at each instruction.
 
     "gradients" are values with the shape of a parameter, or of one layer of it, which the
@@ -74,16 +74,18 @@ def tape(step: Any, *, points: int = 400) -> Tape:
 
     Args:
       step: `jax.jit(step).lower(...)`, or its `measure.heap`. Its arguments are told apart by
-        their names: "params"; "opt_state", or "mu" and "nu"; or "state", a pair of both.
+        their names: "params" or "model"; "opt_state", "optimizer", or "mu" and "nu"; or
+        "state", a pair of both.
       points: the most instructions to return. Longer programs are cut into as many parts, and
         each shows its instruction with the most bytes.
+      arguments: how other names begin, by kind: {"parameters": "weights"}, or "weights[0]".
     """
     program, plan = with_plan(step)
     if not plan.lifetimes:
         # older versions of XLA write where each value lies, but not how long it lives
         raise RuntimeError(TOO_OLD if plan.places else NO_PLAN)
     order, lifetimes = _lifetimes(plan.lifetimes)
-    kinds = _Kinds(program.module)
+    kinds = _Kinds(program.module, arguments)
     levels = {kind: np.zeros(len(order), np.int64) for kind in KINDS}
     for allocation in re.split(r"^allocation \d+: ", plan.places, flags=re.M)[1:]:
         head = allocation.partition("\n")[0]
@@ -93,7 +95,7 @@ def tape(step: Any, *, points: int = 400) -> Tape:
         size = int(re.match(r"size (\d+)", allocation)[1])
         # Arguments, results and constants are there from the first to the last instruction.
         if re.search(r"\bparameter \d", head):
-            levels[_first_match(_ARGUMENTS, values[0].name)] += size
+            levels[kinds.of_argument(values[0].name)] += size
         elif "maybe-live-out" in head:
             levels["results"] += size
         elif "constant" in head:
@@ -175,8 +177,15 @@ def _chains(values: list[_Value]) -> list[list[_Value]]:
 class _Kinds:
     """Tells what a value of a program is for."""
 
-    def __init__(self, module: hlo.Module):
-        self.module = module
+    def __init__(self, module: hlo.Module, arguments: Mapping[str, str] | None = None):
+        self.module, self.arguments = module, arguments or {}
+        names = [i.scope for i in module.entry.parameters]
+        for kind, start in self.arguments.items():
+            if kind not in KINDS or not any(name.startswith(start) for name in names):
+                raise ValueError(
+                    f"arguments={dict(self.arguments)} must have kinds of {KINDS}, and how the"
+                    f" names of the step's arguments begin: they are {names}"
+                )
         self.stacked = origin.stacked(module)
         # Flax NNX, Equinox and plain JAX name no scopes: the functions that were called do
         scopes = {_JITTED.sub("", i.scope) for i in module.instructions.values()}
@@ -187,10 +196,15 @@ class _Kinds:
             shape.dims
             for i in module.entry.parameters
             for shape in i.shapes
-            if re.search(_ARGUMENTS["parameters"], i.name) and len(shape.dims) > 1
+            if self.of_argument(i.name) == "parameters" and len(shape.dims) > 1
         }
         # a scan over layers stacks the parameters, and its body makes one layer's gradient
         self.parameter_shapes = shapes | {dims[1:] for dims in shapes if len(dims) > 2}
+
+    def of_argument(self, name: str) -> str:
+        scope = self.module.instructions[name.split("{")[0]].scope
+        given = (kind for kind, start in self.arguments.items() if scope.startswith(start))
+        return next(given, None) or _first_match(_ARGUMENTS, name)
 
     def of_chain(self, chain: list[_Value]) -> str:
         kinds = [self.of(value.name) for value in chain]

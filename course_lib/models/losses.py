@@ -42,7 +42,11 @@ def _nnx_as_function(model: Any) -> ApplyFn:
     from flax import nnx  # slow to import, and most models are no NNX modules
 
     if not isinstance(model, nnx.Module):
-        raise ValueError(f"model={model!r} must be a Linen or an NNX module")
+        raise ValueError(
+            f"model={type(model).__name__} must be a Linen or an NNX module; of an Equinox one,"
+            " `params, rest = eqx.partition(model, eqx.is_inexact_array)` are the parameters,"
+            " `lambda params, x, rng: jax.vmap(eqx.combine(params, rest))(x)` the function"
+        )
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
     graph, _, streams, rest = parts
     if others := jax.tree_util.tree_leaves_with_path(rest):

@@ -13,7 +13,6 @@ count)` in float32, and `metrics["loss"][1]` the summed weights; `grad_fn(params
 (grads, metrics)`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -82,8 +81,10 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
     second = numbers(jax.tree.map(lambda x: x[half:], batch))
     total, count, _ = second + numbers(jax.tree.map(lambda x: x[:half], batch))
     cases = [("", batch, np.array([total, count, total / count]))]
-    if "weights" in getattr(batch, "__dataclass_fields__", ()):
-        part = dataclasses.replace(batch, weights=jnp.asarray(batch.weights).at[:half].set(0))
+    part, has_weights = change_entry(
+        batch, "weights", lambda leaf: jnp.asarray(leaf).at[:half].set(0)
+    )
+    if has_weights:
         cases.append((" with weights of 0 in the first half", part, second))
     for which, each, expected in cases:
         if not np.allclose(found := numbers(each), expected, rtol=1e-3, atol=0):
@@ -92,6 +93,14 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
                 " metrics['loss'] the sum and the summed weights: by the halves of the batch"
                 f"{which}, sum, weights and mean are {expected.tolist()}, not {found.tolist()}"
             )
+
+
+def change_entry(batch: Any, name: str, change: Callable[[Any], Any]) -> tuple[Any, bool]:
+    """Returns a batch with the arrays of its entry `name` changed, and whether it has one."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    its = [arguments.name_in_tree(path).split("/")[0] == name for path, _ in leaves]
+    changed = [change(x) if it else x for it, (_, x) in zip(its, leaves, strict=True)]
+    return jax.tree.unflatten(tree, changed), any(its)
 
 
 def nonzero(count: Float[Array, ""]) -> Float[Array, ""]:

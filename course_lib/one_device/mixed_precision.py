@@ -19,6 +19,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from course_lib import arguments
+from course_lib.one_device.gradient_accumulation import change_entry
 
 PyTree = Any
 
@@ -88,25 +89,33 @@ class Policy:
 
     def wrap(self, loss_fn: Callable) -> Callable:
         """Returns the loss function `loss_fn(params, batch, rng) -> (loss, metrics)`, computed
-        under this policy.
+        under this policy. Of the batch, a dict or a tuple or dataclass with names, it casts
+        `inputs`: the weights of labels are summed, and stay as they are.
 
         A model with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it
-        None there.
+        None there (of an `nnx.Embed`, once it is made: `embed.dtype = None`).
         """
 
         def in_policy(params, batch, rng):
-            # The cast is differentiated, so a gradient has its parameter's dtype. The weights
-            # of the labels are not cast: they are summed.
-            batch = dataclasses.replace(batch, inputs=self.cast_to_compute(batch.inputs))
+            # The cast is differentiated, so a gradient has its parameter's dtype.
+            batch, has_inputs = change_entry(batch, "inputs", self.cast_to_compute)
+            if not has_inputs and any(map(_is_floating, jax.tree.leaves(batch))):
+                raise ValueError(
+                    f"batch={jax.tree.map(jnp.shape, batch)} must have an entry 'inputs', which"
+                    " the policy casts: other floating arrays, such as weights of labels, stay"
+                    " as they are, and would make the model compute in their dtype"
+                )
             return self.cast_to_output(loss_fn(self.cast_to_compute(params), batch, rng))
 
         return in_policy
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 POLICIES = {
@@ -124,9 +133,7 @@ def policy(name: str) -> Policy:
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether no floating number in the tree is infinite or NaN."""
-    leaves = [
-        leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
+    leaves = filter(_is_floating, jax.tree.leaves(tree))
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], jnp.bool_))
 
 

@@ -92,6 +92,7 @@ def train(
     config: ConfigDict,
     folder: str | os.PathLike[str],
     devices: Sequence[jax.Device] | None = None,
+    builder: Callable[..., tuple[training.Run, NamedSharding]] | None = None,
 ) -> Ended:
     """Trains from the last checkpoint, or from the start, until all steps are done, and writes
     the report. Where several processes train, each of them calls this inside `processes.start`.
@@ -100,6 +101,7 @@ def train(
       config: as `settings.complete` returns it.
       folder: the run's folder, which all processes see.
       devices: to run on; all that JAX has if None.
+      builder: makes the run, as `build` does, which is taken if None; see `own_model`.
 
     Raises:
       Refused: in all processes, if the configuration cannot work, differs from that of the run
@@ -110,7 +112,7 @@ def train(
     folder, first = pathlib.Path(folder), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         stop_reason = stack.enter_context(preemption.notices())
-        inputs = prepare(config, folder, devices, stack)
+        inputs = prepare(config, folder, devices, stack, builder or build)
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep))
         )
@@ -136,7 +138,7 @@ def train(
             book.say("compiling the step ...")
             here = room.does_not_fit(inputs.run, inputs.place.addressable_devices)
             if why := next(filter(None, processes.gather(here)), ""):
-                raise Refused(f"{why}. {room.smaller(config, devices, build)}")
+                raise Refused(f"{why}. {room.smaller(config, devices, builder or build)}")
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()
@@ -151,6 +153,7 @@ def prepare(
     folder: pathlib.Path,
     devices: Sequence[jax.Device] | None,
     stack: contextlib.ExitStack,
+    builder: Callable[..., tuple[training.Run, NamedSharding]],
 ) -> Inputs:
     """Builds what a run needs, and locks its folder until the stack closes. A collective: all
     processes refuse what one refuses, or what differs between them.
@@ -163,7 +166,7 @@ def prepare(
         settings.check(config)
         files.check_name(folder)
         loading.check_apart(folder, config.run.corpus)
-        run, place = build(config, devices)
+        run, place = builder(config, devices)
         tokens = {split: data.tokens(split, config.run.corpus) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
         # An error in the validation text should come now, not at the first validation.
@@ -243,7 +246,7 @@ class Loop:
                 self.state = self.run.init(jax.random.key(config.seed))
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)
-        self.speed = observe.Speed(config, book, self.step, devices, self.state.params)
+        self.speed = observe.Speed(self.run, book, self.step, devices, self.state.params)
 
     def take_steps(self, stop_reason: Callable[[], str]) -> str:
         """Takes steps until all are done or the run has to end, and returns why it ended."""

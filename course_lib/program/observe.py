@@ -67,13 +67,13 @@ class Speed:
     """Measures tokens/s, MFU and memory between two lines of metrics, and shows them."""
 
     def __init__(
-        self, config: ConfigDict, journal: Journal, after: int, devices: int, params: PyTree
+        self, run: training.Run, journal: Journal, after: int, devices: int, params: PyTree
     ):
         self._journal, self._devices = journal, devices
         self._device = jax.local_devices()[0]
         self._accelerator = hardware.recognize(self._device)
-        self._tokens = config.data.batch_size * config.data.seq_len
-        self._flops, self._why = _flops_for_mfu(config, self._accelerator)
+        self._tokens = run.config.data.batch_size * run.config.data.seq_len
+        self._flops, self._why = _flops_for_mfu(run, self._accelerator)
         # None until the first line: the steps before it also compile, so they are not timed
         self._since: tuple[int, float] | None = None
         kind = self._accelerator.title if self._accelerator else self._device.device_kind
@@ -113,15 +113,15 @@ class Speed:
             self._since = self._since[0], self._since[1] + time.perf_counter() - start
 
 
-def _flops_for_mfu(config: ConfigDict, accelerator: Any) -> tuple[measure.Flops | None, str]:
+def _flops_for_mfu(run: training.Run, accelerator: Any) -> tuple[measure.Flops | None, str]:
     """Returns the FLOPs of a step and "", or None and the reason why MFU is unknown."""
     if accelerator is None:
         return None, "unknown device"
-    flops = training.step_flops(config)
     try:
+        flops = run.flops() if run.flops else training.step_flops(run.config)
         measure.mfu(flops, 1.0, accelerator)
-    except ValueError:  # the step runs, more slowly, without a unit for its dtype
-        return None, f"no unit for {config.model.dtype}"
+    except ValueError as error:  # no unit for its dtype, or products that cannot be seen
+        return None, str(error).rpartition(": ")[2]
     return flops, ""
 
 

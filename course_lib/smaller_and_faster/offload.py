@@ -104,10 +104,9 @@ def streamed(
     def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         check_available()
         length = num_layers(grads, stacked)
-        place = {
-            name: jax.tree.map(lambda _, name=name: LAYERS if name in stacked else REST, part)
-            for name, part in grads.items()
-        }
+        place = jax.tree_util.tree_map_with_path(
+            lambda path, _: LAYERS if path[0].key in stacked else REST, grads
+        )
         # The state has trees like the parameters, and numbers that stand alone: step counts.
         place_in_state = optax.tree_map_params(
             optimizer,

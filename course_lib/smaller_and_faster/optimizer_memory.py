@@ -296,16 +296,32 @@ def _size(path: Any, leaf: Any) -> int:
     return math.prod(leaf.shape[scanned:])
 
 
-def matrices(params: PyTree) -> PyTree:
-    """Returns which parameters of the Transformer are matrices for Muon, and their axes.
+Where = Callable[[str], bool | MuonDimensionNumbers | None]
 
-    These are the kernels inside the layers; each scanned layer, and each expert, has one of its
-    own. All else is left to Adam, as Muon's author does (Jordan et al., 2024,
-    https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
+
+def matrices(params: PyTree, where: Where | None = None) -> PyTree:
+    """Returns which parameters are matrices for Muon, and their axes.
+
+    Of the Transformer, these are the kernels inside the layers; each scanned layer, and each
+    expert, has one of its own. All else is left to Adam, as Muon's author does (Jordan et al.,
+    2024, https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
     Parameters with matrices of which none is in a layer are refused: Adam would train them all.
+
+    Of any other model, `where(name)`, with a name as "blocks/0/up/kernel", says True for those
+    that have two axes, and the `MuonDimensionNumbers` of those with more.
     """
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        if where is not None:
+            chosen = where(name := arguments.name_in_tree(path))
+            if chosen is True and leaf.ndim > 2:
+                raise ValueError(
+                    f"where({name!r})=True must be MuonDimensionNumbers for an array of shape"
+                    f" {leaf.shape}: which axes are a matrix's inputs, which its outputs?"
+                )
+            if isinstance(chosen, MuonDimensionNumbers):
+                return chosen
+            return MuonDimensionNumbers(0, 1) if chosen and leaf.ndim == 2 else None
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         if not names or not names[0].startswith("block") or names[-1] != "kernel":
             return None
@@ -318,7 +334,8 @@ def matrices(params: PyTree) -> PyTree:
     chosen = jax.tree_util.tree_map_with_path(of_leaf, params)
     if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
         raise ValueError(
-            "params must have a kernel in a layer, as params['block_0']['mlp']['kernel']: Muon"
-            " would leave all to Adam; give optax.contrib.muon the model's own matrices"
+            "params must have a kernel in a layer, as params['block_0']['mlp']['kernel'], or"
+            " `optimizers.get('muon', rate, matrices=where)` chooses others: Muon would leave"
+            " all to Adam"
         )
     return chosen

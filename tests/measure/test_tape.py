@@ -247,3 +247,23 @@ def test_without_scopes_the_functions_that_were_called_name_the_kinds(device):
     assert max(found.bytes["attention"]) >= 4 * 512 * 512
     assert max(found.bytes["MLP"]) >= 2 * 4 * 512 * 256
     assert "logits and loss" not in found.bytes
+
+
+def test_a_tape_tells_arguments_of_any_name_apart():
+    def step(weights, moments, tokens):
+        grads = jax.grad(lambda w: (jnp.tanh(tokens @ w["up"]) @ w["down"]).sum())(weights)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(lambda w, m: w - m, weights, moments), moments
+
+    weights = {"up": array(D, F), "down": array(F, D)}
+    size = 4 * 2 * D * F
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(weights, weights, array(B, D))
+    named = {"parameters": "weights", "optimizer state": "moments"}
+    found = tape(lowered, arguments=named)
+    assert found.bytes["parameters"][0] == found.bytes["optimizer state"][0] == size
+    assert max(found.bytes["gradients"]) > 0
+    unknown = tape(lowered)
+    assert unknown.peak == found.peak and "parameters" not in unknown.bytes
+    for wrong in ({"parameters": "wieghts"}, {"weights": "weights"}):
+        with pytest.raises(ValueError, match="arguments=.* must have kinds of"):
+            tape(lowered, arguments=wrong)

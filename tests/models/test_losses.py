@@ -155,5 +155,5 @@ def test_an_nnx_model_with_other_state_is_refused_by_its_name():
 
     with pytest.raises(ValueError, match=r"model=Normalized must .* not norm\.mean.*LayerNorm"):
         losses.as_function(Normalized())
-    with pytest.raises(ValueError, match="model=3 must be a Linen or an NNX module"):
+    with pytest.raises(ValueError, match="model=int must be a Linen or an NNX module"):
         losses.as_function(3)

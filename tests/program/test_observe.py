@@ -62,11 +62,11 @@ def test_a_tally_says_what_is_not_finite_and_counts_what_was_skipped():
 
 
 def test_a_step_in_a_dtype_without_a_unit_is_no_part_of_a_peak(text):
-    whole = configuration(text, model__dtype="bfloat16")
-    flops, why = observe._flops_for_mfu(whole, hardware.get("h100"))
+    run = training.build(configuration(text, model__dtype="bfloat16"))
+    flops, why = observe._flops_for_mfu(run, hardware.get("h100"))
     assert measure.mfu(flops, 1.0, hardware.get("h100")) > 0 and why == ""
-    assert observe._flops_for_mfu(whole, hardware.get("t4")) == (None, "no unit for bfloat16")
-    assert observe._flops_for_mfu(whole, None) == (None, "unknown device")
+    assert "T4 has no unit" in observe._flops_for_mfu(run, hardware.get("t4"))[1]
+    assert observe._flops_for_mfu(run, None) == (None, "unknown device")
 
 
 def test_the_bigram_model_is_that_of_the_text_or_none(text):
@@ -141,7 +141,7 @@ def test_speed_leaves_out_pauses_and_what_compiles_and_mfu_is_of_all_devices(
     monkeypatch.setattr(hardware, "recognize", lambda device: h100)
     ticks(monkeypatch, 30.0, 30.0, 37.0, 38.0)
     with journal.Journal(tmp_path, 0, 10) as book:
-        speed = observe.Speed(whole, book, 0, 2, PARAMS)
+        speed = observe.Speed(training.build(whole), book, 0, 2, PARAMS)
         speed.write(1, 3.0)
         with speed.paused():
             pass
@@ -175,7 +175,8 @@ def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monk
     steady = itertools.count(step=0.01)
     monkeypatch.setattr("tqdm.std.time", lambda: next(steady))
     with journal.Journal(tmp_path, 1000, 2000) as book:
-        speed = observe.Speed(configuration(text, model__dtype="bfloat16"), book, 0, 1, PARAMS)
+        run = training.build(configuration(text, model__dtype="bfloat16"))
+        speed = observe.Speed(run, book, 0, 1, PARAMS)
         speed.write(1001, 3.5)
         book.say("aloud")
         speed.write(1002, 3.25)

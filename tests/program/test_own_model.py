@@ -1,0 +1,104 @@
+"""Laws of the program's loop with a model that is not the course's."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from own_models import L, of_nnx
+from slow_cases import slow
+from small_run import configuration, numbers
+
+from course_lib import configs, measure, training
+from course_lib.measure import hardware
+from course_lib.program import journal, loop, observe, own_model
+from course_lib.program.checkpoints import Checkpoints
+
+APPLY, INIT = of_nnx(configs.get("cpu").model.vocab_size)
+OWN = own_model.builder(APPLY, INIT)
+SIZES = dict(data__seq_len=L, run__log_every=1, run__checkpoint_every=1, run__sample_every=3)
+
+
+@pytest.fixture
+def config(text):
+    return configuration(text, training__steps=3, **SIZES)
+
+
+@pytest.mark.parametrize("devices", [1, slow(2)])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(config, tmp_path, monkeypatch, devices):
+    folders = killed, through = tmp_path / "killed", tmp_path / "through"
+    arguments = jax.devices()[:devices], OWN
+
+    monkeypatch.setattr(journal, "report", lambda folder: None)  # draws pictures
+
+    def save(self, loss, real=loop.Loop.save):
+        if self.step == 2:
+            raise KeyboardInterrupt
+        real(self, loss)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(loop.Loop, "save", save)
+        loop.train(config, killed, *arguments)
+    for folder in folders:
+        assert loop.train(config, folder, *arguments) == loop.Ended(loop.DONE, 3)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (killed / name).read_bytes() == (through / name).read_bytes()
+    like = OWN(config, arguments[0])[0].abstract()[0]
+    saved = []
+    for folder in folders:
+        with contextlib.closing(Checkpoints(folder / "checkpoints")) as found:
+            saved.append(found.restore(like).state)
+    for a, b in zip(*map(jax.tree.leaves, saved), strict=True):
+        np.testing.assert_array_equal(numbers(a), numbers(b))
+    assert len(journal.read(killed, "samples")) == 1
+
+
+def test_two_devices_take_the_steps_of_one(config):
+    config.optimizer.update(name="sgd", schedule="constant", learning_rate=0.1)
+    config.model.dropout_rate = 0.0
+    states = []
+    for count in (1, 2):
+        run, place = OWN(config, jax.devices()[:count])
+        state, batch = run.init(jax.random.key(0)), run.abstract()[1]
+        tokens = np.arange(batch.labels.size).reshape(batch.labels.shape) % 7
+        batch = dataclasses.replace(
+            batch,
+            inputs=tokens,
+            labels=tokens + 1,
+            weights=np.ones(tokens.shape, np.float32),
+        )
+        states.append(run.train_step(state, jax.device_put(batch, place))[0])
+    for a, b in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("strategy__zero", 1),
+        ("mesh__tensor", 2),
+        ("optimizer__offload", True),
+        ("training__backward", "in_place"),
+    ],
+)
+def test_what_needs_to_know_the_layers_is_refused(text, field, value):
+    whole = configuration(text, **SIZES)
+    part, name = field.split("__")
+    whole[part][name] = value
+    with pytest.raises(ValueError, match="must be .* for another model than the course's"):
+        OWN(whole, jax.devices()[:2])
+
+
+def test_its_own_products_count_for_mfu(config):
+    run, _ = OWN(config, jax.devices()[:1])
+    flops, why = observe._flops_for_mfu(run, hardware.get("h100"))
+    assert why == "" and flops == measure.flops(run.train_step, *run.abstract())
+    assert flops.total != training.step_flops(config).total
+
+    def hidden():
+        raise ValueError("a kernel must have a cost estimate: its FLOPs cannot be seen")
+
+    run = dataclasses.replace(run, flops=hidden)
+    why = observe._flops_for_mfu(run, hardware.get("h100"))[1]
+    assert why == "its FLOPs cannot be seen"
