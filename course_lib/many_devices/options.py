@@ -11,7 +11,7 @@ from course_lib import arguments, fields
 from course_lib.fields import FIXED, at_least, option
 from course_lib.many_devices import axis, meshes
 from course_lib.many_devices.axis import Asked
-from course_lib.many_devices.pipeline_parallel import schedules
+from course_lib.many_devices.pipeline_parallel import SCHEDULES
 
 BY = ("hand", "compiler")
 STAGES = (0, 1, 2, 3)
@@ -46,7 +46,7 @@ class Strategy:
     # `sequence` and by "hand"
     overlap: str = option("none", OVERLAPS)
     # of the pipeline along "pipe"
-    schedule: str = option("1f1b", schedules.SCHEDULES)
+    schedule: str = option("1f1b", SCHEDULES)
     # M; a pipeline cuts the share of each device along "data" into as many
     microbatches: int = option(1, at_least(1))
     # v, parts of the model per device of the pipeline
@@ -89,6 +89,8 @@ def check(
     if model.loss_chunks > 1:
         _check_loss(model, n, strategy, seq_len)
     if "pipe" in n:  # last: tables of hundreds of microbatches take a second
+        from course_lib.many_devices.pipeline_parallel import schedules
+
         schedules.make(strategy.schedule, n["pipe"], strategy.microbatches, strategy.chunks)
 
 

@@ -31,7 +31,6 @@ from course_lib import configs, optimizers, training
 from course_lib.many_devices import axis, meshes, options, sharding
 from course_lib.many_devices.axis import Share
 from course_lib.many_devices.options import Strategy
-from course_lib.many_devices.pipeline_parallel import schedules
 from course_lib.models import losses, transformer
 from course_lib.models.hooks import Hooks
 from course_lib.one_device import gradient_accumulation
@@ -264,7 +263,7 @@ def _by_hand(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
 
 def _in_a_pipeline(share: Share) -> Ways:
     """Returns what `_ways` returns, of the program that executes a schedule."""
-    from course_lib.many_devices.pipeline_parallel import pipeline
+    from course_lib.many_devices.pipeline_parallel import pipeline, schedules
 
     mesh, strategy = share.mesh, share.strategy
     hooks, score = _hooks_and_score(share)

@@ -36,11 +36,12 @@ https://arxiv.org/abs/2401.10241.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from course_lib.arguments import nearest
+from course_lib.many_devices.pipeline_parallel import SCHEDULES
 
 KINDS = ("F", "B", "W", "BW", "-")
 
@@ -149,13 +150,6 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     return _in_order("zero_bubble", stages, microbatches, 1, orders, most_live=stages)
 
 
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "breadth_first": breadth_first,
-    "depth_first": depth_first,
-    "zero_bubble": zero_bubble,
-}
 LOOPING = ("breadth_first", "depth_first")
 """The schedules with several chunks per device."""
 
@@ -165,14 +159,15 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     """Returns a schedule by its name."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} must be one of {', '.join(SCHEDULES)}")
+    schedule: Callable[..., Schedule] = globals()[SCHEDULES[name]]
     if name in LOOPING:
-        return SCHEDULES[name](stages, microbatches, chunks)
+        return schedule(stages, microbatches, chunks)
     if chunks != 1:
         raise ValueError(
             f"chunks={chunks} must be 1 for schedule={name!r}: only {' and '.join(LOOPING)}"
             " have more"
         )
-    return SCHEDULES[name](stages, microbatches)
+    return schedule(stages, microbatches)
 
 
 def _check_sizes(stages: int, microbatches: int, chunks: int) -> None:
