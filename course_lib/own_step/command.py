@@ -27,9 +27,9 @@ from course_lib.own_step import costs, reading
 from course_lib.own_step.costs import Figures
 
 # The table of docs/gpu.md.
-MEMORY_ERROR = "26 steps that were measured on an H200 took 15 to 489 MiB more (docs/gpu.md)"
-TIME_ERROR = (
-    "26 steps that were measured on an H200 took 1.00 to 2.64 times as long, the median 1.13"
+ERROR = (
+    "26 steps that were measured on an H200 took 15 to 489 MiB more memory, and 1.00 to 2.64"
+    " times the attainable time (docs/gpu.md), the median 1.13"
 )
 NAMES = {
     "flops": "FLOPs",
@@ -37,7 +37,7 @@ NAMES = {
     "attainable_seconds": "attainable time",
 }
 OVER, USAGE = 1, 2
-UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6, "": 1}
+UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6, "B": 1}
 
 
 def text(figures: Figures) -> str:
@@ -51,9 +51,9 @@ def text(figures: Figures) -> str:
         "peak",
         f"{gib(figures['peak_bytes'])} of {gib(figures['usable_bytes'])}"
         + " per device" * (figures["devices"] > 1)
-        + f" (arguments {gib(figures['argument_bytes'])}, temporaries"
+        + f" (arguments {gib(figures['argument_bytes'])}, results beside them"
+        f" {gib(figures['output_bytes'] - figures['aliased_bytes'])}, temporaries"
         f" {gib(figures['temporary_bytes'])}): {'fits' if figures['fits'] else 'DOES NOT FIT'}",
-        MEMORY_ERROR,
     )
     add(
         "at the peak",
@@ -74,11 +74,16 @@ def text(figures: Figures) -> str:
         sent = (f"{gib(size):>11}  {kind}" for kind, size in figures["sent_by_kind"].items())
         add("sent per device", gib(figures["sent_bytes"]), *sent)
     if (seconds := figures["attainable_seconds"]) is not None:
-        add(NAMES["attainable_seconds"], f"{1e3 * seconds:.4g} ms", TIME_ERROR)
+        add(NAMES["attainable_seconds"], _time(seconds))
     for name, why in figures["unknown"].items():
         add(NAMES[name], f"unknown: {why}")
     add("the compiler", *figures["compiler"]["text"])
+    add("how true", ERROR)
     return "\n".join([*lines, *map(tried, figures["tried"]), *not_tried(figures)])
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _array(row: Figures) -> str:
@@ -96,9 +101,12 @@ def tried(row: Figures) -> str:
     else:
         result = f"peak {gib(row['peak_bytes'])}"
         if (seconds := row["attainable_seconds"]) is not None:
-            result += f", attainable time {1e3 * seconds:.4g} ms"
+            result += f", attainable time {_time(seconds)}"
         if flops := row["flops"]:
-            result += f", most FLOPs in {max(flops, key=flops.get)}"
+            most = max(flops, key=flops.get)
+            result += f", most FLOPs in {most}"
+            if most == "float32" and "bfloat16" in row["change"]:
+                result += ": something casts back, as nnx.Embed does (notebook 20)"
     return f"{'tried':17}{row['change']}\n{'':21}{result}"
 
 
