@@ -60,7 +60,9 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
     """
     total: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
-    for dtype, count, again in _products(jax.make_jaxpr(fn)(*args).jaxpr, times=1, again=False):
+    # A jit with compiler options cannot be inside of another one, which `make_jaxpr` would be.
+    trace = fn.trace if isinstance(fn, type(jax.jit(flops))) else jax.jit(fn).trace
+    for dtype, count, again in _products(trace(*args).jaxpr.jaxpr, times=1, again=False):
         total[dtype] += count
         recomputed[dtype] += count if again else 0
     return Flops(dict(total), dict(+recomputed))

@@ -35,6 +35,7 @@ NAMES = {
     "flops": "FLOPs",
     "traffic_bytes": "memory traffic",
     "attainable_seconds": "attainable time",
+    "sent_bytes": "sent per device",
 }
 OVER, USAGE = 1, 2
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6, "B": 1}
@@ -65,12 +66,13 @@ def text(figures: Figures) -> str:
     if (flops := figures["flops"]) is not None:
         counts = ", ".join(f"{count:.3g} in {dtype}" for dtype, count in flops.items()) or "0"
         again = figures["recomputed_flops"]
-        add(NAMES["flops"], counts + f", {again:.3g} of them recomputed" * bool(again))
+        counts += f", {again:.3g} of them recomputed" * bool(again)
+        add(NAMES["flops"], counts + " (all devices)" * (figures["devices"] > 1))
     if (moved := figures["traffic_bytes"]) is not None:
         kinds = list(figures["traffic_by_kind"].items())[:4]
         shares = ", ".join(f"{kind} {n / moved:.0%}" for kind, n in kinds if n > moved / 200)
         add(NAMES["traffic_bytes"], f"{gib(moved)}: {shares}")
-    if figures["devices"] > 1:
+    if figures["devices"] > 1 and figures["sent_bytes"] is not None:
         sent = (f"{gib(size):>11}  {kind}" for kind, size in figures["sent_by_kind"].items())
         add("sent per device", gib(figures["sent_bytes"]), *sent)
     if (seconds := figures["attainable_seconds"]) is not None:

@@ -41,8 +41,12 @@ def measured(
     costs, heap, mesh = compiled(step, target, devices, plan=True)
     compiler = measure.compiler(heap)
     sent: collections.Counter[str] = collections.Counter()
-    for row in measure.ledger(heap, mesh).rows() if mesh else ():
-        sent[f"{row['kind']} along {row['axes']}"] += row["sent_bytes"]
+    try:
+        for row in measure.ledger(heap, mesh).rows() if mesh else ():
+            sent[f"{row['kind']} along {row['axes']}"] += row["sent_bytes"]
+    except ValueError as error:  # of a loop that runs until a condition on data holds
+        costs["unknown"]["sent_bytes"] = str(error)
+    unsent = "sent_bytes" in costs["unknown"]
     figures = {
         "step": step.function.__name__,
         "target": target,
@@ -53,8 +57,8 @@ def measured(
         **costs,
         "at_the_peak": at_the_peak(heap),
         "donation": donation(step, heap),
-        "sent_bytes": sent.total(),
-        "sent_by_kind": dict(sent),
+        "sent_bytes": None if unsent else sent.total(),
+        "sent_by_kind": None if unsent else dict(sent),
         "compiler": {
             **vars(compiler),
             "clones": len(compiler.clones),
@@ -82,7 +86,7 @@ def compiled(
     `heap`), and the mesh of its devices.
     """
     arguments, mesh = reading.placed(step, devices)
-    jitted = jax.jit(step.function, donate_argnums=step.donated)
+    jitted = step.jitted or jax.jit(step.function, donate_argnums=step.donated)
     with reading.own(f"compiling {step.function.__name__}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
@@ -90,7 +94,7 @@ def compiled(
             lowered: Any = jitted.lower(*arguments)
     try:
         program = measure.heap(lowered) if plan else virtual.compile(lowered)
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
@@ -121,7 +125,7 @@ def compiled(
         )
     memory = measure.memory(program)
     costs = {
-        "peak_bytes": memory.peak,
+        "peak_bytes": memory.peak - memory.host,
         "argument_bytes": memory.arguments,
         "output_bytes": memory.outputs,
         "aliased_bytes": memory.aliased,
@@ -187,8 +191,11 @@ def changes(
     if missed["missed_bytes"] > figures["peak_bytes"] / 100:
         more = tuple(missed["missed_argnums"])
         yield (
-            f"donate {', '.join(missed['missed'])}: donate_argnums={more} (notebook 4)",
-            lambda: dataclasses.replace(step, donated=tuple(sorted(step.donated + more))),
+            f"donate {', '.join(missed['missed'])}, if the caller needs them no more:"
+            f" donate_argnums={more} (notebook 4)",
+            lambda: dataclasses.replace(
+                step, donated=tuple(sorted(step.donated + more)), jitted=None
+            ),
         )
     if 2 * flops.get("float32", 0) > sum(flops.values()):
         if "dtype" in switches:
@@ -227,12 +234,13 @@ def changes(
 
 
 def batch(step: Step) -> tuple[list[int], int]:
-    """Returns which arguments are the batch, and their first dimension, or 0: the last one that
-    results do not replace and whose arrays have one first dimension, and others that share it.
+    """Returns which arguments are the batch, and their first dimension, or 0. Of a step that
+    replaces arguments, it is the last one that results do not replace and whose arrays have one
+    first dimension, and others that share it.
     """
     numbers: list[int] = []
     size, state = 0, step.reusable()
-    for number in reversed(range(len(step.names))):
+    for number in reversed(range(len(step.names)) if state else ()):
         leaves = [leaf for leaf in jax.tree.leaves(step.arguments[number]) if leaf.shape]
         if number in state or {reading.kind(leaf) for leaf in leaves} == {((2,), "uint32")}:
             continue  # a key of jax.random.PRNGKey is no batch

@@ -6,7 +6,9 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import math
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +23,12 @@ PyTree = Any
 REF: Any = getattr(jax, "Ref", ())  # an array that a step changes in place
 
 
+ELSEWHERE = (
+    "it names this machine's devices: make its mesh of the parameter `devices` of make_step,"
+    " and pass shapes with their sharding"
+)
+
+
 class OwnError(ValueError):
     """The step's own code raised an error, which is the `__cause__`."""
 
@@ -31,7 +39,8 @@ def own(doing: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        if reason := virtual.why_not_lowered(error):
+        elsewhere = re.search("incompatible devices|does not match memory kind", str(error))
+        if reason := virtual.why_not_lowered(error) or elsewhere and ELSEWHERE:
             raise ValueError(f"{doing}: {reason}") from None
         message = (str(error).strip().splitlines() or [""])[0]
         raise OwnError(f"{doing} raised {type(error).__name__}: {message}") from error
@@ -72,7 +81,8 @@ def make(make_step: Callable[..., Any], devices: Sequence[jax.Device], **switche
     """Calls a `make_step`, with the devices if it has a parameter of this name."""
     if "devices" in inspect.signature(make_step).parameters:
         switches["devices"] = list(devices)
-    with own(f"{make_step.__name__}({', '.join(switches)})"):
+    name = getattr(make_step, "__name__", "make_step")
+    with own(f"{name}({', '.join(switches)})"):
         return make_step(**switches)
 
 
@@ -85,6 +95,7 @@ class Step:
     names: tuple[str, ...]  # of the arguments
     donated: tuple[int, ...]  # the arguments that the step's own jit donates
     results: collections.Counter  # how many it returns of each shape and dtype
+    jitted: Any = None  # the step's own jit, if it takes these arguments as they are
 
     def reusable(self) -> dict[int, int]:
         """Returns the arguments of which results could have at least half of the memory, and
@@ -96,10 +107,17 @@ class Step:
             for leaf in leaves:
                 if free[kind(leaf)] > 0:
                     free[kind(leaf)] -= 1
-                    size += leaf.size * leaf.dtype.itemsize
-            if size and 2 * size >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves):
+                    size += _local_bytes(leaf)
+            if size and 2 * size >= sum(map(_local_bytes, leaves)):
                 found[number] = size
         return found
+
+
+def _local_bytes(leaf: Any) -> int:
+    """Returns the bytes of an array on one device."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], str]:
@@ -117,6 +135,8 @@ def read(made: Any) -> Step:
             f" step, state, batch`, and returned {str(types)[:200]}"
         )
     step, *args = made
+    if jax.config.jax_disable_jit:
+        raise ValueError("jax_disable_jit must be off: a step without jit donates nothing")
     try:
         inspect.signature(step).bind(*args)
     except TypeError as error:
@@ -124,12 +144,16 @@ def read(made: Any) -> Step:
             f"make_step() returned a step that cannot be called with the {len(args)} arguments"
             f" after it ({error}): `return step, state, batch` is for step(state, batch)"
         ) from None
-    names = [*inspect.signature(step).parameters][: len(args)]
-    names += [f"{names[-1]}_{n}" for n in range(len(names), len(args))]
+    kinds = {p.name: p.kind for p in inspect.signature(step).parameters.values()}
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [n for n, kind in kinds.items() if kind <= either][: len(args)]
+    rest = next((n for n, kind in kinds.items() if kind == either + 1), "argument")
+    names += [f"{rest}__{n}" for n in range(len(args) - len(names))]
     for name, leaf in (
         (names[n], leaf) for n, arg in enumerate(args) for leaf in jax.tree.leaves(arg)
     ):
-        foreign = not (_is_array(leaf) or isinstance(leaf, REF))
+        is_text = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSU"
+        foreign = is_text or not (_is_array(leaf) or isinstance(leaf, REF))
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and foreign:
             raise ValueError(
                 f"argument {name} holds a {type(leaf).__module__}.{type(leaf).__name__}: pass"
@@ -141,11 +165,10 @@ def read(made: Any) -> Step:
 
     def function(*arrays: PyTree) -> PyTree:
         called = merge(jax.tree.map(lambda x: x, arrays))  # Flax changes what it merges
-        result = step(*called)
-        result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, result)
-        return result, changed(arrays, called)
+        results, new = jax.tree.leaves(step(*called)), changed(arrays, called)
+        known = {id(x) for x in new}  # a step may return its model, too
+        return [x for x in results if isinstance(x, jax.Array) and id(x) not in known], new
 
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, either) for name in names])
     # XLA names the arguments by the signature, and JAX's errors the function that is wrapped
     vars(function).update(__signature__=signature, __wrapped__=step)
@@ -155,29 +178,58 @@ def read(made: Any) -> Step:
         for n, arg in enumerate(args)
         if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(arg))
     )
-    return traced(Step(function, arrays, tuple(names), overwritten, collections.Counter()))
+    given = jax.tree.leaves(args)
+    as_it_is = isinstance(step, type(jax.jit(read))) and all(map(_is_array, given))
+    jitted = step if as_it_is and len(given) == len(jax.tree.leaves(arrays)) else None
+    results: collections.Counter = collections.Counter()
+    return traced(Step(function, arrays, tuple(names), overwritten, results, jitted))
 
 
 def traced(step: Step) -> Step:
     """Adds what the step's own jit donates, and its results."""
     with own(f"tracing {step.function.__name__} for jax.jit"):
-        found = jax.make_jaxpr(step.function)(*step.arguments)
-    owners = [n for n, arg in enumerate(step.arguments) for _ in jax.tree.leaves(arg)]
-    owner = {id(v): n for v, n in zip(found.jaxpr.invars, owners, strict=True)}
-    donated = {
-        owner[id(v)]
-        for eqn in found.jaxpr.eqns
-        for v, given in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
-        if given and id(v) in owner
-    }
+        if step.jitted:
+            stage = step.jitted.trace(*step.arguments)
+            found, infos = stage.jaxpr, stage.args_info[0]
+            donates = [any(x.donated for x in jax.tree.leaves(info)) for info in infos]
+            donated = {n for n, given in enumerate(donates) if given}
+        else:
+            found = jax.make_jaxpr(step.function)(*step.arguments)
+            donated = _donated_inside(found.jaxpr, step)
+    if not found.out_avals:
+        raise ValueError(
+            f"{step.function.__name__} returns no array: let it return its results"
+        )
     results = collections.Counter(map(kind, found.out_avals))
     return dataclasses.replace(
         step, donated=tuple(sorted(donated | set(step.donated))), results=results
     )
 
 
+def _donated_inside(jaxpr: Any, step: Step) -> set[int]:
+    """Returns which arguments the jit of Flax or Equinox donates, that a step is."""
+    owners = [n for n, arg in enumerate(step.arguments) for _ in jax.tree.leaves(arg)]
+    owner = {id(v): n for v, n in zip(jaxpr.invars, owners, strict=True)}
+    return {
+        owner[id(v)]
+        for eqn in jaxpr.eqns * hasattr(vars(step.function)["__wrapped__"], "lower")
+        for v, given in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
+        if given and id(v) in owner
+    }
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _as_jax(leaf: Any) -> Any:
+    """Returns an array as JAX takes it: NumPy's float64 is float32 to it."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.eval_shape(lambda x: x, leaf)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf if dtype == leaf.dtype else leaf.update(dtype=dtype)
 
 
 def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]:
@@ -199,10 +251,7 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
     leaves, tree = jax.tree.flatten([None if n in nodes else arg for n, arg in enumerate(args)])
     is_ref = [isinstance(leaf, REF) for leaf in leaves]
     leaves = [leaf[...] if ref else leaf for ref, leaf in zip(is_ref, leaves, strict=True)]
-    leaves = [  # NumPy's float64 is float32 to JAX
-        jax.eval_shape(lambda x: x, x) if isinstance(x, np.ndarray | np.generic) else x
-        for x in leaves
-    ]
+    leaves = [_as_jax(x) if _is_array(x) else x for x in leaves]
 
     def merge(arrays: tuple) -> list[PyTree]:
         given = iter(jax.tree.leaves([None if n in nodes else a for n, a in enumerate(arrays)]))
@@ -216,7 +265,8 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
         after = nnx.split({n: called[n] for n in nodes})[1] if nodes else {}
         old, new = (jax.tree.leaves([side[n] for n in state]) for side in (arrays, after))
         refs = [leaf[...] for leaf in jax.tree.leaves(called) if isinstance(leaf, REF)]
-        return refs + [b for a, b in zip(old, new, strict=True) if a is not b]
+        same = {id(x) for x in old}
+        return refs + [x for x in new if id(x) not in same]
 
     plain = jax.tree.unflatten(tree, [x if _is_array(x) else None for x in leaves])
     return tuple(state.get(n, arg) for n, arg in enumerate(plain)), merge, changed
