@@ -194,6 +194,15 @@ def get(
     arguments.one_of("name", name, OPTIMIZERS)
     if matrices is not None and name != "muon":
         raise ValueError(f"matrices={matrices!r} must be None for {name!r}: only 'muon' has it")
+    unread = {"schedule", "warmup_steps", "decay_rate", "total_steps"}  # a rate may be one
+    unread |= set() if OPTIMIZERS[name].decays else {"weight_decay"}
+    unread |= {n for row in OPTIMIZERS.values() for n in row.fields} - {
+        *OPTIMIZERS[name].fields
+    }
+    if wrong := sorted(unread & options.keys()):
+        raise ValueError(
+            f"{wrong[0]}={options[wrong[0]]!r} must be left out: get({name!r}, ...) reads none"
+        )
     config = fields.template(dict(optimizer=OPTIMIZER)).optimizer
     schedule = learning_rate if callable(learning_rate) else None
     rate = {} if schedule else dict(learning_rate=learning_rate)

@@ -213,11 +213,19 @@ def test_muon_is_refused_where_it_would_not_know_what_a_matrix_is():
         (None, "matrices=where"),
         (lambda name: False, "must have a kernel in a layer"),
         (lambda name: True, r"where\('stack/down'\)=True must be MuonDimensionNumbers"),
+        (lambda name: 1, r"where\('stack/down'\)=1 must be MuonDimensionNumbers"),
     ):
         with pytest.raises(ValueError, match=wrong):
             optimizers.get("muon", 0.1, matrices=matrices).init(params)
     with pytest.raises(ValueError, match="matrices=.* must be None for 'adam'"):
         optimizers.get("adam", 0.1, matrices=lambda name: True)
+    for name, unread in (
+        ("adam", dict(weight_decay=0.1)),
+        ("adamw", dict(block_size=64)),
+        ("adamw", dict(warmup_steps=9)),
+    ):
+        with pytest.raises(ValueError, match=f"{[*unread][0]}=.* must be left out: get"):
+            optimizers.get(name, 0.1, **unread)
     with pytest.raises(ValueError, match=r"optimizer\.weight_decy"):
         optimizers.get("adamw", 0.1, weight_decy=1.0)
 

@@ -142,7 +142,7 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         refused,
         suggested,
         advice,
-        "" if fits else room.smaller(config, devices, loop.build),
+        "" if fits else room.smaller(config, devices, loop.build, memory.peak),
         note,
         measure.compiler(compiled).recomputation,
     )

@@ -136,9 +136,12 @@ def train(
             book.say(note)
         if after < total:
             book.say("compiling the step ...")
-            here = room.does_not_fit(inputs.run, inputs.place.addressable_devices)
+            needs = room.step_memory(inputs.run)
+            here = room.does_not_fit(needs, inputs.place.addressable_devices)
             if why := next(filter(None, processes.gather(here)), ""):
-                raise Refused(f"{why}. {room.smaller(config, devices, builder or build)}")
+                raise Refused(
+                    f"{why}. {room.smaller(config, devices, builder or build, needs.peak)}"
+                )
         loop = Loop(config, inputs, checkpoints, book, saved)
         ended = Ended(loop.take_steps(stop_reason), loop.step)
         checkpoints.wait()

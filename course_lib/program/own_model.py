@@ -23,7 +23,7 @@ PyTree = Any
 
 
 def builder(
-    apply_fn: ApplyFn, init_params: Callable[[Any], PyTree]
+    apply_fn: ApplyFn, init_params: Callable[[Any], PyTree], matrices: Any = None
 ) -> Callable[..., tuple[training.Run, NamedSharding]]:
     """Returns a function that builds a run, for `loop.train`.
 
@@ -33,6 +33,7 @@ def builder(
     Args:
       apply_fn: `apply_fn(params, tokens, rng) -> logits`; `training.as_function` makes one.
       init_params: `init_params(rng)` returns float32 parameters.
+      matrices: for Muon, as of `optimizers.get`: which parameters are matrices.
     """
 
     def build(
@@ -42,7 +43,8 @@ def builder(
         mesh = meshes.make(settings.axes(config, len(devices)), devices)
         _check(config, set(mesh.shape))
         config = FrozenConfigDict(config)
-        optimizer = optimizers.from_config(config.optimizer)
+        muon = dict(where=matrices) if config.optimizer.name == "muon" else {}
+        optimizer = optimizers.from_config(config.optimizer, **muon)
         scale = mixed_precision.loss_scale(config.training.loss_scale)
 
         def init(rng: Any) -> training.TrainState:
@@ -71,14 +73,15 @@ def builder(
 def _check(config: ConfigDict, axes: set[str]) -> None:
     """Refuses what would need to know the layers."""
     strategy = settings.strategy(config)
+    usual = vars(Strategy(by=strategy.by))
     for name, value, needed in (
         ("mesh", axes, {"data"}),
-        ("strategy", strategy, Strategy(by=strategy.by)),
+        *((f"strategy.{name}", value, usual[name]) for name, value in vars(strategy).items()),
         ("optimizer.offload", config.optimizer.offload, False),
         ("training.backward", config.training.backward, "autodiff"),
     ):
         if value != needed:
             raise ValueError(
-                f"{name}={value} must be {needed} for another model than the course's: it needs"
-                " to know the layers"
+                f"{name}={value} must be {needed} for another model than the course's, whose"
+                " parameters the program divides and whose layers it calls"
             )

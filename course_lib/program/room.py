@@ -25,13 +25,14 @@ CGROUP_LIMITS = (  # bytes, of version 2 and 1
 )
 
 
-def does_not_fit(run: training.Run, devices: Collection[jax.Device]) -> str:
-    """Compiles the step, as its first call would, and says why memory is too small, or "".
-
-    On a CPU a step may take more than is planned, and then is not refused.
-    """
+def step_memory(run: training.Run) -> measure.Memory:
+    """Compiles the step, as its first call would. On a CPU it may take more than is planned."""
     step: Any = run.train_step
-    needs = measure.planned(step.lower(*run.abstract()).compile())
+    return measure.planned(step.lower(*run.abstract()).compile())
+
+
+def does_not_fit(needs: measure.Memory, devices: Collection[jax.Device]) -> str:
+    """Returns why the memory is too small for a step, or ""."""
     device: Any = next(iter(devices))
     there = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     if device.platform == "cpu":  # simulated devices share the host's memory
@@ -48,22 +49,26 @@ def smaller(
     config: ConfigDict,
     devices: Sequence[jax.Device] | None,
     build: Callable[..., tuple[training.Run, Any]],
+    peak: int,
 ) -> str:
-    """Compiles what `build` makes with each of three options, and says what it would need."""
+    """Compiles what `build` makes with each of three options, and says which need less than a
+    peak.
+    """
     count = len(jax.devices() if devices is None else devices)
     parts = config.data.batch_size // settings.axes(config, count)["data"]
     options: dict[str, Any] = {"training.num_minibatches": parts, "model.remat": ["Block"]}
     options |= {"strategy.zero": 3} if count > 1 else {"model.loss_chunks": 8}
-    needs = []
+    less = []
     for name, value in options.items() if jax.process_count() == 1 else ():
         changed = settings.complete(config)
         settings.set_field(changed, name, json.dumps(value))
         with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):  # it does not work
             settings.check(changed)
             step: Any = (run := build(changed, devices)[0]).train_step
-            peak = measure.planned(virtual.compile(step.lower(*run.abstract()))).peak
-            needs.append(f"{measure.gib(peak)} with --set {name}={json.dumps(value)}")
-    return f"Compiled, it needs {', '.join(needs)}" if needs else SMALLER
+            new = measure.planned(virtual.compile(step.lower(*run.abstract()))).peak
+            if new < peak:
+                less.append(f"{measure.gib(new)} with --set {name}={json.dumps(value)}")
+    return f"Compiled, it needs {', '.join(less)}" if less else SMALLER
 
 
 def host_memory() -> int:

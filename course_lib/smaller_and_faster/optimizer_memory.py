@@ -314,13 +314,13 @@ def matrices(params: PyTree, where: Where | None = None) -> PyTree:
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
         if where is not None:
             chosen = where(name := arguments.name_in_tree(path))
-            if chosen is True and leaf.ndim > 2:
-                raise ValueError(
-                    f"where({name!r})=True must be MuonDimensionNumbers for an array of shape"
-                    f" {leaf.shape}: which axes are a matrix's inputs, which its outputs?"
-                )
             if isinstance(chosen, MuonDimensionNumbers):
                 return chosen
+            if chosen and leaf.ndim > 2:
+                raise ValueError(
+                    f"where({name!r})={chosen!r} must be MuonDimensionNumbers for an array of"
+                    f" shape {leaf.shape}: which axes are a matrix's inputs, which its outputs?"
+                )
             return MuonDimensionNumbers(0, 1) if chosen and leaf.ndim == 2 else None
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         if not names or not names[0].startswith("block") or names[-1] != "kernel":

@@ -81,6 +81,7 @@ def quick_runs():
 
     with pytest.MonkeyPatch.context() as patched, jax.numpy_dtype_promotion("standard"):
         patched.setattr(loop, "build", build_once)
+        patched.setattr(room, "step_memory", lambda run: None)
         patched.setattr(room, "does_not_fit", lambda *_: "")
         patched.setattr(journal, "report", report)
         patched.setattr(checkpoints.ocp, "AsyncCheckpointer", in_one_file)

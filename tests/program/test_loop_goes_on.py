@@ -31,7 +31,7 @@ from course_lib.program import journal, loop, processes, room, settings
 from course_lib.text import data
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl")
-DOES_NOT_FIT = room.does_not_fit
+DOES_NOT_FIT, STEP_MEMORY = room.does_not_fit, room.step_memory
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -76,6 +76,7 @@ def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
     text, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(room, "does_not_fit", DOES_NOT_FIT)
+    monkeypatch.setattr(room, "step_memory", STEP_MEMORY)
     told = r"not fit into the .* GiB of cpu. Per device it needs: peak .*: arguments"
     with pytest.raises(loop.Refused, match=told) as refused:
         train(text, tmp_path, data__batch_size=10**9)
@@ -105,7 +106,7 @@ def test_a_step_fits_if_its_peak_does_on_each_device(platform, monkeypatch):
         device.memory_stats.return_value = {"bytes_limit": most} if platform == "gpu" else None
         pages = {"SC_PHYS_PAGES": 2 * most, "SC_PAGE_SIZE": 1}
         monkeypatch.setattr(room.os, "sysconf", pages.__getitem__)
-        assert bool(DOES_NOT_FIT(run, [device, device])) == (most < peak)
+        assert bool(DOES_NOT_FIT(STEP_MEMORY(run), [device, device])) == (most < peak)
 
 
 def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
@@ -120,7 +121,7 @@ def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch
 def test_a_step_whose_memory_a_library_hides_from_the_plan_is_trained_all_the_same():
     function, shapes = LARGE["hidden layer"]
     run = mock.Mock(spec=training.Run, train_step=jax.jit(function), abstract=lambda: shapes)
-    assert DOES_NOT_FIT(run, jax.devices("cpu")[:1]) == ""
+    assert DOES_NOT_FIT(STEP_MEMORY(run), jax.devices("cpu")[:1]) == ""
 
 
 def test_the_loss_is_what_training_by_hand_gives(text, unbroken):

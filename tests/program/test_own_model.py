@@ -86,8 +86,18 @@ def test_what_needs_to_know_the_layers_is_refused(text, field, value):
     whole = configuration(text, **SIZES)
     part, name = field.split("__")
     whole[part][name] = value
-    with pytest.raises(ValueError, match="must be .* for another model than the course's"):
+    wrong = "mesh={.*tensor.*}" if part == "mesh" else f"{part}.{name}={value}"
+    with pytest.raises(ValueError, match=f"{wrong} must be .* for another model than the"):
         OWN(whole, jax.devices()[:2])
+
+
+def test_muon_trains_the_matrices_that_are_chosen(config):
+    config.optimizer.name = "muon"
+    with pytest.raises(ValueError, match="matrices=where"):
+        OWN(config, jax.devices()[:1])
+    chosen = own_model.builder(APPLY, INIT, lambda name: name.endswith("kernel"))
+    run, _ = chosen(config, jax.devices()[:1])
+    assert "ns_coeffs" in str(run.abstract()[0].opt_state)
 
 
 def test_its_own_products_count_for_mfu(config):
