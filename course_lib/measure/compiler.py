@@ -1,8 +1,8 @@
 """What the compiler made of a step: the written program against the one that runs.
 
-When the arguments and temporaries of a program for a GPU would take more than a limit, near
-three quarters of the GPU's memory, XLA computes some of its arrays again instead of keeping
-them (`HloRematerialization`,
+XLA gives the temporaries of a program for a GPU a budget: 95% of (80% of the memory - arguments
+- results + donated bytes). If they would take more, even where they will lie in the results'
+memory, it computes some of them again instead of keeping them (`HloRematerialization`,
 https://github.com/openxla/xla/blob/main/xla/hlo/transforms/simplifiers/hlo_rematerialization.h).
 `jax.config.update("jax_compiler_enable_remat_pass", False)` switches that off.
 """
@@ -49,9 +49,10 @@ class Compiler:
     donated_bytes: int  # of results that overwrite donated arguments
     transfers: int | None  # collectives and copies between host and device, per step
     overlapped: int | None  # those during which other work runs
-    # XLA rematerializes where arguments and temporaries take more bytes; None without the plan
-    # of a GPU's program, or with the pass switched off
-    limit: int | None
+    temporaries: int  # bytes, as `Memory.temporaries`
+    # XLA rematerializes where temporaries would take more bytes; None without the plan of a
+    # GPU's program, or with the pass switched off
+    budget: int | None
 
     def __str__(self) -> str:
         return "\n".join(
@@ -62,8 +63,8 @@ class Compiler:
                 f"{self.fusions:,} fusions; donation saves {gib(self.donated_bytes)}",
                 f"collectives and host copies per step: {_known(self.transfers)};"
                 f" beside other work: {_known(self.overlapped)}",
-                "limit of arguments and temporaries, above which XLA recomputes:"
-                f" {'unknown' if self.limit is None else gib(self.limit)}",
+                f"temporaries: {gib(self.temporaries)}; XLA recomputes above:"
+                f" {'unknown' if self.budget is None else gib(self.budget)}",
             ]
         )
 
@@ -124,7 +125,8 @@ def compiler(step: Any) -> Compiler:
         compiled=_products(module.entry),
         fusions=sum(i.opcode in origin.FUSIONS for i in module.instructions.values()),
         donated_bytes=memory.aliased,
-        limit=_limit(plan.config, memory) if plan else None,
+        temporaries=memory.temporaries,
+        budget=_budget(plan.config, memory) if plan else None,
         **(per_step if known else dict.fromkeys(per_step)),
     )
 
@@ -141,10 +143,10 @@ def _products(computation: hlo.Computation) -> int:
     return sum(len(products(i)) for i in computation.instructions) + sum(map(_products, called))
 
 
-def _limit(config: str, memory: Memory) -> int | None:
-    """Returns the bytes below which XLA "can't reduce memory use", as its warning says where it
-    fails (`GetSchedulerMemoryLimit`,
-    https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_hlo_schedule.cc).
+def _budget(config: str, memory: Memory) -> int | None:
+    """Returns the bytes that XLA leaves to temporaries (`GetSchedulerMemoryLimit`,
+    https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_hlo_schedule.cc; the pass takes
+    the results off that limit, while its warning, "can't reduce memory use", includes them).
     """
     size, slop = "device_memory_size", "xla_gpu_memory_limit_slop_factor"
     found = dict(re.findall(rf"^( *(?:{size}|{slop})): (\d+)$", config, re.M))
@@ -152,4 +154,4 @@ def _limit(config: str, memory: Memory) -> int | None:
         return None  # not a GPU, or the pass is switched off
     base = int(found.get(size, int(found[f"  {size}"]) * 80 // 100))
     free = base - memory.arguments - memory.outputs + memory.aliased
-    return free * int(found[f"  {slop}"]) // 100 + memory.outputs
+    return max(0, free * int(found[f"  {slop}"]) // 100)
