@@ -103,6 +103,17 @@ def test_a_loss_that_ignores_the_weights_of_any_batch_is_refused(kind):
         training.check_loss(unweighted, params, batch_of(kind))
 
 
+@pytest.mark.parametrize(
+    ("rows", "half"), [(slice(B // 2), "first"), (slice(B // 2, B), "second")]
+)
+def test_a_batch_with_a_half_of_padding_cannot_try_a_loss_and_is_refused_by_name(rows, half):
+    params, _, loss_fn = model("dict")
+    batch = batch_of("dict")
+    batch["weights"] = batch["weights"].at[rows].set(0)
+    with pytest.raises(ValueError, match=f"batch must have a label .* of its {half} half"):
+        training.check_loss(loss_fn, params, batch)
+
+
 @CASES
 def test_a_policy_computes_in_its_dtype_and_adds_up_weights_in_float32(name, kind):
     params, apply_fn, _ = model(name)

@@ -30,7 +30,7 @@ if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is N
 from course_lib.show import notebook
 {first}
 notebook.setup()"""
-# `setup` starts JAX. These run before it: in Part II, from notebook 7 on, and in notebook 6.
+# `setup` starts JAX. These run before it: from notebook 7 on, or as `BEFORE_SETUP` says.
 FIRST_OF_PART_TWO = "07"
 MANY_DEVICES = """\
 from course_lib.many_devices import meshes
@@ -40,6 +40,7 @@ PROFILES = """\
 from course_lib import xla_flags
 
 xla_flags.name_kernels()  # a GPU's profile knows its kernels, if set before JAX starts"""
+BEFORE_SETUP = {"06_profiling.ipynb": PROFILES, "20_your_own_model.ipynb": ""}
 IS_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.M)
 
 
@@ -51,9 +52,7 @@ def repository(root: Path = ROOT) -> str:
 
 def notebook_texts(name: str, repo: str) -> tuple[str, str]:
     """Returns the badge and the set-up cell of a notebook, by its file name."""
-    first = MANY_DEVICES if name >= FIRST_OF_PART_TWO else ""
-    if name == "06_profiling.ipynb":
-        first = PROFILES
+    first = BEFORE_SETUP.get(name, MANY_DEVICES if name >= FIRST_OF_PART_TWO else "")
     return BADGE.format(repo=repo, name=name), SETUP.format(repo=repo, first=first)
 
 

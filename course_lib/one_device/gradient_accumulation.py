@@ -68,7 +68,7 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
     batch is cut into minibatches.
 
     Computes it without dropout: of the batch, of each half, and, if the batch has `weights`,
-    with weights of 0 in the first half. Each half must have some weight.
+    with weights of 0 in the first half. Each half must have a label with weight.
     """
     check_divides(batch, 2)
     half = len(jax.tree.leaves(batch)[0]) // 2
@@ -79,7 +79,14 @@ def check_loss(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
         return np.array([*metrics["loss"], loss], np.float64)
 
     second = numbers(jax.tree.map(lambda x: x[half:], batch))
-    total, count, _ = second + numbers(jax.tree.map(lambda x: x[:half], batch))
+    first = numbers(jax.tree.map(lambda x: x[:half], batch))
+    if not (first[1] and second[1]):
+        empty = "second" if first[1] else "first"
+        raise ValueError(
+            f"batch must have a label with weight in each half: metrics['loss'] of its {empty}"
+            " half counts a weight of 0"
+        )
+    total, count, _ = first + second
     cases = [("", batch, np.array([total, count, total / count]))]
     part, has_weights = change_entry(
         batch, "weights", lambda leaf: jnp.asarray(leaf).at[:half].set(0)

@@ -57,7 +57,7 @@ class Lion(Outcome):
 
     update = property(lambda it: it.result[0])
     new = property(lambda it: it.result[1])
-    shape = property(lambda it: np.shape(it.update))
+    result_shape = property(lambda it: np.shape(it.update))
     old = property(lambda it: optimizer_memory.dequantize(it.args[1]))
     stored = property(
         lambda it: (
@@ -92,7 +92,7 @@ lion_8bit = Function(
             lambda *args: lion(*args)[::-1],
             lambda it: isinstance(it.update, optimizer_memory.Quantized),
         ),
-        "shape": (change("jnp.sign", "jnp.sum"), lambda it: it.shape != it.grad.shape),
+        "shape": (change("jnp.sign", "jnp.sum"), lambda it: it.result_shape != it.grad.shape),
         "sign of the new": (
             change("b1 * momentum + (1 - b1)", "b2 * momentum + (1 - b2)"),
             lambda it: it.moves_by(0.95),

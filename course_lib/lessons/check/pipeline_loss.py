@@ -111,7 +111,7 @@ gpipe = DeviceFunction(
     stacked=True,
     outcome=Losses,
     rows={
-        "no number": (lambda kernel, x, y: x, lambda it: it.shape != ()),
+        "no number": (lambda kernel, x, y: x, lambda it: it.result_shape != ()),
         "last alone": (
             change("over_pipe(", "("),
             lambda it: it.are_right[-1] and not it.are_right.all(),

@@ -108,7 +108,7 @@ stack_less = Function(
     ],
     outcome=Loss,
     rows={
-        "no number": (lambda w, x: x, lambda it: it.shape != ()),
+        "no number": (lambda w, x: x, lambda it: it.result_shape != ()),
         "another": change("return", "return 2 *"),
         "gradient": (
             change("(w, x, ", "(jax.lax.stop_gradient(w), x, "),
@@ -175,7 +175,7 @@ class Named(Outcome):
     new = property(
         lambda it: it.result[0] if isinstance(it.result, tuple | list) else it.result
     )
-    shape = property(lambda it: np.shape(it.new))
+    result_shape = property(lambda it: np.shape(it.new))
 
 
 def matrices():
@@ -208,7 +208,10 @@ named_part = Function(
             ],
             lambda it: it.missing,
         ),
-        "shape": (lambda *args: penalty_step(*args)[::-1], lambda it: it.shape != it.w.shape),
+        "shape": (
+            lambda *args: penalty_step(*args)[::-1],
+            lambda it: it.result_shape != it.w.shape,
+        ),
         "numbers": (change("0.1", "0.2"), lambda it: not close(it.new, it.right[0])),
     },
 )

@@ -1,8 +1,20 @@
 """Checks of notebook 20's exercises."""
 
-import jax.numpy as jnp
+import functools
 
-from course_lib.lessons.check.exercises import Function, Numbers, change, in_case, normal
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from course_lib.lessons.check.answers import close
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbers,
+    Outcome,
+    change,
+    in_case,
+    normal,
+)
 
 bytes_of_step = Numbers(
     "bytes_of_step",
@@ -19,18 +31,59 @@ def loss_of_labels(values, weights):
     return total / jnp.where(count == 0, 1, count), {"loss": (total, count)}
 
 
+class Loss(Outcome):
+    """A compiled loss, and its gradient by the losses of the labels."""
+
+    loss = property(lambda it: it.result[0])
+    count = property(lambda it: it.result[1]["loss"][1])
+
+    @functools.cached_property
+    def gradient(self):
+        return jax.jit(jax.grad(lambda values: self.function(values, self.weights)[0]))(
+            self.values
+        )
+
+
+DIVISOR = "total / jnp.where(count == 0, 1, count)"
+SAFE_COUNT = "count = jnp.where(count == 0, 1, weights.sum()); return total / count"
+
 own_loss = Function(
     "own_loss",
     loss_of_labels,
-    cases=lambda: [(*normal(0, (5,)), jnp.arange(5.0)), (*normal(1, (5,)), jnp.zeros(5))],
+    cases=lambda: [
+        (*normal(0, (5,)), jnp.arange(5.0)),
+        (*normal(1, (5,)), jnp.array([0.1, 0.2, 0, 0.1, 0.1])),
+        (*normal(2, (5,)), jnp.zeros(5)),
+    ],
     name="(loss, metrics)",
+    calls=lambda function, *args: jax.jit(function)(*args),
+    outcome=Loss,
     rows={
-        "sum": change("total / jnp.where(count == 0, 1, count)", "total"),
+        "sum": change(DIVISOR, "total"),
         "unweighted": change("(values * weights).sum(), weights.sum()", "values.sum(), 5.0"),
         "number of labels": change("weights.sum()", "5.0"),
         "mean in metrics": change("(total, count)}", "(total / count, jnp.ones(()))}"),
-        "no weight": (change("jnp.where(count == 0, 1, count)", "count"), in_case(1)),
+        "at least one": change(DIVISOR, "total / jnp.maximum(count, 1)"),
+        "loss without weight": (
+            change(DIVISOR, "total / count"),
+            in_case(2, lambda it: it.loss != 0),  # or NaN
+        ),
+        "count without weight": (
+            change(f"return {DIVISOR}", SAFE_COUNT),
+            in_case(2, lambda it: it.count != 0),
+        ),
+        "gradient without weight": (
+            [
+                change(DIVISOR, "jnp.where(count == 0, 0, total / count)"),
+                change(DIVISOR, "jnp.nan_to_num(total / count)"),
+            ],
+            lambda it: not np.isfinite(it.gradient).all(),
+        ),
         "another": change("values * weights", "2 * values * weights"),
+        "another gradient": (
+            change(DIVISOR, f"jax.lax.stop_gradient({DIVISOR})"),
+            lambda it: not close(it.gradient, it.best.gradient),
+        ),
     },
 )
 
@@ -39,6 +92,8 @@ NAMES = {
     "blocks/3/qkv/kernel": (64, 192),
     "blocks/0/before_mlp/scale": (64,),
     "tokens/embedding": (2048, 64),
+    "places/embedding": (64, 64),
+    "head/kernel": (64, 2048),
     "norm/scale": (64,),
 }
 
@@ -47,13 +102,23 @@ def is_matrix(name, shape):
     return name.startswith("blocks") and len(shape) == 2
 
 
+def as_bool(function, *args):
+    answer = function(*args)
+    return answer if answer is None else bool(answer)
+
+
 muon_chooses = Function(
     "muon_chooses",
     is_matrix,
     cases=lambda: list(NAMES.items()),
+    calls=as_bool,
     rows={
         "all in layers": (change(" and len(shape) == 2", ""), in_case(2)),
-        "all matrices": (change('name.startswith("blocks") and ', ""), in_case(3)),
+        "all matrices": (
+            change('name.startswith("blocks") and ', ""),
+            lambda it: it.name.endswith("embedding") and not it.is_right,
+        ),
+        "head": (change('name.startswith("blocks")', '"kernel" in name'), in_case(5)),
         "another": change("== 2", "!= 2"),
     },
 )
