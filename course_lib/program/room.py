@@ -25,13 +25,13 @@ CGROUP_LIMITS = (  # bytes, of version 2 and 1
 )
 
 
-def step_memory(run: training.Run) -> measure.Memory:
+def step_memory(run: training.Run) -> "measure.Memory":
     """Compiles the step, as its first call would. On a CPU it may take more than is planned."""
     step: Any = run.train_step
     return measure.planned(step.lower(*run.abstract()).compile())
 
 
-def does_not_fit(needs: measure.Memory, devices: Collection[jax.Device]) -> str:
+def does_not_fit(needs: "measure.Memory", devices: Collection[jax.Device]) -> str:
     """Returns why the memory is too small for a step, or ""."""
     device: Any = next(iter(devices))
     there = (device.memory_stats() or {}).get("bytes_limit", math.inf)
