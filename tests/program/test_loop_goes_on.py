@@ -81,12 +81,9 @@ def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
     with pytest.raises(loop.Refused, match=told) as refused:
         train(text, tmp_path, data__batch_size=10**9)
     tried = re.findall(r"([\d.]+ GiB) with --set (\S+)=(\S+?)(?:,|$)", str(refused.value))
-    assert [name for _, name, _ in tried] == [
-        "training.num_minibatches",
-        "model.remat",
-        "model.loss_chunks",
-    ]
-    (needs, name, value) = tried[2]
+    # "model.remat" only where it needs less, which not every version of XLA makes of it
+    assert {"training.num_minibatches", "model.loss_chunks"} <= {name for _, name, _ in tried}
+    needs, name, value = tried[-1]
     whole = configuration(text, data__batch_size=10**9)
     settings.set_field(whole, name, value)
     run, _ = loop.build(whole, one_device())
