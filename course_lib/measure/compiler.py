@@ -1,4 +1,4 @@
-"""What the compiler made of a step: the written program against the one that runs.
+"""Compares a step as it is written with the program that the compiler makes of it.
 
 XLA gives the temporaries of a program for a GPU a budget: 95% of (80% of the memory - arguments
 - results + donated bytes). If they would take more, even where they will lie in the results'
@@ -35,7 +35,7 @@ class Clone:
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """What was written, and what runs. None is unknown."""
+    """The written step beside the program that runs. None is unknown."""
 
     clones: tuple[Clone, ...]  # that XLA's rematerialization added, in program order
     rewritten_bytes: int | None  # that they write per step
@@ -95,7 +95,7 @@ class Compiler:
 def compiler(step: Any) -> Compiler:
     """Compares what runs with what was written, for a step that is lowered or compiled.
 
-    What `jax.checkpoint` computes again is written. The program for a GPU that is there can
+    Recomputation by `jax.checkpoint` counts as written. The program for a GPU that is there can
     recompute other instructions than that for a virtual one, since autotuning chooses kernels.
     """
     program = read(step)

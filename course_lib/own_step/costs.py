@@ -1,4 +1,4 @@
-"""What a step costs on devices that need not be there, and what changes of it would cost.
+"""Measures a step, and changes of it, on devices that need not be there.
 
 Figures are in bytes, seconds and FLOP. One that an instrument cannot know is None, and
 `unknown` says why.
@@ -234,9 +234,9 @@ def changes(
 
 
 def batch(step: Step) -> tuple[list[int], int]:
-    """Returns which arguments are the batch, and their first dimension, or 0. Of a step that
-    replaces arguments, it is the last one that results do not replace and whose arrays have one
-    first dimension, and others that share it.
+    """Returns which arguments are the batch, and their first dimension, or 0: the last argument
+    that results do not replace and whose arrays have one first dimension, and others that share
+    it. A step that replaces no argument has none.
     """
     numbers: list[int] = []
     size, state = 0, step.reusable()

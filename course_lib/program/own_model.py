@@ -28,7 +28,7 @@ def builder(
     """Returns a function that builds a run, for `loop.train`.
 
     Along "data", the only axis, each device has all parameters and a share of the batch, by the
-    compiler. Of the configuration's `model`, only `vocab_size` counts.
+    compiler. The configuration's `model` is not read, except for `vocab_size`.
 
     Args:
       apply_fn: `apply_fn(params, tokens, rng) -> logits`; `training.as_function` makes one.
@@ -82,6 +82,6 @@ def _check(config: ConfigDict, axes: set[str]) -> None:
     ):
         if value != needed:
             raise ValueError(
-                f"{name}={value} must be {needed} for another model than the course's, whose"
-                " parameters the program divides and whose layers it calls"
+                f"{name}={value} must be {needed} for another model than the course's: the"
+                " program does not know its layers"
             )

@@ -302,12 +302,12 @@ Where = Callable[[str], bool | MuonDimensionNumbers | None]
 def matrices(params: PyTree, where: Where | None = None) -> PyTree:
     """Returns which parameters are matrices for Muon, and their axes.
 
-    Of the Transformer, these are the kernels inside the layers; each scanned layer, and each
+    For the Transformer, they are the kernels inside the layers; each scanned layer, and each
     expert, has one of its own. All else is left to Adam, as Muon's author does (Jordan et al.,
     2024, https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
     Parameters with matrices of which none is in a layer are refused: Adam would train them all.
 
-    Of any other model, `where(name)`, with a name as "blocks/0/up/kernel", says True for those
+    For any other model, `where(name)`, with a name as "blocks/0/up/kernel", says True for those
     that have two axes, and the `MuonDimensionNumbers` of those with more.
     """
 
