@@ -54,7 +54,7 @@ own_loss = Function(
     rows={
         "form": (
             change(', {"loss": (total, count)}', ""),
-            lambda it: jax.tree.structure(it.result) != jax.tree.structure(it.right),
+            lambda it: str(jax.tree.structure(it.result)) != str(jax.tree.structure(it.right)),
         ),
         "sum": change(DIVISOR, "total"),
         "unweighted": change("(values * weights).sum(), weights.sum()", "values.sum(), 5.0"),
