@@ -7,6 +7,8 @@ Figures are in bytes, seconds and FLOP. One that an instrument cannot know is No
 import collections
 import dataclasses
 import inspect
+import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,8 @@ import jax.numpy as jnp
 
 from course_lib import measure
 from course_lib.measure import hardware, virtual
+from course_lib.measure.flops import inner_jaxprs
+from course_lib.measure.units import gib
 from course_lib.one_device import buffer_donation
 from course_lib.own_step import reading
 from course_lib.own_step.reading import Step
@@ -36,14 +40,15 @@ def measured(
     changes, adds their rows to the figures and yields these rows.
     """
     devices = virtual.devices(target, count)
-    step = reading.read(reading.make(make_step, devices))
+    step = reading.step_of(reading.make(make_step, devices))
     accelerator = hardware.get(target)
     costs, heap, mesh = compiled(step, target, devices, plan=True)
     compiler = measure.compiler(heap)
     sent: collections.Counter[str] = collections.Counter()
     try:
-        for row in measure.ledger(heap, mesh).rows() if mesh else ():
-            sent[f"{row['kind']} along {row['axes']}"] += row["sent_bytes"]
+        for row in measure.ledger(heap, mesh).rows() if count > 1 else ():
+            along = f" along {row['axes']}" if row["axes"] else ""
+            sent[row["kind"] + along] += row["sent_bytes"]
     except ValueError as error:  # of a loop that runs until a condition on data holds
         costs["unknown"]["sent_bytes"] = str(error)
     unsent = "sent_bytes" in costs["unknown"]
@@ -56,7 +61,7 @@ def measured(
         "fits": costs["peak_bytes"] <= accelerator.usable_bytes,
         **costs,
         "at_the_peak": at_the_peak(heap),
-        "donation": donation(step, heap),
+        "donation": donation(step, heap.compiled),
         "sent_bytes": None if unsent else sent.total(),
         "sent_by_kind": None if unsent else dict(sent),
         "compiler": {
@@ -86,41 +91,66 @@ def compiled(
     `heap`), and the mesh of its devices.
     """
     arguments, mesh = reading.placed(step, devices)
-    jitted = step.jitted or jax.jit(step.function, donate_argnums=step.donated)
-    with reading.own(f"compiling {step.function.__name__}"), warnings.catch_warnings():
+    doing, title = f"compiling {step.function.__name__}", hardware.get(target).title
+    with reading.blaming_the_step(doing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
-        with virtual.triton_without_gpu(), jax.set_mesh(mesh) if here else nullcontext():
-            lowered: Any = jitted.lower(*arguments)
+        with jax.set_mesh(mesh) if here and mesh else nullcontext():
+            trace = step.trace(arguments)
+            with virtual.triton_without_gpu():
+                lowered: Any = trace.lower()
+    places = lowered._lowering.compile_args
+    if places["num_devices"] != len(devices):
+        raise ValueError(
+            f"--devices {len(devices)}: {reading.NO_MESH.format(count=len(devices))}"
+        )
+    if places["backend"].platform == "cpu":
+        raise ValueError(f"{doing}: {reading.ELSEWHERE}")
     try:
         program = measure.heap(lowered) if plan else virtual.compile(lowered)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        if large := re.search(
+            r"overflow in static extent product: dimensions=(\[.*?\])", reason
+        ):
+            reason = (
+                f"an array of shape {large[1]} has {math.prod(json.loads(large[1])):.3g}"
+                f" elements, more than XLA can count; {title} has"
+                f" {gib(hardware.get(target).memory_bytes)} of memory"
+            )
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
         ) from None
+    ran = getattr(program, "compiled", program)
+    if mesh is None and len(devices) > 1:  # the jit's own
+        shardings = jax.tree.leaves((ran.input_shardings, ran.output_shardings))
+        mesh = next(
+            (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None
+        )
     unknown: dict[str, str] = {}
 
-    def known(name: str, read: Callable[[], Any]) -> Any:
+    def unless_unknown(name: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except ValueError as error:
             unknown[name] = str(error)
             return None
 
-    flops = known("flops", lambda: measure.flops(jitted, *step.arguments))
-    traffic = known("traffic_bytes", lambda: measure.traffic(program))
+    flops = unless_unknown("flops", lambda: measure.flops(trace))
+    traffic = unless_unknown("traffic_bytes", lambda: measure.traffic(program))
     by_kind = traffic and traffic.by_kind()
-    seconds = None
+    seconds, without_workspace = None, not_planned(measure.program.read(program).module)
     if unknown:
         unknown["attainable_seconds"] = f"{' and '.join(unknown)} are unknown"
     elif len(devices) > 1:
         unknown["attainable_seconds"] = "no step on several devices was measured"
+    elif solvers := [name for name in without_workspace if not name.startswith("__cudnn")]:
+        unknown["attainable_seconds"] = f"the FLOPs of {', '.join(solvers)} are unknown"
     elif "offload" in by_kind:
         unknown["attainable_seconds"] = "arrays cross the link to the host"
     else:
         gpu = hardware.get(target)
-        seconds = known(
+        seconds = unless_unknown(
             "attainable_seconds", lambda: measure.attainable_seconds(flops, traffic, gpu)
         )
     memory = measure.memory(program)
@@ -135,6 +165,7 @@ def compiled(
         "traffic_bytes": traffic and traffic.bytes,
         "traffic_by_kind": by_kind,
         "attainable_seconds": seconds,
+        "not_planned": without_workspace,
         "unknown": unknown,
     }
     return costs, program, mesh
@@ -164,16 +195,57 @@ def at_the_peak(heap: measure.Heap) -> list[Figures]:
     return sorted(rows, key=lambda row: -row["bytes"])[:LARGEST]
 
 
-def donation(step: Step, program: Any) -> Figures:
-    """Returns how much memory of arguments results take, and of which arguments they could."""
-    missed = {n: size for n, size in step.reusable().items() if n not in step.donated}
+def donation(step: Step, program: jax.stages.Compiled) -> Figures:
+    """Returns how much memory of arguments results take on one device, of which arguments they
+    could, and why they take none of what is donated.
+    """
+    report = buffer_donation.report(program)
+    places = program.in_tree.flatten_up_to(program.input_shardings)
+    arrays = [
+        (number, _kind(row, place), row.bytes)
+        for number, row, place in zip(step.owners, report.arguments, places, strict=True)
+    ]
+    outputs = jax.tree.leaves(program.out_info)
+    places = program.out_tree.flatten_up_to(program.output_shardings)
+    results = [_kind(leaf, place) for leaf, place in zip(outputs, places, strict=True)]
+    found = reading.replaceable(arrays, results, step.donated)
+    missed = {n: size for n, size in found.items() if n not in step.donated}
+    in_vain: collections.Counter[tuple[str, str]] = collections.Counter()
+    for number, row in zip(step.owners, report.arguments, strict=True):
+        if row.donated and row.why_not:
+            in_vain[step.names[number], row.why_not] += row.bytes
     return {
         "donated": [step.names[n] for n in step.donated],
-        "aliased_bytes": buffer_donation.report(program).aliased_bytes,
+        "aliased_bytes": report.aliased_bytes,
+        "in_vain": [
+            {"argument": name, "why": why, "bytes": size}
+            for (name, why), size in in_vain.items()
+        ],
         "missed": [step.names[n] for n in missed],
         "missed_argnums": list(missed),
         "missed_bytes": sum(missed.values()),
     }
+
+
+def _kind(leaf: Any, place: Any) -> tuple[tuple[int, ...], str]:
+    """Returns the shape of an array on one device, and its dtype."""
+    shape = tuple(leaf.shape)
+    return (place.shard_shape(shape) if place else shape), str(leaf.dtype)
+
+
+def not_planned(module: measure.hlo.Module) -> list[str]:
+    """Returns the library functions in a program of whose workspace XLA's plan knows nothing:
+    all but kernels, which need none, and those to which the plan gives some.
+    """
+    calls = (i for i in module.instructions.values() if i.opcode == "custom-call")
+    return sorted(
+        {
+            i.target
+            for i in calls
+            if i.target.startswith(("__cublas", "__cudnn", "cu"))
+            and not any(s.type in ("s8", "u8") and s.elements for s in i.shapes[1:])
+        }
+    )
 
 
 def changes(
@@ -185,7 +257,7 @@ def changes(
     switches = inspect.signature(make_step).parameters
 
     def switched(**switches: Any) -> Step:
-        return reading.read(reading.make(make_step, devices, **switches))
+        return reading.step_of(reading.make(make_step, devices, **switches))
 
     missed, flops = figures["donation"], figures["flops"] or {}
     if missed["missed_bytes"] > figures["peak_bytes"] / 100:
@@ -193,9 +265,7 @@ def changes(
         yield (
             f"donate {', '.join(missed['missed'])}, if the caller needs them no more:"
             f" donate_argnums={more} (notebook 4)",
-            lambda: dataclasses.replace(
-                step, donated=tuple(sorted(step.donated + more)), jitted=None
-            ),
+            lambda: reading.traced(dataclasses.replace(step, donated=more, jitted=None)),
         )
     if 2 * flops.get("float32", 0) > sum(flops.values()):
         if "dtype" in switches:
@@ -216,15 +286,14 @@ def changes(
             "recompute in the backward pass (notebook 2)",
             "give make_step a parameter remat=False",
         )
-    numbers, size = batch(step)
+    numbers, axis, size = batch(step)
     if size % 2 == 0 < size:
         names = ", ".join(step.names[n] for n in numbers)
         yield (
-            f"half the batch ({names}: {size // 2} of {size}). Two minibatches have about this"
-            " peak, and a sum of gradients (notebook 3)",
-            lambda: _changed(
-                step, lambda leaf: ((size // 2, *leaf.shape[1:]), leaf.dtype), numbers
-            ),
+            f"half the batch ({names}: {size // 2} of {size}{' along axis 1' * axis})."
+            f" {'Twice as many' if axis else 'Two'} minibatches have about this peak, and a sum"
+            " of gradients (notebook 3)",
+            lambda: _changed(step, lambda leaf: _halved(leaf, axis), numbers),
         )
     else:
         yield (
@@ -233,21 +302,63 @@ def changes(
         )
 
 
-def batch(step: Step) -> tuple[list[int], int]:
-    """Returns which arguments are the batch, and their first dimension, or 0: the last argument
-    that results do not replace and whose arrays have one first dimension, and others that share
-    it. A step that replaces no argument has none.
+def batch(step: Step) -> tuple[list[int], int, int]:
+    """Returns which arguments are the batch, which axis its examples are on, and how many they
+    are, or 0: the last argument that results do not replace and whose arrays have one size
+    there, and others that share it. A step that replaces no argument has none. Minibatches are
+    on an axis in front, which the step takes apart.
     """
     numbers: list[int] = []
-    size, state = 0, step.reusable()
+    axis, size, state = 0, 0, step.replaced()
     for number in reversed(range(len(step.names)) if state else ()):
         leaves = [leaf for leaf in jax.tree.leaves(step.arguments[number]) if leaf.shape]
         if number in state or {reading.kind(leaf) for leaf in leaves} == {((2,), "uint32")}:
             continue  # a key of jax.random.PRNGKey is no batch
-        sizes = {leaf.shape[0] for leaf in leaves}
-        if len(sizes) == 1 and size in (0, *sizes):
-            numbers, [size] = [number, *numbers], sizes
-    return numbers, size
+        inputs = {n for n, owner in enumerate(step.owners) if owner == number}
+        apart = _is_taken_apart(step.jaxpr.jaxpr, inputs)
+        sizes = {leaf.shape[apart] if len(leaf.shape) > apart else 0 for leaf in leaves}
+        if len(sizes) == 1 and (not size or (apart, size) == (axis, *sizes)):
+            numbers, axis, [size] = [number, *numbers], apart, sizes
+    return numbers, axis, size
+
+
+# Operations whose result has the axes of their operand.
+_SAME_AXES = ("convert_element_type", "sharding_constraint", "optimization_barrier", "copy")
+
+
+def _is_taken_apart(jaxpr: Any, inputs: set[int]) -> bool:
+    """Whether a program loops over the first axis of some of its inputs, or indexes it. The
+    inputs are the positions of its arguments.
+    """
+    arrays = {id(jaxpr.invars[n]) for n in inputs}
+    for eqn in jaxpr.eqns:
+        where = [n for n, v in enumerate(eqn.invars) if id(v) in arrays]
+        if not where:
+            continue
+        name, params = eqn.primitive.name, eqn.params
+        if name in _SAME_AXES:
+            arrays.update(map(id, eqn.outvars))
+        if name in ("slice", "dynamic_slice") and eqn.invars[0].aval.shape[:1] != (1,):
+            if eqn.outvars[0].aval.shape[:1] == (1,):
+                return True
+        skipped = params["cond_nconsts"] if name == "while" else int(name == "cond")
+        for inner in inner_jaxprs(params):
+            if len(inner.invars) != len(eqn.invars) - skipped:
+                continue
+            passed = {n - skipped for n in where if n >= skipped}
+            # a scan hands its body one element of the first axis
+            ranks = (
+                inner.invars[n].aval.ndim - eqn.invars[n + skipped].aval.ndim for n in passed
+            )
+            if any(ranks) or _is_taken_apart(inner, passed):
+                return True
+    return False
+
+
+def _halved(leaf: Any, axis: int) -> tuple[tuple[int, ...], Any]:
+    shape = list(leaf.shape)
+    shape[axis] //= 2
+    return tuple(shape), leaf.dtype
 
 
 def _half(leaf: Any) -> tuple[tuple[int, ...], Any]:
