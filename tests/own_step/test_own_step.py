@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from course_lib import measure
 from course_lib.measure import hardware, virtual
 from course_lib.one_device import buffer_donation
-from course_lib.own_step import command, costs, reading
+from course_lib.own_step import changes, command, costs, reading
 
 ROOT = Path(__file__).parents[2]
 WHY_NOT = virtual.why_unavailable()
@@ -219,9 +219,9 @@ def test_the_batch_is_what_shares_its_first_dimension_and_no_result_replaces():
 
     key = array(2, dtype=jnp.uint32)
     args = [array(8, 8)], key, array(4, 8), array(16, 4), array(16)
-    assert costs.batch(reading.step_of((step, *args))) == ([3, 4], 0, 16)
+    assert changes.batch(reading.step_of((step, *args))) == ([3, 4], 0, 16)
     odd = reading.step_of((step, *args[:3], np.zeros((5, 4)), np.zeros(5)))
-    assert costs.batch(odd)[2] == 5  # which has no half
+    assert changes.batch(odd)[2] == 5  # which has no half
     assert [leaf.dtype for leaf in jax.tree.leaves(odd.arguments[3:])] == [jnp.float32] * 2
 
 
@@ -335,7 +335,7 @@ def test_the_places_that_a_jit_asks_of_its_results_are_theirs(kind):
         return jax.jit(lambda r, x: 2 * x, out_shardings=rows), jax.new_ref(jnp.ones(8)), x
 
     found, *_ = costs.measured(make_step, "h100", 2)
-    assert found["output_bytes"] - found["aliased_bytes"] < 0.6 * 4096 * 64 * 4
+    assert found["output_bytes"] - found["aliased_bytes"] < 0.75 * 4096 * 64 * 4
 
 
 def in_a_scan(w, batch):
@@ -361,7 +361,7 @@ def at_once(w, batch):
 @pytest.mark.parametrize("jit", [jax.jit, lambda step: step])
 def test_minibatches_on_an_axis_in_front_are_not_taken_for_the_batch(step, jit):
     read = reading.step_of((jit(step), array(64, 64), array(4, 16, 64)))
-    assert costs.batch(read) == (([1], 0, 4) if step is at_once else ([1], 1, 16))
+    assert changes.batch(read) == (([1], 0, 4) if step is at_once else ([1], 1, 16))
 
 
 @needs_virtual
@@ -506,8 +506,8 @@ BAD = {
         "import jax\ndef make_step():\n"
         "    return lambda x: 2 * x, jax.ShapeDtypeStruct((10**10, 10**10), 'float32')",
         "--target=a5000",
-        r"--target a5000: .* an array of shape \[10000000000, 10000000000\] has 1e\+20 elements,"
-        " more than XLA can count; NVIDIA RTX A5000 has 23.55 GiB of memory$",
+        r"--target a5000: .* an array of shape \[10000000000, 10000000000\] has 1e\+20"
+        " elements, more than XLA can count; NVIDIA RTX A5000 has 23.55 GiB of memory$",
     ),
     "an unknown target": (
         HEAD + "jnp.sin, x",
