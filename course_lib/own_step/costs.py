@@ -86,6 +86,7 @@ def compiled(
     """Compiles a step. Returns its figures, the program for other instruments (with `plan`, its
     `heap`), and the mesh of its devices.
     """
+    mesh: Any
     arguments, mesh = reading.placed(step, devices)
     doing, title = f"compiling {step.function.__name__}", hardware.get(target).title
     with reading.blaming_the_step(doing), warnings.catch_warnings():
@@ -117,7 +118,7 @@ def compiled(
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
         ) from None
-    ran = getattr(program, "compiled", program)
+    ran: Any = getattr(program, "compiled", program)
     if mesh is None and len(devices) > 1:  # the jit's own
         shardings = jax.tree.leaves((ran.input_shardings, ran.output_shardings))
         mesh = next(
@@ -191,7 +192,7 @@ def at_the_peak(heap: measure.Heap) -> list[Figures]:
     return sorted(rows, key=lambda row: -row["bytes"])[:LARGEST]
 
 
-def donation(step: Step, program: jax.stages.Compiled) -> Figures:
+def donation(step: Step, program: Any) -> Figures:
     """Returns how much memory of arguments results take on one device, of which arguments they
     could, and why they take none of what is donated.
     """
