@@ -128,7 +128,7 @@ def check(
         else:
             must = f"have fields, as {sorted(example)}"
         if must:
-            raise ValueError(f"{field}={value!r} must {must}")
+            raise ValueError(f"{field}={shortened(repr(value))} must {must}")
 
 
 def _not_like(value: Any, example: Any) -> str:
@@ -144,11 +144,17 @@ def _not_like(value: Any, example: Any) -> str:
     return ""
 
 
+def shortened(text: str) -> str:
+    """Returns what a user wrote as a message quotes it: at most 80 characters of it."""
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
 def no_field(field: str, value: Any, known: Iterable[str]) -> ValueError:
     """Returns the error for a field that does not exist."""
     close = " or ".join(difflib.get_close_matches(field, known, n=3, cutoff=0))
     return ValueError(
-        f"{field}={value!r} is no field and would change nothing: did you mean {close}?"
+        f"{shortened(field)}={shortened(repr(value))} is no field and would change nothing: did"
+        f" you mean {close}?"
     )
 
 

@@ -55,14 +55,16 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
     stops on a condition on data, a kernel without a cost estimate, a `shard_map`.
 
     Args:
-      fn: a function of arrays, jitted or not: a loss, its gradient, a whole train step.
+      fn: a function of arrays, jitted or not: a loss, its gradient, a whole train step. Or what
+        `jax.jit(f).trace(...)` returned, without `args`.
       *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
     """
     total: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
     # A jit with compiler options cannot be inside of another one, which `make_jaxpr` would be.
-    trace = fn.trace if isinstance(fn, type(jax.jit(flops))) else jax.jit(fn).trace
-    for dtype, count, again in _products(trace(*args).jaxpr.jaxpr, times=1, again=False):
+    if not isinstance(fn, jax.stages.Traced):
+        fn = (fn if isinstance(fn, type(jax.jit(flops))) else jax.jit(fn)).trace(*args)
+    for dtype, count, again in _products(fn.jaxpr.jaxpr, times=1, again=False):
         total[dtype] += count
         recomputed[dtype] += count if again else 0
     return Flops(dict(total), dict(+recomputed))
@@ -115,12 +117,12 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
             products += _products(program.jaxpr, times, eqn_again)
         else:
             repeats = times * params["length"] if name == "scan" else times
-            for inner in _inner_jaxprs(params):
+            for inner in inner_jaxprs(params):
                 products += _products(inner, repeats, eqn_again)
     return products
 
 
-def _inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
+def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """Returns the jaxprs that an equation calls: of jit, checkpoint, custom_vjp, scan, ..."""
     values = (v if isinstance(v, tuple | list) else (v,) for v in params.values())
     jaxprs = [getattr(v, "jaxpr", v) for v in itertools.chain(*values)]

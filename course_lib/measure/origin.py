@@ -20,9 +20,11 @@ _STRUCTURE = frozenset(
     " copy reshape".split()
 )
 
-# Files that are no model: Python's own, those of packages, and what calls a step of one's own.
+# Files that are no model: Python's own, those of packages, and those that call one, which add
+# themselves.
+CALLERS: set[str] = set()
 _STDLIB = re.escape(sysconfig.get_path("stdlib"))
-_INSTALLED = re.compile(rf"{_STDLIB}|\b(?:site|dist)-packages\b|\bown_step.reading\.py$")
+_INSTALLED = re.compile(rf"{_STDLIB}|\b(?:site|dist)-packages\b")
 
 # Modules of the library's Transformer, and JAX's product of matrices, in the text's words.
 _IN_TEXT = {"attn": "attention", "mlp": "MLP", "dot_general": "product"}
@@ -69,8 +71,8 @@ def line(frames: Sequence[hlo.Frame]) -> str:
     """Returns the innermost line of code that is in no installed package, as "model.py:31 in
     Block.__call__", or of any code; "" without frames.
     """
-    own = (frame for frame in frames if not _INSTALLED.search(frame.file))
-    for frame in (*own, *frames):
+    model = (f for f in frames if not (_INSTALLED.search(f.file) or f.file in CALLERS))
+    for frame in (*model, *frames):
         function = frame.function.rpartition("<locals>.")[2]
         return f"{os.path.basename(frame.file)}:{frame.line} in {function}"
     return ""

@@ -91,6 +91,6 @@ def peak(accelerator: hardware.Accelerator, dtype: str) -> float:
     if rate is None:
         raise ValueError(
             f"dtype={dtype!r} must be one of {', '.join(accelerator.peak_flops)}:"
-            f" {accelerator.title} has no unit for its products"
+            f" {accelerator.title} has no unit for its products, or no known rate"
         )
     return rate

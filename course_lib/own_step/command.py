@@ -16,7 +16,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -60,14 +60,20 @@ def text(figures: Figures) -> str:
         "at the peak",
         *(f"{gib(row['bytes']):>11}  {_array(row)}" for row in figures["at_the_peak"]),
     )
-    given = figures["donation"]
-    missed = f"; {gib(given['missed_bytes'])} of {', '.join(given['missed'])} could be"
-    add("donation", f"{gib(given['aliased_bytes'])} used again{missed * bool(given['missed'])}")
+    donation = figures["donation"]
+    missed = f"; {gib(donation['missed_bytes'])} of {', '.join(donation['missed'])} could be"
+    in_vain = (
+        f"not used again: {gib(row['bytes'])} of {row['argument']}, since {row['why']}"
+        for row in donation["in_vain"]
+    )
+    used = f"{gib(donation['aliased_bytes'])} used again{missed * bool(donation['missed'])}"
+    add("donation", used, *in_vain)
     if (flops := figures["flops"]) is not None:
-        counts = ", ".join(f"{count:.3g} in {dtype}" for dtype, count in flops.items()) or "0"
         again = figures["recomputed_flops"]
-        counts += f", {again:.3g} of them recomputed" * bool(again)
-        add(NAMES["flops"], counts + " (all devices)" * (figures["devices"] > 1))
+        counts = _flops(flops) + f", {again:.3g} of them recomputed" * bool(again)
+        add(NAMES["flops"], counts + " (all devices, as written)" * (figures["devices"] > 1))
+    if figures["devices"] > 1 and (flops := figures["compiler"]["flops"]) is not None:
+        add("FLOPs per device", f"{_flops(flops)} (as compiled)")
     if (moved := figures["traffic_bytes"]) is not None:
         kinds = list(figures["traffic_by_kind"].items())[:4]
         shares = ", ".join(f"{kind} {n / moved:.0%}" for kind, n in kinds if n > moved / 200)
@@ -79,9 +85,19 @@ def text(figures: Figures) -> str:
         add(NAMES["attainable_seconds"], _time(seconds))
     for name, why in figures["unknown"].items():
         add(NAMES[name], f"unknown: {why}")
-    add("the compiler", *figures["compiler"]["text"])
+    add(
+        "the compiler",
+        *figures["compiler"]["text"],
+        "(temporaries that will lie in the results' memory count, too)",
+    )
+    if figures["not_planned"]:
+        add("in no plan", f"the workspace of {', '.join(figures['not_planned'])}")
     add("how true", ERROR)
-    return "\n".join([*lines, *map(tried, figures["tried"]), *not_tried(figures)])
+    return "\n".join([*lines, *map(tried_lines, figures["tried"]), *not_tried_lines(figures)])
+
+
+def _flops(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:.3g} in {dtype}" for dtype, count in counts.items()) or "0"
 
 
 def _time(seconds: float) -> str:
@@ -96,7 +112,7 @@ def _array(row: Figures) -> str:
     return ", ".join(filter(None, (what, row["kind"], row["from"])))
 
 
-def tried(row: Figures) -> str:
+def tried_lines(row: Figures) -> str:
     """Returns what a change came to, as two lines of text."""
     if row["error"]:
         result = f"did not work: {row['error']}"
@@ -112,7 +128,7 @@ def tried(row: Figures) -> str:
     return f"{'tried':17}{row['change']}\n{'':21}{result}"
 
 
-def not_tried(figures: Figures) -> list[str]:
+def not_tried_lines(figures: Figures) -> list[str]:
     return [f"{'not tried':17}{change}" for change in figures["not_tried"]]
 
 
@@ -192,26 +208,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
             make_step = reading.load(options.where)
-            found, heap, tries = costs.measured(make_step, options.target, options.devices)
+            figures, heap, tries = costs.measured(make_step, options.target, options.devices)
             if not options.json:
-                print(text(found), file=out, flush=True)
+                print(text(figures), file=out, flush=True)
             for row in () if options.no_tries else tries:
                 if not options.json:
-                    print(tried(row), file=out, flush=True)
-        for line in [json.dumps(found)] if options.json else not_tried(found):
+                    print(tried_lines(row), file=out, flush=True)
+        for line in [json.dumps(figures)] if options.json else not_tried_lines(figures):
             print(line)
         if options.report:
             report = pathlib.Path(options.report)
             report = report if report.suffix == ".html" else report / "report.html"
             report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(page(found, heap), encoding="utf-8")
+            report.write_text(page(figures, heap), encoding="utf-8")
     except (ValueError, virtual.NoCompiler, OSError) as error:
-        if isinstance(error, reading.OwnError):
+        if isinstance(error, reading.StepError):
             _show(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    if options.fail_over is not None and found["peak_bytes"] > options.fail_over:
-        over = f"the peak of {gib(found['peak_bytes'])} is over --fail-over"
+    if options.fail_over is not None and figures["peak_bytes"] > options.fail_over:
+        over = f"the peak of {gib(figures['peak_bytes'])} is over --fail-over"
         print(f"error: {over} {gib(options.fail_over)}", file=sys.stderr)
         return OVER
     return 0

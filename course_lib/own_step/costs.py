@@ -5,8 +5,8 @@ Figures are in bytes, seconds and FLOP. One that an instrument cannot know is No
 """
 
 import collections
-import dataclasses
-import inspect
+import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from course_lib import measure
 from course_lib.measure import hardware, virtual
+from course_lib.measure.units import gib
 from course_lib.one_device import buffer_donation
-from course_lib.own_step import reading
+from course_lib.own_step import changes, reading
 from course_lib.own_step.reading import Step
 
 LARGEST, MOST_TRIED = 6, 3  # rows of arrays at the peak, changes that are tried
@@ -36,14 +36,15 @@ def measured(
     changes, adds their rows to the figures and yields these rows.
     """
     devices = virtual.devices(target, count)
-    step = reading.read(reading.make(make_step, devices))
+    step = reading.step_of(reading.make(make_step, devices))
     accelerator = hardware.get(target)
     costs, heap, mesh = compiled(step, target, devices, plan=True)
     compiler = measure.compiler(heap)
     sent: collections.Counter[str] = collections.Counter()
     try:
-        for row in measure.ledger(heap, mesh).rows() if mesh else ():
-            sent[f"{row['kind']} along {row['axes']}"] += row["sent_bytes"]
+        for row in measure.ledger(heap, mesh).rows() if count > 1 else ():
+            along = f" along {row['axes']}" if row["axes"] else ""
+            sent[row["kind"] + along] += row["sent_bytes"]
     except ValueError as error:  # of a loop that runs until a condition on data holds
         costs["unknown"]["sent_bytes"] = str(error)
     unsent = "sent_bytes" in costs["unknown"]
@@ -56,7 +57,7 @@ def measured(
         "fits": costs["peak_bytes"] <= accelerator.usable_bytes,
         **costs,
         "at_the_peak": at_the_peak(heap),
-        "donation": donation(step, heap),
+        "donation": donation(step, heap.compiled),
         "sent_bytes": None if unsent else sent.total(),
         "sent_by_kind": None if unsent else dict(sent),
         "compiler": {
@@ -69,7 +70,7 @@ def measured(
     }
 
     def tries() -> Iterator[Figures]:
-        for change, make in changes(step, figures, make_step, devices):
+        for change, make in changes.changes(step, figures, make_step, devices):
             if isinstance(make, str):
                 figures["not_tried"].append(f"{change}: {make}")
             elif len(figures["tried"]) < MOST_TRIED:
@@ -85,42 +86,68 @@ def compiled(
     """Compiles a step. Returns its figures, the program for other instruments (with `plan`, its
     `heap`), and the mesh of its devices.
     """
+    mesh: Any
     arguments, mesh = reading.placed(step, devices)
-    jitted = step.jitted or jax.jit(step.function, donate_argnums=step.donated)
-    with reading.own(f"compiling {step.function.__name__}"), warnings.catch_warnings():
+    doing, title = f"compiling {step.function.__name__}", hardware.get(target).title
+    with reading.blaming_the_step(doing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
-        with virtual.triton_without_gpu(), jax.set_mesh(mesh) if here else nullcontext():
-            lowered: Any = jitted.lower(*arguments)
+        with jax.set_mesh(mesh) if here and mesh else nullcontext():
+            trace = step.trace(arguments)
+            with virtual.triton_without_gpu():
+                lowered: Any = trace.lower()
+    places = lowered._lowering.compile_args
+    if places["num_devices"] != len(devices):
+        raise ValueError(
+            f"--devices {len(devices)}: {reading.NO_MESH.format(count=len(devices))}"
+        )
+    if places["backend"].platform == "cpu":
+        raise ValueError(f"{doing}: {reading.ELSEWHERE}")
     try:
         program = measure.heap(lowered) if plan else virtual.compile(lowered)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        if large := re.search(
+            r"overflow in static extent product: dimensions=(\[.*?\])", reason
+        ):
+            reason = (
+                f"an array of shape {large[1]} has {math.prod(json.loads(large[1])):.3g}"
+                f" elements, more than XLA can count; {title} has"
+                f" {gib(hardware.get(target).memory_bytes)} of memory"
+            )
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
         ) from None
+    ran: Any = getattr(program, "compiled", program)
+    if mesh is None and len(devices) > 1:  # the jit's own
+        shardings = jax.tree.leaves((ran.input_shardings, ran.output_shardings))
+        mesh = next(
+            (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None
+        )
     unknown: dict[str, str] = {}
 
-    def known(name: str, read: Callable[[], Any]) -> Any:
+    def unless_unknown(name: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except ValueError as error:
             unknown[name] = str(error)
             return None
 
-    flops = known("flops", lambda: measure.flops(jitted, *step.arguments))
-    traffic = known("traffic_bytes", lambda: measure.traffic(program))
+    flops = unless_unknown("flops", lambda: measure.flops(trace))
+    traffic = unless_unknown("traffic_bytes", lambda: measure.traffic(program))
     by_kind = traffic and traffic.by_kind()
-    seconds = None
+    seconds, without_workspace = None, not_planned(measure.program.read(program).module)
     if unknown:
         unknown["attainable_seconds"] = f"{' and '.join(unknown)} are unknown"
     elif len(devices) > 1:
         unknown["attainable_seconds"] = "no step on several devices was measured"
+    elif solvers := [name for name in without_workspace if not name.startswith("__cudnn")]:
+        unknown["attainable_seconds"] = f"the FLOPs of {', '.join(solvers)} are unknown"
     elif "offload" in by_kind:
         unknown["attainable_seconds"] = "arrays cross the link to the host"
     else:
         gpu = hardware.get(target)
-        seconds = known(
+        seconds = unless_unknown(
             "attainable_seconds", lambda: measure.attainable_seconds(flops, traffic, gpu)
         )
     memory = measure.memory(program)
@@ -135,6 +162,7 @@ def compiled(
         "traffic_bytes": traffic and traffic.bytes,
         "traffic_by_kind": by_kind,
         "attainable_seconds": seconds,
+        "not_planned": without_workspace,
         "unknown": unknown,
     }
     return costs, program, mesh
@@ -165,109 +193,56 @@ def at_the_peak(heap: measure.Heap) -> list[Figures]:
 
 
 def donation(step: Step, program: Any) -> Figures:
-    """Returns how much memory of arguments results take, and of which arguments they could."""
-    missed = {n: size for n, size in step.reusable().items() if n not in step.donated}
+    """Returns how much memory of arguments results take on one device, of which arguments they
+    could, and why they take none of what is donated.
+    """
+    report = buffer_donation.report(program)
+    places = program.in_tree.flatten_up_to(program.input_shardings)
+    arrays = [
+        (number, _kind(row, place), row.bytes)
+        for number, row, place in zip(step.owners, report.arguments, places, strict=True)
+    ]
+    outputs = jax.tree.leaves(program.out_info)
+    places = program.out_tree.flatten_up_to(program.output_shardings)
+    results = [_kind(leaf, place) for leaf, place in zip(outputs, places, strict=True)]
+    found = reading.replaceable(arrays, results, step.donated)
+    missed = {n: size for n, size in found.items() if n not in step.donated}
+    in_vain: collections.Counter[tuple[str, str]] = collections.Counter()
+    for number, row in zip(step.owners, report.arguments, strict=True):
+        if row.donated and row.why_not:
+            in_vain[step.names[number], row.why_not] += row.bytes
     return {
         "donated": [step.names[n] for n in step.donated],
-        "aliased_bytes": buffer_donation.report(program).aliased_bytes,
+        "aliased_bytes": report.aliased_bytes,
+        "in_vain": [
+            {"argument": name, "why": why, "bytes": size}
+            for (name, why), size in in_vain.items()
+        ],
         "missed": [step.names[n] for n in missed],
         "missed_argnums": list(missed),
         "missed_bytes": sum(missed.values()),
     }
 
 
-def changes(
-    step: Step, figures: Figures, make_step: Callable[..., Any], devices: Sequence[jax.Device]
-) -> Iterator[tuple[str, "Callable[[], Step] | str"]]:
-    """Yields what to try next, with a function that returns the changed step, or the reason why
-    it cannot be tried from outside.
+def _kind(leaf: Any, place: Any) -> tuple[tuple[int, ...], str]:
+    """Returns the shape of an array on one device, and its dtype."""
+    shape = tuple(leaf.shape)
+    return (place.shard_shape(shape) if place else shape), str(leaf.dtype)
+
+
+def not_planned(module: measure.hlo.Module) -> list[str]:
+    """Returns the library functions in a program of whose workspace XLA's plan knows nothing:
+    all but kernels, which need none, and those to which the plan gives some.
     """
-    switches = inspect.signature(make_step).parameters
-
-    def switched(**switches: Any) -> Step:
-        return reading.read(reading.make(make_step, devices, **switches))
-
-    missed, flops = figures["donation"], figures["flops"] or {}
-    if missed["missed_bytes"] > figures["peak_bytes"] / 100:
-        more = tuple(missed["missed_argnums"])
-        yield (
-            f"donate {', '.join(missed['missed'])}, if the caller needs them no more:"
-            f" donate_argnums={more} (notebook 4)",
-            lambda: dataclasses.replace(
-                step, donated=tuple(sorted(step.donated + more)), jitted=None
-            ),
-        )
-    if 2 * flops.get("float32", 0) > sum(flops.values()):
-        if "dtype" in switches:
-            yield (
-                "make_step(dtype=jnp.bfloat16) (notebook 1)",
-                lambda: switched(dtype=jnp.bfloat16),
-            )
-        else:
-            yield (
-                "all float32 arguments in bfloat16, with weights and moments, which should stay"
-                " float32 (notebook 1)",
-                lambda: _changed(step, _half, range(len(step.names))),
-            )
-    if "remat" in switches:
-        yield "make_step(remat=True) (notebook 2)", lambda: switched(remat=True)
-    elif not figures["recomputed_flops"]:
-        yield (
-            "recompute in the backward pass (notebook 2)",
-            "give make_step a parameter remat=False",
-        )
-    numbers, size = batch(step)
-    if size % 2 == 0 < size:
-        names = ", ".join(step.names[n] for n in numbers)
-        yield (
-            f"half the batch ({names}: {size // 2} of {size}). Two minibatches have about this"
-            " peak, and a sum of gradients (notebook 3)",
-            lambda: _changed(
-                step, lambda leaf: ((size // 2, *leaf.shape[1:]), leaf.dtype), numbers
-            ),
-        )
-    else:
-        yield (
-            "half the batch (notebook 3)",
-            "no argument is seen to be the batch: arrays with one even first dimension",
-        )
-
-
-def batch(step: Step) -> tuple[list[int], int]:
-    """Returns which arguments are the batch, and their first dimension, or 0: the last argument
-    that results do not replace and whose arrays have one first dimension, and others that share
-    it. A step that replaces no argument has none.
-    """
-    numbers: list[int] = []
-    size, state = 0, step.reusable()
-    for number in reversed(range(len(step.names)) if state else ()):
-        leaves = [leaf for leaf in jax.tree.leaves(step.arguments[number]) if leaf.shape]
-        if number in state or {reading.kind(leaf) for leaf in leaves} == {((2,), "uint32")}:
-            continue  # a key of jax.random.PRNGKey is no batch
-        sizes = {leaf.shape[0] for leaf in leaves}
-        if len(sizes) == 1 and size in (0, *sizes):
-            numbers, [size] = [number, *numbers], sizes
-    return numbers, size
-
-
-def _half(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return leaf.shape, jnp.bfloat16 if leaf.dtype == jnp.float32 else leaf.dtype
-
-
-def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -> Step:
-    """Returns a step whose arguments of these numbers have other shapes and dtypes."""
-
-    def changed(leaf: Any) -> Any:
-        if not leaf.shape:
-            return leaf
-        place = getattr(leaf, "sharding", None)
-        divided = place if getattr(place, "mesh", None) is not None else None
-        return jax.ShapeDtypeStruct(*change(leaf), sharding=divided)
-
-    arguments = list(step.arguments)
-    for number in numbers:
-        arguments[number] = jax.tree.map(changed, arguments[number])
-    return reading.traced(dataclasses.replace(step, arguments=tuple(arguments)))
+    calls = (i for i in module.instructions.values() if i.opcode == "custom-call")
+    return sorted(
+        {
+            i.target
+            for i in calls
+            if i.target.startswith(("__cublas", "__cudnn", "cu"))
+            and not any(s.type in ("s8", "u8") and s.elements for s in i.shapes[1:])
+        }
+    )
 
 
 def _tried(make: Callable[[], Step], target: str, devices: Sequence[jax.Device]) -> Figures:

@@ -10,31 +10,36 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from course_lib.measure import virtual
+from course_lib.measure import origin, virtual
 
 PyTree = Any
+origin.CALLERS.add(__file__)
 REF: Any = getattr(jax, "Ref", ())  # an array that a step changes in place
 
 
+NO_MESH = (
+    "no argument, in_shardings or out_shardings name a mesh of {count} devices; give arguments"
+    " their shardings, as jax.NamedSharding(jax.make_mesh(({count},), ('data',)), P('data'))"
+)
 ELSEWHERE = (
     "it names this machine's devices: make its mesh of the parameter `devices` of make_step,"
     " and pass shapes with their sharding"
 )
 
 
-class OwnError(ValueError):
+class StepError(ValueError):
     """The step's own code raised an error, which is the `__cause__`."""
 
 
 @contextlib.contextmanager
-def own(doing: str) -> Iterator[None]:
+def blaming_the_step(doing: str) -> Iterator[None]:
     """Says of an error in the block that the step's own code raised it."""
     try:
         yield
@@ -43,7 +48,7 @@ def own(doing: str) -> Iterator[None]:
         if reason := virtual.why_not_lowered(error) or elsewhere and ELSEWHERE:
             raise ValueError(f"{doing}: {reason}") from None
         message = (str(error).strip().splitlines() or [""])[0]
-        raise OwnError(f"{doing} raised {type(error).__name__}: {message}") from error
+        raise StepError(f"{doing} raised {type(error).__name__}: {message}") from error
 
 
 def load(where: str) -> Callable[..., Any]:
@@ -60,13 +65,13 @@ def load(where: str) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.path.insert(0, str(path.parent.absolute() if is_file else pathlib.Path.cwd()))
     try:
-        with own(f"importing {place}"):
+        with blaming_the_step(f"importing {place}"):
             if is_file:
                 module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
             else:
                 module = importlib.import_module(place)
-    except OwnError as error:
+    except StepError as error:
         missing = getattr(error.__cause__, "name", None)
         if is_file or not (missing and place.startswith(missing)):
             raise
@@ -82,7 +87,7 @@ def make(make_step: Callable[..., Any], devices: Sequence[jax.Device], **switche
     if "devices" in inspect.signature(make_step).parameters:
         switches["devices"] = list(devices)
     name = getattr(make_step, "__name__", "make_step")
-    with own(f"{name}({', '.join(switches)})"):
+    with blaming_the_step(f"{name}({', '.join(switches)})"):
         return make_step(**switches)
 
 
@@ -94,37 +99,52 @@ class Step:
     arguments: tuple[PyTree, ...]  # of one call: arrays or shapes, and None for all else
     names: tuple[str, ...]  # of the arguments
     donated: tuple[int, ...]  # the arguments that the step's own jit donates
-    results: collections.Counter  # how many it returns of each shape and dtype
-    jitted: Any = None  # the step's own jit, if it takes these arguments as they are
+    merge: Callable[..., list[PyTree]]  # puts arrays among all else, as the step takes them
+    jitted: Any = None  # the step's own jit, if it takes shapes in place of its arrays
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of that jit, else
+    jaxpr: Any = None  # what it does
+    owners: tuple[int, ...] = ()  # which argument each input of `jaxpr` belongs to
 
-    def reusable(self) -> dict[int, int]:
-        """Returns the arguments of which results could have at least half of the memory, and
-        how many bytes that is: those that are donated first.
-        """
-        free, found = self.results.copy(), {}
-        for number in sorted(range(len(self.names)), key=lambda n: n not in self.donated):
-            leaves, size = jax.tree.leaves(self.arguments[number]), 0
-            for leaf in leaves:
-                if free[kind(leaf)] > 0:
-                    free[kind(leaf)] -= 1
-                    size += _local_bytes(leaf)
-            if size and 2 * size >= sum(map(_local_bytes, leaves)):
-                found[number] = size
-        return found
+    def trace(self, arguments: Sequence[PyTree]) -> jax.stages.Traced:
+        """Traces one call; JAX remembers it for shapes that differ only in their places."""
+        with virtual.triton_without_gpu():
+            if self.jitted:
+                return self.jitted.trace(*self.merge(tuple(arguments)))
+            again = jax.jit(self.function, donate_argnums=self.donated, **self.options)
+            return again.trace(*arguments)
+
+    def replaced(self) -> dict[int, int]:
+        """Returns the arguments that results can replace, wherever these lie."""
+        leaves = [
+            (n, leaf) for n, arg in enumerate(self.arguments) for leaf in jax.tree.leaves(arg)
+        ]
+        arrays = [
+            (n, kind(leaf), math.prod(leaf.shape) * leaf.dtype.itemsize) for n, leaf in leaves
+        ]
+        return replaceable(arrays, map(kind, self.jaxpr.out_avals), self.donated)
 
 
-def _local_bytes(leaf: Any) -> int:
-    """Returns the bytes of an array on one device."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-    return math.prod(shape) * leaf.dtype.itemsize
+def replaceable(
+    arrays: Sequence[tuple[int, Any, int]], results: Iterable[Any], first: Collection[int]
+) -> dict[int, int]:
+    """Returns the arguments of which results could have at least half of the memory, and how
+    many bytes that is. `arrays` are (argument, kind, bytes); arguments in `first` choose first.
+    """
+    free, taken = collections.Counter(results), collections.Counter[int]()
+    size = collections.Counter[int]()
+    for number, kind, bytes in sorted(arrays, key=lambda array: array[0] not in first):
+        size[number] += bytes
+        if free[kind] > 0:
+            free[kind] -= 1
+            taken[number] += bytes
+    return {n: bytes for n, bytes in taken.items() if bytes and 2 * bytes >= size[n]}
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype)
 
 
-def read(made: Any) -> Step:
+def step_of(made: Any) -> Step:
     """Reads what a `make_step` returned: a step, plain or jitted by JAX, Flax NNX or Equinox,
     and the arguments of one call.
     """
@@ -178,44 +198,62 @@ def read(made: Any) -> Step:
         for n, arg in enumerate(args)
         if any(isinstance(leaf, REF) for leaf in jax.tree.leaves(arg))
     )
-    given = jax.tree.leaves(args)
-    as_it_is = isinstance(step, type(jax.jit(read))) and all(map(_is_array, given))
-    jitted = step if as_it_is and len(given) == len(jax.tree.leaves(arrays)) else None
-    results: collections.Counter = collections.Counter()
-    return traced(Step(function, arrays, tuple(names), overwritten, results, jitted))
+    leaves = jax.tree.leaves(args)
+    apart = len(jax.tree.leaves(arrays)) == sum(map(_is_array, leaves)) and not overwritten
+    jitted = step if apart and isinstance(step, type(jax.jit(step_of))) else None
+    return traced(Step(function, arrays, tuple(names), overwritten, merge, jitted))
 
 
 def traced(step: Step) -> Step:
-    """Adds what the step's own jit donates, and its results."""
-    with own(f"tracing {step.function.__name__} for jax.jit"):
-        if step.jitted:
-            stage = step.jitted.trace(*step.arguments)
-            found, infos = stage.jaxpr, stage.args_info[0]
-            donates = [any(x.donated for x in jax.tree.leaves(info)) for info in infos]
-            donated = {n for n, given in enumerate(donates) if given}
-        else:
-            found = jax.make_jaxpr(step.function)(*step.arguments)
-            donated = _donated_inside(found.jaxpr, step)
-    if not found.out_avals:
+    """Adds what the step does, and what its own jit was asked for."""
+    with blaming_the_step(f"tracing {step.function.__name__} for jax.jit"):
+        stage = step.trace(step.arguments)
+    owners = _owners(step, stage)
+    inner = next((eqn for eqn in stage.jaxpr.eqns if "donated_invars" in eqn.params), None)
+    options: dict[str, Any] = {}
+    if step.jitted:
+        given = [info.donated for info in jax.tree.leaves(stage.args_info)]
+        donated = {n for n, is_donated in zip(owners, given, strict=True) if is_donated}
+    elif inner is not None and hasattr(vars(step.function)["__wrapped__"], "lower"):
+        # the jit of Flax, of Equinox, or around which references had to be made
+        owner = {id(v): n for v, n in zip(stage.jaxpr.jaxpr.invars, owners, strict=True)}
+        both = zip(inner.invars, inner.params["donated_invars"], strict=True)
+        donated = {owner[id(v)] for v, is_donated in both if is_donated and id(v) in owner}
+        places = dict(zip(map(id, inner.outvars), inner.params["out_shardings"], strict=True))
+        placed = [places.get(id(v)) for v in stage.jaxpr.jaxpr.outvars]
+        placed = [
+            place if isinstance(place, jax.sharding.Sharding) else None for place in placed
+        ]
+        options["keep_unused"] = inner.params["keep_unused"]
+        if any(placed):
+            options["out_shardings"] = jax.tree.unflatten(stage.out_tree, placed)
+    else:
+        donated = set()
+    if not stage.jaxpr.out_avals:
         raise ValueError(
             f"{step.function.__name__} returns no array: let it return its results"
         )
-    results = collections.Counter(map(kind, found.out_avals))
     return dataclasses.replace(
-        step, donated=tuple(sorted(donated | set(step.donated))), results=results
+        step,
+        donated=tuple(sorted(donated | set(step.donated))),
+        options=options,
+        jaxpr=stage.jaxpr,
+        owners=owners,
     )
 
 
-def _donated_inside(jaxpr: Any, step: Step) -> set[int]:
-    """Returns which arguments the jit of Flax or Equinox donates, that a step is."""
-    owners = [n for n, arg in enumerate(step.arguments) for _ in jax.tree.leaves(arg)]
-    owner = {id(v): n for v, n in zip(jaxpr.invars, owners, strict=True)}
-    return {
-        owner[id(v)]
-        for eqn in jaxpr.eqns * hasattr(vars(step.function)["__wrapped__"], "lower")
-        for v, given in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
-        if given and id(v) in owner
-    }
+def _owners(step: Step, stage: jax.stages.Traced) -> tuple[int, ...]:
+    """Returns the argument of each input: what is static to the step's own jit has none."""
+    owners: list[int] = []
+    rest = iter(enumerate(step.merge(step.arguments) if step.jitted else step.arguments))
+    for info in stage.args_info[0]:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(info)]
+        owners += next(
+            [n] * len(shapes)
+            for n, arg in rest
+            if shapes == [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(arg)]
+        )
+    return tuple(owners)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -273,8 +311,8 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
 
 
 def placed(step: Step, devices: Sequence[jax.Device]) -> tuple[tuple[PyTree, ...], Mesh | None]:
-    """Returns the shapes of a step's arguments on devices, and their mesh: one device, or the
-    arguments' own mesh with these devices in place of its own.
+    """Returns the shapes of a step's arguments on devices, and their mesh, if they have one:
+    the arguments' own, with these devices in place of its own.
     """
     count, meshes = len(devices), {}
 
@@ -294,15 +332,12 @@ def placed(step: Step, devices: Sequence[jax.Device]) -> tuple[tuple[PyTree, ...
         return meshes[mesh]
 
     mesh = next(filter(None, map(mesh_of, jax.tree.leaves(step.arguments))), None)
-    if mesh is None and count > 1:
-        raise ValueError(
-            f"--devices {count}: no argument is on a mesh of {count} devices; give them their"
-            f" shardings, as jax.NamedSharding(jax.make_mesh(({count},), ('data',)), P('data'))"
-        )
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        own = mesh_of(leaf)
-        spec = leaf.sharding.spec if own else PartitionSpec()
-        return virtual.abstract(leaf, NamedSharding(own or mesh, spec) if mesh else devices[0])
+        if count == 1:
+            return virtual.abstract(leaf, devices[0])
+        if own := mesh_of(leaf):
+            return virtual.abstract(leaf, NamedSharding(own, leaf.sharding.spec))
+        return jax.eval_shape(lambda x: x, leaf)  # its place is the compiler's choice
 
     return jax.tree.map(place, step.arguments), mesh

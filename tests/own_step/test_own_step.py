@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from course_lib import measure
 from course_lib.measure import hardware, virtual
 from course_lib.one_device import buffer_donation
-from course_lib.own_step import command, costs, reading
+from course_lib.own_step import changes, command, costs, reading
 
 ROOT = Path(__file__).parents[2]
 WHY_NOT = virtual.why_unavailable()
@@ -206,10 +206,10 @@ def test_arguments_have_the_names_of_the_step_and_others_are_numbered():
     def step(a, *rest, flag=False):
         return a
 
-    read = reading.read((step, X, X, X))
-    assert read.names == ("a", "rest__0", "rest__1")
-    read = reading.read((lambda *args, **options: args[0], X, X))
-    assert read.names == ("args__0", "args__1")
+    numbered = reading.step_of((step, X, X, X))
+    assert numbered.names == ("a", "rest__0", "rest__1")
+    numbered = reading.step_of((lambda *args, **options: args[0], X, X))
+    assert numbered.names == ("args__0", "args__1")
 
 
 @needs_virtual
@@ -219,9 +219,9 @@ def test_the_batch_is_what_shares_its_first_dimension_and_no_result_replaces():
 
     key = array(2, dtype=jnp.uint32)
     args = [array(8, 8)], key, array(4, 8), array(16, 4), array(16)
-    assert costs.batch(reading.read((step, *args))) == ([3, 4], 16)
-    odd = reading.read((step, *args[:3], np.zeros((5, 4)), np.zeros(5)))
-    assert costs.batch(odd)[1] == 5  # which has no half
+    assert changes.batch(reading.step_of((step, *args))) == ([3, 4], 0, 16)
+    odd = reading.step_of((step, *args[:3], np.zeros((5, 4)), np.zeros(5)))
+    assert changes.batch(odd)[2] == 5  # which has no half
     assert [leaf.dtype for leaf in jax.tree.leaves(odd.arguments[3:])] == [jnp.float32] * 2
 
 
@@ -244,6 +244,156 @@ def test_on_several_devices_the_arguments_keep_their_places_on_their_mesh():
     assert "attainable time unknown: no step on several" in " ".join(
         command.text(found).split()
     )
+
+
+def mesh_of_two(devices):
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+    return [NamedSharding(mesh, PartitionSpec(*axis)) for axis in ((), ("data",))]
+
+
+@needs_virtual
+def test_donation_counts_what_one_device_holds_and_says_why_it_is_in_vain():
+    def make_step(devices, donate=()):
+        whole, rows = mesh_of_two(devices)
+        step = jax.jit(lambda x: x + 1, donate_argnums=donate, out_shardings=rows)
+        return step, array(4096, 64, sharding=whole)
+
+    found, *_ = costs.measured(make_step, "h100", 2)
+    assert not found["donation"]["missed"]  # the half of x would gain nothing
+    found, *_ = costs.measured(functools.partial(make_step, donate=0), "h100", 2)
+    [row] = found["donation"]["in_vain"]
+    assert (row["argument"], row["bytes"]) == ("x", 4096 * 64 * 4)
+    assert "not used again: 1.00 MiB of x, since every output" in command.text(found)
+    assert "divided otherwise over the devices" in row["why"]
+
+
+@needs_virtual
+@pytest.mark.parametrize(("divided", "per_device"), [(True, 1), (False, 2)])
+def test_flops_of_one_device_are_those_that_it_runs(divided, per_device):
+    def make_step(devices):
+        place = mesh_of_two(devices)[divided]
+        return jnp.matmul, array(256, 64, sharding=place), array(64, 64)
+
+    found, *_ = costs.measured(make_step, "h100", 2)
+    half = 256 * 64 * 64
+    assert found["flops"] == {"float32": 2 * half}
+    assert found["compiler"]["flops"] == {"float32": per_device * half}
+    assert f"FLOPs per device {per_device * half:.3g} in float32" in command.text(found)
+
+
+@needs_virtual
+def test_a_mesh_that_only_the_jit_names_is_enough():
+    def loss_of(devices, divided=True, by_jit=True):
+        whole, rows = mesh_of_two(devices)
+        places = {"in_shardings": (whole, rows), "out_shardings": whole} if by_jit else {}
+        given = (None, None) if by_jit else (whole, rows)
+        params, x = (array(512, 64, sharding=place) for place in given)
+        return jax.jit(lambda w, x: w + (x.T @ x).sum(), **places), params, x
+
+    found, *_ = costs.measured(loss_of, "h100", 2)
+    by_arguments, *_ = costs.measured(functools.partial(loss_of, by_jit=False), "h100", 2)
+    assert found["sent_by_kind"] == by_arguments["sent_by_kind"] != {}
+    assert found["peak_bytes"] == by_arguments["peak_bytes"]
+
+
+@nnx.jit(keep_unused=True)
+def nnx_that_keeps(model, unused):
+    model.up.bias[...] = 2 * model.up.bias[...]
+
+
+KEPT = {
+    "static": (jax.jit(lambda x, flag, unused: x, static_argnums=1), X, "a", X),
+    "a number": (jax.jit(lambda x, rate, unused: x * rate), X, 0.1, X),
+    "a reference": (jax.jit(lambda r, x: r[...]), jax.new_ref(jnp.ones((512, 64))), X),
+    "NNX": (nnx_that_keeps, nnx.eval_shape(lambda: Net(nnx.Rngs(0))), X),
+}
+
+
+@needs_virtual
+@pytest.mark.parametrize("name", KEPT)
+def test_a_jit_that_keeps_unused_arguments_keeps_them_here(name):
+    step, *args = KEPT[name]
+    if name != "NNX":
+        statics = {"static_argnums": 1} if name == "static" else {}
+        step = jax.jit(step.__wrapped__, keep_unused=True, **statics)
+    found, *_ = costs.measured(lambda: (step, *args), "h100")
+    assert found["argument_bytes"] >= 512 * 64 * 4 * (1 + (name != "NNX"))
+
+
+@needs_virtual
+@pytest.mark.parametrize("kind", ["NNX", "reference", "static"])
+def test_the_places_that_a_jit_asks_of_its_results_are_theirs(kind):
+    def make_step(devices):
+        whole, rows = mesh_of_two(devices)
+        x = array(4096, 64, sharding=whole)
+        if kind == "static":
+            step = jax.jit(lambda x, n: n * x, static_argnums=1, out_shardings=rows)
+            return step, x, 2
+        if kind == "NNX":
+            step = nnx.jit(lambda model, x: 2 * x, out_shardings=rows)
+            return step, nnx.eval_shape(lambda: Net(nnx.Rngs(0))), x
+        return jax.jit(lambda r, x: 2 * x, out_shardings=rows), jax.new_ref(jnp.ones(8)), x
+
+    found, *_ = costs.measured(make_step, "h100", 2)
+    assert found["output_bytes"] - found["aliased_bytes"] < 0.75 * 4096 * 64 * 4
+
+
+def in_a_scan(w, batch):
+    return w - jax.lax.scan(lambda g, x: (g + jax.grad(loss)([w], x)[0], None), 0 * w, batch)[0]
+
+
+def in_a_loop(w, batch):
+    add = lambda n, g: g + jax.grad(loss)([w], batch[n])[0]  # noqa: E731
+    return w - jax.lax.fori_loop(0, 4, add, 0 * w)
+
+
+def unrolled(w, batch):
+    return w - sum(
+        jax.grad(loss)([w], x.astype(w.dtype))[0] for x in batch.astype(jnp.bfloat16)
+    )
+
+
+def at_once(w, batch):
+    return w - jax.grad(loss)([w], batch)[0]
+
+
+@pytest.mark.parametrize("step", [in_a_scan, in_a_loop, unrolled, at_once])
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step])
+def test_minibatches_on_an_axis_in_front_are_not_taken_for_the_batch(step, jit):
+    read = reading.step_of((jit(step), array(64, 64), array(4, 16, 64)))
+    assert changes.batch(read) == (([1], 0, 4) if step is at_once else ([1], 1, 16))
+
+
+@needs_virtual
+def test_a_time_is_unknown_where_a_rate_or_a_function_s_work_is():
+    def eight_bits(x):
+        return jax.lax.dot(x, x, preferred_element_type=jnp.int32)
+
+    x = array(256, 256, dtype=jnp.int8)
+    found, *_ = costs.measured(lambda: (eight_bits, x), "a5000")
+    assert found["flops"] == {"int8": 2 * 256**3} and found["attainable_seconds"] is None
+    assert "NVIDIA RTX A5000 has no unit for its products, or no known rate" in command.text(
+        found
+    )
+    found, *_ = costs.measured(lambda: (eight_bits, x), "h100")
+    assert found["attainable_seconds"] > 0
+    found, *_ = costs.measured(lambda: (jnp.linalg.cholesky, array(256, 256)), "h100")
+    assert found["attainable_seconds"] is None
+    assert "in no plan       the workspace of cusolver_potrf_ffi" in command.text(found)
+    assert "in no plan" not in command.text(figures_of("plain")[0])
+
+
+@needs_virtual
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step])
+def test_a_step_is_traced_once(jit):
+    traces = []
+
+    def step(params, x):
+        traces.append(params)
+        return plain(params, x)
+
+    costs.measured(lambda: (jit(step), WEIGHTS, X), "h100")
+    assert len(traces) == 1
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +495,22 @@ BAD = {
         "--devices=2",
         "compiling sin: it names this machine's devices: make its mesh of the parameter",
     ),
+    "another mesh than its jit's": (
+        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "def make_step():\n"
+        "    cut = NamedSharding(jax.make_mesh((2,), ('data',)), P('data'))\n"
+        "    shape = jax.ShapeDtypeStruct((8,), 'float32')\n"
+        "    return jax.jit(jax.numpy.sin, out_shardings=cut), shape",
+        "--devices=2",
+        "compiling sin: it names this machine's devices: make its mesh of the parameter",
+    ),
+    "too large for XLA": (
+        "import jax\ndef make_step():\n"
+        "    return lambda x: 2 * x, jax.ShapeDtypeStruct((10**10, 10**10), 'float32')",
+        "--target=a5000",
+        r"--target a5000: .* an array of shape \[10000000000, 10000000000\] has 1e\+20"
+        " elements, more than XLA can count; NVIDIA RTX A5000 has 23.55 GiB of memory$",
+    ),
     "an unknown target": (
         HEAD + "jnp.sin, x",
         "--target=h1",
@@ -354,7 +520,7 @@ BAD = {
     "no mesh": (
         HEAD + "jnp.sin, x",
         "--devices=2",
-        "--devices 2: no argument is on a mesh of 2",
+        "--devices 2: no argument, in_shardings or out_shardings name a mesh of 2",
     ),
     "another mesh": (
         "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"

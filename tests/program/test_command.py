@@ -100,6 +100,8 @@ MISTAKES = [
     ("--run ", "--run is empty"),
     ("--config ", "--config is empty"),
     ("--run \udcff", "'\\udcff' has a name that is not UTF-8"),
+    ("--set model.dtype=" + 999 * "x", f"model.dtype='{78 * 'x'}… must be "),
+    ("--set " + 999 * "x", f"--set {79 * 'x'}… must be FIELD=VALUE"),
     ("--dry-run --devices 0", "--devices 0 must be at least 1"),
     (
         "--coordinator here:1",

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 # The keys of `Accelerator.peak_flops`. "tensorfloat32" is float32 data, rounded to 10 bits of
 # mantissa on its way into a tensor core (XLA's default for float32 products on GPUs that can);
 # "float8" stands for every eight-bit format.
-PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8")
+PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8", "int8", "float64")
 
 GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
 
