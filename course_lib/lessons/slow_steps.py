@@ -68,7 +68,9 @@ def first(params, x):
     grads = jax.block_until_ready(_gradient(params, x))
     limits = {}
     for name, grad in grads.items():  # one number after the other, in Python
-        limits[name] = np.float32(max(abs(value) for value in np.asarray(grad).ravel().tolist()))
+        limits[name] = np.float32(
+            max(abs(value) for value in np.asarray(grad).ravel().tolist())
+        )
     return _descend(params, grads, limits)
 
 

@@ -22,6 +22,9 @@ def test_each_fault_is_in_its_program_and_not_in_the_plain_one():
 
     assert "stablehlo.sort" in words(slow_steps.third)
     assert "stablehlo.sort" not in words(slow_steps.plain)
-    products = [words(step).count("stablehlo.dot_general") for step in (slow_steps.second, slow_steps.plain)]
+    products = [
+        words(step).count("stablehlo.dot_general")
+        for step in (slow_steps.second, slow_steps.plain)
+    ]
     assert products[0] < products[1]
     assert not hasattr(slow_steps.first, "lower"), "the first step is no single program"
