@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from course_lib.lessons import slow_steps
 from course_lib.lessons.check.answers import close, equations
@@ -89,7 +90,7 @@ def half(w, x):
     """Keeps the argument of the tanh in bfloat16, and all that the loss keeps."""
 
     def tanh(x):
-        low = jax.ad_checkpoint.checkpoint_name(x.astype(jnp.bfloat16), "low")
+        low = checkpoint_name(x.astype(jnp.bfloat16), "low")
         return jnp.tanh(x) + 0 * low * low
 
     policy = jax.checkpoint_policies.save_only_these_names("low")
