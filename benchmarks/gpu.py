@@ -9,7 +9,8 @@ short leaves what it has. A prediction is the peak of memory and two times: the 
 roofline, and `measure.attainable_seconds`. A measurement is the time of the program, and the
 peak of device memory in a process of its own, whose arguments (up to 8 GiB) were made on the
 host. Processes compile side by side, which can change the kernels that XLA picks by trying
-them (`--at-once 1` does not), and run one after another.
+them (`--at-once 1` does not), and run one after another. At the end, without `--only`, one
+step is profiled, scanned and unrolled (`profile`).
 
     python -m benchmarks.gpu --device cpu --preset cpu --only techniques --out FOLDER
                                                the same on the CPU, to try this program out
@@ -32,8 +33,9 @@ import jax
 
 from benchmarks import gpu_cases
 from benchmarks.gpu_cases import Program
-from course_lib import configs, files, measure
+from course_lib import configs, files, measure, xla_flags
 from course_lib.measure import hardware, virtual
+from course_lib.one_device import profiling
 
 OUT = Path("docs/results/gpu")
 TORCH = {"PyTorch, eager": False, "PyTorch, compiled": True}  # whether torch.compile is used
@@ -150,6 +152,33 @@ def serve_torch(compiled: bool, steps: int) -> None:
     print(json.dumps(torch_gpu.row(trainer, steps)), flush=True)
 
 
+def profile(preset: str, file: Path) -> None:
+    """Records one step without rematerialization, scanned and unrolled. Writes its operations:
+    [name, scope, start, seconds] of each. Notebook 06 reads the file.
+    """
+    steps, [device, *_] = {}, jax.local_devices()
+    for case, scanned in {"scan": True, "unrolled": False}.items():
+        program = gpu_cases.step({"model.remat": (), "model.scan_layers": scanned}, preset)
+        compiled = program.lower(device).compile()
+        arguments = jax.device_put(program.arguments(), compiled.input_shardings[0])
+        with tempfile.TemporaryDirectory() as folder:
+            profiling.trace(folder, compiled, *arguments, steps=1)
+            events, scopes = profiling.read(folder).during(0), profiling.op_scopes(compiled)
+        steps[case] = [
+            [e.op, scopes.get((e.program, e.op), ""), round(e.start, 7), round(e.self_time, 7)]
+            for e in events
+        ]
+    about = {"device": device.device_kind, "versions": versions(), "steps": steps}
+    with files.atomic_write(file) as out:
+        out.write(json.dumps(about).encode())
+
+
+def versions() -> dict[str, str]:
+    return {
+        name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
+    }
+
+
 def measure_all(
     cases: Iterable[tuple[str, str]], options: argparse.Namespace
 ) -> Iterable[dict[str, Any]]:
@@ -216,12 +245,9 @@ def write(file: Path, about: Mapping[str, Any], rows: Iterable[dict[str, Any]]) 
     if file.exists():
         older = json.loads(file.read_text())
         by_case = {(row["group"], row["case"]): row for row in older["rows"]}
-    versions = {
-        name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
-    }
     for row in rows:
         print(describe(row), flush=True)
-        where = {"date": datetime.date.today().isoformat(), "versions": versions}
+        where = {"date": datetime.date.today().isoformat(), "versions": versions()}
         by_case[row["group"], row["case"]] = row | where
         contents = dict(about) | {"rows": list(by_case.values())}
         with files.atomic_write(file) as out:
@@ -246,9 +272,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder")
     parser.add_argument("--logs", type=Path, help="folder for what the processes say")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 1 or options.at_once < 1:
         parser.error("--steps and --at-once must be at least 1")
+    if options.profile:
+        xla_flags.name_kernels()
+        profile(options.preset, options.profile)
+        return
     if options.serve:
         group, case = options.serve
         if case in TORCH:
@@ -287,6 +318,11 @@ def main() -> None:
         named = {*options.only, SPEED} if not options.only else {*options.only}
         asked += [(SPEED, case) for case in TORCH if {SPEED, case} & named]
     write(options.out / f"{name}{preset}-measured.json", about, measure_all(asked, options))
+    if not options.only:
+        # in its own process: naming kernels makes the steps slower
+        to = ["--profile", str(options.out / f"{name}{preset}-profile.json")]
+        command = [sys.executable, "-m", "benchmarks.gpu", *to, "--preset", options.preset]
+        subprocess.run(command, check=False)
 
 
 if __name__ == "__main__":

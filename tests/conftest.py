@@ -104,7 +104,6 @@ READS_PLANS = {
     "test_memory",
     "test_tape",
     "test_profiling",
-    "test_profiling_study",
     "test_smallest_step",
     "test_offload",
     "test_figures",

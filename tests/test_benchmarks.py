@@ -73,6 +73,22 @@ def test_a_step_is_compiled_and_timed_and_its_row_says_what_it_computes(monkeypa
     assert row["peak_bytes"] > 4 * numbers
 
 
+def test_a_profile_has_the_operations_of_one_step_scanned_and_unrolled(tmp_path):
+    file = tmp_path / "cpu-profile.json"
+    arguments = ["--preset", "cpu", "--profile", str(file)]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], cwd=ROOT, check=True)
+    assert file.stat().st_size < 1e6
+    profile = json.loads(file.read_text())
+    assert set(profile["versions"]) >= {"jax", "jaxlib"} and profile["device"]
+
+    def copies(case):
+        return sum("dynamic_update_slice" in scope for _, scope, *_ in profile["steps"][case])
+
+    assert copies("scan") > 0 == copies("unrolled")
+    rows = [row for rows in profile["steps"].values() for row in rows]
+    assert all(seconds >= 0 <= start for _, _, start, seconds in rows)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may have cuDNN")
 def test_what_cannot_run_here_is_a_row_with_the_reason(monkeypatch, capsys):
     def make():

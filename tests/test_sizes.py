@@ -42,8 +42,8 @@ OTHER_SIZES = {
         },
     ],
     "06_profiling": [
-        {"ROWS": 64, "WIDTH": 128, "STEPS": 3, "N": 2, "B": 4, "L": 128, "D": 256},
-        {"STEPS": 1, "LATE": 0.1, "N": 3, "B": 2, "L": 256, "D": 128},
+        dict(N=2, B=4, L=64, D=32, STEPS=2, WIDE_B=4, WIDE_L=128, WIDE_D=256),
+        dict(N=3, B=2, L=128, STEPS=1, LATE=0.1, WIDE_B=2, WIDE_L=256, WIDE_D=128),
     ],
     "07_collectives": [
         {"n": 4, "K": 512},

@@ -203,12 +203,15 @@ def read(logdir: str | Path) -> Trace:
     )
 
 
-def op_scopes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], str]:
+def op_scopes(
+    compiled: jax.stages.Compiled | jax.stages.Lowered,
+) -> dict[tuple[str, str], str]:
     """Returns the scope in the source of each instruction of a compiled program:
     `{("jit_step", "fusion.12"): "jit(step)/transpose(jvp(Net))/mlp/dot_general"}`.
 
     A fusion has the scope of its last operation. Instructions added by the compiler are
-    missing.
+    missing. A step that is only lowered is compiled without JAX's persistent cache, which may
+    return a program with another program's names.
     """
     module = program.read(compiled).module
     scopes = {name: one.scope for name, one in module.instructions.items()}

@@ -130,6 +130,20 @@ def penalized(w, x):
     return w - 0.1 * gradient, value
 
 
+def penalized_inside(wrap):
+    """The penalty's scope stands in a jitted or a rematerialized function."""
+
+    def step(w, x):
+        def penalty(w):
+            with jax.named_scope("penalty"):
+                return jnp.mean(jnp.exp(jnp.sin(w @ w)))
+
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)) + wrap(penalty)(w))(w)
+        return w - 0.1 * gradient
+
+    return step
+
+
 def gives_up_early(budget, arguments, parameters, activations, batch_size):
     """Returns in the first turn of its loop, whether M = 1 fits or not."""
     for M in range(1, batch_size + 1):
@@ -180,6 +194,8 @@ RIGHT = [
     (check.busy_and_idle, (by_edges,)),
     (check.busy_and_idle, (by_arrays,)),
     (check.named_part, (penalized,)),
+    (check.named_part, (penalized_inside(jax.jit),)),
+    (check.named_part, (penalized_inside(jax.checkpoint),)),
     (check.online_logsumexp, (by_logaddexp,)),
     (check.window_pairs, (of_the_mask,)),
 ]

@@ -9,8 +9,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from course_lib.lessons import profiling_study
 from course_lib.measure import compiler, flops, hlo, memory, tape, traffic, virtual
 from course_lib.measure.traffic import recomputed
 from course_lib.measure.units import GIB
@@ -141,8 +142,11 @@ for donate in (), 0:
 
 @NEEDS_VIRTUAL
 def test_collectives_beside_products_are_those_of_the_schedule():
-    lowered = profiling_study.data_parallel(
-        lambda ws, x: loss(ws, x), layers=3, width=2048, gpus=2
+    mesh = jax.make_mesh((2,), ("data",), devices=virtual.devices("h100", 2))
+    whole, rows = (NamedSharding(mesh, P(*axis)) for axis in ((), ("data",)))
+    matrix = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    lowered = jax.jit(jax.grad(loss), out_shardings=whole).lower(
+        virtual.abstract([matrix] * 3, whole), virtual.abstract(matrix, rows)
     )
     apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
     combined, three = (compiler(virtual.compile(lowered, o)) for o in (None, apart))

@@ -6,8 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from course_lib.lessons import case_study, profiling_study
+from course_lib.lessons import slow_steps
 from course_lib.lessons.check.answers import close, equations
 from course_lib.lessons.check.exercises import (
     Function,
@@ -15,16 +16,12 @@ from course_lib.lessons.check.exercises import (
     Numbers,
     Outcome,
     change,
-    in_case,
-    is_wrong,
     normal,
     share,
 )
-from course_lib.measure import hardware
 from course_lib.one_device import profiling, rematerialization
 
 N, B, D = 8, 256, 512
-UNROLLED = "bfloat16, unrolled"  # a case of the case study
 SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, D, D), (B, D))]
 ONE_ARRAY, GRADIENTS = 4 * N * B * D / 2**20, 4 * N * D * D / 2**20
 
@@ -38,8 +35,9 @@ def scan_loss(w, x, *, tanh=jnp.tanh, around=lambda layer: layer):
 
 def stacked_mib(loss):
     """Returns the MiB of the arrays that a loss saves for each layer and of w's gradients."""
-    saved = profiling_study.of_each_layer(rematerialization.residuals(loss, *SHAPES), N)
-    return sum(array.bytes for array in saved) / 2**20 + GRADIENTS
+    saved = rematerialization.residuals(loss, *SHAPES)
+    each = [a for a in saved if a.shape[:1] == (N,) and not a.why.startswith("argument")]
+    return sum(array.bytes for array in each) / 2**20 + GRADIENTS
 
 
 class Stacked(Numbered):
@@ -92,7 +90,7 @@ def half(w, x):
     """Keeps the argument of the tanh in bfloat16, and all that the loss keeps."""
 
     def tanh(x):
-        low = jax.ad_checkpoint.checkpoint_name(x.astype(jnp.bfloat16), "low")
+        low = checkpoint_name(x.astype(jnp.bfloat16), "low")
         return jnp.tanh(x) + 0 * low * low
 
     policy = jax.checkpoint_policies.save_only_these_names("low")
@@ -153,8 +151,8 @@ class Named(Outcome):
 
     @functools.cached_property
     def scopes(self):
-        compiled = jax.jit(self.function).lower(*self.args).compile()
-        scopes = profiling.op_scopes(compiled).values()
+        # lowered: op_scopes compiles it without JAX's cache, which keeps another's names
+        scopes = profiling.op_scopes(jax.jit(self.function).lower(*self.args)).values()
         # without the names of functions
         return {re.sub(r"jit\(\w*\)", "", scope) for scope in scopes}
 
@@ -217,77 +215,31 @@ named_part = Function(
 )
 
 
-def utilization(forward_flops, seconds, peak):
-    return 3 * forward_flops / (seconds * peak)
+PARTS = "host", "attention", "mlp", "recomputation", "optimizer"
 
 
-class Share(Outcome):
-    """A share of the peak rate."""
-
-    def is_close(self, other):
-        return close(self.result, other, 1e-3)
-
-    more = property(lambda it: "much" if it.result > it.right else "little")
-
-
-mfu = Function(
-    "mfu",
-    utilization,
-    cases=lambda: [(3e12, 0.7, 27.8e12), (1e12, 2.0, 10e12)],
-    outcome=Share,
-    rows={
-        "forward alone": change("3 *", "1 *"),
-        "backward once": change("3 *", "2 *"),
-        "recomputation": change("3 *", "4 *"),
-        "percent": change("3 *", "300 *"),
-        "no seconds": change("(seconds * peak)", "peak"),
-        "multiplied": change("/ (seconds * peak)", "* seconds / peak"),
-        "a rate": change("(seconds * peak)", "seconds"),
-        "inverse": lambda f, s, p: s * p / (3 * f),
-        "another": (lambda f, s, p: s / 3, in_case(0)),
-        "other sizes": (lambda *sizes: 9 / 19.46, is_wrong),
-    },
-)
-
-A5000, H100, PUBLISHED = hardware.get("a5000"), hardware.get("h100"), 0.73
-
-
-def on_another_gpu():
-    [row] = [row for row in case_study.recorded_rows("h100") if row["case"] == UNROLLED]
-    faster = H100.peak("bfloat16") / A5000.peak("bfloat16")
-    floors = {"products": row["compute_seconds"], "memory": row["memory_seconds"]}
+def fault(name):
+    """Returns the rows of one step: a word that names no part, and each wrong part."""
+    right = slow_steps.FAULTS[name]
     return {
-        "seconds": PUBLISHED / faster,
-        "floor": max(floors, key=floors.get),
-        "floors": floors,
+        f"{name}: no part": ("cpu", lambda it: it.yours[name] not in PARTS),
+        name: (
+            [part for part in PARTS if part != right],
+            lambda it: it.yours[name] != right,
+        ),
     }
 
 
-class OnH100(Numbered):
-    """The seconds of a step, and its longer floor."""
+class Faults(Numbered):
+    """The part of each step that takes the time."""
 
-    long = property(lambda it: "long" if it.seconds > it.right["seconds"] else "short")
-    floor_seconds = property(lambda it: it.right["floors"][it.floor])
+    parts = ", ".join(map(repr, PARTS))
 
 
-on_h100 = Numbers(
-    "on_h100",
-    on_another_gpu,
-    words=("floor",),
-    tolerance=0.05,
-    near=0.02,
-    outcome=OnH100,
-    rows={
-        "seconds": {
-            "milliseconds": share(1e3),
-            "longer": lambda right: PUBLISHED**2 / right,
-            "bandwidth": PUBLISHED * A5000.memory_bandwidth / H100.memory_bandwidth,
-            "float32": PUBLISHED * A5000.peak("float32") / H100.peak("float32"),
-            "another": ...,
-        },
-        "floor": {
-            "no floor": ("compute", lambda it: it.floor not in it.right["floors"]),
-            "other floor": ("products", lambda it: it.floor != it.right["floor"]),
-        },
-    },
+faults = Numbers(
+    "faults",
+    lambda: slow_steps.FAULTS,
+    words=tuple(slow_steps.FAULTS),
+    outcome=Faults,
+    rows={name: fault(name) for name in slow_steps.FAULTS},
 )
