@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from course_lib.measure import hlo as hlo
     from course_lib.measure.compiler import Compiler, compiler
     from course_lib.measure.flops import Flops, flops
-    from course_lib.measure.heap import Heap, LiveArray, heap, write_session
+    from course_lib.measure.heap import Heap, LiveArray, heap
     from course_lib.measure.ledger import Collective, Ledger, ledger, schedule_around
     from course_lib.measure.memory import Memory, memory, planned
     from course_lib.measure.roofline import Roofline, attainable_seconds, mfu, roofline
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "compiler": "Compiler compiler",
     "flops": "Flops flops",
-    "heap": "Heap LiveArray heap write_session",
+    "heap": "Heap LiveArray heap",
     "ledger": "Collective Ledger ledger schedule_around",
     "memory": "Memory memory planned",
     "roofline": "Roofline attainable_seconds mfu roofline",

@@ -7,9 +7,7 @@ viewer, reads it here.
 
 import dataclasses
 import json
-import os
 import pathlib
-import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -22,8 +20,6 @@ from jax.profiler import ProfileData
 from course_lib.measure import hlo, origin
 from course_lib.measure.program import NO_PLAN, Program, with_plan
 from course_lib.measure.units import MIB
-
-RECORD = "virtual.xplane.pb"  # the file of a session in which nothing ran
 
 _KINDS = {
     "Parameter": "argument",
@@ -86,28 +82,8 @@ def heap(step: Any) -> Heap:
     return Heap(int(timeline.max()), timeline, arrays, program)
 
 
-def write_session(step: Any, logdir: str | os.PathLike[str], name: str) -> jax.stages.Compiled:
-    """Writes a record for TensorBoard's memory viewer and graph viewer: a profiler's record
-    without times, since nothing runs.
-
-    Args:
-      step: `jax.jit(f).lower(...)`, for a real or a virtual device; or its `heap`.
-      logdir: TensorBoard's `--logdir`. The record goes into `logdir/plugins/profile/name/`.
-      name: of the record in TensorBoard. It replaces an older one that this function wrote.
-    """
-    session = pathlib.Path(logdir) / "plugins" / "profile" / name
-    if session.exists() and [path.name for path in session.glob("*.xplane.pb")] != [RECORD]:
-        raise ValueError(f"name={name!r} must be new: {str(session)!r} holds something else")
-    program, plan = with_plan(step)
-    # Viewing an older record has unpacked its program there.
-    shutil.rmtree(session, ignore_errors=True)
-    session.mkdir(parents=True)
-    _write_record(plan.proto, session)
-    return program.compiled
-
-
 def memory_viewer(record: pathlib.Path) -> dict[str, Any]:
-    """Returns the memory viewer's own table, sizes in MiB, for a file of `write_session`."""
+    """Returns the memory viewer's own table, sizes in MiB, for a file of `_write_record`."""
     # Imported here only: it takes a second. `environment` has set its level of logging.
     from xprof.convert import raw_to_tool_data
 
@@ -134,8 +110,9 @@ def _write_record(proto: bytes, folder: pathlib.Path) -> pathlib.Path:
               }}
               stat_metadata {{ key: 1 value {{ id: 1 name: "Hlo Proto" }} }}
             }}""")
-    (folder / RECORD).write_bytes(record)
-    return folder / RECORD
+    path = folder / "virtual.xplane.pb"
+    path.write_bytes(record)
+    return path
 
 
 def _live_array(

@@ -2,8 +2,7 @@
 
 `trace` records a few steps with JAX's profiler, and `read` opens the record without a browser.
 TensorBoard's profile plugin opens the same record
-(https://docs.jax.dev/en/latest/profiling.html). `measure.write_session` writes a record,
-without times, of a step compiled for an accelerator that is not there.
+(https://docs.jax.dev/en/latest/profiling.html).
 """
 
 import contextlib
@@ -23,7 +22,6 @@ from jax.profiler import ProfileData
 
 from course_lib import xla_flags
 from course_lib.measure import program
-from course_lib.measure.heap import RECORD
 
 STEP = "train"  # the name of a step in a record
 _CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
@@ -162,9 +160,7 @@ def read(logdir: str | Path) -> Trace:
     """Reads the newest record under a folder that `trace` wrote to, for the first device that
     computed.
     """
-    # Nothing ran in the records of `measure.write_session`.
-    records = Path(logdir).glob("plugins/profile/*/*.xplane.pb")
-    files = [file for file in records if file.name != RECORD]
+    files = list(Path(logdir).glob("plugins/profile/*/*.xplane.pb"))
     if not files:
         raise FileNotFoundError(
             f"logdir={str(logdir)!r} must hold plugins/profile/*/*.xplane.pb: run"

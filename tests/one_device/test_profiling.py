@@ -1,6 +1,5 @@
 """Laws of a profile: it times the steps, names the operations, and adds up."""
 
-import json
 import os
 import shutil
 import time
@@ -12,8 +11,6 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from course_lib import measure
-from course_lib.measure import virtual
 from course_lib.one_device import profiling
 
 # seconds: on a busy machine a thread may wait for a tenth of that between two operations
@@ -220,60 +217,3 @@ def test_on_a_gpu_the_streams_count_and_not_their_launches_or_summaries(tmp_path
     ]
     [busy] = trace.busy()
     assert busy.busy == pytest.approx(4e-6) and busy.idle == pytest.approx(5e-6)
-
-
-def test_tensorboards_memory_viewer_shows_the_peak_of_a_step_that_ran_nowhere(tmp_path, capfd):
-    if virtual.why_unavailable() is not None:
-        pytest.skip(virtual.why_unavailable())
-    [device] = virtual.devices("a5000")
-    lowered = step.lower(*virtual.abstract((WEIGHTS, BATCH), device))
-    measure.write_session(lowered, tmp_path, "a5000")
-    assert capfd.readouterr() == ("", "")
-    folder = tmp_path / "plugins" / "profile" / "a5000"
-    with pytest.raises(FileNotFoundError):
-        profiling.read(tmp_path)  # nothing ran: there is no time to read
-
-    from xprof.convert import raw_to_tool_data  # what the plugin answers the browser with
-
-    [record] = folder.glob("*.xplane.pb")
-    assert {"memory_viewer", "graph_viewer"} <= set(
-        raw_to_tool_data.xspace_to_tool_names([str(record)])
-    )
-    [module] = [
-        path.name.removesuffix(".hlo_proto.pb") for path in folder.glob("*.hlo_proto.pb")
-    ]
-    options = {"module_name": module, "memory_space": "0"}
-    view, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", options)
-    view = json.loads(view)
-    assert view["peakHeapMib"] * 2**20 == measure.memory(lowered).peak
-    assert max(view["heapSizes"]) == view["peakHeapMib"]
-    # the layers' inputs, kept for the backward pass
-    assert "f32[3,128,64]" in str(view["maxHeapBySize"])
-
-
-def test_a_newer_record_of_a_step_takes_the_place_of_an_older_one(tmp_path):
-    pytest.importorskip("xprof")
-    from xprof.convert import raw_to_tool_data
-
-    def shown(function):
-        measure.write_session(jax.jit(function).lower(BATCH), tmp_path, "virtual")
-        folder = tmp_path / "plugins" / "profile" / "virtual"
-        [record] = folder.glob("*.xplane.pb")
-        # unpacks the program, as opening it in TensorBoard does
-        raw_to_tool_data.xspace_to_tool_names([str(record)])
-        return [path.name.partition("(")[0] for path in folder.glob("*.hlo_proto.pb")]
-
-    def first(x):
-        return jnp.tanh(x)
-
-    def second(x):
-        return x @ x.T
-
-    assert shown(first) == ["jit_first"] and shown(second) == ["jit_second"]
-
-
-def test_the_trace_of_steps_that_ran_is_not_written_over(logdir, trace):
-    [folder] = (logdir / "plugins" / "profile").iterdir()
-    with pytest.raises(ValueError, match="name='.*' must be new"):
-        measure.write_session(step.lower(WEIGHTS, BATCH), logdir, folder.name)
-    assert len(profiling.read(logdir).steps) == 3
