@@ -97,6 +97,7 @@ A_LEARNERS_CODE = {
     "test_three_axes",
     "test_by_processes",
     "test_own_step",
+    "test_own_step_command",
 }
 
 # A program out of the cache has no plan of its memory, which these tests read (measure.heap).
@@ -108,6 +109,7 @@ READS_PLANS = {
     "test_offload",
     "test_figures",
     "test_own_step",
+    "test_own_step_command",
     "test_solutions",  # until it is known why a solution of notebook 16 failed with the cache
 }
 

@@ -277,7 +277,7 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
     nnx: Any = sys.modules.get("flax.nnx")
 
     def is_node(leaf: Any) -> bool:
-        return nnx and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, REF)
+        return bool(nnx) and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, REF)
 
     nodes = {
         number: arg
