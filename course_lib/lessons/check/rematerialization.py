@@ -203,8 +203,10 @@ def saved_by_a_layer(*modules):
 class Depth(Numbered):
     """Numbers of layers."""
 
+    mib_of_state = STATE >> 20
     mib_without = property(lambda it: saved_by_a_layer() / 2**20)
     mib_with_remat = property(lambda it: saved_by_a_layer("Block") / 2**20)
+    share = property(lambda it: {name: BUDGET / 2**20 / x for name, x in it.yours.items() if x})
 
 
 depth = Numbers(
@@ -220,10 +222,17 @@ depth = Numbers(
         "without": {
             "state": lambda right: BUDGET // saved_by_a_layer(),
             "arrays": BUDGET // STATE,
+            "not positive": (0, lambda it: not it.without >= 1),
             "number": ...,
         },
         "with_remat": {
             "state with": lambda right: BUDGET // saved_by_a_layer("Block"),
+            "input": BUDGET // STATE,
+            "12 bytes": [
+                lambda right: BUDGET // (STATE * 3 // 4 + saved_by_a_layer("Block")),
+                BUDGET // (STATE * 3 // 4),
+            ],
+            "not positive with": (0, lambda it: not it.with_remat >= 1),
             "number with": ...,
         },
     },
