@@ -78,6 +78,10 @@ keep_one_value = Function(
             change("policy=keeps_tanh)(x)", "policy=keeps_tanh)(jax.lax.stop_gradient(x))"),
             lambda it: not it.has_derivative,
         ),
+        "no tanh": (
+            lambda x: x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
+            lambda it: not it.tanhs,
+        ),
         "too few": (change("keeps_tanh", "None"), lambda it: it.num_bytes < TWO_ARRAYS),
         "too many": (plain_gelu, lambda it: it.num_bytes > TWO_ARRAYS),
         "twice": (
