@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from numbers import Real
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +185,7 @@ class Smallest(Outcome):
     your_peak = property(lambda it: it.peak(it.result))
     right_peak = property(lambda it: it.peak(it.right))
     is_none = property(lambda it: it.result is None)
-    is_number = property(lambda it: isinstance(it.result, Real) and it.result is not True)
+    is_number = property(lambda it: np.issubdtype(np.asarray(it.result).dtype, np.number))
     divides = property(
         lambda it: it.result == int(it.result) > 0 == it.batch_size % int(it.result)
     )
