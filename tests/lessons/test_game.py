@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import operator
 import pathlib
 import re
 import subprocess
@@ -112,8 +113,16 @@ def test_the_measured_differences_leave_a_factor_of_two_to_the_tolerance():
     with jax.default_matmul_precision("highest"):
         right = jax.jit(jax.grad(half(game.loss)))(params, batch)
         wrong = jax.jit(jax.grad(game.loss))(params, batch[:15])
-    off = [updates.difference(g, updates.gradient()) for g in (right, wrong)]
-    assert 2 * off[0] < updates.TOLERANCE["bfloat16"] < off[1] / 2
+    summed = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.bfloat16), params)
+    for each in range(16):  # a minibatch of one sequence
+        own = jax.tree.map(operator.itemgetter(each), updates.gradients_of_sequences())
+        summed = jax.tree.map(lambda total, g: total + jnp.bfloat16(g), summed, own)
+    mean = jax.tree.map(lambda g: np.float32(g) / 16, summed)
+    in_16_bits, other, in_a_sum = (
+        updates.difference(g, updates.gradient()) for g in (right, wrong, mean)
+    )
+    assert 2 * in_16_bits < updates.TOLERANCE["bfloat16"] < other / 2
+    assert 10 * updates.TOLERANCE["float32"] < in_a_sum < in_16_bits / 2
 
 
 # Wrong answers, and words that only the right explanation has.
@@ -199,6 +208,11 @@ def test_a_wrong_gradient_is_explained(words, noise):
     three = updates.gradient(), updates.gradients_of_sequences(), momentum.trace
     wrong = jax.tree.map(lambda *arrays: rounded(WRONG_GRADIENTS[words](*arrays)), *three)
     assert words in updates.explain(wrong)
+
+
+def test_a_float32_gradient_that_was_rounded_to_bfloat16_is_nearly_right():
+    yours = jax.tree.map(lambda g: np.float32(jnp.bfloat16(g)), updates.gradient())
+    assert "nearly right, and in float32 that is not enough" in updates.explain(yours)
 
 
 def test_a_layer_without_a_gradient_is_named():

@@ -78,6 +78,10 @@ keep_one_value = Function(
             change("policy=keeps_tanh)(x)", "policy=keeps_tanh)(jax.lax.stop_gradient(x))"),
             lambda it: not it.has_derivative,
         ),
+        "no tanh": (
+            lambda x: x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
+            lambda it: not it.tanhs,
+        ),
         "too few": (change("keeps_tanh", "None"), lambda it: it.num_bytes < TWO_ARRAYS),
         "too many": (plain_gelu, lambda it: it.num_bytes > TWO_ARRAYS),
         "twice": (
@@ -203,8 +207,10 @@ def saved_by_a_layer(*modules):
 class Depth(Numbered):
     """Numbers of layers."""
 
+    mib_of_state = STATE >> 20
     mib_without = property(lambda it: saved_by_a_layer() / 2**20)
     mib_with_remat = property(lambda it: saved_by_a_layer("Block") / 2**20)
+    share = property(lambda it: {name: BUDGET / 2**20 / x for name, x in it.yours.items() if x})
 
 
 depth = Numbers(
@@ -220,10 +226,17 @@ depth = Numbers(
         "without": {
             "state": lambda right: BUDGET // saved_by_a_layer(),
             "arrays": BUDGET // STATE,
+            "not positive": (0, lambda it: not it.without >= 1),
             "number": ...,
         },
         "with_remat": {
             "state with": lambda right: BUDGET // saved_by_a_layer("Block"),
+            "input": BUDGET // STATE,
+            "12 bytes": [
+                lambda right: BUDGET // (STATE * 3 // 4 + saved_by_a_layer("Block")),
+                BUDGET // (STATE * 3 // 4),
+            ],
+            "not positive with": (0, lambda it: not it.with_remat >= 1),
             "number with": ...,
         },
     },
