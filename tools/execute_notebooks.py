@@ -48,9 +48,11 @@ def run(path: Path, repo: str) -> nbformat.NotebookNode:
     nb.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(nb.cells):
         cell.id = f"cell-{number:02d}"
-        cell.metadata = nbformat.from_dict(
-            {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
-        )
+        # "jupyter" folds a cell: {"source_hidden": true}
+        kept = {
+            key: cell.metadata[key] for key in ("jupyter", "tags") if cell.metadata.get(key)
+        }
+        cell.metadata = nbformat.from_dict(kept)
     nbformat.validate(nb)
     return nb
 

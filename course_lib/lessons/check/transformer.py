@@ -178,7 +178,8 @@ looks_ahead = Function(
     rows={
         "array": (lambda forward, x: jnp.ones((6, 6)), lambda it: np.ndim(it.result) > 0),
         "no answer": (
-            lambda forward, x: "yes", lambda it: not isinstance(it.result, numbers.Real)
+            lambda forward, x: "yes",
+            lambda it: not isinstance(it.result, numbers.Real),
         ),
         "causal": (change("t + 1 :", "t:"), is_wrong_about(causal)),
         "mixes all": (lambda forward, x: False, is_wrong_about(mixes_all)),
