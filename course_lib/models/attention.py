@@ -20,20 +20,13 @@ from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
 from course_lib.one_device import mixed_precision
 
-IMPLEMENTATIONS = {
-    "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
-    "blocks": (
-        "like reference, for one block of queries at a time, without the keys after it; runs"
-        " everywhere"
-    ),
-    "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
-    "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
-    "flash": (
-        "flash attention of course_lib.smaller_and_faster: a kernel on NVIDIA GPUs, the same"
-        " tiles in JAX elsewhere"
-    ),
-}
-"""The implementations of attention, by name."""
+IMPLEMENTATIONS = (
+    "reference",  # written out in this file; the softmax in a dtype of choice
+    "blocks",  # like reference, for one block of queries at a time, without the keys after it
+    "xla",  # jax.nn.dot_product_attention, left to XLA
+    "cudnn",  # flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention
+    "flash",  # notebook 16's: a kernel on NVIDIA GPUs, the same tiles in JAX elsewhere
+)
 
 # Queries per block of "blocks". On average it skips half of the keys, less half a block.
 BLOCK = 64

@@ -51,9 +51,8 @@ def _nnx_as_function(model: Any) -> ApplyFn:
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in others]
         raise ValueError(
             f"model={type(model).__name__} must hold parameters and random streams only, not"
-            f" {', '.join(names)}: a function of its parameters cannot return other state, such"
-            " as running statistics; use nnx.LayerNorm in place of nnx.BatchNorm, make"
-            " constants nnx.Params or Python numbers, and train without caches"
+            f" {', '.join(names)}: use nnx.LayerNorm in place of nnx.BatchNorm, make constants"
+            " nnx.Params or Python numbers, and train without caches"
         )
 
     def apply_fn(params, inputs, rng=None):
