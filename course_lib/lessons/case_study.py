@@ -86,7 +86,7 @@ CASES = (
 
 # The same step without the techniques of notebooks 1 to 4, then with one after the other.
 LESSONS = (
-    Case("no technique", CASES[0].change | _ONE | {"training.donate": False}),
+    Case("no technique", {**CASES[0].change, **_ONE, "training.donate": False}),
     Case("1: bfloat16", _BFLOAT16, "no technique"),
     Case("2: rematerialization", _BOTH, "1: bfloat16"),
     Case("3: four minibatches", {"training.num_minibatches": 4}, "2: rematerialization"),

@@ -145,9 +145,13 @@ def parts(config: ConfigDict, hooks: Hooks = Hooks()) -> Parts:
     """Returns the parts of a model with scanned layers."""
     hooks = with_products(hooks, config.flat_products)
     one = layers.changed_layer(config, hooks)
+
+    def layer(params: Params, x: Array, key: Key = None) -> Array:
+        return one(params, x, key)[0]
+
     return Parts(
         functools.partial(embed, config, hooks),
-        lambda params, x, key=None: one(params, x, key)[0],
+        layer,
         functools.partial(head, config, hooks),
         hooks.own_key,
     )
