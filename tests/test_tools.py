@@ -40,6 +40,16 @@ def test_a_second_run_leaves_the_file_alone_though_the_measurements_differ(path)
     assert path.read_text() != first
 
 
+def test_a_folded_cell_stays_folded(path):
+    write(path, "print(1)")
+    book = nbformat.read(path, 4)
+    book.cells[1].metadata = {"jupyter": {"source_hidden": True}, "other": 1}
+    nbformat.write(book, path)
+    execute_notebooks.store(path)
+    kept = nbformat.read(path, 4).cells[1].metadata
+    assert kept == {"jupyter": {"source_hidden": True}}
+
+
 def test_a_fact_that_changed_is_stored(path):
     write(path, "print(1 + 1)")
     execute_notebooks.store(path)

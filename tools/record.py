@@ -74,7 +74,10 @@ class Picture(NamedTuple):
 
 
 STUDIES: dict[str, list[Callable[[], None]]] = {
-    "case_study": [case_study.study(name).record for name in case_study.ACCELERATORS],
+    "case_study": [
+        case_study.LESSON_BY_LESSON.record,
+        *(case_study.study(name).record for name in case_study.ACCELERATORS),
+    ],
     "ladder": [ladder.STUDY.record],
     "optimizers": [optimizer_study.record],
 }

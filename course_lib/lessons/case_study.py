@@ -38,47 +38,61 @@ LARGEST = 5  # arrays alive at the peak, per row
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration and its published measurements."""
+    """A configuration, as a change of another one, and its published measurements."""
 
     name: str
-    changes: Mapping[str, Any] = field(hash=False)  # fields that differ from the preset `155m`
+    change: Mapping[str, Any] = field(hash=False)  # fields of the case that it stands on
+    on: str = ""  # that case; "" for the preset `155m`
     # Memory on an A5000. The publication writes GB; its profiler counts GiB.
     published_gib: float | None = None
     published_seconds: float | None = None  # per step on an A5000
-    note: str = ""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from the preset `155m`."""
+        return (BY_NAME[self.on].changes if self.on else {}) | dict(self.change)
 
     def config(self) -> ConfigDict:
         """Returns the configuration, checked."""
         config = configs.get("155m")
-        config.update_from_flattened_dict(dict(self.changes))
+        config.update_from_flattened_dict(self.changes)
         configs.check(config)
         return config
 
 
-_NO_REMAT = {"model.remat": ()}
-_UNROLLED = {"model.remat": (), "model.scan_layers": False}
-_BLOCK = {"model.remat": ("Block",)}
-_FLASH = {"model.attention": "flash"}
-_NEXT = "the next step: not in the publication"
+_BOTH, _BLOCK = {"model.remat": ("MLP", "Attn")}, {"model.remat": ("Block",)}
+_BFLOAT16, _FLASH = {"model.dtype": "bfloat16"}, {"model.attention": "flash"}
+_ONE = {"training.num_minibatches": 1}
 
-# The published configurations, in the order of the publication, and three more.
+# The published configurations, in the order of the publication, and three more. The publication
+# does not say how many minibatches the batch of 256 has: one is inferred.
 CASES = (
-    Case("float32", {**_NO_REMAT, "model.dtype": "float32"}, 20.6, 2.1),
-    Case("bfloat16", _NO_REMAT, 14.6, 1.1),
-    Case("bfloat16, unrolled", _UNROLLED, 8.8, 0.73),
-    Case("remat MLP+Attn", {}, 3.9, 0.91),
-    Case("remat Block", _BLOCK, 3.8, 0.96),
-    Case("remat MLP+Attn, 1 minibatch", {"training.num_minibatches": 1}, 6.2, 0.86),
+    Case("float32", {"model.dtype": "float32", "model.remat": ()}, "", 20.6, 2.1),
+    Case("bfloat16", _BFLOAT16, "float32", 14.6, 1.1),
+    Case("bfloat16, unrolled", {"model.scan_layers": False}, "bfloat16", 8.8, 0.73),
+    Case("remat MLP+Attn", _BOTH, "bfloat16", 3.9, 0.91),
+    Case("remat Block", _BLOCK, "bfloat16", 3.8, 0.96),
+    Case("remat MLP+Attn, 1 minibatch", _ONE, "remat MLP+Attn", 6.2, 0.86),
     Case(
         "remat MLP+Attn, 1 minibatch of 256",
-        {"training.num_minibatches": 1, "data.batch_size": 256},
+        {"data.batch_size": 256},
+        "remat MLP+Attn, 1 minibatch",
         15.0,
-        note="the publication does not say how many minibatches: one is inferred",
     ),
-    Case("flash", {**_NO_REMAT, **_FLASH}, note=_NEXT),
-    Case("flash, unrolled", {**_UNROLLED, **_FLASH}, note=_NEXT),
-    Case("flash, remat Block", {**_BLOCK, **_FLASH}, note=_NEXT),
+    Case("flash", _FLASH, "bfloat16"),
+    Case("flash, unrolled", _FLASH, "bfloat16, unrolled"),
+    Case("flash, remat Block", _FLASH, "remat Block"),
 )
+
+# The same step without the techniques of notebooks 1 to 4, then with one after the other.
+LESSONS = (
+    Case("no technique", {**CASES[0].change, **_ONE, "training.donate": False}),
+    Case("1: bfloat16", _BFLOAT16, "no technique"),
+    Case("2: rematerialization", _BOTH, "1: bfloat16"),
+    Case("3: four minibatches", {"training.num_minibatches": 4}, "2: rematerialization"),
+    Case("4: donation", {"training.donate": True}, "3: four minibatches"),
+)
+BY_NAME = {case.name: case for case in CASES + LESSONS}
 
 
 def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
@@ -121,19 +135,22 @@ def compile_case(case: Case, device: jax.Device) -> dict[str, Any]:
     }
 
 
-def study(accelerator: str) -> Study:
-    """Returns the study of all cases on one of `ACCELERATORS`."""
-    by_name = {case.name: case for case in CASES}
+def study(accelerator: str, cases: Sequence[Case] = CASES, name: str = "case_study") -> Study:
+    """Returns the study of cases on one of `ACCELERATORS`."""
+    table = f"{name}_{accelerator}"
 
     def row(name: str) -> dict[str, Any]:
         """Compiles a case, or returns its older row where this JAX cannot."""
-        case, gpu = by_name[name], hardware.get(accelerator)
+        case, gpu = BY_NAME[name], hardware.get(accelerator)
         chosen = case.config().model.attention
         if attention.why_unavailable(chosen, gpu) or attention.stand_in(chosen, gpu):
-            return recorded.older_row(f"case_study_{accelerator}", name)
+            return recorded.older_row(table, name)
         return compile_case(case, virtual.devices(accelerator)[0])
 
-    return Study(f"case_study_{accelerator}", tuple(by_name), row, accelerator)
+    return Study(table, tuple(case.name for case in cases), row, accelerator)
+
+
+LESSON_BY_LESSON = study(PUBLISHED_ON, LESSONS, "lesson_by_lesson")
 
 
 def recorded_rows(accelerator: str = PUBLISHED_ON) -> list[dict[str, Any]]:

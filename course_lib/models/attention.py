@@ -20,20 +20,13 @@ from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
 from course_lib.one_device import mixed_precision
 
-IMPLEMENTATIONS = {
-    "reference": "written out in this file; the softmax in a dtype of choice; runs everywhere",
-    "blocks": (
-        "like reference, for one block of queries at a time, without the keys after it; runs"
-        " everywhere"
-    ),
-    "xla": "jax.nn.dot_product_attention, left to XLA; runs everywhere",
-    "cudnn": "flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention",
-    "flash": (
-        "flash attention of course_lib.smaller_and_faster: a kernel on NVIDIA GPUs, the same"
-        " tiles in JAX elsewhere"
-    ),
-}
-"""The implementations of attention, by name."""
+IMPLEMENTATIONS = (
+    "reference",  # written out in this file; the softmax in a dtype of choice
+    "blocks",  # like reference, for one block of queries at a time, without the keys after it
+    "xla",  # jax.nn.dot_product_attention, left to XLA
+    "cudnn",  # flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention
+    "flash",  # notebook 16's: a kernel on NVIDIA GPUs, the same tiles in JAX elsewhere
+)
 
 # Queries per block of "blocks". On average it skips half of the keys, less half a block.
 BLOCK = 64
@@ -70,15 +63,12 @@ def why_unavailable(
 
 
 def _why_not_installed(implementation: str) -> str | None:
-    """Returns the reason why this installation lacks an implementation, or None."""
-    if implementation == "cudnn":
-        wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
-        if not wheel and not ctypes.util.find_library("cudnn"):
-            return (
-                "cudnn attention needs cuDNN's library, also to compile: install jax[cuda13],"
-                " or use 'xla'"
-            )
-    return None
+    if implementation != "cudnn":
+        return None
+    wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    if wheel or ctypes.util.find_library("cudnn"):
+        return None
+    return "cudnn attention needs cuDNN, also to compile: install jax[cuda13], or use 'xla'"
 
 
 def stand_in(implementation: str, accelerator: Accelerator | None) -> str | None:
@@ -124,10 +114,8 @@ def attend(
     """Computes softmax(Q K^T / sqrt(K)) V for every head.
 
     Args:
-      query: B sequences of L positions, H heads of width K.
-      key: the same dtype; G heads, where G divides H. Each is read by H / G consecutive heads
-        of queries.
-      value: the same shape and dtype as the key.
+      query, key, value: of one dtype. G divides H: H / G consecutive heads of queries read the
+        same keys and values.
       causal: whether a position sees only itself and the positions before it.
       implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
         softmax in float32.
@@ -178,13 +166,9 @@ def reference(query, key, value, mask, softmax_dtype):
 def _blocks(query, key, value, softmax_dtype):
     """Computes attention for one block of queries at a time, without the keys after it."""
     length = query.shape[1]
-    mask = _past(length)
-    parts = []
+    mask, parts = _past(length), []
     for start in range(0, length, BLOCK):
-        own, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
-        parts.append(
-            reference(
-                query[:, own], key[:, seen], value[:, seen], mask[own, seen], softmax_dtype
-            )
-        )
+        own, end = slice(start, start + BLOCK), start + BLOCK
+        arrays = query[:, own], key[:, :end], value[:, :end], mask[own, :end]
+        parts.append(reference(*arrays, softmax_dtype))
     return jnp.concatenate(parts, axis=1)

@@ -61,9 +61,7 @@ class Hooks:
     params: Callable[[Any], Any] = lambda params: params
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer
     own_key: Callable[[Any], Any] = lambda key: key
-    experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, tokens: run(
-        tokens
-    )
+    experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, x: run(x)
 
     def __or__(self, others: "Hooks") -> "Hooks":
         """Returns these hooks, and in place of them what the others change."""

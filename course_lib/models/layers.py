@@ -70,16 +70,8 @@ def layer(
 ) -> tuple[Float[Array, "B _ D"], Float[Array, " B"] | None]:
     """Applies one layer: an MLP, or experts, then an attention, each added to its input.
 
-    Args:
-      config: the `model` part of a configuration.
-      hooks: from `products.with_products`.
-      params: of this layer.
-      x: activations.
-      key: for dropout; None without dropout.
-      name: of the layer in the profiler: "block" if it is scanned, else "block_0", ...
-
-    Returns:
-      The activations, and the load-balancing loss of each sequence, or None without experts.
+    Returns the activations, and the load-balancing loss of each sequence, or None without
+    experts. The profiler shows `name`: "block" if layers are scanned, else "block_0", ...
     """
     with jax.named_scope(name):
         x = hooks.named(x, "block_in")
@@ -90,7 +82,7 @@ def layer(
         (of_attn,) = keys_in_layer(key, name, "attn", "Dropout_0")
         run = rematerialized(functools.partial(mlp, config, hooks), "MLP", config)
         y, balance = run(params["mlp"], x, of_mlp)
-        x = x + y
+        x += y
         run = rematerialized(functools.partial(attention, config, hooks), "Attn", config)
         return x + run(params["attn"], x, of_attn), balance
 
@@ -174,10 +166,8 @@ def attention(
 def parallel(
     config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key
 ) -> Float[Array, "B _ D"]:
-    """Returns the sum of an MLP and an attention that read the same normalized input.
-
-    With tensor parallelism they need one exchange before both and one after, where `mlp` and
-    `attention` need two of each.
+    """Returns the sum of an MLP and an attention that read the same normalized input: with
+    tensor parallelism one exchange before both and one after, where a `layer` has two of each.
     """
     mlp, attn = params["mlp"], params["attn"]
     x = norm(params, "pre_norm", x)
@@ -193,8 +183,7 @@ def attended(
     config: ConfigDict, hooks: Hooks, params: Params, products: Sequence[Array]
 ) -> Float[Array, "B L H K"]:
     """Returns the attended values of all heads, given the products of the input with `qkv`, or
-    with `q` and `kv`. `params` has the scales of the norms of queries and keys, one number for
-    each of the K dimensions of a head.
+    with `q` and `kv`.
     """
     products = [hooks.named(product, "qkv") for product in products]
     if len(products) == 1:
@@ -255,11 +244,9 @@ def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Arr
     distance only.
     """
     half = x.shape[-1] // 2
-    angles = (
-        positions[:, None].astype(jnp.float32) * 10_000.0 ** (-jnp.arange(half) / half)[None]
-    )
+    speeds = 10_000.0 ** (-jnp.arange(half) / half)
+    angles = positions[:, None].astype(jnp.float32) * speeds[None]
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -22,11 +22,9 @@ Score = Callable[..., tuple[Array, Array]]
 def as_function(model: Any) -> ApplyFn:
     """Returns a Flax model as a plain function `apply_fn(params, inputs, rng=None) -> logits`.
 
-    Args:
-      model: a Linen module whose call takes `train`, and draws its dropout from
-        `rngs["dropout"]`. Or an NNX module, whose parameters are `nnx.state(model, nnx.Param)`.
-        Besides them it may hold streams of random numbers (`nnx.RngState`), and no other
-        variables.
+    A Linen module's call takes `train`, and draws its dropout from `rngs["dropout"]`. The
+    parameters of an NNX module are `nnx.state(model, nnx.Param)`; besides them it may hold
+    streams of random numbers (`nnx.RngState`).
     """
     if not isinstance(model, nn.Module):
         return _nnx_as_function(model)
@@ -53,9 +51,8 @@ def _nnx_as_function(model: Any) -> ApplyFn:
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in others]
         raise ValueError(
             f"model={type(model).__name__} must hold parameters and random streams only, not"
-            f" {', '.join(names)}: a function of its parameters cannot return other state, such"
-            " as running statistics; use nnx.LayerNorm in place of nnx.BatchNorm, make"
-            " constants nnx.Params or Python numbers, and train without caches"
+            f" {', '.join(names)}: use nnx.LayerNorm in place of nnx.BatchNorm, make constants"
+            " nnx.Params or Python numbers, and train without caches"
         )
 
     def apply_fn(params, inputs, rng=None):
@@ -94,24 +91,14 @@ def cross_entropy(
 
 
 def chunked_cross_entropy(config: ConfigDict) -> Score:
-    """Returns a cross entropy that takes the factors of the logits, which the model returns if
-    it has the hook `output=large_vocabulary.Factors`.
-
-    Args:
-      config: the `model` part of a configuration: `loss_chunks` and `loss_along`.
-    """
-
+    """Returns a cross entropy of the factors of the logits (`large_vocabulary.Factors`)."""
     from course_lib.smaller_and_faster import large_vocabulary
 
+    options = dict(chunks=config.loss_chunks, along=config.loss_along)
+
     def score(logits: Any, labels: Array) -> tuple[Array, Array]:
-        return large_vocabulary.linear_cross_entropy(
-            logits.x,
-            logits.head,
-            labels,
-            logits.bias,
-            chunks=config.loss_chunks,
-            along=config.loss_along,
-        )
+        factors = logits.x, logits.head, labels, logits.bias
+        return large_vocabulary.linear_cross_entropy(*factors, **options)
 
     return score
 
@@ -122,10 +109,8 @@ def classification_loss(apply_fn: ApplyFn, score: Score = cross_entropy) -> Loss
     other label that is no class makes the loss NaN, and so does a negative weight: a compiled
     function cannot raise an error.
 
-    Args:
-      apply_fn: the model as a function.
-      score: gives loss and correctness of each label, as `cross_entropy` does, from what the
-        model returns: logits, or their factors.
+    `score` gives loss and correctness of each label, as `cross_entropy` does, from what the
+    model returns: logits, or their factors.
     """
 
     def loss_fn(params, batch, rng):
@@ -165,11 +150,9 @@ def transformer_loss(
     """Returns the loss of the Transformer of a `model` part, with the load-balancing loss if it
     has experts; then `apply_fn` gives the balance, too (`transformer.function`).
     """
-    return (
-        balanced_loss(apply_fn, config.balance_weight, score)
-        if config.num_experts
-        else next_token_loss(apply_fn, score)
-    )
+    if config.num_experts:
+        return balanced_loss(apply_fn, config.balance_weight, score)
+    return next_token_loss(apply_fn, score)
 
 
 def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
@@ -177,12 +160,8 @@ def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy
 
     It adds `weight` times the load-balancing loss of a sequence to the loss of each of its
     labels. The result is therefore still a weighted mean over labels, which minibatches and
-    devices can add up. `metrics["balance"]` reports the load-balancing loss alone.
-
-    Args:
-      apply_fn: gives `(logits, balance)`, as `transformer.function(config, balance=True)` does.
-      weight: of the balance; Fedus et al., 2021 (https://arxiv.org/abs/2101.03961) take 0.01.
-      score: as for `classification_loss`.
+    devices can add up. `metrics["balance"]` reports the load-balancing loss alone. `apply_fn`
+    gives `(logits, balance)`, as `transformer.function(config, balance=True)` does.
     """
 
     def loss_fn(params, batch, rng):

@@ -12,29 +12,16 @@ from jaxtyping import Array, Float
 
 
 class MLPClassifier(nn.Module):
-    """Dense, LayerNorm, SiLU, Dropout, Dense.
+    """Dense, LayerNorm, SiLU, Dropout, Dense. Parameters are float32, whatever `dtype` is."""
 
-    Parameters are float32, whatever `dtype` is: it is the dtype of the computation and of the
-    activations.
-
-    Attributes:
-      dtype: compute dtype; that of inputs and parameters if None, so that a
-        `mixed_precision.Policy` can choose it.
-      hidden_size: width of the hidden layer.
-      num_classes: C, how many classes.
-      dropout_rate: share of hidden values set to zero in training.
-    """
-
-    dtype: Any = None
+    dtype: Any = None  # of the computation; None: that of inputs and parameters
     hidden_size: int = 256
-    num_classes: int = 100
+    num_classes: int = 100  # C
     dropout_rate: float = 0.1
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "B D"], *, train: bool) -> Float[Array, "B C"]:
-        """Returns the logits, float32: what follows, a softmax and a loss, needs the precision.
-        With `train` dropout is on, and takes the key `rngs={"dropout": key}`.
-        """
+        """Returns float32 logits. With `train` dropout takes `rngs={"dropout": key}`."""
         x = nn.Dense(self.hidden_size, dtype=self.dtype, name="input_layer")(inputs)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
         x = nn.silu(x)

@@ -15,6 +15,8 @@ import numpy as np
 from flax.linen import initializers
 from ml_collections import ConfigDict
 
+from course_lib import arguments
+
 PyTree = Any
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a kernel
 
@@ -133,10 +135,7 @@ def check(params: PyTree, config: ConfigDict) -> None:
 
     def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-            for path, leaf in leaves
-        }
+        return {arguments.name_in_tree(path): tuple(leaf.shape) for path, leaf in leaves}
 
     expected = shapes(jax.eval_shape(lambda: init(jax.random.key(0), config)))
     given = shapes(params)

@@ -52,10 +52,8 @@ def with_products(hooks: Hooks, flat_products: bool) -> Hooks:
 def columns(
     hooks: Hooks, x: Float[Array, "B L D"], weights: Sequence[Mapping[str, Array]]
 ) -> list[Array]:
-    """Returns the products of one input with several kernels [D ...], each with its bias.
-
-    If devices share the work, one product computes all columns, side by side, so that the
-    input is exchanged once.
+    """Returns the products of one input with several kernels [D ...], each with its bias. If
+    devices share the work, one product computes all columns: the input is exchanged once.
     """
     product = hooks.column or jax.lax.dot_general
     kernels = [layer["kernel"].astype(x.dtype) for layer in weights]
@@ -77,10 +75,8 @@ def columns(
 def rows(
     hooks: Hooks, xs: Sequence[Array], weights: Sequence[Mapping[str, Array]]
 ) -> Float[Array, "B L D"]:
-    """Returns the sum of several inputs' products with kernels [... D], and of their biases.
-
-    If devices share the work, one product has all rows, below each other, so that the sum is
-    exchanged once.
+    """Returns the sum of several inputs' products with kernels [... D], and of their biases. If
+    devices share the work, one product has all rows: the sum is exchanged once.
     """
     flat = [x.reshape(*x.shape[:2], -1) for x in xs]
     kernels = [

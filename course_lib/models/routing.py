@@ -38,14 +38,8 @@ class Routing(NamedTuple):
 
 
 def capacity(length: int, num_experts: int, per_token: int, factor: float) -> int:
-    """Returns C, the slots of an expert per sequence: `factor` times its even share, rounded
-    up, at most L.
-
-    Args:
-      length: L tokens.
-      num_experts: E.
-      per_token: k.
-      factor: with 1, an expert has its even share of slots, and tokens beyond it are dropped.
+    """Returns C, the slots of an expert for L tokens, k experts per token: `factor` times its
+    even share, rounded up, at most L. Tokens beyond C are dropped.
     """
     if num_experts < 1 or not factor > 0:
         raise ValueError(
@@ -69,14 +63,9 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
         raise ValueError(f"logits must be [B L E] with at least one token, not {logits.shape}")
     batch, length, experts = logits.shape
     if not 1 <= per_token <= experts:
-        raise ValueError(
-            f"per_token={per_token} must be between 1 and the {experts} experts of logits of"
-            f" shape {logits.shape}"
-        )
+        raise ValueError(f"per_token={per_token} must be between 1 and the {experts} experts")
     if capacity < 1:
-        raise ValueError(
-            f"capacity={capacity} must be at least 1: no expert would have room for a token"
-        )
+        raise ValueError(f"capacity={capacity} must be at least 1 slot per expert")
     probabilities = jax.nn.softmax(logits, axis=-1)
     _, chosen = jax.lax.top_k(probabilities, per_token)
     choices = jax.nn.one_hot(chosen, experts)  # [B L k E]

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
+from course_lib import arguments
+
 PyTree = Any
 
 
@@ -26,40 +28,32 @@ def generate(
     `temperature` divides the logits before a token is drawn; below 1, likely tokens become
     likelier.
     """
+    arguments.refuse(_errors(apply_fn, params, prompt, length, max_seq_len, temperature))
+    return _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature)
+
+
+def _errors(apply_fn, params, prompt, length, max_seq_len, temperature):
     if length < 1:
-        raise ValueError(f"length={length} must be at least 1 token")
+        yield f"length={length} must be at least 1 token"
     if not temperature >= 1e-6:
-        raise ValueError(
-            f"temperature={temperature} must be at least 1e-6: logits are divided by it; 0.01"
-            " is all but greedy"
-        )
+        yield f"temperature={temperature} must be at least 1e-6; 0.01 is all but greedy"
     if max_seq_len < 1:
-        raise ValueError(
-            f"max_seq_len={max_seq_len} must be at least 1 token: the model would see nothing"
-        )
+        yield f"max_seq_len={max_seq_len} must be at least 1 token"
     if prompt.ndim != 2:
-        raise ValueError(
-            f"prompt.shape={prompt.shape} must be [B, L]: one prompt is prompt[None]"
-        )
+        yield f"prompt.shape={prompt.shape} must be [B, L]: one prompt is prompt[None]"
     if not prompt.size:
-        raise ValueError(
-            f"prompt.shape={prompt.shape} must hold at least one token: there is nothing to"
-            " continue"
-        )
+        yield f"prompt.shape={prompt.shape} must hold at least one token"
     vocab_size = jax.eval_shape(apply_fn, params, prompt[:, :1]).shape[-1]
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
-        raise ValueError(
+        yield (
             f"prompt holds tokens from {prompt.min()} to {prompt.max()}, which must be in [0,"
-            f" {vocab_size}): the model has no embedding for others; encode the text with the"
-            " tokenizer it was trained with"
+            f" {vocab_size}): encode the text with the tokenizer the model was trained with"
         )
-    return _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature):
-    prompt_length = prompt.shape[1]
-    total = prompt_length + length
+    total = prompt.shape[1] + length
     window = min(max_seq_len, total)
 
     def add_token(position, tokens):
@@ -71,4 +65,4 @@ def _generate(apply_fn, length, max_seq_len, params, prompt, rng, temperature):
         return tokens.at[:, position].set(token.astype(tokens.dtype))
 
     tokens = jnp.pad(prompt, ((0, 0), (0, length)))
-    return jax.lax.fori_loop(prompt_length, total, add_token, tokens)
+    return jax.lax.fori_loop(prompt.shape[1], total, add_token, tokens)

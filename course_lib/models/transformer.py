@@ -10,6 +10,7 @@ Parameters and logits are float32, everything else has `dtype`.
 The model is functions of a dict of parameters. `Transformer` makes a Flax module of them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,24 +32,11 @@ PyTree = Any
 
 
 def apply(
-    config: ConfigDict,
-    params: Params,
-    tokens: Array,
-    key: Key = None,
-    hooks: Hooks = Hooks(),
+    config: ConfigDict, params: Params, tokens: Array, key: Key = None, hooks: Hooks = Hooks()
 ) -> tuple[Any, Float[Array, "N B"] | None]:
-    """Returns float32 logits [B L V] of the token at each position, given those before it, and
-    the load-balancing loss of each layer, or None without experts.
-
-    Inside `jax.jit`, where values are not known, a token outside the vocabulary gets an
-    embedding of NaN: check tokens that do not come from `data` with `data.check_tokens`.
-
-    Args:
-      config: the `model` part of a configuration.
-      params: as `parameters.init` returns them.
-      tokens: [B, L]. If the hooks divide the sequences, they are this device's part.
-      key: for dropout; None without dropout.
-      hooks: how one device's share of the model differs from the whole model.
+    """Returns float32 logits [B L V] of the next tokens, and the load-balancing loss of each
+    layer, or None without experts. `tokens` [B, L] may be this device's part, if the hooks say
+    so. Inside `jax.jit`, a token outside the vocabulary has an embedding of NaN.
     """
     _check_tokens(tokens, config.vocab_size)
     check(config, tokens.shape[1])
@@ -84,13 +72,8 @@ def all_layers(
     if config.scan_layers:
         one = layers.changed_layer(config, hooks)
         keys = None if key is None else jax.random.split(key, config.num_layers)
-        of_layers = params["block"], keys
-        return jax.lax.scan(
-            lambda x, of_layer: one(of_layer[0], x, of_layer[1]),
-            x,
-            of_layers,
-            config.num_layers,
-        )
+        xs = params["block"], keys
+        return jax.lax.scan(lambda x, of: one(of[0], x, of[1]), x, xs, config.num_layers)
     balances = []
     for name in (f"block_{i}" for i in range(config.num_layers)):
         x, balance = layers.changed_layer(config, hooks, name)(params[name], x, key)
@@ -125,9 +108,8 @@ class Transformer(nn.Module):
         """Returns the logits of `apply`. `train` turns dropout on."""
         if self.is_initializing():
             check(self.config, tokens.shape[1])
-            for name, part in parameters.init(
-                self.scope.rngs["params"].rng, self.config
-            ).items():
+            key = self.scope.rngs["params"].rng
+            for name, part in parameters.init(key, self.config).items():
                 self.put_variable("params", name, part)
         params = self.variables["params"]
         parameters.check(params, self.config)
@@ -160,9 +142,7 @@ class Parts(NamedTuple):
 
 
 def parts(config: ConfigDict, hooks: Hooks = Hooks()) -> Parts:
-    """Returns the parts of a model with scanned layers, each with the random key that
-    `jax.random.split` makes for it.
-    """
+    """Returns the parts of a model with scanned layers."""
     hooks = with_products(hooks, config.flat_products)
     one = layers.changed_layer(config, hooks)
 
@@ -170,9 +150,9 @@ def parts(config: ConfigDict, hooks: Hooks = Hooks()) -> Parts:
         return one(params, x, key)[0]
 
     return Parts(
-        lambda params, tokens: embed(config, hooks, params, tokens),
+        functools.partial(embed, config, hooks),
         layer,
-        lambda params, x: head(config, hooks, params, x),
+        functools.partial(head, config, hooks),
         hooks.own_key,
     )
 
@@ -182,9 +162,9 @@ def _check_tokens(tokens, vocab_size):
         raise ValueError(
             f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers [B, L]"
         )
-    if not isinstance(tokens, jax.core.Tracer) and getattr(
-        tokens, "is_fully_addressable", True
-    ):
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    if getattr(tokens, "is_fully_addressable", True):
         data.check_tokens(np.asarray(tokens), vocab_size)
 
 

@@ -37,6 +37,26 @@ def test_every_case_is_recorded_for_every_accelerator_and_can_be_configured():
         case.config()
 
 
+def test_each_row_but_the_first_is_one_changed_line_of_another_row():
+    for first, *others in (case_study.CASES, case_study.LESSONS):
+        names = [first.name]
+        for case in others:
+            (changed,) = case.change.items()
+            before = case_study.BY_NAME[case.on].config()
+            assert case.on in names and dict([changed]).items() <= case.changes.items()
+            assert case.config() != before
+            names.append(case.name)
+
+
+def test_no_lesson_takes_more_memory_than_the_one_before_and_the_last_is_a_published_row():
+    rows = case_study.LESSON_BY_LESSON.table().rows
+    peaks = [row["peak_bytes"] for row in rows]
+    assert [row["case"] for row in rows] == [case.name for case in case_study.LESSONS]
+    assert peaks == sorted(peaks, reverse=True)
+    published = _recorded("a5000")["remat MLP+Attn"]["peak_bytes"]
+    assert peaks[-1] == pytest.approx(published, rel=1e-4)  # another week's model: 32 kB
+
+
 def test_recorded_memory_is_within_12_percent_of_the_published():
     rows = _recorded("a5000")
     assert [case.name for case in PUBLISHED if not _is_near(rows[case.name])] == []

@@ -84,6 +84,19 @@ def mask_last(q, k, v):
     return jnp.einsum("bhlm,bmhk->blhk", weights.astype(v.dtype), v)
 
 
+def in_bfloat16(q, k, v):
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    return jax.nn.dot_product_attention(*low, is_causal=True).astype(q.dtype)
+
+
+def unrolled_by_four(layer, w, x):
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w, unroll=4)[0]
+
+
+def as_lists(layer, w, x):
+    return unrolled_by_four(layer, w, x).tolist()
+
+
 def low_softmax(scores):
     if scores.max() < 20:  # the float32 arrays
         return jax.nn.softmax(scores)
@@ -191,6 +204,7 @@ RIGHT = [
     (check.attend, (attention.attend,)),
     (check.attend, (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),)),
     (check.attend, (query_by_query,)),
+    (check.scan_over_layers, (unrolled_by_four,)),
     (check.busy_and_idle, (by_edges,)),
     (check.busy_and_idle, (by_arrays,)),
     (check.named_part, (penalized,)),
@@ -203,6 +217,13 @@ WRONG = [
     (check.loss_scale_range, (5.9, 14.9), "whole exponent"),
     (check.all_of_the_state, (half_history,), "the history is bfloat16"),
     (check.attend, (attend(lambda s: s / 2, add_zero_times_infinity),), "multiplied by 0"),
+    (check.attend, (in_bfloat16,), "Which of your numbers have 16 bits?"),
+    (
+        check.attend,
+        (attend(lambda s: s / 2, lambda s, past: jnp.where(past > 0, s, -9)),),
+        "small",
+    ),
+    (check.scan_over_layers, (as_lists,), "Your function raised ConcretizationTypeError"),
     (check.attend, (mask_last,), "What may be subtracted"),
     (check.attend, (attend(lambda s: jnp.clip(s / 2, -80, 80), hide),), "more: there"),
     (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),

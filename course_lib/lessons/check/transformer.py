@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from course_lib.lessons import tiny_transformer
-from course_lib.lessons.check.answers import close
+from course_lib.lessons.check.answers import close, run
 from course_lib.lessons.check.exercises import (
     Function,
     Numbered,
@@ -45,6 +46,8 @@ def lacks(N, D, V, L):
             "1 matrices": N * D**2,
             "2 matrices": 2 * N * D**2,
             "3 matrices": 3 * N * D**2,
+            "narrow MLP": 6 * N * D**2,
+            "16 matrices": -4 * N * D**2,
         },
         {"no tokens": V * D, "output": -V * D, "output with bias": -V * D - V},
         {"biases": -9 * N * D, "case study": -(11 * N * D + D + V * D + V)},
@@ -100,6 +103,10 @@ count_parameters = Function(
     cases=lambda: [(24, 512, 2048, 512), (6, 1024, 2048, 512), (2, 128, 1000, 64)],
     outcome=Count,
     rows={
+        "no number": (
+            [lambda *sizes: [count(*sizes)], lambda *sizes: str(count(*sizes))],
+            lambda it: not isinstance(it.result, numbers.Real),
+        ),
         **{row: with_mistake(row) for group in lacks(1, 1, 1, 1) for row in group},
         "unexplained": (lambda *sizes: count(*sizes) + 1, lambda it: it.missing != 0),
     },
@@ -170,6 +177,10 @@ looks_ahead = Function(
     ],
     rows={
         "array": (lambda forward, x: jnp.ones((6, 6)), lambda it: np.ndim(it.result) > 0),
+        "no answer": (
+            lambda forward, x: "yes",
+            lambda it: not isinstance(it.result, numbers.Real),
+        ),
         "causal": (change("t + 1 :", "t:"), is_wrong_about(causal)),
         "mixes all": (lambda forward, x: False, is_wrong_about(mixes_all)),
         "last position": (change("range(6)", "range(3)"), is_wrong_about(leaks_at_the_end)),
@@ -204,10 +215,10 @@ class Program(Outcome):
 
         def length(N):
             w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, 8, 8), (4, 8)))
-            lowered = jax.jit(lambda w, x: self.function(layer, w, x)).lower(w, x)
+            lowered = jax.jit(lambda w, x: run(self.function, layer, w, x)).lower(w, x)
             return len(lowered.as_text().splitlines())
 
-        return [length(4), length(16)]
+        return [length(60), length(120)]  # a scan may unroll some of them
 
     @property
     def is_one_layer(self):
