@@ -23,6 +23,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+KEPT = ("tags", "jupyter", "cellView")  # of a cell's metadata; the last two fold its code
 SECONDS_A_CELL = 600
 
 
@@ -48,9 +49,8 @@ def run(path: Path, repo: str) -> nbformat.NotebookNode:
     nb.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(nb.cells):
         cell.id = f"cell-{number:02d}"
-        cell.metadata = nbformat.from_dict(
-            {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
-        )
+        kept = {key: cell.metadata[key] for key in KEPT if cell.metadata.get(key)}
+        cell.metadata = nbformat.from_dict(kept)
     nbformat.validate(nb)
     return nb
 
