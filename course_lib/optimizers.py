@@ -2,7 +2,6 @@
 (https://optax.readthedocs.io).
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,9 +12,6 @@ from ml_collections import ConfigDict
 
 from course_lib import arguments, fields
 from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
-
-PyTree = Any
-with_path = jax.tree_util.tree_map_with_path
 
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
@@ -48,12 +44,13 @@ def _memory() -> Any:
 class Optimizer(NamedTuple):
     """An optimizer that a configuration can name."""
 
-    make: Callable[..., optax.GradientTransformation]  # (config, schedule)
+    make: Callable[..., optax.GradientTransformation]  # (config, schedule, *of `reads`)
     about: str  # for --help
     decays: bool = False  # whether it reads `weight_decay`
     streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
     # ||update on many devices - update on one|| / ||update||: 0 if no sum runs over devices
     tolerance: float = 0.0
+    reads: tuple[str, ...] = ()  # which of `get`'s functions of a parameter's name
     fields: Mapping[str, Any] = {}  # that it alone has, as in `OPTIMIZER`
 
 
@@ -76,11 +73,14 @@ OPTIMIZERS = {
         decays=True,
     ),
     "adamw_8bit": Optimizer(
-        lambda c, rate: _adamw(
-            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size), c, rate
+        lambda c, rate, stacks: _adamw(
+            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size, stacks=stacks),
+            c,
+            rate,
         ),
         "AdamW with moments in 8 bits",
         decays=True,
+        reads=("stacks",),
         # numbers per scale; a block lies on one device
         fields=dict(block_size=Field(256, at_least(16, ": each block has a scale"))),
     ),
@@ -91,25 +91,29 @@ OPTIMIZERS = {
         streams=True,
     ),
     "muon": Optimizer(
-        lambda c, rate, where=None: optax.contrib.muon(
+        lambda c, rate, *where: optax.contrib.muon(
             rate,
             adam_b1=c.b1,
             adam_b2=c.b2,
             weight_decay=c.weight_decay,
             adam_weight_decay=c.weight_decay,
-            muon_weight_dimension_numbers=lambda params: _memory().matrices(params, where),
+            muon_weight_dimension_numbers=lambda params: _memory().matrices(params, *where),
             consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
         ),
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
         " embeddings, output layer, norms and biases",
         decays=True,
         tolerance=1e-4,
+        reads=("matrices", "stacks"),
     ),
     "adafactor": Optimizer(
-        lambda c, rate: per_layer(optax.adafactor(rate, min_dim_size_to_factor=32)),
+        lambda c, rate, stacks: _memory().per_layer(
+            optax.adafactor(rate, min_dim_size_to_factor=32), stacks
+        ),
         "no first moment, the second one as its row and column means"
         ", arXiv 1804.04235; the rate is relative to a parameter's size",
         tolerance=1e-5,
+        reads=("stacks",),
     ),
 }
 """Optimizers by name. `configs`, --help and the tests of optimizers follow this table."""
@@ -135,37 +139,6 @@ OPTIMIZER = dict(
 """The fields of a configuration's `optimizer` part."""
 
 
-def per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Lets an optimizer treat each layer of stacked ones as parameters of its own.
-
-    Adafactor takes means over a whole array: of scanned layers, the arrays under "block" (in
-    the game "layers"), it would make other updates than of single ones.
-    """
-
-    def axis(path: Any) -> int | None:
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        stacked = names[:1] in (["block"], ["layers"])
-        return 0 if stacked else None  # None: shared, as counts of steps
-
-    def axes(tree: PyTree) -> PyTree:
-        return with_path(lambda path, _: axis(path), tree)
-
-    def over_layers(function: Callable[..., Any], *trees: PyTree) -> Any:
-        def of_one_layer(*trees: PyTree) -> Any:
-            return function(*with_path(lambda path, x: x[0] if axis(path) == 0 else x, trees))
-
-        if not jax.tree.leaves(axes(trees)):
-            return function(*trees)
-        result = axes(jax.eval_shape(of_one_layer, *trees))
-        return jax.vmap(function, axes(trees), result)(*trees)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
-        return over_layers(optimizer.update, grads, state, params)
-
-    init = functools.partial(over_layers, optimizer.init)
-    return optax.GradientTransformation(init, update)
-
-
 def _adamw(
     scale_by_adam: optax.GradientTransformation, config: ConfigDict, rate: optax.Schedule
 ) -> optax.GradientTransformation:
@@ -184,12 +157,25 @@ def cast_params(config: ConfigDict, params: Any) -> Any:
 
 
 def get(
-    name: str, learning_rate: Any, *, matrices: Any = None, **options: Any
+    name: str,
+    learning_rate: Any,
+    *,
+    matrices: Callable[[str], Any] | None = None,
+    stacks: Callable[[str], bool] | None = None,
+    **options: Any,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer by name, for any model: `get("muon", 0.02, matrices=where)`.
+    """Returns an optimizer by name, for any model.
 
-    `learning_rate` is a number or a schedule, `options` are other fields of `OPTIMIZER`, and
-    `where` of `optimizer_memory.matrices` chooses what Muon trains; None: the Transformer's.
+        get("muon", 0.02, matrices=lambda name: name.endswith("kernel"))
+
+    Args:
+      name: one of `OPTIMIZERS`.
+      learning_rate: a number, or a schedule.
+      matrices: which parameters Muon trains, by names as "blocks/0/up/kernel"
+        (`optimizer_memory.matrices`). None: those of the Transformer.
+      stacks: likewise, which arrays have a first axis of layers, each of which gets the update
+        of a single one. None: those in the Transformer's "block".
+      options: other fields of `OPTIMIZER`.
     """
     arguments.one_of("name", name, OPTIMIZERS)
     if matrices is not None and name != "muon":
@@ -208,7 +194,7 @@ def get(
     rate = {} if schedule else dict(learning_rate=learning_rate)
     with config.unlocked():
         config.update(dict(schedule="constant", name=name, **rate, **options))
-    return from_config(config, schedule, **(dict(where=matrices) if matrices else {}))
+    return from_config(config, schedule, matrices=matrices, stacks=stacks)
 
 
 def from_config(
@@ -216,17 +202,18 @@ def from_config(
     schedule: optax.Schedule | None = None,
     around: Callable[[optax.GradientTransformation], optax.GradientTransformation]
     | None = None,
-    **options: Any,
+    **by_name: Callable[[str], Any] | None,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
     clips the gradient first. `schedule`: the learning rate by step, in place of the
-    configuration's. `around`: wraps what turns float32 gradients into updates. `options` are
-    for `Optimizer.make`.
+    configuration's. `around`: wraps what turns float32 gradients into updates. `by_name`:
+    `matrices` and `stacks`, as in `get`; an optimizer that does not read them ignores them.
     """
     known = dict(optimizer=OPTIMIZER)
     fields.check(dict(optimizer=config), fields.template(known), fields.by_name(known))
     rate = SCHEDULES[config.schedule](config) if schedule is None else schedule
-    update = OPTIMIZERS[config.name].make(config, rate, **options)
+    row = OPTIMIZERS[config.name]
+    update = row.make(config, rate, *map(by_name.get, row.reads))
     if around is not None:
         update = around(update)
     if config.offload:

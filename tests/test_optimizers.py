@@ -1,5 +1,7 @@
 """Laws of optimizers built from a configuration."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,23 +110,43 @@ def normal(draw, *shape):
     return jnp.asarray(draw.normal(draw.uniform(-1, 1), draw.uniform(0.1, 3), shape), "float32")
 
 
-@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
-def test_scanned_layers_get_the_updates_of_single_ones(name):
+class Outside(NamedTuple):
+    """Parameters of a model that is not the course's, with layers of any name."""
+
+    deep: Any
+
+
+READ = [name for name, row in optimizers.OPTIMIZERS.items() if "stacks" in row.reads]
+SCANNED = [(name, dict) for name in optimizers.OPTIMIZERS] + [(name, Outside) for name in READ]
+
+
+@pytest.mark.parametrize(("name", "kind"), SCANNED)
+def test_scanned_layers_get_the_updates_of_single_ones(name, kind):
     layers, draw = 33, np.random.default_rng(0)
     tolerance = max(1e-5, optimizers.OPTIMIZERS[name].tolerance)
     if name == "adamw_bf16":  # moments of a layer are rounded with other random numbers
         tolerance = 2.0**-7
     decays = dict(weight_decay=0.1) if optimizers.OPTIMIZERS[name].decays else {}
     config = example_config(name=name, schedule="constant", clip_norm=0.0, **decays)
-    optimizer = optimizers.from_config(config)
+    single = optimizers.from_config(config)
+    scanned, inside = single, "block"
+    if kind is Outside:
+        names = dict(
+            matrices=lambda name: name.endswith("kernel"),
+            stacks=lambda name: name.startswith("deep/"),
+        )
+        scanned, inside = optimizers.from_config(config, **names), "deep"
     params, *grads = ([layer(draw) for _ in range(layers)] for _ in range(3))
+    start, *stacks = (kind(**{inside: stacked(each)}) for each in (params, *grads))
     with jax.numpy_dtype_promotion("standard"):
-        alone = [optimizer.init({"block_0": one}) for one in params]
-        whole, update = optimizer.init({"block": stacked(params)}), jax.jit(optimizer.update)
-        for each in grads:
-            found, whole = update({"block": stacked(each)}, whole, {"block": stacked(params)})
+        alone = [single.init({"block_0": one}) for one in params]
+        together, update = scanned.init(start), jax.jit(scanned.update)
+        one_update = jax.jit(single.update)
+        for each, stack in zip(grads, stacks, strict=True):
+            found, together = update(stack, together, start)
             for i, (grad, param) in enumerate(zip(each, params, strict=True)):
-                expected, alone[i] = update({"block_0": grad}, alone[i], {"block_0": param})
+                given = {"block_0": grad}, alone[i], {"block_0": param}
+                expected, alone[i] = one_update(*given)
                 for array, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
                     assert np.linalg.norm(array[i] - want) <= tolerance * np.linalg.norm(want)
 

@@ -249,16 +249,23 @@ def sum_over_devices(grads: PyTree, param_specs: PyTree, grad_specs: PyTree) -> 
     return jax.tree.map(of_leaf, grads, param_specs, grad_specs)
 
 
-def gather(params: PyTree, specs: PyTree, dtype: Any) -> PyTree:
-    """Gathers parameters from the slices of the devices along "data". Kernels and their
-    gradients are sent in `dtype`, in which layers compute; the rest stays float32.
+def is_kernel(name: str) -> bool:
+    return name.endswith("kernel")
+
+
+def gather(
+    params: PyTree, specs: PyTree, dtype: Any, where: Callable[[str], bool] = is_kernel
+) -> PyTree:
+    """Gathers parameters from the slices of the devices along "data". Kernels, which are chosen
+    by name as for `optimizers.get`, and their gradients are sent in `dtype`, in which layers
+    compute; the rest stays as it is.
     """
 
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
         dim = dim_of(spec, AXIS)
         if dim is None:
             return leaf
-        leaf = leaf.astype(dtype) if path[-1].key == "kernel" else leaf
+        leaf = leaf.astype(dtype) if where(arguments.name_in_tree(path)) else leaf
         return checkpoint_name(jax.lax.all_gather(leaf, AXIS, axis=dim, tiled=True), "gathered")
 
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
@@ -291,7 +298,11 @@ def scatter_layers(specs: PyTree) -> Callable[[Layer], Layer]:
 
 
 def gather_layers(
-    specs: PyTree, dtype: Any, again: bool, scanned: bool
+    specs: PyTree,
+    dtype: Any,
+    again: bool,
+    scanned: bool,
+    where: Callable[[str], bool] = is_kernel,
 ) -> Callable[[Layer], Layer]:
     """Returns a wrapper of a layer, as `scatter_layers`: it gathers its parameters first.
 
@@ -302,7 +313,7 @@ def gather_layers(
 
     def wrap(layer: Layer) -> Layer:
         def gathering(params: PyTree, *args: Any) -> Any:
-            return layer(gather(params, specs, dtype), *args)
+            return layer(gather(params, specs, dtype, where), *args)
 
         if not again:
             return gathering

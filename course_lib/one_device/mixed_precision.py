@@ -89,8 +89,9 @@ class Policy:
 
     def wrap(self, loss_fn: Callable) -> Callable:
         """Returns the loss function `loss_fn(params, batch, rng) -> (loss, metrics)`, computed
-        under this policy. Of the batch, a dict or a tuple or dataclass with names, it casts
-        `inputs`: the weights of labels are summed, and stay as they are.
+        under this policy. It casts the parameters, and `inputs` of the batch, which is a dict,
+        or a tuple or dataclass with names. The weights of labels are summed: they stay as they
+        are.
 
         A model with a compute dtype of its own (Flax's `dtype=`) overrides the policy: leave it
         None there (of an `nnx.Embed`, once it is made: `embed.dtype = None`).

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from course_lib import measure, optimizers, training
+from course_lib import configs, measure, optimizers, training
 from course_lib.many_devices import meshes
 from course_lib.many_devices.options import Strategy
 from course_lib.models.losses import ApplyFn
@@ -21,19 +21,24 @@ from course_lib.program import settings
 
 PyTree = Any
 
+FIELDS = "vocab_size", "num_outputs", "max_seq_len"  # of `model`
+
 
 def builder(
-    apply_fn: ApplyFn, init_params: Callable[[Any], PyTree], matrices: Any = None
+    apply_fn: ApplyFn,
+    init_params: Callable[[Any], PyTree],
+    **by_name: Callable[[str], Any],
 ) -> Callable[..., tuple[training.Run, NamedSharding]]:
     """Returns a function that builds a run, for `loop.train`.
 
     Along "data", the only axis, each device has all parameters and a share of the batch, by the
-    compiler. The configuration's `model` is not read, except for `vocab_size`.
+    compiler. `FIELDS` of the configuration's `model` are read. The others do nothing, and have
+    to be those of a preset.
 
     Args:
       apply_fn: `apply_fn(params, tokens, rng) -> logits`; `training.as_function` makes one.
       init_params: `init_params(rng)` returns float32 parameters.
-      matrices: for Muon, as of `optimizers.get`: which parameters are matrices.
+      by_name: `matrices` and `stacks`, as in `optimizers.get`.
     """
 
     def build(
@@ -43,8 +48,7 @@ def builder(
         mesh = meshes.make(settings.axes(config, len(devices)), devices)
         _check(config, set(mesh.shape))
         config = FrozenConfigDict(config)
-        muon = dict(where=matrices) if config.optimizer.name == "muon" else {}
-        optimizer = optimizers.from_config(config.optimizer, **muon)
+        optimizer = optimizers.from_config(config.optimizer, **by_name)
         scale = mixed_precision.loss_scale(config.training.loss_scale)
 
         def init(rng: Any) -> training.TrainState:
@@ -65,13 +69,14 @@ def builder(
         init = jax.jit(init, out_shardings=everywhere)
         run = training.Run(config, apply_fn, loss_fn, step, init, mesh, specs)
         run = dataclasses.replace(run, flops=lambda: measure.flops(step, *run.abstract()))
+        _check_logits(run)
         return run, NamedSharding(mesh, P("data"))
 
     return build
 
 
 def _check(config: ConfigDict, axes: set[str]) -> None:
-    """Refuses what would need to know the layers."""
+    """Refuses what would need to know the layers, and their sizes."""
     strategy = settings.strategy(config)
     usual = vars(Strategy(by=strategy.by))
     for name, value, needed in (
@@ -79,9 +84,33 @@ def _check(config: ConfigDict, axes: set[str]) -> None:
         *((f"strategy.{name}", value, usual[name]) for name, value in vars(strategy).items()),
         ("optimizer.offload", config.optimizer.offload, False),
         ("training.backward", config.training.backward, "autodiff"),
+        *_changed(config.model),
     ):
         if value != needed:
             raise ValueError(
                 f"{name}={value} must be {needed} for another model than the course's: the"
-                " program does not know its layers"
+                " program does not know its layers, and would ignore the field"
             )
+
+
+def _changed(model: ConfigDict) -> list[tuple[str, Any, Any]]:
+    """Returns the fields that do nothing and differ from those of the nearest preset."""
+    presets = (configs.get(name).model for name in configs.PRESETS)
+    unread = [name for name in model if name not in FIELDS]
+    each = (
+        [(f"model.{n}", model[n], preset[n]) for n in unread if model[n] != preset[n]]
+        for preset in presets
+    )
+    return min(each, key=len)
+
+
+def _check_logits(run: training.Run) -> None:
+    """Refuses logits of another width than the vocabulary: labels or samples would be lost."""
+    state, batch = run.abstract()
+    logits = jax.eval_shape(lambda p, x: run.apply_fn(p, x, None), state.params, batch.inputs)
+    expected = *batch.inputs.shape, run.config.model.vocab_size
+    if (shape := getattr(logits, "shape", None)) != expected:
+        raise ValueError(
+            f"apply_fn must return logits [B L V] of shape {expected}, not {shape}: V is"
+            " model.vocab_size"
+        )

@@ -29,12 +29,22 @@ from course_lib import arguments
 from course_lib.fields import FRACTION
 
 PyTree = Any
+with_path = jax.tree_util.tree_map_with_path
+ByName = Callable[[str], Any]  # of a parameter: `arguments.name_in_tree`
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
 # sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
-# Each of the scanned layers, which are one array under "block", counts by itself.
+# Each of stacked layers counts by itself.
 SMALLEST = 4096
 NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would be a block
+
+
+def is_stack(path: Any, stacks: ByName | None = None) -> bool:
+    """Returns whether a parameter has a first axis of layers: `stacks(name)`, and if that is
+    None, whether it is one of the Transformer's scanned layers, in "block".
+    """
+    name = arguments.name_in_tree(path)
+    return bool(stacks(name)) if stacks else name.startswith("block/")
 
 
 def bytes_per_parameter(optimizer: optax.GradientTransformation, params: PyTree) -> float:
@@ -216,14 +226,18 @@ def scale_by_adam_bf16(
 
 
 def scale_by_adam_8bit(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, block_size: int = 256
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    block_size: int = 256,
+    stacks: ByName | None = None,
 ) -> optax.GradientTransformation:
     """Adam's update, with both moments stored in 8 bits: 2 + 8 / block bytes per parameter.
 
     Each step unpacks the moments of an array to float32, computes Adam's update from them, and
     packs them again. Arrays of less than `SMALLEST` numbers, or with rows of less than
     `NARROWEST`, keep float32 moments. Blocks are those of `quantize`; bitsandbytes takes 256
-    numbers, the paper 2048.
+    numbers, the paper 2048. `stacks` is that of `is_stack`.
     """
 
     def pack(moment: Array, signed: bool, key: Any, size: int) -> Any:
@@ -236,7 +250,7 @@ def scale_by_adam_8bit(
             return dequantize(moment, signed=signed)
         return moment
 
-    return _adam(b1, b2, eps, pack, unpack, None)
+    return _adam(b1, b2, eps, pack, unpack, None, stacks)
 
 
 def _adam(
@@ -246,22 +260,27 @@ def _adam(
     pack: Callable[[Array, bool, Any, int], Any],
     unpack: Callable[[Any, bool], Array],
     seed: int | None,
+    stacks: ByName | None = None,
 ) -> optax.GradientTransformation:
     """Adam with moments that `pack` stores and `unpack` returns as float32."""
     for name, value in dict(b1=b1, b2=b2).items():
         if isinstance(value, int | float) and not FRACTION.holds(value):
             raise ValueError(f"{name}={value} must {FRACTION.must}")
 
+    def size_of(path: Any, leaf: Any) -> int:
+        """Returns how many numbers an array has, or a layer of a stack."""
+        return math.prod(leaf.shape[is_stack(path, stacks) :])
+
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
 
         def packed_zeros(path: Any, param: Any) -> Any:
             # All-zero codes with scales of 0 are 0.
-            moment, size = jax.ShapeDtypeStruct(param.shape, jnp.float32), _size(path, param)
+            moment, size = jax.ShapeDtypeStruct(param.shape, jnp.float32), size_of(path, param)
             packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0), size), moment)
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
 
-        mu, nu = (jax.tree_util.tree_map_with_path(packed_zeros, params) for _ in range(2))
+        mu, nu = (with_path(packed_zeros, params) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), key, mu, nu)
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> Any:
@@ -275,7 +294,7 @@ def _adam(
         corrections = 1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count
 
         def of_leaf(leaf: Any, mu: Any, nu: Any, pair: Any) -> tuple[Array, Any, Any]:
-            size, grad = _size(*leaf), leaf[1].astype(jnp.float32)
+            size, grad = size_of(*leaf), leaf[1].astype(jnp.float32)
             mean = b1 * unpack(mu, True) + (1 - b1) * grad
             square = b2 * unpack(nu, False) + (1 - b2) * grad**2
             root = jnp.sqrt(square / corrections[1])
@@ -290,16 +309,49 @@ def _adam(
     return optax.GradientTransformation(init, update)
 
 
-def _size(path: Any, leaf: Any) -> int:
-    """Returns how many numbers an array has; if it is that of scanned layers, one of them."""
-    scanned = bool(path) and getattr(path[0], "key", None) == "block"
-    return math.prod(leaf.shape[scanned:])
+def per_layer(
+    optimizer: optax.GradientTransformation, stacks: ByName | None = None
+) -> optax.GradientTransformation:
+    """Lets an optimizer treat each layer of a stack (`is_stack`) as parameters of its own.
+
+    Adafactor takes means over a whole array: it would make other updates of stacked layers than
+    of single ones.
+    """
+
+    def over_layers(function: Callable[..., Any], params: PyTree, *rest: PyTree) -> Any:
+        trees = params, *rest
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        stacked = {path: is_stack(path, stacks) for path, _ in leaves}
+
+        def axis(path: Any) -> int | None:
+            # An array of the state has the path of its parameter at the end.
+            ends = (path[i:] for i in range(len(path)))
+            param = next((end for end in ends if end in stacked), None)
+            return 0 if stacked.get(param) else None  # None: shared, as counts of steps
+
+        def axes(tree: PyTree) -> PyTree:
+            return with_path(lambda path, _: axis(path), tree)
+
+        def of_one_layer(*trees: PyTree) -> Any:
+            return function(
+                *with_path(lambda path, x: x if axis(path) is None else x[0], trees)
+            )
+
+        if not any(stacked.values()):
+            return function(*trees)
+        result = axes(jax.eval_shape(of_one_layer, *trees))
+        return jax.vmap(function, axes(trees), result)(*trees)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
+        return over_layers(optimizer.update, grads, state, params)
+
+    init = functools.partial(over_layers, optimizer.init)
+    return optax.GradientTransformation(init, update)
 
 
-Where = Callable[[str], bool | MuonDimensionNumbers | None]
-
-
-def matrices(params: PyTree, where: Where | None = None) -> PyTree:
+def matrices(
+    params: PyTree, where: ByName | None = None, stacks: ByName | None = None
+) -> PyTree:
     """Returns which parameters are matrices for Muon, and their axes.
 
     For the Transformer, they are the kernels inside the layers; each scanned layer, and each
@@ -308,7 +360,8 @@ def matrices(params: PyTree, where: Where | None = None) -> PyTree:
     Parameters with matrices of which none is in a layer are refused: Adam would train them all.
 
     For any other model, `where(name)`, with a name as "blocks/0/up/kernel", says True for those
-    that have two axes, and the `MuonDimensionNumbers` of those with more.
+    that have two axes, or three in a stack (`is_stack`), and the `MuonDimensionNumbers` of
+    those with more. Arrays with fewer axes are Adam's, whatever it says.
     """
 
     def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
@@ -316,12 +369,15 @@ def matrices(params: PyTree, where: Where | None = None) -> PyTree:
             chosen = where(name := arguments.name_in_tree(path))
             if isinstance(chosen, MuonDimensionNumbers):
                 return chosen
-            if chosen and leaf.ndim > 2:
+            first = int(is_stack(path, stacks))
+            if chosen and leaf.ndim > first + 2:
                 raise ValueError(
                     f"where({name!r})={chosen!r} must be MuonDimensionNumbers for an array of"
                     f" shape {leaf.shape}: which axes are a matrix's inputs, which its outputs?"
+                    " If the first one is that of layers, `stacks` can say so"
                 )
-            return MuonDimensionNumbers(0, 1) if chosen and leaf.ndim == 2 else None
+            is_matrix = chosen and leaf.ndim == first + 2
+            return MuonDimensionNumbers(first, first + 1) if is_matrix else None
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         if not names or not names[0].startswith("block") or names[-1] != "kernel":
             return None
@@ -331,7 +387,7 @@ def matrices(params: PyTree, where: Where | None = None) -> PyTree:
         inputs = axes[:-1] if module == "output_layer" else axes[:1]
         return MuonDimensionNumbers(inputs, axes[len(inputs) :])
 
-    chosen = jax.tree_util.tree_map_with_path(of_leaf, params)
+    chosen = with_path(of_leaf, params)
     if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
         raise ValueError(
             "params must have a kernel in a layer, as params['block_0']['mlp']['kernel'], or"

@@ -22,7 +22,13 @@ SIZES = dict(data__seq_len=L, run__log_every=1, run__checkpoint_every=1, run__sa
 
 @pytest.fixture
 def config(text):
-    return configuration(text, training__steps=3, **SIZES)
+    return of_preset(configuration(text, training__steps=3, **SIZES))
+
+
+def of_preset(config):
+    """Takes back the sizes of the tests' Transformer, which another model does not read."""
+    config.model.update(configs.get("cpu").model.to_dict())
+    return config
 
 
 @pytest.mark.parametrize("devices", [1, slow(2)])
@@ -56,7 +62,6 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(config, tmp_path, monkeypatch
 
 def test_two_devices_take_the_steps_of_one(config):
     config.optimizer.update(name="sgd", schedule="constant", learning_rate=0.1)
-    config.model.dropout_rate = 0.0
     states = []
     for count in (1, 2):
         run, place = OWN(config, jax.devices()[:count])
@@ -80,10 +85,12 @@ def test_two_devices_take_the_steps_of_one(config):
         ("mesh__tensor", 2),
         ("optimizer__offload", True),
         ("training__backward", "in_place"),
+        ("model__num_layers", 12),
+        ("model__dtype", "bfloat16"),
     ],
 )
-def test_what_needs_to_know_the_layers_is_refused(text, field, value):
-    whole = configuration(text, **SIZES)
+def test_what_needs_to_know_the_layers_and_what_would_be_ignored_is_refused(text, field, value):
+    whole = of_preset(configuration(text, **SIZES))
     part, name = field.split("__")
     whole[part][name] = value
     wrong = "mesh={.*tensor.*}" if part == "mesh" else f"{part}.{name}={value}"
@@ -95,7 +102,7 @@ def test_muon_trains_the_matrices_that_are_chosen(config):
     config.optimizer.name = "muon"
     with pytest.raises(ValueError, match="matrices=where"):
         OWN(config, jax.devices()[:1])
-    chosen = own_model.builder(APPLY, INIT, lambda name: name.endswith("kernel"))
+    chosen = own_model.builder(APPLY, INIT, matrices=lambda name: name.endswith("kernel"))
     run, _ = chosen(config, jax.devices()[:1])
     assert "ns_coeffs" in str(run.abstract()[0].opt_state)
 
@@ -112,3 +119,14 @@ def test_its_own_products_count_for_mfu(config):
     run = dataclasses.replace(run, flops=hidden)
     why = observe._flops_for_mfu(run, hardware.get("h100"))[1]
     assert why == "its FLOPs cannot be seen"
+
+
+@pytest.mark.parametrize("width", [-1, 1])
+def test_logits_of_another_width_than_the_vocabulary_are_refused(config, width):
+    config.model.update(
+        vocab_size=config.model.vocab_size + width, num_outputs=config.model.num_outputs + width
+    )
+    with pytest.raises(
+        ValueError, match=r"apply_fn must return logits \[B L V\] of shape \(4, "
+    ):
+        OWN(config, jax.devices()[:1])

@@ -26,7 +26,8 @@ def saved_after(process, why):
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed(server):
     moments, steps = random.Random(KILLS), 120 + 40 * KILLS  # the last kill: long before that
-    changes = f"training.steps={steps} run.checkpoint_every=3 run.sample_tokens=5"
+    changes = f"training.steps={steps} optimizer.total_steps={steps}"
+    changes += " run.checkpoint_every=3 run.sample_tokens=5"
     changes += " run.validate_every=20 run.sample_every=20 run.log_every=2"
     changes = [*changes.split(), "model.dropout_rate=0.1", "optimizer.schedule=warmup_cosine"]
     unbroken = server.train("unbroken", *changes, devices=1)

@@ -47,7 +47,7 @@ def make(name: str) -> optax.GradientTransformation:
         return model.REAL.optimizer
     config = configs.get("155m").optimizer
     config.update(name=name, schedule="constant", learning_rate=3e-4, clip_norm=0.0)
-    return optimizers.from_config(config)
+    return optimizers.from_config(config, stacks=lambda name: name.startswith("layers/"))
 
 
 def read(optimizer: str, moments: str) -> Setup:
