@@ -72,7 +72,8 @@ def one_step(
     hint = "Begin with a copy of `game.first_step`, and change one thing."
     step = call(make_step, config, hint=hint)
     require(callable(step), f"make_step should return the function `step`, not {step!r}.")
-    copies = copy_of(config, start()[0] if state is None else state, setup)
+    state = start()[0] if state is None else state
+    copies = copy_of(config, state, setup)
     places = memories(copies)
     with jax.default_matmul_precision("highest"):
         batch = jnp.array(start()[1])
