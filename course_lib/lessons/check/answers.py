@@ -40,7 +40,9 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
         except WrongAnswer as wrong:
             print(f"✗ {' '.join(str(wrong).split())}")
         except Exception as error:
-            print(f"✗ The check could not read your answer: {in_one_line(error)}")
+            print(
+                f"✗ The check could not read your answer: {in_one_line(error)}{_reason(error)}"
+            )
 
     return answer
 
@@ -78,13 +80,20 @@ def run(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        reason = _of_types(error)
+        reason = _reason(error)
         raise WrongAnswer(f"Your function raised {in_one_line(error)}{reason}") from error
 
 
-def _of_types(error: Exception) -> str:
-    """Says which types differ in a loop or a `cond`, as JAX's first line does not."""
+def _reason(error: Exception) -> str:
+    """Says what JAX's first line does not: why an array is gone, or which types differ in a
+    loop or a `cond`.
+    """
     text = str(error)
+    if "has been deleted" in text:
+        return (
+            " A step deletes the arrays that are donated to it: copy what you need before you"
+            " call it, or take what it returns."
+        )
     if "manual ax" not in text or "do not match" not in text:
         return ""
     if "branches must have equal output types" in text:  # of a `cond` or a `switch`

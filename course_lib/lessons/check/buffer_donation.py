@@ -83,8 +83,13 @@ class Best(Outcome):
         )
     )
     is_deleted = property(
-        lambda it: isinstance(it.result[1], jax.Array) and it.result[1].is_deleted()
+        lambda it: any(
+            isinstance(leaf, jax.Array) and leaf.is_deleted()
+            for leaf in jax.tree.leaves(it.result)
+        )
     )
+    dtype = property(lambda it: jnp.result_type(*jax.tree.leaves(it.result[1])))
+    cast = property(lambda it: float(jnp.asarray(it.weight, it.dtype)))
     your_loss = property(lambda it: float(it.result[0]))
     your_weight = property(lambda it: float(np.ravel(np.asarray(it.result[1]))[0]))
 
@@ -103,7 +108,7 @@ best_state = Function(
     outcome=Best,
     rows={
         "no pair": change("return lowest, kept", "return kept, lowest"),
-        "deleted": (change("jnp.copy(w)", "w"), in_case(0, lambda it: it.is_deleted)),
+        "deleted": (change("jnp.copy(w)", "w"), lambda it: it.is_deleted),
         "last": (
             lambda step, w, n: (path()[1][-1], w),
             in_case(0, lambda it: it.has_loss(path()[1][-1])),
@@ -115,6 +120,10 @@ best_state = Function(
         "after": (
             change("loss, before", "loss, jnp.copy(w)"),
             in_case(0, lambda it: it.has_weight(path()[0][it.lowest_at + 1])),
+        ),
+        "rounded": (
+            change("return lowest, kept", "return lowest, kept.astype(jnp.bfloat16)"),
+            in_case(0, lambda it: not it.has_weight(it.weight) and it.has_weight(it.cast)),
         ),
         "another state": (
             change("return lowest, kept", "return lowest, jnp.ones(1)"),
@@ -159,6 +168,8 @@ class State(Outcome):
     traced = functools.cached_property(lambda it: jax.eval_shape(it.function, *it.args))
     has_keys = property(lambda it: isinstance(it.new, dict) and set(it.new) == set(it.right[0]))
     dtype = property(lambda it: it.traced[0]["mean"].dtype)
+    means = property(lambda it: (np.asarray(it.new["mean"]), np.asarray(it.right[0]["mean"])))
+    differing = property(lambda it: int(np.sum(it.means[0] != it.means[1])))
 
     @property
     def has_numbers(self):
@@ -197,6 +208,10 @@ all_of_the_state = Function(
         "lost bits": (
             [low, change("mean.sum()", 'state["mean"].sum()')],
             lambda it: not close(it.new["weight"], it.right[0]["weight"], 1e-5),
+        ),
+        "rounded": (
+            change("0.9 * mean", '0.9 * state["mean"]'),
+            lambda it: it.differing > 1,
         ),
         "history": (change("history, mean]", "mean, history]"), lambda it: not it.has_history),
     },
