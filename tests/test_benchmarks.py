@@ -234,17 +234,7 @@ def measured_words():
         row["case"]: (row["peak_bytes"] - b["peak_bytes"]) / measure.MIB for row, b in known
     }
     rest = {name: more[name] - program[name] for name in more}
-    rungs = ("first writing", "flash attention", "no dropout", "products once, 4 minibatches")
-    rungs += (
-        "rematerialized blocks",
-        "gradients in place",
-        "unrolled",
-        "16 minibatches",
-        "64 minibatches",
-        "moments on the host",
-        "Adafactor",
-        "products once, 16 minibatches",
-    )
+    rungs = ("no dropout", "unrolled", "64 minibatches", "moments on the host", "Adafactor")
     few = [slower[name] for name in rungs if slower[name] < 1.2]
     compiled = {row["case"]: b["peak_bytes"] / measure.GIB for row, b in found if b}
     page, readme = "docs/gpu.md", "README.md"

@@ -38,6 +38,7 @@ RUNGS = (
     Rung("flash attention", {"model.attention": "flash"}, "rematerialized blocks"),
     Rung("no dropout", {"model.dropout_rate": 0.0}, "flash attention"),
     Rung("16 minibatches", {"training.num_minibatches": 16}, "no dropout"),
+    Rung("16 minibatches, unrolled", {"model.scan_layers": False}, "16 minibatches"),
     Rung("gradients in place", {"training.backward": "in_place"}, "16 minibatches"),
     Rung("64 minibatches", {"training.num_minibatches": 64}, "gradients in place"),
     Rung("moments on the host", {"optimizer.offload": True}, "64 minibatches"),

@@ -55,11 +55,12 @@ def embed(
     # Both tables are read in float32: the gradient of a row sums over all its uses, more than
     # bfloat16 can add up.
     with jax.named_scope("embed"):
-        x = hooks.lookup(params["embed"]["embedding"], tokens)
+        x = hooks.lookup(params["embed"]["embedding"].astype(jnp.float32), tokens)
     if config.positions == "learned":
         with jax.named_scope("pos_emb"):
             places = hooks.positions(tokens.shape[1])
-            x = x + jnp.take(params["pos_emb"]["embedding"], places, axis=0)[None]
+            table = params["pos_emb"]["embedding"].astype(jnp.float32)
+            x = x + jnp.take(table, places, axis=0)[None]
     return x.astype(jnp.dtype(config.dtype))
 
 

@@ -1,16 +1,13 @@
 """Offload: keeps arrays in the host's memory, and fetches them when a step needs them.
 
-The host of a GPU has more memory than the GPU, behind a link that is slower than device memory:
-7 times for an H100's memory and the NVLink-C2C of a Grace Hopper (450 and 3,350 GB/s), 24 times
-for an RTX A5000 on PCIe 4.0 (32 and 768 GB/s), and 52 times for an H100 on PCIe 5.0 (64 GB/s).
-Offload pays where it saves much memory and sends few bytes over this link:
+The host of a GPU has more memory than the GPU, behind a link that is 7 to 52 times slower than
+device memory. Offload pays where it saves much memory and sends few bytes over this link:
 
 - activations, by a checkpoint policy: `model.remat_policy="offload"`
   (`course_lib.one_device.rematerialization`);
 - the optimizer's moments, which a step reads and writes once: `streamed`.
 
-An array that is fetched in one piece takes all of its device memory for a moment. A loop over
-layers fetches one layer, uses it, sends it back, and overwrites the old one: *streaming*.
+*Streaming* fetches one layer, uses it, sends it back, and overwrites the old one.
 
 Sources: https://docs.jax.dev/en/latest/notebooks/host-offloading.html; ZeRO-Offload (Ren et
 al., 2021, https://arxiv.org/abs/2101.06840), which also runs Adam on the host.
@@ -216,11 +213,14 @@ def break_even_tokens(
     *,
     bytes_each_way: float = 8,
     flops_per_token: float = 6,
+    host_memory: float | None = None,
 ) -> float:
     """Returns the tokens per step from which on streaming the moments hides behind matmuls, on
-    a link that sends both ways at once.
+    a link that sends both ways at once. The host's memory serves both, at `host_memory` bytes/s
+    for each GPU; None: it is no limit.
 
     Per parameter, float32 Adam has 8 bytes, momentum 4; a token takes 6 FLOPs, 8 if the forward
     pass is computed twice (full rematerialization).
     """
-    return bytes_each_way / link.bandwidth * flops_per_second / flops_per_token
+    one_way = min(link.bandwidth, host_memory / 2 if host_memory else link.bandwidth)
+    return bytes_each_way / one_way * flops_per_second / flops_per_token

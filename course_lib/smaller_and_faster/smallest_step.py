@@ -1,29 +1,24 @@
 """The smallest step: a backward pass by hand, which adds each layer's gradient in place.
 
-A train step that accumulates gradients holds two trees of them: the sum so far, and the
-gradient of one minibatch, which `jax.grad` returns as a whole. With float32 Adam this is 4
-bytes per parameter for the parameters, 8 for the moments and twice 4 for gradients. The second
-tree is not needed. Layer i of a backward pass makes the gradient of layer i only, and it can be
-added to the sum at once:
+A train step that accumulates gradients holds their sum, 4 bytes per parameter. If a scan runs
+over the layers, it also holds the gradient of one minibatch: the backward pass is a scan, too,
+and returns the gradients of all layers as one stacked array. A loop by hand adds each of them
+to the sum at once:
 
     forward    a scan over the layers keeps what each layer's backward pass reads
     backward   a scan over the layers in reverse carries the gradient of the activations and
                the sum of the gradients, and adds to the sum at one index
 
-XLA overwrites the carry of a scan in place, so 16 bytes per parameter remain.
+XLA overwrites the carry of a scan in place. (With layers in a list, `jax.grad` needs as little,
+but compiles every layer.) `jax.vjp` differentiates one layer at a time, so a layer is any
+function. If it is wrapped in `jax.checkpoint`, only its input and what the policy saves are
+kept (see `course_lib.one_device.rematerialization`).
 
-`jax.vjp` differentiates one layer at a time, so a layer is any function. If it is wrapped in
-`jax.checkpoint`, only its input and what the policy saves are kept (see
-`course_lib.one_device.rematerialization`).
+JAX 0.10 has this too: `jax.vjp(f, params)` returns a function whose method `with_refs` adds to
+references, in the dtype of the parameters. The functions here may sum gradients of bfloat16
+parameters in float32.
 
-From 0.10 on, JAX has this too: `jax.vjp(f, params)` returns a function whose method `with_refs`
-takes references to arrays, and the backward pass adds to them, in the dtype of the parameters.
-The functions here may sum gradients of bfloat16 parameters in float32.
-
-The order of work is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174). LOMO (Lv et
-al., 2023, https://arxiv.org/abs/2306.09782) goes one step further and updates each layer inside
-the backward pass, which needs no sum of gradients, but excludes minibatches and a norm over all
-gradients.
+The order of work is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174).
 """
 
 from collections.abc import Callable, Mapping

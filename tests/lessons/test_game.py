@@ -258,6 +258,13 @@ def test_updates_of_each_optimizer_pass_and_are_told_from_others(name, capsys, n
             updates.check_optimizer(step, setup, updates.gradient())
 
 
+def test_the_light_model_sums_the_gradient_of_a_row_in_float32():
+    params = {"tokens": jnp.ones((2, 4)), "positions": jnp.ones((1, 4))}
+    batch = jnp.zeros((1024, 2), jnp.int32)  # a bfloat16 sum would stop at 256
+    grads = jax.grad(lambda params: game.light_embed(params, batch).sum())(params)
+    assert grads["tokens"][0, 0] == grads["positions"][0, 0] == 1024
+
+
 def test_adafactor_updates_each_layer_of_the_games_stack_as_if_it_were_alone():
     optimizer, draw = setups.make("adafactor"), np.random.default_rng(0)
     params, grads = (draw.normal(1, 1, (33, 32, 48)).astype("float32") for _ in range(2))

@@ -160,22 +160,26 @@ def test_parameters_gradients_and_logits_are_float32_and_activations_are_not(mon
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32"}
 
 
-def test_the_gradient_of_a_token_that_occurs_often_is_summed_in_float32():
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(stored):
     """A bfloat16 sum of 1024 equal terms stops growing at 256 of them, where one more no longer
     changes it.
     """
-    model, params = Transformer(_config(dtype="bfloat16")), _params()
+    model = Transformer(_config(dtype="bfloat16"))
+    params = jax.tree.map(lambda leaf: leaf.astype(stored), _params())
 
     @jax.jit
     def gradient(weights):
-        """Returns the gradient of token 0's row, for a weighted sum over 1024 sequences."""
+        """Returns those of token 0 and place 0, for a weighted sum over 1024 sequences."""
 
         def loss(params):
             tokens = jnp.zeros((1024, 1), jnp.int32)
             logits = model.apply({"params": params}, tokens, train=False)
             return (logits[:, 0, 0] * weights).sum()
 
-        return jax.grad(loss)(params)["embed"]["embedding"][0]
+        grads = jax.grad(loss)(params)
+        rows = (grads[name]["embedding"][0] for name in ("embed", "pos_emb"))
+        return jnp.stack([*rows]).astype("float32")
 
     # in one program, since products of another size may round each term in another way
     ones = np.ones(1024, "float32")

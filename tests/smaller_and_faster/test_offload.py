@@ -138,6 +138,10 @@ def test_break_even_on_three_links():
         np.testing.assert_allclose(2 * 2 / link.bandwidth, 2 * width / rate)
     tokens = [offload.break_even_tokens(*pair) for pair in pairs]
     np.testing.assert_allclose(tokens, [4_625, 20_604, 2_930], rtol=1e-3)
+    # a host's memory serves both directions: it is a limit below twice the link
+    for memory, most in ((2 * c2c.bandwidth, 2_930), (546e9, 4_830)):
+        tokens = offload.break_even_tokens(h100, c2c, host_memory=memory)
+        np.testing.assert_allclose(tokens, most, rtol=1e-3)
 
 
 # Compiled for a GPU that is not there.

@@ -7,6 +7,7 @@ import pytest
 from slow_cases import slow
 
 from course_lib import configs, measure, training
+from course_lib.lessons import check
 from course_lib.many_devices import meshes, strategies
 from course_lib.smaller_and_faster import smallest_step
 from course_lib.text.data import Batch
@@ -150,6 +151,24 @@ def test_only_one_tree_of_gradients_exists():
 
     (ours, tree), (autodiff, _) = peak("in_place"), peak("autodiff")
     assert autodiff - ours > 0.7 * tree
+
+
+def test_an_exercise_may_be_solved_by_a_loop_in_python(capsys):
+    def layer(w, x):
+        return x + jnp.tanh(x @ w)
+
+    def add(total, w, x):
+        inputs = [x]
+        for one in w:
+            inputs.append(layer(one, inputs[-1]))
+        dx = inputs.pop()
+        for i in reversed(range(len(w))):
+            dw, dx = jax.vjp(layer, w[i], inputs[i])[1](dx)
+            total = total.at[i].add(dw)
+        return total
+
+    check.add_in_place(add)
+    assert capsys.readouterr().out.startswith("✓")
 
 
 def test_weights_are_not_saved_for_the_backward_pass():

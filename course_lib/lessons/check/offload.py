@@ -85,19 +85,19 @@ class Momentum(Outcome):
     def moves_all(self, memory):
         return max(self.moves[memory]) >= self.args[1].size
 
-    @property
-    def is_on_host(self):
-        """Whether the momentum ends on the host. JAX 0.7.2 does not say it for a CPU."""
-        traced = getattr(self.program.outvars[1].aval, "memory_space", None)
-        sharding = getattr(self.result[1], "sharding", None)
-        kind = getattr(sharding, "memory_kind", None)
-        return bool(offload.why_unavailable()) or HOST == traced or kind == virtual.HOST_MEMORY
+    def is_on_host(self, place):
+        """Whether a result ends on the host. JAX 0.7.2 does not say it for a CPU."""
+        traced = getattr(self.program.outvars[place].aval, "memory_space", None)
+        kind = getattr(getattr(self.result[place], "sharding", None), "memory_kind", None)
+        return HOST == traced or kind == virtual.HOST_MEMORY
 
 
 class OnHost(Function):
     """JAX 0.7.2 leaves all arrays on a CPU in one memory; later ones add none from both."""
 
-    unreachable = frozenset({"forgotten" if offload.why_unavailable() else "not fetched"})
+    unreachable = frozenset(
+        {"forgotten", "parameters moved"} if offload.why_unavailable() else {"not fetched"}
+    )
 
 
 streamed_momentum = OnHost(
@@ -110,6 +110,10 @@ streamed_momentum = OnHost(
         "exchanged": change("return p, m", "return m, p"),
         "old momentum": change("= update(", "= late("),
         "another": change(", g)\n", ", 2 * g)\n"),
+        "parameters moved": (
+            change("return p, m", "return jax.device_put(p, HOST), m"),
+            lambda it: it.is_on_host(0),
+        ),
         "not fetched": (
             change("jax.device_put(m, DEVICE)", "m"),
             lambda it: not it.moves["device"],
@@ -135,7 +139,7 @@ streamed_momentum = OnHost(
         ),
         "forgotten": (
             change("jax.device_put(m, HOST)", "(jax.device_put(m, HOST), m)[1]"),
-            lambda it: not it.is_on_host,
+            lambda it: not (offload.why_unavailable() or it.is_on_host(1)),
         ),
     },
 )
