@@ -87,11 +87,11 @@ def shared_key(right, rng):
 
 
 @_fault(data_parallel, "gather")
-def gathered_twice(right, params, specs, dtype):
+def gathered_twice(right, params, *args):
     """Gathers parameters a second time, for nothing."""
-    first = right(params, specs, dtype)
+    first = right(params, *args)
     params, first = jax.lax.optimization_barrier((params, first))
-    return jax.tree.map(lambda x, y: x + 0 * y, right(params, specs, dtype), first)
+    return jax.tree.map(lambda x, y: x + 0 * y, right(params, *args), first)
 
 
 @_fault(data_parallel, "gather_outside")
