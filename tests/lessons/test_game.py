@@ -47,22 +47,26 @@ def submit(capsys, *arguments, **options):
     return capsys.readouterr().out
 
 
-def make_step(loss=game.loss, gradient=jax.grad, update=None, apply=optax.apply_updates):
+def make_step(
+    loss=game.loss, gradient=jax.value_and_grad, update=None, apply=optax.apply_updates
+):
     """Returns a submission that differs from the first one in one part."""
 
     def make_step(config):
         def step(state, batch):
             params, opt_state = state
-            grads = gradient(loss)(params, batch)
+            value, grads = gradient(loss)(params, batch)
             updates, opt_state = (update or config.optimizer.update)(grads, opt_state, params)
-            return (apply(params, updates), opt_state), jnp.zeros(())
+            return (apply(params, updates), opt_state), value
 
         return jax.jit(step)
 
     return make_step
 
 
-def knowing(times=1.0, update_of=lambda update: update, before=lambda batch: None, **parts):
+def knowing(
+    times=1.0, update_of=lambda update: update, before=lambda batch: None, value=None, **parts
+):
     """Returns a submission that knows the gradient, so it compiles at once."""
 
     def gradient(loss):
@@ -70,7 +74,9 @@ def knowing(times=1.0, update_of=lambda update: update, before=lambda batch: Non
             before(batch)
             x = batch.astype(jnp.float32)
             no_effect = 0 * (x @ x.T).sum()  # a step has to multiply matrices
-            return jax.tree.map(lambda g: times * g + no_effect, updates.gradient())
+            right, grads = updates.start_loss_and_gradient()
+            grads = jax.tree.map(lambda g: times * g + no_effect, grads)
+            return jnp.float32(right) if value is None else value, grads
 
         return known
 
@@ -163,6 +169,8 @@ WRONG = {
         "The optimizer's state is lost",
     ),
     "applied twice": (knowing(apply=adds_twice), "the parameters do not follow"),
+    "another loss": (knowing(value=jnp.zeros(())), "returns the loss 0. The mean"),
+    "no mean": (knowing(value=jnp.zeros(16)), "one number, not an array of shape"),
 }
 
 
@@ -495,18 +503,8 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 def test_a_step_that_only_works_at_the_small_size_or_on_another_gpu_is_told_so(capsys):
-    def cheats(config):
-        layers = 1 if config.layers == 12 else config.layers
-
-        def loss(params, batch):
-            few = jax.tree.map(lambda w: w[:layers], params["layers"])
-            return game.loss({**params, "layers": few}, batch)
-
-        return make_step(loss)(config)
-
     small = knowing(before=lambda batch: batch.reshape(16, 33))
     assert "The small step works, the real one raised TypeError" in submit(capsys, small)
-    assert "fewer FLOPs" in submit(capsys, cheats)
 
     def prints(params, batch):
         jax.debug.print("step")
@@ -516,6 +514,54 @@ def test_a_step_that_only_works_at_the_small_size_or_on_another_gpu_is_told_so(c
     printed = submit(capsys, make_step(half(game.loss)), "t4")
     assert "✗ An NVIDIA T4 has no unit for products of bfloat16" in printed
     assert "16-bit dtype is float16" in printed and printed.count("\n") == 2
+
+
+def of_six_layers(params, batch):
+    first = jax.tree.map(lambda w: w[:-6], params["layers"])
+    last = jax.tree.map(lambda w: w[-6:], params["layers"])
+    x = through(game.embed(params, batch[:, :-1]), jax.lax.stop_gradient(first))
+    x = through(x, last)
+    return game.cross_entropy(params, x, batch[:, 1:])
+
+
+def through(x, layers):
+    return jax.lax.scan(lambda x, layer: (game.block(layer, x), None), x, layers)[0]
+
+
+def of_the_first_positions(params, batch):
+    positions = params["positions"][:859]
+    return game.loss({**params, "positions": positions}, batch[:, :860])
+
+
+def only_traces(config):
+    right = make_step(half(game.loss))(config)
+    if config.layers != 12:
+        return right
+    return lambda state, batch: (state, 0 * right(state, batch)[1])
+
+
+def forgets_a_dtype(config):
+    dtype = jnp.bfloat16 if config.layers == 12 else jnp.float32
+
+    def apply(params, updates):
+        return jax.tree.map(lambda p: p.astype(dtype), optax.apply_updates(params, updates))
+
+    return make_step(apply=apply)(config)
+
+
+CHEATS = {
+    "first positions": (make_step(of_the_first_positions), "18% fewer FLOPs"),
+    "six layers": (make_step(of_six_layers), "10% fewer FLOPs"),
+    "traced only": (only_traces, "XLA drops what no result needs: the rest has 67% fewer"),
+    "dtype": (forgets_a_dtype, "a state of other shapes or dtypes"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_real_step_that_does_less_than_the_small_one_is_refused(name, capsys):
+    cheats, words = CHEATS[name]
+    assert words in submit(capsys, cheats)
 
 
 # The ladder of the reference moves.

@@ -46,7 +46,7 @@ def check(make_step: Any, setup: Setup = FIRST) -> str:
     """Returns how close the updates of a learner's step are to the first step's. Raises
     WrongAnswer, saying what differs.
     """
-    step, (new, (momentum, _)) = one_step(make_step, SMALL, None, setup)
+    step, (new, (momentum, _)), loss = one_step(make_step, SMALL, None, setup)
     (old, (old_momentum, _)), _ = start()
     yours = jax.tree.map(lambda m, o: m - DECAY * o, momentum.trace, old_momentum.trace)
     dtype, off = dtype_of_products(step, setup), difference(yours, gradient())
@@ -58,6 +58,11 @@ def check(make_step: Any, setup: Setup = FIRST) -> str:
         "The gradient is right, but the parameters do not follow it: add the updates of"
         " config.optimizer to the parameters, once, in float32.",
     )
+    require(
+        abs(loss - (right := start_loss_and_gradient()[0])) <= 0.02 * right,
+        f"The update is right, but the step returns the loss {loss:.4g}. The mean over all"
+        f" labels is {right:.4g}.",
+    )
     if setup != FIRST:
         check_optimizer(make_step, setup, yours)
     return f"differ by {off:.1e}, and {dtype} may differ by {TOLERANCE[dtype]:g}."
@@ -65,8 +70,9 @@ def check(make_step: Any, setup: Setup = FIRST) -> str:
 
 def one_step(
     make_step: Any, config: model.Config, state: PyTree, setup: Setup
-) -> tuple[Any, PyTree]:
-    """Makes a learner's step and runs it once: returns both, the new state as NumPy arrays.
+) -> tuple[Any, PyTree, float]:
+    """Makes a learner's step and runs it once: returns the step, the new state as NumPy arrays,
+    and the loss.
 
     `state` None is that of `start`: a stub gets its answer before that is computed.
     """
@@ -94,7 +100,9 @@ def one_step(
     same_shapes(result[0], state, "The new state")
     if setup.moments == "host":
         _same_memories(memories(result[0]), places)
-    return step, jax.tree.map(_numbers, result[0])
+    loss = np.asarray(result[1])
+    require(loss.shape == (), f"The loss is one number, not an array of shape {loss.shape}.")
+    return step, jax.tree.map(_numbers, result[0]), float(loss)
 
 
 def copy_of(config: model.Config, state: PyTree, setup: Setup) -> PyTree:
@@ -134,7 +142,7 @@ def check_optimizer(make_step: Any, setup: Setup, yours: PyTree) -> None:
     """Raises WrongAnswer unless a step's updates are those of its gradient, `yours`."""
     config, update, opt_state = second_step(setup)
     params = jax.tree.map(jnp.array, start()[0][0])
-    _, (new, new_state) = one_step(make_step, config, (params, opt_state), setup)
+    _, (new, new_state), _ = one_step(make_step, config, (params, opt_state), setup)
     updates, expected = update(yours, opt_state, params)
     moved = jax.tree.map(lambda n, o: n - np.asarray(o), new, params)
     name = setup.optimizer
@@ -204,11 +212,16 @@ def start() -> tuple[PyTree, np.ndarray]:
 
 
 @functools.cache
-def gradient() -> PyTree:
-    """Returns the gradient of the game's loss for the batch of `start`."""
+def start_loss_and_gradient() -> tuple[float, PyTree]:
+    """Returns the game's loss for the batch of `start`, and its gradient."""
     (params, _), batch = start()
     with jax.default_matmul_precision("highest"):
-        return jax.tree.map(np.asarray, jax.jit(jax.grad(model.loss))(params, batch))
+        loss, grads = jax.jit(jax.value_and_grad(model.loss))(params, batch)
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+def gradient() -> PyTree:
+    return start_loss_and_gradient()[1]
 
 
 @functools.cache
