@@ -118,6 +118,8 @@ class Bytes(Numbered):
 
     scores = property(lambda it: 4 * 8 * it.length**2 / 2**20)
     mlp = property(lambda it: 2 * 4096 * it.length / 2**20)
+    # all arrays of both at 512 tokens, as notebook 2 counts them
+    attention_512 = property(lambda it: (11 * 8 * 512**2) / (5 * 2 * 512 * 4096))
 
 
 scores_outgrow_mlp = Numbers(
