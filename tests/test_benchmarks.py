@@ -286,6 +286,7 @@ def measured_words():
         ("18", f"{ms['moments on the host']:.1f} ms instead of {ms['64 minibatches']:.1f}"),
         ("18", f"{ms['moments on the host'] - ms['64 minibatches']:.0f} ms longer"),
         ("19", f"{many[0]:.2f} to {many[-1]:.2f} times the estimate"),
+        ("20", f"{len(known)} steps took {least} to {most} MiB more"),
         ("19", f"take {min(few) - 1:.0%} to {max(few) - 1:.0%} more".replace("%", "", 1)),
         *(("19", f"| {name} | {estimate[name]:.1f} | {ms[name]:.1f} |") for name in rungs),
     ]

@@ -90,6 +90,8 @@ NAMES = (
     "tokens/embedding",
     "places/embedding",
     "head/kernel",
+    "blocks/2/out/kernel",
+    "blocks/3/down/kernel",
 )
 
 
@@ -109,7 +111,10 @@ muon_chooses = Function(
     cases=lambda: [(name,) for name in NAMES],
     calls=as_bool,
     rows={
-        "one layer": (change('"blocks"', '"blocks/0"'), in_case(1)),
+        "one layer": (
+            [change('"blocks"', '"blocks/0"'), lambda name: "/up/" in name or "/qkv/" in name],
+            lambda it: it.case in (1, 5, 6) and not it.result,
+        ),
         "embedding": (lambda name: "/" in name, lambda it: it.case in (2, 3) and it.result),
         "head": (change('startswith("blocks")', 'endswith("kernel")'), in_case(4)),
         "another": lambda name: "embedding" in name,
