@@ -51,6 +51,7 @@ _COPIES = _RENAMES.union(
 )
 # XLA marks a copy of an instruction: `dot.5.remat`, `dot.5.remat2`, `dot.remat.1.remat`.
 _CLONE = re.compile(r"\.remat\d*(?=\.|$)")
+_HIGHEST = re.compile(r"operand_precision\W+(?:\w+\W+)?highest", re.I)
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
 
 
@@ -159,7 +160,9 @@ def flops_of(executed: Iterable[tuple[hlo.Instruction, int]]) -> dict[str, int] 
                 return None
             left, axes = product.operands[0].shapes[0], re.findall(r"\d+", contracted[1])
             inner = math.prod(left.dims[int(axis)] for axis in axes)
-            total[left.dtype] += 2 * n * inner * product.shapes[0].elements
+            full = left.dtype == "float32" and _HIGHEST.search(product.attributes)
+            dtype = left.dtype + " (highest)" * bool(full)
+            total[dtype] += 2 * n * inner * product.shapes[0].elements
         if kind_of(i) == "kernel":
             return None
     return dict(total)

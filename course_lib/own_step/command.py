@@ -48,13 +48,17 @@ def text(figures: Figures) -> str:
     def add(name: str, *values: str) -> None:
         lines.extend(f"{'' if n else name:17}{value}" for n, value in enumerate(values))
 
+    by_default, fits = figures["default_bytes"], "fits" if figures["fits"] else "DOES NOT FIT"
+    if fits == "fits" and figures["peak_bytes"] > by_default:
+        fits += f" with XLA_PYTHON_CLIENT_MEM_FRACTION={hardware.GPU_SHARE}"
     add(
         "peak",
         f"{gib(figures['peak_bytes'])} of {gib(figures['usable_bytes'])}"
         + " per device" * (figures["devices"] > 1)
-        + f" (arguments {gib(figures['argument_bytes'])}, results beside them"
+        + f", by default {gib(by_default)}: {fits}",
+        f"(arguments {gib(figures['argument_bytes'])}, results beside them"
         f" {gib(figures['output_bytes'] - figures['aliased_bytes'])}, temporaries"
-        f" {gib(figures['temporary_bytes'])}): {'fits' if figures['fits'] else 'DOES NOT FIT'}",
+        f" {gib(figures['temporary_bytes'])})",
     )
     add(
         "at the peak",
@@ -123,7 +127,7 @@ def tried_lines(row: Figures) -> str:
         if flops := row["flops"]:
             most = max(flops, key=flops.get)
             result += f", most FLOPs in {most}"
-            if most == "float32" and "bfloat16" in row["change"]:
+            if "float32" in most and "bfloat16" in row["change"]:
                 result += ": something casts back, as nnx.Embed does (notebook 20)"
     return f"{'tried':17}{row['change']}\n{'':21}{result}"
 
@@ -181,6 +185,7 @@ def arguments() -> argparse.ArgumentParser:
         metavar="OUT",
         help="also writes a page, OUT.html, or report.html in a folder",
     )
+    add("--batch", metavar="NAME", help="the argument that a change halves (default: it looks)")
     add("--json", action="store_true", help="prints one JSON object; null is unknown")
     add(
         "--no-tries", action="store_true", help="tries no changes, which takes most of the time"
@@ -208,7 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
             make_step = reading.load(options.where)
-            figures, heap, tries = costs.measured(make_step, options.target, options.devices)
+            figures, heap, tries = costs.measured(
+                make_step, options.target, options.devices, options.batch
+            )
             if not options.json:
                 print(text(figures), file=out, flush=True)
             for row in () if options.no_tries else tries:

@@ -28,15 +28,18 @@ Figures = dict[str, Any]
 
 
 def measured(
-    make_step: Callable[..., Any], target: str, count: int = 1
+    make_step: Callable[..., Any], target: str, count: int = 1, batch: str | None = None
 ) -> tuple[Figures, measure.Heap, Iterator[Figures]]:
-    """Measures the step of a `make_step` on `count` devices of a target.
+    """Measures the step of a `make_step` on `count` devices of a target. `batch` names the
+    argument that changes halve, if they shall not find it.
 
     Returns all figures, as `--json` prints them; the step's heap; and an iterator that tries
     changes, adds their rows to the figures and yields these rows.
     """
     devices = virtual.devices(target, count)
     step = reading.step_of(reading.make(make_step, devices))
+    if batch not in (None, *step.names):
+        raise ValueError(f"--batch {batch} must be an argument: {', '.join(step.names)}")
     accelerator = hardware.get(target)
     costs, heap, mesh = compiled(step, target, devices, plan=True)
     compiler = measure.compiler(heap)
@@ -54,6 +57,7 @@ def measured(
         "title": accelerator.title,
         "devices": count,
         "usable_bytes": accelerator.usable_bytes,
+        "default_bytes": accelerator.default_bytes,
         "fits": costs["peak_bytes"] <= accelerator.usable_bytes,
         **costs,
         "at_the_peak": at_the_peak(heap),
@@ -70,12 +74,14 @@ def measured(
     }
 
     def tries() -> Iterator[Figures]:
-        for change, make in changes.changes(step, figures, make_step, devices):
+        for change, make in changes.changes(step, figures, make_step, devices, batch):
             if isinstance(make, str):
                 figures["not_tried"].append(f"{change}: {make}")
-            elif len(figures["tried"]) < MOST_TRIED:
-                figures["tried"].append({"change": change, **_tried(make, target, devices)})
-                yield figures["tried"][-1]
+                continue
+            figures["tried"].append({"change": change, **_tried(make, target, devices)})
+            yield figures["tried"][-1]
+            if len(figures["tried"]) == MOST_TRIED:
+                return
 
     return figures, heap, tries()
 
@@ -199,12 +205,12 @@ def donation(step: Step, program: Any) -> Figures:
     report = buffer_donation.report(program)
     places = program.in_tree.flatten_up_to(program.input_shardings)
     arrays = [
-        (number, _kind(row, place), row.bytes)
+        (number, reading.kind(row, place), row.bytes)
         for number, row, place in zip(step.owners, report.arguments, places, strict=True)
     ]
     outputs = jax.tree.leaves(program.out_info)
     places = program.out_tree.flatten_up_to(program.output_shardings)
-    results = [_kind(leaf, place) for leaf, place in zip(outputs, places, strict=True)]
+    results = [reading.kind(leaf, place) for leaf, place in zip(outputs, places, strict=True)]
     found = reading.replaceable(arrays, results, step.donated)
     missed = {n: size for n, size in found.items() if n not in step.donated}
     in_vain: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -222,12 +228,6 @@ def donation(step: Step, program: Any) -> Figures:
         "missed_argnums": list(missed),
         "missed_bytes": sum(missed.values()),
     }
-
-
-def _kind(leaf: Any, place: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the shape of an array on one device, and its dtype."""
-    shape = tuple(leaf.shape)
-    return (place.shard_shape(shape) if place else shape), str(leaf.dtype)
 
 
 def not_planned(module: measure.hlo.Module) -> list[str]:

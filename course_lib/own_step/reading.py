@@ -118,9 +118,7 @@ class Step:
         leaves = [
             (n, leaf) for n, arg in enumerate(self.arguments) for leaf in jax.tree.leaves(arg)
         ]
-        arrays = [
-            (n, kind(leaf), math.prod(leaf.shape) * leaf.dtype.itemsize) for n, leaf in leaves
-        ]
+        arrays = [(n, kind(leaf), size(leaf)) for n, leaf in leaves]
         return replaceable(arrays, map(kind, self.jaxpr.out_avals), self.donated)
 
 
@@ -140,8 +138,13 @@ def replaceable(
     return {n: bytes for n, bytes in taken.items() if bytes and 2 * bytes >= size[n]}
 
 
-def kind(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(leaf.shape), str(leaf.dtype)
+def kind(leaf: Any, place: Any = None) -> tuple[tuple[int, ...], str]:
+    """Returns the shape of an array on one device, and its dtype."""
+    return tuple(place.shard_shape(leaf.shape) if place else leaf.shape), str(leaf.dtype)
+
+
+def size(leaf: Any, place: Any = None) -> int:
+    return math.prod(kind(leaf, place)[0]) * leaf.dtype.itemsize
 
 
 def step_of(made: Any) -> Step:
