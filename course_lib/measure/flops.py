@@ -26,14 +26,7 @@ _OPAQUE = (
     "scaled_",
     "shard_map",
 )
-
-# The operands of `jax.lax.DotAlgorithmPreset`s.
-_UNITS = {
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "TF32": "tensorfloat32",
-    "F32": "float32 (highest)",
-}
+FULL = "float32 (highest)"  # what a product of float32 counts as that XLA must not round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +128,10 @@ def _unit(eqn: Any) -> tuple[str, int]:
     precision = eqn.params["precision"]  # of both operands, an algorithm, or None
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         operand, _, rest = precision.name.partition("_")
-        return _UNITS.get(operand, dtype), int(rest.partition("_X")[2] or 1)
-    level = max((p.value for p in precision), default=0) if isinstance(precision, tuple) else 0
-    return dtype + ("", " (high)", " (highest)")[level * (dtype == "float32")], 1
+        units = {"F16": "float16", "BF16": "bfloat16", "TF32": "tensorfloat32", "F32": FULL}
+        return units.get(operand, dtype), int(rest.partition("_X")[2] or 1)
+    levels = [p.value for p in precision] if isinstance(precision, tuple) else [0]
+    return (dtype, "float32 (high)", FULL)[max(levels) * (dtype == "float32")], 1
 
 
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:

@@ -9,12 +9,12 @@ floor holds for arrays larger than the chip's L2 cache (6 MiB on an A5000, 50 Mi
 import dataclasses
 
 from course_lib.measure import hardware
-from course_lib.measure.flops import Flops
+from course_lib.measure.flops import FULL, Flops
 from course_lib.measure.traffic import Traffic
 
 # How many bfloat16 products a TPU takes for one of float32
 # (https://docs.jax.dev/en/latest/jax.lax.html#jax.lax.Precision).
-_PASSES = {"float32": 1, "float32 (high)": 3, "float32 (highest)": 6}
+_PASSES = {"float32": 1, "float32 (high)": 3, FULL: 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def peak(accelerator: hardware.Accelerator, dtype: str) -> float:
     """
     unit = dtype
     if dtype in _PASSES:
-        units = ("tensorfloat32", "float32", "bfloat16")[dtype == "float32 (highest)" :]
+        units = ("tensorfloat32", "float32", "bfloat16")[dtype == FULL :]
         unit = next(unit for unit in units if unit in accelerator.peak_flops)
     rate = accelerator.peak(unit)
     if rate is None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from course_lib.measure import hlo, origin
+from course_lib.measure.flops import FULL
 from course_lib.measure.program import read
 
 # The kinds of moves.
@@ -51,7 +52,7 @@ _COPIES = _RENAMES.union(
 )
 # XLA marks a copy of an instruction: `dot.5.remat`, `dot.5.remat2`, `dot.remat.1.remat`.
 _CLONE = re.compile(r"\.remat\d*(?=\.|$)")
-_HIGHEST = re.compile(r"operand_precision\W+(?:\w+\W+)?highest", re.I)
+_HIGHEST = re.compile(r"operand_precision\W+(\w+\W+)?highest", re.I)
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
 
 
@@ -161,8 +162,7 @@ def flops_of(executed: Iterable[tuple[hlo.Instruction, int]]) -> dict[str, int] 
             left, axes = product.operands[0].shapes[0], re.findall(r"\d+", contracted[1])
             inner = math.prod(left.dims[int(axis)] for axis in axes)
             full = left.dtype == "float32" and _HIGHEST.search(product.attributes)
-            dtype = left.dtype + " (highest)" * bool(full)
-            total[dtype] += 2 * n * inner * product.shapes[0].elements
+            total[FULL if full else left.dtype] += 2 * n * inner * product.shapes[0].elements
         if kind_of(i) == "kernel":
             return None
     return dict(total)

@@ -136,7 +136,7 @@ def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -
         if not leaf.shape:
             return leaf
         place = getattr(leaf, "sharding", None)
-        divided = place if getattr(place, "mesh", None) is not None else None
+        divided = place if hasattr(place, "mesh") else None
         return jax.ShapeDtypeStruct(*change(leaf), sharding=divided)
 
     arguments = list(step.arguments)

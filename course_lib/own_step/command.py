@@ -89,11 +89,7 @@ def text(figures: Figures) -> str:
         add(NAMES["attainable_seconds"], _time(seconds))
     for name, why in figures["unknown"].items():
         add(NAMES[name], f"unknown: {why}")
-    add(
-        "the compiler",
-        *figures["compiler"]["text"],
-        "(temporaries that will lie in the results' memory count, too)",
-    )
+    add("the compiler", *figures["compiler"]["text"])
     if figures["not_planned"]:
         add("in no plan", f"the workspace of {', '.join(figures['not_planned'])}")
     add("how true", ERROR)
@@ -180,16 +176,10 @@ def arguments() -> argparse.ArgumentParser:
     add("where", metavar="FILE.py:make_step", help="or MODULE:make_step")
     add("--target", metavar="NAME", default="h100", help=", ".join(hardware.names()))
     add("--devices", metavar="N", type=int, default=1, help="how many of them (default: 1)")
-    add(
-        "--report",
-        metavar="OUT",
-        help="also writes a page, OUT.html, or report.html in a folder",
-    )
+    add("--report", metavar="OUT", help="also writes OUT.html, or report.html in a folder OUT")
     add("--batch", metavar="NAME", help="the argument that a change halves (default: it looks)")
     add("--json", action="store_true", help="prints one JSON object; null is unknown")
-    add(
-        "--no-tries", action="store_true", help="tries no changes, which takes most of the time"
-    )
+    add("--no-tries", action="store_true", help="tries no changes, which take most of the time")
     add("--fail-over", metavar="SIZE", type=size, help="exits with 1 if the peak is over 20GiB")
     return parser
 
@@ -199,17 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments()
     options = parser.parse_args(argv)
     try:
-        if options.target not in hardware.names():
-            raise ValueError(
-                f"--target {options.target} must be one of {', '.join(hardware.names())}"
-            )
         if jax.config.jax_num_cpu_devices < options.devices > 1:
             with contextlib.suppress(RuntimeError):  # JAX has started
                 jax.config.update("jax_num_cpu_devices", options.devices)
-        try:
-            virtual.devices(options.target, options.devices)
-        except ValueError as error:
-            raise ValueError(f"--devices {options.devices}: {error}") from None
+        virtual.devices(options.target, options.devices)  # before the step's code runs
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
             make_step = reading.load(options.where)

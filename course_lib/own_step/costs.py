@@ -94,7 +94,7 @@ def compiled(
     """
     mesh: Any
     arguments, mesh = reading.placed(step, devices)
-    doing, title = f"compiling {step.function.__name__}", hardware.get(target).title
+    doing, gpu = f"compiling {step.function.__name__}", hardware.get(target)
     with reading.blaming_the_step(doing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
@@ -118,8 +118,8 @@ def compiled(
         ):
             reason = (
                 f"an array of shape {large[1]} has {math.prod(json.loads(large[1])):.3g}"
-                f" elements, more than XLA can count; {title} has"
-                f" {gib(hardware.get(target).memory_bytes)} of memory"
+                f" elements, more than XLA can count; {gpu.title} has"
+                f" {gib(gpu.memory_bytes)} of memory"
             )
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
@@ -152,7 +152,6 @@ def compiled(
     elif "offload" in by_kind:
         unknown["attainable_seconds"] = "arrays cross the link to the host"
     else:
-        gpu = hardware.get(target)
         seconds = unless_unknown(
             "attainable_seconds", lambda: measure.attainable_seconds(flops, traffic, gpu)
         )

@@ -64,18 +64,12 @@ def load(where: str) -> Callable[..., Any]:
             raise ValueError(f"{place}: there is no such file in {pathlib.Path.cwd()}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.path.insert(0, str(path.parent.absolute() if is_file else pathlib.Path.cwd()))
-    try:
-        with blaming_the_step(f"importing {place}"):
-            if is_file:
-                module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-            else:
-                module = importlib.import_module(place)
-    except StepError as error:
-        missing = getattr(error.__cause__, "name", None)
-        if is_file or not (missing and place.startswith(missing)):
-            raise
-        raise ValueError(f"{place}: there is no such module; a file ends in .py") from None
+    with blaming_the_step(f"importing {place}"):
+        if is_file:
+            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
     if not callable(getattr(module, name, None)):
         known = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"{where}: {place} has no function {name}; it has {known or 'none'}")
@@ -115,10 +109,11 @@ class Step:
 
     def replaced(self) -> dict[int, int]:
         """Returns the arguments that results can replace, wherever these lie."""
-        leaves = [
-            (n, leaf) for n, arg in enumerate(self.arguments) for leaf in jax.tree.leaves(arg)
+        arrays = [
+            (n, kind(leaf), size(leaf))
+            for n, arg in enumerate(self.arguments)
+            for leaf in jax.tree.leaves(arg)
         ]
-        arrays = [(n, kind(leaf), size(leaf)) for n, leaf in leaves]
         return replaceable(arrays, map(kind, self.jaxpr.out_avals), self.donated)
 
 
@@ -223,10 +218,8 @@ def traced(step: Step) -> Step:
         both = zip(inner.invars, inner.params["donated_invars"], strict=True)
         donated = {owner[id(v)] for v, is_donated in both if is_donated and id(v) in owner}
         places = dict(zip(map(id, inner.outvars), inner.params["out_shardings"], strict=True))
-        placed = [places.get(id(v)) for v in stage.jaxpr.jaxpr.outvars]
-        placed = [
-            place if isinstance(place, jax.sharding.Sharding) else None for place in placed
-        ]
+        asked = (places.get(id(v)) for v in stage.jaxpr.jaxpr.outvars)
+        placed = [p if isinstance(p, jax.sharding.Sharding) else None for p in asked]
         options["keep_unused"] = inner.params["keep_unused"]
         if any(placed):
             options["out_shardings"] = jax.tree.unflatten(stage.out_tree, placed)
