@@ -88,10 +88,9 @@ def peak(accelerator: hardware.Accelerator, dtype: str) -> float:
     XLA computes float32 products as TensorFloat-32 on GPUs that have it, unless
     `precision="highest"` asks for more, and as bfloat16 on TPUs, which have nothing else.
     """
-    unit = dtype
-    if dtype in _PASSES:
-        units = ("tensorfloat32", "float32", "bfloat16")[dtype == FULL :]
-        unit = next(unit for unit in units if unit in accelerator.peak_flops)
+    units = ("tensorfloat32", "float32", "bfloat16")[dtype == FULL :]
+    is_float32 = dtype in _PASSES
+    unit = next(u for u in units if u in accelerator.peak_flops) if is_float32 else dtype
     rate = accelerator.peak(unit)
     if rate is None:
         raise ValueError(

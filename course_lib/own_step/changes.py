@@ -75,16 +75,15 @@ def changes(
     else:
         yield (
             "half the batch (notebook 3)",
-            "no argument is seen to hold an even number of examples; --batch NAME says which"
-            f" of {', '.join(step.names)} does",
+            "no argument is seen to hold an even number of examples; --batch NAME says it",
         )
 
 
 def batch(step: Step, name: str | None = None) -> tuple[list[int], int, int]:
     """Returns which arguments are the batch, which axis its examples are on, and how many they
-    are, or 0 if that is not clear: half of them makes the step's arrays smaller, far more than
-    half of other arguments. Results replace no batch, unless `name` is its name. Minibatches
-    are on an axis in front: half as many of them make few arrays smaller.
+    are, or 0 if that is not clear. Half of them makes the step's arrays far smaller than half
+    of other arguments, or of minibatches on an axis in front. Results replace no batch, unless
+    it is the argument `name`.
     """
     state, shared = step.replaced(), collections.defaultdict(list)
     for number, argument in enumerate(step.arguments):
@@ -95,8 +94,7 @@ def batch(step: Step, name: str | None = None) -> tuple[list[int], int, int]:
             if len({*sizes}) > 1 or sizes[0] < 2:
                 break
             shared[axis, sizes[0]].append(number)
-    named = name and step.names.index(name)
-    saved = {key: 0 for key in shared if not name or named in shared[key]}
+    saved = {key: 0 for key in shared if not name or step.names.index(name) in shared[key]}
     before = _sizes(step.jaxpr.jaxpr)
     for axis, size in saved:
         with contextlib.suppress(ValueError):  # the step does not work with this half
@@ -136,8 +134,8 @@ def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -
         if not leaf.shape:
             return leaf
         place = getattr(leaf, "sharding", None)
-        divided = place if hasattr(place, "mesh") else None
-        return jax.ShapeDtypeStruct(*change(leaf), sharding=divided)
+        sharding = place if hasattr(place, "mesh") else None
+        return jax.ShapeDtypeStruct(*change(leaf), sharding=sharding)
 
     arguments = list(step.arguments)
     for number in numbers:

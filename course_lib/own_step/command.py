@@ -137,7 +137,6 @@ def page(figures: Figures, heap: measure.Heap) -> str:
     from course_lib.show import figures as pictures
     from course_lib.show.figures import frames
 
-    lines = text(figures)
     arrays = [vars(array) | {"why": array.line or array.scope} for array in heap.arrays]
     drawn = {"The arrays alive at the peak": pictures.residuals(arrays)}
     with contextlib.suppress(RuntimeError):  # XLA before JAX 0.10 writes no lifetimes
@@ -148,7 +147,7 @@ def page(figures: Figures, heap: measure.Heap) -> str:
         f'{base64.b64encode(frames.png(figure)).decode()}">\n'
         for title, figure in drawn.items()
     )
-    title, _, lines = html.escape(lines).partition("\n")
+    title, _, lines = html.escape(text(figures)).partition("\n")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
         "<style>body{max-width:60em;margin:2em auto;font-family:sans-serif}"

@@ -30,8 +30,8 @@ Figures = dict[str, Any]
 def measured(
     make_step: Callable[..., Any], target: str, count: int = 1, batch: str | None = None
 ) -> tuple[Figures, measure.Heap, Iterator[Figures]]:
-    """Measures the step of a `make_step` on `count` devices of a target. `batch` names the
-    argument that changes halve, if they shall not find it.
+    """Measures the step of a `make_step` on `count` devices of a target, with `batch` among its
+    arguments, or one that is found.
 
     Returns all figures, as `--json` prints them; the step's heap; and an iterator that tries
     changes, adds their rows to the figures and yields these rows.

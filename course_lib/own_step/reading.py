@@ -167,9 +167,8 @@ def step_of(made: Any) -> Step:
     names = [n for n, kind in kinds.items() if kind <= either][: len(args)]
     rest = next((n for n, kind in kinds.items() if kind == either + 1), "argument")
     names += [f"{rest}__{n}" for n in range(len(args) - len(names))]
-    for name, leaf in (
-        (names[n], leaf) for n, arg in enumerate(args) for leaf in jax.tree.leaves(arg)
-    ):
+    pairs = zip(names, args, strict=True)
+    for name, leaf in ((name, leaf) for name, arg in pairs for leaf in jax.tree.leaves(arg)):
         is_text = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSU"
         foreign = is_text or not (_is_array(leaf) or isinstance(leaf, REF))
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and foreign:
