@@ -26,6 +26,7 @@ _OPAQUE = (
     "scaled_",
     "shard_map",
 )
+FULL = "float32 (highest)"  # what a product of float32 counts as that XLA must not round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,9 @@ def flops(fn: Callable[..., Any], *args: Any) -> Flops:
     count. A Pallas kernel counts as its `cost_estimate`.
 
     Counts are named by dtype, as `Accelerator.peak_flops`: `{"bfloat16": 1.2e12}`. A product of
-    unequal dtypes counts as the wider one. What cannot be counted is refused: a loop that
-    stops on a condition on data, a kernel without a cost estimate, a `shard_map`.
+    unequal dtypes counts as the wider one, one with a `jax.lax.Precision` as "float32 (high)"
+    or "float32 (highest)", and a `jax.lax.DotAlgorithmPreset` as its own dtype. Refused are a
+    loop that stops on a condition on data, a kernel without a cost estimate, a `shard_map`.
 
     Args:
       fn: a function of arrays, jitted or not: a loss, its gradient, a whole train step. Or what
@@ -78,10 +80,8 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
         eqn_again = again or "rematted_computation" in str(eqn.source_info.name_stack)
         name, params = eqn.primitive.name, eqn.params
         if name in ("dot_general", "conv_general_dilated"):
-            wider = max(
-                (v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize
-            )
-            products.append((wider.name, times * _flops_of_product(eqn), eqn_again))
+            unit, passes = _unit(eqn)
+            products.append((unit, times * passes * _flops_of_product(eqn), eqn_again))
         elif name == "pallas_call":
             largest = max((v.aval for v in eqn.invars), key=lambda aval: aval.size)
             products.append((largest.dtype.name, times * _flops_of_kernel(eqn), eqn_again))
@@ -120,6 +120,18 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
             for inner in inner_jaxprs(params):
                 products += _products(inner, repeats, eqn_again)
     return products
+
+
+def _unit(eqn: Any) -> tuple[str, int]:
+    """Returns what a product counts as, and how many products XLA makes of it."""
+    dtype = max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
+    precision = eqn.params["precision"]  # of both operands, an algorithm, or None
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        operand, _, rest = precision.name.partition("_")
+        units = {"F16": "float16", "BF16": "bfloat16", "TF32": "tensorfloat32", "F32": FULL}
+        return units.get(operand, dtype), int(rest.partition("_X")[2] or 1)
+    levels = [p.value for p in precision] if isinstance(precision, tuple) else [0]
+    return (dtype, "float32 (high)", FULL)[max(levels) * (dtype == "float32")], 1
 
 
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:

@@ -9,8 +9,12 @@ floor holds for arrays larger than the chip's L2 cache (6 MiB on an A5000, 50 Mi
 import dataclasses
 
 from course_lib.measure import hardware
-from course_lib.measure.flops import Flops
+from course_lib.measure.flops import FULL, Flops
 from course_lib.measure.traffic import Traffic
+
+# How many bfloat16 products a TPU takes for one of float32
+# (https://docs.jax.dev/en/latest/jax.lax.html#jax.lax.Precision).
+_PASSES = {"float32": 1, "float32 (high)": 3, FULL: 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +83,18 @@ def mfu(flops: Flops, seconds: float, accelerator: hardware.Accelerator | None) 
 
 
 def peak(accelerator: hardware.Accelerator, dtype: str) -> float:
-    """Returns the peak rate of products of a dtype in FLOP/s.
+    """Returns the peak rate of products of a dtype, named as in `Flops`, in FLOP/s.
 
     XLA computes float32 products as TensorFloat-32 on GPUs that have it, unless
     `precision="highest"` asks for more, and as bfloat16 on TPUs, which have nothing else.
     """
-    if dtype == "float32":
-        units = ("tensorfloat32", "float32", "bfloat16")
-        dtype = next(unit for unit in units if unit in accelerator.peak_flops)
-    rate = accelerator.peak(dtype)
+    units = ("tensorfloat32", "float32", "bfloat16")[dtype == FULL :]
+    is_float32 = dtype in _PASSES
+    unit = next(u for u in units if u in accelerator.peak_flops) if is_float32 else dtype
+    rate = accelerator.peak(unit)
     if rate is None:
         raise ValueError(
-            f"dtype={dtype!r} must be one of {', '.join(accelerator.peak_flops)}:"
-            f" {accelerator.title} has no unit for its products, or no known rate"
+            f"no rate for {dtype} products of {accelerator.title} in accelerators.toml, only"
+            f" for {', '.join(accelerator.peak_flops)}"
         )
-    return rate
+    return rate / _PASSES.get(dtype, 1) if unit == "bfloat16" else rate

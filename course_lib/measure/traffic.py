@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from course_lib.measure import hlo, origin
+from course_lib.measure.flops import FULL
 from course_lib.measure.program import read
 
 # The kinds of moves.
@@ -51,6 +52,7 @@ _COPIES = _RENAMES.union(
 )
 # XLA marks a copy of an instruction: `dot.5.remat`, `dot.5.remat2`, `dot.remat.1.remat`.
 _CLONE = re.compile(r"\.remat\d*(?=\.|$)")
+_HIGHEST = re.compile(r"operand_precision\W+(\w+\W+)?highest", re.I)
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
 
 
@@ -159,7 +161,8 @@ def flops_of(executed: Iterable[tuple[hlo.Instruction, int]]) -> dict[str, int] 
                 return None
             left, axes = product.operands[0].shapes[0], re.findall(r"\d+", contracted[1])
             inner = math.prod(left.dims[int(axis)] for axis in axes)
-            total[left.dtype] += 2 * n * inner * product.shapes[0].elements
+            full = left.dtype == "float32" and _HIGHEST.search(product.attributes)
+            total[FULL if full else left.dtype] += 2 * n * inner * product.shapes[0].elements
         if kind_of(i) == "kernel":
             return None
     return dict(total)

@@ -48,13 +48,17 @@ def text(figures: Figures) -> str:
     def add(name: str, *values: str) -> None:
         lines.extend(f"{'' if n else name:17}{value}" for n, value in enumerate(values))
 
+    by_default, fits = figures["default_bytes"], "fits" if figures["fits"] else "DOES NOT FIT"
+    if fits == "fits" and figures["peak_bytes"] > by_default:
+        fits += f" with XLA_PYTHON_CLIENT_MEM_FRACTION={hardware.GPU_SHARE}"
     add(
         "peak",
         f"{gib(figures['peak_bytes'])} of {gib(figures['usable_bytes'])}"
         + " per device" * (figures["devices"] > 1)
-        + f" (arguments {gib(figures['argument_bytes'])}, results beside them"
+        + f", by default {gib(by_default)}: {fits}",
+        f"(arguments {gib(figures['argument_bytes'])}, results beside them"
         f" {gib(figures['output_bytes'] - figures['aliased_bytes'])}, temporaries"
-        f" {gib(figures['temporary_bytes'])}): {'fits' if figures['fits'] else 'DOES NOT FIT'}",
+        f" {gib(figures['temporary_bytes'])})",
     )
     add(
         "at the peak",
@@ -85,11 +89,7 @@ def text(figures: Figures) -> str:
         add(NAMES["attainable_seconds"], _time(seconds))
     for name, why in figures["unknown"].items():
         add(NAMES[name], f"unknown: {why}")
-    add(
-        "the compiler",
-        *figures["compiler"]["text"],
-        "(temporaries that will lie in the results' memory count, too)",
-    )
+    add("the compiler", *figures["compiler"]["text"])
     if figures["not_planned"]:
         add("in no plan", f"the workspace of {', '.join(figures['not_planned'])}")
     add("how true", ERROR)
@@ -123,7 +123,7 @@ def tried_lines(row: Figures) -> str:
         if flops := row["flops"]:
             most = max(flops, key=flops.get)
             result += f", most FLOPs in {most}"
-            if most == "float32" and "bfloat16" in row["change"]:
+            if "float32" in most and "bfloat16" in row["change"]:
                 result += ": something casts back, as nnx.Embed does (notebook 20)"
     return f"{'tried':17}{row['change']}\n{'':21}{result}"
 
@@ -137,7 +137,6 @@ def page(figures: Figures, heap: measure.Heap) -> str:
     from course_lib.show import figures as pictures
     from course_lib.show.figures import frames
 
-    lines = text(figures)
     arrays = [vars(array) | {"why": array.line or array.scope} for array in heap.arrays]
     drawn = {"The arrays alive at the peak": pictures.residuals(arrays)}
     with contextlib.suppress(RuntimeError):  # XLA before JAX 0.10 writes no lifetimes
@@ -148,7 +147,7 @@ def page(figures: Figures, heap: measure.Heap) -> str:
         f'{base64.b64encode(frames.png(figure)).decode()}">\n'
         for title, figure in drawn.items()
     )
-    title, _, lines = html.escape(lines).partition("\n")
+    title, _, lines = html.escape(text(figures)).partition("\n")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
         "<style>body{max-width:60em;margin:2em auto;font-family:sans-serif}"
@@ -176,15 +175,10 @@ def arguments() -> argparse.ArgumentParser:
     add("where", metavar="FILE.py:make_step", help="or MODULE:make_step")
     add("--target", metavar="NAME", default="h100", help=", ".join(hardware.names()))
     add("--devices", metavar="N", type=int, default=1, help="how many of them (default: 1)")
-    add(
-        "--report",
-        metavar="OUT",
-        help="also writes a page, OUT.html, or report.html in a folder",
-    )
+    add("--report", metavar="OUT", help="also writes OUT.html, or report.html in a folder OUT")
+    add("--batch", metavar="NAME", help="the argument that a change halves (default: it looks)")
     add("--json", action="store_true", help="prints one JSON object; null is unknown")
-    add(
-        "--no-tries", action="store_true", help="tries no changes, which takes most of the time"
-    )
+    add("--no-tries", action="store_true", help="tries no changes, which take most of the time")
     add("--fail-over", metavar="SIZE", type=size, help="exits with 1 if the peak is over 20GiB")
     return parser
 
@@ -194,21 +188,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments()
     options = parser.parse_args(argv)
     try:
-        if options.target not in hardware.names():
-            raise ValueError(
-                f"--target {options.target} must be one of {', '.join(hardware.names())}"
-            )
         if jax.config.jax_num_cpu_devices < options.devices > 1:
             with contextlib.suppress(RuntimeError):  # JAX has started
                 jax.config.update("jax_num_cpu_devices", options.devices)
-        try:
-            virtual.devices(options.target, options.devices)
-        except ValueError as error:
-            raise ValueError(f"--devices {options.devices}: {error}") from None
+        virtual.devices(options.target, options.devices)  # before the step's code runs
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
             make_step = reading.load(options.where)
-            figures, heap, tries = costs.measured(make_step, options.target, options.devices)
+            figures, heap, tries = costs.measured(
+                make_step, options.target, options.devices, options.batch
+            )
             if not options.json:
                 print(text(figures), file=out, flush=True)
             for row in () if options.no_tries else tries:

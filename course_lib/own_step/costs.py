@@ -28,15 +28,18 @@ Figures = dict[str, Any]
 
 
 def measured(
-    make_step: Callable[..., Any], target: str, count: int = 1
+    make_step: Callable[..., Any], target: str, count: int = 1, batch: str | None = None
 ) -> tuple[Figures, measure.Heap, Iterator[Figures]]:
-    """Measures the step of a `make_step` on `count` devices of a target.
+    """Measures the step of a `make_step` on `count` devices of a target, with `batch` among its
+    arguments, or one that is found.
 
     Returns all figures, as `--json` prints them; the step's heap; and an iterator that tries
     changes, adds their rows to the figures and yields these rows.
     """
     devices = virtual.devices(target, count)
     step = reading.step_of(reading.make(make_step, devices))
+    if batch not in (None, *step.names):
+        raise ValueError(f"--batch {batch} must be an argument: {', '.join(step.names)}")
     accelerator = hardware.get(target)
     costs, heap, mesh = compiled(step, target, devices, plan=True)
     compiler = measure.compiler(heap)
@@ -54,6 +57,7 @@ def measured(
         "title": accelerator.title,
         "devices": count,
         "usable_bytes": accelerator.usable_bytes,
+        "default_bytes": accelerator.default_bytes,
         "fits": costs["peak_bytes"] <= accelerator.usable_bytes,
         **costs,
         "at_the_peak": at_the_peak(heap),
@@ -70,12 +74,14 @@ def measured(
     }
 
     def tries() -> Iterator[Figures]:
-        for change, make in changes.changes(step, figures, make_step, devices):
+        for change, make in changes.changes(step, figures, make_step, devices, batch):
             if isinstance(make, str):
                 figures["not_tried"].append(f"{change}: {make}")
-            elif len(figures["tried"]) < MOST_TRIED:
-                figures["tried"].append({"change": change, **_tried(make, target, devices)})
-                yield figures["tried"][-1]
+                continue
+            figures["tried"].append({"change": change, **_tried(make, target, devices)})
+            yield figures["tried"][-1]
+            if len(figures["tried"]) == MOST_TRIED:
+                return
 
     return figures, heap, tries()
 
@@ -88,7 +94,7 @@ def compiled(
     """
     mesh: Any
     arguments, mesh = reading.placed(step, devices)
-    doing, title = f"compiling {step.function.__name__}", hardware.get(target).title
+    doing, gpu = f"compiling {step.function.__name__}", hardware.get(target)
     with reading.blaming_the_step(doing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
@@ -112,8 +118,8 @@ def compiled(
         ):
             reason = (
                 f"an array of shape {large[1]} has {math.prod(json.loads(large[1])):.3g}"
-                f" elements, more than XLA can count; {title} has"
-                f" {gib(hardware.get(target).memory_bytes)} of memory"
+                f" elements, more than XLA can count; {gpu.title} has"
+                f" {gib(gpu.memory_bytes)} of memory"
             )
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
@@ -146,7 +152,6 @@ def compiled(
     elif "offload" in by_kind:
         unknown["attainable_seconds"] = "arrays cross the link to the host"
     else:
-        gpu = hardware.get(target)
         seconds = unless_unknown(
             "attainable_seconds", lambda: measure.attainable_seconds(flops, traffic, gpu)
         )
@@ -199,12 +204,12 @@ def donation(step: Step, program: Any) -> Figures:
     report = buffer_donation.report(program)
     places = program.in_tree.flatten_up_to(program.input_shardings)
     arrays = [
-        (number, _kind(row, place), row.bytes)
+        (number, reading.kind(row, place), row.bytes)
         for number, row, place in zip(step.owners, report.arguments, places, strict=True)
     ]
     outputs = jax.tree.leaves(program.out_info)
     places = program.out_tree.flatten_up_to(program.output_shardings)
-    results = [_kind(leaf, place) for leaf, place in zip(outputs, places, strict=True)]
+    results = [reading.kind(leaf, place) for leaf, place in zip(outputs, places, strict=True)]
     found = reading.replaceable(arrays, results, step.donated)
     missed = {n: size for n, size in found.items() if n not in step.donated}
     in_vain: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -222,12 +227,6 @@ def donation(step: Step, program: Any) -> Figures:
         "missed_argnums": list(missed),
         "missed_bytes": sum(missed.values()),
     }
-
-
-def _kind(leaf: Any, place: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the shape of an array on one device, and its dtype."""
-    shape = tuple(leaf.shape)
-    return (place.shard_shape(shape) if place else shape), str(leaf.dtype)
 
 
 def not_planned(module: measure.hlo.Module) -> list[str]:

@@ -64,18 +64,12 @@ def load(where: str) -> Callable[..., Any]:
             raise ValueError(f"{place}: there is no such file in {pathlib.Path.cwd()}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.path.insert(0, str(path.parent.absolute() if is_file else pathlib.Path.cwd()))
-    try:
-        with blaming_the_step(f"importing {place}"):
-            if is_file:
-                module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-            else:
-                module = importlib.import_module(place)
-    except StepError as error:
-        missing = getattr(error.__cause__, "name", None)
-        if is_file or not (missing and place.startswith(missing)):
-            raise
-        raise ValueError(f"{place}: there is no such module; a file ends in .py") from None
+    with blaming_the_step(f"importing {place}"):
+        if is_file:
+            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
     if not callable(getattr(module, name, None)):
         known = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"{where}: {place} has no function {name}; it has {known or 'none'}")
@@ -115,11 +109,10 @@ class Step:
 
     def replaced(self) -> dict[int, int]:
         """Returns the arguments that results can replace, wherever these lie."""
-        leaves = [
-            (n, leaf) for n, arg in enumerate(self.arguments) for leaf in jax.tree.leaves(arg)
-        ]
         arrays = [
-            (n, kind(leaf), math.prod(leaf.shape) * leaf.dtype.itemsize) for n, leaf in leaves
+            (n, kind(leaf), size(leaf))
+            for n, arg in enumerate(self.arguments)
+            for leaf in jax.tree.leaves(arg)
         ]
         return replaceable(arrays, map(kind, self.jaxpr.out_avals), self.donated)
 
@@ -140,8 +133,13 @@ def replaceable(
     return {n: bytes for n, bytes in taken.items() if bytes and 2 * bytes >= size[n]}
 
 
-def kind(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(leaf.shape), str(leaf.dtype)
+def kind(leaf: Any, place: Any = None) -> tuple[tuple[int, ...], str]:
+    """Returns the shape of an array on one device, and its dtype."""
+    return tuple(place.shard_shape(leaf.shape) if place else leaf.shape), str(leaf.dtype)
+
+
+def size(leaf: Any, place: Any = None) -> int:
+    return math.prod(kind(leaf, place)[0]) * leaf.dtype.itemsize
 
 
 def step_of(made: Any) -> Step:
@@ -169,9 +167,8 @@ def step_of(made: Any) -> Step:
     names = [n for n, kind in kinds.items() if kind <= either][: len(args)]
     rest = next((n for n, kind in kinds.items() if kind == either + 1), "argument")
     names += [f"{rest}__{n}" for n in range(len(args) - len(names))]
-    for name, leaf in (
-        (names[n], leaf) for n, arg in enumerate(args) for leaf in jax.tree.leaves(arg)
-    ):
+    pairs = zip(names, args, strict=True)
+    for name, leaf in ((name, leaf) for name, arg in pairs for leaf in jax.tree.leaves(arg)):
         is_text = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSU"
         foreign = is_text or not (_is_array(leaf) or isinstance(leaf, REF))
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and foreign:
@@ -220,10 +217,8 @@ def traced(step: Step) -> Step:
         both = zip(inner.invars, inner.params["donated_invars"], strict=True)
         donated = {owner[id(v)] for v, is_donated in both if is_donated and id(v) in owner}
         places = dict(zip(map(id, inner.outvars), inner.params["out_shardings"], strict=True))
-        placed = [places.get(id(v)) for v in stage.jaxpr.jaxpr.outvars]
-        placed = [
-            place if isinstance(place, jax.sharding.Sharding) else None for place in placed
-        ]
+        asked = (places.get(id(v)) for v in stage.jaxpr.jaxpr.outvars)
+        placed = [p if isinstance(p, jax.sharding.Sharding) else None for p in asked]
         options["keep_unused"] = inner.params["keep_unused"]
         if any(placed):
             options["out_shardings"] = jax.tree.unflatten(stage.out_tree, placed)

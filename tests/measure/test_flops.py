@@ -158,6 +158,32 @@ def test_each_product_counts_for_the_dtype_of_its_operands():
     assert flops(mixed, array(B, D, dtype=jnp.bfloat16), array(D, D)).total == {"float32": one}
 
 
+@pytest.mark.parametrize(
+    ("precision", "counted", "passes"),
+    [
+        ("default", "float32", 1),
+        ("high", "float32 (high)", 1),
+        ("highest", "float32 (highest)", 1),
+        (("default", "highest"), "float32 (highest)", 1),
+        ("F32_F32_F32", "float32 (highest)", 1),
+        ("TF32_TF32_F32", "tensorfloat32", 1),
+        ("BF16_BF16_F32_X6", "bfloat16", 6),
+    ],
+)
+def test_a_float32_product_counts_for_the_precision_that_it_asks_for(
+    precision, counted, passes
+):
+    expected = {counted: passes * 2 * B * D * D}
+    asked = functools.partial(jnp.matmul, precision=precision)
+    assert flops(asked, X, array(D, D)).total == expected
+    if isinstance(precision, str):
+        with jax.default_matmul_precision(precision):
+            assert flops(lambda x, w: x @ w, X, array(D, D)).total == expected
+    if "high" in str(precision):  # 16 bits have no precision to choose
+        half = array(D, D, dtype=jnp.bfloat16)
+        assert flops(asked, half, half).total == {"bfloat16": 2 * D * D * D}
+
+
 def test_loops_with_fixed_bounds_count_and_others_are_refused_if_they_hold_products():
     def fixed(x, w):
         return jax.lax.fori_loop(0, 5, lambda _, x: x @ w, x)

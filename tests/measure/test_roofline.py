@@ -23,11 +23,17 @@ def products(dtype, count, recomputed=0):
         (products("float32", A5000.peak("tensorfloat32")), A5000),  # float32 has faster units
         (products("float32", T4.peak("float32")), T4),
         (products("float32", V5E.peak("bfloat16")), V5E),  # which has nothing else
+        (products("float32 (high)", A5000.peak("tensorfloat32")), A5000),
+        (products("float32 (highest)", A5000.peak("float32")), A5000),
+        (products("tensorfloat32", A5000.peak("tensorfloat32")), A5000),
+        (products("float32 (high)", V5E.peak("bfloat16") // 3), V5E),  # in three products
+        (products("float32 (highest)", V5E.peak("bfloat16") // 6), V5E),
     ],
 )
 def test_a_second_of_products_at_the_peak_rate_takes_a_second(flops, accelerator):
     found = roofline(flops, NOTHING, accelerator)
-    assert (found.compute_seconds, found.memory_seconds, found.floor_seconds) == (1.0, 0.0, 1.0)
+    assert found.compute_seconds == found.floor_seconds == pytest.approx(1.0, rel=1e-12)
+    assert found.memory_seconds == 0.0
     assert "floor, not a forecast" in str(found)
 
 
@@ -70,11 +76,15 @@ def test_transfers_to_the_host_take_time_only_where_a_link_is_given():
     assert attainable_seconds(nothing, moved, A5000) == 0
 
 
-@pytest.mark.parametrize(("dtype", "accelerator"), [("bfloat16", T4), ("float16", V5E)])
-def test_a_dtype_that_the_accelerator_has_no_unit_for_is_refused(dtype, accelerator):
+@pytest.mark.parametrize(
+    ("dtype", "accelerator"), [("bfloat16", T4), ("float16", V5E), ("int8", A5000)]
+)
+def test_a_dtype_without_a_rate_in_the_table_is_refused(dtype, accelerator):
     for ask in (
         lambda f: roofline(f, NOTHING, accelerator),
         lambda f: mfu(f, 1.0, accelerator),
     ):
-        with pytest.raises(ValueError, match=f"dtype={dtype!r} must be one of"):
+        with pytest.raises(
+            ValueError, match=f"no rate for {dtype} products of {accelerator.title}"
+        ):
             ask(products(dtype, 1))

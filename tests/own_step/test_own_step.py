@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 from pathlib import Path
 
 import jax
@@ -183,7 +184,9 @@ def test_each_change_that_is_tried_is_that_step():
         plain, [array(64, 64, dtype=jnp.bfloat16)] * 3, array(512, 64, dtype=jnp.bfloat16)
     )
     assert half["peak_bytes"] == peak(plain, WEIGHTS, array(256, 64))
-    assert "(x: 256 of 512)" in half["change"]
+    assert "(x: 256 of 512), in the time of half. Two minibatches also hold" in half["change"]
+    other = measure.gib(256 * 64 * 4)
+    assert f"the other half, {other}, and a sum of gradients" in half["change"]
     assert [line[:9] for line in found["not_tried"]] == ["recompute"]
 
 
@@ -214,7 +217,7 @@ def test_arguments_have_the_names_of_the_step_and_others_are_numbered():
 @needs_virtual
 def test_the_batch_is_what_shares_its_first_dimension_and_no_result_replaces():
     def step(state, key, frozen, x, y):
-        return state, x.sum() + y.sum() + frozen.sum()
+        return state, jnp.tanh(x).sum() + jnp.tanh(y).sum() + frozen.sum()
 
     key = array(2, dtype=jnp.uint32)
     args = [array(8, 8)], key, array(4, 8), array(16, 4), array(16)
@@ -222,6 +225,85 @@ def test_the_batch_is_what_shares_its_first_dimension_and_no_result_replaces():
     odd = reading.step_of((step, *args[:3], np.zeros((5, 4)), np.zeros(5)))
     assert changes.batch(odd)[2] == 5  # which has no half
     assert [leaf.dtype for leaf in jax.tree.leaves(odd.arguments[3:])] == [jnp.float32] * 2
+
+
+def test_the_batch_is_what_makes_the_arrays_smaller_and_refused_where_that_is_not_clear():
+    def weighted(params, x, label, class_weight):
+        logits = jnp.tanh(x @ params)
+        return params + (x.T @ logits) * class_weight[label].mean(), class_weight * 2
+
+    args = array(64, 64), array(256, 64), array(256, dtype=jnp.int32), array(10)
+    assert changes.batch(reading.step_of((weighted, *args))) == ([1, 2], 0, 256)
+    square = reading.step_of(
+        (weighted, args[0], array(64, 64), array(64, dtype=jnp.int32), args[3])
+    )
+    assert changes.batch(square, "label") == ([1, 2], 0, 64)
+
+    def masked(table, tokens, mask):
+        x = table[tokens]
+        scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", x, x), 0)
+        return table + (jax.nn.softmax(scores) @ x).mean()
+
+    args = array(100, 8), array(4, 16, dtype=jnp.int32), array(16, 16, dtype=bool)
+    assert changes.batch(reading.step_of((masked, *args))) == ([1], 0, 4)
+    one = reading.step_of((masked, args[0], array(1, 16, dtype=jnp.int32), args[2]))
+    assert changes.batch(one)[2] == 0  # half of the sequence is no half of the batch
+
+    def towers(w, x, y):
+        return w, jnp.tanh(x).sum() + jnp.tanh(y).sum()
+
+    together = reading.step_of((towers, array(8), array(4), array(4)))
+    assert changes.batch(together) == ([1, 2], 0, 4)
+    two = reading.step_of((towers, array(8), array(4), array(6)))
+    assert changes.batch(two)[2] == 0
+    assert changes.batch(two, "x") == ([1], 0, 4)
+
+
+@needs_virtual
+def test_full_float32_takes_the_time_of_units_that_are_not_tensor_cores():
+    h100, slow = hardware.get("h100"), functools.partial(jnp.matmul, precision="highest")
+    fast, full = (
+        costs.measured(lambda f=f: (f, *[array(2048, 2048)] * 2), "h100")[0]
+        for f in (jnp.matmul, slow)
+    )
+    assert full["flops"] == full["compiler"]["flops"] == {"float32 (highest)": 2 * 2048**3}
+    more = 2 * 2048**3 * (1 / h100.peak("float32") - 1 / h100.peak("tensorfloat32")) / 0.77
+    assert full["attainable_seconds"] - fast["attainable_seconds"] == pytest.approx(more)
+
+
+@needs_virtual
+def test_twice_as_many_minibatches_hold_half_a_step_and_the_other_half_of_the_batch():
+    def step(w, batch):
+        return (
+            w
+            - jax.lax.scan(lambda g, x: (g + jax.grad(loss)([w], x)[0], None), 0 * w, batch)[0]
+        )
+
+    measured = functools.partial(costs.measured, target="h100")
+    found, _, tries = measured(
+        lambda: (jax.jit(step, donate_argnums=0), array(64, 64), array(4, 1024, 64))
+    )
+    *_, half = tries
+    twice = measured(
+        lambda: (jax.jit(step, donate_argnums=0), array(64, 64), array(8, 512, 64))
+    )[0]
+    other = 4 * 512 * 64 * 4
+    assert (
+        f"Twice as many minibatches also hold the other half, {measure.gib(other)} ("
+        in half["change"]
+    )
+    assert half["peak_bytes"] + other == pytest.approx(twice["peak_bytes"], rel=0.03)
+
+
+@needs_virtual
+def test_a_change_warns_of_nothing_and_the_step_s_own_code_does(recwarn):
+    def step(table, x):
+        warnings.warn("my own", stacklevel=1)
+        return table.at[jnp.arange(8)].add(jnp.ones((8, 64), jnp.float32)), x @ table
+
+    *_, tries = costs.measured(lambda: (step, array(64, 64), array(512, 64)), "h100")
+    assert "bfloat16" in str([row["change"] for row in tries])
+    assert [str(warning.message) for warning in recwarn] == ["my own"]
 
 
 @needs_virtual
@@ -371,8 +453,9 @@ def test_a_time_is_unknown_where_a_rate_or_a_function_s_work_is():
     x = array(256, 256, dtype=jnp.int8)
     found, *_ = costs.measured(lambda: (eight_bits, x), "a5000")
     assert found["flops"] == {"int8": 2 * 256**3} and found["attainable_seconds"] is None
-    assert "NVIDIA RTX A5000 has no unit for its products, or no known rate" in command.text(
-        found
+    assert (
+        "unknown: no rate for int8 products of NVIDIA RTX A5000 in accelerators.toml"
+        in command.text(found)
     )
     found, *_ = costs.measured(lambda: (eight_bits, x), "h100")
     assert found["attainable_seconds"] > 0

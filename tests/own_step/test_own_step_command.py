@@ -60,7 +60,7 @@ BAD = {
     "no module": (
         "",
         "nothing.here:make_step",
-        "nothing.here: there is no such module; a file",
+        "importing nothing.here raised ModuleNotFoundError: No module named 'nothing'",
     ),
     "another name": (HEAD + "0", "my_step.py:step", "has no function step; it has make_step"),
     "an import that fails": ("1 / 0", "", "importing .* raised ZeroDivisionError"),
@@ -133,9 +133,14 @@ BAD = {
     "an unknown target": (
         HEAD + "jnp.sin, x",
         "--target=h1",
-        "--target h1 must be one of t4, ",
+        "name='h1' must be an accelerator of the table: t4, ",
     ),
-    "too many devices": (HEAD + "jnp.sin, x", "--devices=9", "--devices 9: count=9 must be"),
+    "too many devices": (HEAD + "jnp.sin, x", "--devices=9", "count=9 must be"),
+    "no such batch": (
+        HEAD + "lambda a, b: a, x, x",
+        "--batch=x",
+        "--batch x must be an argument: a, b",
+    ),
     "no mesh": (
         HEAD + "jnp.sin, x",
         "--devices=2",
@@ -168,7 +173,21 @@ def test_a_mistake_is_one_sentence_and_the_traceback_of_ones_own_error(
     assert re.match(f"error: .*{message}", last)
     raised = " raised " in last
     assert bool(trace) == raised and "course_lib" not in "".join(trace)
-    assert not raised or 'my_step.py", line ' in "".join(trace)
+    assert not raised or name == "no module" or 'my_step.py", line ' in "".join(trace)
+
+
+@needs_virtual
+def test_what_fits_says_the_limit_of_jax_and_the_variable_that_lifts_it(page, capsys):
+    assert command.main([f"{page}:make_step", "--target=a5000", "--no-tries", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for peak, verdict in (
+        (17, "fits"),
+        (20, "fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"),
+        (23, "DOES NOT FIT"),
+    ):
+        found |= {"peak_bytes": peak * 2**30, "fits": peak < 21}
+        line = f"peak             {peak}.00 GiB of 21.19 GiB, by default 17.66 GiB: {verdict}"
+        assert line in command.text(found).splitlines()
 
 
 def test_without_a_compiler_the_command_says_what_to_install(monkeypatch, capsys):

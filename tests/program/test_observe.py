@@ -65,7 +65,10 @@ def test_a_step_in_a_dtype_without_a_unit_is_no_part_of_a_peak(text):
     run = training.build(configuration(text, model__dtype="bfloat16"))
     flops, why = observe._flops_for_mfu(run, hardware.get("h100"))
     assert measure.mfu(flops, 1.0, hardware.get("h100")) > 0 and why == ""
-    assert "T4 has no unit" in observe._flops_for_mfu(run, hardware.get("t4"))[1]
+    assert (
+        "no rate for bfloat16 products of NVIDIA T4"
+        in observe._flops_for_mfu(run, hardware.get("t4"))[1]
+    )
     assert observe._flops_for_mfu(run, None) == (None, "unknown device")
 
 

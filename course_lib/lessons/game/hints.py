@@ -18,7 +18,7 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
     state = score.state_bytes()
     small, fast = (any(getattr(one, goal) for one in so_far) for goal in ("small", "fast"))
 
-    if total.get("float32", 0) > sum(total.values()) / 2:
+    if 2 * sum(n for dtype, n in total.items() if "float32" in dtype) > sum(total.values()):
         return (
             "Most products take float32 numbers. How many bytes does a product need per"
             " number, and which dtype do the matrix units multiply fastest? (Notebook 1.)"

@@ -189,8 +189,8 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
 def dtype_of_products(step: Any, setup: Setup = FIRST) -> str:
     """Returns the dtype with the fewest bits that the step multiplies."""
     state, batch = start()
-    flops = measure.flops(step, copy_of(SMALL, state, setup), batch)
-    dtypes = [dtype for dtype in ("bfloat16", "float16", "float32") if flops.total.get(dtype)]
+    flops = str(measure.flops(step, copy_of(SMALL, state, setup), batch).total)
+    dtypes = [dtype for dtype in ("bfloat16", "float16", "float32") if dtype in flops]
     require(dtypes, "This step multiplies no matrices. It should train the model: `game.loss`.")
     return dtypes[0]
 

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 # "float8" stands for every eight-bit format.
 PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8", "int8", "float64")
 
-GPU_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL. JAX's default is 0.75
+# Of a GPU's memory: the rest is for CUDA and NCCL. JAX takes less by default.
+GPU_SHARE, JAX_SHARE = 0.9, 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,11 @@ class Accelerator:
     def usable_bytes(self) -> int:
         """The memory that a step may use: of a GPU's, 90%."""
         return int((GPU_SHARE if self.platform == "gpu" else 1) * self.memory_bytes)
+
+    @property
+    def default_bytes(self) -> int:
+        """The memory that JAX takes by default: of a GPU's, 75%."""
+        return int((JAX_SHARE if self.platform == "gpu" else 1) * self.memory_bytes)
 
     def peak(self, dtype: Any) -> float | None:
         """Returns the dense FLOP/s of matrix products with operands of a dtype, or of one of
