@@ -25,7 +25,7 @@ WEIGHTS = [0.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0, 2.0]  # 9 in all, unlike the numbe
 def model_and_batch():
     kernels, x, y = normal(1, (3, 5), (5, 1)), *normal(2, (8, 3), (8,))
     params = dict(zip(("in", "out"), map(jnp.asarray, kernels), strict=True))
-    return [(params, (jnp.asarray(x), jnp.asarray(y), jnp.array(WEIGHTS)), 4)]
+    return [(params, (jnp.asarray(x), jnp.asarray(y), jnp.array(WEIGHTS)), M) for M in (4, 2)]
 
 
 def loss_sum(params, x, y, weight):
@@ -88,6 +88,7 @@ class Accumulated(Outcome):
         return {math.prod(map(int, shape.split(","))) for shape in shapes}
 
     size = property(lambda it: min(it.sizes, default=0))
+    right_size = property(lambda it: len(WEIGHTS) // it.args[2])
     is_near = property(lambda it: not it.is_right and close(it.result, it.right, 0.03))
 
 
@@ -128,7 +129,10 @@ accumulation = Function(
             [change("(a, M)", "(a, 1)"), by_vmap],
             lambda it: 8 in it.sizes,
         ),
-        "size": (change("(a, M)", "(a, 2)"), lambda it: it.sizes - {2}),
+        "size": (
+            [change("(a, M)", "(a, 2)"), change("(a, M)", "(a, 4)")],
+            lambda it: it.sizes - {it.right_size},
+        ),
         "scan": (by_scan, lambda it: "scan[" in it.text),
     },
 )
@@ -159,7 +163,8 @@ def smallest(budget, arguments, parameters, activations, batch_size):
     for M in range(1, batch_size + 1):
         if batch_size % M:
             continue
-        if arguments + 4 * parameters + activations / M <= budget:
+        gradients = 4 * parameters * min(M, 2)
+        if arguments + gradients + activations / M <= budget:
             return M
     return None
 
@@ -176,11 +181,14 @@ class Smallest(Outcome):
         )
     )
 
+    def gib(self, M, gradients=2):
+        arguments, gradient, activations = self.parts
+        return arguments + min(M, gradients) * gradient + activations / M
+
     def peak(self, M):
-        arguments, accumulator, activations = self.parts
-        total = arguments + accumulator + activations / M
-        parts = f"{arguments} + {accumulator:.2f} + {activations / M:.2f}"
-        return f"the peak is {parts} = {total:.2f} GiB"
+        arguments, gradient, activations = self.parts
+        parts = f"{arguments} + {min(M, 2)} x {gradient:.2f} + {activations / M:.2f}"
+        return f"the peak is {parts} = {self.gib(M):.2f} GiB"
 
     your_peak = property(lambda it: it.peak(it.result))
     right_peak = property(lambda it: it.peak(it.right))
@@ -189,7 +197,8 @@ class Smallest(Outcome):
     divides = property(
         lambda it: it.result == int(it.result) > 0 == it.batch_size % int(it.result)
     )
-    forgets = property(lambda it: it.parts[0] + it.parts[2] / it.result <= it.budget / GIB)
+    has_one = property(lambda it: it.gib(it.result, 1) <= it.budget / GIB)
+    has_none = property(lambda it: it.gib(it.result, 0) <= it.budget / GIB)
     is_smaller = property(lambda it: it.right is not None and it.result < it.right)
 
 
@@ -209,8 +218,10 @@ smallest_number_of_minibatches = OrNone(
             (24, 100e6, 64),
             (8, 100e6, 64),
             (2.1, 100e6, 64),
-            (1.2, 100e6, 64),
-            (3.2, 5e8, 96),
+            (1.6, 100e6, 64),
+            (5.1, 5e8, 96),
+            (21, 2**27, 64),  # fits exactly, and with one gradient only
+            (6.5, 2**27, 64),  # exactly with 4
             (1, 100e6, 64),
         )
     ],
@@ -218,7 +229,7 @@ smallest_number_of_minibatches = OrNone(
     rows={
         "no number": (lambda *sizes: "4", lambda it: not (it.is_none or it.is_number)),
         "none": (
-            change("4 * parameters", "16 * parameters"),
+            change("4 * parameters * min(M, 2)", "16 * parameters"),
             lambda it: it.is_none and it.right is not None,
         ),
         "impossible": (
@@ -232,13 +243,21 @@ smallest_number_of_minibatches = OrNone(
             ],
             lambda it: not it.is_none and not it.divides,
         ),
+        "one gradient": (
+            change(" * min(M, 2)", ""),
+            lambda it: not it.is_none and it.is_smaller and it.has_one,
+        ),
         "too much and forgotten": (
-            change("4 * parameters + ", ""),
-            lambda it: not it.is_none and it.is_smaller and it.forgets,
+            change("gradients + ", ""),
+            lambda it: not it.is_none and it.is_smaller and it.has_none,
         ),
         "too much": (lambda *sizes: 1, lambda it: not it.is_none and it.is_smaller),
         "not the smallest": (
-            change("if batch_size % M", "if batch_size % M or M.bit_count() > 1"),
+            [
+                change("if batch_size % M", "if batch_size % M or M.bit_count() > 1"),
+                change("<= budget", "< budget"),
+                change("min(M, 2)", "2"),
+            ],
             lambda it: it.result != it.right,
         ),
     },
