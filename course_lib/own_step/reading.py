@@ -272,7 +272,9 @@ def _arrays(args: list[PyTree]) -> tuple[tuple[PyTree, ...], Callable, Callable]
     nnx: Any = sys.modules.get("flax.nnx")
 
     def is_node(leaf: Any) -> bool:
-        return bool(nnx) and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, REF)
+        # a State is a pytree of arrays, alone or in the state of an optimizer
+        pytree = nnx and (nnx.State, nnx.Variable, REF)
+        return bool(nnx) and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, pytree)
 
     nodes = {
         number: arg

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -56,6 +57,18 @@ def of_nnx(model, x):
     return loss
 
 
+SHAPES_OF_NET = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+@jax.jit
+def of_a_state(params, momentum, x):
+    graph = nnx.graphdef(SHAPES_OF_NET)
+    grads = jax.grad(lambda params: (nnx.merge(graph, params)(x) ** 2).mean())(params)
+    updates, momentum = SGD.update(grads, momentum)
+    return optax.apply_updates(params, updates), momentum
+
+
 @functools.partial(nnx.jit, donate_argnums=0)
 def of_nnx_that_returns(model, x):
     loss = of_nnx.__wrapped__(model, x)
@@ -84,6 +97,12 @@ STEPS = {
     "donated": (donated, WEIGHTS, X),
     "NNX": (of_nnx, nnx.eval_shape(lambda: Net(nnx.Rngs(0))), X),
     "NNX, returned": (of_nnx_that_returns, nnx.eval_shape(lambda: Net(nnx.Rngs(0))), X),
+    "a state of NNX": (
+        of_a_state,
+        nnx.state(SHAPES_OF_NET, nnx.Param),
+        jax.eval_shape(SGD.init, nnx.state(SHAPES_OF_NET, nnx.Param)),
+        X,
+    ),
     "options": (
         jax.jit(plain, compiler_options={"xla_gpu_enable_triton_gemm": False}),
         WEIGHTS,
