@@ -93,6 +93,19 @@ class Best(Outcome):
     your_loss = property(lambda it: float(it.result[0]))
     your_weight = property(lambda it: float(np.ravel(np.asarray(it.result[1]))[0]))
 
+    @property
+    def has_view(self):
+        """Whether a step could not delete its state, because NumPy held a view of it."""
+        deleted = []
+
+        def step(w):
+            new = leap(w)
+            deleted.append(w.is_deleted())
+            return new
+
+        self.function(step, jnp.array([3.0]), self.num_steps)
+        return not all(deleted)
+
     def has_loss(self, loss):
         return abs(self.your_loss / loss - 1) < 1e-4
 
@@ -136,6 +149,7 @@ best_state = Function(
             ],
             lambda it: not it.has_loss(it.lowest),
         ),
+        "view": (change("jnp.copy(w)", "np.asarray(w)"), lambda it: it.has_view),
     },
 )
 
