@@ -254,8 +254,9 @@ def _with_self_time(
         (math.inf, 0.0, ("", "", 0)),
     ]:
         while open_spans and open_spans[-1][0] + open_spans[-1][1] <= start:
-            begin, length, (op, *program), inside, around = open_spans.pop()
-            yield Event(op, begin, length, max(0.0, length - inside), line, *program, around)
+            begin, length, (op, name, number), inside, around = open_spans.pop()
+            own = max(0.0, length - inside)
+            yield Event(op, begin, length, own, line, name, number, around)
         if open_spans:
             outer = open_spans[-1]
             outer[3] += duration
