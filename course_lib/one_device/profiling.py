@@ -1,15 +1,13 @@
 """Profiling: record where the time of a step goes, and read it in Python.
 
 `trace` records a few steps with JAX's profiler, and `read` opens the record without a browser.
-TensorBoard's profile plugin opens the same record
-(https://docs.jax.dev/en/latest/profiling.html).
+XProf opens the same record (https://docs.jax.dev/en/latest/profiling.html).
 """
 
 import contextlib
 import dataclasses
 import math
 import os
-import re
 import sys
 import warnings
 from collections import defaultdict
@@ -24,7 +22,6 @@ from course_lib import xla_flags
 from course_lib.measure import program
 
 STEP = "train"  # the name of a step in a record
-_CONTAINER = re.compile(r"(while|conditional|call)(\.|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +35,7 @@ class Event:
     line: str  # the thread (CPU) or stream (GPU) that it ran on
     program: str = ""  # its compiled program, such as "jit_train_step"; empty if not known
     program_id: int = 0  # tells programs of one name apart
-
-    @property
-    def container(self) -> bool:
-        """Whether it only contains other operations, as a loop does."""
-        return _CONTAINER.match(self.op) is not None
+    container: bool = False  # it only runs other operations, as a loop or a conditional does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +105,9 @@ class Trace:
     def busy(self) -> list[Busy]:
         """Returns compute against idle time for each step.
 
-        A step is busy while at least one operation runs, on any thread or stream; those that
-        only contain others (`while`, `conditional`, `call`) do not count. On a CPU several
-        threads share one operation, and the profile does not say how many worked.
+        A step is busy while at least one operation runs, on any thread or stream; containers,
+        such as a `while`, do not count. On a CPU several threads share one operation, and the
+        profile does not say how many worked.
         """
         return [busy_time(self.during(i), seconds) for i, seconds in enumerate(self.steps)]
 
@@ -127,7 +120,7 @@ def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int =
     training loop that does not wait hides the dispatch of a step behind the previous one.
 
     Args:
-      logdir: a folder; the record goes to `plugins/profile/<time>/` in it, where TensorBoard
+      logdir: a folder; the record goes to `plugins/profile/<time>/` in it, where XProf
         looks.
       step: a compiled `step(state, batch) -> (state, metrics)`.
       state: the first state, which a donating step overwrites.
@@ -158,7 +151,7 @@ def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int =
 
 def read(logdir: str | Path) -> Trace:
     """Reads the newest record under a folder that `trace` wrote to, for the first device that
-    computed.
+    computed. An operation inside which others ran, on the same thread, is a container.
     """
     files = list(Path(logdir).glob("plugins/profile/*/*.xplane.pb"))
     if not files:
@@ -193,7 +186,12 @@ def read(logdir: str | Path) -> Trace:
             ]
             if events:
                 events.sort(key=lambda event: event.start)
-                return Trace(plane.name, tuple(spans), tuple(events))
+                around = {(e.program_id, e.op) for e in events if e.container}
+                marked = (
+                    dataclasses.replace(e, container=(e.program_id, e.op) in around)
+                    for e in events
+                )
+                return Trace(plane.name, tuple(spans), tuple(marked))
     raise ValueError(
         f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps"
     )
@@ -215,16 +213,27 @@ def op_scopes(
 
 
 def _ops(plane: Any) -> Iterator[Event]:
-    """Yields the operations of a plane of a record, line by line."""
+    """Yields the operations of a plane of a record, line by line, of its first device."""
     count: dict[str, int] = defaultdict(int)
     # The other lines of a GPU repeat those of its streams.
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
-    for line in streams or plane.lines:
+    lines = [
+        (line, [(e, dict(e.stats)) for e in line.events]) for line in streams or plane.lines
+    ]
+    # A host's threads work for all of its CPU devices.
+    devices = (
+        s["device_ordinal"]
+        for _, events in lines
+        for _, s in events
+        if "hlo_op" in s and "device_ordinal" in s
+    )
+    first = min(devices, default=0)
+    for line, events in lines:
         spans = []
-        for event in line.events:
-            stats = dict(event.stats)
+        for event, stats in events:
+            # A copy on a GPU, or a CUDA graph, is no instruction: it keeps its own name.
             op = stats.get("hlo_op", event.name if streams else None)
-            if op is not None:
+            if op is not None and stats.get("device_ordinal", first) == first:
                 of = str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
                 spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, (str(op), *of)))
         if spans:
@@ -238,18 +247,21 @@ def _with_self_time(
     spans: list[tuple[float, float, tuple[str, str, int]]], line: str
 ) -> Iterator[Event]:
     """Yields the events of one line from (start, duration, what ran); they nest as calls do."""
-    # [start, duration, (operation, program, its id), seconds inside it], innermost last.
+    # [start, duration, (operation, program, its id), seconds inside, container]; innermost last
     open_spans: list[list[Any]] = []
     for start, duration, what in [
         *sorted(spans, key=lambda span: (span[0], -span[1])),
         (math.inf, 0.0, ("", "", 0)),
     ]:
         while open_spans and open_spans[-1][0] + open_spans[-1][1] <= start:
-            begin, length, (op, *program), inside = open_spans.pop()
-            yield Event(op, begin, length, max(0.0, length - inside), line, *program)
+            begin, length, (op, name, number), inside, around = open_spans.pop()
+            own = max(0.0, length - inside)
+            yield Event(op, begin, length, own, line, name, number, around)
         if open_spans:
-            open_spans[-1][3] += duration
-        open_spans.append([start, duration, what, 0.0])
+            outer = open_spans[-1]
+            outer[3] += duration
+            outer[4] |= start + duration <= outer[0] + outer[1]
+        open_spans.append([start, duration, what, 0.0, False])
 
 
 def busy_time(events: Iterable[Event], seconds: float) -> Busy:

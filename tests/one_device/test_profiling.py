@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from course_lib.measure import program
 from course_lib.one_device import profiling
 
 # seconds: on a busy machine a thread may wait for a tenth of that between two operations
@@ -131,6 +132,47 @@ def test_a_loop_has_no_self_time_of_its_body(trace):
     assert max(map(min, shares.values())) < 0.5
 
 
+@jax.jit
+def branching_step(x, _):
+    def double(x):
+        return jnp.sin(x @ x) * 2
+
+    x = jax.lax.cond(x.sum() > 0, lambda x: double(double(x)), lambda x: x @ x, x)
+    x = jax.lax.switch(jnp.argmax(x[0]) % 2, [double, lambda x: double(x) @ x], x)
+    return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ x), x), {}
+
+
+def record(folder, step, *arguments):
+    profiling.trace(folder, step, *arguments, steps=3)
+    return profiling.read(folder)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="as above")
+def test_loops_and_conditionals_are_the_containers_whatever_their_names(tmp_path):
+    compiled = branching_step.lower(jnp.ones((200, 200)), 0).compile()
+    trace = record(tmp_path, compiled, jnp.ones((200, 200)), 0)
+    opcodes = {
+        name: one.opcode for name, one in program.read(compiled).module.instructions.items()
+    }
+    containers = {event.op for event in trace.events if event.container}
+    assert {opcodes[op] for op in containers} == {"while", "conditional"}
+    assert containers == {
+        e.op for e in trace.events if opcodes[e.op] in ("while", "conditional")
+    }
+    for number, busy in enumerate(trace.busy()):
+        leaves = [e.duration for e in trace.during(number) if not e.container]
+        assert busy.busy <= sum(leaves) * 1.001
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs several devices of one host")
+def test_of_two_devices_one_is_read(tmp_path):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    halves = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.device_put(jnp.ones((2, 300, 300)), halves)
+    trace = record(tmp_path, jax.jit(lambda x, _: (jnp.tanh(x @ x), {})), x, 0)
+    assert {op.calls for op in trace.top_ops(k=100)} == {1}
+
+
 def test_a_record_without_steps_or_operations_is_refused(logdir, trace, monkeypatch, tmp_path):
     with pytest.raises(FileNotFoundError, match="must hold plugins/profile"):
         profiling.read(tmp_path)
@@ -160,7 +202,7 @@ def test_on_a_gpu_kernels_must_have_names_before_anything_is_recorded(tmp_path, 
 
 def test_gaps_are_what_no_operation_covers_on_any_thread():
     events = tuple(
-        profiling.Event(op, start, duration, duration, line)
+        profiling.Event(op, start, duration, duration, line, container=op == "while.1")
         for op, start, duration, line in (
             ("while.1", 10.0, 9.0, "a"),  # around the others: does not count
             ("fusion.1", 11.0, 2.0, "a"),

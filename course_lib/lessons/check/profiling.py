@@ -157,7 +157,9 @@ class Named(Outcome):
         return {re.sub(r"jit\(\w*\)", "", scope) for scope in scopes}
 
     count = property(lambda it: len(it.scopes))
-    named = property(lambda it: [scope for scope in it.scopes if "penalty" in scope])
+    named = property(
+        lambda it: [scope for scope in it.scopes if "penalty" in re.split(r"[/();]", scope)]
+    )
     num_named = property(lambda it: len(it.named))
 
     def has(self, pattern):
