@@ -257,7 +257,7 @@ WRONG = [
     (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),
     (check.attend, (attend(lambda s: s / 2, hide, low_softmax),), "a float32 softmax"),
     (check.busy_and_idle, (of_neighbours,), "lies inside (0, 6)"),
-    (check.smallest_number_of_minibatches, (gives_up_early,), "0.37 + 5.00 = 5.87 GiB"),
+    (check.smallest_number_of_minibatches, (gives_up_early,), "2 x 0.37 + 5.00 = 6.25 GiB"),
     (
         check.count_parameters,
         (untied,),
