@@ -67,9 +67,10 @@ def changes(
         leaves = jax.tree.leaves([step.arguments[n] for n in numbers])
         other = sum(reading.size(x, getattr(x, "sharding", None)) for x in leaves) // 2
         yield (
-            f"half the batch ({names}: {size // 2} of {size}{' along axis 1' * axis}), in the"
-            f" time of half. {'Twice as many' if axis else 'Two'} minibatches also hold the"
-            f" other half, {gib(other)}{', and a sum of gradients' * (not axis)} (notebook 3)",
+            f"half the batch ({names}: {size // 2} of {size}{' along axis 1' * axis}): the"
+            f" time is that of half the work. {'Twice as many' if axis else 'Two'} minibatches"
+            f" also hold the other half, {gib(other)}{', and a sum of gradients' * (not axis)}"
+            " (notebook 3)",
             lambda: _changed(step, functools.partial(_halved, axis), numbers),
         )
     else:

@@ -203,7 +203,9 @@ def test_each_change_that_is_tried_is_that_step():
         plain, [array(64, 64, dtype=jnp.bfloat16)] * 3, array(512, 64, dtype=jnp.bfloat16)
     )
     assert half["peak_bytes"] == peak(plain, WEIGHTS, array(256, 64))
-    assert "(x: 256 of 512), in the time of half. Two minibatches also hold" in half["change"]
+    assert (
+        "(x: 256 of 512): the time is that of half the work. Two minibatches" in half["change"]
+    )
     other = measure.gib(256 * 64 * 4)
     assert f"the other half, {other}, and a sum of gradients" in half["change"]
     assert [line[:9] for line in found["not_tried"]] == ["recompute"]

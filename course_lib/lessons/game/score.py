@@ -204,7 +204,7 @@ def compile_step(
         str(shapes(lowered.out_info[0])) == str(shapes(state)),
         "The real step returns a state of other shapes or dtypes than it gets.",
     )
-    # What is computed again does not count. The reference moves have 1.00 to 1.06 times these;
+    # Repeated FLOPs do not count. The reference moves have 1.00 to 1.06 times these;
     # a step that skips all masked scores would have 0.93.
     missing = 1 - sum(flops.model.values()) / reference_flops()
     few = "fewer FLOPs than the first one. Does it compute each token, layer and gradient?"

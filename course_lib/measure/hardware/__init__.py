@@ -28,7 +28,7 @@ import jax.numpy as jnp
 # "float8" stands for every eight-bit format.
 PRECISIONS = ("float32", "tensorfloat32", "float16", "bfloat16", "float8", "int8", "float64")
 
-# Of a GPU's memory: the rest is for CUDA and NCCL. JAX takes less by default.
+# Shares of a GPU's memory: the rest is for CUDA and NCCL. JAX takes less by default.
 GPU_SHARE, JAX_SHARE = 0.9, 0.75
 
 
