@@ -327,7 +327,7 @@ class SmallTanh(Exercise):
         def halves(*texts, backward=backward):
             return change(*texts).of(subtracts), backward
 
-        last = []  # in place of what is saved
+        last: list[jax.Array] = []  # in place of what is saved
 
         def remembers(x):
             last[:] = [x]
