@@ -244,7 +244,10 @@ def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> 
     for axes, rows in zip(panels, programs.values(), strict=True):
         for y, (row, spans) in enumerate(rows.items()):
             for start, duration in spans:
-                style.cell(axes, (scale * start, scale * duration), y, 0.84, looks[row])
+                look = looks[row]
+                if duration < longest / 100:  # a black edge would hide it
+                    look = {**look, "edgecolor": look["facecolor"], "linewidth": 0.3}
+                style.cell(axes, (scale * start, scale * duration), y, 0.84, look)
         style.name_rows(axes, list(rows), length=0)
     panels[-1].set(xlim=(0, scale * longest * 1.01), xlabel=f"time ({unit})")
     return figure
