@@ -29,8 +29,8 @@ POLICIES = {
         "keep the results of products without batch dimensions: dense layers, not attention"
         " scores"
     ),
-    "names": ("keep only those values named by checkpoint_name that `names` lists"),
-    "offload": ("move those values to the host's memory, and back for the backward pass"),
+    "names": "keep only the values whose `checkpoint_name` is in `remat_names`",
+    "offload": "move those values to the host's memory, and back for the backward pass",
 }
 """The policies: which values inside a rematerialized module are kept."""
 

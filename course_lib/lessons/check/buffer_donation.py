@@ -32,12 +32,12 @@ def aliased(optimizer, P=1000):
 aliased_bytes = Numbers(
     "aliased_bytes",
     lambda: {
-        "momentum": aliased(optax.sgd(0.1, momentum=0.9)),
-        "plain": aliased(optax.sgd(0.1)),
+        "with_momentum": aliased(optax.sgd(0.1, momentum=0.9)),
+        "without": aliased(optax.sgd(0.1)),
     },
     rows={
-        "momentum": {"gradients": 12, "bytes": ...},
-        "plain": {"plain gradients": 8, "plain bytes": ...},
+        "with_momentum": {"gradients": 12, "bytes": ...},
+        "without": {"plain gradients": 8, "plain bytes": ...},
     },
 )
 

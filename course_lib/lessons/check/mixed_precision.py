@@ -25,15 +25,23 @@ class Exponents(Numbered):
     """Two exponents of 2. Who gives the powers themselves means their exponents."""
 
     half = HALF
+    are_powers = property(lambda it: it.highest > 100)
+    note = property(lambda it: f" ({it.lowest:g} is 2^{it.low}.)" if it.are_powers else "")
 
-    def exponent(self, name):
-        number = self.yours[name]
-        if self.yours["highest"] > 100:
+    def exponent(self, number):
+        if self.are_powers:
             number = float(np.log2(number)) if number > 0 else -np.inf
         return int(number) if np.isfinite(number) and number == int(number) else number
 
-    low = property(lambda it: it.exponent("lowest"))
-    high = property(lambda it: it.exponent("highest"))
+    low = property(lambda it: it.exponent(it.lowest))
+    high = property(lambda it: it.exponent(it.highest))
+    least = property(lambda it: min(it.low, it.high))
+
+    @property
+    def is_mixed(self):
+        """Whether one number is an exponent, and the other a power."""
+        return not isinstance(self.low, int) if self.are_powers else self.lowest > 40
+
     are_whole = property(
         lambda it: all(isinstance(n, int) and abs(n) < 1000 for n in (it.low, it.high))
     )
@@ -50,6 +58,11 @@ loss_scale_range = Numbers(
     outcome=Exponents,
     rows={
         "lowest": {
+            "mixed": (
+                [{"lowest": 64, "highest": 14}, {"lowest": 6, "highest": 2**14}],
+                lambda it: it.is_mixed,
+            ),
+            "negative": ({"lowest": -6, "highest": -14}, lambda it: it.least < 0),
             "not whole": (5.9, lambda it: not it.are_whole),
             "exchanged": ({"lowest": 14, "highest": 6}, lambda it: it.low > it.high),
         },
@@ -197,12 +210,14 @@ scaled_step = Function(
 
 
 def numbers_to_round():
-    """Returns keys and copies of a number, two numbers that need no rounding, and copies of a
+    """Returns keys and copies of a number, three numbers that need no rounding, and copies of a
     number that 16 random bits round up once in 1,024 times, and 8 never.
     """
     keys = jax.random.split(jax.random.key(0))
-    low, high = (jnp.full(4096, value, jnp.float32) for value in (1 + 2.0**-9, -3.003))
-    cases = [(keys[0], low), (keys[0], high), (keys[1], low), (keys[1], jnp.array([1.0, -0.5]))]
+    low = jnp.full((64, 64), 1 + 2.0**-9, jnp.float32)
+    high = jnp.full((32, 128), -3.003, jnp.float32)
+    exact = jnp.array([1.0, 0.0, -0.5])
+    cases = [(keys[0], low), (keys[0], high), (keys[1], low), (keys[1], exact)]
     return [*cases, (keys[0], jnp.full(2**15, 1 + 2.0**-17, jnp.float32))]
 
 
@@ -214,18 +229,25 @@ def rounded(key, x):
     return cut.astype(jnp.bfloat16)
 
 
+def by_division(key, x):
+    """Rounds multiples of the gap between two neighbours. 0 has no exponent."""
+    gap = jnp.exp2(jnp.floor(jnp.log2(jnp.abs(x))) - 7)
+    return (jnp.floor(x / gap + jax.random.uniform(key, x.shape)) * gap).astype(jnp.bfloat16)
+
+
 class Rounded(Outcome):
     """How copies of a number are rounded."""
 
     numbers = property(lambda it: np.asarray(it.result, np.float32))
-    value = property(lambda it: float(it.x[0]))
+    value = property(lambda it: float(np.ravel(it.x)[0]))
     dtype = property(lambda it: jnp.result_type(it.result))
     copies = property(lambda it: f"{it.x.size:,} copies of {it.value:.6g}")
     gap = property(lambda it: 2.0**-7 if it.value > 0 else 2.0**-6)
     off = property(lambda it: np.abs(it.numbers - it.value))
-    farthest = property(lambda it: it.numbers[it.off.argmax()])
-    first = property(lambda it: it.numbers[0])
+    farthest = property(lambda it: it.numbers.flat[it.off.argmax()])
+    first = property(lambda it: it.numbers.flat[0])
     mean = property(lambda it: it.numbers.mean())
+    lines = property(lambda it: (it.numbers, it.numbers.T) if it.numbers.ndim > 1 else ())
     before = property(lambda it: it.exercise.outcome_of(it.function, 0).numbers)
 
 
@@ -250,6 +272,10 @@ stochastic_round = Function(
             ],
             lambda it: it.case in (0, 1, 4) and len(np.unique(it.numbers)) != 2,
         ),
+        "lines alike": (
+            [change("x.shape", "x.shape[-1:]"), change("x.shape", "(*x.shape[:-1], 1)")],
+            lambda it: any(len(np.unique(one, axis=0)) == 1 for one in it.lines),
+        ),
         "mean": (
             change("+ noise", "+ (noise | 0x8000)"),
             lambda it: it.case < 2 and abs(it.mean - it.value) >= 0.05 * it.gap,
@@ -259,7 +285,10 @@ stochastic_round = Function(
             in_case(2, lambda it: np.array_equal(it.numbers, it.before)),
         ),
         "exact": (
-            lambda key, x: jnp.where(x == x.astype(jnp.bfloat16), 0, rounded(key, x)),
+            [
+                lambda key, x: jnp.where(x == x.astype(jnp.bfloat16), 0, rounded(key, x)),
+                by_division,
+            ],
             in_case(3, lambda it: not np.array_equal(it.numbers, it.x)),
         ),
     },
@@ -316,7 +345,9 @@ class SmallTanh(Exercise):
         require(off[typical] < 0.1, self.say("another", it))
         it.near_zero = off[np.abs(np.asarray(x)) < 0.5].max()
         require(it.near_zero < 0.005, self.say("near zero", it))
-        it.x, it.ratio, it.worst = x[worst], ratio[worst], off[worst]
+        it.x, it.ratio, it.worst, it.slope = x[worst], ratio[worst], off[worst], derivative[worst]
+        require(it.worst < 0.005 or it.worst > 0.02, self.say("rounded first", it))
+        require(it.worst < 0.005 or it.slope < 0.01, self.say("another", it))
         require(it.worst < 0.005, self.say("far from zero", it))
         return self.say("done", it)
 
@@ -344,6 +375,22 @@ class SmallTanh(Exercise):
             "near zero",
             (forward, lambda saved, g: jnp.float32(saved * g.astype(saved.dtype))),
         )
+        yield (
+            "another",
+            (forward, lambda s, g: backward(s, g) * jnp.where((s > 0.1) & (s < 0.2), 1.1, 1)),
+        )
+        for saved, back in (
+            ("jnp.bfloat16(1 / jnp.cosh(x))", jnp.square),
+            ("jnp.float16(-2 * jnp.log(jnp.cosh(x)))", jnp.exp),
+        ):
+            yield (
+                "rounded first",
+                halves(
+                    "(1 - t**2).astype(jnp.bfloat16)",
+                    saved,
+                    backward=lambda s, g, back=back: back(s.astype(jnp.float32)) * g,
+                ),
+            )
         yield "far from zero", (subtracts, backward)
         for saves, derivative in (
             ("t", of_tanh),

@@ -172,8 +172,13 @@ square_root = Function(
     grouped,
     cases=weights_and_inputs,
     name="the result",
+    first=("pair",),
     outcome=Layers,
     rows={
+        "pair": (
+            change("w.shape[1:]))[0]", "w.shape[1:]))"),
+            lambda it: isinstance(it.result, tuple | list),
+        ),
         "another": lambda layer, w, x: layer(w[0], x),
         "one group": (change("k=8", "k=64"), lambda it: it.groups == 1 and it.passes > 1),
         "nothing": (LAYERS_ALONE + GROUPS_ALONE, lambda it: it.passes <= 1),
