@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from course_lib.lessons import saved_arrays
 from course_lib.one_device import rematerialization
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -93,3 +94,16 @@ BAD = [
 def test_a_policy_that_does_not_exist_or_would_change_nothing_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         rematerialization.policy(*arguments)
+
+
+def test_each_byte_that_a_block_saves_belongs_to_an_operation():
+    cases = {"all": {}, "input": {"remat": ("Block",)}, "attention's": {"remat": ("MLP",)}}
+    saved, again = zip(*saved_arrays.by_operation(1, cases).values(), strict=True)
+    for options, by_operation in zip(cases.values(), saved, strict=True):
+        arrays = saved_arrays.of_block(1, **options)
+        assert sum(by_operation.values()) == sum(array.bytes for array in arrays)
+    assert [sum(of_case.values()) > 0 for of_case in again] == [False, True, True]
+    assert saved[1] == dict.fromkeys(saved_arrays.PLACES, 0) | {
+        ("MLP", "input"): 2 * 512 * 1024
+    }
+    assert all(again[2][place] == 0 for place in saved_arrays.PLACES if place[0] != "MLP")

@@ -345,7 +345,12 @@ class SmallTanh(Exercise):
         require(off[typical] < 0.1, self.say("another", it))
         it.near_zero = off[np.abs(np.asarray(x)) < 0.5].max()
         require(it.near_zero < 0.005, self.say("near zero", it))
-        it.x, it.ratio, it.worst, it.slope = x[worst], ratio[worst], off[worst], derivative[worst]
+        it.x, it.ratio, it.worst, it.slope = (
+            x[worst],
+            ratio[worst],
+            off[worst],
+            derivative[worst],
+        )
         require(it.worst < 0.005 or it.worst > 0.02, self.say("rounded first", it))
         require(it.worst < 0.005 or it.slope < 0.01, self.say("another", it))
         require(it.worst < 0.005, self.say("far from zero", it))

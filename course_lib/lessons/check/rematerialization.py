@@ -6,7 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from course_lib import configs, measure
+from course_lib import measure
+from course_lib.lessons import saved_arrays
 from course_lib.lessons.check.answers import close, equations
 from course_lib.lessons.check.exercises import (
     Function,
@@ -16,9 +17,6 @@ from course_lib.lessons.check.exercises import (
     change,
     normal,
 )
-from course_lib.models import layers, parameters
-from course_lib.models.hooks import Hooks
-from course_lib.models.products import with_products
 from course_lib.one_device import rematerialization
 
 TWO_ARRAYS = 2 * 4 * 2**20
@@ -199,14 +197,7 @@ def saved_by_a_layer(*modules):
 
     `modules` are rematerialized, of `rematerialization.MODULES`.
     """
-    model = configs.get("155m").model
-    model.update(dropout_rate=0.0, remat=modules)
-    block = layers.changed_layer(model, with_products(Hooks(), flat_products=False))
-    x = jax.ShapeDtypeStruct((16, 512, 1024), jnp.bfloat16)
-    params = jax.eval_shape(lambda: parameters.init(jax.random.key(0), model))["block"]
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-    arrays = rematerialization.residuals(lambda params, x: block(params, x, None)[0], params, x)
-    return sum(array.bytes for array in arrays if "argument [0]" not in array.why)
+    return sum(array.bytes for array in saved_arrays.of_block(16, remat=modules))
 
 
 class Depth(Numbered):
