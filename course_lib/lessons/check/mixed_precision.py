@@ -345,12 +345,7 @@ class SmallTanh(Exercise):
         require(off[typical] < 0.1, self.say("another", it))
         it.near_zero = off[np.abs(np.asarray(x)) < 0.5].max()
         require(it.near_zero < 0.005, self.say("near zero", it))
-        it.x, it.ratio, it.worst, it.slope = (
-            x[worst],
-            ratio[worst],
-            off[worst],
-            derivative[worst],
-        )
+        it.x, it.ratio, it.worst, it.slope = (a[worst] for a in (x, ratio, off, derivative))
         require(it.worst < 0.005 or it.worst > 0.02, self.say("rounded first", it))
         require(it.worst < 0.005 or it.slope < 0.01, self.say("another", it))
         require(it.worst < 0.005, self.say("far from zero", it))
@@ -384,28 +379,19 @@ class SmallTanh(Exercise):
             "another",
             (forward, lambda s, g: backward(s, g) * jnp.where((s > 0.1) & (s < 0.2), 1.1, 1)),
         )
-        for saved, back in (
-            ("jnp.bfloat16(1 / jnp.cosh(x))", jnp.square),
-            ("jnp.float16(-2 * jnp.log(jnp.cosh(x)))", jnp.exp),
-        ):
-            yield (
-                "rounded first",
-                halves(
-                    "(1 - t**2).astype(jnp.bfloat16)",
-                    saved,
-                    backward=lambda s, g, back=back: back(s.astype(jnp.float32)) * g,
-                ),
-            )
         yield "far from zero", (subtracts, backward)
-        for saves, derivative in (
-            ("t", of_tanh),
-            ("x", lambda x: of_tanh(jnp.tanh(x.astype(jnp.float32)))),
-            ("(1 - t.astype(jnp.bfloat16) ** 2)", jnp.float32),
+        for row, saves, derivative in (
+            ("rounded first", "jnp.bfloat16(1 / jnp.cosh(x))", jnp.square),
+            ("rounded first", "jnp.float16(-2 * jnp.log(jnp.cosh(x)))", jnp.exp),
+            ("far from zero", "jnp.bfloat16(t)", of_tanh),
+            ("far from zero", "jnp.bfloat16(x)", lambda x: of_tanh(jnp.tanh(x))),
+            ("far from zero", "1 - jnp.bfloat16(t) ** 2", jnp.float32),
         ):
-            yield (
-                "far from zero",
-                halves("(1 - t**2)", saves, backward=lambda s, g, d=derivative: d(s) * g),
-            )
+
+            def back(saved, g, derivative=derivative):
+                return derivative(saved.astype(jnp.float32)) * g
+
+            yield row, halves("(1 - t**2).astype(jnp.bfloat16)", saves, backward=back)
 
 
 small_tanh = SmallTanh("small_tanh")
