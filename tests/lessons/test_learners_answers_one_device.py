@@ -168,6 +168,36 @@ def penalized(w, x):
     return w - 0.1 * gradient, value
 
 
+def in_groups(w, x):
+    """Keeps the input of each group of layers, then of each layer of one group."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    @jax.checkpoint
+    def group(x, ws):
+        return jax.lax.scan(layer, x, ws)
+
+    return jnp.sum(jax.lax.scan(group, x, w.reshape(4, 2, *w.shape[1:]))[0] ** 2)
+
+
+def before_the_tanh(w, x):
+    """Carries the product, so that the scan has one layer less."""
+    layer = jax.checkpoint(lambda z, w: (jnp.tanh(z) @ w, None))
+    return jnp.sum(jnp.tanh(jax.lax.scan(layer, x @ w[0], w[1:])[0]) ** 2)
+
+
+def named(scope, w, x):
+    """A step whose penalty has another name."""
+
+    def loss(w):
+        penalty = jax.named_scope(scope)(lambda w: jnp.mean(jnp.exp(jnp.sin(w @ w))))(w)
+        return jnp.mean(jnp.tanh(x @ w)) + penalty
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
 def penalized_inside(wrap):
     """The penalty's scope stands in a jitted or a rematerialized function."""
 
@@ -234,6 +264,9 @@ RIGHT = [
     (check.scan_over_layers, (unrolled_by_four,)),
     (check.busy_and_idle, (by_edges,)),
     (check.busy_and_idle, (by_arrays,)),
+    (check.stack_less, (in_groups,)),
+    (check.stack_less, (before_the_tanh,)),
+    (check.named_part, (functools.partial(named, "penalty"),)),
     (check.named_part, (penalized,)),
     (check.named_part, (penalized_inside(jax.jit),)),
     (check.named_part, (penalized_inside(jax.checkpoint),)),
@@ -257,6 +290,7 @@ WRONG = [
     (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),
     (check.attend, (attend(lambda s: s / 2, hide, low_softmax),), "a float32 softmax"),
     (check.busy_and_idle, (of_neighbours,), "lies inside (0, 6)"),
+    (check.named_part, (functools.partial(named, "my_penalty"),), "No operation carries"),
     (check.smallest_number_of_minibatches, (gives_up_early,), "2 x 0.37 + 5.00 = 6.25 GiB"),
     (
         check.count_parameters,

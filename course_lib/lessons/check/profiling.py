@@ -166,7 +166,7 @@ def penalty_step(w, x):
             y = w @ w
             y = jnp.sin(y)
             y = jnp.exp(y)
-        return jnp.mean(y)
+            return jnp.mean(y)
 
     def loss(w):
         return jnp.mean(jnp.tanh(x @ w)) + penalty(w)
@@ -195,7 +195,7 @@ class Named(Outcome):
         """Each scope, without names of functions, with the shapes of its operations."""
         # lowered: it is compiled without JAX's cache, which keeps another's names
         module = program.read(jax.jit(self.function).lower(*self.args)).module
-        scopes = collections.defaultdict(set)
+        scopes: dict[str, set] = collections.defaultdict(set)
         for one in module.instructions.values():
             if one.scope:
                 scopes[re.sub(r"jit\(\w*\)", "", one.scope)] |= {s.dims for s in one.shapes}
@@ -269,11 +269,9 @@ named_part = Function(
         ),
         "a part": (
             [
-                change(
-                    "return jnp.mean(y)", "return y", "+ penalty(w)", "+ jnp.mean(penalty(w))"
-                ),
+                change("    return jnp.mean(y)", "return jnp.mean(y)"),
                 change("y = w @ w", "y = w", "+ penalty(w)", "+ penalty(w @ w)"),
-                change("            y = jnp.exp(y)\n", "", "mean(y)", "mean(jnp.exp(y))"),
+                change("            y = jnp.exp(y)\n    ", "", "mean(y)", "mean(jnp.exp(y))"),
             ],
             lambda it: it.missing,
         ),

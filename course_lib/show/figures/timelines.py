@@ -20,8 +20,8 @@ from course_lib.show.figures import style
 
 ANY = "any operation"
 COMPUTES, MOVES = "#264653", "#2EC4B6"
-OPERATIONS = dict.fromkeys(("matmul", "elementwise", "reduce"), COMPUTES) | {ANY: "black"}
-OPERATIONS |= dict.fromkeys(("copy", "dynamic-slice", "dynamic-update-slice", "fill"), MOVES)
+OPERATIONS = dict.fromkeys(("matmul", "elementwise", "reduce"), COMPUTES)
+OPERATIONS |= dict.fromkeys(("copy", "fill", "dynamic-update-slice", "dynamic-slice"), MOVES)
 """The colours of kinds of operations (`measure.traffic`)."""
 WIDTH = 5.6  # inches: readable on a telephone, at two thirds of this size
 BLOCKS, KEPT = 0.42, 0.34  # heights in a lane of height 1
@@ -265,8 +265,7 @@ def step_timeline(
     """Draws the operations of steps over time, below each other on one axis, one row for each
     kind: dark where it computes, light where it moves arrays (`OPERATIONS`).
 
-    Phases of a train step (`style.PHASES`) have their own order and colours, the same in each
-    picture. The lowest row shows when any operation runs: its white parts are gaps. An
+    Phases (`style.PHASES`) and kinds have the same order and colours in each picture. The lowest row shows when any operation runs: its white parts are gaps. An
     operation that only contains others, such as the `while` of a scan, is not drawn.
 
     Args:
@@ -284,14 +283,15 @@ def step_timeline(
             for name in {name_of(event), ANY}:
                 spans[step, name].append((event.start * 1e3, event.duration * 1e3))
     names = [name for name, _ in sum(own.values(), Counter[str]()).most_common()]
-    if set(names) <= set(style.PHASES):
-        names = [name for name in style.PHASES if name in names]
+    for known in (style.PHASES, OPERATIONS):
+        if set(names) <= set(known):
+            names = [name for name in known if name in names]
     rows = [*(names if row else ()), ANY]
     size = (8.5, 0.3, 0.35, 0.75)
     figure, panels = _below(steps, [len(rows)] * len(steps), size, heading=title)
     for axes, step in zip(panels, steps, strict=True):
         for y, name in enumerate(rows):
-            color = OPERATIONS.get(name) or style.color(y, name)
+            color = (OPERATIONS | {ANY: "black"}).get(name) or style.color(y, name)
             look = style.Look(facecolor=color, edgecolor=color, linewidth=0.3)
             axes.broken_barh(spans[step, name], (y - 0.38, 0.76), **look)
             seconds = sum(own[step].values()) if name == ANY else own[step][name]
