@@ -9,8 +9,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +34,6 @@ class Event:
     program: str = ""  # its compiled program, such as "jit_train_step"; empty if not known
     program_id: int = 0  # tells programs of one name apart
     container: bool = False  # it only runs other operations, as a loop or a conditional does
-
-
-@dataclasses.dataclass(frozen=True)
-class OpTime:
-    """The time of one operation over the steps of a trace."""
-
-    op: str
-    program: str  # two programs may both have a "fusion.12"
-    scope: str  # where in the source it comes from; empty if not known
-    calls: float  # executions per step
-    seconds: float  # self time per step
-    share: float  # of the self time of all operations, which is the busy time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,25 +68,6 @@ class Trace:
         start, end = self.spans[step]
         events = (event for event in self.events if start <= event.start < end)
         return [dataclasses.replace(event, start=event.start - start) for event in events]
-
-    def top_ops(
-        self, k: int = 10, scopes: Mapping[tuple[str, str], str] | None = None
-    ) -> list[OpTime]:
-        """Returns the `k` operations with most self time, largest first, by program.
-
-        Join the `scopes` (`op_scopes`) of several programs with `|`.
-        """
-        own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-        for event in self.events:
-            own[event.program, event.program_id, event.op].append(event.self_time)
-        total, steps = sum(event.self_time for event in self.events), len(self.spans)
-        rows = []
-        for (name, _, op), times in sorted(own.items(), key=lambda item: -sum(item[1]))[:k]:
-            scope, seconds = (scopes or {}).get((name, op), ""), sum(times)
-            rows.append(
-                OpTime(op, name, scope, len(times) / steps, seconds / steps, seconds / total)
-            )
-        return rows
 
     def busy(self) -> list[Busy]:
         """Returns compute against idle time for each step.

@@ -188,16 +188,6 @@ def before_the_tanh(w, x):
     return jnp.sum(jnp.tanh(jax.lax.scan(layer, x @ w[0], w[1:])[0]) ** 2)
 
 
-def named(scope, w, x):
-    """A step whose penalty has another name."""
-
-    def loss(w):
-        penalty = jax.named_scope(scope)(lambda w: jnp.mean(jnp.exp(jnp.sin(w @ w))))(w)
-        return jnp.mean(jnp.tanh(x @ w)) + penalty
-
-    return w - 0.1 * jax.grad(loss)(w)
-
-
 def penalized_inside(wrap):
     """The penalty's scope stands in a jitted or a rematerialized function."""
 
@@ -266,7 +256,6 @@ RIGHT = [
     (check.busy_and_idle, (by_arrays,)),
     (check.stack_less, (in_groups,)),
     (check.stack_less, (before_the_tanh,)),
-    (check.named_part, (functools.partial(named, "penalty"),)),
     (check.named_part, (penalized,)),
     (check.named_part, (penalized_inside(jax.jit),)),
     (check.named_part, (penalized_inside(jax.checkpoint),)),
@@ -290,7 +279,6 @@ WRONG = [
     (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),
     (check.attend, (attend(lambda s: s / 2, hide, low_softmax),), "a float32 softmax"),
     (check.busy_and_idle, (of_neighbours,), "lies inside (0, 6)"),
-    (check.named_part, (functools.partial(named, "my_penalty"),), "No operation carries"),
     (check.smallest_number_of_minibatches, (gives_up_early,), "2 x 0.37 + 5.00 = 6.25 GiB"),
     (
         check.count_parameters,

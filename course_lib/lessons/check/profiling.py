@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from course_lib.lessons import slow_steps
 from course_lib.lessons.check.answers import close, equations, programs_in
@@ -114,16 +113,10 @@ def in_a_python_loop(w, x):
     return jnp.sum(x**2)
 
 
-def half(w, x):
-    """Keeps the argument of the tanh in bfloat16, and all that the loss keeps."""
-
-    def tanh(x):
-        low = checkpoint_name(x.astype(jnp.bfloat16), "low")
-        return jnp.tanh(x) + 0 * low * low
-
-    policy = jax.checkpoint_policies.save_only_these_names("low")
-    around = functools.partial(jax.checkpoint, policy=policy)
-    return scan_loss(w, x, tanh=tanh, around=around)
+def before_the_tanh(w, x):
+    """Carries the product, so that the scan has one layer less."""
+    z, _ = jax.lax.scan(lambda z, w: (jnp.tanh(z) @ w, None), x @ w[0], w[1:])
+    return jnp.sum(jnp.tanh(z) ** 2)
 
 
 stack_less = Function(
@@ -150,7 +143,7 @@ stack_less = Function(
         ),
         "as much": (scan_loss, lambda it: it.after >= it.before),
         "nothing": (in_a_python_loop, lambda it: it.after == 0),
-        "more": (half, lambda it: it.after > it.least),
+        "more": (before_the_tanh, lambda it: it.after > it.least),
     },
 )
 
@@ -175,7 +168,7 @@ def penalty_step(w, x):
     return w - 0.1 * gradient, value
 
 
-NOT_THERE = change('"penalty"', '"other"')
+NOT_THERE = change('"penalty"', '"my_penalty"')
 
 
 def places(program, outer=""):
@@ -254,11 +247,11 @@ named_part = Function(
         "no name": (NOT_THERE, lambda it: not it.named),
         "outside": (
             NOT_THERE + change("jax.value_and_grad(loss)", "PENALTY(jax.value_and_grad(loss))"),
-            lambda it: not it.has(r"jvp\([^;]*penalty"),
+            lambda it: not it.has(r"jvp\([^;]*\bpenalty\b"),
         ),
         "not backward": (
             change("+ penalty(w)", "+ penalty(jax.lax.stop_gradient(w))"),
-            lambda it: not it.has(r"transpose\(jvp\([^;]*penalty"),
+            lambda it: not it.has(r"transpose\(jvp\([^;]*\bpenalty\b"),
         ),
         "whole loss": (
             [

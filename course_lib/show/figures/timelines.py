@@ -265,8 +265,9 @@ def step_timeline(
     """Draws the operations of steps over time, below each other on one axis, one row for each
     kind: dark where it computes, light where it moves arrays (`OPERATIONS`).
 
-    Phases (`style.PHASES`) and kinds have the same order and colours in each picture. The lowest row shows when any operation runs: its white parts are gaps. An
-    operation that only contains others, such as the `while` of a scan, is not drawn.
+    Phases (`style.PHASES`) and kinds have the same order and colours in each picture. The
+    lowest row shows when any operation runs: its white parts are gaps. An operation that only
+    contains others, such as the `while` of a scan, is not drawn.
 
     Args:
       steps: title of a step -> objects with `start`, `duration`, `self_time` (seconds) and
