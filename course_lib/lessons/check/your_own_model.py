@@ -166,7 +166,9 @@ class Accumulated(Outcome):
     dtype = property(
         lambda it: {"bf16": "bfloat16", "f16": "float16"}.get(it.hidden[0][0], "float32")
     )
-    size = property(lambda it: max(math.prod(map(int, n.split(","))) for _, n in it.hidden))
+    size = property(
+        lambda it: max((math.prod(map(int, n.split(","))) for _, n in it.hidden), default=0)
+    )
     is_near = property(lambda it: not it.is_right and close(it.result, it.right, 0.03))
     is_finite = property(
         lambda it: all(np.isfinite(x).all() for x in jax.tree.leaves(it.result))
@@ -202,7 +204,7 @@ own_accumulation = Function(
         ),
         "another dtype": (
             [change("bfloat16", "float32"), change("bfloat16", "float16")],
-            lambda it: not it.case and it.dtype != "bfloat16",
+            lambda it: not it.case and it.hidden and it.dtype != "bfloat16",
         ),
         "means": [
             change(TOTAL, "g, grads)"),
