@@ -129,10 +129,12 @@ def test_a_run_begins_with_the_parameters_of_another_and_nothing_else_of_it(
 
 def test_a_run_that_began_with_another_goes_on_without_it_bit_for_bit(folder, text, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
-    changes = dict(run__weights=str(source), optimizer__schedule="constant")
+    changes = dict(run__weights=str(source), optimizer__schedule="constant", run__keep=4)
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     train(text, through, **changes)
-    train(text, stopped, **changes, training__steps=20)
+    shutil.copytree(through, stopped)  # as a kill after step 20 leaves it
+    for step in (30, 40):
+        shutil.rmtree(stopped / "checkpoints" / f"{step:08d}")
     shutil.rmtree(source)
     train(text, stopped, **changes)
     assert_same_run(through, stopped)
