@@ -225,7 +225,7 @@ def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> S
     if unlike := settings.changed(saved.config, inputs.fixed):
         raise Refused(
             f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Set these fields"
-            " to the saved values, or name another folder"
+            f" to the saved values (--config {folder / 'config.json'}), or name another folder"
         )
     return checkpoints.restore(inputs.run.abstract()[0], saved)
 
