@@ -252,7 +252,7 @@ WRONG = [
         "small",
     ),
     (check.scan_over_layers, (as_lists,), "Your function raised ConcretizationTypeError"),
-    (check.attend, (mask_last,), "What may be subtracted"),
+    (check.attend, (mask_last,), "Which number can you subtract"),
     (check.attend, (attend(lambda s: jnp.clip(s / 2, -80, 80), hide),), "more: there"),
     (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),
     (check.attend, (attend(lambda s: s / 2, hide, low_softmax),), "a float32 softmax"),
