@@ -165,6 +165,51 @@ def table(accelerator: str = PUBLISHED_ON, live: Sequence[str] = ()) -> recorded
     return study(accelerator).table(live)
 
 
+def explained_by_gelus(rows: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Returns, of the rows that keep the MLP's activations in a scan: the case, by how many GiB
+    it lies below the publication, and the GiB of one array per GELU. JAX before 0.11 saved one
+    array more per GELU for the backward pass.
+    """
+    config = BY_NAME["float32"].config()
+    minibatch = config.data.batch_size // config.training.num_minibatches
+    numbers = config.model.num_layers * minibatch * config.data.seq_len
+    numbers *= 4 * config.model.hidden_size
+    found = []
+    for name, size in (("float32", 4), ("bfloat16", 2)):
+        missing = rows[name]["published_gib"] - rows[name]["peak_bytes"] / measure.GIB
+        found.append((name, missing, size * numbers / measure.GIB))
+    return found
+
+
+def check_story(rows: Mapping[str, Any]) -> None:
+    """Refuses rows of the A5000 that are not as notebook 5 describes them."""
+    off = {
+        name: row["peak_bytes"] / measure.GIB / row["published_gib"] - 1
+        for name, row in rows.items()
+        if row["published_gib"]
+    }
+    assert max(map(abs, off.values())) <= 0.12, "not what was published"
+    assert min(off, key=off.__getitem__) == "remat MLP+Attn, 1 minibatch", (
+        "another row is furthest off"
+    )
+    for name, missing, explained in explained_by_gelus(rows):
+        assert 0.6 < explained / missing < 0.8, f"{name}: GELUs explain another share"
+    gelu = jax.tree.leaves(jax.vjp(jax.nn.gelu, jnp.ones(9))[1])
+    saved = len([array for array in gelu if array.size == 9])
+    assert saved == (5 if jax.__version_info__ < (0, 11) else 4), f"a GELU saves {saved} arrays"
+    for name, are_products in (("bfloat16", False), ("bfloat16, unrolled", True)):
+        scopes = [
+            a["scope"] for a in rows[name]["largest"] if "transpose(jvp" not in a["scope"]
+        ]
+        assert {scope.endswith("dot_general") for scope in scopes} == {are_products}, (
+            f"{name}: other arrays wait for the backward pass"
+        )
+    for case in CASES:
+        if "flash" in case.name:
+            less = rows[case.name]["peak_bytes"] < rows[case.on]["peak_bytes"]
+            assert less, f"{case.name}: flash attention took more"
+
+
 def measure_here(preset: str, changes: Mapping[str, Any], steps: int = 10) -> dict[str, Any]:
     """Runs the train step of a preset, with changes as in `Case.changes`, in a process of its
     own, which gets the memory that this one has left (`measure.peak_in_own_process`), and

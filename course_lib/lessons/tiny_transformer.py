@@ -48,7 +48,7 @@ def add_layer(x_BxLxD, layer):
 
 def forward(params, tokens_BxL):
     """Returns the logits of the next token, [B, L, V]."""
-    x_BxLxD = params["token"][tokens_BxL] + params["position"]
+    x_BxLxD = params["token"][tokens_BxL] + params["position"][: tokens_BxL.shape[1]]
     layers = {name: params[name] for name in ("qkv", "out", "up", "down", "norm1", "norm2")}
     x_BxLxD, _ = jax.lax.scan(add_layer, x_BxLxD, layers)
     return rms_norm(x_BxLxD, params["norm"]) @ params["output"]

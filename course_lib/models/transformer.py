@@ -5,7 +5,8 @@ measurements can be compared with ours
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html).
 It has learned positions, N layers and an output layer. A layer is an MLP and an attention, each
 with a norm before it, and each added to its input. `layers` lists the options of later models.
-Parameters and logits are float32, everything else has `dtype`.
+Parameters are float32, everything else has `dtype`: logits are rounded to `dtype`, then cast to
+float32.
 
 The model is functions of a dict of parameters. `Transformer` makes a Flax module of them.
 """
@@ -34,9 +35,10 @@ PyTree = Any
 def apply(
     config: ConfigDict, params: Params, tokens: Array, key: Key = None, hooks: Hooks = Hooks()
 ) -> tuple[Any, Float[Array, "N B"] | None]:
-    """Returns float32 logits [B L V] of the next tokens, and the load-balancing loss of each
-    layer, or None without experts. `tokens` [B, L] may be this device's part, if the hooks say
-    so. Inside `jax.jit`, a token outside the vocabulary has an embedding of NaN.
+    """Returns logits [B L V] of the next tokens, rounded to `dtype`, then cast to float32, and
+    the load-balancing loss of each layer, or None without experts. `tokens` [B, L] may be this
+    device's part, if the hooks say so. Inside `jax.jit`, a token outside the vocabulary has an
+    embedding of NaN.
     """
     _check_tokens(tokens, config.vocab_size)
     check(config, tokens.shape[1])
@@ -83,7 +85,9 @@ def all_layers(
 
 
 def head(config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"]) -> Any:
-    """Returns float32 logits [B L V], or what `hooks.output` makes of their factors."""
+    """Returns logits [B L V], rounded to `dtype`, then cast to float32; or what `hooks.output`
+    makes of their factors.
+    """
     x = layers.norm(params, "post_norm", x)
     if hooks.output:
         with jax.named_scope("output_layer"):

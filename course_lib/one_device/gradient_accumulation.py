@@ -267,11 +267,11 @@ def loop_minibatches(add, total, params, minibatches, rngs):
     """Adds up the minibatches in a Python loop: M copies of the body in the program."""
     for index in range(len(rngs)):
         # No minibatch depends on the one before: a compiler may compute all of them first and
-        # add later, with the activations and gradients of all M alive. A branch has to wait for
-        # its inputs. This one reads the total so far and is always taken, which the compiler
-        # cannot know. It costs half a tree of gradients or more beyond "scan", as XLA:GPU
-        # copies the outputs of a branch. jax.lax.optimization_barrier would cost nothing, but
-        # XLA removes it before it orders the program.
+        # add later, with the activations and gradients of all M alive (notebook 3 measures it).
+        # A branch has to wait for its inputs. This one reads the total so far and is always
+        # taken, which the compiler cannot know. XLA:GPU copies the outputs of a branch, which
+        # costs up to half a tree of gradients beyond "scan". jax.lax.optimization_barrier would
+        # cost nothing, but XLA removes it before it orders the program.
         def minibatch(total, index=index):
             return add(total, params, _take(minibatches, index), rngs[index])
 

@@ -84,6 +84,15 @@ def test_flash_attention_takes_less_memory_and_does_the_same_model_flops():
         assert rows[flash]["model_flops"] == rows[written_out]["model_flops"]
 
 
+def test_rows_that_are_not_as_the_notebook_describes_them_are_refused():
+    rows = _recorded("a5000")
+    case_study.check_story(rows)
+    other = {"flash": {"peak_bytes": 2**34}, "bfloat16, unrolled": rows["bfloat16"]}
+    for name, change in other.items():
+        with pytest.raises(AssertionError):
+            case_study.check_story(rows | {name: rows[name] | change})
+
+
 def test_remat_adds_flops_and_takes_none_from_the_model():
     rows = _recorded("a5000")
     assert rows["bfloat16"]["recomputed_flops"] == 0

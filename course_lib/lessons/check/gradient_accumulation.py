@@ -1,15 +1,15 @@
 """Checks of notebook 03's exercises."""
 
 import functools
+import itertools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from course_lib.lessons.check.answers import close, run
+from course_lib.lessons.check.answers import close, equations, run
 from course_lib.lessons.check.exercises import (
     Function,
     Numbers,
@@ -45,6 +45,8 @@ def accumulate(params, batch, M):
     return jax.tree.map(lambda *g: sum(g) / w.sum(), *grads)
 
 
+EACH = "[jax.grad(loss_sum)(params, *part) for part in parts]"
+OF_A_LOOP = "jax.grad(lambda p: sum(loss_sum(p, *part) for part in waiting))"
 MEANS = change(
     "lambda *g: sum(g)", "lambda *g: sum(own / max(p[2].sum(), 1) for own, p in zip(g, parts))"
 )
@@ -74,19 +76,33 @@ class Accumulated(Outcome):
     )
 
     @functools.cached_property
-    def text(self):
-        """The program. Empty if JAX cannot trace it, for example an `if` on a weight."""
+    def program(self):
+        """The equations in their order: a name, and the shape of the result. Empty if JAX
+        cannot trace the function, for example an `if` on a weight.
+        """
         params, batch, M = self.args
         try:
-            return str(jax.make_jaxpr(lambda *args: self.function(*args, M))(params, batch))
+            traced = jax.make_jaxpr(lambda *args: self.function(*args, M))(params, batch)
         except Exception:
-            return ""
+            return []
+        return [(e.primitive.name, e.outvars[0].aval.shape) for e in equations(traced.jaxpr)]
 
     @property
     def sizes(self):
-        shapes = re.findall(r"f32\[([\d,]+),5\] = tanh", self.text)
-        return {math.prod(map(int, shape.split(","))) for shape in shapes}
+        shapes = [shape for name, shape in self.program if name == "tanh"]
+        return {math.prod(shape[:-1]) for shape in shapes if shape[-1] == 5}
 
+    @property
+    def passes(self):
+        """How often a forward pass (a tanh) is followed by a gradient of "in" [3 5]."""
+        gradient = ("dot_general", 15), ("reduce_sum", 15)
+        program = [(name, math.prod(shape)) for name, shape in self.program]
+        forward = [
+            name == "tanh" for name, n in program if name == "tanh" or (name, n) in gradient
+        ]
+        return sum(now and not then for now, then in itertools.pairwise(forward))
+
+    loops = property(lambda it: any(name in ("scan", "while") for name, _ in it.program))
     size = property(lambda it: min(it.sizes, default=0))
     right_size = property(lambda it: len(WEIGHTS) // it.args[2])
     is_near = property(lambda it: not it.is_right and close(it.result, it.right, 0.03))
@@ -133,7 +149,14 @@ accumulation = Function(
             [change("(a, M)", "(a, 2)"), change("(a, M)", "(a, 4)")],
             lambda it: it.sizes - {it.right_size},
         ),
-        "scan": (by_scan, lambda it: "scan[" in it.text),
+        "scan": (by_scan, lambda it: it.loops),
+        "waits": (
+            [
+                change(EACH, f"[{OF_A_LOOP}(params) for waiting in (parts,)]"),
+                change(EACH, f"[{OF_A_LOOP}(params) for waiting in (parts[::2], parts[1::2])]"),
+            ],
+            lambda it: it.program and it.passes < it.args[2],
+        ),
     },
 )
 
@@ -309,6 +332,10 @@ multi_steps_share = Function(
     calls=for_each_part,
     outcome=Shares,
     rows={
+        "list": (
+            lambda counts, m: [len(counts) * n / sum(counts) for n in counts],
+            lambda it: np.ndim(it.result) > 1,
+        ),
         "third": change("len(counts) * ", ""),
         "equal": (
             lambda counts, m: 1,

@@ -159,11 +159,24 @@ def skips(x):
     return causal(x).at[1, 2].add(-0.1 * x[3, 3])
 
 
+def turns(x):
+    """Two features are those of a point on a circle: their squares add up to 1."""
+    angle = jnp.append(x[1:, 0], 0.0)
+    return causal(x).at[:, :2].set(jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1))
+
+
+def leaks_a_little(x):
+    return causal(x).at[1, 2].add(1e-4 * x[3, 3])
+
+
 def looks(forward, x):
     """Whether any position reads a later one."""
     jacobian = jax.jacobian(forward)(x)  # [position, feature, other position, its feature]
     reads = jnp.abs(jacobian).sum(1) > 1e-5
     return any(bool(reads[t, t + 1 :].any()) for t in range(6))
+
+
+FORWARDS = causal, mixes_all, leaks_at_the_end, skips, cancels, turns, leaks_a_little
 
 
 def is_wrong_about(function):
@@ -174,8 +187,7 @@ looks_ahead = Function(
     "looks_ahead",
     looks,
     cases=lambda: [
-        (forward, jax.random.normal(jax.random.key(0), (6, 4)))
-        for forward in (causal, mixes_all, leaks_at_the_end, skips, cancels)
+        (forward, jax.random.normal(jax.random.key(0), (6, 4))) for forward in FORWARDS
     ],
     rows={
         "array": (lambda forward, x: jnp.ones((6, 6)), lambda it: np.ndim(it.result) > 0),
@@ -191,6 +203,16 @@ looks_ahead = Function(
             is_wrong_about(skips),
         ),
         "cancels": (change("(jacobian).sum(1)", "(jacobian.sum(1))"), is_wrong_about(cancels)),
+        "normalized": (
+            change(
+                "(forward)(x)",
+                "(lambda x: forward(x) ** 2)(x)",
+                "jnp.abs(jacobian).sum(1)",
+                "jnp.abs(jacobian.sum(1))",
+            ),
+            is_wrong_about(turns),
+        ),
+        "tolerance": (change("1e-5", "1e-3"), is_wrong_about(leaks_a_little)),
     },
 )
 

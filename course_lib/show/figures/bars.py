@@ -88,11 +88,12 @@ def roofline(rows: Rows, *, title: str = "") -> Figure:
     floors = {f"{key}_seconds": name for key, name in names.items()}
     for i, (key, name) in enumerate(floors.items()):
         centers = [y + (i - 0.5) * 0.36 for y in range(len(rows))]
-        axes.barh(centers, [row[key] for row in rows], 0.34, label=name, **style.fill(i))
+        axes.barh(centers, [row[key] for row in rows], 0.34, label=name, **style.fill(i + 2))
     published = [row["published_seconds"] for row in rows]
     points = [(seconds, y) for y, seconds in enumerate(published) if seconds is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), "kD", markersize=8, label="published")
+        look = style.Look(color=style.COLORS[1], markeredgecolor="black", markersize=8)
+        axes.plot(*zip(*points, strict=True), "D", label="published", **look)
     for y, (row, seconds) in enumerate(zip(rows, published, strict=True)):
         floor = max(row[key] for key in floors)
         text = ("" if seconds is None else f"{seconds:.2f} s, ") + f"floor {floor:.2f} s"
