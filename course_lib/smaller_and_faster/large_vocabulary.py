@@ -225,8 +225,8 @@ _statistics.defvjp(forward, backward)
 
 
 def _loop(body: Any, chunks: int, length: int, start: Any) -> Any:
-    """Calls `body((start, size), own, so_far)` for each chunk. All have one size. If they do not
-    divide the length, the first one ends in the second, which writes there again: these
+    """Calls `body((start, size), own, so_far)` for each chunk. All have one size. If they do
+    not divide the length, the first one ends in the second, which writes there again: these
     places are not its own.
     """
     size = -(-length // chunks)
