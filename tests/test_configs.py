@@ -60,7 +60,7 @@ BAD = [
     (EXPERTS | {"model.experts_per_token": 3}, "experts_per_token=3"),
     (EXPERTS | {"model.parallel_block": True}, "num_experts=2"),
     ({"model.parallel_block": True}, "remat=.* for parallel_block=True"),
-    ({"model.loss_chunks": 3}, "loss_chunks=3 must divide the 2048 .* take 2"),
+    ({"model.loss_chunks": 4096}, "loss_chunks=4096 must be .* 2048 columns .* take 2048"),
     ({"model.remat_names": ("qkv",)}, "remat_names=.* must be empty"),
     ({"model.remat_policy": "names"}, "remat_names=.* must name a value"),
     ({"model.remat_policy": "dots", "model.remat": ()}, "remat_policy='dots'"),

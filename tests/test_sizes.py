@@ -73,8 +73,8 @@ OTHER_SIZES = {
         {"T": 3, "E": 6, "S": 20, "CAPACITY_FACTOR": 1.0},
     ],
     "15_large_vocabulary": [
-        {"T": 1_024, "D": 256, "V": 32_768, "CHUNKS": 16, "TENSOR": 2},
-        {"T": 512, "V": 65_536, "CHUNKS": 64, "FEW": 32, "SMALL": 2_000},
+        {"T": 100, "D": 256, "V": 50_257, "CHUNKS": 16, "TENSOR": 3},
+        {"T": 512, "V": 65_536, "CHUNKS": 64, "FEW": 32, "SMALL": 200},
     ],
     "16_flash_attention": [
         {"L": 128, "K": 16, "TILE": 16, "B": 1, "H": 2, "G": 1, "LENGTHS": (128, 256)},

@@ -1,9 +1,9 @@
 """Linear layer and cross entropy in one function, which never holds all logits.
 
-A model with a vocabulary of V computes V logits per token. In float32, with their softmax and
-their gradient, they often take more memory than everything else in the step. But the loss needs
-two numbers per token only: the logit of the label, and the logarithm of the sum of all
-exponentials (*logsumexp*). So the logits can be computed in chunks, each used and dropped:
+A model with a vocabulary of V computes V logits per token, often the largest array of a step.
+But the loss needs two numbers per token only: the logit of the label, and the logarithm of the
+sum of all exponentials (*logsumexp*). So the logits can be computed in chunks, each used and
+dropped:
 
     loss = logsumexp(x W) - (x W)[label]            d loss / d logits = softmax - one-hot
 
@@ -68,32 +68,52 @@ def linear_cross_entropy(
     *,
     chunks: int,
     along: str = "vocabulary",
+    ignore_index: int | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the cross entropy of each label in nats, and 1.0 where the label has the largest
-    logit, else 0.0.
+    """Returns the loss of each label in nats, and 1.0 where the label has the largest logit,
+    else 0.0.
 
     Equals `losses.cross_entropy(x @ head + bias, labels)`. Products take operands of the dtype
-    of `x` and add up in float32, as do all other sums. As in that function, a label outside of
-    the vocabulary gives NaN, and a negative one counts from the end.
+    of `x` and add up in float32, as do all other sums.
 
     Args:
       x: activations. Along "tokens", the last dimension before D is cut.
       head: weights of the output layer; for one that is tied to the token table [V, D], its
         transpose.
-      labels: columns of the head.
+      labels: columns of the head. As in `losses.cross_entropy`, a label of V or more gives NaN,
+        and a negative one counts from the end.
       bias: added to the logits.
-      chunks: into how many the logits are cut.
+      chunks: into how many the logits are cut, at most.
       along: "vocabulary" or "tokens".
+      ignore_index: a label whose loss and gradient are zero, often -100. The mean is then
+        `loss.sum() / (labels != ignore_index).sum()`.
+      softcap: limits the logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does with 30.
+      z_loss: adds this times the square of the logsumexp to the loss; PaLM takes 1e-4.
     """
     check_arrays(x, head, bias, labels)
     places = jnp.where(labels < 0, labels + head.shape[1], labels)
-    per_token = statistics(Factors(x, head, bias), places, chunks=chunks, along=along)
+    per_token = statistics(
+        Factors(x, head, bias), places, chunks=chunks, along=along, softcap=softcap
+    )
+    loss = per_token.logsumexp - per_token.of_label
+    if z_loss:
+        loss += z_loss * per_token.logsumexp**2
     correct = per_token.best == labels
-    return per_token.logsumexp - per_token.of_label, correct.astype(jnp.float32)
+    if ignore_index is not None:
+        counts = labels != ignore_index
+        loss, correct = jnp.where(counts, loss, 0), correct & counts
+    return loss, correct.astype(jnp.float32)
 
 
 def statistics(
-    logits: Factors, labels: Int[Array, "..."], *, chunks: int, along: str = "vocabulary"
+    logits: Factors,
+    labels: Int[Array, "..."],
+    *,
+    chunks: int,
+    along: str = "vocabulary",
+    softcap: float | None = None,
 ) -> Statistics:
     """Returns the statistics of each token's logits, of which only one chunk exists at a time.
 
@@ -106,7 +126,7 @@ def statistics(
     check(chunks, along, tokens=length, vocabulary=head.shape[1])
     # B sequences of L: a batch that is divided over devices stays divided.
     rows, places = x.reshape(-1, length, width), labels.reshape(-1, length)
-    per_token = _statistics(rows, head, logits.bias, places, chunks, along)
+    per_token = _statistics(rows, head, logits.bias, places, chunks, along, softcap)
     per_token = Statistics(*(number.reshape(labels.shape) for number in per_token))
     return per_token._replace(top=jax.lax.stop_gradient(per_token.top))
 
@@ -127,108 +147,106 @@ def check_arrays(x: Any, head: Any, bias: Any, labels: Any) -> None:
 
 
 def check(chunks: int, along: str, *, tokens: int, vocabulary: int, prefix: str = "") -> None:
-    """Refuses chunks that cannot be cut from the tokens or the columns of a device."""
+    """Refuses more chunks than there are tokens or columns on a device, or none."""
     if along not in ALONG:
         raise ValueError(f"{prefix}along={along!r} must be one of {ALONG}")
     size = {"tokens": tokens, "vocabulary": vocabulary}[along]
-    if chunks < 1 or size % chunks:
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        near = min(divisors, key=lambda n: abs(n - chunks))
+    if not 1 <= chunks <= size:
         raise ValueError(
-            f"{prefix}chunks={chunks} must divide the {size} {LENGTHS[along]}, so that all"
-            f" chunks have one size; take {near}"
+            f"{prefix}chunks={chunks} must be between 1 and the {size} {LENGTHS[along]}; take"
+            f" {min(max(chunks, 1), size)}"
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _statistics(x, head, bias, labels, chunks, along):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _statistics(x, head, bias, labels, chunks, along, softcap):
     """Returns the statistics of x [B L D] and labels [B L]: one chunk of logits at a time."""
-    if along == "tokens":
 
-        def of_rows(i):
-            logits = _logits(_cut(x, i, chunks, 1), head, bias)
-            return _of_chunk(logits, _cut(labels, i, chunks, 1))
+    def write_rows(chunk, own, so_far):
+        logits = _logits(_cut(x, chunk, 1), head, bias, softcap)
+        new = _of_chunk(logits, _cut(labels, chunk, 1))
+        return Statistics(
+            *(_add(a, part, chunk, 1) for a, part in zip(so_far, new, strict=True))
+        )
 
-        def write(i, so_far):
-            return jax.tree.map(lambda array, new: _put(array, new, i, 1), so_far, of_rows(i))
-
-        return jax.lax.fori_loop(0, chunks, write, _of_nothing(x))
-
-    size = head.shape[1] // chunks
-
-    def add(i, so_far):
-        columns, added = _cut(head, i, chunks, 1), _cut(bias, i, chunks, 0)
-        new = _of_chunk(_logits(x, columns, added), labels - i * size)
+    def add_columns(chunk, own, so_far):
+        logits = _logits(x, _cut(head, chunk, 1), _cut(bias, chunk, 0), softcap)
+        new = _of_chunk(jnp.where(own, logits, -jnp.inf), labels - chunk[0])
         inside, later = ~jnp.isnan(new.of_label), new.top > so_far.top
         return Statistics(
             jnp.logaddexp(so_far.logsumexp, new.logsumexp),
             jnp.where(inside, new.of_label, so_far.of_label),
             jnp.maximum(so_far.top, new.top),
-            jnp.where(later, new.best + i * size, so_far.best),
+            jnp.where(later, new.best + chunk[0], so_far.best),
         )
 
-    return jax.lax.fori_loop(0, chunks, add, _of_nothing(x))
+    if along == "tokens":
+        return _loop(write_rows, chunks, x.shape[1], _of_nothing(x))
+    return _loop(add_columns, chunks, head.shape[1], _of_nothing(x))
 
 
-def forward(x, head, bias, labels, chunks, along):
+def forward(x, head, bias, labels, chunks, along, softcap):
     """Returns the statistics, and what the backward pass reads."""
-    per_token = _statistics(x, head, bias, labels, chunks, along)
+    per_token = _statistics(x, head, bias, labels, chunks, along, softcap)
     return per_token, (x, head, bias, labels, per_token.logsumexp)
 
 
-def backward(chunks, along, saved, gradient):
+def backward(chunks, along, softcap, saved, gradient):
     """Returns the gradients of x, head and bias; sums over chunks are float32."""
-    x, head, bias, labels, logsumexp = saved
+    *arrays, labels, logsumexp = saved
     of_tokens = labels, logsumexp, gradient.logsumexp, gradient.of_label
-    wide = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+    tokens = along == "tokens"
+    # The dimension that a chunk cuts: of x and what is per token, of head, of bias.
+    axes = (1, None, None) if tokens else (None, 1, 0)
 
-    if along == "tokens":
+    def add(chunk, own, so_far):
+        x, head, bias = map(_cut, arrays, [chunk] * 3, axes)
+        labels, *numbers = (_cut(a, chunk, axes[0]) for a in of_tokens)
+        labels, own = (labels, own[:, None]) if tokens else (labels - chunk[0], own)
+        logits = _logits(x, head, bias, softcap)
+        dlogits = jnp.where(own, gradient_of_logits(logits, labels, *numbers), 0)
+        if softcap is not None:  # the slope of the tanh
+            dlogits *= 1 - (logits / softcap) ** 2
+        low = dlogits.astype(x.dtype)
+        dx = _product("blv,dv->bld", low, head.astype(x.dtype))
+        dhead = _product("bld,blv->dv", x, low)
+        return list(map(_add, so_far, (dx, dhead, dlogits.sum(axis=(0, 1))), [chunk] * 3, axes))
 
-        def add_rows(i, so_far):
-            dx, dhead, dbias = so_far
-            rows = _cut(x, i, chunks, 1)
-            dlogits = gradient_of_logits(
-                _logits(rows, head, bias), *(_cut(number, i, chunks, 1) for number in of_tokens)
-            )
-            dx = _put(dx, _times_head(dlogits, head, x.dtype), i, 1)
-            dbias = None if bias is None else dbias + dlogits.sum(axis=(0, 1))
-            return dx, dhead + _times_rows(rows, dlogits), dbias
-
-        zeros = jnp.zeros_like(x), wide(head), None if bias is None else wide(bias)
-        dx, dhead, dbias = jax.lax.fori_loop(0, chunks, add_rows, zeros)
-    else:
-        size = head.shape[1] // chunks
-
-        def add_columns(i, so_far):
-            dx, dhead, dbias = so_far
-            columns, added = _cut(head, i, chunks, 1), _cut(bias, i, chunks, 0)
-            dlogits = gradient_of_logits(
-                _logits(x, columns, added), labels - i * size, *of_tokens[1:]
-            )
-            dhead = _put(dhead, _times_rows(x, dlogits), i, 1)
-            dbias = None if bias is None else _put(dbias, dlogits.sum(axis=(0, 1)), i, 0)
-            return dx + _times_head(dlogits, columns, x.dtype), dhead, dbias
-
-        zeros = wide(x), jnp.zeros_like(head), None if bias is None else jnp.zeros_like(bias)
-        dx, dhead, dbias = jax.lax.fori_loop(0, chunks, add_columns, zeros)
-    dbias = None if bias is None else dbias.astype(bias.dtype)
-    return dx.astype(x.dtype), dhead.astype(head.dtype), dbias, None
+    zeros = [
+        a if a is None else jnp.zeros_like(a, dtype=jnp.float32 if axis is None else None)
+        for a, axis in zip(arrays, axes, strict=True)
+    ]
+    length = arrays[0].shape[1] if tokens else arrays[1].shape[1]
+    sums = _loop(add, chunks, length, zeros)
+    return *jax.tree.map(lambda total, a: total.astype(a.dtype), sums, arrays), None
 
 
 _statistics.defvjp(forward, backward)
 
 
-def _logits(x: Array, head: Array, bias: Array | None) -> Float[Array, "B L v"]:
+def _loop(body: Any, chunks: int, length: int, start: Any) -> Any:
+    """Calls `body((start, size), own, so_far)` for each chunk. All have one size. If they do
+    not divide the length, the first one ends in the second, which writes there again: these
+    places are not its own.
+    """
+    size = -(-length // chunks)
+    number = -(-length // size)
+
+    def turn(i: Any, so_far: Any) -> Any:
+        end = length - (number - 1 - i) * size
+        begin = jnp.maximum(end - size, 0)
+        own = begin + jnp.arange(size) < end if length % size else jnp.ones(size, bool)
+        return body((begin, size), own, so_far)
+
+    return jax.lax.fori_loop(0, number, turn, start)
+
+
+def _logits(
+    x: Array, head: Array, bias: Array | None, softcap: float | None
+) -> Float[Array, "B L v"]:
     logits = _product("bld,dv->blv", x, head.astype(x.dtype))
-    return logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
-
-
-def _times_head(dlogits: Array, head: Array, dtype: Any) -> Float[Array, "B L D"]:
-    return _product("blv,dv->bld", dlogits.astype(dtype), head.astype(dtype))
-
-
-def _times_rows(x: Array, dlogits: Array) -> Float[Array, "D v"]:
-    return _product("bld,blv->dv", x, dlogits.astype(x.dtype))
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _product(dimensions: str, left: Array, right: Array) -> Array:
@@ -266,14 +284,15 @@ def _one_hot(logits: Array, labels: Array) -> Array:
     return columns[None, None] == labels[..., None]
 
 
-def _cut(array: Any, i: Any, chunks: int, axis: int) -> Any:
-    """Returns chunk i of an array, or None of None."""
-    if array is None:
-        return None
-    size = array.shape[axis] // chunks
-    return jax.lax.dynamic_slice_in_dim(array, i * size, size, axis)
+def _cut(array: Any, chunk: tuple[Any, int], axis: int | None) -> Any:
+    """Returns a chunk of an array; all of it without an axis; None of None."""
+    if array is None or axis is None:
+        return array
+    return jax.lax.dynamic_slice_in_dim(array, *chunk, axis)
 
 
-def _put(array: Array, chunk: Array, i: Any, axis: int) -> Array:
-    start = i * chunk.shape[axis]
-    return jax.lax.dynamic_update_slice_in_dim(array, chunk.astype(array.dtype), start, axis)
+def _add(total: Any, part: Array, chunk: tuple[Any, int], axis: int | None) -> Any:
+    """Writes a part at its chunk's place; without an axis, adds it to the total."""
+    if total is None or axis is None:
+        return total if total is None else total + part
+    return jax.lax.dynamic_update_slice_in_dim(total, part.astype(total.dtype), chunk[0], axis)

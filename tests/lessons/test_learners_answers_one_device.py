@@ -268,6 +268,7 @@ RIGHT = [
     (check.named_part, (penalized_inside(jax.jit),)),
     (check.named_part, (penalized_inside(jax.checkpoint),)),
     (check.online_logsumexp, (by_logaddexp,)),
+    (check.online_logsumexp, (lambda *args: jnp.stack(by_logaddexp(*args)),)),
     (check.window_pairs, (of_the_mask,)),
 ]
 WRONG = [

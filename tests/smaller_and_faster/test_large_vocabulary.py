@@ -1,7 +1,6 @@
 """Laws of the loss in chunks: the numbers of all logits, in the memory of one chunk."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,55 +9,89 @@ import one_device
 import pytest
 
 from course_lib import measure
+from course_lib.lessons.check.large_vocabulary import all_values
 from course_lib.models import losses
 from course_lib.smaller_and_faster import large_vocabulary
-from course_lib.smaller_and_faster.large_vocabulary import Factors, linear_cross_entropy
+from course_lib.smaller_and_faster.large_vocabulary import linear_cross_entropy
 
 B, L, D, V = 2, 6, 8, 12
 WAYS = [("vocabulary", 1), ("vocabulary", 3), ("tokens", 2), ("tokens", 3)]
+# Chunks that do not divide: the first has 3 columns, 1 column, 3 tokens, 1 token of its own.
+UNEVEN = [("vocabulary", 3, L, 13), ("vocabulary", 4, L, 10)]
+UNEVEN += [("tokens", 2, 7, V), ("tokens", 5, 9, V)]
+OPTIONS = {"softcap": 3.0, "z_loss": 0.01, "ignore_index": -100}
 
 
-def inputs():
+def inputs(length=L, vocab=V):
     """Returns x, head, bias and labels, of which every second one is the likeliest."""
     draw = np.random.default_rng(0)
-    x, head, bias = (
-        draw.normal(size=size).astype(np.float32) for size in ((B, L, D), (D, V), (V,))
-    )
-    labels = draw.integers(0, V, (B, L), np.int32)
+    sizes = (B, length, D), (D, vocab), (vocab,)
+    x, head, bias = (draw.normal(size=size).astype(np.float32) for size in sizes)
+    labels = draw.integers(0, vocab, (B, length), np.int32)
     labels[:, ::2] = (x @ head + bias).argmax(-1)[:, ::2]
     return tuple(map(jnp.asarray, (x, head, bias, labels)))
 
 
-def all_logits(x, head, bias, labels):
+def all_logits(x, head, bias, labels, *, softcap=None, ignore_index=None, z_loss=0.0):
     """The reference: all logits at once, in float32."""
     x, head, bias = (array.astype(jnp.float32) for array in (x, head, bias))
     logits = jnp.einsum("...d,dv->...v", x, head, precision="highest")
-    return losses.cross_entropy(logits + jnp.expand_dims(bias, range(x.ndim - 1)), labels)
+    logits += jnp.expand_dims(bias, range(x.ndim - 1))
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    loss, correct = losses.cross_entropy(logits, labels)
+    if z_loss:
+        loss += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    ignored = jnp.full(labels.shape, False) if ignore_index is None else labels == ignore_index
+    return jnp.where(ignored, 0, loss), jnp.where(ignored, 0, correct)
 
 
-@pytest.mark.parametrize(("along", "chunks"), WAYS)
-def test_loss_correctness_and_gradients_are_those_of_all_logits(along, chunks):
+@pytest.mark.parametrize(
+    ("along", "chunks", "length", "vocab", "options"),
+    [*((*way, L, V, {}) for way in WAYS), *((*way, OPTIONS) for way in UNEVEN)],
+)
+def test_loss_correctness_and_gradients_are_those_of_all_logits(
+    along, chunks, length, vocab, options
+):
     """With unequal weights of labels."""
-    x, head, bias, labels = inputs()
-    weights = jnp.arange(B * L, dtype=jnp.float32).reshape(B, L) % 3
+    x, head, bias, labels = inputs(length, vocab)
+    if "ignore_index" in options:
+        labels = labels.at[:, ::3].set(-100)
+    weights = jnp.arange(labels.size, dtype=jnp.float32).reshape(labels.shape) % 3
 
-    def in_chunks(x, head, bias):
-        return linear_cross_entropy(x, head, labels, bias, chunks=chunks, along=along)
+    def in_chunks(*args):
+        return linear_cross_entropy(*args, chunks=chunks, along=along, **options)
 
     def weighted(loss_of):
-        def mean(*args):
-            loss, correct = loss_of(*args)
+        def mean(x, head, bias):
+            loss, correct = loss_of(x, head, labels, bias)
             return (loss * weights).sum() / weights.sum(), (loss, correct)
 
         return jax.jit(jax.grad(mean, (0, 1, 2), has_aux=True))(x, head, bias)
 
+    def at_once(x, head, labels, bias):
+        return all_logits(x, head, bias, labels, **options)
+
     with jax.default_matmul_precision("highest"):
         found, (loss, correct) = weighted(in_chunks)
-        expected, (each, right) = weighted(lambda *args: all_logits(*args, labels))
+        expected, (each, right) = weighted(at_once)
     assert not one_device.different_leaves(found, expected)
     np.testing.assert_allclose(loss, each, rtol=2e-6)
     np.testing.assert_array_equal(correct, right)
     assert 0 < correct.sum() < correct.size
+
+
+def test_an_ignored_label_changes_nothing_and_any_other_label_outside_is_not_ignored():
+    x, head, bias, labels = inputs()
+    labels = labels.at[0].set(-100).at[1, 0].set(-101).at[1, 1].set(V)
+
+    def total(x, **options):
+        return linear_cross_entropy(x, head, labels, bias, chunks=3, **options)[0].sum(axis=1)
+
+    np.testing.assert_array_equal(np.isnan(total(x, ignore_index=-100)), [False, True])
+    assert np.isnan(total(x)).all(), "without `ignore_index`, -100 is a label like others"
+    gradient = jax.grad(lambda x: total(x, ignore_index=-100)[0])(x)
+    np.testing.assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize(("along", "chunks"), [("vocabulary", 4), ("tokens", 3)])
@@ -123,26 +156,12 @@ def test_narrow_numbers_are_added_up_in_float32(along, dtype):
     np.testing.assert_array_equal(dhead[0, 1:].astype(jnp.float32), tokens / vocab)
 
 
-def test_a_gradient_through_the_logsumexp_alone_is_the_softmax():
-    """The z-loss and other terms of the logsumexp need nothing more."""
-    x, head, bias, labels = inputs()
-
-    def logsumexp(bias):
-        factors = Factors(x, head, bias)
-        return large_vocabulary.statistics(factors, labels, chunks=4).logsumexp.sum()
-
-    logits = jnp.einsum("bld,dv->blv", x, head) + bias[None, None]
-    np.testing.assert_allclose(
-        jax.grad(logsumexp)(bias), jax.nn.softmax(logits).sum(axis=(0, 1)), rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     ("along", "chunks", "message"),
     [
-        ("vocabulary", 5, "chunks=5 must divide the 12 columns.* take 4"),
-        ("tokens", 4, "chunks=4 must divide the 6 tokens.* take 3"),
-        ("tokens", 0, "chunks=0 must divide .* take 1"),
+        ("vocabulary", 13, "chunks=13 must be between 1 and the 12 columns.* take 12"),
+        ("tokens", 7, "chunks=7 must be between 1 and the 6 tokens.* take 6"),
+        ("tokens", 0, "chunks=0 must be between .* take 1"),
         ("rows", 2, "along='rows'"),
     ],
 )
@@ -160,30 +179,19 @@ def test_the_gradient_costs_one_product_more_than_with_all_logits(along, chunks)
     assert measure.flops(gradient, x, head).total == {"float32": 8 * B * L * D * V}
 
 
+@pytest.mark.parametrize("chunks", [8, 7])
 @pytest.mark.parametrize("along", large_vocabulary.ALONG)
-def test_no_value_of_the_gradient_is_as_large_as_all_logits(along):
-    tokens, width, vocab, chunks = 64, 2, 96, 8
+def test_no_value_of_the_gradient_is_larger_than_one_chunk_of_logits(along, chunks):
+    tokens, width, vocab = 64, 2, 96
     args = jnp.ones((tokens, width)), jnp.ones((width, vocab))
     labels, bias = jnp.zeros(tokens, jnp.int32), jnp.zeros(vocab)
 
     def largest(loss):
-        jaxpr = jax.make_jaxpr(jax.grad(lambda *args: loss(*args)[0].mean(), (0, 1)))(*args)
-        return max(v.aval.size for eqn in _equations(jaxpr.jaxpr) for v in eqn.outvars)
+        gradient = jax.grad(lambda *args: loss(*args)[0].mean(), (0, 1))
+        return max(value.size for value in all_values(jax.make_jaxpr(gradient)(*args).jaxpr))
 
     in_chunks = functools.partial(linear_cross_entropy, chunks=chunks, along=along)
     assert largest(lambda x, head: all_logits(x, head, bias, labels)) == tokens * vocab
-    assert largest(lambda x, head: in_chunks(x, head, labels)) == tokens * vocab // chunks
-
-
-def _equations(jaxpr):
-    """All equations, also those inside loops and calls."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        values = itertools.chain.from_iterable(
-            value if isinstance(value, tuple | list) else (value,)
-            for value in eqn.params.values()
-        )
-        for value in values:
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
+    length, other = (vocab, tokens) if along == "vocabulary" else (tokens, vocab)
+    one_chunk = -(-length // chunks) * other
+    assert largest(lambda x, head: in_chunks(x, head, labels)) == one_chunk

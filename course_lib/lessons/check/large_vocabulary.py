@@ -64,10 +64,18 @@ class Head(Numbered):
     def is_near(self, name, value, tolerance=0.03):
         return abs(self.yours[name] / value - 1) <= tolerance
 
-    @property
-    def nearer(self):
-        """What the second number is nearer to, of a chunk and the sum."""
-        return min("chunk", "summed", key=lambda n: abs(self.in_chunks - self.right[n]))
+    def is_nearest(self, name):
+        """Whether the second number is near a mistake, and to no other one nearer."""
+        chunk, summed = self.right["chunk"], self.right["summed"]
+        mistakes = {
+            "chunk": chunk,
+            "sum": summed,
+            "both in bfloat16": (chunk + summed) / 2,
+            "sum in bfloat16": chunk + summed / 2,
+            "chunk in bfloat16": chunk / 2 + summed,
+        }
+        nearest = min(mistakes, key=lambda n: abs(self.in_chunks - mistakes[n]))
+        return nearest == name and self.is_near("in_chunks", mistakes[name])
 
 
 bytes_of_logits = Numbers(
@@ -87,17 +95,11 @@ bytes_of_logits = Numbers(
             "other logits": ...,
         },
         "in_chunks": {
-            "chunk": (
-                125.25,
-                lambda it: it.nearer == "chunk" and it.is_near("in_chunks", it.right["chunk"]),
-            ),
-            "sum in bfloat16": 125.25 + 64,
-            "sum": (
-                128,
-                lambda it: (
-                    it.nearer == "summed" and it.is_near("in_chunks", it.right["summed"])
-                ),
-            ),
+            "chunk": (125.25, lambda it: it.is_nearest("chunk")),
+            "sum": (128, lambda it: it.is_nearest("sum")),
+            "both in bfloat16": (126.6, lambda it: it.is_nearest("both in bfloat16")),
+            "sum in bfloat16": ([189.25, 189], lambda it: it.is_nearest("sum in bfloat16")),
+            "chunk in bfloat16": ([190.6, 191], lambda it: it.is_nearest("chunk in bfloat16")),
             "other chunk": ...,
         },
     },
@@ -128,9 +130,16 @@ class Online(Outcome):
     your_tops = property(lambda it: it.largest.tolist())
     expected = property(lambda it: jax.nn.logsumexp(it.all_logits, axis=-1))
     sums = property(lambda it: it.expected.tolist())
-    logsumexp = property(lambda it: it.largest + np.log(it.total))
+    logsumexp = property(
+        lambda it: it.largest + np.log(np.where(it.total > 0, it.total, np.nan))
+    )
     your_sums = property(lambda it: it.logsumexp.tolist())
     is_right = property(lambda it: close(it.logsumexp, it.expected, 1e-6))
+    first = property(lambda it: np.log(np.float32(it.right[0][1])))
+    is_logarithm = property(
+        lambda it: any(close(it.totals[0], it.first + low) for low in (0, it.right[0][0]))
+    )
+    is_one_maximum = property(lambda it: (it.largest == it.top.max()).all())
     are_exchanged = property(
         lambda it: any(
             close(total, chunk.max(axis=-1))
@@ -147,7 +156,10 @@ class ForEachChunk(Function):
         carry: Any = jnp.full(3, -jnp.inf), jnp.zeros(3)
         for chunk in outcome.args[0]:
             carry = call(outcome.function, *carry, chunk, hint=self.sentences["hint"])
-            if not (isinstance(carry, tuple | list) and len(carry) == 2):
+            is_pair = (
+                hasattr(carry, "__len__") and len(carry) == 2 and not isinstance(carry, dict)
+            )
+            if not is_pair or any(np.shape(one) != (3,) for one in carry):
                 raise WrongAnswer(self.sentences["no pair"])
             carry = tuple(map(jnp.asarray, carry))
             results.append(carry)
@@ -162,20 +174,47 @@ online_logsumexp = ForEachChunk(
     rows={
         "no pair": (lambda largest, total, logits: largest, lambda it: False),
         "exchanged": (lambda *args: add_chunk(*args)[::-1], lambda it: it.are_exchanged),
-        "NaN": (change("largest - new", "new - largest"), lambda it: np.isnan(it.totals).any()),
-        "overflow": (
-            change("logits - new[:, None]", "logits"),
-            lambda it: not (np.isfinite(it.total).all() and (it.total > 0).all()),
+        "NaN": (
+            change("largest - new", "new - largest"),
+            lambda it: np.isnan(it.totals[0]).any(),
+        ),
+        "old maximum": (
+            change("logits - new", "logits - largest"),
+            lambda it: np.isinf(it.totals[0]).all(),
+        ),
+        "one maximum": (
+            change("logits.max(axis=-1)", "logits.max()"),
+            lambda it: not it.is_right and it.is_one_maximum,
         ),
         "maximum": (
             change("jnp.maximum(largest, ", "("),
             lambda it: not close(it.largest, it.top),
         ),
+        "logarithm": (
+            [
+                change(
+                    "return new, total * jnp.exp(largest - new) + chunk",
+                    "return new, jnp.log(total * jnp.exp(largest - new) + chunk)",
+                ),
+                lambda largest, total, logits: (
+                    jnp.maximum(largest, logits.max(axis=-1)),
+                    jnp.logaddexp(
+                        jnp.where(largest > -jnp.inf, total, largest),
+                        jax.nn.logsumexp(logits, axis=-1),
+                    ),
+                ),
+            ],
+            lambda it: not it.is_right and it.is_logarithm,
+        ),
+        "overflow": (
+            change("logits - new[:, None]", "logits"),
+            lambda it: not (np.isfinite(it.total).all() and (it.total > 0).all()),
+        ),
         "another": change(" * jnp.exp(largest - new)", ""),
     },
 )
 
-TOKENS, WIDTH, VOCAB = 64, 8, 96
+TOKENS, WIDTH, VOCAB = 64, 12, 96
 
 
 def head_and_labels():
@@ -229,8 +268,14 @@ class OnePass(Outcome):
         plain = in_one_pass(x, head, labels, jnp.ones(TOKENS))
         return close(self.result[2], plain[2])
 
-    largest = functools.cached_property(
-        lambda it: max(value.size for value in all_values(it.program))
+    largest_value = functools.cached_property(
+        lambda it: max(all_values(it.program), key=lambda value: value.size)
+    )
+    largest = property(lambda it: it.largest_value.size)
+    largest_shape = property(lambda it: list(it.largest_value.shape))
+    is_large = property(lambda it: it.largest > it.all_logits // 4)
+    are_stacked = property(
+        lambda it: it.is_large and it.largest_value.shape[1:] == (WIDTH, VOCAB)
     )
     loops = property(lambda it: {eqn.primitive.name for eqn in equations(it.program)})
 
@@ -258,7 +303,18 @@ one_pass = Function(
         "loss": (change("return loss", "return 2 * loss"), lambda it: not it.has(0)),
         "of x": (change("loss, dx.reshape", "loss, -dx.reshape"), lambda it: not it.has(1)),
         "of head": (change("(x.shape), dhead", "(x.shape), -dhead"), lambda it: not it.has(2)),
-        "large": (change(", 8", ", 1"), lambda it: it.largest > it.all_logits // 4),
+        "stacked": (
+            change(
+                "(loss, dhead + x.T @ dlogits), dlogits @ head.T",
+                "(loss, dhead), (dlogits @ head.T, x.T @ dlogits)",
+                "(loss, dhead), dx =",
+                "(loss, _), (dx, dhead) =",
+                "dx.reshape(x.shape), dhead",
+                "dx.reshape(x.shape), dhead.sum(0)",
+            ),
+            lambda it: it.are_stacked,
+        ),
+        "large": (change(", 8", ", 1"), lambda it: it.is_large),
         "unrolled": (
             change("jax.lax.scan(", "unrolled("),
             lambda it: not it.loops & {"scan", "while"},
