@@ -196,7 +196,7 @@ def quantize(
 def dequantize(quantized: Quantized, *, signed: bool = True) -> Float[Array, "..."]:
     """Returns the float32 array that 8 bits per number stand for."""
     codes, scales = quantized
-    units = _look_up(jnp.asarray(dynamic_map(signed)), codes.astype(jnp.int32))
+    units = _look_up(jnp.asarray(dynamic_map(signed)), jnp.asarray(codes, jnp.int32))
     blocks = units.reshape(*scales.shape, -1) * scales[..., None]
     return blocks.reshape(codes.shape)
 

@@ -68,6 +68,9 @@ class Lion(Outcome):
     new = property(lambda it: it.result[1])
     result_shape = property(lambda it: np.shape(it.update))
     old = property(lambda it: optimizer_memory.dequantize(it.args[1]))
+    packed_again = property(
+        lambda it: optimizer_memory.dequantize(optimizer_memory.quantize(it.old))
+    )
     stored = property(
         lambda it: (
             sum(jnp.asarray(one).nbytes for one in jax.tree.leaves(it.new)) / it.grad.size
@@ -115,7 +118,7 @@ lion_8bit = Function(
         ),
         "old": (
             change("    momentum = b2 * momentum + (1 - b2) * grad\n", ""),
-            lambda it: it.keeps(it.old, 1e-5),
+            lambda it: it.keeps(it.old, 1e-5) or it.keeps(it.packed_again, 1e-5),
         ),
         "unsigned": (
             change("quantize(momentum)", "quantize(momentum, signed=False)"),
