@@ -10,7 +10,6 @@ import jax
 import optax
 import optax.contrib
 from jax.typing import ArrayLike
-from jaxtyping import Array
 from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
@@ -193,7 +192,7 @@ def per_layer(
         def axes(tree: PyTree) -> PyTree:
             return _with_path(lambda path, _: axis(path), tree)
 
-        def one_layer(path: Any, x: Array) -> Any:
+        def one_layer(path: Any, x: Any) -> Any:
             return x if axis(path) is None else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
         if not any(stacked.values()):
