@@ -228,11 +228,15 @@ def _errors(c: ConfigDict) -> Iterator[str]:
             "optimizer.param_dtype='bfloat16' must come with model.dtype='bfloat16' or"
             " 'float32', not 'float16': most devices that compute in float16 have no bfloat16"
         )
-    if o.schedule == "warmup_cosine":
-        if o.warmup_steps >= o.total_steps:
+    if o.schedule in optimizers.ENDING:
+        stable = o.schedule == "warmup_stable_decay"
+        last = o.total_steps - round(o.cooldown * o.total_steps) if stable else o.total_steps
+        if o.warmup_steps >= last:
             yield (
-                f"optimizer.warmup_steps={o.warmup_steps} must be under"
-                f" total_steps={o.total_steps}: the rate would never come down"
+                f"optimizer.warmup_steps={o.warmup_steps} must be under {last}, where the rate"
+                " "
+                + ("begins to fall" if stable else "reaches 0")
+                + f" (total_steps={o.total_steps})"
             )
         if t.steps > o.total_steps:
             yield (

@@ -20,6 +20,16 @@ PyTree = Any
 ByName = Callable[[str], Any]  # of a parameter: `arguments.name_in_tree`
 _with_path = jax.tree_util.tree_map_with_path
 
+
+def _falling(config: ConfigDict, first: int) -> optax.Schedule:
+    """Rises to the peak, stays there up to a step, and falls in a line to `total_steps`."""
+    peak = config.learning_rate
+    rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    fall = optax.linear_schedule(peak, 0.0, config.total_steps - first)
+    parts = [rise, optax.constant_schedule(peak), fall]
+    return optax.join_schedules(parts, [config.warmup_steps, first])
+
+
 SCHEDULES = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
     "warmup_exponential": lambda config: optax.warmup_exponential_decay_schedule(
@@ -32,13 +42,22 @@ SCHEDULES = {
     "warmup_cosine": lambda config: optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.total_steps
     ),
+    "warmup_linear": lambda config: _falling(config, config.warmup_steps),
+    "warmup_stable_decay": lambda config: _falling(
+        config, config.total_steps - round(config.cooldown * config.total_steps)
+    ),
 }
 """Learning rates: constant, or rising from 0 over `warmup_steps` and then falling, by the
-factor `decay_rate` per step or along a cosine that ends at `total_steps`.
+factor `decay_rate` per step, or to 0 at `total_steps`: along a cosine, in a line, or in a line
+over the last `cooldown` of all steps (WSD, Hu et al., 2024, https://arxiv.org/abs/2404.06395).
 
 A configuration has the fields of all of them, so that changing `schedule` is enough. A schedule
 ignores the fields that it does not name above.
 """
+
+
+ENDING = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
+"""Schedules that reach 0."""
 
 
 def _memory() -> Any:
@@ -121,7 +140,7 @@ OPTIMIZERS = {
 PARAM_DTYPES = ("float32", "bfloat16")
 """Dtypes of the stored parameters. bfloat16 ones are rounded stochastically."""
 
-RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]: it multiplies the rate in each step")
+RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]")
 OPTIMIZER = dict(
     name=Field("adam", OPTIMIZERS),  # two more float32 numbers per parameter
     param_dtype=Field("float32", PARAM_DTYPES),  # bfloat16: half the bytes
@@ -129,7 +148,8 @@ OPTIMIZER = dict(
     schedule=Field("warmup_exponential", SCHEDULES),
     warmup_steps=Field(10, NOT_NEGATIVE),  # from 0 to the peak
     decay_rate=Field(0.99, RATE),  # "warmup_exponential": multiplies the rate in each step
-    total_steps=1000,  # "warmup_cosine": when the rate reaches 0
+    total_steps=1000,  # of `ENDING`: when the rate reaches 0
+    cooldown=Field(0.2, RATE),  # "warmup_stable_decay": the share of steps that it falls in
     b1=Field(0.9, FRACTION),  # Adam, Lion: memory of gradients, about 1 / (1 - b1) steps
     b2=Field(0.999, FRACTION),  # Adam: of their squares; Lion: of gradients, and wants 0.99
     weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
@@ -286,7 +306,13 @@ def get(
     arguments.one_of("name", name, OPTIMIZERS)
     if matrices is not None and name != "muon":
         raise ValueError(f"matrices={matrices!r} must be None for {name!r}: only 'muon' has it")
-    unread = {"schedule", "warmup_steps", "decay_rate", "total_steps"}  # a rate may be one
+    unread = {
+        "schedule",
+        "warmup_steps",
+        "decay_rate",
+        "total_steps",
+        "cooldown",
+    }  # a rate may be one
     unread |= set() if OPTIMIZERS[name].decays else {"weight_decay"}
     unread |= {n for row in OPTIMIZERS.values() for n in row.fields} - {
         *OPTIMIZERS[name].fields

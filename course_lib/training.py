@@ -100,6 +100,7 @@ def make_train_step(
     donate: bool = True,
     gradient_fn: Callable[[LossFn], gradient_accumulation.GradFn] | None = None,
     skip_not_finite: bool = False,
+    gradient_norm: bool = False,
     out_shardings: Any = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Builds the train step, `step(state, batch) -> (state, metrics)`, compiled at its first
@@ -127,6 +128,8 @@ def make_train_step(
       skip_not_finite: skips an update also if the loss, the new parameters or the optimizer's
         new state are not finite. It adds nothing to the train state, so a run can switch it on
         when it resumes.
+      gradient_norm: whether the metrics have the norm of the unscaled gradient, before the
+        optimizer clips it.
       out_shardings: where the new state and the metrics are placed, as `jax.jit` takes it.
     """
     parts = dict(
@@ -156,6 +159,8 @@ def make_train_step(
         grads, metrics = gradient_fn(scaled_loss_fn)(state.params, batch, step_rng)
         with jax.named_scope("optimizer"):
             grads = state.loss_scale.unscale(grads)
+            if gradient_norm:
+                metrics |= {"gradient_norm": (optax.tree.norm(grads), jnp.float32(1))}
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             new = dataclasses.replace(

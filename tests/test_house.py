@@ -38,6 +38,8 @@ ALLOWED = {
     "planner": TRAINING | {"many_devices"},
     "program": TRAINING | {"many_devices", "planner", "files"},
     "train": {"program"},
+    "sample": {"program"},
+    "evaluate": {"program"},
     "own_step": TOOLS | {"one_device"},
     "__main__": {"own_step"},
     "lessons": TRAINING | {"many_devices", "planner", "program", "files"},

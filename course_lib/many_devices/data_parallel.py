@@ -364,7 +364,8 @@ def hooks(share: Share) -> Hooks:
         # A rematerialized block gathers again anyway.
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
         again = strategy.gather_again and not by_block
-        specs, scanned = of_layer(share.params, model.scan_layers), model.scan_layers
+        specs = of_layer(share.params, model.scan_layers)
+        scanned = model.scan_layers and model.num_layers > 1  # XLA unrolls a loop of one
         layer = gather_layers(specs, model.dtype, again=again, scanned=scanned)
         return Hooks(layer=layer, params=gather_outside(share.params, model.dtype))
     return Hooks()

@@ -136,7 +136,12 @@ def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Ru
 
 
 def of_checked(
-    config: ConfigDict, mesh: Mesh, strategy: Strategy, *, skip_not_finite: bool = False
+    config: ConfigDict,
+    mesh: Mesh,
+    strategy: Strategy,
+    *,
+    skip_not_finite: bool = False,
+    gradient_norm: bool = False,
 ) -> Run:
     """Builds a run as `build` does, from a configuration that `configs.check` has passed."""
     _check_strategy(config, mesh, strategy)
@@ -167,6 +172,7 @@ def of_checked(
         donate=config.training.donate,
         gradient_fn=_with_own_key(gradient_fn) if by_hand else gradient_fn,
         skip_not_finite=skip_not_finite,
+        gradient_norm=gradient_norm,
         out_shardings=(placed, NamedSharding(mesh, P())),
     )
     if _piped(mesh):

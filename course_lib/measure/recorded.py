@@ -6,9 +6,11 @@ which another machine wrote, for the same sizes and the same accelerator. `COURS
 the environment makes a live run write the file (`make notebooks` does that).
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -19,11 +21,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from course_lib.measure import hardware, virtual
+from course_lib.measure.flops import inner_jaxprs
 
 FOLDER = pathlib.Path(__file__).parent / "recorded_tables"
 Rows = list[dict[str, Any]]
 _VERSIONS = ("jax", "jaxlib", "flax", "optax")
+_FUNCTIONS = frozenset("dot_general exp log logistic tanh erf rsqrt".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +109,35 @@ def partly_live(
     by_case = {row["case"]: row for row in [*stored.rows, *rows]}  # in the order of the record
     computed = f"{record.computed_here(rows)}: {', '.join(map(repr, live))}"
     return Table(list(by_case.values()), False, f"{computed}; the other rows: {stored.note}")
+
+
+def fingerprint(step: jax.stages.Traced) -> str:
+    """Returns a hash of a traced step, for its record: of its arguments and results, what it
+    donates, its products and functions such as exp, and all operations on arrays shaped like a
+    result, as the optimizer's. Its other operations differ between versions of JAX.
+    """
+    arguments = [(*_kind(x), x.donated) for x in jax.tree.leaves(step.args_info)]
+    results = [_kind(x) for x in step.jaxpr.out_avals]
+    shapes = {shape for shape, _ in results if len(shape) > 1}
+    operations: collections.Counter[Any] = collections.Counter()
+
+    def count(jaxpr: Any, times: int) -> None:
+        for eqn in jaxpr.eqns:
+            name, inner = eqn.primitive.name, inner_jaxprs(eqn.params)
+            for jaxpr in inner:
+                count(jaxpr, times * (eqn.params["length"] if name == "scan" else 1))
+            for variable in () if inner else eqn.outvars:
+                kind = _kind(variable.aval)
+                if name in _FUNCTIONS or kind[0] in shapes:
+                    operations[name, *kind] += times
+
+    count(step.jaxpr.jaxpr, 1)
+    parts = (sorted(map(str, part)) for part in (arguments, results, operations.items()))
+    return hashlib.sha256(str(list(parts)).encode()).hexdigest()[:12]
+
+
+def _kind(aval: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval))
 
 
 def older_row(name: str, case: str) -> dict[str, Any]:

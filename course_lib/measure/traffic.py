@@ -94,8 +94,8 @@ def traffic(step: Any) -> Traffic:
     """
     program = read(step)
     program.check_nothing_hidden()
-    executed = hlo.scheduled(program.module, weight=_bytes)
-    moved = ((i, n, n * _bytes(i)) for i, n in executed)
+    executed = hlo.scheduled(program.module, weight=bytes_of)
+    moved = ((i, n, n * bytes_of(i)) for i, n in executed)
     moves = tuple(
         Move(i.name, kind_of(i), bytes, n, origin.origin(i)) for i, n, bytes in moved if bytes
     )
@@ -117,13 +117,13 @@ def host_traffic(step: Any) -> HostTraffic:
     directions of the kind "offload" of `traffic`.
     """
     totals = {True: 0, False: 0}
-    for i, n in hlo.scheduled(read(step).module, weight=_bytes):
+    for i, n in hlo.scheduled(read(step).module, weight=bytes_of):
         if kind_of(i) == "offload":
             root = next((part for part in origin.body(i) if part.is_root), i)
             # the shapes of a copy-start are the result, the operand, and a semaphore
             shapes = root.shapes[:1] if root.opcode == "copy-start" else root.shapes
             to_host = any(shape.space == hlo.HOST_SPACE for shape in shapes)
-            totals[to_host] += _bytes(i) * n
+            totals[to_host] += bytes_of(i) * n
     return HostTraffic(to_host=totals[True], to_device=totals[False])
 
 
@@ -172,7 +172,7 @@ def is_free(i: hlo.Instruction) -> bool:
     return i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
 
 
-def _bytes(instruction: hlo.Instruction) -> int:
+def bytes_of(instruction: hlo.Instruction) -> int:
     """Returns the bytes that one execution reads and writes."""
     if is_free(instruction):
         return 0

@@ -98,13 +98,14 @@ def rematerialized(function: Callable[..., Any], name: str, config: ConfigDict) 
 
     `prevent_cse`: a compiler that sees the forward pass and its repetition merges them (common
     subexpression elimination), which undoes the rematerialization. Unrolled layers need JAX's
-    barriers against that. Inside a scan the two are in different loops and cannot be merged,
-    and barriers would only prevent fusion.
+    barriers against that, and so does a scan of one layer, which XLA unrolls. Inside a longer
+    scan the two are in different loops and cannot be merged.
     """
     if name not in config.remat:
         return function
     policy = rematerialization.policy(config.remat_policy, config.remat_names)
-    return jax.checkpoint(function, prevent_cse=not config.scan_layers, policy=policy)
+    in_loop = config.scan_layers and config.num_layers > 1
+    return jax.checkpoint(function, prevent_cse=not in_loop, policy=policy)
 
 
 @jax.named_scope("mlp")

@@ -6,12 +6,10 @@ XProf opens the same record (https://docs.jax.dev/en/latest/profiling.html).
 
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +28,12 @@ class Event:
 
     op: str  # its instruction in the compiled program, such as "fusion.12"
     start: float  # seconds
-    duration: float  # seconds, with the operations inside it (a loop's body)
-    self_time: float  # seconds without them
-    line: str  # the thread (CPU) or stream (GPU) that it ran on
+    duration: float  # seconds until it was done, with the operations inside it (a loop's body)
+    self_time: float  # its part of these: operations that run at once get equal parts
+    line: str  # the thread (CPU) or stream (GPU) that started it
     program: str = ""  # its compiled program, such as "jit_train_step"; empty if not known
     program_id: int = 0  # tells programs of one name apart
     container: bool = False  # it only runs other operations, as a loop or a conditional does
-
-
-@dataclasses.dataclass(frozen=True)
-class OpTime:
-    """The time of one operation over the steps of a trace."""
-
-    op: str
-    program: str  # two programs may both have a "fusion.12"
-    scope: str  # where in the source it comes from; empty if not known
-    calls: float  # executions per step
-    seconds: float  # self time per step
-    share: float  # of the self time of all operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +68,6 @@ class Trace:
         start, end = self.spans[step]
         events = (event for event in self.events if start <= event.start < end)
         return [dataclasses.replace(event, start=event.start - start) for event in events]
-
-    def top_ops(
-        self, k: int = 10, scopes: Mapping[tuple[str, str], str] | None = None
-    ) -> list[OpTime]:
-        """Returns the `k` operations with most self time, largest first, by program.
-
-        Join the `scopes` (`op_scopes`) of several programs with `|`.
-        """
-        own: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-        for event in self.events:
-            own[event.program, event.program_id, event.op].append(event.self_time)
-        total, steps = sum(event.self_time for event in self.events), len(self.spans)
-        rows = []
-        for (name, _, op), times in sorted(own.items(), key=lambda item: -sum(item[1]))[:k]:
-            scope, seconds = (scopes or {}).get((name, op), ""), sum(times)
-            rows.append(
-                OpTime(op, name, scope, len(times) / steps, seconds / steps, seconds / total)
-            )
-        return rows
 
     def busy(self) -> list[Busy]:
         """Returns compute against idle time for each step.
@@ -152,6 +119,7 @@ def trace(logdir: str | Path, step: Any, state: Any, batch: Any, *, steps: int =
 def read(logdir: str | Path) -> Trace:
     """Reads the newest record under a folder that `trace` wrote to, for the first device that
     computed. An operation inside which others ran, on the same thread, is a container.
+    One that still runs at the end of its step is cut there.
     """
     files = list(Path(logdir).glob("plugins/profile/*/*.xplane.pb"))
     if not files:
@@ -181,17 +149,9 @@ def read(logdir: str | Path) -> Trace:
             )
         # Devices first: where there is one, the host only launches operations.
         for plane in devices + hosts:
-            events = [
-                e for e in _ops(plane) if any(start <= e.start < end for start, end in spans)
-            ]
-            if events:
-                events.sort(key=lambda event: event.start)
-                around = {(e.program_id, e.op) for e in events if e.container}
-                marked = (
-                    dataclasses.replace(e, container=(e.program_id, e.op) in around)
-                    for e in events
-                )
-                return Trace(plane.name, tuple(spans), tuple(marked))
+            operations = sorted(_ops(plane), key=lambda event: event.start)
+            if events := [e for span in spans for e in _in_step(operations, *span)]:
+                return Trace(plane.name, tuple(spans), tuple(events))
     raise ValueError(
         f"logdir={str(logdir)!r} must hold operations, but nothing ran in its steps"
     )
@@ -212,56 +172,63 @@ def op_scopes(
     return {(module.name, name): scope for name, scope in scopes.items() if scope}
 
 
-def _ops(plane: Any) -> Iterator[Event]:
-    """Yields the operations of a plane of a record, line by line, of its first device."""
-    count: dict[str, int] = defaultdict(int)
+def _ops(plane: Any) -> list[Event]:
+    """Returns the operations of a plane of a record, of its first device."""
     # The other lines of a GPU repeat those of its streams.
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
     lines = [
-        (line, [(e, dict(e.stats)) for e in line.events]) for line in streams or plane.lines
+        (line.name, [(e, dict(e.stats)) for e in line.events])
+        for line in streams or plane.lines
     ]
+    every = [one for _, events in lines for one in events]
     # A host's threads work for all of its CPU devices.
-    devices = (
-        s["device_ordinal"]
-        for _, events in lines
-        for _, s in events
-        if "hlo_op" in s and "device_ordinal" in s
-    )
+    devices = {
+        s["device_ordinal"] for _, s in every if {"hlo_op", "device_ordinal"} <= s.keys()
+    }
     first = min(devices, default=0)
-    for line, events in lines:
-        spans = []
-        for event, stats in events:
+    # An event of a CPU ends when its thread goes on to the next. The operation, which other
+    # threads may run, is done at the event "end: ...".
+    done = {s["_c"]: e.end_ns for e, s in every if "_c" in s and e.name.startswith("end: ")}
+    found, around = [], set()
+    for name, events in lines:
+        inside: list[tuple[float, tuple[str, int, str]]] = []  # of these, on this thread
+        for e, stats in sorted(events, key=lambda one: (one[0].start_ns, -one[0].end_ns)):
             # A copy on a GPU, or a CUDA graph, is no instruction: it keeps its own name.
-            op = stats.get("hlo_op", event.name if streams else None)
-            if op is not None and stats.get("device_ordinal", first) == first:
-                of = str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
-                spans.append((event.start_ns * 1e-9, event.duration_ns * 1e-9, (str(op), *of)))
-        if spans:
-            # Threads are called tf_XLAEigen/<a long number>.
-            thread = line.name.split("/")[0].removeprefix("tf_")
-            count[thread] += 1
-            yield from _with_self_time(spans, f"{thread} {count[thread]}")
+            op = stats.get("hlo_op", e.name if streams else None)
+            if op is None or stats.get("device_ordinal", first) != first:
+                continue
+            key = str(stats.get("hlo_module", "")), int(stats.get("program_id", 0)), str(op)
+            while inside and inside[-1][0] <= e.start_ns:
+                inside.pop()
+            around |= {outer for end, outer in inside[-1:] if e.end_ns <= end}
+            inside.append((e.end_ns, key))
+            end = max(e.end_ns, done.get(stats.get("_p"), 0))
+            found.append((e.start_ns * 1e-9, (end - e.start_ns) * 1e-9, name, key))
+    return [
+        Event(op, start, seconds, 0.0, name, module, number, (module, number, op) in around)
+        for start, seconds, name, (module, number, op) in found
+    ]
 
 
-def _with_self_time(
-    spans: list[tuple[float, float, tuple[str, str, int]]], line: str
-) -> Iterator[Event]:
-    """Yields the events of one line from (start, duration, what ran); they nest as calls do."""
-    # [start, duration, (operation, program, its id), seconds inside, container]; innermost last
-    open_spans: list[list[Any]] = []
-    for start, duration, what in [
-        *sorted(spans, key=lambda span: (span[0], -span[1])),
-        (math.inf, 0.0, ("", "", 0)),
-    ]:
-        while open_spans and open_spans[-1][0] + open_spans[-1][1] <= start:
-            begin, length, (op, name, number), inside, around = open_spans.pop()
-            own = max(0.0, length - inside)
-            yield Event(op, begin, length, own, line, name, number, around)
-        if open_spans:
-            outer = open_spans[-1]
-            outer[3] += duration
-            outer[4] |= start + duration <= outer[0] + outer[1]
-        open_spans.append([start, duration, what, 0.0, False])
+def _in_step(operations: list[Event], begin: float, end: float) -> list[Event]:
+    """Returns the operations that begin in a step, cut at its end, with their self time."""
+    events = [event for event in operations if begin <= event.start < end]
+    changes = [
+        (time, number)
+        for number, event in enumerate(events)
+        if not event.container
+        for time in (event.start, min(event.start + event.duration, end))
+    ]
+    own, running, before = [0.0] * len(events), set[int](), begin
+    for time, number in sorted(changes):
+        for one in running:
+            own[one] += (time - before) / len(running)
+        running ^= {number}  # it starts, or it is done
+        before = time
+    return [
+        dataclasses.replace(e, self_time=part, duration=min(e.duration, end - e.start))
+        for e, part in zip(events, own, strict=True)
+    ]
 
 
 def busy_time(events: Iterable[Event], seconds: float) -> Busy:

@@ -31,8 +31,12 @@ def changes(
     """
     switches = inspect.signature(make_step).parameters
 
-    def switched(**switches: Any) -> Step:
-        return reading.step_of(reading.make(make_step, devices, **switches))
+    def switch(name: str, usual: str, other: str, value: Any, change: str) -> tuple[str, Any]:
+        if name not in switches:
+            return change, f"give make_step a parameter {name}={usual}"
+        made = functools.partial(reading.make, make_step, devices, **{name: value})
+        notebook = change[change.index("(") :]
+        return f"make_step({name}={other}) {notebook}", lambda: reading.step_of(made())
 
     missed, flops = figures["donation"], figures["flops"] or {}
     if missed["missed_bytes"] > figures["peak_bytes"] / 100:
@@ -43,24 +47,11 @@ def changes(
             lambda: reading.traced(dataclasses.replace(step, donated=more, jitted=None)),
         )
     if 2 * sum(n for dtype, n in flops.items() if "float32" in dtype) > sum(flops.values()):
-        if "dtype" in switches:
-            yield (
-                "make_step(dtype=jnp.bfloat16) (notebook 1)",
-                lambda: switched(dtype=jnp.bfloat16),
-            )
-        else:
-            yield (
-                "all float32 arguments in bfloat16, with weights and moments, which should stay"
-                " float32 (notebook 1)",
-                lambda: _changed(step, _half, range(len(step.names))),
-            )
-    if "remat" in switches:
-        yield "make_step(remat=True) (notebook 2)", lambda: switched(remat=True)
-    elif not figures["recomputed_flops"]:
-        yield (
-            "recompute in the backward pass (notebook 2)",
-            "give make_step a parameter remat=False",
-        )
+        bfloat16 = "jnp.float32", "jnp.bfloat16", jnp.bfloat16
+        yield switch("dtype", *bfloat16, "compute in bfloat16 (notebook 1)")
+    if "remat" in switches or not figures["recomputed_flops"]:
+        recompute = "recompute in the backward pass (notebook 2)"
+        yield switch("remat", "False", "True", True, recompute)
     numbers, axis, size = batch(step, name)
     if size % 2 == 0 < size:
         names = ", ".join(step.names[n] for n in numbers)
@@ -71,7 +62,7 @@ def changes(
             f" time is that of half the work. {'Twice as many' if axis else 'Two'} minibatches"
             f" also hold the other half, {gib(other)}{', and a sum of gradients' * (not axis)}"
             " (notebook 3)",
-            lambda: _changed(step, functools.partial(_halved, axis), numbers),
+            lambda: _halved(step, axis, numbers),
         )
     else:
         yield (
@@ -99,7 +90,7 @@ def batch(step: Step, name: str | None = None) -> tuple[list[int], int, int]:
     before = _sizes(step.jaxpr.jaxpr)
     for axis, size in saved:
         with contextlib.suppress(ValueError):  # the step does not work with this half
-            half = _changed(step, functools.partial(_halved, axis), shared[axis, size])
+            half = _halved(step, axis, shared[axis, size])
             after = _sizes(half.jaxpr.jaxpr)
             if len(after) == len(before):  # else of an unrolled loop
                 # half the sequence saves three quarters of scores, where the batch saves half
@@ -120,26 +111,19 @@ def _sizes(jaxpr: Any) -> list[int]:
     return sizes
 
 
-def _halved(axis: int, leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return leaf.shape[:axis] + (leaf.shape[axis] // 2,) + leaf.shape[axis + 1 :], leaf.dtype
+def _halved(step: Step, axis: int, numbers: Sequence[int]) -> Step:
+    """Returns a step whose arguments of these numbers have half the size along an axis."""
 
-
-def _half(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return leaf.shape, jnp.bfloat16 if leaf.dtype == jnp.float32 else leaf.dtype
-
-
-def _changed(step: Step, change: Callable[[Any], Any], numbers: Sequence[int]) -> Step:
-    """Returns a step whose arguments of these numbers have other shapes and dtypes."""
-
-    def changed(leaf: Any) -> Any:
+    def halved(leaf: Any) -> Any:
         if not leaf.shape:
             return leaf
+        shape = *leaf.shape[:axis], leaf.shape[axis] // 2, *leaf.shape[axis + 1 :]
         place = getattr(leaf, "sharding", None)
-        sharding = place if hasattr(place, "mesh") else None
-        return jax.ShapeDtypeStruct(*change(leaf), sharding=sharding)
+        own = place if hasattr(place, "mesh") else None
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=own)
 
     arguments = list(step.arguments)
     for number in numbers:
-        arguments[number] = jax.tree.map(changed, arguments[number])
+        arguments[number] = jax.tree.map(halved, arguments[number])
     with warnings.catch_warnings(action="ignore"):  # those of the step itself have been shown
         return reading.traced(dataclasses.replace(step, arguments=tuple(arguments)))

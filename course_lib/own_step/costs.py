@@ -5,8 +5,7 @@ Figures are in bytes, seconds and FLOP. One that an instrument cannot know is No
 """
 
 import collections
-import json
-import math
+import concurrent.futures
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ import jax
 
 from course_lib import measure
 from course_lib.measure import hardware, virtual
-from course_lib.measure.units import gib
 from course_lib.one_device import buffer_donation
 from course_lib.own_step import changes, reading
 from course_lib.own_step.reading import Step
@@ -41,7 +39,10 @@ def measured(
     if batch not in (None, *step.names):
         raise ValueError(f"--batch {batch} must be an argument: {', '.join(step.names)}")
     accelerator = hardware.get(target)
-    costs, heap, mesh = compiled(step, target, devices, plan=True)
+    lowered, trace, mesh = lower(step, devices)
+    heap = _compiled(lambda: measure.heap(lowered), target)
+    mesh = mesh or _mesh_of(heap.compiled)
+    costs = costs_of(heap, trace, target, len(devices))
     compiler = measure.compiler(heap)
     sent: collections.Counter[str] = collections.Counter()
     try:
@@ -74,27 +75,26 @@ def measured(
     }
 
     def tries() -> Iterator[Figures]:
-        for change, make in changes.changes(step, figures, make_step, devices, batch):
-            if isinstance(make, str):
-                figures["not_tried"].append(f"{change}: {make}")
-                continue
-            figures["tried"].append({"change": change, **_tried(make, target, devices)})
-            yield figures["tried"][-1]
-            if len(figures["tried"]) == MOST_TRIED:
-                return
+        started: list[tuple[str, Any, Any]] = []
+        # XLA uses little more than one core
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for change, make in changes.changes(step, figures, make_step, devices, batch):
+                if isinstance(make, str):
+                    figures["not_tried"].append(f"{change}: {make}")
+                elif len(started) < MOST_TRIED:
+                    started.append((change, *_started(make, devices, pool)))
+            for change, compiling, trace in started:
+                row = _tried(compiling, trace, target, count)
+                figures["tried"].append({"change": change, **row})
+                yield figures["tried"][-1]
 
     return figures, heap, tries()
 
 
-def compiled(
-    step: Step, target: str, devices: Sequence[jax.Device], plan: bool = False
-) -> tuple[Figures, Any, jax.sharding.Mesh | None]:
-    """Compiles a step. Returns its figures, the program for other instruments (with `plan`, its
-    `heap`), and the mesh of its devices.
-    """
-    mesh: Any
+def lower(step: Step, devices: Sequence[jax.Device]) -> tuple[Any, jax.stages.Traced, Any]:
+    """Lowers a step. Returns it, its trace, and the mesh of its arguments."""
     arguments, mesh = reading.placed(step, devices)
-    doing, gpu = f"compiling {step.function.__name__}", hardware.get(target)
+    doing = f"compiling {step.function.__name__}"
     with reading.blaming_the_step(doing), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         here = not jax.sharding.get_abstract_mesh().empty  # the step's code has set a mesh
@@ -109,27 +109,29 @@ def compiled(
         )
     if places["backend"].platform == "cpu":
         raise ValueError(f"{doing}: {reading.ELSEWHERE}")
+    return lowered, trace, mesh
+
+
+def _compiled(compile: Callable[[], Any], target: str) -> Any:
+    """Compiles a program, or says why the compiler refuses it."""
     try:
-        program = measure.heap(lowered) if plan else virtual.compile(lowered)
+        return compile()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        if large := re.search(
-            r"overflow in static extent product: dimensions=(\[.*?\])", reason
-        ):
-            reason = (
-                f"an array of shape {large[1]} has {math.prod(json.loads(large[1])):.3g}"
-                f" elements, more than XLA can count; {gpu.title} has"
-                f" {gib(gpu.memory_bytes)} of memory"
-            )
         raise ValueError(
             f"--target {target}: its compiler refuses the step: {reason}"
         ) from None
-    ran: Any = getattr(program, "compiled", program)
-    if mesh is None and len(devices) > 1:  # the jit's own
-        shardings = jax.tree.leaves((ran.input_shardings, ran.output_shardings))
-        mesh = next(
-            (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None
-        )
+
+
+def _mesh_of(program: jax.stages.Compiled) -> Any:
+    """Returns the mesh that a step's own jit names, if any."""
+    shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
+    named = (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding))
+    return next(named, None)
+
+
+def costs_of(program: Any, trace: jax.stages.Traced, target: str, count: int) -> Figures:
+    """Returns the figures of a compiled step."""
     unknown: dict[str, str] = {}
 
     def unless_unknown(name: str, read: Callable[[], Any]) -> Any:
@@ -145,18 +147,19 @@ def compiled(
     seconds, without_workspace = None, not_planned(measure.program.read(program).module)
     if unknown:
         unknown["attainable_seconds"] = f"{' and '.join(unknown)} are unknown"
-    elif len(devices) > 1:
+    elif count > 1:
         unknown["attainable_seconds"] = "no step on several devices was measured"
     elif solvers := [name for name in without_workspace if not name.startswith("__cudnn")]:
         unknown["attainable_seconds"] = f"the FLOPs of {', '.join(solvers)} are unknown"
     elif "offload" in by_kind:
         unknown["attainable_seconds"] = "arrays cross the link to the host"
     else:
+        gpu = hardware.get(target)
         seconds = unless_unknown(
             "attainable_seconds", lambda: measure.attainable_seconds(flops, traffic, gpu)
         )
     memory = measure.memory(program)
-    costs = {
+    return {
         "peak_bytes": memory.peak - memory.host,
         "argument_bytes": memory.arguments,
         "output_bytes": memory.outputs,
@@ -170,7 +173,6 @@ def compiled(
         "not_planned": without_workspace,
         "unknown": unknown,
     }
-    return costs, program, mesh
 
 
 def at_the_peak(heap: measure.Heap) -> list[Figures]:
@@ -244,11 +246,24 @@ def not_planned(module: measure.hlo.Module) -> list[str]:
     )
 
 
-def _tried(make: Callable[[], Step], target: str, devices: Sequence[jax.Device]) -> Figures:
+def _started(
+    make: Callable[[], Step], devices: Sequence[jax.Device], pool: concurrent.futures.Executor
+) -> tuple[Any, Any]:
+    """Starts to compile a changed step. Returns what to wait for, and the trace."""
+    try:
+        lowered, trace, _ = lower(make(), devices)
+        return pool.submit(virtual.compile, lowered), trace
+    except (ValueError, RuntimeError) as error:
+        return error, None
+
+
+def _tried(compiling: Any, trace: Any, target: str, count: int) -> Figures:
     """Returns the figures of a changed step, or the error of one that does not work."""
     names = "peak_bytes", "attainable_seconds", "flops"
     try:
-        costs, _, _ = compiled(make(), target, devices)
+        if trace is None:
+            raise compiling
+        costs = costs_of(_compiled(compiling.result, target), trace, target, count)
     except (ValueError, RuntimeError) as error:
         return {**dict.fromkeys(names), "error": str(error)}
     return {**{name: costs[name] for name in names}, "error": None}

@@ -46,7 +46,13 @@ class Journal:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], after: int, total: int, *, writes: bool = True
+        self,
+        folder: str | os.PathLike[str],
+        after: int,
+        total: int,
+        *,
+        log_every: int = 1,
+        writes: bool = True,
     ):
         """Opens the files, and removes the lines of steps later than `after`, the restored one
         (0: a new run) of `total`. All processes but one write and show nothing.
@@ -54,7 +60,8 @@ class Journal:
         self._writes = writes
         if not writes:
             return
-        self._folder, self._last_print = pathlib.Path(folder), time.monotonic()
+        self._folder, self._shown = pathlib.Path(folder), -math.inf
+        self._log_every, self._times = log_every, 1
         shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
         self._bar: tqdm = tqdm(initial=after, total=total, **shown)
         self._files: dict[str, IO[bytes]] = {}
@@ -151,20 +158,32 @@ class Journal:
             with self._must_write("the report"):
                 report(self._folder)
 
-    def show(self, step: int, text: str) -> None:
-        """Moves the bar to a step; without a terminal, prints a line every `QUIET` seconds."""
+    def show(self, step: int, text: str, more: str = "", seconds: float | None = None) -> None:
+        """Moves the bar to a step; without a terminal, prints a line, with `more`, `QUIET`
+        seconds or more after the one before, at multiples of `log_every` times 1, 2, 5, 10,
+        ..., and at the end. `seconds`: of a step, to say how many are left.
+        """
         if not self._writes:
             return
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._last_print > QUIET:
-            self.say(f"step {step} of {self._bar.total}: {text}")
+            return
+        last, soon = step == self._bar.total, time.monotonic() - self._shown < QUIET
+        if step % (self._log_every * self._times) and not last:
+            return
+        if soon and not last:
+            again = str(self._times).startswith("2")
+            self._times = self._times * 5 // 2 if again else self._times * 2
+            return
+        left = (self._bar.total - step) * (seconds or 0.0)
+        text += more + f", {tqdm.format_interval(left)} left" * bool(left)
+        self.say(f"step {step} of {self._bar.total}: {text}")
+        self._shown = time.monotonic()
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._writes:
-            self._last_print = time.monotonic()
             with contextlib.suppress(OSError):  # a log may be on the disk that is full
                 self._bar.write(text, file=sys.stderr)
                 sys.stderr.flush()
@@ -238,6 +257,7 @@ def report(folder: str | os.PathLike[str]) -> pathlib.Path:
         ("best validation loss", nats, [loss for _, loss in best]),
         ("step of the best validation loss", "{:,}", [step for step, _ in best]),
         ("bigram model's validation loss", nats, values("bigram_loss")),
+        ("norm of the last gradients", "{:.3g}", values("gradient_norm")),
         ("updates skipped as not finite", "{:,}", values("skipped")),
         ("ran on", "{}", values("device")),
         ("tokens/s, median", "{:,.0f}", median("tokens_per_second")),
@@ -270,7 +290,7 @@ def _draw(
     else:
         loss = figures.lines({"train": train}, "step", "loss (nats per token)", title="Loss")
     drawn = {("loss.png", "Loss"): loss}
-    for name in ("learning_rate", "tokens_per_second"):
+    for name in ("learning_rate", "gradient_norm", "tokens_per_second"):
         title = name.replace("_", " ").capitalize()
         if points := pairs(metrics + times, name):
             curve = figures.trace(points, "step", title.lower(), title=title)

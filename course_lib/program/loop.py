@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tokenizers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -33,7 +34,7 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, processes, room, settings
+from course_lib.program import journal, observe, preemption, processes, room, settings, trained
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
@@ -67,6 +68,7 @@ class Inputs:
 
     run: training.Run
     place: NamedSharding  # of a batch
+    tokenizer: tokenizers.Tokenizer
     tokens: dict[str, np.ndarray]  # of the splits "train" and "validation"
     batches: loading.DeviceBatches  # this process's
     fixed: dict[str, Any]  # must not change between starts: `settings.fixed` and the text
@@ -83,7 +85,11 @@ def build(
     check_attention(config.model, hardware.recognize(devices[0]))
     mesh = meshes.make(settings.axes(config, len(devices)), devices)
     run = strategies.of_checked(
-        config, mesh, settings.strategy(config), skip_not_finite=config.run.non_finite == "skip"
+        config,
+        mesh,
+        settings.strategy(config),
+        skip_not_finite=config.run.non_finite == "skip",
+        gradient_norm=config.optimizer.clip_norm > 0,  # clipping computes it anyway
     )
     return run, NamedSharding(mesh, P("data"))
 
@@ -117,11 +123,17 @@ def train(
             contextlib.closing(Checkpoints(folder / "checkpoints", config.run.keep))
         )
         saved = restore(checkpoints, folder, inputs)
+        if config.run.weights and not saved:
+            try:
+                trained.check(config, inputs.tokenizer)
+            except ValueError as error:
+                raise Refused(str(error)) from None
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
-        book = stack.enter_context(journal.Journal(folder, after, total, writes=first))
+        options = dict(log_every=config.run.log_every, writes=first)
+        book = stack.enter_context(journal.Journal(folder, after, total, **options))
         if first:
-            settings.write(config, folder)
+            settings.write(config, folder, inputs.tokenizer)
         if saved:
             book.say(f"{folder}: goes on after step {after} of {total}")
             before = saved.data_state["computed"]
@@ -129,7 +141,8 @@ def train(
                 book.say(f"from here on numbers are rounded differently: {'; '.join(changes)}")
         else:
             book.say(f"{folder}: begins, {total} steps")
-            if first and (baseline := observe.bigram_loss(inputs.tokens, config)):
+            size = inputs.tokenizer.get_vocab_size()
+            if first and (baseline := observe.bigram_loss(inputs.tokens, config, size)):
                 book.write(0, **baseline)
         device = inputs.place.mesh.devices.flat[0]
         if note := attention.stand_in(config.model.attention, hardware.recognize(device)):
@@ -170,7 +183,9 @@ def prepare(
         files.check_name(folder)
         loading.check_apart(folder, config.run.corpus)
         run, place = builder(config, devices)
-        tokens = {split: data.tokens(split, config.run.corpus) for split in data.SPLITS}
+        corpus, vocabulary = config.run.corpus, config.model.vocab_size
+        tokenizer = data.tokenizer(config.run.tokenizer, corpus, vocabulary)
+        tokens = {split: data.tokens(split, corpus, tokenizer) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
         # An error in the validation text should come now, not at the first validation.
         observe.validation_batches(tokens["validation"], config)
@@ -179,7 +194,7 @@ def prepare(
             stack.enter_context(files.locked(folder))
         fixed = settings.fixed(config) | {"corpus": text}
         computed = settings.numerics(config, place.device_set)
-        inputs = Inputs(run, place, tokens, batches, fixed, computed)
+        inputs = Inputs(run, place, tokenizer, tokens, batches, fixed, computed)
         compared["corpus"] = text
     except ValueError as error:  # others may be temporary, like a lost connection
         compared["refused"], wrong = str(error), error
@@ -210,7 +225,7 @@ def restore(checkpoints: Checkpoints, folder: pathlib.Path, inputs: Inputs) -> S
     if unlike := settings.changed(saved.config, inputs.fixed):
         raise Refused(
             f"the run in {folder} must go on as it began: {'; '.join(unlike)}. Set these fields"
-            " to the saved values, or name another folder"
+            f" to the saved values (--config {folder / 'config.json'}), or name another folder"
         )
     return checkpoints.restore(inputs.run.abstract()[0], saved)
 
@@ -247,6 +262,8 @@ class Loop:
             first = min(place.addressable_devices, key=operator.attrgetter("id"))
             with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
+                if config.run.weights:
+                    self.state = trained.begin(self.state, config)
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)
         self.speed = observe.Speed(self.run, book, self.step, devices, self.state.params)
@@ -300,7 +317,7 @@ class Loop:
                 line = self.tally.line()
                 rate = observe.learning_rate(self.rate, step - 1 - skipped)
                 self.book.write(step, **line, learning_rate=rate)
-                self.speed.write(step, line["loss"])
+                self.speed.write(step, line | {"learning_rate": rate})
         return True
 
     def evaluate_and_save(
@@ -331,7 +348,8 @@ class Loop:
                 elif self.best is None or loss < self.best:
                     self.best, due = loss, due | {"checkpoint"}
             if "sample" in due and self.config.run.sample_tokens:
-                text = observe.sample(self.run, params, self.config, self.step)
+                tokenizer = self.inputs.tokenizer
+                text = observe.sample(self.run, params, self.config, tokenizer, self.step)
                 self.write("samples", again, text=text)
         self.caught_up = True
         if "checkpoint" in due:

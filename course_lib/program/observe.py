@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tokenizers
 from jaxtyping import Integer
 from ml_collections import ConfigDict
 
@@ -82,10 +83,15 @@ class Speed:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         journal.write(after, "times", device=what, parameters=size, tokens_a_step=self._tokens)
 
-    def write(self, step: int, loss: float | None) -> None:
-        """Writes the measurements since the last call, and shows them."""
-        now = time.perf_counter()
-        shown = [f"loss {loss:.3f}" if loss is not None else "skipped"]
+    def write(self, step: int, line: dict[str, Any]) -> None:
+        """Writes the measurements since the last call, and shows them with those of a line of
+        metrics.
+        """
+        now, seconds = time.perf_counter(), None
+        shown = ["skipped" if line["loss"] is None else f"loss {line['loss']:.3f}"]
+        more = f", learning rate {line['learning_rate']:.2g}"
+        if (norm := line.get("gradient_norm")) is not None:
+            more += f", gradient norm {norm:.3g}"
         measured: dict[str, float] = {}
         if self._since is not None and now > self._since[1]:
             seconds = (now - self._since[1]) / (step - self._since[0])
@@ -102,7 +108,7 @@ class Speed:
         self._since = step, now
         if measured:
             self._journal.write(step, "times", **measured)
-        self._journal.show(step, ", ".join(shown))
+        self._journal.show(step, ", ".join(shown), more, seconds)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -167,12 +173,14 @@ def validation_batches(
         raise ValueError(f"the validation split: {error}") from None
 
 
-def bigram_loss(tokens: dict[str, np.ndarray], config: ConfigDict) -> dict[str, Any]:
+def bigram_loss(
+    tokens: dict[str, np.ndarray], config: ConfigDict, vocab_size: int = data.VOCAB_SIZE
+) -> dict[str, Any]:
     """Returns {"bigram_loss": a bigram model's}; {} if a split is too short for one."""
     train, validation = tokens["train"][:COUNTED], validated(tokens["validation"], config)
     if len(train) < 20 or len(validation) < 2:
         return {}
-    return {"bigram_loss": ngrams.bigram_loss(train, validation, data.VOCAB_SIZE)}
+    return {"bigram_loss": ngrams.bigram_loss(train, validation, vocab_size)}
 
 
 def validate(
@@ -200,17 +208,27 @@ def validate(
     return training.evaluate(run.loss_fn, params, on_devices())
 
 
-def sample(run: training.Run, params: PyTree, config: ConfigDict, step: int) -> str:
+def sample(
+    run: training.Run,
+    params: PyTree,
+    config: ConfigDict,
+    tokenizer: tokenizers.Tokenizer,
+    step: int,
+) -> str:
     """Returns a text of `run.sample_tokens` tokens, the same for the same step, without those
     that the tokenizer does not know.
     """
     everywhere = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
-    # Token 0 is END: a document begins after it.
-    prompt = jax.device_put(np.zeros((1, 1), np.int32), everywhere)
+    # A document begins after the end of another.
+    prompt = jax.device_put(np.full((1, 1), data.end_of(tokenizer), np.int32), everywhere)
     rng = jax.random.fold_in(jax.random.key(config.seed), step)
     length, longest = config.run.sample_tokens, config.data.seq_len
     tokens = sampling.generate(run.apply_fn, params, prompt, length, rng, max_seq_len=longest)
     tokens = jax.jit(lambda tokens: tokens, out_shardings=everywhere)(tokens)
-    return data.tokenizer().decode(
-        [token for token in np.asarray(tokens)[0, 1:].tolist() if token < data.VOCAB_SIZE]
-    )
+    return decoded(tokenizer, np.asarray(tokens)[0, 1:])
+
+
+def decoded(tokenizer: tokenizers.Tokenizer, tokens: Integer[np.ndarray, "T"]) -> str:
+    """Returns the text of tokens; a padded vocabulary has some without one."""
+    known = tokenizer.get_vocab_size()
+    return tokenizer.decode([token for token in tokens.tolist() if token < known])

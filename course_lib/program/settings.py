@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+import tokenizers
 from flax.traverse_util import unflatten_dict
 from ml_collections import ConfigDict
 
@@ -43,10 +44,14 @@ ALL = 0  # of a mesh axis: all devices that the other axes leave
 EVERY = at_least(1, " step; for never, more than training.steps")
 KEEP = at_least(2, ": if the last is damaged, the one before is needed")
 COUNT = Rule(lambda x: x >= 0, "be 0 or more")
-CORPUS = Rule(bool, "be 'shipped' or a folder of UTF-8 text")
+CORPUS = Rule(bool, "be 'shipped', or a folder or a file of UTF-8 text")
+TOKENIZER = Rule(bool, "be 'course', 'own' or a tokenizer.json")
 DEVICES = Rule(lambda x: x >= ALL, "be at least 1, or 0 for all devices")
 RUN = dict(
-    corpus=Free("shipped", CORPUS, about="or a folder of UTF-8 text"),
+    corpus=Free("shipped", CORPUS, about="or a folder or a file of UTF-8 text"),
+    # the tokens may not change: see `fixed`
+    tokenizer=Free("course", TOKENIZER, about="or own, of this text, or a tokenizer.json"),
+    weights=Field("", about="a run's folder: begins with its last parameters"),
     log_every=Free(10, EVERY, about="steps between two lines of metrics, means over them"),
     validate_every=Free(250, EVERY, about="steps, and at the end"),
     # fixed, since validation losses are compared with each other
@@ -251,7 +256,12 @@ def why_not_begun(folder: pathlib.Path) -> str:
     return ""
 
 
-def write(config: ConfigDict, folder: pathlib.Path) -> None:
-    """Writes `config.json` of a run folder."""
+def write(
+    config: ConfigDict, folder: pathlib.Path, tokenizer: tokenizers.Tokenizer | None = None
+) -> None:
+    """Writes `config.json` of a run folder, and its `tokenizer.json`."""
     with files.atomic_write(folder / "config.json") as file:
         file.write(json.dumps(config.to_dict(), indent=1).encode())
+    if tokenizer is not None:
+        with files.atomic_write(folder / "tokenizer.json") as file:
+            file.write(tokenizer.to_str().encode())

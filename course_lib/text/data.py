@@ -1,48 +1,33 @@
-"""Text for the course: a corpus, its tokenizer, and batches of tokens.
-
-The package ships a corpus, an extract of CPython 3.13.0 (`course_lib/text/corpus/SOURCE.md`):
-topics of its language reference (English) and modules of its standard library (Python). The
-text is real but narrow: a model learns to write manuals and code from it.
+"""Text to train on: the tokens of a corpus (`text.documents`), and batches of them.
 
 Tokens are byte-level byte pairs (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909),
 learned from the training split.
 """
 
-import gzip
 import hashlib
-import importlib.resources
 import itertools
 import json
-import os
 import pathlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tokenizers
 from flax import struct
-from jaxtyping import Integer, UInt8, UInt16
+from jaxtyping import Integer, UInt8
 
 from course_lib import files
+from course_lib.text.documents import CORPUS as CORPUS
+from course_lib.text.documents import CORPUS_SHA256, END, Corpus, each, text_files
+from course_lib.text.documents import SPLITS as SPLITS
+from course_lib.text.documents import Document as Document
+from course_lib.text.documents import documents as documents
 
-CORPUS = "cpython-3.13.0.jsonl.gz"
-# The checksum of the text: see corpus/SOURCE.md.
-CORPUS_SHA256 = "998bb1245ab73c50003ee22e0757a0e439482143df8be21ead9e2920a4cb1ace"
-VOCAB_SIZE = 2048
-END = "<|end|>"  # ends each document; token 0
-SPLITS = ("train", "validation")
+VOCAB_SIZE = 2048  # of the course's tokenizer
+ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+"""Names of the token that ends a document, in tokenizers that people have."""
 GROUP = 2**24  # characters that are tokenized at a time, on all cores
-Corpus = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class Document:
-    """A file of a corpus."""
-
-    name: str
-    text: str
 
 
 @struct.dataclass
@@ -54,109 +39,52 @@ class Batch:
     weights: Any  # float32, shaped like labels: 1, or 0 where a label is only padding
 
 
-def documents(split: str, corpus: Corpus = "shipped") -> list[Document]:
-    """Returns the documents of one split ("train" or "validation"), sorted by name.
+def tokenizer(
+    name: str = "course", corpus: Corpus = "shipped", vocab_size: int = VOCAB_SIZE
+) -> tokenizers.Tokenizer:
+    """Returns a tokenizer: `.encode(text).ids` and `.decode(ids)`.
 
-    A tenth of the files, those whose names have the smallest CRC-32, are for validation. The
-    corpus is "shipped", or a folder of UTF-8 text with its subfolders (also linked ones), but
-    no names that begin with "." or end with "~". Files of equal text are in one split.
+    Args:
+      name: "course": 2,048 tokens, trained on the training split of the shipped corpus. "own":
+        trained on the training split of `corpus`. Both are byte-level: any text without `END`
+        survives the round trip. Else the path of a tokenizer.json of Hugging Face.
+      corpus, vocab_size: for "own": the text, and how many tokens are made of it, at least 257.
     """
-    return list(_documents(split, corpus))
-
-
-def _documents(split: str, corpus: Corpus) -> Iterator[Document]:
-    """Reads each file of a folder once for its checksum, and once when it is its turn."""
-    if corpus == "shipped":
-        folder = importlib.resources.files("course_lib.text").joinpath("corpus")
-        lines = gzip.decompress(folder.joinpath(CORPUS).read_bytes()).splitlines()
-        shipped = {line["name"]: line["text"] for line in map(json.loads, lines)}
-        yield from (Document(name, shipped[name]) for name in _names(split, shipped, corpus))
-        return
-    first: dict[bytes, str] = {}
-    paths, alike = text_files(corpus), {}
-    for name in paths:
-        checksum = hashlib.sha256(_read(name, paths, corpus).encode()).digest()
-        alike[name] = first.setdefault(checksum, name)
-    chosen = {*_names(split, first.values(), corpus)}
-    names = [name for name in paths if alike[name] in chosen]
-    if not any(paths[name].stat().st_size for name in names):
+    if name not in ("course", "own"):
+        try:
+            return tokenizers.Tokenizer.from_file(name)
+        except Exception as error:  # the package raises no narrower one
+            raise ValueError(
+                f"tokenizer={name!r} must be 'course', 'own' or a tokenizer.json: {error}"
+            ) from None
+    if name == "course":
+        corpus, vocab_size = "shipped", VOCAB_SIZE
+    elif not 257 <= vocab_size <= 2**16:
         raise ValueError(
-            f"corpus={str(corpus)!r} must hold text: the files of split={split!r} are all empty"
+            f"vocab_size={vocab_size} must be in [257, 65536] for tokenizer='own': 256 bytes,"
+            f" {END!r}, and pairs"
         )
-    yield from (Document(name, _read(name, paths, corpus)) for name in names)
 
+    def trained() -> Iterator[np.ndarray]:
+        model = _train_tokenizer((one.text for one in each("train", corpus)), vocab_size)
+        yield np.frombuffer(model.to_str().encode(), np.uint8)
 
-def _read(name: str, paths: dict[str, pathlib.Path], corpus: Corpus) -> str:
-    try:
-        text = paths[name].read_bytes().decode("utf-8-sig")
-        bad = f"holds {END!r}, which ends a document" if END in text else ""
-        bad = "holds zero bytes, as no text does" if "\0" in text else bad
-    except (UnicodeDecodeError, PermissionError) as error:
-        bad = f"is not UTF-8, or unreadable ({error})"
-    if bad:
-        raise ValueError(f"corpus={str(corpus)!r}: {name!r} {bad}; mend or remove it")
-    return text
-
-
-def _names(split: str, names: Collection[str], corpus: Corpus) -> list[str]:
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} must be one of {SPLITS}")
-    if len(names) < 2:
-        why = "one is for validation" if names else "it is empty; is its disk mounted?"
+    stored = _cached(f"tokenizer-{_key(corpus, vocab_size)}.bin", trained())
+    model = tokenizers.Tokenizer.from_str(stored.tobytes().decode())
+    if (found := model.get_vocab_size()) < vocab_size:
         raise ValueError(
-            f"corpus={str(corpus)!r} must hold two files or more that differ and are not"
-            f" hidden, it has {len(names)}: {why}"
+            f"vocab_size={vocab_size} must be at most {found}: corpus={str(corpus)!r} has no"
+            " more pairs"
         )
-    by_hash = sorted(names, key=lambda name: zlib.crc32(name.encode()))
-    count = max(1, len(names) // 10)
-    return sorted(by_hash[:count] if split == "validation" else by_hash[count:])
+    return model
 
 
-def text_files(corpus: Corpus) -> dict[str, pathlib.Path]:
-    folder = pathlib.Path(corpus)
-    if not os.path.isdir(folder):  # pathlib's raises if a parent folder may not be read
-        raise ValueError(
-            f"corpus={str(corpus)!r}: no such folder to read; only 'shipped' is a name"
-        )
-    try:
-        paths = sorted(inner / n for inner, names in files.folders(folder) for n in names)
-        for path in paths:
-            files.check_name(path)
-            if not path.is_file():
-                raise ValueError(
-                    f"corpus={str(corpus)!r}: {str(path)!r} is neither a file nor a folder, or"
-                    " a link that leads nowhere; remove it"
-                )
-    except PermissionError as error:
-        raise ValueError(
-            f"corpus={str(corpus)!r}: {str(error.filename)!r} may not be read; permit it, or"
-            " take another folder"
-        ) from error
-    return {path.relative_to(folder).as_posix(): path for path in paths}
-
-
-def tokenizer() -> tokenizers.Tokenizer:
-    """Returns the tokenizer: `.encode(text).ids` and `.decode(ids)`; any text without `END`
-    survives the round trip.
-
-    Of its 2048 tokens 256 are the bytes, and token 0 ends a document. It is trained on the
-    training split of the shipped corpus, whatever corpus it is then used on, by the first call.
-    """
-
-    def trained():
-        texts = [document.text for document in documents("train")]
-        yield np.frombuffer(_train_tokenizer(texts).to_str().encode(), np.uint8)
-
-    stored = _cached(f"tokenizer-{_key('shipped')}.bin", trained())
-    return tokenizers.Tokenizer.from_str(stored.tobytes().decode())
-
-
-def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
+def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[END],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -165,49 +93,64 @@ def _train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     return model
 
 
-def tokens(split: str, corpus: Corpus = "shipped") -> UInt16[np.ndarray, "T"]:
-    """Returns the tokens of one split, document after document, each closed by the token `END`.
+def end_of(model: tokenizers.Tokenizer) -> int:
+    """Returns the token that ends a document."""
+    found = [token for name in ENDS if (token := model.token_to_id(name)) is not None]
+    if not found:
+        raise ValueError(f"the tokenizer must have one of {ENDS}: it ends a document")
+    return found[0]
+
+
+def tokens(
+    split: str, corpus: Corpus = "shipped", model: tokenizers.Tokenizer | None = None
+) -> Integer[np.ndarray, "T"]:
+    """Returns the tokens of one split, document after document, each closed by the token that
+    ends one: uint16, or uint32 if the tokenizer has more than 65,536. `model`: a tokenizer;
+    None: the course's.
 
     They are memory-mapped from a file under `$COURSE_CACHE`, or the user's cache folder, which
     the first call prepares. It is made again if a name, a size or a time of the corpus' files
     changes, or if its checksum does not agree. A corpus may be larger than the memory, a
-    document may not.
+    document or a file of JSON lines may not.
     """
-    key, model = _key(corpus), tokenizer()
-    return _cached(f"tokens-{key}-{split}.bin", _encoded(split, corpus, model, key)).view("<u2")
+    model = tokenizer() if model is None else model
+    key = _key(corpus, model.to_str())
+    name = f"tokens-{key}-{split}.bin"
+    return _cached(name, _encoded(split, corpus, model)).view(_dtype(model))
 
 
-def _key(corpus: Corpus) -> str:
+def _dtype(model: tokenizers.Tokenizer) -> str:
+    return "<u2" if model.get_vocab_size() <= 2**16 else "<u4"
+
+
+def _key(corpus: Corpus, *others: Any) -> str:
     """Returns a hash of all that the tokens of a corpus follow from."""
-    known: list[Any] = [CORPUS_SHA256, tokenizers.__version__, VOCAB_SIZE]
-    known.append(corpus == "shipped" or "equal texts in one split")
+    known: list[Any] = [CORPUS_SHA256, tokenizers.__version__, corpus == "shipped", *others]
     for name, path in ({} if corpus == "shipped" else text_files(corpus)).items():
         status = path.stat()
         known.append((name, str(path.absolute()), status.st_size, status.st_mtime_ns))
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
-def _encoded(
-    split: str, corpus: Corpus, model: tokenizers.Tokenizer, key: str
-) -> Iterator[np.ndarray]:
-    size = 0
+def _encoded(split: str, corpus: Corpus, model: tokenizers.Tokenizer) -> Iterator[np.ndarray]:
+    size, key = 0, _key(corpus)
 
     def group(document):
         nonlocal size
         size += len(document.text)
         return size // GROUP
 
-    for _, some in itertools.groupby(_documents(split, corpus), group):
-        yield encode(model, [document.text for document in some]).astype("<u2")
+    for _, some in itertools.groupby(each(split, corpus), group):
+        yield encode(model, [document.text for document in some])
     if _key(corpus) != key:
         raise OSError(f"corpus={str(corpus)!r} changed while it was read: call again")
 
 
-def encode(model: tokenizers.Tokenizer, texts: list[str]) -> UInt16[np.ndarray, "T"]:
-    """Returns the tokens of documents, one after another, each closed by `END`."""
-    end = model.token_to_id(END)
+def encode(model: tokenizers.Tokenizer, texts: list[str]) -> Integer[np.ndarray, "T"]:
+    """Returns the tokens of documents, one after another, each closed by `end_of(model)`."""
+    end, dtype = end_of(model), _dtype(model)
     encoded = model.encode_batch_fast(texts, add_special_tokens=False)
-    return np.concatenate([np.array([*one.ids, end], np.uint16) for one in encoded])
+    return np.concatenate([np.array([*one.ids, end], dtype) for one in encoded])
 
 
 def _cached(name: str, pieces: Iterable[np.ndarray]) -> UInt8[np.ndarray, "_"]:

@@ -56,10 +56,14 @@ def _probabilities(
 ) -> tuple[Float[np.ndarray, "U-1"], Float[np.ndarray, "U-1"]]:
     """Returns count(u, v) / count(u) and p(v) for each token v of a text, u before it."""
     before, after = text[:-1].astype(np.int64), text[1:]
-    pairs = np.bincount(
-        train[:-1].astype(np.int64) * vocab_size + train[1:], minlength=vocab_size**2
+    # A table of all pairs would have V * V numbers.
+    seen, counts = np.unique(
+        train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True
     )
+    asked = before * vocab_size + after
+    places = np.minimum(np.searchsorted(seen, asked), len(seen) - 1)
+    pairs = np.where(seen[places] == asked, counts[places], 0)
     firsts = np.bincount(train[:-1], minlength=vocab_size)
     unigram = _unigram(train, vocab_size)[after]
-    bigram = pairs[before * vocab_size + after] / np.maximum(firsts, 1)[before]
+    bigram = pairs / np.maximum(firsts, 1)[before]
     return np.where(firsts[before] > 0, bigram, unigram), unigram

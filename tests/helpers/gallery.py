@@ -182,6 +182,10 @@ def explored(rows=EXPLORED, **changed):
     return figures.explorer(rows, **(columns | changed))
 
 
+def by_kind(event):
+    return {"dot.3": "matmul", "fusion.1": "fill"}.get(event.op, "a kernel")
+
+
 def by_phase(event):
     return "backward" if event.op == "dot.3" else "forward"
 
@@ -229,9 +233,9 @@ PICTURES = {
     "schedule": make(figures.schedule, TABLES),
     "schedule, narrow": make(figures.schedule, {"narrow": [[op("F0")] * 200]}),
     "seconds_by_devices": make(figures.seconds_by_devices, SECONDS, host=8),
-    "step_timeline": make(figures.step_timeline, EVENTS),
-    "step_timeline, phases": make(figures.step_timeline, EVENTS, row=by_phase),
-    "step_timeline, top": make(figures.step_timeline, EVENTS, top=1),
+    "step_timeline": make(figures.step_timeline, {"a": EVENTS, "b": EVENTS[2:]}, by_kind),
+    "step_timeline, busy": make(figures.step_timeline, {"a": EVENTS}, title="one step"),
+    "step_timeline, phases": make(figures.step_timeline, {"a": EVENTS}, by_phase),
     "tape": make(figures.tape, {"one": TAPE, "two": vars(TAPE)}, title="two steps"),
     "token_routing": make(
         figures.token_routing, [0, 1, 0, 0], [0, 0, 1, -1], experts=2, capacity=2, title="two"

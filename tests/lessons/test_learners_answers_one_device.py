@@ -168,6 +168,26 @@ def penalized(w, x):
     return w - 0.1 * gradient, value
 
 
+def in_groups(w, x):
+    """Keeps the input of each group of layers, then of each layer of one group."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    @jax.checkpoint
+    def group(x, ws):
+        return jax.lax.scan(layer, x, ws)
+
+    return jnp.sum(jax.lax.scan(group, x, w.reshape(4, 2, *w.shape[1:]))[0] ** 2)
+
+
+def before_the_tanh(w, x):
+    """Carries the product, so that the scan has one layer less."""
+    layer = jax.checkpoint(lambda z, w: (jnp.tanh(z) @ w, None))
+    return jnp.sum(jnp.tanh(jax.lax.scan(layer, x @ w[0], w[1:])[0]) ** 2)
+
+
 def penalized_inside(wrap):
     """The penalty's scope stands in a jitted or a rematerialized function."""
 
@@ -234,6 +254,8 @@ RIGHT = [
     (check.scan_over_layers, (unrolled_by_four,)),
     (check.busy_and_idle, (by_edges,)),
     (check.busy_and_idle, (by_arrays,)),
+    (check.stack_less, (in_groups,)),
+    (check.stack_less, (before_the_tanh,)),
     (check.named_part, (penalized,)),
     (check.named_part, (penalized_inside(jax.jit),)),
     (check.named_part, (penalized_inside(jax.checkpoint),)),

@@ -3,6 +3,8 @@
 import json
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 from course_lib.measure import recorded, virtual
@@ -102,6 +104,49 @@ def test_rows_of_another_accelerator_or_of_other_sizes_are_not_shown(table):
             read.rows == [] and not read.live and differs in read.note.replace("B=None, ", "")
         )
     assert "because here JAX is too old" in read.note and "takes about 1 s" in read.note
+
+
+def step_of(optimizer=None, dtype=jnp.float32, activation=jnp.tanh, **options):
+    """Traces a step of two layers."""
+    optimizer = optimizer or optax.adam(1e-3)
+
+    def loss(params, x):
+        params = jax.tree.map(lambda w: w.astype(dtype), params)
+        return (activation(x.astype(dtype) @ params[0]) @ params[1]).astype(jnp.float32).mean()
+
+    def step(params, state, x):
+        loss_now, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss_now
+
+    params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    state = jax.eval_shape(optimizer.init, params)
+    with jax.numpy_dtype_promotion("standard"):  # Optax adds integers to floats
+        return jax.jit(step, **options).trace(params, state, x)
+
+
+CHANGES = {
+    "another optimizer": {"optimizer": optax.sgd(1e-3)},
+    "another optimizer with the same state": {"optimizer": optax.adamw(1e-3)},
+    "another policy": {"dtype": jnp.bfloat16},
+    "another activation": {"activation": jax.nn.relu},
+    "donation": {"donate_argnums": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_record_is_of_one_step_and_is_refused_for_a_changed_one(folder, here, name):
+    def asked(step):
+        sizes = {"B": 16, "step": recorded.fingerprint(step)}
+        return recorded.live_or_recorded("own", lambda: ROWS, sizes=sizes)
+
+    here(recording=True)
+    asked(step_of())
+    here("JAX is too old")
+    assert asked(step_of(optax.adam(1e-2))).rows == ROWS  # another rate is no other program
+    refused = asked(step_of(**CHANGES[name]))
+    assert refused.rows == [] and refused.note.startswith("not recorded for step='")
 
 
 def test_of_a_partly_live_table_some_rows_are_computed_and_the_others_read(table, here):

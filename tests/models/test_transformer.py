@@ -188,15 +188,18 @@ def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(stored):
     )
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_scan(
-    scan_layers,
+@pytest.mark.parametrize(
+    ("scan_layers", "num_layers", "barriers"),
+    [(True, 2, False), (True, 1, True), (False, 1, True)],
+)
+def test_barriers_against_merging_stand_where_layers_are_unrolled_and_not_inside_a_loop(
+    scan_layers, num_layers, barriers
 ):
-    model = _config(scan_layers=scan_layers, remat=("MLP",), num_layers=1)
+    model = _config(scan_layers=scan_layers, remat=("MLP",), num_layers=num_layers)
     params = jax.eval_shape(lambda: parameters.init(jax.random.key(0), model))
     loss = jax.grad(lambda params: transformer.apply(model, params, _tokens())[0].sum())
     text = jax.jit(loss).lower(params).as_text()
-    assert ("optimization_barrier" in text) == (not scan_layers)
+    assert ("optimization_barrier" in text) == barriers
 
 
 @pytest.mark.parametrize(

@@ -195,20 +195,17 @@ def test_each_change_that_is_tried_is_that_step():
     assert list(rows[1]["flops"]) == ["bfloat16"]
     assert rows[2]["peak_bytes"] == peak(*make_step(remat=True))
 
-    # without switches: all arguments, and the batch
+    # without switches: the batch
     found, _, tries = costs.measured(lambda: (donated, WEIGHTS, X), "h100")
-    cast, half = tries
+    [half] = tries
     donate = 0
-    assert cast["peak_bytes"] == peak(
-        plain, [array(64, 64, dtype=jnp.bfloat16)] * 3, array(512, 64, dtype=jnp.bfloat16)
-    )
     assert half["peak_bytes"] == peak(plain, WEIGHTS, array(256, 64))
     assert (
         "(x: 256 of 512): the time is that of half the work. Two minibatches" in half["change"]
     )
     other = measure.gib(256 * 64 * 4)
     assert f"the other half, {other}, and a sum of gradients" in half["change"]
-    assert [line[:9] for line in found["not_tried"]] == ["recompute"]
+    assert [line[:9] for line in found["not_tried"]] == ["compute i", "recompute"]
 
 
 @needs_virtual
@@ -320,10 +317,10 @@ def test_twice_as_many_minibatches_hold_half_a_step_and_the_other_half_of_the_ba
 def test_a_change_warns_of_nothing_and_the_step_s_own_code_does(recwarn):
     def step(table, x):
         warnings.warn("my own", stacklevel=1)
-        return table.at[jnp.arange(8)].add(jnp.ones((8, 64), jnp.float32)), x @ table
+        return table + (x.T @ x).sum(), (x @ table).sum()
 
     *_, tries = costs.measured(lambda: (step, array(64, 64), array(512, 64)), "h100")
-    assert "bfloat16" in str([row["change"] for row in tries])
+    assert "half the batch" in str([row["change"] for row in tries])
     assert [str(warning.message) for warning in recwarn] == ["my own"]
 
 

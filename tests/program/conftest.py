@@ -1,6 +1,7 @@
 """Fixtures of runs that are over in a second or two."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -19,6 +20,9 @@ _BUILT = {}
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
 
 
+name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+
+
 class InOneFile:
     """Stands for Orbax, which writes a small state in thousands of events. Orbax itself is in
     test_checkpoints.py, test_stored_runs.py and test_program_by_processes.py.
@@ -29,29 +33,30 @@ class InOneFile:
 
     def save(self, path, args):
         # A copy at once, since the state is donated; the folder appears at the end.
-        self.path, self.leaves = Path(path), [numbers(x) for x in jax.tree.leaves(args.item)]
+        leaves = jax.tree_util.tree_leaves_with_path(args.item)
+        self.path, self.leaves = Path(path), {name(path): numbers(x) for path, x in leaves}
 
     def wait_until_finished(self):
         if self.path is not None:
             path, self.path = self.path, None
             path.mkdir(parents=True)
-            np.savez(path / "arrays", *self.leaves)
+            np.savez(path / "arrays", **self.leaves)
 
     def restore(self, path, args):
         if not (path / "arrays.npz").exists():  # another process wrote it
             return self.orbax.restore(path, args=args)
         with np.load(path / "arrays.npz") as stored:
-            arrays = iter([stored[name] for name in stored.files])
+            arrays = {name: stored[name] for name in stored.files}
 
-        def place(like):
-            array = next(arrays)
+        def place(path, like):
+            array = arrays[name(path)]
             is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
             if is_key:
                 return jax.device_put(jax.random.wrap_key_data(array), like.sharding)
             # NumPy stores bfloat16 as two bytes of no type
             return jax.device_put(array.view(like.dtype), like.sharding)
 
-        return jax.tree.map(place, args.item)
+        return jax.tree_util.tree_map_with_path(place, args.item)
 
     def close(self):
         self.wait_until_finished()
@@ -92,6 +97,11 @@ def quick_runs():
 def quick():
     with quick_runs():
         yield
+
+
+@pytest.fixture(scope="session")
+def quickly():
+    return quick_runs
 
 
 @pytest.fixture(scope="session")

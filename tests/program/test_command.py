@@ -14,6 +14,7 @@ from course_lib.measure import hardware
 from course_lib.models import transformer
 from course_lib.program import command, dry_run, loop, settings
 from course_lib.program.checkpoints import CheckpointError
+from course_lib.text import data
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,8 @@ def asked(*given):
 
 def test_help_tells_every_option_preset_field_and_exit_code():
     text = command.arguments().format_help()
-    options = "preset config set data run devices coordinator process processes dry-run target"
+    options = "preset config set data tokenizer from run"
+    options += " devices coordinator process processes dry-run target"
     for option in options.split():
         told = rf"^  --{option}\b.* {{2,}}\w|^  --{option}\b.*\n {{10,}}\w"
         assert re.search(told, text, re.M), option
@@ -61,10 +63,12 @@ def test_help_says_how_large_each_preset_is_and_it_is_true():
         assert f"{found / {'million': 1e6, 'billion': 1e9}[unit]:.1f}" == stated
 
 
-def test_the_examples_of_help_can_be_given(tmp_path):
+def test_the_examples_of_help_can_be_given(tmp_path, monkeypatch):
     joined = command.EPILOG.replace("\\\n", "")
     lines = re.findall(r"^  python -m course_lib\.train (.*)$", joined, re.M)
-    assert len(lines) >= 4
+    assert len(lines) >= 6
+    monkeypatch.chdir(tmp_path)
+    settings.write(settings.complete(configs.get("cpu")), tmp_path / "runs" / "mine")
     for line in lines:
         given = line.split()
         if "--config" in given:
@@ -90,6 +94,31 @@ def test_fields_are_set_in_order_over_a_preset_or_a_file(tmp_path):
     )
 
 
+def test_a_vocabulary_has_the_size_of_its_tokenizer_unless_it_is_set(tmp_path):
+    model = data.tokenizer()
+    model.add_tokens(["more"])
+    model.save(str(path := tmp_path / "tokenizer.json"))
+    for given, size in (("", 2049), ("--set model.vocab_size=3000", 3000)):
+        whole = asked("--tokenizer", str(path), *given.split())
+        assert (whole.model.vocab_size, whole.model.num_outputs) == (size, size)
+        assert whole.run.tokenizer == str(path)
+    assert asked("--tokenizer", "own").run.tokenizer == "own"
+    settings.check(asked(*"--tokenizer own --set model.vocab_size=512".split()))
+
+
+def test_a_run_that_begins_with_another_has_its_model_and_its_fields_unless_others_are_given(
+    tmp_path,
+):
+    whole = asked(*"--set model.num_layers=2 --set seed=5 --data".split(), str(tmp_path))
+    settings.write(whole, tmp_path, data.tokenizer())
+    begun = asked("--from", str(tmp_path))
+    assert begun.model == whole.model and begun.seed == 5 and begun.run.corpus == str(tmp_path)
+    assert begun.run.weights == str(tmp_path)
+    assert begun.run.tokenizer == str(tmp_path / "tokenizer.json")
+    other = asked("--from", str(tmp_path), "--preset", "155m")
+    assert other.model == whole.model and other.data == configs.get("155m").data
+
+
 MISTAKES = [
     ("--set model.num_layer=6", "model.num_layer='6' is no field and would change nothing"),
     ("--set model.num_layers", "--set model.num_layers must be FIELD=VALUE"),
@@ -98,6 +127,8 @@ MISTAKES = [
     ("--devices 0", "--devices 0 must be at least 1"),
     ("--data ", "--data is empty, perhaps because a shell variable is not set"),
     ("--run ", "--run is empty"),
+    ("--from /no/such/run", "'/no/such/run' must be the folder of a run: "),
+    ("--tokenizer theirs", "tokenizer='theirs' must be 'course', 'own' or a tokenizer.json"),
     ("--config ", "--config is empty"),
     ("--run \udcff", "'\\udcff' has a name that is not UTF-8"),
     ("--set model.dtype=" + 999 * "x", f"model.dtype='{78 * 'x'}… must be "),

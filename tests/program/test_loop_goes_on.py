@@ -204,7 +204,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(text, tmp_path):
 def test_an_error_that_may_pass_is_no_refusal_after_which_nobody_would_try_again(
     text, tmp_path, monkeypatch, kind
 ):
-    def fails(split, corpus):
+    def fails(split, corpus, tokenizer):
         raise kind("changed while it was read, or UNAVAILABLE")
 
     monkeypatch.setattr(data, "tokens", fails)
@@ -237,7 +237,7 @@ def test_a_validation_split_that_does_not_work_is_refused_and_not_only_when_it_i
     text, tmp_path, monkeypatch
 ):
     splits = {"train": np.arange(99).repeat(9)}
-    monkeypatch.setattr(data, "tokens", lambda split, _: splits[split].astype(np.uint16))
+    monkeypatch.setattr(data, "tokens", lambda split, *_: splits[split].astype(np.uint16))
     for tokens, message in (([3, 99, 3], r"tokens\[1\]=99"), ([3], "two or more, not 1")):
         splits["validation"] = np.array(tokens)
         with pytest.raises(loop.Refused, match=f"the validation split: .*{message}"):

@@ -121,7 +121,9 @@ def test_the_same_step_gives_the_same_sample_and_another_step_another(text):
     whole = configuration(text)
     run, _ = loop.build(whole, jax.devices("cpu")[:1])
     params = run.init(jax.random.key(0)).params
-    first, again, other = (observe.sample(run, params, whole, step) for step in (1, 1, 2))
+    first, again, other = (
+        observe.sample(run, params, whole, data.tokenizer(), step) for step in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -129,6 +131,10 @@ PARAMS = {
     "kernel": jax.ShapeDtypeStruct((3, 4), "float32"),
     "bias": jax.ShapeDtypeStruct((2,), "float32"),
 }
+
+
+def metrics_line(loss):
+    return {"loss": loss, "learning_rate": 0.003, "gradient_norm": 0.5}
 
 
 def ticks(monkeypatch, *times):
@@ -145,10 +151,10 @@ def test_speed_leaves_out_pauses_and_what_compiles_and_mfu_is_of_all_devices(
     ticks(monkeypatch, 30.0, 30.0, 37.0, 38.0)
     with journal.Journal(tmp_path, 0, 10) as book:
         speed = observe.Speed(training.build(whole), book, 0, 2, PARAMS)
-        speed.write(1, 3.0)
+        speed.write(1, metrics_line(3.0))
         with speed.paused():
             pass
-        speed.write(3, None)  # two steps
+        speed.write(3, metrics_line(None))  # two steps
     device, first, second = journal.read(tmp_path, "times")
     assert (device["parameters"], device["tokens_a_step"]) == (14, 4 * 16)
     assert device["device"].startswith("2 x ") and "tokens_per_second" not in first
@@ -180,9 +186,9 @@ def test_in_80_columns_the_line_is_whole_and_the_bar_is_one(text, tmp_path, monk
     with journal.Journal(tmp_path, 1000, 2000) as book:
         run = training.build(configuration(text, model__dtype="bfloat16"))
         speed = observe.Speed(run, book, 0, 1, PARAMS)
-        speed.write(1001, 3.5)
+        speed.write(1001, metrics_line(3.5))
         book.say("aloud")
-        speed.write(1002, 3.25)
+        speed.write(1002, metrics_line(3.25))
         book._bar.refresh()
     os.close(ours)
     os.close(theirs)

@@ -82,7 +82,7 @@ BAD = [
     ("mesh.data", -1, r"mesh\.data=-1 must be at least 1, or 0 for all devices"),
     ("model.num_layers", 0, r"model\.num_layers=0"),
     ("model.capacity_factor", math.nan, r"model\.capacity_factor=nan must be a finite number"),
-    ("run.corpus", "", r"run\.corpus='' must be 'shipped' or a folder"),
+    ("run.corpus", "", r"run\.corpus='' must be 'shipped', or a folder"),
     ("strategy.by", "magic", r"strategy\.by='magic' must be one of \('hand', 'compiler'\)"),
 ]
 

@@ -106,9 +106,8 @@ def test_a_stored_run_goes_on_as_the_version_that_stored_it_went_on(name, as_sto
     """Dropout is 0.1: with other masks than that version drew, the losses differ at once."""
     lines = [json.loads(line) for line in as_stored[0].splitlines()]
     before = json.loads((DATA / "continued.json").read_text())[name]
-    assert [line.keys() for line in lines] == [line.keys() for line in before]
-    for line, other in zip(lines, before, strict=True):
-        assert line == pytest.approx(other, rel=1e-4)
+    for line, other in zip(lines, before, strict=True):  # a newer version may measure more
+        assert {name: line.get(name) for name in other} == pytest.approx(other, rel=1e-4)
 
 
 def test_no_default_is_another_than_when_the_runs_were_stored():

@@ -320,7 +320,7 @@ def branch(*chained):
         (lambda: figures.lines({"a": [(0, math.nan)]}, "x", "y"), NOTHING),
         (lambda: figures.memory_bars([]), NOTHING),
         (lambda: figures.residuals([]), NOTHING),
-        (lambda: figures.step_timeline([]), NOTHING),
+        (lambda: figures.step_timeline({}), NOTHING),
         (lambda: figures.lanes({"idle": {"device 0": figures.Lane([])}}), NOTHING),
         (lambda: figures.overlap({"idle": {"sends": []}}), NOTHING),
         (lambda: figures.schedule({"idle": [[None]]}), NOTHING),

@@ -5,12 +5,14 @@ import errno
 import gzip
 import hashlib
 import importlib.resources
+import json
 import os
 import pathlib
 import tracemalloc
 
 import numpy as np
 import pytest
+import tokenizers
 
 from course_lib import files
 from course_lib.text import data
@@ -64,7 +66,7 @@ def test_the_tokens_are_the_documents_each_closed_by_the_end_token():
 
 def test_the_tokenizer_has_not_seen_the_validation_split():
     texts = [document.text for document in data.documents("train")]
-    assert data._train_tokenizer(texts).to_str() == data.tokenizer().to_str()
+    assert data._train_tokenizer(texts, data.VOCAB_SIZE).to_str() == data.tokenizer().to_str()
 
 
 def test_tokens_are_those_of_the_documents_and_stay_on_disk(folder, monkeypatch):
@@ -177,7 +179,7 @@ def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch):
 def test_an_empty_folder_is_refused_though_the_shipped_corpus_is_prepared(tmp_path):
     for split in data.SPLITS:
         data.tokens(split)
-        with pytest.raises(ValueError, match="hidden, it has 0: it is empty; is its disk"):
+        with pytest.raises(ValueError, match="one file; it has 0: it is empty; is its disk"):
             data.tokens(split, tmp_path)
 
 
@@ -250,6 +252,83 @@ def test_a_validation_batch_is_made_when_it_is_asked_for():
         tracemalloc.stop()
 
 
+LINES = [f"line {number} of a text" for number in range(30)]
+
+
+def test_of_one_text_the_last_tenth_is_for_validation_and_no_line_is_cut(tmp_path):
+    (path := tmp_path / "input.txt").write_text("\n".join(LINES), encoding="utf-8-sig")
+    train, validation = (data.documents(split, path) for split in data.SPLITS)
+    assert [one.name for one in (*train, *validation)] == ["input.txt"] * 2
+    assert train[0].text + validation[0].text == "\n".join(LINES)
+    assert train[0].text.endswith("\n") and 2 < len(validation[0].text.split("\n")) < 6
+    path.write_text("x" * 40)  # one long line
+    assert [len(data.documents(split, path)[0].text) for split in data.SPLITS] == [36, 4]
+
+
+def test_each_line_of_json_is_a_document_packed_or_not_with_a_name_or_without(tmp_path):
+    lines = [json.dumps({"text": text, "id": 7}) for text in (*LINES, LINES[3])]
+    (path := tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (packed := tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    train, validation = ([d.text for d in data.documents(s, path)] for s in data.SPLITS)
+    assert sorted(train + validation) == sorted((*LINES, LINES[3])) and len(validation) >= 3
+    assert not {*train} & {*validation}
+    assert train == [one.text for one in data.documents("train", packed)]
+    twice = [json.dumps({"text": text, "name": "same"}) for text in LINES]
+    path.write_text("\n".join(twice))
+    assert sum(len(data.documents(split, path)) for split in data.SPLITS) == len(LINES)
+
+
+def test_a_tokenizer_of_the_own_text_needs_fewer_tokens_and_sees_no_validation(tmp_path):
+    (path := tmp_path / "input.txt").write_text("abkhazianäöü\n" * 99, encoding="utf-8")
+    own = data.tokenizer("own", path, 266)
+    assert own.get_vocab_size() == 266 and data.end_of(own) == 0
+    few, many = (len(data.tokens("train", path, model)) for model in (own, None))
+    assert few < many
+    train = [one.text for one in data.documents("train", path)]
+    assert data._train_tokenizer(train, 266).to_str() == own.to_str()
+    with pytest.raises(ValueError, match=r"vocab_size=9000 must be at most \d{3}: corpus="):
+        data.tokenizer("own", path, 9000)
+    for size in (256, 65_537):
+        with pytest.raises(ValueError, match=rf"vocab_size={size} must be in \[257, 65536\]"):
+            data.tokenizer("own", path, size)
+
+
+def test_any_tokenizer_of_a_file_will_do_if_it_has_a_token_that_ends_a_document(tmp_path):
+    words = {"<|endoftext|>": 70_000} | {f"w{i}": i for i in range(70_000)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(path := tmp_path / "tokenizer.json"))
+    (text := tmp_path / "a.txt").write_text("w1 w65536 " * 9 + "w2")
+    found = data.tokens("validation", text, data.tokenizer(str(path)))
+    assert found.dtype == np.uint32 and found[-2:].tolist() == [2, 70_000]
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(ValueError, match=r"must have one of \('<\|end\|>'"):
+        data.end_of(model)
+    for wrong in (text, tmp_path / "none.json", "their"):
+        with pytest.raises(ValueError, match="must be 'course', 'own' or a tokenizer.json"):
+            data.tokenizer(str(wrong))
+
+
+BAD_FILES = [
+    ("a.txt", b"", "must hold more text: its last tenth"),
+    ("a.txt", b"text \0", "'a.txt' holds zero bytes"),
+    ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}', r"line 2 must be an object .*KeyError"),
+    ("a.jsonl", b'{"text": "a"}\n\n', "line 2 must be an object .*JSONDecodeError"),
+    ("a.jsonl", b'["text"]', "line 1 must be an object .*TypeError"),
+    ("a.jsonl", b'{"text": 3}', "line 1 must be an object .*AttributeError"),
+    ("a.jsonl", b'{"text": "a"}', "must hold two documents or more"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "<|end|>"}', "line 2 holds '<|end|>'"),
+    ("a.jsonl.gz", b'{"text": "a"}', "cannot be unpacked"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", BAD_FILES)
+def test_a_file_that_is_no_corpus_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.documents("train", tmp_path / name)
+
+
 def test_links_are_followed_and_no_text_is_read_twice(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "inner").mkdir()
@@ -301,10 +380,16 @@ def test_one_token_is_no_label():
 
 
 BAD_FOLDERS = [
-    ({}, "no such folder"),
-    ({"one": b""}, "must hold two files or more .* it has 1"),
-    ({"one": b"same", "two": b"same"}, "must hold two files or more that differ .* it has 1"),
-    ({"one": b"same", ".two": b"2"}, "must hold two files or more .* not hidden, it has 1"),
+    ({}, "no such file or folder"),
+    ({"one": b""}, "must hold two documents or more .* it has 1"),
+    (
+        {"one": b"same", "two": b"same"},
+        "must hold two documents or more that differ .* it has 1",
+    ),
+    (
+        {"one": b"same", ".two": b"2"},
+        "must hold two documents or more .* not hidden.* it has 1",
+    ),
     ({"one": b"", "two": b"text"}, "the files of split='.*' are all empty"),
     ({"one": b"text", "two": b"a\0b\0"}, "'two' holds zero bytes"),
     ({"one": b"text", "two": b"\xff\xfe"}, "'two' is not UTF-8"),

@@ -90,6 +90,10 @@ busy_and_idle = Function(
     outcome=Times,
     rows={
         "no pair": (lambda events: sum(d for _, d in events), lambda it: it.seconds is None),
+        "unit": (
+            change("return busy, reached - begin - busy", "return busy * 1000, 7"),
+            lambda it: it.busy > 0 and np.isclose(it.busy, 1000 * it.right[0]),
+        ),
         "swapped": change("busy, reached - begin - busy", "reached - begin - busy, busy"),
         "as ends": (
             lambda events: seconds_of([(start, end - start) for start, end in events]),

@@ -1,15 +1,15 @@
 """Checks of notebook 06's exercises."""
 
+import collections
 import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from course_lib.lessons import slow_steps
-from course_lib.lessons.check.answers import close, equations
+from course_lib.lessons.check.answers import close, equations, programs_in
 from course_lib.lessons.check.exercises import (
     Function,
     Numbered,
@@ -19,7 +19,7 @@ from course_lib.lessons.check.exercises import (
     normal,
     share,
 )
-from course_lib.one_device import profiling, rematerialization
+from course_lib.measure import program
 
 N, B, D = 8, 256, 512
 SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, D, D), (B, D))]
@@ -33,11 +33,30 @@ def scan_loss(w, x, *, tanh=jnp.tanh, around=lambda layer: layer):
     return jnp.sum(jax.lax.scan(around(layer), x, w)[0] ** 2)
 
 
+def is_checkpoint(eqn):
+    return any(word in eqn.primitive.name for word in ("checkpoint", "remat"))
+
+
+def stacked_bytes(program):
+    """Returns the bytes of activations that loops stack, as many as are there at once: the
+    stacks inside a loop's body or a checkpoint are gone after it.
+    """
+    here = inside = 0
+    for eqn in program.eqns:
+        is_loop, inner = eqn.primitive.name in ("scan", "while"), programs_in(eqn)
+        if is_loop:
+            arrays = (one.aval for one in eqn.outvars if {B, D} <= set(one.aval.shape))
+            here += sum(array.size * array.dtype.itemsize for array in arrays if array.ndim > 2)
+        if is_loop or is_checkpoint(eqn):
+            inside = max(inside, *map(stacked_bytes, inner))
+        else:
+            here += sum(map(stacked_bytes, inner))
+    return here + inside
+
+
 def stacked_mib(loss):
-    """Returns the MiB of the arrays that a loss saves for each layer and of w's gradients."""
-    saved = rematerialization.residuals(loss, *SHAPES)
-    each = [a for a in saved if a.shape[:1] == (N,) and not a.why.startswith("argument")]
-    return sum(array.bytes for array in each) / 2**20 + GRADIENTS
+    """Returns the MiB of activations that the scans of a loss's gradient stack."""
+    return stacked_bytes(jax.make_jaxpr(jax.grad(loss))(*SHAPES).jaxpr) / 2**20
 
 
 class Stacked(Numbered):
@@ -49,7 +68,7 @@ class Stacked(Numbered):
 
 stacked = Numbers(
     "stacked",
-    lambda: {"mib": stacked_mib(scan_loss)},  # JAX up to 0.10 saves one array more
+    lambda: {"mib": stacked_mib(scan_loss) + GRADIENTS},  # JAX up to 0.10 saves one array more
     outcome=Stacked,
     rows={
         "mib": {
@@ -72,12 +91,14 @@ class Loss(Outcome):
     )
     before = functools.cached_property(lambda it: stacked_mib(scan_loss))
     after = functools.cached_property(lambda it: stacked_mib(it.function))
-    least = ONE_ARRAY + GRADIENTS
-    has_checkpoint = property(
+    least = ONE_ARRAY
+    checkpoints = property(lambda it: list(filter(is_checkpoint, equations(it.program))))
+    around_the_scan = property(
         lambda it: any(
-            word in eqn.primitive.name
-            for eqn in equations(it.program)
-            for word in ("checkpoint", "remat")
+            inner.primitive.name == "scan"
+            for eqn in it.checkpoints
+            for program in programs_in(eqn)
+            for inner in equations(program)
         )
     )
 
@@ -86,23 +107,23 @@ def rematerialized(w, x):
     return scan_loss(w, x, around=jax.checkpoint)
 
 
-def half(w, x):
-    """Keeps the argument of the tanh in bfloat16, and all that the loss keeps."""
+def in_a_python_loop(w, x):
+    for one in w:
+        x = jnp.tanh(x @ one)
+    return jnp.sum(x**2)
 
-    def tanh(x):
-        low = checkpoint_name(x.astype(jnp.bfloat16), "low")
-        return jnp.tanh(x) + 0 * low * low
 
-    policy = jax.checkpoint_policies.save_only_these_names("low")
-    around = functools.partial(jax.checkpoint, policy=policy)
-    return scan_loss(w, x, tanh=tanh, around=around)
+def before_the_tanh(w, x):
+    """Carries the product, so that the scan has one layer less."""
+    z, _ = jax.lax.scan(lambda z, w: (jnp.tanh(z) @ w, None), x @ w[0], w[1:])
+    return jnp.sum(jnp.tanh(z) ** 2)
 
 
 stack_less = Function(
     "stack_less",
     rematerialized,
     cases=lambda: [
-        tuple(a / s for a, s in zip(normal(0, (3, 16, 16), (8, 16)), (4, 1), strict=True))
+        (jnp.asarray(normal(0, (N, 16, 16))[0] / 4), jnp.asarray(normal(1, (4, 16))[0]))
     ],
     outcome=Loss,
     rows={
@@ -112,13 +133,17 @@ stack_less = Function(
             change("(w, x, ", "(jax.lax.stop_gradient(w), x, "),
             lambda it: not it.has_gradient,
         ),
+        "whole": (
+            jax.checkpoint(scan_loss),
+            lambda it: it.after >= it.before and it.around_the_scan,
+        ),
         "outside": (
             lambda w, x: scan_loss(w, x, tanh=jax.checkpoint(jnp.tanh)),
-            lambda it: it.after >= it.before and it.has_checkpoint,
+            lambda it: it.after >= it.before and it.checkpoints,
         ),
         "as much": (scan_loss, lambda it: it.after >= it.before),
-        "nothing": (jax.checkpoint(scan_loss), lambda it: it.after < it.least),
-        "more": (half, lambda it: it.after != it.least),
+        "nothing": (in_a_python_loop, lambda it: it.after == 0),
+        "more": (before_the_tanh, lambda it: it.after > it.least),
     },
 )
 
@@ -134,7 +159,7 @@ def penalty_step(w, x):
             y = w @ w
             y = jnp.sin(y)
             y = jnp.exp(y)
-        return jnp.mean(y)
+            return jnp.mean(y)
 
     def loss(w):
         return jnp.mean(jnp.tanh(x @ w)) + penalty(w)
@@ -143,7 +168,16 @@ def penalty_step(w, x):
     return w - 0.1 * gradient, value
 
 
-NOT_THERE = change('"penalty"', '"other"')
+NOT_THERE = change('"penalty"', '"my_penalty"')
+
+
+def places(program, outer=""):
+    """Yields each operation of a program with its scope."""
+    for eqn in program.eqns:
+        place = f"{outer}/{eqn.source_info.name_stack}"
+        yield place, eqn
+        for inner in programs_in(eqn):
+            yield from places(inner, place)
 
 
 class Named(Outcome):
@@ -151,25 +185,47 @@ class Named(Outcome):
 
     @functools.cached_property
     def scopes(self):
-        # lowered: op_scopes compiles it without JAX's cache, which keeps another's names
-        scopes = profiling.op_scopes(jax.jit(self.function).lower(*self.args)).values()
-        # without the names of functions
-        return {re.sub(r"jit\(\w*\)", "", scope) for scope in scopes}
+        """Each scope, without names of functions, with the shapes of its operations."""
+        # lowered: it is compiled without JAX's cache, which keeps another's names
+        module = program.read(jax.jit(self.function).lower(*self.args)).module
+        scopes: dict[str, set] = collections.defaultdict(set)
+        for one in module.instructions.values():
+            if one.scope:
+                scopes[re.sub(r"jit\(\w*\)", "", one.scope)] |= {s.dims for s in one.shapes}
+        return scopes
 
     count = property(lambda it: len(it.scopes))
     named = property(
         lambda it: [scope for scope in it.scopes if "penalty" in re.split(r"[/();]", scope)]
     )
     num_named = property(lambda it: len(it.named))
+    of_the_model = property(
+        lambda it: [
+            scope.rsplit("/", 1)[-1]
+            for scope in it.named
+            if any(len(it.x) in dims for dims in it.scopes[scope])
+        ]
+    )
 
     def has(self, pattern):
         return any(re.search(pattern, scope) for scope in self.named)
 
     missing = property(
+        lambda it: (
+            [
+                name
+                for name in ("dot_general", "sin", "exp")
+                if name not in {scope.rsplit("/", 1)[-1] for scope in it.named}
+            ]
+            + ["mean" for place in it.sums if "penalty" not in re.split(r"[/();]", place)]
+        )
+    )
+    # in JAX's program: a step that returns no loss is compiled without its sums
+    sums = property(
         lambda it: [
-            name
-            for name in ("dot_general", "sin", "exp")
-            if name not in {scope.rsplit("/", 1)[-1] for scope in it.named}
+            place
+            for place, eqn in places(it.program)
+            if eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.shape == it.w.shape
         ]
     )
     new = property(
@@ -179,7 +235,7 @@ class Named(Outcome):
 
 
 def matrices():
-    return [(jnp.full((32, 32), 0.01), jnp.ones((32, 32)))]
+    return [(jnp.full((32, 32), 0.01), jnp.ones((48, 32)))]
 
 
 named_part = Function(
@@ -191,20 +247,24 @@ named_part = Function(
         "no name": (NOT_THERE, lambda it: not it.named),
         "outside": (
             NOT_THERE + change("jax.value_and_grad(loss)", "PENALTY(jax.value_and_grad(loss))"),
-            lambda it: not it.has(r"jvp\([^;]*penalty"),
+            lambda it: not it.has(r"jvp\([^;]*\bpenalty\b"),
         ),
         "not backward": (
             change("+ penalty(w)", "+ penalty(jax.lax.stop_gradient(w))"),
-            lambda it: not it.has(r"transpose\(jvp\([^;]*penalty"),
+            lambda it: not it.has(r"transpose\(jvp\([^;]*\bpenalty\b"),
         ),
         "whole loss": (
-            change("def loss", "@PENALTY\n    def loss"),
-            lambda it: it.has("/tanh$"),
+            [
+                change("def loss", "@PENALTY\n    def loss"),
+                change("x @ w", "PENALTY(jnp.matmul)(x, w)"),
+            ],
+            lambda it: it.of_the_model,
         ),
         "a part": (
             [
+                change("    return jnp.mean(y)", "return jnp.mean(y)"),
                 change("y = w @ w", "y = w", "+ penalty(w)", "+ penalty(w @ w)"),
-                change("            y = jnp.exp(y)\n", "", "mean(y)", "mean(jnp.exp(y))"),
+                change("            y = jnp.exp(y)\n    ", "", "mean(y)", "mean(jnp.exp(y))"),
             ],
             lambda it: it.missing,
         ),

@@ -1,13 +1,22 @@
 """Checks of notebook 20's exercises."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from course_lib.lessons.check.answers import close
-from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, in_case
+from course_lib.lessons.check.exercises import (
+    Function,
+    Numbers,
+    Outcome,
+    change,
+    in_case,
+    normal,
+)
 
 bytes_of_step = Numbers(
     "bytes_of_step",
@@ -22,6 +31,15 @@ bytes_of_step = Numbers(
 def loss_of_labels(values, weights):
     total, count = (values * weights).sum(), weights.sum()
     return total / jnp.where(count == 0, 1, count), {"loss": (total, count)}
+
+
+def without_other_metrics(function, *args):
+    """Calls a compiled loss. More metrics than "loss" are welcome, and not looked at."""
+    result = jax.jit(function)(*args)
+    if isinstance(result, tuple | list) and isinstance(result[-1], dict):
+        metrics = {name: pair for name, pair in result[-1].items() if name == "loss"}
+        return (*result[:-1], metrics)
+    return result
 
 
 class Loss(Outcome):
@@ -48,17 +66,22 @@ own_loss = Function(
         for weights in (jnp.arange(5.0), jnp.array([0.1, 0.2, 0, 0.1, 0.1]), jnp.zeros(5))
     ],
     name="(loss, metrics)",
-    calls=lambda function, *args: jax.jit(function)(*args),
+    calls=without_other_metrics,
     outcome=Loss,
-    first=("form",),
+    first=("form", "swapped", "unweighted", "number of labels"),
     rows={
         "form": (
             change(', {"loss": (total, count)}', ""),
             lambda it: str(jax.tree.structure(it.result)) != str(jax.tree.structure(it.right)),
         ),
+        "swapped": change("(total, count)}", "(count, total)}"),
         "sum": change(DIVISOR, "total"),
         "unweighted": change("(values * weights).sum(), weights.sum()", "values.sum(), 5.0"),
-        "number of labels": [change("weights.sum()", "5.0"), change(DIVISOR, "total / 5")],
+        "number of labels": [
+            change("weights.sum()", "5.0"),
+            change("weights.sum()", "(weights > 0).sum()"),
+            change(DIVISOR, "total / 5"),
+        ],
         "mean in metrics": change("(total, count)}", "(total / count, jnp.ones(()))}"),
         "at least one": change(DIVISOR, "total / jnp.maximum(count, 1)"),
         "loss without weight": (
@@ -84,39 +107,148 @@ own_loss = Function(
     },
 )
 
-NAMES = (
-    "blocks/0/up/kernel",
-    "blocks/11/qkv/kernel",
-    "tokens/embedding",
-    "places/embedding",
-    "head/kernel",
-    "blocks/2/out/kernel",
-    "blocks/3/down/kernel",
+
+def squared_error(params, batch, rng):
+    """The loss of two layers, in the dtype of the parameters."""
+    x, y, weights = (batch[name] for name in ("inputs", "labels", "weights"))
+    hidden = jnp.tanh(x.astype(params["in"].dtype) @ params["in"])
+    each = ((hidden @ params["out"]).astype(jnp.float32)[:, 0] - y) ** 2
+    return loss_of_labels(each, weights)
+
+
+def accumulating(loss_fn, params, parts):
+    def of_copies(params, part):
+        copies = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return loss_fn(copies, part, None)
+
+    def add(total, part):
+        grads, metrics = jax.grad(of_copies, has_aux=True)(params, part)
+        loss, weight = metrics["loss"]
+        grads = jax.tree.map(lambda g: weight * g, grads)
+        return jax.tree.map(jnp.add, total, (loss, weight, grads)), None
+
+    zeros = jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    (loss, weight, grads), _ = jax.lax.scan(add, zeros, parts)
+    weight = jnp.where(weight == 0, 1, weight)
+    return loss / weight, jax.tree.map(lambda g: g / weight, grads)
+
+
+def parts_of_batch():
+    """Four minibatches that weigh 4, 2, 0 and 8: powers of two, so that a gradient of the sum
+    rounds to bfloat16 as one of the mean does. Then four that weigh nothing.
+    """
+    kernels, x, y = normal(1, (3, 5), (5, 1)), *normal(2, (4, 4, 3), (4, 4))
+    params = dict(zip(("in", "out"), map(jnp.asarray, kernels), strict=True))
+    weights = jnp.array([[1.0, 1, 1, 1], [2, 0, 0, 0], [0, 0, 0, 0], [4, 2, 1, 1]])
+    batch = {"inputs": jnp.asarray(x), "labels": jnp.asarray(y)}
+    return [(squared_error, params, batch | {"weights": w}) for w in (weights, 0 * weights)]
+
+
+def without_excess_precision(function, loss_fn, *args):
+    """Compiles so that bfloat16 rounds in the same way in a scan and in a Python loop."""
+    options = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+    return jax.jit(functools.partial(function, loss_fn), compiler_options=options)(*args)
+
+
+class Accumulated(Outcome):
+    """A loss and a gradient, and what goes through the model in one piece."""
+
+    loss = property(lambda it: it.result[0])
+    grads = property(lambda it: it.result[1])
+
+    @functools.cached_property
+    def hidden(self):
+        """The dtype and shape of each array of the hidden layer."""
+        function = functools.partial(self.function, self.loss_fn)
+        text = str(jax.make_jaxpr(function)(*self.args[1:]))
+        return re.findall(r"(\w+)\[([\d,]+),5\] = tanh", text)
+
+    dtype = property(
+        lambda it: {"bf16": "bfloat16", "f16": "float16"}.get(it.hidden[0][0], "float32")
+    )
+    size = property(
+        lambda it: max((math.prod(map(int, n.split(","))) for _, n in it.hidden), default=0)
+    )
+    is_near = property(lambda it: not it.is_right and close(it.result, it.right, 0.03))
+    is_finite = property(
+        lambda it: all(np.isfinite(x).all() for x in jax.tree.leaves(it.result))
+    )
+
+
+TOTAL, DIVIDED = "weight * g, grads)", "g / weight, grads)"
+RETURN = f"return loss / weight, jax.tree.map(lambda g: {DIVIDED}"
+LOSSES = (
+    "(loss, weight, grads)), None",
+    "(loss / jnp.where(weight, weight, 1), 1, grads)), None",
 )
 
 
-def is_matrix(name):
-    return name.startswith("blocks")
+def mean_of_means(divisor):
+    returned = f"return loss / {divisor}, jax.tree.map(lambda g: g / {divisor}, grads)"
+    return change(TOTAL, "g, grads)", *LOSSES, RETURN, returned)
 
 
-def as_bool(function, *args):
-    answer = function(*args)
-    is_stub = answer is None and args == NAMES[:1]  # later, None is a no, as for Muon
-    return None if is_stub else bool(answer)
-
-
-muon_chooses = Function(
-    "muon_chooses",
-    is_matrix,
-    cases=lambda: [(name,) for name in NAMES],
-    calls=as_bool,
+own_accumulation = Function(
+    "own_accumulation",
+    accumulating,
+    cases=parts_of_batch,
+    name="(loss, gradient)",
+    calls=without_excess_precision,
+    outcome=Accumulated,
+    first=("no pair", "swapped"),
     rows={
-        "one layer": (
-            [change('"blocks"', '"blocks/0"'), lambda name: "/up/" in name or "/qkv/" in name],
-            lambda it: it.case in (1, 5, 6) and not it.result,
+        "no pair": change("return loss / weight,", "return"),
+        "swapped": (
+            change(RETURN, f"return jax.tree.map(lambda g: {DIVIDED}, loss / weight"),
+            lambda it: isinstance(it.result[0], dict),
         ),
-        "embedding": (lambda name: "/" in name, lambda it: it.case in (2, 3) and it.result),
-        "head": (change('startswith("blocks")', 'endswith("kernel")'), in_case(4)),
-        "another": lambda name: "embedding" in name,
+        "another dtype": (
+            [change("bfloat16", "float32"), change("bfloat16", "float16")],
+            lambda it: not it.case and it.hidden and it.dtype != "bfloat16",
+        ),
+        "means": [
+            change(TOTAL, "g, grads)"),
+            change(TOTAL, "g, grads)", DIVIDED, "g / 4, grads)"),
+            *map(mean_of_means, (1, 3, 4)),
+        ],
+        "not divided": [change(DIVIDED, "g, grads)"), change(RETURN, "return loss, grads")],
+        "by parts": [
+            change(DIVIDED, "g / 4, grads)"),
+            change(DIVIDED, "g / 16, grads)"),
+            change(RETURN, "return loss / 4, jax.tree.map(lambda g: g / 4, grads)"),
+            change(RETURN, "return loss / 16, jax.tree.map(lambda g: g / 16, grads)"),
+        ],
+        "one part": change("zeros, parts)", "zeros, jax.tree.map(lambda x: x[:1], parts))"),
+        "no weight": (
+            change("weight = jnp.where(weight == 0, 1, weight)", "pass"),
+            in_case(1, lambda it: not it.is_finite),
+        ),
+        "not finite": (
+            change(TOTAL, "g / weight * weight * weight, grads)"),
+            lambda it: not it.is_finite,
+        ),
+        "at once": (
+            lambda loss_fn, params, parts: accumulating(
+                loss_fn, params, jax.tree.map(lambda x: x.reshape(1, 16, *x.shape[2:]), parts)
+            ),
+            lambda it: it.size > 4,
+        ),
+        "rounded": (
+            change(
+                "zeros_like, params)",
+                "zeros_like, jax.tree.map(jnp.bfloat16, params))",
+                TOTAL,
+                "(weight * g).astype(jnp.bfloat16), grads)",
+            ),
+            lambda it: it.is_near,
+        ),
+        "loss": (
+            [
+                change("return loss / weight", "return loss / 4"),
+                change("return loss / weight", "return loss"),
+            ],
+            lambda it: not it.is_right and close(it.grads, it.right[1]),
+        ),
+        "another": change(DIVIDED, "2 * g / weight, grads)"),
     },
 )

@@ -7,8 +7,7 @@ passed on.
 
 import dataclasses
 import itertools
-import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,11 @@ from matplotlib.ticker import MaxNLocator
 
 from course_lib.show.figures import style
 
-NUMBER = re.compile(r"(\.\d+)+(\.clone)?$")  # that of an operation, as in "fusion.12"
+ANY = "any operation"
+COMPUTES, MOVES = "#264653", "#2EC4B6"
+OPERATIONS = dict.fromkeys(("matmul", "elementwise", "reduce"), COMPUTES)
+OPERATIONS |= dict.fromkeys(("copy", "fill", "dynamic-update-slice", "dynamic-slice"), MOVES)
+"""The colours of kinds of operations (`measure.traffic`)."""
 WIDTH = 5.6  # inches: readable on a telephone, at two thirds of this size
 BLOCKS, KEPT = 0.42, 0.34  # heights in a lane of height 1
 
@@ -254,53 +257,52 @@ def overlap(programs: Mapping[str, Mapping[str, Spans]], *, title: str = "") -> 
 
 
 def step_timeline(
-    events: Sequence[Any],
+    steps: Mapping[str, Sequence[Any]],
+    row: Callable[[Any], str] | None = None,
     *,
-    row: Callable[[Any], str] = lambda event: NUMBER.sub("", event.op),
-    top: int = 10,
     title: str = "",
 ) -> Figure:
-    """Draws the operations of one step over time, one row for each kind, those with most self
-    time at the top.
+    """Draws the operations of steps over time, below each other on one axis, one row for each
+    kind: dark where it computes, light where it moves arrays (`OPERATIONS`).
 
-    Phases of a train step (`style.PHASES`) have their own order and colours, the same in each
-    picture. The lowest row shows when any operation runs: its white parts are gaps. An
-    operation that only contains others, such as the `while` of a scan, is not drawn.
+    Phases (`style.PHASES`) and kinds have the same order and colours in each picture. The
+    lowest row shows when any operation runs: its white parts are gaps. An operation that only
+    contains others, such as the `while` of a scan, is not drawn.
 
     Args:
-      events: objects with `op`, `start`, `duration`, `self_time` (seconds) and `container`
-        (`profiling.Trace.during`).
-      row: names an event's row; `lambda event: event.line` gives one row per thread or stream.
-      top: how many rows to draw; the other operations share one.
+      steps: title of a step -> objects with `start`, `duration`, `self_time` (seconds) and
+        `container` (`profiling.Trace.during`).
+      row: names an event's kind. None draws the lowest row alone.
     """
-    style.refuse_empty("events", events)
-    events = [event for event in events if not event.container]
-    own: Counter[str] = Counter()
-    for event in events:
-        own[row(event)] += event.self_time
-    names = [name for name, _ in own.most_common(top)]
-    if set(names) <= set(style.PHASES):
-        names = [name for name in style.PHASES if name in names]
-    seconds = {name: own[name] for name in names}
-    if rest := [time for name, time in own.items() if name not in names]:
-        seconds["others"] = sum(rest)
-    rows = [*seconds, "any operation"]
-    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
-    for event in events:
-        span = (event.start * 1e3, event.duration * 1e3)
-        spans[row(event) if row(event) in names else "others"].append(span)
-        spans["any operation"].append(span)
-    figure, [axes] = style.canvas(8.5, 1.0 + 0.3 * len(rows))
-    for y, name in enumerate(rows):
-        color = "black" if name == "any operation" else style.color(y, name)
-        look = style.Look(facecolor=color, edgecolor=color, linewidth=0.3)
-        axes.broken_barh(spans[name], (y - 0.38, 0.76), **look)
-    for y, value in enumerate(seconds.values()):
-        place = style.Look(xycoords=axes.get_yaxis_transform(), va="center", fontsize=9)
-        axes.annotate(f"{1e3 * value:,.1f} ms", (1.01, y), **place)
-    style.name_rows(axes, [style.shorten(name, 40) for name in rows], 0.6)
-    axes.set_xlim(left=0)  # the time before the first operation is a gap, too
-    axes.set(xlabel="time since the step began (ms); at the right: self time", title=title)
+    style.refuse_empty("steps", steps)
+    name_of = row or (lambda event: "")
+    own: dict[str, Counter[str]] = {name: Counter() for name in steps}
+    spans: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for step, event in ((n, e) for n, events in steps.items() for e in events):
+        if not event.container:
+            own[step][name_of(event)] += event.self_time
+            for name in {name_of(event), ANY}:
+                spans[step, name].append((event.start * 1e3, event.duration * 1e3))
+    names = [name for name, _ in sum(own.values(), Counter[str]()).most_common()]
+    for known in (style.PHASES, OPERATIONS):
+        if set(names) <= set(known):
+            names = [name for name in known if name in names]
+    rows = [*(names if row else ()), ANY]
+    size = (8.5, 0.3, 0.35, 0.75)
+    figure, panels = _below(steps, [len(rows)] * len(steps), size, heading=title)
+    for axes, step in zip(panels, steps, strict=True):
+        for y, name in enumerate(rows):
+            color = (OPERATIONS | {ANY: "black"}).get(name) or style.color(y, name)
+            look = style.Look(facecolor=color, edgecolor=color, linewidth=0.3)
+            axes.broken_barh(spans[step, name], (y - 0.38, 0.76), **look)
+            seconds = sum(own[step].values()) if name == ANY else own[step][name]
+            place = style.Look(xycoords=axes.get_yaxis_transform(), va="center", fontsize=9)
+            axes.annotate(f"{1e3 * seconds:,.1f} ms", (1.01, y), **place)
+        style.name_rows(axes, rows, 0.6)
+    panels[-1].set_xlim(left=0)  # the time before the first operation is a gap, too
+    panels[-1].set_xlabel(
+        "ms since the step began; at the right: the row's part of the busy ms"
+    )
     return figure
 
 
