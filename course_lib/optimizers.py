@@ -2,16 +2,23 @@
 (https://optax.readthedocs.io).
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
 import optax.contrib
+from jax.typing import ArrayLike
 from ml_collections import ConfigDict
+from optax.contrib import MuonDimensionNumbers
 
 from course_lib import arguments, fields
 from course_lib.fields import FRACTION, NOT_NEGATIVE, Field, Rule, at_least
+
+PyTree = Any
+ByName = Callable[[str], Any]  # of a parameter: `arguments.name_in_tree`
+_with_path = jax.tree_util.tree_map_with_path
 
 
 def _falling(config: ConfigDict, first: int) -> optax.Schedule:
@@ -87,15 +94,18 @@ OPTIMIZERS = {
         streams=True,
     ),
     "adamw_bf16": Optimizer(
-        lambda c, rate: _adamw(_memory().scale_by_adam_bf16(c.b1, c.b2), c, rate),
+        lambda c, rate: _memory().adamw_bf16(rate, c.b1, c.b2, weight_decay=c.weight_decay),
         "AdamW with moments in bfloat16",
         decays=True,
     ),
     "adamw_8bit": Optimizer(
-        lambda c, rate, stacks: _adamw(
-            _memory().scale_by_adam_8bit(c.b1, c.b2, block_size=c.block_size, stacks=stacks),
-            c,
+        lambda c, rate, stacks: _memory().adamw_8bit(
             rate,
+            c.b1,
+            c.b2,
+            weight_decay=c.weight_decay,
+            block_size=c.block_size,
+            stacks=stacks,
         ),
         "AdamW with moments in 8 bits",
         decays=True,
@@ -110,15 +120,7 @@ OPTIMIZERS = {
         streams=True,
     ),
     "muon": Optimizer(
-        lambda c, rate, *where: optax.contrib.muon(
-            rate,
-            adam_b1=c.b1,
-            adam_b2=c.b2,
-            weight_decay=c.weight_decay,
-            adam_weight_decay=c.weight_decay,
-            muon_weight_dimension_numbers=lambda params: _memory().matrices(params, *where),
-            consistent_rms=0.2,  # updates as large as AdamW's, so the rate means the same
-        ),
+        lambda c, rate, *where: muon(rate, c.b1, c.b2, c.weight_decay, *where),
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
         " embeddings, output layer, norms and biases",
         decays=True,
@@ -126,9 +128,7 @@ OPTIMIZERS = {
         reads=("matrices", "stacks"),
     ),
     "adafactor": Optimizer(
-        lambda c, rate, stacks: _memory().per_layer(
-            optax.adafactor(rate, min_dim_size_to_factor=32), stacks
-        ),
+        lambda c, rate, stacks: adafactor(rate, stacks),
         "no first moment, the second one as its row and column means"
         ", arXiv 1804.04235; the rate is relative to a parameter's size",
         tolerance=1e-5,
@@ -159,14 +159,120 @@ OPTIMIZER = dict(
 """The fields of a configuration's `optimizer` part."""
 
 
-def _adamw(
-    scale_by_adam: optax.GradientTransformation, config: ConfigDict, rate: optax.Schedule
-) -> optax.GradientTransformation:
-    return optax.chain(
-        scale_by_adam,
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(rate),
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    weight_decay: ArrayLike = 0.0,
+    matrices: ByName | None = None,
+    stacks: ByName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for the parameters that `matrices` chooses (`matrix_axes`), AdamW with `b1` and `b2`
+    for the rest. Updates are as large as AdamW's, so a learning rate means the same for both.
+    """
+    return optax.contrib.muon(
+        learning_rate,
+        adam_b1=b1,
+        adam_b2=b2,
+        weight_decay=weight_decay,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=lambda params: matrix_axes(params, matrices, stacks),
+        consistent_rms=0.2,
     )
+
+
+def adafactor(
+    learning_rate: optax.ScalarOrSchedule, stacks: ByName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adafactor` of parameters of which some are stacks of layers (`per_layer`)."""
+    return per_layer(optax.adafactor(learning_rate, min_dim_size_to_factor=32), stacks)
+
+
+def per_layer(
+    optimizer: optax.GradientTransformation, stacks: ByName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Lets an optimizer treat each layer of a stack (`is_stack`) as parameters of its own.
+
+    Adafactor takes means over a whole array: it would make other updates of stacked layers than
+    of single ones.
+    """
+    inside = optax.with_extra_args_support(optimizer)
+
+    def over_layers(function: Callable[..., Any], params: PyTree, *rest: PyTree) -> Any:
+        trees = params, *rest
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        stacked = {path: _memory().is_stack(path, stacks) for path, _ in leaves}
+
+        def axis(path: Any) -> int | None:
+            # An array of the state has the path of its parameter at the end.
+            ends = (path[i:] for i in range(len(path)))
+            param = next((end for end in ends if end in stacked), None)
+            return 0 if stacked.get(param) else None  # None: shared, as counts of steps
+
+        def axes(tree: PyTree) -> PyTree:
+            return _with_path(lambda path, _: axis(path), tree)
+
+        def one_layer(path: Any, x: Any) -> Any:
+            return x if axis(path) is None else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        if not any(stacked.values()):
+            return function(*trees)
+        result = axes(jax.eval_shape(function, *_with_path(one_layer, trees)))
+        return jax.vmap(function, axes(trees), result)(*trees)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        return over_layers(functools.partial(inside.update, **extra), grads, state, params)
+
+    init = functools.partial(over_layers, inside.init)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def matrix_axes(
+    params: PyTree, where: ByName | None = None, stacks: ByName | None = None
+) -> PyTree:
+    """Returns which parameters are matrices for Muon, and their axes.
+
+    For the Transformer, they are the kernels inside the layers; each scanned layer, and each
+    expert, has one of its own. All else is left to Adam, as Muon's author does (Jordan et al.,
+    2024, https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
+    Parameters with matrices of which none is in a layer are refused: Adam would train them all.
+
+    For any other model, `where(name)`, with a name as "blocks/0/up/kernel", says True for those
+    that have two axes, or three in a stack (`is_stack`), and the `MuonDimensionNumbers` of
+    those with more. Arrays with fewer axes are Adam's, whatever it says.
+    """
+
+    def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        if where is not None:
+            chosen = where(name := arguments.name_in_tree(path))
+            if isinstance(chosen, MuonDimensionNumbers):
+                return chosen
+            first = int(_memory().is_stack(path, stacks))
+            if chosen and leaf.ndim > first + 2:
+                raise ValueError(
+                    f"where({name!r})={chosen!r} must be MuonDimensionNumbers for an array of"
+                    f" shape {leaf.shape}: which axes are a matrix's inputs, which its outputs?"
+                    " If the first one is that of layers, `stacks` can say so"
+                )
+            is_matrix = chosen and leaf.ndim == first + 2
+            return MuonDimensionNumbers(first, first + 1) if is_matrix else None
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        if not names or not names[0].startswith("block") or names[-1] != "kernel":
+            return None
+        module = names[-2]
+        batch = (names[0] == "block") + module.startswith("expert")  # layers, experts
+        axes = tuple(range(batch, leaf.ndim))
+        inputs = axes[:-1] if module == "output_layer" else axes[:1]
+        return MuonDimensionNumbers(inputs, axes[len(inputs) :])
+
+    chosen = _with_path(of_leaf, params)
+    if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
+        raise ValueError(
+            "params must have a kernel in a layer, as params['block_0']['mlp']['kernel'], or"
+            " `optimizers.get('muon', rate, matrices=where)` chooses others: Muon would leave"
+            " all to Adam"
+        )
+    return chosen
 
 
 def cast_params(config: ConfigDict, params: Any) -> Any:
@@ -180,8 +286,8 @@ def get(
     name: str,
     learning_rate: Any,
     *,
-    matrices: Callable[[str], Any] | None = None,
-    stacks: Callable[[str], bool] | None = None,
+    matrices: ByName | None = None,
+    stacks: ByName | None = None,
     **options: Any,
 ) -> optax.GradientTransformation:
     """Returns an optimizer by name, for any model.
@@ -192,7 +298,7 @@ def get(
       name: one of `OPTIMIZERS`.
       learning_rate: a number, or a schedule.
       matrices: which parameters Muon trains, by names as "blocks/0/up/kernel"
-        (`optimizer_memory.matrices`). None: those of the Transformer.
+        (`matrix_axes`). None: those of the Transformer.
       stacks: likewise, which arrays have a first axis of layers, each of which gets the update
         of a single one. None: those in the Transformer's "block".
       options: other fields of `OPTIMIZER`.
@@ -217,6 +323,8 @@ def get(
         )
     config = fields.template(dict(optimizer=OPTIMIZER)).optimizer
     schedule = learning_rate if callable(learning_rate) else None
+    if isinstance(learning_rate, jax.Array):  # a configuration holds no arrays
+        schedule = optax.constant_schedule(learning_rate)
     rate = {} if schedule else dict(learning_rate=learning_rate)
     with config.unlocked():
         config.update(dict(schedule="constant", name=name, **rate, **options))
@@ -228,7 +336,7 @@ def from_config(
     schedule: optax.Schedule | None = None,
     around: Callable[[optax.GradientTransformation], optax.GradientTransformation]
     | None = None,
-    **by_name: Callable[[str], Any] | None,
+    **by_name: ByName | None,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the `optimizer` part of a configuration; with `clip_norm` it
     clips the gradient first. `schedule`: the learning rate by step, in place of the

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from course_lib import configs, optimizers
 
@@ -163,3 +164,18 @@ def test_scanned_layers_get_the_updates_of_single_ones(name, kind):
 
 def stacked(layers):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+
+
+def test_muon_takes_the_kernels_of_layers_as_matrices_and_leaves_the_rest_to_adam():
+    wanted = {
+        ("embed", "embedding"): ((64, 32), None),
+        ("block", "mlp", "input_layer", "kernel"): ((2, 32, 128), ((1,), (2,))),
+        ("block", "mlp", "input_layer", "bias"): ((2, 128), None),
+        ("block", "attn", "qkv", "kernel"): ((2, 32, 4, 24), ((1,), (2, 3))),
+        ("block", "attn", "output_layer", "kernel"): ((2, 4, 8, 32), ((1, 2), (3,))),
+        ("block_0", "mlp", "expert_in", "kernel"): ((4, 8, 16), ((1,), (2,))),
+        ("output_layer", "kernel"): ((32, 64), None),
+    }
+    tree = unflatten_dict({path: jnp.ones(shape) for path, (shape, _) in wanted.items()})
+    dims = flatten_dict(optimizers.matrix_axes(tree))
+    assert {path: dims[path] for path in wanted} == {p: want for p, (_, want) in wanted.items()}

@@ -21,7 +21,7 @@ from course_lib import optimizers, training
 from course_lib.arguments import name_in_tree
 from course_lib.many_devices import data_parallel, meshes, sharding
 from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
-from course_lib.smaller_and_faster import offload, optimizer_memory
+from course_lib.smaller_and_faster import offload
 from course_lib.text.data import Batch
 
 B = 8
@@ -222,7 +222,7 @@ def test_muon_takes_the_matrices_that_are_chosen_by_name_and_no_others(name):
 def test_muon_takes_the_matrices_of_stacks_that_are_chosen_by_name():
     def axes(**options):
         params = {"stack": jnp.ones((2, 4, 6)), "head": jnp.ones((4, 6)), "scale": jnp.ones(4)}
-        return optimizer_memory.matrices(params, lambda name: True, **options)
+        return optimizers.matrix_axes(params, lambda name: True, **options)
 
     flat, stacked = MuonDimensionNumbers(0, 1), MuonDimensionNumbers(1, 2)
     found = axes(stacks=lambda name: name == "stack")

@@ -82,7 +82,7 @@ OTHER_SIZES = {
     ],
     "17_optimizer_memory": [
         {"ROWS": 64, "WIDTH": 256, "BLOCK": 64, "STEPS": 5},
-        {"ROWS": 128, "UPDATE": 1e-3, "TIMES": 50},
+        {"ROWS": 128, "BLOCK": 8, "UPDATE": -1e-6, "TIMES": 50},
     ],
     "18_offload": [{"N": 4, "D": 256}, {"N": 3, "D": 128, "ACCELERATOR": "h100"}],
     "19_smallest_step": [{"N": 4, "D": 256, "T": 64}, {"M": 2, "ACCELERATOR": "h100"}],

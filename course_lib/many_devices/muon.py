@@ -11,8 +11,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from course_lib import optimizers
 from course_lib.many_devices import meshes, sharding
-from course_lib.smaller_and_faster import optimizer_memory
 
 PyTree = Any
 
@@ -31,7 +31,7 @@ def to_stacks(params: PyTree, specs: PyTree, mesh: meshes.AnyMesh) -> list[PyTre
         return P(stack, *(None if name == axis else name for name in spec[1:]))
 
     # A leaf of the dims is None for what is no matrix, which `jax.tree.map` would leave out.
-    trees, leaf = (optimizer_memory.matrices(params), params), lambda x: type(x) is not dict
+    trees, leaf = (optimizers.matrix_axes(params), params), lambda x: type(x) is not dict
     steps = [specs]
     for axis in (axis for axis in meshes.AXES if axis in mesh.shape):
         one = functools.partial(along, axis)

@@ -358,7 +358,7 @@ def optimizer_bytes(step: Step) -> float:
 
 def muon_flops(step: Step) -> float:
     """Returns the FLOPs of Muon's products on one device: five steps of Newton and Schulz for
-    each matrix [m n], m <= n, of the layers (`optimizer_memory.matrices`) that it has whole. A
+    each matrix [m n], m <= n, of the layers (`optimizers.matrix_axes`) that it has whole. A
     step multiplies x x^T, its square, and a sum of both with x.
     """
     shape, plan, D = step.shape, step.plan, step.shape.width

@@ -2,8 +2,8 @@
 
 AdamW keeps two float32 moments, 8 bytes per parameter. This module has three ways to use fewer:
 
-    scale_by_adam_bf16    both moments in bfloat16, rounded stochastically: 4 bytes
-    scale_by_adam_8bit    both moments in 8 bits, with one float32 scale per block of numbers:
+    adamw_bf16            both moments in bfloat16, rounded stochastically: 4 bytes
+    adamw_8bit            both moments in 8 bits, with one float32 scale per block of numbers:
                           2.03 bytes with blocks of 256 (Dettmers et al., 2022,
                           https://arxiv.org/abs/2110.02861)
     round_stochastically  around any optimizer: the parameters themselves in bfloat16, 2 bytes
@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, UInt8
-from optax.contrib import MuonDimensionNumbers
 
 from course_lib import arguments
 from course_lib.fields import FRACTION
@@ -33,8 +35,7 @@ with_path = jax.tree_util.tree_map_with_path
 ByName = Callable[[str], Any]  # of a parameter: `arguments.name_in_tree`
 
 # Arrays with fewer numbers keep float32 moments: biases and norms save nothing, and are
-# sensitive. The limit is that of bitsandbytes, https://huggingface.co/docs/bitsandbytes.
-# Each of stacked layers counts by itself.
+# sensitive. The limit is `min_8bit_size` of bitsandbytes. Each of stacked layers counts alone.
 SMALLEST = 4096
 NARROWEST = 16  # likewise rows of fewer numbers, such as a router's: each would be a block
 
@@ -74,8 +75,8 @@ class RoundedState(NamedTuple):
 
 
 def round_stochastically(
-    optimizer: optax.GradientTransformation, seed: int = 0
-) -> optax.GradientTransformation:
+    optimizer: optax.GradientTransformation, seed: ArrayLike = 0
+) -> optax.GradientTransformationExtraArgs:
     """Lets an optimizer train bfloat16 parameters that have no float32 copy.
 
     Near 1, bfloat16 numbers are 2^-7 apart. An update of 1e-4 is lost each time if the sum is
@@ -87,17 +88,18 @@ def round_stochastically(
     `optax.apply_updates` rounds nothing after that.
     """
     arguments.optimizer(optimizer)
+    inside = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> RoundedState:
         _check_bfloat16(params)
-        return RoundedState(jax.random.key(seed), optimizer.init(_float32(params)))
+        return RoundedState(jax.random.key(seed), inside.init(_float32(params)))
 
-    def update(grads: PyTree, state: RoundedState, params: PyTree = None) -> Any:
+    def update(grads: PyTree, state: RoundedState, params: PyTree = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("params=None must be the parameters: update(grads, state, params)")
         key, noise = jax.random.split(state.key)
         wide = _float32(params)
-        updates, inner = optimizer.update(_float32(grads), state.inner, wide)
+        updates, inner = inside.update(_float32(grads), state.inner, wide, **extra)
 
         def between_neighbours(key: Any, update: Array, param: Array) -> Array:
             return stochastic_round(key, param + update).astype(jnp.float32) - param
@@ -106,7 +108,7 @@ def round_stochastically(
         updates = jax.tree.map(between_neighbours, keys, updates, wide)
         return updates, RoundedState(key, inner)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_float32(x: Any) -> None:
@@ -185,7 +187,7 @@ def quantize(
     middles = jnp.asarray((numbers[1:] + numbers[:-1]) / 2)
     codes = jnp.zeros(units.shape, jnp.int32)
     for bit in (128, 64, 32, 16, 8, 4, 2, 1):  # a binary search
-        codes = codes + jnp.where(units > middles[codes + (bit - 1)], bit, 0)
+        codes = codes + jnp.where(units > _look_up(middles, codes + (bit - 1)), bit, 0)
     if not signed:  # a positive number must not become 0: Adam divides by its root
         codes = jnp.where(units > 0, jnp.maximum(codes, 1), codes)
     return Quantized(codes.astype(jnp.uint8).reshape(x.shape), scales)
@@ -194,9 +196,14 @@ def quantize(
 def dequantize(quantized: Quantized, *, signed: bool = True) -> Float[Array, "..."]:
     """Returns the float32 array that 8 bits per number stand for."""
     codes, scales = quantized
-    units = jnp.asarray(dynamic_map(signed))[codes.astype(jnp.int32)]
+    units = _look_up(jnp.asarray(dynamic_map(signed)), jnp.asarray(codes, jnp.int32))
     blocks = units.reshape(*scales.shape, -1) * scales[..., None]
     return blocks.reshape(codes.shape)
+
+
+def _look_up(numbers: Array, places: Array) -> Array:
+    # On a mesh with explicit axes, JAX asks how the result is divided.
+    return numbers.at[places].get(out_sharding=jax.typeof(places).sharding)
 
 
 class AdamState(NamedTuple):
@@ -207,7 +214,7 @@ class AdamState(NamedTuple):
 
 
 def scale_by_adam_bf16(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, seed: int = 0
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.999, eps: ArrayLike = 1e-8, seed: ArrayLike = 0
 ) -> optax.GradientTransformation:
     """Adam's update, with both moments stored in bfloat16: 4 bytes per parameter.
 
@@ -215,20 +222,24 @@ def scale_by_adam_bf16(
     bfloat16 numbers differ by 1/256 to 1/128: rounded to the nearest one, it would never fall.
     So moments are rounded stochastically.
     """
-    return _adam(
-        b1,
-        b2,
-        eps,
-        pack=lambda moment, signed, key, size: stochastic_round(key, moment),
-        unpack=lambda moment, signed: moment.astype(jnp.float32),
-        seed=seed,
-    )
+
+    def zeros(path: Any, param: Any) -> Array:
+        dtype = _wide(param) if jnp.iscomplexobj(param) else jnp.bfloat16
+        return jnp.zeros_like(param, dtype=dtype)
+
+    def pack(moment: Array, old: Array, signed: bool, key: Any) -> Array:
+        return moment if jnp.iscomplexobj(moment) else stochastic_round(key, moment)
+
+    def unpack(moment: Array, signed: bool) -> Array:
+        return moment.astype(_wide(moment))
+
+    return _adam(b1, b2, eps, zeros, pack, unpack, seed)
 
 
 def scale_by_adam_8bit(
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
     block_size: int = 256,
     stacks: ByName | None = None,
 ) -> optax.GradientTransformation:
@@ -240,158 +251,141 @@ def scale_by_adam_8bit(
     numbers, the paper 2048. `stacks` is that of `is_stack`.
     """
 
-    def pack(moment: Array, signed: bool, key: Any, size: int) -> Any:
-        if size < SMALLEST or moment.shape[-1] < NARROWEST:
+    def zeros(path: Any, param: Any) -> Any:
+        size = math.prod(param.shape[is_stack(path, stacks) :])
+        if size < SMALLEST or param.shape[-1] < NARROWEST or jnp.iscomplexobj(param):
+            return jnp.zeros_like(param, dtype=_wide(param))
+        return _zeros_in_8_bits(param, block_size)
+
+    def pack(moment: Array, old: Any, signed: bool, key: Any) -> Any:
+        if not isinstance(old, Quantized):
             return moment
-        return quantize(moment, signed=signed, block_size=block_size)
+        size = moment.shape[-1] // old.scales.shape[-1]
+        return quantize(moment, signed=signed, block_size=size)
 
     def unpack(moment: Any, signed: bool) -> Array:
         if isinstance(moment, Quantized):
             return dequantize(moment, signed=signed)
         return moment
 
-    return _adam(b1, b2, eps, pack, unpack, None, stacks)
+    return _adam(b1, b2, eps, zeros, pack, unpack, None)
+
+
+def _zeros_in_8_bits(param: Any, block_size: int) -> Quantized:
+    """Returns zeros that lie where a parameter does. On a mesh with explicit axes, each block
+    lies on one device.
+    """
+    # what explicit axes divide, also while a function is traced
+    explicit = jax.eval_shape(lambda x: x, param).sharding
+    own = explicit.shard_shape(param.shape)[-1] if explicit else param.shape[-1]
+    blocks = param.shape[-1] // block_length(own, block_size)
+    place = getattr(param, "sharding", None) or explicit
+    if isinstance(place, NamedSharding):
+        spec = (*place.spec, *[None] * param.ndim)[: param.ndim]
+        parts = param.shape[-1] // place.shard_shape(param.shape)[-1]
+        spec = spec if blocks % parts == 0 else spec[:-1]
+        place = NamedSharding(place.mesh, P(*spec), memory_kind=place.memory_kind)
+    else:
+        place = None
+    scales = jax.lax.full_like(param, 0, jnp.float32, (*param.shape[:-1], blocks), place)
+    return Quantized(jnp.zeros_like(param, dtype=jnp.uint8), scales)
+
+
+def _wide(x: Any) -> Any:
+    """Returns the dtype in which an array's moments are computed."""
+    return jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32
 
 
 def _adam(
-    b1: float,
-    b2: float,
-    eps: float,
-    pack: Callable[[Array, bool, Any, int], Any],
+    b1: ArrayLike,
+    b2: ArrayLike,
+    eps: ArrayLike,
+    zeros: Callable[[Any, Any], Any],
+    pack: Callable[[Array, Any, bool, Any], Any],
     unpack: Callable[[Any, bool], Array],
-    seed: int | None,
-    stacks: ByName | None = None,
+    seed: ArrayLike | None,
 ) -> optax.GradientTransformation:
-    """Adam with moments that `pack` stores and `unpack` returns as float32."""
+    """Adam with moments that start as `zeros` of a path and a parameter. `pack` stores a new
+    one as the old one is stored, and `unpack` returns it as float32.
+    """
     for name, value in dict(b1=b1, b2=b2).items():
         if isinstance(value, int | float) and not FRACTION.holds(value):
             raise ValueError(f"{name}={value} must {FRACTION.must}")
 
-    def size_of(path: Any, leaf: Any) -> int:
-        """Returns how many numbers an array has, or a layer of a stack."""
-        return math.prod(leaf.shape[is_stack(path, stacks) :])
-
     def init(params: PyTree) -> AdamState:
         key = None if seed is None else jax.random.key(seed)
-
-        def packed_zeros(path: Any, param: Any) -> Any:
-            # All-zero codes with scales of 0 are 0.
-            moment, size = jax.ShapeDtypeStruct(param.shape, jnp.float32), size_of(path, param)
-            packed = jax.eval_shape(lambda x: pack(x, True, jax.random.key(0), size), moment)
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
-
-        mu, nu = (with_path(packed_zeros, params) for _ in range(2))
+        mu, nu = (with_path(zeros, params) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), key, mu, nu)
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> Any:
-        count = state.count + 1
+        count = optax.safe_increment(state.count)
         structure: Any
-        leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
+        leaves, structure = jax.tree.flatten(grads)
         moments = (structure.flatten_up_to(tree) for tree in (state.mu, state.nu))
         keys: list[Any] = [None] * (2 * len(leaves) + 1)
         if state.key is not None:
             keys = list(jax.random.split(state.key, 2 * len(leaves) + 1))
         corrections = 1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count
 
-        def of_leaf(leaf: Any, mu: Any, nu: Any, pair: Any) -> tuple[Array, Any, Any]:
-            size, grad = size_of(*leaf), leaf[1].astype(jnp.float32)
-            mean = b1 * unpack(mu, True) + (1 - b1) * grad
-            square = b2 * unpack(nu, False) + (1 - b2) * grad**2
+        def of_leaf(leaf: Array, mu: Any, nu: Any, pair: Any) -> tuple[Array, Any, Any]:
+            grad = leaf.astype(_wide(leaf))
+            mean: Any = b1 * unpack(mu, True) + (1 - b1) * grad
+            square: Any = b2 * unpack(nu, False) + (1 - b2) * (grad * grad.conj())
             root = jnp.sqrt(square / corrections[1])
             update = mean / corrections[0] / (root + eps)
-            return update, pack(mean, True, pair[0], size), pack(square, False, pair[1], size)
+            stored = pack(mean, mu, True, pair[0]), pack(square, nu, False, pair[1])
+            return update.astype(leaf.dtype), *stored
 
         pairs = zip(keys[1::2], keys[2::2], strict=True)
-        results = map(of_leaf, leaves, *moments, pairs)
-        updates, mu, nu = map(structure.unflatten, zip(*results, strict=True))
+        results = list(map(of_leaf, leaves, *moments, pairs))
+        columns = ([result[i] for result in results] for i in range(3))
+        updates, mu, nu = map(structure.unflatten, columns)
         return updates, AdamState(count, keys[0], mu, nu)
 
     return optax.GradientTransformation(init, update)
 
 
-def per_layer(
-    optimizer: optax.GradientTransformation, stacks: ByName | None = None
+def adamw_bf16(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    *,
+    weight_decay: ArrayLike = 1e-4,
+    mask: Any = None,
+    seed: ArrayLike = 0,
 ) -> optax.GradientTransformation:
-    """Lets an optimizer treat each layer of a stack (`is_stack`) as parameters of its own.
-
-    Adafactor takes means over a whole array: it would make other updates of stacked layers than
-    of single ones.
-    """
-
-    def over_layers(function: Callable[..., Any], params: PyTree, *rest: PyTree) -> Any:
-        trees = params, *rest
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        stacked = {path: is_stack(path, stacks) for path, _ in leaves}
-
-        def axis(path: Any) -> int | None:
-            # An array of the state has the path of its parameter at the end.
-            ends = (path[i:] for i in range(len(path)))
-            param = next((end for end in ends if end in stacked), None)
-            return 0 if stacked.get(param) else None  # None: shared, as counts of steps
-
-        def axes(tree: PyTree) -> PyTree:
-            return with_path(lambda path, _: axis(path), tree)
-
-        def of_one_layer(*trees: PyTree) -> Any:
-            return function(
-                *with_path(lambda path, x: x if axis(path) is None else x[0], trees)
-            )
-
-        if not any(stacked.values()):
-            return function(*trees)
-        result = axes(jax.eval_shape(of_one_layer, *trees))
-        return jax.vmap(function, axes(trees), result)(*trees)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> Any:
-        return over_layers(optimizer.update, grads, state, params)
-
-    init = functools.partial(over_layers, optimizer.init)
-    return optax.GradientTransformation(init, update)
+    """Returns `optax.adamw` with the moments of `scale_by_adam_bf16`."""
+    adam = scale_by_adam_bf16(b1, b2, eps, seed)
+    return _with_decay(adam, learning_rate, weight_decay, mask)
 
 
-def matrices(
-    params: PyTree, where: ByName | None = None, stacks: ByName | None = None
-) -> PyTree:
-    """Returns which parameters are matrices for Muon, and their axes.
-
-    For the Transformer, they are the kernels inside the layers; each scanned layer, and each
-    expert, has one of its own. All else is left to Adam, as Muon's author does (Jordan et al.,
-    2024, https://kellerjordan.github.io/posts/muon): it has None in the tree that is returned.
-    Parameters with matrices of which none is in a layer are refused: Adam would train them all.
-
-    For any other model, `where(name)`, with a name as "blocks/0/up/kernel", says True for those
-    that have two axes, or three in a stack (`is_stack`), and the `MuonDimensionNumbers` of
-    those with more. Arrays with fewer axes are Adam's, whatever it says.
-    """
-
-    def of_leaf(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
-        if where is not None:
-            chosen = where(name := arguments.name_in_tree(path))
-            if isinstance(chosen, MuonDimensionNumbers):
-                return chosen
-            first = int(is_stack(path, stacks))
-            if chosen and leaf.ndim > first + 2:
-                raise ValueError(
-                    f"where({name!r})={chosen!r} must be MuonDimensionNumbers for an array of"
-                    f" shape {leaf.shape}: which axes are a matrix's inputs, which its outputs?"
-                    " If the first one is that of layers, `stacks` can say so"
-                )
-            is_matrix = chosen and leaf.ndim == first + 2
-            return MuonDimensionNumbers(first, first + 1) if is_matrix else None
-        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        if not names or not names[0].startswith("block") or names[-1] != "kernel":
-            return None
-        module = names[-2]
-        batch = (names[0] == "block") + module.startswith("expert")  # layers, experts
-        axes = tuple(range(batch, leaf.ndim))
-        inputs = axes[:-1] if module == "output_layer" else axes[:1]
-        return MuonDimensionNumbers(inputs, axes[len(inputs) :])
-
-    chosen = with_path(of_leaf, params)
-    if not jax.tree.leaves(chosen) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
+def adamw_8bit(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    *,
+    weight_decay: ArrayLike = 1e-4,
+    mask: Any = None,
+    block_size: int | Array = 256,
+    stacks: ByName | None = None,
+) -> optax.GradientTransformation:
+    """Returns `optax.adamw` with the moments of `scale_by_adam_8bit`."""
+    if isinstance(block_size, jax.Array):
         raise ValueError(
-            "params must have a kernel in a layer, as params['block_0']['mlp']['kernel'], or"
-            " `optimizers.get('muon', rate, matrices=where)` chooses others: Muon would leave"
-            " all to Adam"
+            f"block_size={block_size} must be a number of Python: take"
+            " optax.inject_hyperparams(adamw_8bit, static_args='block_size')"
         )
-    return chosen
+    adam = scale_by_adam_8bit(b1, b2, eps, block_size, stacks)
+    return _with_decay(adam, learning_rate, weight_decay, mask)
+
+
+def _with_decay(
+    adam: optax.GradientTransformation, rate: Any, weight_decay: Any, mask: Any
+) -> optax.GradientTransformation:
+    return optax.chain(
+        adam,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(rate),
+    )

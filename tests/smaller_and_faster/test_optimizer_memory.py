@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from course_lib.smaller_and_faster import optimizer_memory
 from course_lib.smaller_and_faster.optimizer_memory import Quantized
@@ -230,21 +229,3 @@ def test_a_bfloat16_second_moment_falls_only_if_it_is_rounded_stochastically():
     assert nearest == 1  # rounded to the nearest number, it never falls
     mean = state.nu["w"].astype(jnp.float32).mean()
     np.testing.assert_allclose(mean, 0.999**100, rtol=0.01)
-
-
-# Muon
-
-
-def test_muon_takes_the_kernels_of_layers_as_matrices_and_leaves_the_rest_to_adam():
-    wanted = {
-        ("embed", "embedding"): ((64, 32), None),
-        ("block", "mlp", "input_layer", "kernel"): ((2, 32, 128), ((1,), (2,))),
-        ("block", "mlp", "input_layer", "bias"): ((2, 128), None),
-        ("block", "attn", "qkv", "kernel"): ((2, 32, 4, 24), ((1,), (2, 3))),
-        ("block", "attn", "output_layer", "kernel"): ((2, 4, 8, 32), ((1, 2), (3,))),
-        ("block_0", "mlp", "expert_in", "kernel"): ((4, 8, 16), ((1,), (2,))),
-        ("output_layer", "kernel"): ((32, 64), None),
-    }
-    tree = unflatten_dict({path: jnp.ones(shape) for path, (shape, _) in wanted.items()})
-    dims = flatten_dict(optimizer_memory.matrices(tree))
-    assert {path: dims[path] for path in wanted} == {p: want for p, (_, want) in wanted.items()}

@@ -37,9 +37,18 @@ state_of_a_matrix = Numbers(
         "size": SIZE,
     },
     tolerance=1e-3,
+    near=1e-3,
     rows={
-        "adamw": {"per parameter": 8, "AdamW": ...},
-        "eight_bits": {"scales": [2 * SIZE, 2 * SIZE + 4 * SIZE // 256], "8-bit": ...},
+        "adamw": {
+            "per parameter": 8,
+            "numbers of AdamW": share(1 / 4),
+            "unit": [share(1 / unit) for unit in (1e6, 2**20, 1e9, 2**30)],
+            "AdamW": ...,
+        },
+        "eight_bits": {
+            "scales": [2 * SIZE + part * SIZE // 256 for part in (0, 2, 4)],
+            "8-bit": ...,
+        },
         "adafactor": {"numbers": share(1 / 4), "Adafactor": ...},
     },
 )
@@ -59,6 +68,9 @@ class Lion(Outcome):
     new = property(lambda it: it.result[1])
     result_shape = property(lambda it: np.shape(it.update))
     old = property(lambda it: optimizer_memory.dequantize(it.args[1]))
+    packed_again = property(
+        lambda it: optimizer_memory.dequantize(optimizer_memory.quantize(it.old))
+    )
     stored = property(
         lambda it: (
             sum(jnp.asarray(one).nbytes for one in jax.tree.leaves(it.new)) / it.grad.size
@@ -68,8 +80,8 @@ class Lion(Outcome):
     def moves_by(self, b1, sign=jnp.sign):
         return close(self.update, sign(b1 * self.old + (1 - b1) * self.grad), 1e-3)
 
-    def keeps(self, momentum, **options):
-        return close(optimizer_memory.dequantize(self.new, **options), momentum, 0.03)
+    def keeps(self, momentum, tolerance=0.03, **options):
+        return close(optimizer_memory.dequantize(self.new, **options), momentum, tolerance)
 
     right_momentum = property(lambda it: 0.95 * it.old + 0.05 * it.grad)
 
@@ -106,14 +118,17 @@ lion_8bit = Function(
         ),
         "old": (
             change("    momentum = b2 * momentum + (1 - b2) * grad\n", ""),
-            lambda it: it.keeps(it.old),
+            lambda it: it.keeps(it.old, 1e-5) or it.keeps(it.packed_again, 1e-5),
         ),
         "unsigned": (
             change("quantize(momentum)", "quantize(momentum, signed=False)"),
             lambda it: it.keeps(jnp.maximum(it.right_momentum, 0), signed=False),
         ),
         "another momentum": (
-            change("b2 * momentum + (1 - b2) * grad", "grad"),
+            [
+                change("b2 * momentum + (1 - b2) * grad", "grad"),
+                change("b2 * momentum + (1 - b2) * grad", "0.99 * momentum + 0.01 * grad"),
+            ],
             lambda it: not it.keeps(it.right_momentum),
         ),
     },
