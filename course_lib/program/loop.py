@@ -34,9 +34,8 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, processes, room, settings, trained
+from course_lib.program import journal, observe, preemption, processes, room, settings
 from course_lib.program.checkpoints import Checkpoints, Saved
-from course_lib.smaller_and_faster import offload
 from course_lib.text import data, loading
 
 DONE, NOT_FINITE = "done", "not finite"
@@ -44,7 +43,13 @@ PREEMPTED, INTERRUPTED = preemption.PREEMPTED, preemption.INTERRUPTED
 BEHIND = 2  # so many later steps are started before the metrics of a step are read
 
 finite = jax.jit(all_finite)
-finite_with_offload = jax.jit(lambda tree: all_finite(offload.to_device(tree)))
+
+
+@jax.jit
+def finite_with_offload(tree: Any) -> Any:
+    from course_lib.smaller_and_faster import offload  # most runs do not need it
+
+    return all_finite(offload.to_device(tree))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +129,8 @@ def train(
         )
         saved = restore(checkpoints, folder, inputs)
         if config.run.weights and not saved:
+            from course_lib.program import trained  # most runs do not need it
+
             try:
                 trained.check(config, inputs.tokenizer)
             except ValueError as error:
@@ -263,6 +270,8 @@ class Loop:
             with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
                 if config.run.weights:
+                    from course_lib.program import trained
+
                     self.state = trained.begin(self.state, config)
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)
