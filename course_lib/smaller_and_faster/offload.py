@@ -73,7 +73,7 @@ def check_available() -> None:
 
 @functools.cache
 def why_no_host_compute() -> str | None:
-    """Returns None if compiled functions can run a part on the host's processor, else why not."""
+    """Returns None if compiled functions can compute on the host's processor, else the reason."""
     if reason := why_unavailable():
         return reason
     if "out_memory_spaces" not in inspect.signature(_compute_on).parameters:
@@ -88,14 +88,9 @@ def why_no_host_compute() -> str | None:
 
 
 def on_host(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns the function as the host's processor computes it, inside of a compiled function.
-    Its arguments must be in the host's memory, and its results are.
-    """
+    """Makes the host's processor compute a function, on arrays in the host's memory."""
     if reason := why_no_host_compute():
-        raise RuntimeError(
-            f"the host's processor cannot compute a part of a program here: {reason}."
-            " `streamed` computes on the device"
-        )
+        raise RuntimeError(f"the host's processor cannot compute for a program here: {reason}")
     return _compute_on(function, **_ON_HOST)
 
 
@@ -235,14 +230,13 @@ def break_even_tokens(
     flops_per_second: float,
     link: hardware.HostLink,
     *,
-    bytes_each_way: float = 8,
-    flops_per_token: float = 6,
+    bytes_each_way: float | int = 8,
+    flops_per_token: float | int = 6,
     host_memory: float | None = None,
-    host_bytes: float = 16,
+    host_bytes: float | int = 16,
 ) -> float:
-    """Returns the tokens per step from which on transfers hide behind matmuls, on a link that
-    sends both ways at once, from a host's memory of `host_memory` bytes/s for each GPU (None:
-    it is no limit).
+    """Returns the tokens per step from which on transfers hide behind matmuls. The link sends
+    both ways at once, and each GPU has `host_memory` bytes/s of its host's (None: no limit).
 
     All bytes and FLOPs are per parameter. The moments of Adam, streamed, send 8 bytes each way,
     and the host's memory moves 16. Adam on the host sends 2, and its memory moves 32. A token
