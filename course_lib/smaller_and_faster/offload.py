@@ -73,7 +73,7 @@ def check_available() -> None:
 
 @functools.cache
 def why_no_host_compute() -> str | None:
-    """Returns None if compiled functions can compute on the host's processor, else the reason."""
+    """Returns None if compiled functions can run on the host's processor, else the reason."""
     if reason := why_unavailable():
         return reason
     if "out_memory_spaces" not in inspect.signature(_compute_on).parameters:
