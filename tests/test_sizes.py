@@ -84,7 +84,10 @@ OTHER_SIZES = {
         {"ROWS": 64, "WIDTH": 256, "BLOCK": 64, "STEPS": 5},
         {"ROWS": 128, "BLOCK": 8, "UPDATE": -1e-6, "TIMES": 50},
     ],
-    "18_offload": [{"N": 4, "D": 256}, {"N": 3, "D": 128, "ACCELERATOR": "h100"}],
+    "18_offload": [
+        {"N": 4, "D": 256, "T": 64},
+        {"N": 3, "D": 128, "ACCELERATOR": "h100", "LINK": "pcie5"},
+    ],
     "19_smallest_step": [{"N": 4, "D": 256, "T": 64}, {"M": 2, "ACCELERATOR": "h100"}],
     "20_your_own_model": [
         dict(D=32, N=1, L=32, B=4, M=2, STEPS=9, WIDE_V=512, WIDE_D=64, WIDE_L=64, WIDE_N=1),

@@ -14,12 +14,14 @@ al., 2021, https://arxiv.org/abs/2101.06840), which also runs Adam on the host.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import compute_on
 
 from course_lib import arguments
 from course_lib.measure import hardware
@@ -27,6 +29,9 @@ from course_lib.measure import hardware
 PyTree = Any
 
 LAYERS, REST, ALONE = "layers", "rest", "alone"  # what `streamed` does with a leaf
+
+_compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+_ON_HOST = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Host}
 
 
 def to_host(tree: PyTree) -> PyTree:
@@ -64,6 +69,29 @@ def check_available() -> None:
     """Refuses to offload where it would do nothing."""
     if reason := why_unavailable():
         raise RuntimeError(f"nothing can be offloaded here: {reason}")
+
+
+@functools.cache
+def why_no_host_compute() -> str | None:
+    """Returns None if compiled functions can run on the host's processor, else the reason."""
+    if reason := why_unavailable():
+        return reason
+    if "out_memory_spaces" not in inspect.signature(_compute_on).parameters:
+        return f"JAX {jax.__version__} has no `compute_on2`; JAX 0.10 and newer have it"
+    try:
+        function = _compute_on(jnp.negative, **_ON_HOST)
+        jax.jit(function)(jax.device_put(jnp.float32(0), jax.memory.Space.Host))
+    except Exception as error:  # any error of the compiler is a reason
+        platform = jax.devices()[0].platform
+        return f"JAX {jax.__version__} fails on this {platform}: {str(error)[:200]}"
+    return None
+
+
+def on_host(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Makes the host's processor compute a function, on arrays in the host's memory."""
+    if reason := why_no_host_compute():
+        raise RuntimeError(f"the host's processor cannot compute for a program here: {reason}")
+    return _compute_on(function, **_ON_HOST)
 
 
 def streamed(
@@ -198,29 +226,23 @@ def bytes_each_way(optimizer: optax.GradientTransformation, params: PyTree) -> i
     return sum(sizes)
 
 
-def break_even_width(
-    flops_per_second: float, link: hardware.HostLink, *, itemsize: int = 2
-) -> float:
-    """Returns the width of a dense layer from which on moving its result to the host and back
-    takes less time than making it again: one number is a sum over `width` inputs.
-    """
-    return 2 * itemsize / link.bandwidth * flops_per_second / 2
-
-
 def break_even_tokens(
     flops_per_second: float,
     link: hardware.HostLink,
     *,
-    bytes_each_way: float = 8,
-    flops_per_token: float = 6,
+    bytes_each_way: float | int = 8,
+    flops_per_token: float | int = 6,
     host_memory: float | None = None,
+    host_bytes: float | int = 16,
 ) -> float:
-    """Returns the tokens per step from which on streaming the moments hides behind matmuls, on
-    a link that sends both ways at once. The host's memory serves both, at `host_memory` bytes/s
-    for each GPU; None: it is no limit.
+    """Returns the tokens per step from which on transfers hide behind matmuls. The link sends
+    both ways at once, and each GPU has `host_memory` bytes/s of its host's (None: no limit).
 
-    Per parameter, float32 Adam has 8 bytes, momentum 4; a token takes 6 FLOPs, 8 if the forward
-    pass is computed twice (full rematerialization).
+    All bytes and FLOPs are per parameter. The moments of Adam, streamed, send 8 bytes each way,
+    and the host's memory moves 16. Adam on the host sends 2, and its memory moves 32. A token
+    has 6 FLOPs, 4 of them in the backward pass.
     """
-    one_way = min(link.bandwidth, host_memory / 2 if host_memory else link.bandwidth)
-    return bytes_each_way / one_way * flops_per_second / flops_per_token
+    seconds = bytes_each_way / link.bandwidth
+    if host_memory is not None:
+        seconds = max(seconds, host_bytes / host_memory)
+    return seconds * flops_per_second / flops_per_token

@@ -14,11 +14,8 @@ but compiles every layer.) `jax.vjp` differentiates one layer at a time, so a la
 function. If it is wrapped in `jax.checkpoint`, only its input and what the policy saves are
 kept (see `course_lib.one_device.rematerialization`).
 
-JAX 0.10 has this too: `jax.vjp(f, params)` returns a function whose method `with_refs` adds to
-references, in the dtype of the parameters. The functions here may sum gradients of bfloat16
-parameters in float32.
-
-The order of work is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174).
+JAX's own `with_refs` adds to references in the dtype of the parameters. The functions here may
+sum gradients of bfloat16 parameters in float32.
 """
 
 from collections.abc import Callable, Mapping

@@ -129,6 +129,8 @@ def test_the_measured_differences_leave_a_factor_of_two_to_the_tolerance():
     )
     assert 2 * in_16_bits < updates.TOLERANCE["bfloat16"] < other / 2
     assert 10 * updates.TOLERANCE["float32"] < in_a_sum < in_16_bits / 2
+    assert abs(updates.scale(right) - 1) < updates.SCALE / 2
+    assert abs(updates.scale(mean) - 1) < updates.SCALE / 2
 
 
 # Wrong answers, and words that only the right explanation has.
@@ -154,6 +156,11 @@ WRONG = {
     "a stub": (lambda config: None, "Nothing returned yet. Begin with a copy"),
     "no function": (3, "Pass your function itself"),
     "an error": (make_step(lambda params, batch: params["nope"]), "raised KeyError: 'nope'"),
+    "the step itself": (lambda state, batch: (state, 0.0), "Submit `make_step` itself"),
+    "divided by the tokens": (
+        knowing(times=32 / 33),
+        "Is a sum divided by the number of labels",
+    ),
     "a step that is no function": (lambda config: 3, "should return the function `step`"),
     "an empty step": (lambda config: lambda state, batch: None, "Nothing returned yet."),
     "the state alone": (returned(lambda state: state[0]), "two things"),
@@ -189,6 +196,7 @@ WRONG_GRADIENTS = {
     "1.02e+03 times too large. Divide": lambda g, each, m: 1024 * g,
     "3.28e+04 times too large. Divide": lambda g, each, m: 2**15 * g,
     "0.25 times the right ones. Is something divid": lambda g, each, m: g / 4,
+    "0.97 times the right ones. Is a sum divided by": lambda g, each, m: 32 / 33 * g,
     "8 do not count (the first of": lambda g, each, m: each[:8].mean(0),
     "12 do not count (the first o": lambda g, each, m: each[12:].sum(0),
     "4 do not count (the first of them is n": lambda g, each, m: each[:12].mean(0),

@@ -11,6 +11,8 @@ import small_run
 from slow_cases import slow
 
 from course_lib import configs, measure, training
+from course_lib.lessons import check
+from course_lib.lessons.check import offload as exercise
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import GIB, hardware, virtual
 from course_lib.program import loop
@@ -117,6 +119,49 @@ def test_where_jax_has_no_host_memory_nothing_is_offloaded_in_silence(monkeypatc
             offloads(example_params())
 
 
+@pytest.mark.skipif(
+    offload.why_no_host_compute() is not None, reason=str(offload.why_no_host_compute())
+)
+def test_the_host_computes_a_part_of_a_program_and_keeps_its_results():
+    halve = offload.on_host(lambda x: (x / 2, x.astype(jnp.bfloat16)))
+    half, rounded = jax.jit(lambda x: halve(offload.to_host(x)))(jnp.arange(4.0))
+    assert memory_kinds((half, rounded)) == {"pinned_host"}
+    np.testing.assert_array_equal(half, jnp.arange(4.0) / 2)
+
+
+def test_where_the_host_computes_nothing_the_error_says_why(monkeypatch):
+    monkeypatch.setattr(offload, "why_no_host_compute", lambda: "JAX 0.10 and newer can")
+    with pytest.raises(RuntimeError, match="host's processor cannot.*JAX 0.10 and newer can"):
+        offload.on_host(jnp.negative)
+
+
+def chosen(values, rate, link):
+    return [name for name, (flops, size) in values.items() if 2 * size / link < flops / rate]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda *args: iter(chosen(*args)), "✓ Right"),  # it can be read only once
+        (lambda *args: dict.fromkeys(chosen(*args), True), "✗ Return a set of names"),
+        (lambda values, *_: list(values.items()), "✗ Return a set of names"),
+    ],
+)
+def test_names_come_in_any_collection_of_texts(answer, says, capsys):
+    check.what_to_offload(answer)
+    assert capsys.readouterr().out.startswith(says)
+
+
+@needs_host
+def test_an_exercise_says_that_the_momentum_ends_on_the_device(capsys):
+    def fetched_in_the_end(*args):
+        p, m = exercise.streamed(*args)
+        return p, offload.to_device(m)
+
+    check.streamed_momentum(fetched_in_the_end)
+    assert "momentum that you return is in the device's memory" in capsys.readouterr().out
+
+
 # Formulas.
 
 
@@ -130,18 +175,18 @@ def test_a_streamed_update_fetches_what_the_optimizer_keeps_per_parameter():
 def test_break_even_on_three_links():
     a5000, h100 = (hardware.get(name).peak("bfloat16") for name in ("a5000", "h100"))
     pcie4, pcie5, c2c = map(hardware.host_link, ("pcie4", "pcie5", "nvlink-c2c"))
-    pairs = ((a5000, pcie4), (h100, pcie5), (h100, c2c))
-    widths = [offload.break_even_width(*pair) for pair in pairs]
-    np.testing.assert_allclose(widths, [6_938, 30_906, 4_396], rtol=1e-3)
-    # there and back takes as long as the products
-    for (rate, link), width in zip(pairs, widths, strict=True):
-        np.testing.assert_allclose(2 * 2 / link.bandwidth, 2 * width / rate)
-    tokens = [offload.break_even_tokens(*pair) for pair in pairs]
-    np.testing.assert_allclose(tokens, [4_625, 20_604, 2_930], rtol=1e-3)
+    tokens = [offload.break_even_tokens(*pair) for pair in ((a5000, pcie4), (h100, pcie5))]
+    np.testing.assert_allclose(tokens, [4_625, 20_604], rtol=1e-3)
     # a host's memory serves both directions: it is a limit below twice the link
     for memory, most in ((2 * c2c.bandwidth, 2_930), (546e9, 4_830)):
         tokens = offload.break_even_tokens(h100, c2c, host_memory=memory)
         np.testing.assert_allclose(tokens, most, rtol=1e-3)
+    # Adam on the host: a quarter of the bytes on the link, twice those of the host's memory
+    on_host = functools.partial(
+        offload.break_even_tokens, h100, bytes_each_way=2, host_bytes=32
+    )
+    np.testing.assert_allclose(on_host(pcie5), 20_604 / 4, rtol=1e-3)
+    np.testing.assert_allclose(on_host(c2c, host_memory=546e9), 2 * 4_830, rtol=1e-3)
 
 
 # Compiled for a GPU that is not there.

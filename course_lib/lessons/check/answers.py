@@ -54,7 +54,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _as_number(value: Any) -> Any:
-    return value.item() if np.shape(value) == () and hasattr(value, "item") else value
+    return value.item() if hasattr(value, "item") and np.shape(value) == () else value
 
 
 def in_one_line(error: Exception) -> str:

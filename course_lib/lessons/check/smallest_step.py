@@ -1,6 +1,7 @@
 """Checks of notebook 19's exercises."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +51,22 @@ class InPlace(Outcome):
 
     @functools.cached_property
     def trees(self):
-        """The temporaries, divided by the first argument, which the program overwrites: for an
-        A5000, or for this CPU where nothing compiles for one.
+        """Temporaries and new arrays, divided by the first argument, which the program may
+        overwrite: for an A5000, or for this CPU where nothing compiles for one.
         """
         args = self.args
         if not virtual.why_unavailable():
             args = virtual.abstract(args, virtual.devices("a5000")[0])
-        lowered = jax.jit(self.function, donate_argnums=0).lower(*args)
-        return measure.memory(virtual.compile(lowered)).temporaries / self.args[0].nbytes
+        # a list overwrites nothing that is donated, and JAX warns of that
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            lowered = jax.jit(self.function, donate_argnums=0).lower(*args)
+        memory = measure.memory(virtual.compile(lowered))
+        new = memory.temporaries + memory.outputs - memory.aliased
+        return new / self.args[0].nbytes
+
+    @property
+    def is_several(self):
+        return isinstance(self.result, tuple | list)
 
     @property
     def has_trees(self):
@@ -72,13 +81,17 @@ def arrays():
     return [(jnp.asarray(total), jnp.asarray(w / 8), jnp.asarray(x))]
 
 
+SEVERAL = lambda *args: (args[0], args[-1]), lambda it: it.is_several
+
 add_in_place = Function(
     "add_in_place",
     add_gradients,
     cases=arrays,
     name="`total`",
+    first=("several",),
     outcome=InPlace,
     rows={
+        "several": SEVERAL,
         "alone": change(".add(", ".set("),
         "wrong order": change(".at[i]", ".at[7 - i]"),
         "first to last": change("reverse=True", "reverse=False"),
@@ -108,8 +121,10 @@ update_in_backward = Function(
     update,
     cases=lambda: [(args[1] / 2, args[2]) for args in arrays()],
     name="w",
+    first=("several",),
     outcome=InPlace,
     rows={
+        "several": SEVERAL,
         "uphill": change("-0.1", "0.1"),
         "updated weights": change(
             "dw, dx = jax.vjp(layer, new[i], x)[1](dx)",

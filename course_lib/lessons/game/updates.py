@@ -10,7 +10,9 @@ optimizer. Its updates must be those that the optimizer computes from the step's
 """
 
 import collections
+import contextlib
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -41,6 +43,11 @@ for the positions 0.16; the last label of each sequence left out 0.20; one of 16
 out 0.21; SiLU for GELU 0.24; one of six layers detached 0.39; a sum of four minibatches 3.
 """
 
+SCALE = 0.01
+"""How far the whole gradient's factor may be from 1. Rounding to 16 bits hardly changes it; a
+sum divided by the 33 tokens of a sequence, in place of its 32 labels, is off by 0.03.
+"""
+
 
 def check(make_step: Any, setup: Setup = FIRST) -> str:
     """Returns how close the updates of a learner's step are to the first step's. Raises
@@ -50,7 +57,7 @@ def check(make_step: Any, setup: Setup = FIRST) -> str:
     (old, (old_momentum, _)), _ = start()
     yours = jax.tree.map(lambda m, o: m - DECAY * o, momentum.trace, old_momentum.trace)
     dtype, off = dtype_of_products(step, setup), difference(yours, gradient())
-    if not off <= TOLERANCE[dtype]:
+    if not (off <= TOLERANCE[dtype] and abs(scale(yours) - 1) <= SCALE):
         raise WrongAnswer(explain(yours))
     moved = jax.tree.map(lambda n, o: n - o, new, old)
     require(
@@ -77,6 +84,10 @@ def one_step(
     `state` None is that of `start`: a stub gets its answer before that is computed.
     """
     hint = "Begin with a copy of `game.first_step`, and change one thing."
+    require(
+        _takes_config(make_step),
+        "Submit `make_step` itself: it takes the configuration alone, and returns the step.",
+    )
     step = call(make_step, config, hint=hint)
     require(callable(step), f"make_step should return the function `step`, not {step!r}.")
     state = start()[0] if state is None else state
@@ -103,6 +114,16 @@ def one_step(
     loss = np.asarray(result[1])
     require(loss.shape == (), f"The loss is one number, not an array of shape {loss.shape}.")
     return step, jax.tree.map(_numbers, result[0]), float(loss)
+
+
+def _takes_config(make_step: Any) -> bool:
+    with contextlib.suppress(ValueError, TypeError):
+        signature = inspect.signature(make_step)
+        try:
+            signature.bind(SMALL)
+        except TypeError:
+            return False
+    return True
 
 
 def copy_of(config: model.Config, state: PyTree, setup: Setup) -> PyTree:
@@ -245,6 +266,14 @@ def difference(yours: PyTree, expected: PyTree) -> float:
     return float(np.sqrt(np.mean(np.square(shares))))
 
 
+def scale(yours: PyTree) -> float:
+    """Returns the factor of the right gradient that is nearest to a gradient."""
+    pairs = zip(arrays(yours), arrays(gradient()), strict=True)
+    shares = [(np.vdot(mine, right), np.vdot(right, right)) for (_, mine), (_, right) in pairs]
+    along, size = np.sum(shares, axis=0)
+    return float(along / size)
+
+
 def arrays(tree: PyTree) -> list[tuple[str, np.ndarray]]:
     """Lists a tree's arrays with their names, those of the layers one by one."""
     named = []
@@ -306,6 +335,11 @@ def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | No
             " gradient by its scale.",
         ),
         (factor < 0.9, f"{size} the right ones. Is something divided twice?"),
+        (
+            rest < SCALE + 0.03 and abs(factor - 1) > SCALE,
+            f"{size} the right ones. Is a sum divided by the number of labels? A sequence has"
+            " one token more than labels.",
+        ),
     ]
     return next((sentence for holds, sentence in table if holds), None)
 
