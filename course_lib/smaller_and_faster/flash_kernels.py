@@ -50,7 +50,7 @@ def forward_kernel(q_ref, k_ref, v_ref, span_ref, out_ref, logsumexp_ref, *, til
     q, i = q_ref[...], pl.program_id(0)
     tile, width = q.shape
     end = i + 1 if tiling.causal else k_ref.shape[0] // tile  # later tiles are hidden entirely
-    keys, loop = reach(span_ref, 1, tile, (0, end))
+    keys, (begin, end) = reach(span_ref, 1, tile, (0, end))
 
     def step(j, state):
         top, total, out = state
@@ -64,7 +64,7 @@ def forward_kernel(q_ref, k_ref, v_ref, span_ref, out_ref, logsumexp_ref, *, til
 
     float32 = functools.partial(jnp.full, dtype=jnp.float32)
     state = float32((tile,), -jnp.inf), float32((tile,), 0.0), float32((tile, width), 0.0)
-    top, total, out = lax.fori_loop(*loop, step, state)
+    top, total, out = lax.fori_loop(begin, end, step, state)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     logsumexp_ref[...] = top + jnp.log(total)
 
@@ -77,7 +77,7 @@ def query_gradient_kernel(
     logsumexp, delta = logsumexp_ref[...][:, None], delta_ref[...][:, None]
     tile, width = q.shape
     end = i + 1 if tiling.causal else k_ref.shape[0] // tile
-    keys, loop = reach(span_ref, 1, tile, (0, end))
+    keys, (begin, end) = reach(span_ref, 1, tile, (0, end))
 
     def step(j, d_q):
         rows = pl.ds(j * tile, tile)
@@ -86,7 +86,7 @@ def query_gradient_kernel(
         d_scores = weights * (product(d_out, v_ref[rows, :].T) - delta)
         return d_q + product(d_scores.astype(k.dtype), k)
 
-    d_q = lax.fori_loop(*loop, step, jnp.zeros((tile, width), jnp.float32))
+    d_q = lax.fori_loop(begin, end, step, jnp.zeros((tile, width), jnp.float32))
     d_q_ref[...] = (d_q * tiling.scale).astype(d_q_ref.dtype)
 
 
@@ -108,7 +108,7 @@ def key_value_gradient_kernel(
     tile, width = k.shape
     length, heads, _ = q_ref.shape
     begin = j if tiling.causal else 0  # earlier queries do not see these keys
-    queries, loop = reach(span_ref, 0, tile, (begin, length // tile))
+    queries, (begin, end) = reach(span_ref, 0, tile, (begin, length // tile))
 
     def head(h, gradients):
         def step(i, gradients):
@@ -121,7 +121,7 @@ def key_value_gradient_kernel(
             d_k = d_k + product(d_scores.astype(q.dtype).T, q)
             return d_k, d_v + product(weights.astype(q.dtype).T, d_out)
 
-        return lax.fori_loop(*loop, step, gradients)
+        return lax.fori_loop(begin, end, step, gradients)
 
     zeros = jnp.zeros((tile, width), jnp.float32)
     d_k, d_v = lax.fori_loop(0, heads, head, (zeros, zeros))

@@ -267,13 +267,15 @@ def needed(tile, gpu):
     return flash_attention.shared_memory(int(tile), 256, jnp.bfloat16, gpu)
 
 
+def room(gpu):
+    """Returns the bytes of shared memory that a block may take."""
+    assert isinstance(gpu.target, hardware.GpuTarget)
+    return gpu.target.shared_memory_per_block
+
+
 def largest_that_fit():
     return {
-        name: max(
-            tile
-            for tile in (16, 32, 64, 128, 256)
-            if needed(tile, gpu) <= gpu.target.shared_memory_per_block
-        )
+        name: max(tile for tile in (16, 32, 64, 128, 256) if needed(tile, gpu) <= room(gpu))
         for name, gpu in GPUS.items()
     }
 
@@ -282,7 +284,7 @@ class Tiles(Numbered):
     """Tiles, and the bytes that they need."""
 
     gpus = GPUS
-    limit = {name: gpu.target.shared_memory_per_block for name, gpu in GPUS.items()}
+    limit = {name: room(gpu) for name, gpu in GPUS.items()}
     needed = property(lambda it: {name: needed(it.yours[name], GPUS[name]) for name in GPUS})
 
     def is_power(self, name):
