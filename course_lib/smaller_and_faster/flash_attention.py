@@ -258,8 +258,7 @@ def _join(x):
 def by_library(query, key, value, causal, window, documents, implementation="cudnn"):
     """Attends by `jax.nn.dot_product_attention`, with the arguments of `attend`.
 
-    It has no argument for documents in a row. They become a mask [B 1 L L]: one per sequence,
-    not per head, but it grows with L squared.
+    It has no argument for documents in a row: they become a mask [B 1 L L], squared in L.
     """
     mask, side = None, None if window is None else (window - 1, 0 if causal else window - 1)
     if documents is not None:
@@ -304,7 +303,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def _check_mask(shape: tuple[int, int], window: Any, documents: Any) -> None:
+def _check_mask(shape: tuple[int, ...], window: Any, documents: Any) -> None:
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window={window!r} must be a number of positions, at least 1")
     integers = documents is None or jnp.issubdtype(documents.dtype, jnp.integer)
