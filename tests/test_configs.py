@@ -67,7 +67,6 @@ BAD = [
     (NAMES | {"model.remat": ("Attn",)}, "remat=.* must hold 'MLP' or 'Block'"),
     ({"model.attention": "xla", "model.softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16'"),
     ({"model.attention": "cudnn", "model.dtype": "float32"}, "dtype='float32'"),
-    ({"model.attention": "flash", "data.seq_len": 200}, "seq_len=200"),
     # between parts
     ({"model.num_outputs": 2056}, "model.num_outputs=2056 must be vocab_size=2048"),
     ({"training.num_minibatches": 3}, "training.num_minibatches=3 must divide"),

@@ -13,6 +13,7 @@ from course_lib.many_devices import meshes
 from course_lib.models import losses
 from course_lib.one_device import gradient_accumulation, mixed_precision, rematerialization
 from course_lib.smaller_and_faster import (
+    flash_attention,
     flash_kernels,
     large_vocabulary,
     offload,
@@ -58,7 +59,7 @@ def metrics_without_counts():
 X, W, LABELS = jnp.ones((2, 4, 8)), jnp.ones((8, 6)), jnp.zeros((2, 4), int)
 PARAMS = {"block": jnp.ones((3, 4, 4)), "head": jnp.ones(4)}
 Q, NUMBERS = jnp.ones((1, 72, 2, 16)), jnp.ones((1, 2, 72))
-TILES = dict(causal=True, tile=16, interpret=True)
+TILES = dict(tiling=flash_attention.Tiling(16, 1.0), interpret=True)
 
 
 def loss(x=X, W=W, labels=LABELS, bias=None):
@@ -148,7 +149,7 @@ BAD = [
     (lambda: add(head=jnp.ones(1)), r"of the parameter's shape \(4,\)"),
     (lambda: flash_kernels.forward(Q, Q, Q, **TILES), "tile=16 must divide the 72"),
     (
-        lambda: flash_kernels.backward(Q, Q, Q, Q, NUMBERS, Q, **TILES),
+        lambda: flash_kernels.backward(Q, Q, Q, None, NUMBERS, NUMBERS, Q, **TILES),
         "tile=16 must divide the",
     ),
     (lambda: optimizer_memory.quantize(ONES), "x of dtype bfloat16 must be float32"),

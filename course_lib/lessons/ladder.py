@@ -78,15 +78,14 @@ def flops_of(config: ConfigDict) -> dict[str, int]:
     the backward pass (notebook 16). No policy here saves the result of a kernel, so
     rematerialization runs the forward kernel again: 2 more.
     """
-    from course_lib.smaller_and_faster import flash_kernels
-
     by_dtype = dict(training.step_flops(config).total)
     if config.model.attention != "flash":
         return by_dtype
     total = sum(by_dtype.values())
     model, tokens = config.model, config.data.batch_size * config.data.seq_len
     length, tile = config.data.seq_len, flash_attention.tile_for(model.head_dim, model.dtype)
-    scores = flash_kernels.pairs_of_tiles(length // tile, model.causal_mask) * tile**2
+    tiling = flash_attention.Tiling(tile, model.head_dim**-0.5, model.causal_mask)
+    scores = len(tiling.pairs(length)[0]) * tile**2
     per_score = 2 * (tokens // length) * model.hidden_size * model.num_layers
     again = 2 if model.remat else 0
     total -= (2 + 4 + again) * per_score * length**2

@@ -87,7 +87,7 @@ def _flash() -> Any:
 
 
 def errors(
-    implementation: str, *, dtype: Any, softmax_dtype: Any, seq_len: int, head_dim: int
+    implementation: str, *, dtype: Any, softmax_dtype: Any, head_dim: int
 ) -> Iterator[str]:
     """Yields what an implementation cannot do on any accelerator."""
     dtype, softmax_dtype = jnp.dtype(dtype).name, jnp.dtype(softmax_dtype).name
@@ -99,7 +99,7 @@ def errors(
     if implementation == "cudnn" and dtype not in ("float16", "bfloat16"):
         yield f"dtype={dtype!r} must be 'bfloat16' or 'float16' for attention='cudnn'"
     if implementation == "flash":
-        _flash().check(seq_len=seq_len, head_dim=head_dim, dtype=dtype)
+        _flash().tile_for(head_dim, dtype)  # refuses heads that are too wide
 
 
 def attend(
@@ -126,7 +126,7 @@ def attend(
     _flash().check_arrays(query, key, value)
     _, length, heads, width = query.shape
     asked = dict(dtype=query.dtype, softmax_dtype=softmax_dtype)
-    arguments.refuse(errors(implementation, **asked, seq_len=length, head_dim=width))
+    arguments.refuse(errors(implementation, **asked, head_dim=width))
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
     if implementation in ("reference", "blocks"):

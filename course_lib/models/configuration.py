@@ -112,6 +112,5 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
         m.attention,
         dtype=m.dtype,
         softmax_dtype=m.softmax_dtype,
-        seq_len=seq_len,
         head_dim=m.head_dim,
     )

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float
 
 from course_lib.measure import virtual
+from course_lib.smaller_and_faster.flash_attention import hide, width_in_kernel
 
 WARPS = 4  # of 32 threads, per tile
 STAGES = 2  # tiles of a loop that are loaded while others are computed
@@ -30,25 +30,32 @@ def product(a: Any, b: Any) -> Any:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def scores(q: Any, k: Any, i: Any, j: Any, causal: bool) -> Any:
-    """Computes the scores of tile i of queries and tile j of keys; -inf where masked."""
-    tile, width = q.shape
-    s = product(q, k.T) * width**-0.5
-    if not causal:
-        return s
-    row, column = i * tile + jnp.arange(tile), j * tile + jnp.arange(tile)
-    return jnp.where(row[:, None] >= column[None, :], s, -jnp.inf)
+def scores(q, k, i, j, tiling, keys=None, queries=None):
+    """Computes the scores of tile i of queries and tile j of keys, hidden where masked."""
+    return hide(product(q, k.T) * tiling.scale, i, j, tiling, keys, queries)
 
 
-def forward_kernel(q_ref, k_ref, v_ref, out_ref, logsumexp_ref, *, causal):
+def reach(span_ref, axis, tile, without):
+    """Returns the spans of the cell's own positions, a column (axis 1) or a row (axis 0), and
+    the tiles that they touch, from the first to the one after the last.
+    """
+    if span_ref is None:
+        return None, without
+    first, last = (jnp.expand_dims(span_ref[:, end], axis) for end in (0, 1))
+    return (first, last), (first.min() // tile, last.max() // tile + 1)
+
+
+def forward_kernel(q_ref, k_ref, v_ref, span_ref, out_ref, logsumexp_ref, *, tiling):
     """Computes one tile of queries: a loop over keys and values, with the online softmax."""
     q, i = q_ref[...], pl.program_id(0)
     tile, width = q.shape
+    end = i + 1 if tiling.causal else k_ref.shape[0] // tile  # later tiles are hidden entirely
+    keys, (begin, end) = reach(span_ref, 1, tile, (0, end))
 
     def step(j, state):
         top, total, out = state
         rows = pl.ds(j * tile, tile)
-        s = scores(q, k_ref[rows, :], i, j, causal)
+        s = scores(q, k_ref[rows, :], i, j, tiling, keys)
         new_top = jnp.maximum(top, s.max(axis=1))
         shrink, weights = jnp.exp(top - new_top), jnp.exp(s - new_top[:, None])
         v = v_ref[rows, :]
@@ -57,140 +64,130 @@ def forward_kernel(q_ref, k_ref, v_ref, out_ref, logsumexp_ref, *, causal):
 
     float32 = functools.partial(jnp.full, dtype=jnp.float32)
     state = float32((tile,), -jnp.inf), float32((tile,), 0.0), float32((tile, width), 0.0)
-    end = i + 1 if causal else k_ref.shape[0] // tile  # later tiles are masked entirely
-    top, total, out = lax.fori_loop(0, end, step, state)
+    top, total, out = lax.fori_loop(begin, end, step, state)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     logsumexp_ref[...] = top + jnp.log(total)
 
 
 def query_gradient_kernel(
-    q_ref, k_ref, v_ref, d_out_ref, logsumexp_ref, delta_ref, d_q_ref, *, causal
+    q_ref, k_ref, v_ref, span_ref, d_out_ref, logsumexp_ref, delta_ref, d_q_ref, *, tiling
 ):
     """Computes the gradient of one tile of queries: a loop over tiles of keys and values."""
     q, d_out, i = q_ref[...], d_out_ref[...], pl.program_id(0)
     logsumexp, delta = logsumexp_ref[...][:, None], delta_ref[...][:, None]
     tile, width = q.shape
+    end = i + 1 if tiling.causal else k_ref.shape[0] // tile
+    keys, (begin, end) = reach(span_ref, 1, tile, (0, end))
 
     def step(j, d_q):
         rows = pl.ds(j * tile, tile)
         k = k_ref[rows, :]
-        weights = jnp.exp(scores(q, k, i, j, causal) - logsumexp)
+        weights = jnp.exp(scores(q, k, i, j, tiling, keys) - logsumexp)
         d_scores = weights * (product(d_out, v_ref[rows, :].T) - delta)
         return d_q + product(d_scores.astype(k.dtype), k)
 
-    end = i + 1 if causal else k_ref.shape[0] // tile
-    d_q = lax.fori_loop(0, end, step, jnp.zeros((tile, width), jnp.float32))
-    d_q_ref[...] = (d_q * width**-0.5).astype(d_q_ref.dtype)
+    d_q = lax.fori_loop(begin, end, step, jnp.zeros((tile, width), jnp.float32))
+    d_q_ref[...] = (d_q * tiling.scale).astype(d_q_ref.dtype)
 
 
 def key_value_gradient_kernel(
-    q_ref, k_ref, v_ref, d_out_ref, logsumexp_ref, delta_ref, d_k_ref, d_v_ref, *, causal
+    q_ref,
+    k_ref,
+    v_ref,
+    span_ref,
+    d_out_ref,
+    logsumexp_ref,
+    delta_ref,
+    d_k_ref,
+    d_v_ref,
+    *,
+    tiling,
 ):
     """Computes the gradients of one tile of keys and values: a loop over all queries."""
     k, v, j = k_ref[...], v_ref[...], pl.program_id(0)
     tile, width = k.shape
     length, heads, _ = q_ref.shape
+    begin = j if tiling.causal else 0  # earlier queries do not see these keys
+    queries, (begin, end) = reach(span_ref, 0, tile, (begin, length // tile))
 
     def head(h, gradients):
         def step(i, gradients):
             d_k, d_v = gradients
             rows = pl.ds(i * tile, tile)
             q, d_out = q_ref[rows, h, :], d_out_ref[rows, h, :]
-            weights = jnp.exp(scores(q, k, i, j, causal) - logsumexp_ref[h, rows][:, None])
+            s = scores(q, k, i, j, tiling, queries=queries)
+            weights = jnp.exp(s - logsumexp_ref[h, rows][:, None])
             d_scores = weights * (product(d_out, v.T) - delta_ref[h, rows][:, None])
             d_k = d_k + product(d_scores.astype(q.dtype).T, q)
             return d_k, d_v + product(weights.astype(q.dtype).T, d_out)
 
-        begin = j if causal else 0  # earlier queries do not see these keys
-        return lax.fori_loop(begin, length // tile, step, gradients)
+        return lax.fori_loop(begin, end, step, gradients)
 
     zeros = jnp.zeros((tile, width), jnp.float32)
     d_k, d_v = lax.fori_loop(0, heads, head, (zeros, zeros))
-    d_k_ref[...] = (d_k * width**-0.5).astype(d_k_ref.dtype)
+    d_k_ref[...] = (d_k * tiling.scale).astype(d_k_ref.dtype)
     d_v_ref[...] = d_v.astype(d_v_ref.dtype)
 
 
-def forward(
-    query: Float[Array, "B L H K"],
-    key: Float[Array, "B L G K"],
-    value: Float[Array, "B L G K"],
-    *,
-    causal: bool,
-    tile: int,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B L H K"], Float[Array, "B H L"]]:
+def forward(query, key, value, span=None, *, tiling, interpret=False):
     """Returns the attended values in the query's dtype, and in float32 the logsumexp of each
-    query's scores, the logarithm of its softmax's denominator.
-
-    With `interpret`, Pallas runs the kernel as plain JAX, on any device.
+    query's scores. With `interpret`, Pallas runs the kernel as plain JAX, on any device.
     """
-    (B, L, H, K), G = query.shape, key.shape[2]
-    _check_tile(L, tile)
-    call = _kernel_call(
+    (B, L, H, width), tile, group = query.shape, tiling.tile, query.shape[2] // key.shape[2]
+    query, key, value = map(_widen, (query, key, value))
+    K = query.shape[-1]
+    out, logsumexp = _call(
         forward_kernel,
+        (query, key, value, span and span[0]),
         grid=(L // tile, H, B),
-        in_specs=[_own(tile, K), *[_all(L, K, H // G)] * 2],
+        in_specs=[_own(tile, K), *[_all(L, K, group)] * 2, span and _own_span(tile)],
         out_specs=[_own(tile, K), _own_numbers(tile)],
-        out_shape=[_like(query), jax.ShapeDtypeStruct((B, H, L), jnp.float32)],
+        out_shape=[query, jax.ShapeDtypeStruct((B, H, L), jnp.float32)],
         products=2,
-        query=query,
-        causal=causal,
-        tile=tile,
+        tiling=tiling,
         interpret=interpret,
     )
-    return tuple(call(query, key, value))
+    return out[..., :width], logsumexp
 
 
-def backward(
-    query: Float[Array, "B L H K"],
-    key: Float[Array, "B L G K"],
-    value: Float[Array, "B L G K"],
-    out: Float[Array, "B L H K"],
-    logsumexp: Float[Array, "B H L"],
-    d_out: Float[Array, "B L H K"],
-    *,
-    causal: bool,
-    tile: int,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B L H K"], Float[Array, "B L G K"], Float[Array, "B L G K"]]:
-    """Returns the gradients of query, key and value, from the two results of `forward`.
+def backward(query, key, value, span, logsumexp, delta, d_out, *, tiling, interpret=False):
+    """Returns the gradients of query, key and value. Both kernels compute the scores again.
 
-    Both kernels compute the scores again. The gradient of a softmax needs, for each query, the
-    sum over keys of weight times the weight's gradient: it equals the sum of out * d_out.
+    `logsumexp` is from `forward`, `delta` the sum of out * d_out over the width of each head.
     """
-    (B, L, H, K), G = query.shape, key.shape[2]
-    _check_tile(L, tile)
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    delta = delta.swapaxes(1, 2)  # [B H L]
-    arrays = query, key, value, d_out, logsumexp, delta
-    own, numbers, group = _own(tile, K), _own_numbers(tile), H // G
-    options: dict[str, Any] = dict(query=query, causal=causal, tile=tile, interpret=interpret)
-    d_query = _kernel_call(
+    (B, L, H, width), G, tile = query.shape, key.shape[2], tiling.tile
+    query, key, value, d_out = map(_widen, (query, key, value, d_out))
+    K, group = query.shape[-1], H // G
+    of_keys, of_queries = span or (None, None)
+    own, numbers, own_span = _own(tile, K), _own_numbers(tile), span and _own_span(tile)
+    call = functools.partial(_call, tiling=tiling, interpret=interpret)
+    d_query = call(
         query_gradient_kernel,
+        (query, key, value, of_keys, d_out, logsumexp, delta),
         grid=(L // tile, H, B),
-        in_specs=[own, *[_all(L, K, group)] * 2, own, numbers, numbers],
+        in_specs=[own, *[_all(L, K, group)] * 2, own_span, own, numbers, numbers],
         out_specs=own,
-        out_shape=_like(query),
+        out_shape=query,
         products=3,
-        **options,
-    )(*arrays)
+    )
     heads = pl.BlockSpec((None, L, group, K), lambda j, g, b: (b, 0, g, 0))
     their_numbers = pl.BlockSpec((None, group, L), lambda j, g, b: (b, g, 0))
-    d_key, d_value = _kernel_call(
+    d_key, d_value = call(
         key_value_gradient_kernel,
+        (query, key, value, of_queries, d_out, logsumexp, delta),
         grid=(L // tile, G, B),
-        in_specs=[heads, own, own, heads, their_numbers, their_numbers],
+        in_specs=[heads, own, own, own_span, heads, their_numbers, their_numbers],
         out_specs=[own, own],
-        out_shape=[_like(key), _like(value)],
+        out_shape=[key, value],
         products=4,
-        **options,
-    )(*arrays)
-    return d_query, d_key, d_value
+    )
+    return d_query[..., :width], d_key[..., :width], d_value[..., :width]
 
 
-def _check_tile(length: int, tile: int) -> None:
-    if length % tile:
-        raise ValueError(f"tile={tile} must divide the {length} positions: pad the sequences")
+def _widen(array: Any) -> Any:
+    """Fills heads up with zeros, which change no score: Triton's tiles are powers of two."""
+    more = width_in_kernel(array.shape[-1]) - array.shape[-1]
+    return jnp.pad(array, [(0, 0)] * 3 + [(0, more)]) if more else array
 
 
 def _own(tile: int, width: int) -> pl.BlockSpec:
@@ -203,42 +200,34 @@ def _own_numbers(tile: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, tile), lambda i, h, b: (b, h, i))
 
 
+def _own_span(tile: int) -> pl.BlockSpec:
+    """Describes its own tile of [B L 2], the same for all heads."""
+    return pl.BlockSpec((None, tile, 2), lambda i, h, b: (b, i, 0))
+
+
 def _all(length: int, width: int, group: int) -> pl.BlockSpec:
     """Describes all keys that head h reads; `group` heads in a row read the same."""
     return pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // group, 0))
 
 
-def _like(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _kernel_call(
-    kernel: Any, *, query: Any, products: int, causal: bool, tile: int, interpret: bool, **call
-) -> Any:
-    """Returns `pl.pallas_call` of a kernel, with its cost: the compiler cannot look inside."""
-    B, L, H, K = query.shape
-    scores = B * H * pairs_of_tiles(L // tile, causal) * tile**2  # that are computed
-
-    def run(*arrays):
-        shapes = [*arrays, *jax.tree.leaves(call["out_shape"])]
-        cost = pl.CostEstimate(
-            flops=2 * products * scores * K,
-            transcendentals=scores,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in shapes),
-        )
-        with virtual.triton_without_gpu():
-            return pl.pallas_call(
-                functools.partial(kernel, causal=causal),
-                compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-                cost_estimate=cost,
-                interpret=interpret,
-                name=kernel.__name__,
-                **call,
-            )(*arrays)
-
-    return run
-
-
-def pairs_of_tiles(n: int, causal: bool) -> int:
-    """Counts the pairs of n tiles of queries and n of keys that are not masked entirely."""
-    return n * (n + 1) // 2 if causal else n * n
+def _call(kernel, arrays, *, products, tiling, interpret, **call):
+    """Runs a kernel, with its cost: the compiler cannot look inside."""
+    (B, L, H, K), pairs = arrays[0].shape, len(tiling.pairs(arrays[0].shape[1])[0])
+    if L % tiling.tile:
+        raise ValueError(f"tile={tiling.tile} must divide the {L} positions: pad the sequences")
+    scores = B * H * pairs * tiling.tile**2  # that are computed, if documents hide no more
+    shapes = jax.tree.leaves((arrays, call["out_shape"]))
+    cost = pl.CostEstimate(
+        flops=2 * products * scores * K,
+        transcendentals=scores,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in shapes),
+    )
+    with virtual.triton_without_gpu():
+        return pl.pallas_call(
+            functools.partial(kernel, tiling=tiling),
+            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+            cost_estimate=cost,
+            interpret=interpret,
+            name=kernel.__name__,
+            **call,
+        )(*arrays)

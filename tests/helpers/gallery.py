@@ -190,6 +190,7 @@ def by_phase(event):
     return "backward" if event.op == "dot.3" else "forward"
 
 
+TILED = [{"name": n, "bytes": 64, "tiles": range(3), "now": [i]} for i, n in enumerate("qk")]
 make = functools.partial
 PICTURES = {
     "attention_pairs": make(figures.attention_pairs, {"in order": PAIRS}, title="a mask"),
@@ -210,6 +211,7 @@ PICTURES = {
     "lines, short": make(figures.lines, {"a": [(0, 0.3), (1, 6)]}, "x", "y", logy=True),
     "lines, long": make(figures.lines, {"a": [(0, 1e-3), (1, 10)]}, "x", "y", logy=True),
     "loss_curve": make(figures.loss_curve, CURVE, DIVERGED, {"bigram": 4.9, "unigram": 6.3}),
+    "memory_levels": make(figures.memory_levels, {"HBM": TILED, "registers": TILED[:1]}),
     "memory_bars": make(figures.memory_bars, ROWS, capacity=24 * GIB),
     "memory_breakdown": make(figures.memory_breakdown, ROWS),
     "memory_breakdown, MiB": make(

@@ -146,7 +146,6 @@ BAD = [
     ({"softmax_dtype": "int32"}, "softmax_dtype='int32'"),
     ({"softmax_dtype": None}, "softmax_dtype=None"),  # NumPy takes it for float64
     ({"implementation": "cudnn"}, "dtype='float32'"),
-    ({"implementation": "flash"}, "head_dim=4 must be a power of two"),
 ]
 
 

@@ -309,6 +309,7 @@ def branch(*chained):
     ("call", "message"),
     [
         (lambda: figures.attention_pairs({}), NOTHING),
+        (lambda: figures.memory_levels({"HBM": []}), NOTHING),
         (lambda: figures.token_routing([], [], experts=2, capacity=1), NOTHING),
         (lambda: figures.block([]), NOTHING),
         (lambda: figures.formats([]), NOTHING),

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ TILE = 16
 WAYS = pytest.mark.parametrize("by", ["tiles", "interpreter"])
 
 
-def arrays(groups=G, dtype=jnp.float32):
+def arrays(groups=G, dtype=jnp.float32, length=L, width=K):
     """Queries, keys, values, and weights of a loss that differ for each number."""
-    shapes = [(B, L, H, K), (B, L, groups, K), (B, L, groups, K), (B, L, H, K)]
+    shapes = [(B, length, heads, width) for heads in (H, groups, groups, H)]
     random = np.random.default_rng(0)
     return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
 
@@ -67,6 +68,108 @@ def test_in_bfloat16_it_is_as_close_to_the_exact_result_as_the_reference(by):
         assert error(a, right) < 1.2 * error(b, right)
 
 
+def masked(mask, query, key, value):
+    """The reference, where a query sees the keys that `mask` [B L L] says."""
+    key, value = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (key, value))
+    return attention.reference(query, key, value, mask[:, None], jnp.float32)
+
+
+def same(flash, exact, given):
+    """Whether values and gradients are the same, but for rounding."""
+    both = (out_and_gradients(attend, *given) for attend in (flash, exact))
+    for ours, right in zip(*both, strict=True):
+        assert error(ours, right) < 2e-6
+
+
+LENGTHS = [[20, 30, 14], [1, 62, 1]]  # of the documents in each row
+ROWS = jnp.array([np.repeat([1, 2, 1], lengths) for lengths in LENGTHS])
+
+
+@WAYS
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_in_a_row_are_attended_and_differentiated_as_if_each_were_alone(by, causal):
+    """Also if two that are no neighbours have one number."""
+
+    def alone(*qkv):
+        attend = functools.partial(attention.attend, causal=causal)
+        ends = [np.cumsum([0, *lengths]) for lengths in LENGTHS]
+        rows = [
+            [attend(*(x[row : row + 1, a:b] for x in qkv)) for a, b in itertools.pairwise(at)]
+            for row, at in enumerate(ends)
+        ]
+        return jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows])
+
+    options = dict(causal=causal, documents=ROWS, tile=TILE, by=by)
+    same(functools.partial(flash_attention.attend, **options), alone, arrays())
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("length", "width", "window", "causal"),
+    [
+        (50, 16, None, False),
+        (50, 24, 2, True),
+        slow(33, 80, 18, False),
+        slow(64, 192, 33, True),
+    ],
+)
+def test_any_length_any_width_and_windows_are_those_of_the_reference(
+    by, length, width, window, causal
+):
+    i, j = np.indices((length, length))
+    seen = ((i >= j) | (not causal)) & (abs(i - j) < (window or length))
+    options = dict(causal=causal, window=window, tile=TILE, by=by)
+    given = arrays(length=length, width=width)
+    mask = jnp.broadcast_to(seen, (B, length, length))
+    same(
+        functools.partial(flash_attention.attend, **options),
+        functools.partial(masked, mask),
+        given,
+    )
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (18, True), (18, False)])
+def test_pairs_are_the_tiles_in_which_some_query_sees_some_key(window, causal):
+    tiling = flash_attention.Tiling(TILE, 1.0, causal, window)
+    i, j = np.indices((L, L))
+    seen = ((i >= j) | (not causal)) & (abs(i - j) < (window or L))
+    some = seen.reshape(L // TILE, TILE, L // TILE, TILE).any(axis=(1, 3))
+    np.testing.assert_array_equal(tiling.pairs(L), np.nonzero(some))
+
+
+@pytest.mark.parametrize("options", [{"documents": ROWS}, {"window": 18}, {"causal": False}])
+def test_the_library_s_kernel_is_asked_for_the_same_mask(options):
+    """Asked for XLA's in its place, which runs here."""
+    given, ours = arrays()[:3], {"causal": True, "window": None, "documents": None} | options
+    xla = flash_attention.by_library(*given, **ours, implementation="xla")
+    assert error(xla, flash_attention.attend(*given, by="tiles", **ours)) < 1e-5
+
+
+def test_without_triton_a_hopper_gpu_takes_the_library_s_kernel_and_an_older_one_the_tiles(
+    monkeypatch,
+):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    monkeypatch.setattr(flash_attention, "by_library", lambda *arrays: "cudnn")
+    given = arrays(dtype=jnp.bfloat16)[:3]
+    for name, library in (("h100", True), ("b200", True), ("a100-80", False)):
+        row = hardware.get(name)
+        monkeypatch.setattr(hardware, "recognize", lambda device, row=row: row)
+        out = inspect.unwrap(flash_attention.attend)(*given)
+        assert (isinstance(out, str)) == library, name
+    monkeypatch.setattr(hardware, "recognize", lambda device: hardware.get("h100"))
+    with pytest.raises(ValueError, match="by='cudnn' cannot be had: .* float16 and bfloat16"):
+        flash_attention.attend(*arrays()[:3], by="cudnn")
+
+
+def test_the_kernel_reads_no_tile_of_another_document():
+    query, key, value, _ = arrays()
+    key, value = (x.at[:, : 2 * TILE].set(jnp.nan) for x in (key, value))
+    documents = jnp.broadcast_to(jnp.arange(L) >= 2 * TILE, (B, L)).astype(jnp.int32)
+    options = dict(documents=documents, tile=TILE, by="interpreter")
+    out = flash_attention.attend(query, key, value, **options)
+    assert jnp.all(jnp.isfinite(out[:, 2 * TILE :]))
+
+
 @WAYS
 def test_the_loop_reads_no_tile_that_is_masked_entirely(by):
     """Not-a-numbers in later tiles would spread, even with a weight of 0."""
@@ -100,10 +203,6 @@ def test_the_default_tile_is_the_largest_that_every_gpu_has_room_for(width, dtyp
     flash_attention.check_fits(tile, width, dtype, hardware.get("a5000"))
 
 
-def check(**changes):
-    return flash_attention.check(**dict(seq_len=64, head_dim=64, dtype="float32") | changes)
-
-
 def attend(change, **options):
     """Without the tests' own checks of shapes."""
     return inspect.unwrap(flash_attention.attend)(*change(*arrays()[:3]), **options)
@@ -112,9 +211,14 @@ def attend(change, **options):
 A5000, V5E = hardware.get("a5000"), hardware.get("v5e")
 ROOM = "tile=128 needs 164,864 bytes .* the NVIDIA RTX A5000 has 101,376"
 BAD = [
-    (lambda: check(seq_len=96), "seq_len=96"),
-    (lambda: check(head_dim=48), "head_dim=48"),
-    (lambda: check(tile=48), "tile=48"),
+    (lambda: attend(lambda *x: x, tile=48), "tile=48"),
+    (lambda: attend(lambda *x: x, window=0), "window=0"),
+    (lambda: attend(lambda *x: x, documents=ROWS[:, :9]), r"documents of shape \(2, 9\)"),
+    (
+        lambda: attend(lambda *x: x, documents=ROWS.astype(float)),
+        "dtype float32 must be integers",
+    ),
+    (lambda: attend(lambda *x: x, by="cudnn"), "by='cudnn' cannot be had: .* from Hopper on"),
     (lambda: flash_attention.tile_for(512, "float32"), "tile=16 needs 133,248 bytes"),
     (lambda: flash_attention.check_fits(128, 128, "bfloat16", A5000), ROOM),
     (lambda: flash_attention.check_fits(64, 64, "float32", V5E), "must be an NVIDIA"),

@@ -27,6 +27,9 @@ def pairs_in_window(n, tile, window):
     ]
 
 
+OLDEST = "(i * tile - window + 1) // tile"
+
+
 class Pairs(Outcome):
     """Pairs of tiles, compared with the right ones."""
 
@@ -52,7 +55,7 @@ class Pairs(Outcome):
 window_pairs = Function(
     "window_pairs",
     pairs_in_window,
-    cases=lambda: [(8, 4, 8), (6, 4, 5), (6, 4, 7), (5, 2, 3), (4, 4, 1)],
+    cases=lambda: [(8, 4, 8), (6, 4, 5), (6, 4, 7), (8, 4, 6), (6, 4, 2), (5, 2, 3), (4, 4, 1)],
     outcome=Pairs,
     rows={
         "no pairs": (lambda n, tile, window: [0, 1, 2], lambda it: it.pairs is None),
@@ -63,10 +66,13 @@ window_pairs = Function(
         "diagonal": (change("i + 1)", "i)"), lambda it: it.diagonal),
         "future": (change("i + 1)", "n)"), lambda it: it.future),
         "missing": (
-            change("(i * tile - window + 1) // tile", "i - window // tile"),
+            [
+                change("- window + 1) //", "- window + 2) //"),
+                change(OLDEST, "i - window // tile"),
+            ],
             lambda it: it.missing,
         ),
-        "masked": (change("(i * tile - window + 1) // tile", "0"), lambda it: it.extra),
+        "masked": (change(OLDEST, "0"), lambda it: it.extra),
     },
 )
 
@@ -95,7 +101,7 @@ query_gradient = Function(
     rows={
         "not finite": (
             change("exp(", "exp(-100 * "),
-            lambda it: not np.isfinite(it.result).all(),
+            lambda it: not np.isfinite(np.asarray(it.result)).all(),
         ),
         "twice": change("@ k / 2", "@ k"),
         "no delta": change(" - delta", ""),
@@ -261,13 +267,15 @@ def needed(tile, gpu):
     return flash_attention.shared_memory(int(tile), 256, jnp.bfloat16, gpu)
 
 
+def room(gpu):
+    """Returns the bytes of shared memory that a block may take."""
+    assert isinstance(gpu.target, hardware.GpuTarget)
+    return gpu.target.shared_memory_per_block
+
+
 def largest_that_fit():
     return {
-        name: max(
-            tile
-            for tile in (16, 32, 64, 128, 256)
-            if needed(tile, gpu) <= flash_attention.shared_memory_limit(gpu)
-        )
+        name: max(tile for tile in (16, 32, 64, 128, 256) if needed(tile, gpu) <= room(gpu))
         for name, gpu in GPUS.items()
     }
 
@@ -276,7 +284,7 @@ class Tiles(Numbered):
     """Tiles, and the bytes that they need."""
 
     gpus = GPUS
-    limit = {name: flash_attention.shared_memory_limit(gpu) for name, gpu in GPUS.items()}
+    limit = {name: room(gpu) for name, gpu in GPUS.items()}
     needed = property(lambda it: {name: needed(it.yours[name], GPUS[name]) for name in GPUS})
 
     def is_power(self, name):

@@ -1,4 +1,4 @@
-"""Which device attends to which keys, and which expert gets which token."""
+"""Which device attends to which keys, which arrays lie where, which expert gets which token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,6 +53,38 @@ def _draw_pairs(axes: Axes, pairs: list[dict[str, Any]], step: int | None) -> No
     axes.set(xticks=range(parts), yticks=range(parts), aspect="equal")
     axes.set(xlim=(-0.5, parts - 0.5), ylim=(parts - 0.5, -0.5))
     axes.grid(visible=False)
+
+
+def memory_levels(levels: Mapping[str, Sequence[Any]], *, title: str = "") -> Figure:
+    """Draws where arrays lie while a kernel runs: a panel per level of memory, a bar per array.
+
+    Args:
+      levels: the name of a level, such as "registers" -> its arrays. Each has a "name", its
+        "bytes" there, the "tiles" of positions that lie there, and "now": those that the kernel
+        uses now. The others are pale.
+    """
+    style.refuse_empty("levels", levels)
+    rows = [len(arrays) for arrays in levels.values()]
+    look = style.Look(titles=levels, heading=title, rows=len(rows), height_ratios=rows)
+    figure, panels = style.canvas(7.5, 1.4 + 0.5 * sum(rows), sharex=True, **look)
+    names = {array["name"]: None for arrays in levels.values() for array in arrays}
+    colors = {name: i for i, name in enumerate(names)}
+    for axes, arrays in zip(panels, levels.values(), strict=True):
+        for y, array in enumerate(arrays):
+            for tile in array["tiles"]:
+                alpha = 1.0 if tile in array["now"] else PALE
+                bar = style.fill(colors[array["name"]]) | {"alpha": alpha}
+                style.cell(axes, (tile - 0.5, 1), y, 0.7, bar)
+            style.write(axes, style.size(array["bytes"]), max(array["tiles"]) + 0.5, y)
+        style.name_rows(axes, [array["name"] for array in arrays], length=0)
+        axes.grid(visible=False)
+    tiles = max(
+        tile for arrays in levels.values() for array in arrays for tile in array["tiles"]
+    )
+    panels[-1].set(
+        xlim=(-0.6, 1.2 * tiles + 1), xticks=range(tiles + 1), xlabel="tile of positions"
+    )
+    return figure
 
 
 def token_routing(
