@@ -249,6 +249,6 @@ own_accumulation = Function(
             ],
             lambda it: not it.is_right and close(it.grads, it.right[1]),
         ),
-        "another": change(DIVIDED, "2 * g / weight, grads)"),
+        "another": change(DIVIDED, "3 * g / weight, grads)"),
     },
 )
