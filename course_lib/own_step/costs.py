@@ -79,9 +79,12 @@ def measured(
         # XLA uses little more than one core
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for change, make in changes.changes(step, figures, make_step, devices, batch):
+                if not isinstance(make, str) and len(started) == MOST_TRIED:
+                    change = re.sub(r"\(.*\(", "(", change)  # without its details
+                    make = f"{MOST_TRIED} changes are tried"
                 if isinstance(make, str):
                     figures["not_tried"].append(f"{change}: {make}")
-                elif len(started) < MOST_TRIED:
+                else:
                     started.append((change, *_started(make, devices, pool)))
             for change, compiling, trace in started:
                 row = _tried(compiling, trace, target, count)

@@ -194,6 +194,7 @@ def test_each_change_that_is_tried_is_that_step():
     assert rows[1]["peak_bytes"] == peak(*make_step(dtype=jnp.bfloat16))
     assert list(rows[1]["flops"]) == ["bfloat16"]
     assert rows[2]["peak_bytes"] == peak(*make_step(remat=True))
+    assert found["not_tried"] == ["half the batch (notebook 3): 3 changes are tried"]
 
     # without switches: the batch
     found, _, tries = costs.measured(lambda: (donated, WEIGHTS, X), "h100")

@@ -63,7 +63,7 @@ own_loss = Function(
     loss_of_labels,
     cases=lambda: [
         (jnp.array([1.5, 0.25, 3.0, 0.75, 2.0]), weights)
-        for weights in (jnp.arange(5.0), jnp.array([0.1, 0.2, 0, 0.1, 0.1]), jnp.zeros(5))
+        for weights in (jnp.arange(5.0), jnp.arange(5.0) / 1000, jnp.zeros(5))
     ],
     name="(loss, metrics)",
     calls=without_other_metrics,
@@ -134,12 +134,12 @@ def accumulating(loss_fn, params, parts):
 
 
 def parts_of_batch():
-    """Four minibatches that weigh 4, 2, 0 and 8: powers of two, so that a gradient of the sum
-    rounds to bfloat16 as one of the mean does. Then four that weigh nothing.
+    """Four minibatches that weigh 4, 2, 0 and 2: powers of two, as their sum is, so that
+    gradients of the sum and of the mean round to bfloat16 alike. Then four that weigh nothing.
     """
     kernels, x, y = normal(1, (3, 5), (5, 1)), *normal(2, (4, 4, 3), (4, 4))
     params = dict(zip(("in", "out"), map(jnp.asarray, kernels), strict=True))
-    weights = jnp.array([[1.0, 1, 1, 1], [2, 0, 0, 0], [0, 0, 0, 0], [4, 2, 1, 1]])
+    weights = jnp.array([[1.0, 1, 1, 1], [2, 0, 0, 0], [0, 0, 0, 0], [1, 0.5, 0.25, 0.25]])
     batch = {"inputs": jnp.asarray(x), "labels": jnp.asarray(y)}
     return [(squared_error, params, batch | {"weights": w}) for w in (weights, 0 * weights)]
 
@@ -249,6 +249,6 @@ own_accumulation = Function(
             ],
             lambda it: not it.is_right and close(it.grads, it.right[1]),
         ),
-        "another": change(DIVIDED, "2 * g / weight, grads)"),
+        "another": change(DIVIDED, "3 * g / weight, grads)"),
     },
 )
