@@ -260,6 +260,11 @@ named_part = Function(
             ],
             lambda it: it.of_the_model,
         ),
+        "shape": (
+            lambda *args: penalty_step(*args)[::-1],
+            lambda it: it.result_shape != it.w.shape,
+        ),
+        "numbers": (change("0.1", "0.2"), lambda it: not close(it.new, it.right[0])),
         "a part": (
             [
                 change("    return jnp.mean(y)", "return jnp.mean(y)"),
@@ -268,11 +273,6 @@ named_part = Function(
             ],
             lambda it: it.missing,
         ),
-        "shape": (
-            lambda *args: penalty_step(*args)[::-1],
-            lambda it: it.result_shape != it.w.shape,
-        ),
-        "numbers": (change("0.1", "0.2"), lambda it: not close(it.new, it.right[0])),
     },
 )
 
