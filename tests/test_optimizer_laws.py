@@ -119,6 +119,8 @@ EXPLICIT += [("muon", P("x"))]  # the matrices themselves divided, `optax.contri
 
 @pytest.mark.parametrize(("name", "spec"), EXPLICIT)
 def test_on_a_mesh_with_explicit_axes_a_state_keeps_its_types(name, spec):
+    if (name, spec) == ("adafactor", P("x")) and jax.__version_info__ < (0, 10):
+        pytest.skip("JAX 0.7's vmap forgets how a state is divided over layers")
     where = {} if name == "adamw_bf16" else {"stacks": lambda name: True}
     where |= {"matrices": lambda name: True} if name == "muon" else {}
     optimizer, param = optimizers.get(name, 0.1, **where), normal(0, 8, 64, 256)

