@@ -242,7 +242,8 @@ def _errors(c: ConfigDict) -> Iterator[str]:
             yield (
                 f"training.steps={t.steps} must be at most"
                 f" optimizer.total_steps={o.total_steps}: from there on the rate is 0; raise"
-                " both; a run that has begun keeps total_steps, so start another one"
+                " both; a run that has begun keeps total_steps: another one may begin with its"
+                " weights (--from)"
             )
     streamed = [name for name, row in optimizers.OPTIMIZERS.items() if row.streams]
     offload = o.offload and "optimizer.offload=True"

@@ -306,13 +306,7 @@ def get(
     arguments.one_of("name", name, OPTIMIZERS)
     if matrices is not None and name != "muon":
         raise ValueError(f"matrices={matrices!r} must be None for {name!r}: only 'muon' has it")
-    unread = {
-        "schedule",
-        "warmup_steps",
-        "decay_rate",
-        "total_steps",
-        "cooldown",
-    }  # a rate may be one
+    unread = set("schedule warmup_steps decay_rate total_steps cooldown".split())
     unread |= set() if OPTIMIZERS[name].decays else {"weight_decay"}
     unread |= {n for row in OPTIMIZERS.values() for n in row.fields} - {
         *OPTIMIZERS[name].fields

@@ -124,8 +124,8 @@ def fingerprint(step: jax.stages.Traced) -> str:
     def count(jaxpr: Any, times: int) -> None:
         for eqn in jaxpr.eqns:
             name, inner = eqn.primitive.name, inner_jaxprs(eqn.params)
-            for jaxpr in inner:
-                count(jaxpr, times * (eqn.params["length"] if name == "scan" else 1))
+            for body in inner:
+                count(body, times * (eqn.params["length"] if name == "scan" else 1))
             for variable in () if inner else eqn.outvars:
                 kind = _kind(variable.aval)
                 if name in _FUNCTIONS or kind[0] in shapes:

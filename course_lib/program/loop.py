@@ -191,7 +191,11 @@ def prepare(
         loading.check_apart(folder, config.run.corpus)
         run, place = builder(config, devices)
         corpus, vocabulary = config.run.corpus, config.model.vocab_size
-        tokenizer = data.tokenizer(config.run.tokenizer, corpus, vocabulary)
+        given, kept = config.run.tokenizer, folder / "tokenizer.json"
+        # The file that was given at the start may be gone when the run goes on.
+        if given not in ("course", "own") and not os.path.exists(given) and kept.exists():
+            given = str(kept)
+        tokenizer = data.tokenizer(given, corpus, vocabulary)
         tokens = {split: data.tokens(split, corpus, tokenizer) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
         # An error in the validation text should come now, not at the first validation.

@@ -47,7 +47,15 @@ class Trained:
 def load(folder: Folder) -> Trained:
     """Reads a run's folder. Raises a ValueError if it is none, or has no checkpoint yet."""
     config = configuration(folder)
-    step, params = _params(folder, config, _shapes(config))
+    try:
+        step, params = _params(folder, config, _shapes(config))
+    except ValueError as error:
+        if "abstract_state" not in str(error):
+            raise
+        raise ValueError(
+            f"{str(folder)!r} must be a run of this library's Transformer, not of a model of"
+            f" your own: {error}"
+        ) from None
     return Trained(config, tokenizer(folder), step, params)
 
 

@@ -87,7 +87,7 @@ def _lines(content: bytes, name: str, corpus: Corpus) -> dict[str, Callable[[], 
     for number, line in enumerate(content.splitlines(), 1):
         try:
             document = json.loads(line)
-            text, own = document["text"], document.get("name", "")
+            text, own = document["text"], str(document.get("name") or "")
             text.encode()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -101,8 +101,9 @@ def _lines(content: bytes, name: str, corpus: Corpus) -> dict[str, Callable[[], 
 
 
 def _part(split: str, text: str, corpus: Corpus) -> str:
-    """Returns nine tenths of a text, or its last tenth; cut after a line if there are any."""
-    cut = text.rfind("\n", 0, len(text) * 9 // 10) + 1 or len(text) * 9 // 10
+    """Returns nine tenths of a text, or its last tenth; cut after a line that ends nearby."""
+    tenth = len(text) / 10
+    cut = text.rfind("\n", int(8 * tenth), int(9 * tenth)) + 1 or int(9 * tenth)
     if not text[:cut].strip() or not text[cut:].strip():
         raise ValueError(
             f"corpus={str(corpus)!r} must hold more text: its last tenth is for validation"

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import types
 
 import jax
 import pytest
 
+import course_lib.__main__
 from course_lib import configs
 from course_lib.measure import hardware
 from course_lib.models import transformer
@@ -46,6 +48,14 @@ def test_help_tells_every_option_preset_field_and_exit_code():
     fields = [field for part in settings.defaults().values() for field in part]
     for name in (*configs.PRESETS, *fields):
         assert re.search(rf"\b{name}\b", text), name
+
+
+def test_the_list_of_commands_names_them_all():
+    listed = set(re.findall(r"^python -m course_lib\.(\w+)", course_lib.__main__.__doc__, re.M))
+    folder = pathlib.Path(course_lib.__file__).parent
+    programs = [*folder.glob("*.py"), *folder.glob("*/__main__.py")]
+    runs = {p for p in programs if "sys.exit(main())" in p.read_text()}
+    assert listed == {(p.parent if p.stem == "__main__" else p).stem for p in runs}
 
 
 def test_help_says_how_large_each_preset_is_and_it_is_true():

@@ -74,7 +74,7 @@ def test_a_run_on_a_mesh_is_loaded_on_one_device_with_its_layers_in_order(
 
 
 def test_bits_per_byte_are_those_of_the_texts_bytes_whatever_the_tokens(found, text):
-    nats, words = [], [one.text for one in data.documents("validation", text)]
+    words = [one.text for one in data.documents("validation", text)]
     result = trained.evaluate(found)
     tokens = data.tokens("validation", text)
     first = len(found.tokenizer.decode(tokens[:1].tolist()).encode())
@@ -129,7 +129,8 @@ def test_a_run_begins_with_the_parameters_of_another_and_nothing_else_of_it(
 
 def test_a_run_that_began_with_another_goes_on_without_it_bit_for_bit(folder, text, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
-    changes = dict(run__weights=str(source), optimizer__schedule="constant", run__keep=4)
+    changes = dict(run__weights=str(source), run__tokenizer=str(source / "tokenizer.json"))
+    changes |= dict(optimizer__schedule="constant", run__keep=4)
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     train(text, through, **changes)
     shutil.copytree(through, stopped)  # as a kill after step 20 leaves it
@@ -162,6 +163,13 @@ def test_a_folder_without_a_run_or_a_checkpoint_is_refused(folder, tmp_path):
     shutil.copy(folder / "config.json", tmp_path)
     with pytest.raises(ValueError, match="must have a checkpoint: it has none yet"):
         trained.load(tmp_path)
+    other = shutil.copytree(folder, tmp_path / "other")
+    whole = json.loads((other / "config.json").read_text())
+    whole["model"]["hidden_size"] = whole["model"]["head_dim"] = 32  # as if of another model
+    whole["model"]["num_heads"] = 1
+    (other / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="run of this library's Transformer, not of a model"):
+        trained.load(other)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="must be the folder of a run: "):
         trained.load(tmp_path)

@@ -261,8 +261,9 @@ def test_of_one_text_the_last_tenth_is_for_validation_and_no_line_is_cut(tmp_pat
     assert [one.name for one in (*train, *validation)] == ["input.txt"] * 2
     assert train[0].text + validation[0].text == "\n".join(LINES)
     assert train[0].text.endswith("\n") and 2 < len(validation[0].text.split("\n")) < 6
-    path.write_text("x" * 40)  # one long line
-    assert [len(data.documents(split, path)[0].text) for split in data.SPLITS] == [36, 4]
+    for text in ("x" * 40, "a\n" + "x" * 38):  # one long line, perhaps below a title
+        path.write_text(text)
+        assert [len(data.documents(split, path)[0].text) for split in data.SPLITS] == [36, 4]
 
 
 def test_each_line_of_json_is_a_document_packed_or_not_with_a_name_or_without(tmp_path):
@@ -273,7 +274,7 @@ def test_each_line_of_json_is_a_document_packed_or_not_with_a_name_or_without(tm
     assert sorted(train + validation) == sorted((*LINES, LINES[3])) and len(validation) >= 3
     assert not {*train} & {*validation}
     assert train == [one.text for one in data.documents("train", packed)]
-    twice = [json.dumps({"text": text, "name": "same"}) for text in LINES]
+    twice = [json.dumps({"text": text, "name": i % 2}) for i, text in enumerate(LINES)]
     path.write_text("\n".join(twice))
     assert sum(len(data.documents(split, path)) for split in data.SPLITS) == len(LINES)
 
