@@ -6,7 +6,10 @@ and with COURSE_COMPARE=facts it compares only facts: cells tagged nbval-check-o
 lines of a run say which.
 """
 
+import importlib
 import os
+import shutil
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -39,8 +42,21 @@ def compares(config):
     return getattr(config.option, "nbval", False) or getattr(config.option, "nbval_lax", False)
 
 
+def own_fonts(config):
+    """Gives the session's workers and kernels a cache of Matplotlib's fonts of their own.
+
+    One that another environment left names other files, and Matplotlib warns under a picture.
+    """
+    folder = tempfile.mkdtemp(prefix="course_fonts_")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["MPLCONFIGDIR"] = folder
+    importlib.import_module("matplotlib.font_manager")  # writes it
+
+
 def pytest_configure(config):
     option = config.option
+    if not hasattr(config, "workerinput"):
+        own_fonts(config)
     if not compares(config):
         return
     # the kernel of this Python, not one that is installed elsewhere
