@@ -15,7 +15,7 @@ does what it did before. Presets may set another one.
 
 from collections.abc import Callable, Iterator
 
-from ml_collections import ConfigDict, FrozenConfigDict
+from ml_collections import ConfigDict
 
 from course_lib import arguments, fields, optimizers
 from course_lib.fields import Field, Free, Rounding, Rule
@@ -53,8 +53,6 @@ def preset(name: str) -> Callable[[Callable[[], ConfigDict]], Callable[[], Confi
     """Puts a function into `PRESETS`."""
 
     def enter(make: Callable[[], ConfigDict]) -> Callable[[], ConfigDict]:
-        if name in PRESETS:
-            raise ValueError(f"name={name!r} must be new: it is {PRESETS[name].__name__}")
         PRESETS[name] = make
         return make
 
@@ -137,20 +135,9 @@ def nemotron_340b() -> ConfigDict:
     Source: https://arxiv.org/abs/2406.11704, section 2.
     """
     config = published_155m()
-    config.model.update(
-        num_layers=96,
-        hidden_size=18_432,
-        head_dim=192,
-        num_heads=96,
-        num_kv_heads=8,
-        max_seq_len=4096,
-    )
-    config.model.update(
-        vocab_size=256_000,
-        num_outputs=256_000,
-        mlp_activation="squared_relu",
-        positions="rotary",
-    )
+    config.model.update(num_layers=96, hidden_size=18_432, head_dim=192, num_heads=96)
+    config.model.update(num_kv_heads=8, max_seq_len=4096, positions="rotary")
+    config.model.update(vocab_size=256_000, num_outputs=256_000, mlp_activation="squared_relu")
     config.model.update(use_bias=False, dropout_rate=0.0, remat=("Block",))
     config.data.update(batch_size=2304, seq_len=4096)
     config.training.update(num_minibatches=1)
@@ -167,8 +154,6 @@ def check(config: ConfigDict, accelerator: Accelerator | None = None) -> None:
     """Refuses a configuration that cannot work, on an accelerator if one is given. Nothing is
     computed or compiled, and the parts in `PROGRAM` are not looked at.
     """
-    if not isinstance(config, ConfigDict | FrozenConfigDict):
-        raise ValueError(f"config={config!r} must be a ConfigDict, as get('cpu') returns one")
     hardware.check(accelerator)
     own = {name: part for name, part in config.items() if name not in PROGRAM}
     fields.check(own, published_155m(), fields.by_name(FIELDS))
@@ -232,11 +217,10 @@ def _errors(c: ConfigDict) -> Iterator[str]:
         stable = o.schedule == "warmup_stable_decay"
         last = o.total_steps - round(o.cooldown * o.total_steps) if stable else o.total_steps
         if o.warmup_steps >= last:
+            then = "begins to fall" if stable else "reaches 0"
             yield (
                 f"optimizer.warmup_steps={o.warmup_steps} must be under {last}, where the rate"
-                " "
-                + ("begins to fall" if stable else "reaches 0")
-                + f" (total_steps={o.total_steps})"
+                f" {then} (total_steps={o.total_steps})"
             )
         if t.steps > o.total_steps:
             yield (

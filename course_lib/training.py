@@ -301,11 +301,18 @@ def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainS
     return transformer.function(config.model), loss_of(config.model), init
 
 
-def loss_of(model: ConfigDict, hooks: Hooks | None = None) -> LossFn:
-    """Returns the loss of the Transformer of a configuration's `model` part."""
-    hooks, score = hooks_and_score(model, hooks or Hooks())
+def loss_of(
+    model: ConfigDict, hooks: Hooks = Hooks(), score: losses.Score | None = None
+) -> LossFn:
+    """Returns the loss of the Transformer of a configuration's `model` part, with the
+    load-balancing loss if it has experts. `score`: None for the configuration's own.
+    """
+    if score is None:
+        hooks, score = hooks_and_score(model, hooks)
     apply_fn = transformer.function(model, hooks, balance=model.num_experts > 0)
-    return losses.transformer_loss(model, apply_fn, score)
+    if model.num_experts:
+        return losses.balanced_loss(apply_fn, model.balance_weight, score)
+    return next_token_loss(apply_fn, score)
 
 
 def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..., Any]]:

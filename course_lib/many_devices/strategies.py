@@ -31,7 +31,7 @@ from course_lib import configs, optimizers, training
 from course_lib.many_devices import axis, meshes, options, sharding
 from course_lib.many_devices.axis import Share
 from course_lib.many_devices.options import Strategy
-from course_lib.models import losses, transformer
+from course_lib.models import transformer
 from course_lib.models.hooks import Hooks
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
@@ -251,8 +251,7 @@ def _by_hand(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
     from course_lib.many_devices import data_parallel
 
     hooks, score = _hooks_and_score(share)
-    apply_fn = transformer.function(share.model, hooks, balance=share.model.num_experts > 0)
-    loss_fn = losses.transformer_loss(share.model, apply_fn, score)
+    loss_fn = training.loss_of(share.model, hooks, score)
     for each in axis.used(share.mesh):
         if each.own:
             loss_fn = data_parallel.divided(loss_fn, each.name, each.own)

@@ -144,17 +144,6 @@ position is an example, and the vocabulary holds the classes.
 """
 
 
-def transformer_loss(
-    config: ConfigDict, apply_fn: ApplyFn, score: Score = cross_entropy
-) -> LossFn:
-    """Returns the loss of the Transformer of a `model` part, with the load-balancing loss if it
-    has experts; then `apply_fn` gives the balance, too (`transformer.function`).
-    """
-    if config.num_experts:
-        return balanced_loss(apply_fn, config.balance_weight, score)
-    return next_token_loss(apply_fn, score)
-
-
 def balanced_loss(apply_fn: ApplyFn, weight: float, score: Score = cross_entropy) -> LossFn:
     """Returns the loss of a language model with experts.
 

@@ -79,14 +79,6 @@ class Policy:
         describe(self.compute_dtype, "compute_dtype")
         describe(self.output_dtype, "output_dtype")
 
-    def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """Returns the tree with its floating arrays in `compute_dtype`."""
-        return _cast(tree, self.compute_dtype)
-
-    def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Returns the tree with its floating arrays in `output_dtype`."""
-        return _cast(tree, self.output_dtype)
-
     def wrap(self, loss_fn: Callable) -> Callable:
         """Returns the loss function `loss_fn(params, batch, rng) -> (loss, metrics)`, computed
         under this policy. It casts the parameters, and `inputs` of the batch, which is a dict,
@@ -97,22 +89,25 @@ class Policy:
         None there (of an `nnx.Embed`, once it is made: `embed.dtype = None`).
         """
 
+        def cast(tree, dtype):
+            return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
+
         def in_policy(params, batch, rng):
-            # The cast is differentiated, so a gradient has its parameter's dtype.
-            batch, has_inputs = change_entry(batch, "inputs", self.cast_to_compute)
+            batch, has_inputs = change_entry(
+                batch, "inputs", lambda x: cast(x, self.compute_dtype)
+            )
             if not has_inputs and any(map(_is_floating, jax.tree.leaves(batch))):
                 raise ValueError(
                     f"batch={jax.tree.map(jnp.shape, batch)} must have an entry 'inputs', which"
                     " the policy casts: other floating arrays, such as weights of labels, stay"
                     " as they are, and would make the model compute in their dtype"
                 )
-            return self.cast_to_output(loss_fn(self.cast_to_compute(params), batch, rng))
+            # The cast is differentiated, so a gradient has its parameter's dtype.
+            return cast(
+                loss_fn(cast(params, self.compute_dtype), batch, rng), self.output_dtype
+            )
 
         return in_policy
-
-
-def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
 
 
 def _is_floating(x: Any) -> bool:
@@ -193,21 +188,21 @@ class DynamicLossScale(StaticLossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.growth_interval >= 1:
-            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
-        if not 1 < self.factor < math.inf:
-            raise ValueError(f"factor={self.factor} must be above 1 and finite: 2.0 is usual")
-        if not 0 < self.smallest <= self.largest < math.inf:
-            bounds = f"smallest={self.smallest}, largest={self.largest}"
-            raise ValueError(f"{bounds} must be 0 < smallest <= largest < infinity")
+        value = self.smallest
         # A number, not an array of a state. An int would change its dtype at the first update.
         if isinstance(self.value, float | int | np.number):
-            object.__setattr__(self, "value", float(self.value))
-            if not self.smallest <= self.value <= self.largest:
-                raise ValueError(
-                    f"value={self.value} must be from smallest={self.smallest} to"
-                    f" largest={self.largest}: the next update would clip it to these bounds"
-                )
+            value = float(self.value)
+            object.__setattr__(self, "value", value)
+        if not (self.growth_interval >= 1 and 1 < self.factor < math.inf):
+            raise ValueError(
+                f"growth_interval={self.growth_interval} must be at least 1 step, and"
+                f" factor={self.factor} above 1 and finite: 2.0 is usual"
+            )
+        if not 0 < self.smallest <= value <= self.largest < math.inf:
+            raise ValueError(
+                f"value={value} must be from smallest={self.smallest} to largest={self.largest}"
+                ", both positive and finite: the next update would clip it to these bounds"
+            )
 
     def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
         """Returns the scale for the next step. If a gradient of this step was not finite, its

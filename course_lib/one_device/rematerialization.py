@@ -8,7 +8,7 @@ See also https://docs.jax.dev/en/latest/gradient-checkpointing.html.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +43,8 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
       names: for "names" and "offload": the named values to keep or offload.
     """
     policies = jax.checkpoint_policies
-    takes_names = name in ("names", "offload")
     arguments.one_of("remat_policy", name, POLICIES)
-    if isinstance(names, str) or takes_names != bool(names):
-        must = "name a value, as ('mlp_hidden',)" if takes_names else "be empty, it is ignored,"
-        raise ValueError(
-            f"remat_names={names!r} must {must} for remat_policy={name!r}; only 'names' and"
-            " 'offload' take names"
-        )
+    arguments.refuse(errors(name, names))
     if name == "names":
         return policies.save_only_these_names(*names)
     if name == "offload":
@@ -66,6 +60,14 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
         "dots": policies.dots_saveable,
         "dots_no_batch": policies.dots_with_no_batch_dims_saveable,
     }[name]
+
+
+def errors(name: str, names: Sequence[str]) -> Iterator[str]:
+    """Yields an error for names that a policy needs and does not get, or would ignore."""
+    takes_names = name in ("names", "offload")
+    if isinstance(names, str) or takes_names != bool(names):
+        must = "name a value, as ('mlp_hidden',)" if takes_names else "be empty, it is ignored,"
+        yield f"remat_names={names!r} must {must} for remat_policy={name!r}"
 
 
 @dataclass(frozen=True)

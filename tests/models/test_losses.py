@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -101,18 +100,6 @@ def test_an_nnx_model_has_the_gradients_of_the_same_model_in_linen(both):
     pairs = zip(*map(jax.tree.leaves, (nnx.to_pure_dict(found), expected)), strict=True)
     for one, other in pairs:
         assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other)
-
-
-def test_an_nnx_model_is_trained_by_the_train_step(both):
-    _, (of_nnx, params), batch = both
-    loss_fn, optimizer = losses.classification_loss(of_nnx), optax.adam(1e-2)
-    step = training.make_train_step(loss_fn, optimizer, num_minibatches=2)
-    evaluate = jax.jit(loss_fn)
-    before = float(evaluate(params, batch, None)[0])
-    state = training.init_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0))
-    for _ in range(50):
-        state, _ = step(state, batch)
-    assert evaluate(state.params, batch, None)[0] < 0.5 * before
 
 
 def test_dropout_of_an_nnx_model_follows_the_key_alone_and_each_layer_draws_its_own():

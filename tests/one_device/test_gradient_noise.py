@@ -46,8 +46,5 @@ def test_without_noise_the_scale_is_zero_and_without_a_gradient_it_is_infinite()
 def test_batches_that_tell_nothing_are_refused(sizes):
     with pytest.raises(ValueError, match="batches must be at least two of one size"):
         gradient_noise.measure(distance, jnp.zeros(3), [jnp.ones((size, 3)) for size in sizes])
-
-
-def test_the_sizes_come_in_order():
     with pytest.raises(ValueError, match="batch_size=8 must be from 1 to less than larger=8"):
         gradient_noise.from_norms(1.0, 2.0, 8, 8)

@@ -147,7 +147,7 @@ def test_a_record_without_steps_or_operations_is_refused(logdir, trace, monkeypa
     with pytest.raises(FileNotFoundError, match="must hold plugins/profile"):
         profiling.read(tmp_path)
     profiling.trace(tmp_path, lambda state, batch: (state, batch), 0, 0, steps=1)
-    with pytest.raises(ValueError, match="must hold operations"):
+    with pytest.raises(ValueError, match="must hold steps named 'train', with operations"):
         profiling.read(tmp_path)
     monkeypatch.setattr(profiling, "STEP", "evaluate")
     with pytest.raises(ValueError, match="must hold steps named 'evaluate'"):

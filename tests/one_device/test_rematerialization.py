@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from course_lib.lessons import saved_arrays
@@ -81,19 +80,6 @@ def test_every_policy_gives_the_same_gradient():
     )(x, w)
     for found in again:  # another order of sums
         np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5 * abs(plain).max())
-
-
-BAD = [
-    (("dot",), "remat_policy='dot'"),
-    (("names",), r"remat_names=\(\) must name a value"),
-    (("dots", ("qkv",)), r"remat_names=\('qkv',\) must be empty"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_a_policy_that_does_not_exist_or_would_change_nothing_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        rematerialization.policy(*arguments)
 
 
 def test_each_byte_that_a_block_saves_belongs_to_an_operation():
