@@ -57,21 +57,8 @@ def test_an_optimizer_finds_the_minimum_of_a_quadratic_over_a_tuple_of_arrays(na
         assert jnp.abs(found - wanted).max() < 0.01
 
 
-@EACH
-def test_a_learning_rate_can_be_injected(name):
-    params, grads = [normal(0, 2, 3), normal(1, 64, 64)], [normal(2, 2, 3), normal(3, 64, 64)]
-    found, expected = (
-        jax.jit(one.update)(grads, jax.jit(one.init)(params), params)[0]
-        for one in (
-            optax.inject_hyperparams(lambda rate: made(name, rate))(0.03),
-            made(name, 0.03),
-        )
-    )
-    for array, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-6)
-
-
 FORMS = {
+    lambda rate: optimizers.get("adamw", rate): (),
     optimizer_memory.adamw_bf16: (),
     optimizer_memory.adamw_8bit: ("block_size", "stacks"),
     optimizers.muon: ("matrices", "stacks"),
@@ -80,7 +67,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_number_of_optaxs_form_can_be_injected(form):
+def test_a_learning_rate_by_name_and_every_number_of_optaxs_form_can_be_injected(form):
     params, grads = {"w": normal(0, 64, 64)}, {"w": normal(1, 64, 64)}
     options = dict(matrices=lambda name: True) if form is optimizers.muon else {}
     plain = form(0.03, **options)

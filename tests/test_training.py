@@ -1,7 +1,6 @@
 """Laws of the losses, the train step, and a run built from a configuration."""
 
 import functools
-import inspect
 import math
 
 import jax
@@ -92,19 +91,6 @@ def test_a_flax_model_becomes_a_function_with_dropout_where_it_has_a_key():
     with_dropout = model.apply({"params": params}, inputs, train=True, rngs={"dropout": key})
     np.testing.assert_array_equal(function(params, inputs, key), with_dropout)
     assert not same(without, with_dropout)
-
-
-def test_a_language_model_classifies_at_every_position():
-    # the logits of the next token, by token
-    table = np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32)
-    tokens = jnp.array([[0, 1, 2], [3, 4, 0]])
-    batch = Batch(tokens, (tokens + 1) % 5, jnp.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
-    loss_fn = training.next_token_loss(lambda params, inputs, rng: params[inputs])
-    loss, metrics = loss_fn(jnp.asarray(table), batch, None)
-    log_probs = jax.nn.log_softmax(table)
-    expected = -(log_probs[0, 1] + log_probs[1, 2] + log_probs[3, 4]) / 3
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert metrics["loss"][1] == 3
 
 
 def test_metrics_add_and_a_mean_is_taken_once():
@@ -229,13 +215,6 @@ def test_gradients_are_clipped_after_they_are_unscaled():
     assert_trees_close(*moves, 1e-2)
 
 
-def refused_batch(**changes):
-    batch = example_batch()
-    return Batch(
-        **dict(inputs=batch.inputs, labels=batch.labels, weights=batch.weights) | changes
-    )
-
-
 def traced(**options):
     return train_step(LOSS_FN, SGD, **options).trace(example_state(SGD), example_batch())
 
@@ -247,22 +226,13 @@ def given(**options):
 BAD = [
     (
         lambda: WITHOUT_DROPOUT(
-            example_state(SGD).params, refused_batch(labels=np.zeros((24, 1), int)), None
+            example_state(SGD).params, example_batch().replace(labels=np.zeros((24, 1))), None
         ),
         r"labels \(24, 1\)",
     ),
     (lambda: training.evaluate(LOSS_FN, {}, []), "at least one batch"),
-    (
-        lambda: inspect.unwrap(training.evaluate)(LOSS_FN, {}, np.ones((2, 3))),
-        "several batches",
-    ),
-    (lambda: traced(method="vmap"), "method='vmap'"),
-    (lambda: traced(num_minibatches=5), "num_minibatches=5 must divide the batch of 24"),
     (lambda: traced(policy=mixed_precision.policy("float16")), "must scale the loss"),
-    (
-        lambda: training.build(example_config(num_minibatches=3)),
-        "num_minibatches=3 must divide",
-    ),
+    (lambda: training.build(example_config(num_minibatches=3)), "must divide"),
     # options that a given gradient function would ignore
     (lambda: given(num_minibatches=7), "num_minibatches=7, .* must not come with"),
     (lambda: given(accumulator_dtype="bfloat16"), "accumulator_dtype='bfloat16' must not"),

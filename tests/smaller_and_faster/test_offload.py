@@ -12,7 +12,6 @@ from slow_cases import slow
 
 from course_lib import configs, measure, training
 from course_lib.lessons import check
-from course_lib.lessons.check import offload as exercise
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import GIB, hardware, virtual
 from course_lib.program import loop
@@ -139,27 +138,9 @@ def chosen(values, rate, link):
     return [name for name, (flops, size) in values.items() if 2 * size / link < flops / rate]
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (lambda *args: iter(chosen(*args)), "✓ Right"),  # it can be read only once
-        (lambda *args: dict.fromkeys(chosen(*args), True), "✗ Return a set of names"),
-        (lambda values, *_: list(values.items()), "✗ Return a set of names"),
-    ],
-)
-def test_names_come_in_any_collection_of_texts(answer, says, capsys):
-    check.what_to_offload(answer)
-    assert capsys.readouterr().out.startswith(says)
-
-
-@needs_host
-def test_an_exercise_says_that_the_momentum_ends_on_the_device(capsys):
-    def fetched_in_the_end(*args):
-        p, m = exercise.streamed(*args)
-        return p, offload.to_device(m)
-
-    check.streamed_momentum(fetched_in_the_end)
-    assert "momentum that you return is in the device's memory" in capsys.readouterr().out
+def test_names_come_in_any_collection_of_texts(capsys):
+    check.what_to_offload(lambda *args: iter(chosen(*args)))  # it can be read only once
+    assert capsys.readouterr().out.startswith("✓ Right")
 
 
 # Formulas.
