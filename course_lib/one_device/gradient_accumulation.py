@@ -227,7 +227,6 @@ def in_minibatches(grad_fn: GradFn, **options: Any) -> GradFn:
     """Returns a gradient function that cuts its batch into minibatches, with the options of
     `accumulate`; without any, into one.
     """
-    check_options(**options)
     return functools.partial(accumulate, grad_fn, **dict(num_minibatches=1) | options)
 
 
@@ -308,9 +307,7 @@ def check_divides(batch: PyTree, num_minibatches: int) -> None:
         )
 
 
-def check_options(
-    num_minibatches: int = 1, method: str = "scan", accumulator_dtype: Any = jnp.float32
-) -> jnp.dtype:
+def check_options(num_minibatches: int, method: str, accumulator_dtype: Any) -> jnp.dtype:
     """Refuses options that do not exist, and returns the accumulator's dtype."""
     if num_minibatches < 1:
         raise ValueError(f"num_minibatches={num_minibatches} must be at least 1")
