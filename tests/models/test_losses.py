@@ -71,11 +71,7 @@ class NnxClassifier(nnx.Module):
         return self.output_layer(self.dropout(nn.silu(self.norm(self.input_layer(inputs)))))
 
 
-@pytest.fixture(scope="module")
-def both():
-    """Returns, for Linen and for NNX, the model as a function and its parameters, which are
-    equal; and a batch.
-    """
+def test_an_nnx_model_has_the_gradients_of_the_same_model_in_linen():
     linen, of_nnx = MLPClassifier(hidden_size=32, num_classes=7), NnxClassifier(16, 32, 7)
     params = nnx.state(of_nnx, nnx.Param)
     init = jax.jit(lambda key: linen.init(key, jnp.zeros((1, 16)), train=False)["params"])
@@ -83,13 +79,9 @@ def both():
     assert jax.tree.structure(nnx.to_pure_dict(params)) == jax.tree.structure(plain)
     nnx.replace_by_pure_dict(params, plain)
     labels, weights = DRAW.integers(0, 7, 24), DRAW.integers(0, 3, 24).astype(np.float32)
-    batch = Batch(DRAW.normal(size=(24, 16)).astype(np.float32), labels, weights)
+    batch = Batch(jnp.asarray(DRAW.normal(size=(24, 16)), jnp.float32), labels, weights)
+    batch = jax.tree.map(jnp.asarray, batch)
     models = (losses.as_function(linen), plain), (losses.as_function(of_nnx), params)
-    return *models, jax.tree.map(jnp.asarray, batch)
-
-
-def test_an_nnx_model_has_the_gradients_of_the_same_model_in_linen(both):
-    *models, batch = both
     with jax.default_matmul_precision("highest"):
         expected, found = (
             jax.jit(jax.grad(lambda p, f=f: losses.classification_loss(f)(p, batch, None)[0]))(
