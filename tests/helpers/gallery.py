@@ -196,6 +196,8 @@ PICTURES = {
     "attention_pairs": make(figures.attention_pairs, {"in order": PAIRS}, title="a mask"),
     "attention_pairs, step": make(figures.attention_pairs, {"x": PAIRS}, step=1, part="tile"),
     "block": make(figures.block, BLOCK, title="a block"),
+    "block, most": make(figures.block, BLOCK, most=6 * GIB, title="a block"),
+    "dependencies": make(figures.dependencies, {"causal": np.tri(4)}, x="key", y="query"),
     "explorer": lambda: explored().picture(),
     "explorer, first": lambda: explored(first={"GPUs": 64, "network": "slow"}).picture(),
     "formats": make(figures.formats, FORMATS),

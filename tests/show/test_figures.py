@@ -312,6 +312,7 @@ def branch(*chained):
         (lambda: figures.memory_levels({"HBM": []}), NOTHING),
         (lambda: figures.token_routing([], [], experts=2, capacity=1), NOTHING),
         (lambda: figures.block([]), NOTHING),
+        (lambda: figures.dependencies({}, x="key", y="query"), NOTHING),
         (lambda: figures.formats([]), NOTHING),
         (lambda: figures.gradient_histogram({"g": [0.0, np.nan]}, gallery.FLOAT16), NOTHING),
         (lambda: figures.hosts({"nobody": [[]]}), NOTHING),

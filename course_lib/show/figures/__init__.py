@@ -15,7 +15,7 @@ PICTURES = {
     "explorers": "explorer",
     "frames": "moving",
     "numbers": "formats gradient_histogram",
-    "positions": "attention_pairs memory_levels token_routing",
+    "positions": "attention_pairs dependencies memory_levels token_routing",
     "style": "PHASES use_style",
     "tapes": "tape",
     "timelines": "Lane lanes lanes_of_layers lanes_of_schedule lanes_of_step overlap schedule"

@@ -10,7 +10,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from course_lib.show.figures import style
 
 
-def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure:
+def block(
+    operations: Iterable[Mapping[str, Any]], *, most: int | None = None, title: str = ""
+) -> Figure:
     """Draws the operations of a block from top to bottom, and beside each the bytes that it
     saves for the backward pass. Dashed: what is computed again instead.
 
@@ -21,6 +23,7 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
         branch beside the residual stream, a chain from the first to the last. A row with
         "chained" False, such as a copy of the weights, is no part of the chain: it stands below
         it, after the last chained row of its part, in a grey box without arrows.
+      most: the bytes of the longest bar, for pictures with one scale. None: this picture's.
     """
     rows = [{"again": 0, "chained": True, **row} for row in operations]
     style.refuse_empty("operations", rows)
@@ -29,7 +32,7 @@ def block(operations: Iterable[Mapping[str, Any]], *, title: str = "") -> Figure
     figure, [flow, bars] = style.canvas(8.5, 1.0 + 0.42 * len(rows), heading=title, **beside)
     flow.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.9))
     flow.axis("off")
-    most = max(row["bytes"] + row["again"] for row in rows) or 1
+    most = most or max(row["bytes"] + row["again"] for row in rows) or 1
     for y, row in enumerate(rows):
         color, hatch = style.KINDS[row["part"]]
         flow.add_patch(_box(y, color if row["chained"] else None))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -53,6 +54,25 @@ def _draw_pairs(axes: Axes, pairs: list[dict[str, Any]], step: int | None) -> No
     axes.set(xticks=range(parts), yticks=range(parts), aspect="equal")
     axes.set(xlim=(-0.5, parts - 0.5), ylim=(parts - 0.5, -0.5))
     axes.grid(visible=False)
+
+
+def dependencies(matrices: Mapping[str, Any], *, x: str, y: str, title: str = "") -> Figure:
+    """Draws which of two positions depend on one another: a panel per matrix of booleans.
+
+    Args:
+      matrices: title of a panel -> matrix; entry (i, j) says that column j depends on row i.
+      x, y: what a column and a row is.
+    """
+    style.refuse_empty("matrices", list(matrices))
+    names = style.Look(titles=matrices, heading=title)
+    size, n = (3.5 * len(matrices), 3.9), len(matrices)
+    figure, panels = style.canvas(*size, columns=n, sharey=True, layout="compressed", **names)
+    for axes, matrix in zip(panels, matrices.values(), strict=True):
+        axes.imshow(matrix, cmap=ListedColormap(["white", style.color(0)]), vmin=0, vmax=1)
+        axes.set(xlabel=x)
+        axes.grid(visible=False)
+    panels[0].set_ylabel(y)
+    return figure
 
 
 def memory_levels(levels: Mapping[str, Sequence[Any]], *, title: str = "") -> Figure:
