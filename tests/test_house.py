@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import net
+
 from course_lib.program import settings
 
 ROOT = Path(__file__).parent.parent
@@ -232,3 +234,8 @@ def test_every_law_keeps_a_quick_case(request):
     assert {name for name, any_quick in quick.items() if not any_quick} <= listed
     written = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in sorted(listed) if f"def {name}(" not in written] == []
+
+
+def test_every_fault_of_the_net_can_be_put_into_the_code():
+    stale = {name: net.stale(fault) for name, fault in net.FAULTS.items()}
+    assert {name: why for name, why in stale.items() if why} == {}
