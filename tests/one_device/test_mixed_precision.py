@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course_lib.one_device import mixed_precision
+from course_lib.one_device import mixed_precision, rematerialization
 from course_lib.text.data import Batch
 
 
@@ -109,6 +109,8 @@ Static, Dynamic = mixed_precision.StaticLossScale, mixed_precision.DynamicLossSc
 
 BAD = [
     (lambda: mixed_precision.loss_scale("auto"), "loss_scale='auto'"),
+    (lambda: mixed_precision.policy("half"), "policy='half' must be one of"),
+    (lambda: rematerialization.policy("dot"), "remat_policy='dot' must be one of"),
     (lambda: mixed_precision.describe("int32"), "must be a floating dtype"),
     (lambda: Static(0.0), "value="),
     (lambda: Dynamic(factor=0.5), "factor=0.5"),
