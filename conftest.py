@@ -45,7 +45,8 @@ def compares(config):
 def own_fonts(config):
     """Gives the session's workers and kernels a cache of Matplotlib's fonts of their own.
 
-    One that another environment left names other files, and Matplotlib warns under a picture.
+    A cache that another environment wrote may name other files; then Matplotlib warns under a
+    picture.
     """
     folder = tempfile.mkdtemp(prefix="course_fonts_")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

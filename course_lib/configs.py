@@ -53,6 +53,8 @@ def preset(name: str) -> Callable[[Callable[[], ConfigDict]], Callable[[], Confi
     """Puts a function into `PRESETS`."""
 
     def enter(make: Callable[[], ConfigDict]) -> Callable[[], ConfigDict]:
+        if name in PRESETS:
+            raise ValueError(f"name={name!r} must be new: it is {PRESETS[name].__name__}")
         PRESETS[name] = make
         return make
 

@@ -30,11 +30,13 @@ def test_every_preset_can_work_and_still_learns_halfway(name):
         assert schedule(preset.training.steps // 2) > 0.01 * preset.optimizer.learning_rate
 
 
-def test_a_preset_is_a_copy_that_takes_no_misspelt_field():
+def test_a_preset_is_a_copy_that_takes_no_misspelt_field_and_no_second_one_of_its_name():
     configs.get("cpu").data.batch_size = 2
     assert configs.get("cpu").data.batch_size != 2
     with pytest.raises(AttributeError, match='Did you mean "num_layers"'):
         configs.get("cpu").model.num_layer = 2
+    with pytest.raises(ValueError, match="name='cpu' must be new: it is cpu"):
+        configs.preset("cpu")(lambda: configs.get("155m"))
 
 
 COSINE = {"optimizer.schedule": "warmup_cosine"}

@@ -2,6 +2,8 @@
 _sharding_test.py), for all of the library's.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,8 +59,7 @@ def test_an_optimizer_finds_the_minimum_of_a_quadratic_over_a_tuple_of_arrays(na
         assert jnp.abs(found - wanted).max() < 0.01
 
 
-FORMS = {
-    lambda rate: optimizers.get("adamw", rate): (),
+FORMS: dict = {functools.partial(made, name): () for name in optimizers.OPTIMIZERS} | {
     optimizer_memory.adamw_bf16: (),
     optimizer_memory.adamw_8bit: ("block_size", "stacks"),
     optimizers.muon: ("matrices", "stacks"),

@@ -89,8 +89,13 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
     if m.loss_chunks != 1:
         from course_lib.smaller_and_faster import large_vocabulary  # most models need it not
 
-        sizes = dict(tokens=seq_len, vocabulary=m.num_outputs)
-        large_vocabulary.check(m.loss_chunks, m.loss_along, **sizes, prefix="loss_")
+        large_vocabulary.check(
+            m.loss_chunks,
+            m.loss_along,
+            tokens=seq_len,
+            vocabulary=m.num_outputs,
+            prefix="loss_",
+        )
     yield from rematerialization.errors(m.remat_policy, names)
     if m.remat_policy != "nothing" and not remat:
         yield f"remat_policy={m.remat_policy!r} must be 'nothing' for remat=(): or fill remat"
@@ -100,5 +105,9 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
                 f"remat={remat} must hold {layers.NAMES[name]!r} or 'Block' for remat_names to"
                 f" hold {name!r}: a module that is not rematerialized keeps it anyway"
             )
-    asked = dict(dtype=m.dtype, softmax_dtype=m.softmax_dtype, head_dim=m.head_dim)
-    yield from attention.errors(m.attention, **asked)
+    yield from attention.errors(
+        m.attention,
+        dtype=m.dtype,
+        softmax_dtype=m.softmax_dtype,
+        head_dim=m.head_dim,
+    )

@@ -188,21 +188,21 @@ class DynamicLossScale(StaticLossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        value = self.smallest
+        if not self.growth_interval >= 1:
+            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"factor={self.factor} must be above 1 and finite: 2.0 is usual")
+        if not 0 < self.smallest <= self.largest < math.inf:
+            bounds = f"smallest={self.smallest}, largest={self.largest}"
+            raise ValueError(f"{bounds} must be 0 < smallest <= largest < infinity")
         # A number, not an array of a state. An int would change its dtype at the first update.
         if isinstance(self.value, float | int | np.number):
-            value = float(self.value)
-            object.__setattr__(self, "value", value)
-        if not (self.growth_interval >= 1 and 1 < self.factor < math.inf):
-            raise ValueError(
-                f"growth_interval={self.growth_interval} must be at least 1 step, and"
-                f" factor={self.factor} above 1 and finite: 2.0 is usual"
-            )
-        if not 0 < self.smallest <= value <= self.largest < math.inf:
-            raise ValueError(
-                f"value={value} must be from smallest={self.smallest} to largest={self.largest}"
-                ", both positive and finite: the next update would clip it to these bounds"
-            )
+            object.__setattr__(self, "value", float(self.value))
+            if not self.smallest <= self.value <= self.largest:
+                raise ValueError(
+                    f"value={self.value} must be from smallest={self.smallest} to"
+                    f" largest={self.largest}: the next update would clip it to these bounds"
+                )
 
     def update(self, finite: Bool[Array, ""]) -> "DynamicLossScale":
         """Returns the scale for the next step. If a gradient of this step was not finite, its

@@ -60,8 +60,8 @@ def dependencies(matrices: Mapping[str, Any], *, x: str, y: str, title: str = ""
     """Draws which of two positions depend on one another: a panel per matrix of booleans.
 
     Args:
-      matrices: title of a panel -> matrix; entry (i, j) says that column j depends on row i.
-      x, y: what a column and a row is.
+      matrices: title of a panel -> booleans [rows, columns]; (i, j): column j depends on row i.
+      x, y: labels of the axes: what a column is, and what a row is.
     """
     style.refuse_empty("matrices", list(matrices))
     names = style.Look(titles=matrices, heading=title)
