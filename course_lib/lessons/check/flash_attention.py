@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from course_lib.lessons.check.answers import close, equations
+from course_lib.lessons.check.answers import close, equations, programs_in
 from course_lib.lessons.check.exercises import (
     Function,
     Numbered,
@@ -35,19 +35,19 @@ class Pairs(Outcome):
 
     @functools.cached_property
     def pairs(self):
-        """The pairs (i, j), sorted, also of arrays of i and of j, as from `np.nonzero`."""
-        yours = self.result
-        if isinstance(yours, tuple | list) and len(yours) == 2:
-            if all(hasattr(one, "dtype") and np.ndim(one) == 1 for one in yours):
-                yours = np.transpose(yours)
+        """The pairs (i, j), sorted, also of all i and all j, as from `np.nonzero`."""
         try:
-            return sorted((int(i), int(j)) for i, j in yours)
+            yours = [tuple(map(int, one)) for one in self.result]
+            if len(yours) == 2 and len(yours[0]) != 2:
+                yours = zip(*yours, strict=True)
+            return sorted((i, j) for i, j in yours)
         except (TypeError, ValueError):
             return None
 
     at = property(lambda it: "With n={}, tile={}, window={}".format(*it.args))
     missing = property(lambda it: sorted(set(it.right) - set(it.pairs)))
     extra = property(lambda it: sorted(set(it.pairs) - set(it.right)))
+    outside = property(lambda it: [p for p in it.extra if not 0 <= min(p) <= max(p) < it.n])
     diagonal = property(lambda it: [pair for pair in it.missing if pair[0] == pair[1]])
     future = property(lambda it: [pair for pair in it.extra if pair[1] > pair[0]])
 
@@ -63,6 +63,7 @@ window_pairs = Function(
             lambda *sizes: 2 * pairs_in_window(*sizes),
             lambda it: len(it.pairs) != len(set(it.pairs)),
         ),
+        "outside": (change("max(0, ", "int("), lambda it: it.outside),
         "diagonal": (change("i + 1)", "i)"), lambda it: it.diagonal),
         "future": (change("i + 1)", "n)"), lambda it: it.future),
         "missing": (
@@ -98,7 +99,9 @@ query_gradient = Function(
     of_queries,
     cases=with_two_logsumexps,
     name="the gradient",
+    first=("several",),
     rows={
+        "several": (lambda *args: (args[0],), lambda it: isinstance(it.result, tuple | list)),
         "not finite": (
             change("exp(", "exp(-100 * "),
             lambda it: not np.isfinite(np.asarray(it.result)).all(),
@@ -189,6 +192,23 @@ def copied(*args):
     )(of_scores(PAST, *args[:-1]))
 
 
+def products_of_each(program):
+    """Counts the products that each cell computes, whatever its place in the grid."""
+    total = 0
+    for eqn in program.eqns:
+        if eqn.primitive.name not in ("cond", "while"):
+            inner = sum(map(products_of_each, programs_in(eqn)))
+            total += (eqn.primitive.name == "dot_general") + inner * eqn.params.get("length", 1)
+    return total
+
+
+def chosen_afterwards(_, count, step, dq):
+    """A loop over all tiles, which drops what the future ones add."""
+    for j in range(LENGTH // TILE):
+        dq = jnp.where(j < count, step(j, dq), dq)
+    return dq
+
+
 class Kernel(Outcome):
     """The gradient, and the kernel that computes it."""
 
@@ -200,12 +220,12 @@ class Kernel(Outcome):
 
     num_kernels = property(lambda it: len(it.kernels))
     grid = property(lambda it: it.kernels[0].params["grid_mapping"].grid)
+    body = property(lambda it: it.kernels[0].params["jaxpr"])
     has_products = property(
-        lambda it: any(
-            eqn.primitive.name == "dot_general"
-            for eqn in equations(it.kernels[0].params["jaxpr"])
-        )
+        lambda it: any(eqn.primitive.name == "dot_general" for eqn in equations(it.body))
     )
+    # three for each tile of keys, whichever cell it is
+    visits_all = property(lambda it: products_of_each(it.body) >= 3 * LENGTH // TILE)
     numbers = property(lambda it: np.asarray(it.result))
     empty = property(lambda it: np.flatnonzero(np.isnan(it.numbers).all(1)))
     num_empty = property(lambda it: len(it.empty))
@@ -227,6 +247,7 @@ gradient_kernel = Function(
     "gradient_kernel",
     kernel,
     cases=causal_head,
+    name="the gradient",
     outcome=Kernel,
     rows={
         "kernels": (without_a_kernel, lambda it: it.num_kernels != 1),
@@ -234,7 +255,6 @@ gradient_kernel = Function(
             change("grid=(L // tile,)", "grid=(2,)"),
             lambda it: it.grid != (LENGTH // TILE,),
         ),
-        "shape": lambda *args: kernel(*args).sum(1),
         "empty": (change("dq_ref[...] =", "dq ="), in_case(0, lambda it: it.num_empty)),
         "no products": (copied, lambda it: not it.has_products),
         "not divided": change(":] * scale\n", ":]\n"),
@@ -253,8 +273,11 @@ gradient_kernel = Function(
         "no delta": change(" - delta_ref[...][:, None]", ""),
         "a tile": (change("i * tile + jnp.arange", "jnp.arange"), in_case(0)),
         "future": (
-            change("(0, i + 1,", "(0, L // tile,"),
-            lambda it: it.case == 1 and not it.finite,
+            [
+                change("(0, i + 1,", "(0, L // tile,"),
+                change("jax.lax.fori_loop(0, i", "chosen_afterwards(0, i"),
+            ],
+            lambda it: it.visits_all or (it.case == 1 and not it.finite),
         ),
     },
 )
@@ -289,7 +312,7 @@ class Tiles(Numbered):
 
     def is_power(self, name):
         tile = self.yours[name]
-        return tile == int(tile) > 0 and int(tile).bit_count() == 1
+        return np.isfinite(tile) and tile == int(tile) > 0 and int(tile).bit_count() == 1
 
 
 largest_tiles = Numbers(

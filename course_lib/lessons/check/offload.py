@@ -25,15 +25,15 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 def bytes_per_parameter():
     params = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
     optimizers = {"adam": optax.adam(1e-3), "momentum": optax.sgd(0.1, momentum=0.9)}
-    return {n: 2 * offload.bytes_each_way(o, params) / 1000 for n, o in optimizers.items()}
+    return {f"with_{n}": 2 * offload.bytes_each_way(o, params) / 1000 for n, o in optimizers.items()}
 
 
 streamed_bytes = Numbers(
     "streamed_bytes",
     bytes_per_parameter,
     rows={
-        "adam": {"one direction": 8, "parameters": 24, "Adam": ...},
-        "momentum": {"momentum there": 4, "momentum and parameters": 16, "Momentum": ...},
+        "with_adam": {"one direction": 8, "parameters": 24, "Adam": ...},
+        "with_momentum": {"momentum there": 4, "momentum and parameters": 16, "Momentum": ...},
     },
 )
 

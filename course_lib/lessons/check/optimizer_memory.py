@@ -111,7 +111,7 @@ lion_8bit = Function(
         ),
         "no sign": (change("jnp.sign", ""), lambda it: it.moves_by(0.9, jnp.asarray)),
         "another": (change("jnp.sign", "-jnp.sign"), lambda it: not it.moves_by(0.9)),
-        "bytes": (change("optimizer_memory.quantize", ""), lambda it: it.stored >= 1.1),
+        "bytes": (change("optimizer_memory.quantize", ""), lambda it: it.stored >= 1.5),
         "not quantized": (
             change("optimizer_memory.quantize(momentum)", "momentum.astype(jnp.int8)"),
             lambda it: not isinstance(it.new, optimizer_memory.Quantized),
