@@ -25,7 +25,9 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 def bytes_per_parameter():
     params = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
     optimizers = {"adam": optax.adam(1e-3), "momentum": optax.sgd(0.1, momentum=0.9)}
-    return {f"with_{n}": 2 * offload.bytes_each_way(o, params) / 1000 for n, o in optimizers.items()}
+    return {
+        f"with_{n}": 2 * offload.bytes_each_way(o, params) / 1000 for n, o in optimizers.items()
+    }
 
 
 streamed_bytes = Numbers(
