@@ -39,7 +39,7 @@ class Pairs(Outcome):
         try:
             yours = [tuple(map(int, one)) for one in self.result]
             if len(yours) == 2 and len(yours[0]) != 2:
-                yours = zip(*yours, strict=True)
+                yours = list(zip(*yours, strict=True))
             return sorted((i, j) for i, j in yours)
         except (TypeError, ValueError):
             return None
