@@ -95,10 +95,10 @@ class Momentum(Outcome):
 
 
 class OnHost(Function):
-    """JAX 0.7.2 leaves all arrays on a CPU in one memory; later ones add none from both."""
+    """JAX 0.7.2 leaves all arrays on a CPU in one memory."""
 
     unreachable = frozenset(
-        {"forgotten", "parameters moved"} if offload.why_unavailable() else {"not fetched"}
+        {"forgotten", "parameters moved"} if offload.why_unavailable() else ()
     )
 
 
@@ -115,10 +115,6 @@ streamed_momentum = OnHost(
         "parameters moved": (
             change("return p, m", "return jax.device_put(p, HOST), m"),
             lambda it: it.is_on_host(0),
-        ),
-        "not fetched": (
-            change("jax.device_put(m, DEVICE)", "m"),
-            lambda it: not it.moves["device"],
         ),
         "forgotten": (
             change("jax.device_put(m, HOST)", "(jax.device_put(m, HOST), m)[1]"),

@@ -113,6 +113,10 @@ def in_a_python_loop(w, x):
     return jnp.sum(x**2)
 
 
+def checkpoint_of_the_tanh(w, x):
+    return scan_loss(w, x, tanh=jax.checkpoint(jnp.tanh))
+
+
 def before_the_tanh(w, x):
     """Carries the product, so that the scan has one layer less."""
     z, _ = jax.lax.scan(lambda z, w: (jnp.tanh(z) @ w, None), x @ w[0], w[1:])
@@ -137,13 +141,9 @@ stack_less = Function(
             jax.checkpoint(scan_loss),
             lambda it: it.after >= it.before and it.around_the_scan,
         ),
-        "outside": (
-            lambda w, x: scan_loss(w, x, tanh=jax.checkpoint(jnp.tanh)),
-            lambda it: it.after >= it.before and it.checkpoints,
-        ),
-        "as much": (scan_loss, lambda it: it.after >= it.before),
+        "as much": (scan_loss, lambda it: it.after >= it.before and not it.checkpoints),
         "nothing": (in_a_python_loop, lambda it: it.after == 0),
-        "more": (before_the_tanh, lambda it: it.after > it.least),
+        "more": ([before_the_tanh, checkpoint_of_the_tanh], lambda it: it.after > it.least),
     },
 )
 
