@@ -245,6 +245,7 @@ smallest_number_of_minibatches = OrNone(
             (5.1, 5e8, 96),
             (21, 2**27, 64),  # fits exactly, and with one gradient only
             (6.5, 2**27, 64),  # exactly with 4
+            (20.6, 100e6, 64),  # with no gradient, one minibatch would fit
             (1, 100e6, 64),
         )
     ],
@@ -271,7 +272,7 @@ smallest_number_of_minibatches = OrNone(
             lambda it: not it.is_none and it.is_smaller and it.has_one,
         ),
         "too much and forgotten": (
-            change("gradients + ", ""),
+            [change("gradients + ", ""), change("min(M, 2)", "(2 if M > 1 else 0)")],
             lambda it: not it.is_none and it.is_smaller and it.has_none,
         ),
         "too much": (lambda *sizes: 1, lambda it: not it.is_none and it.is_smaller),

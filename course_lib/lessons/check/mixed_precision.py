@@ -261,8 +261,8 @@ stochastic_round = Function(
     rows={
         "dtype": (change("jnp.bfloat16", "jnp.float32"), lambda it: it.dtype != jnp.bfloat16),
         "too far": (
-            change(">> 16", ">> 15"),
-            lambda it: it.case < 2 and it.off.max() >= it.gap,
+            [change(">> 16", ">> 15"), change(" >> 16", "")],
+            lambda it: it.case < 2 and not it.off.max() < it.gap,  # NaN, too
         ),
         "all alike": (
             [

@@ -63,7 +63,7 @@ def submit(
         of_this_gpu = [one for one in scoreboard.add(submission) if one.gpu == gpu]
         table(of_this_gpu, gpu)
         if program.recomputed:
-            print(f"{program.recomputed}.")
+            print(f"In addition, {program.recomputed}.")
         print(f"Hint: {hints.hint(submission, program, of_this_gpu[:-1])}")
         _show(picture(of_this_gpu, gpu))
     except WrongAnswer as wrong:
@@ -93,7 +93,7 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
             "peak GiB": one.peak / GIB,
             "fits": "yes" if one.fits else "no",
             "attainable ms": 1e3 * one.seconds,
-            "extra FLOPs %": 100 * one.extra_flops,
+            "your extra FLOPs %": 100 * one.extra_flops,
             "host MiB per step": one.host_bytes / MIB,
             "optimizer": _optimizer(one),
         }
@@ -106,7 +106,7 @@ def table(submissions: Sequence[Score], gpu: str) -> None:
     notebook.table(
         [*({**empty, **target} for target in targets), *rows],
         title=f"One step on an {hardware.get(gpu).title}, which fits in {memory}:",
-        formats={"peak GiB": ".1f", "attainable ms": ".0f", "extra FLOPs %": ".0f"},
+        formats={"peak GiB": ".1f", "attainable ms": ".0f", "your extra FLOPs %": ".0f"},
     )
 
 

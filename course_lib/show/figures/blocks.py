@@ -14,7 +14,7 @@ def block(
     operations: Iterable[Mapping[str, Any]], *, most: int | None = None, title: str = ""
 ) -> Figure:
     """Draws the operations of a block from top to bottom, and beside each the bytes that it
-    saves for the backward pass. Dashed: what is computed again instead.
+    keeps for the backward pass. Dashed: what is computed again instead.
 
     Args:
       operations: mappings with "part" (a kind of `measure.tape.KINDS`, such as "attention"),
@@ -48,11 +48,14 @@ def block(
             text += f", {style.size(row['again'])} recomputed"
         style.write(bars, text, row["bytes"] + row["again"], y)
     for first, last, end in branches:
+        part = style.Look(color=style.KINDS[rows[first]["part"]][0], rotation=90, weight="bold")
+        flow.text(0, (first + last) / 2, rows[first]["part"], ha="center", va="center", **part)
         flow.add_patch(_arrow((0.12, first - 0.75), (0.12, end + 0.75)))
         flow.add_patch(_arrow((0.12, first - 0.5), (0.3, first)))
         flow.add_patch(_arrow((0.3, last), (0.12, last + 0.55)))
         flow.text(0.06, last + 0.5, "+", ha="center", va="center", fontsize=12)
-    bars.set(xlim=(0, 1.45 * most), xticks=[], xlabel="saved for the backward pass")
+    bars.set(xlim=(0, 1.45 * most), xticks=[], xlabel="kept for the backward pass")
+    bars.xaxis.set_label_position("top")
     bars.tick_params(left=False, labelleft=False)
     bars.grid(visible=False)
     bars.spines[["left", "bottom"]].set_visible(False)

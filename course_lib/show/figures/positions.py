@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -61,6 +62,7 @@ def dependencies(matrices: Mapping[str, Any], *, x: str, y: str, title: str = ""
 
     Args:
       matrices: title of a panel -> booleans [rows, columns]; (i, j): column j depends on row i.
+        A ring marks each place where an earlier column depends on a later row.
       x, y: labels of the axes: what a column is, and what a row is.
     """
     style.refuse_empty("matrices", list(matrices))
@@ -69,6 +71,8 @@ def dependencies(matrices: Mapping[str, Any], *, x: str, y: str, title: str = ""
     figure, panels = style.canvas(*size, columns=n, sharey=True, layout="compressed", **names)
     for axes, matrix in zip(panels, matrices.values(), strict=True):
         axes.imshow(matrix, cmap=ListedColormap(["white", style.color(0)]), vmin=0, vmax=1)
+        rows, columns = np.nonzero(np.tril(matrix, -1))
+        axes.plot(columns, rows, "o", fillstyle="none", color=style.color(1), markersize=14)
         axes.set(xlabel=x)
         axes.grid(visible=False)
     panels[0].set_ylabel(y)
