@@ -34,7 +34,7 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, processes, room, settings
+from course_lib.program import journal, observe, preemption, processes, room, settings, trained
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.text import data, loading
 
@@ -129,16 +129,13 @@ def train(
         )
         saved = restore(checkpoints, folder, inputs)
         if config.run.weights and not saved:
-            from course_lib.program import trained  # most runs do not need it
-
             try:
                 trained.check(config, inputs.tokenizer)
             except ValueError as error:
                 raise Refused(str(error)) from None
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
-        options = dict(log_every=config.run.log_every, writes=first)
-        book = stack.enter_context(journal.Journal(folder, after, total, **options))
+        book = stack.enter_context(journal.Journal(folder, after, total, writes=first))
         if first:
             settings.write(config, folder, inputs.tokenizer)
         if saved:
@@ -274,8 +271,6 @@ class Loop:
             with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
                 if config.run.weights:
-                    from course_lib.program import trained
-
                     self.state = trained.begin(self.state, config)
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)

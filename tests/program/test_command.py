@@ -148,7 +148,7 @@ MISTAKES = [
         "--coordinator here:1",
         "coordinator='here:1', process=None, processes=None must be given",
     ),
-    ("--dry-run --target abacus", "--target abacus must be one of t4, "),
+    ("--dry-run --target abacus", "name='abacus' must be an accelerator of the table: t4, "),
     ("--preset 80gb --dry-run --target t4", "model.attention='xla' cannot run on NVIDIA T4: "),
     (f"--run {__file__}", f"folder={__file__!r} must be a folder, and"),
     (f"--run {__file__}/run", "folder="),
