@@ -196,7 +196,7 @@ def prepare(
         tokens = {split: data.tokens(split, corpus, tokenizer) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
         # An error in the validation text should come now, not at the first validation.
-        observe.validation_batches(tokens["validation"], config)
+        observe.validation_batches(observe.validated(tokens["validation"], config), config)
         text = {split: loading.identity(tokens[split]) for split in tokens}
         if jax.process_index() == 0:
             stack.enter_context(files.locked(folder))

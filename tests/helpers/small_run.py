@@ -85,11 +85,11 @@ def stored_configuration(folder):
     return settings.complete(json.loads((folder / "config.json").read_text()))
 
 
-def final_state(folder):
+def final_state(folder, builder=None):
     """Restores the newest checkpoint of a run on one device."""
     from course_lib.program import checkpoints, loop
 
-    run, _ = loop.build(stored_configuration(folder), one_device())
+    run, _ = (builder or loop.build)(stored_configuration(folder), one_device())
     with contextlib.closing(checkpoints.Checkpoints(folder / "checkpoints")) as found:
         return found.restore(run.abstract()[0])
 
@@ -103,14 +103,14 @@ def numbers(leaf):
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-def assert_same_run(folder, other, written=("metrics.jsonl", "samples.jsonl")):
+def assert_same_run(folder, other, written=("metrics.jsonl", "samples.jsonl"), builder=None):
     """Compares files and the last checkpoint of two runs bit for bit."""
     import jax
     import numpy as np
 
     for name in written:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
-    first, second = map(final_state, (folder, other))
+    first, second = (final_state(each, builder) for each in (folder, other))
     if written:
         assert first.data_state == second.data_state and first.loss == second.loss
     assert first.step == second.step
@@ -166,18 +166,6 @@ def steps_end_with(monkeypatch, change):
         return dataclasses.replace(run, train_step=step), place
 
     monkeypatch.setattr(loop, "build", built)
-
-
-def calls(monkeypatch, *functions):
-    """Returns the names of functions, given as (owner, name), as they are called."""
-    called = []
-
-    def noted(name, real):
-        return lambda *given, **named: (called.append(name), real(*given, **named))[1]
-
-    for owner, name in functions:
-        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    return called
 
 
 @contextlib.contextmanager

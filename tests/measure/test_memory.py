@@ -17,25 +17,13 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
+from shapes import DEVICES, array, needs_virtual, place
 from slow_cases import slow
 
 from course_lib.measure import GIB, MIB, gib, heap, ledger, memory, tape, traffic, virtual
 
-NO_VIRTUAL = virtual.why_unavailable()
-A5000 = pytest.param(
-    "a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
-)
 N, B, D, F = 4, 512, 128, 512
 FLOAT32 = 4
-
-
-def place(tree, device):
-    """The tree's shapes, on this machine's device or on a virtual one."""
-    return tree if device == "here" else virtual.abstract(tree, virtual.devices(device)[0])
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def step(weights, x):
@@ -60,9 +48,6 @@ BATCH_BYTES = B * D * FLOAT32
 @functools.cache
 def measured_heap(device):
     return heap(jax.jit(step, donate_argnums=0).lower(*place((WEIGHTS, array(B, D)), device)))
-
-
-DEVICES = pytest.mark.parametrize("device", ["here", A5000])
 
 
 @DEVICES
@@ -178,7 +163,7 @@ def test_all_instruments_read_one_compilation(monkeypatch):
         assert read(lowered) == read(found) == read(found.compiled)
 
 
-@pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
+@needs_virtual
 def test_offloaded_activations_are_counted_in_the_hosts_memory():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from shapes import array, needs_virtual
 
 from course_lib import measure
 from course_lib.measure import hardware, virtual
@@ -19,12 +20,6 @@ from course_lib.one_device import buffer_donation
 from course_lib.own_step import changes, command, costs, reading
 
 ROOT = Path(__file__).parents[2]
-WHY_NOT = virtual.why_unavailable()
-needs_virtual = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-
-
-def array(*shape, dtype=jnp.float32, sharding=None):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def loss(params, x):

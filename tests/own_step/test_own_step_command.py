@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from shapes import needs_virtual
 
 from course_lib import measure
 from course_lib.measure import virtual
 from course_lib.own_step import command
 
 ROOT = Path(__file__).parents[2]
-WHY_NOT = virtual.why_unavailable()
-needs_virtual = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +53,11 @@ def test_the_error_of_a_prediction_is_the_one_that_was_measured():
 
 
 HEAD = "import jax, jax.numpy as jnp\nx = jnp.ones((8, 8))\ndef make_step():\n    return "
+MESH = (
+    "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
+    "def make_step():\n"
+    "    cut = NamedSharding(jax.make_mesh((2,), ('data',)), P('data'))\n"
+)
 BAD = {
     "no function": ("", "my_step.py", "my_step.py must be FILE.py:FUNCTION or MODULE:FUNCTION"),
     "no file": ("", "none.py:make_step", "none.py: there is no such file in "),
@@ -63,7 +67,6 @@ BAD = {
         "importing nothing.here raised ModuleNotFoundError: No module named 'nothing'",
     ),
     "another name": (HEAD + "0", "my_step.py:step", "has no function step; it has make_step"),
-    "an import that fails": ("1 / 0", "", "importing .* raised ZeroDivisionError"),
     "a script": ("import sys; sys.exit(3)", "", "importing .* raised SystemExit: 3"),
     "a make_step that raises": (HEAD + "1 / 0", "", r"make_step\(\) raised ZeroDivisionError"),
     "no arguments": (
@@ -100,25 +103,14 @@ BAD = {
         "",
         "argument x holds a numpy.ndarray",
     ),
-    "a partial that raises": (
-        "import functools\ndef f(n): return 1 / n\nmake_step = functools.partial(f, 0)",
-        "",
-        r"make_step\(\) raised ZeroDivisionError",
-    ),
     "this machine's mesh": (
-        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "def make_step():\n"
-        "    cut = NamedSharding(jax.make_mesh((2,), ('data',)), P('data'))\n"
-        "    shape = jax.ShapeDtypeStruct((8,), 'float32', sharding=cut)\n"
+        MESH + "    shape = jax.ShapeDtypeStruct((8,), 'float32', sharding=cut)\n"
         "    return jax.jit(jax.numpy.sin, in_shardings=cut), shape",
         "--devices=2",
         "compiling sin: it names this machine's devices: make its mesh of the parameter",
     ),
     "another mesh than its jit's": (
-        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "def make_step():\n"
-        "    cut = NamedSharding(jax.make_mesh((2,), ('data',)), P('data'))\n"
-        "    shape = jax.ShapeDtypeStruct((8,), 'float32')\n"
+        MESH + "    shape = jax.ShapeDtypeStruct((8,), 'float32')\n"
         "    return jax.jit(jax.numpy.sin, out_shardings=cut), shape",
         "--devices=2",
         "compiling sin: it names this machine's devices: make its mesh of the parameter",
@@ -146,10 +138,7 @@ BAD = {
         "--devices 2: no argument, in_shardings or out_shardings name a mesh of 2",
     ),
     "another mesh": (
-        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "mesh = jax.make_mesh((2,), ('data',))\ndef make_step():\n"
-        "    return jax.numpy.sin, jax.ShapeDtypeStruct((8,), 'float32',"
-        " sharding=NamedSharding(mesh, P('data')))",
+        MESH + "    return jax.numpy.sin, jax.ShapeDtypeStruct((8,), 'float32', sharding=cut)",
         "--devices=4",
         "--devices 4: an argument is on a mesh of 2 devices; add --devices 2",
     ),

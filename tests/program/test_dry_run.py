@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from shapes import needs_virtual
 from slow_cases import slow
 
 from course_lib import configs, measure, planner
@@ -15,9 +16,6 @@ from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.models import attention
 from course_lib.program import dry_run, loop, settings
-
-WHY_NOT = virtual.why_unavailable()
-needs_virtual = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def tiny(**changes):
@@ -181,20 +179,3 @@ def test_what_the_compiler_refuses_is_said_in_one_line(monkeypatch):
         ValueError, match=r"^target='t4': its compiler refuses the step: UNIMPLEMENTED: [^\n]+$"
     ):
         dry_run.dry_run(whole, "t4", 1)
-
-
-@pytest.mark.skipif(WHY_NOT is None, reason="this machine can compile for GPUs")
-def test_without_the_compiler_it_says_why():
-    with pytest.raises(virtual.NoCompiler, match="no virtual devices of name='h100' here"):
-        dry_run.dry_run(tiny(), "h100", 2)
-
-
-def test_a_mistake_is_refused_before_anything_is_compiled():
-    on_t4 = {"model.dtype": "bfloat16", "model.attention": "xla"}
-    for changes, target, count, told in (
-        ({}, "abacus", 2, "name='abacus' must be an accelerator"),
-        ({}, "h100", 12, "count=12 must be a number of .* take 8 or 16"),
-        (on_t4, "t4", 1, "'xla' cannot run on NVIDIA T4: .* use 'reference' or 'blocks'"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            dry_run.dry_run(tiny(**changes), target, count)

@@ -16,7 +16,6 @@ import pytest
 from programs import LARGE
 from small_run import (
     assert_same_losses,
-    calls,
     configuration,
     corpus,
     losses,
@@ -52,24 +51,6 @@ def test_what_is_done_is_not_done_again(text, at, capsys):
     assert "goes on after step 40 of 40\n" in capsys.readouterr().err
     assert before == {name: (folder / name).read_bytes() for name in WRITTEN}
     assert stored_configuration(folder).training.steps == 5
-
-
-def test_before_the_first_step_a_run_is_checked_once_and_built_once(
-    text, tmp_path, monkeypatch
-):
-    class Begins(Exception):
-        pass
-
-    def begins(*_):
-        raise Begins
-
-    whole = configuration(text, data__batch_size=8)  # of a batch that no other test builds
-    of_training = [(training, n) for n in ("check", "functions", "make_train_step")]
-    called = calls(monkeypatch, (settings, "check"), *of_training)
-    monkeypatch.setattr(loop, "Loop", begins)
-    with pytest.raises(Begins):
-        loop.train(whole, tmp_path, one_device())
-    assert called == ["check", "functions", "make_train_step"]
 
 
 def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
