@@ -1,18 +1,9 @@
-"""A training run that is over in a second or two, for the tests of the program.
-
-`python small_run.py` forks a process for each line that it reads, {"program", "arguments",
-"environ", "log"} in JSON, and says its number: JAX starts in the fork, but nothing is imported
-anew. For a line with a process's number it waits for that one, and says its exit code.
-"""
+"""A training run that is over in a second or two, for the tests of the program."""
 
 import contextlib
 import dataclasses
 import json
-import os
 import resource
-import runpy
-import signal
-import sys
 
 from course_lib import configs
 from course_lib.program import settings
@@ -177,31 +168,3 @@ def full_disk(size=1):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def serve():
-    import jax
-
-    from course_lib.program import dry_run, loop  # noqa: F401  all that the command imports
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_disable_most_optimizations", True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if isinstance(asked, int):
-            print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
-        elif child := os.fork():
-            print(child, flush=True)
-        else:
-            log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ.update(asked["environ"])
-            sys.argv[1:] = asked["arguments"]
-            runpy.run_module(asked["program"], run_name="__main__")
-            sys.exit()
-
-
-if __name__ == "__main__":
-    serve()

@@ -8,8 +8,8 @@ import signal
 
 import jax
 import pytest
-from forked import LAUNCHERS, Server
 from small_run import corpus, train
+from started import LAUNCHERS, Programs
 
 from course_lib.program import journal, loop, room
 
@@ -92,8 +92,6 @@ def no_launcher(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def server(programs_kept, tmp_path_factory):
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork here")
-    with Server.started(tmp_path_factory.mktemp("server"), programs_kept) as server:
-        yield server
+def programs(tmp_path_factory):
+    with Programs(tmp_path_factory.mktemp("programs")) as programs:
+        yield programs

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from forked import until
 from slow_cases import slow
 from small_run import (
     assert_same_losses,
@@ -22,6 +21,7 @@ from small_run import (
     steps_end_with,
     train,
 )
+from started import until
 
 from course_lib import training
 from course_lib.program import journal, loop, preemption
