@@ -5,8 +5,11 @@ import dataclasses
 import json
 import resource
 
+import jax
+import numpy as np
+
 from course_lib import configs
-from course_lib.program import settings
+from course_lib.program import checkpoints, journal, loop, settings
 
 # A program that is killed while it keeps a compiled one leaves a part of it: the next one says
 # so, and compiles it itself.
@@ -61,14 +64,10 @@ def arguments(corpus, run, devices, *changes):
 
 
 def one_device():
-    import jax
-
     return jax.devices("cpu")[:1]
 
 
 def train(corpus, folder, devices=None, **changes):
-    from course_lib.program import loop
-
     return loop.train(configuration(corpus, **changes), folder, devices or one_device())
 
 
@@ -78,8 +77,6 @@ def stored_configuration(folder):
 
 def final_state(folder, builder=None):
     """Restores the newest checkpoint of a run on one device."""
-    from course_lib.program import checkpoints, loop
-
     run, _ = (builder or loop.build)(stored_configuration(folder), one_device())
     with contextlib.closing(checkpoints.Checkpoints(folder / "checkpoints")) as found:
         return found.restore(run.abstract()[0])
@@ -87,18 +84,12 @@ def final_state(folder, builder=None):
 
 def numbers(leaf):
     """Returns an array, or the numbers of a random key, in NumPy."""
-    import jax
-    import numpy as np
-
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def assert_same_run(folder, other, written=("metrics.jsonl", "samples.jsonl"), builder=None):
     """Compares files and the last checkpoint of two runs bit for bit."""
-    import jax
-    import numpy as np
-
     for name in written:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
     first, second = (final_state(each, builder) for each in (folder, other))
@@ -113,8 +104,6 @@ def losses(folder, ends):
     """Returns the mean training losses up to each of some steps, of lines that may be of fewer
     steps each.
     """
-    from course_lib.program import journal
-
     means, total, before = [], 0.0, 0
     for step, loss in journal.pairs(journal.read(folder), "loss"):
         total, before = total + loss * (step - before), step
@@ -126,10 +115,6 @@ def losses(folder, ends):
 
 def assert_same_losses(folder, other, rtol=1e-4):
     """Compares losses of programs that round in another order and may have ended in between."""
-    import numpy as np
-
-    from course_lib.program import journal
-
     expected = journal.read(other)
     ends = [step for step, _ in journal.pairs(expected, "loss")]
     # Adam divides what rounding has changed
@@ -144,8 +129,6 @@ def assert_same_losses(folder, other, rtol=1e-4):
 
 def steps_end_with(monkeypatch, change):
     """Has `change` make something else of the state and the metrics that a step returns."""
-    from course_lib.program import loop
-
     build = loop.build
 
     def built(*given):

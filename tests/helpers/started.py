@@ -37,13 +37,9 @@ class Started(subprocess.Popen):
     """A process with its output in a file."""
 
     def __init__(self, command, env, log):
-        def by_hand():  # a shell's background ignores it
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
         self.log = log
         with log.open("w") as file:
-            output = dict(stdout=file, stderr=file, start_new_session=True)
-            super().__init__(command, env=env, preexec_fn=by_hand, **output)
+            super().__init__(command, env=env, stdout=file, stderr=file, start_new_session=True)
 
     def said(self):
         return self.log.read_text()

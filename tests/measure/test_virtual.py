@@ -210,14 +210,6 @@ def test_an_unknown_accelerator_is_refused(ask):
         ask("a500")
 
 
-def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
-    monkeypatch.setattr(virtual, "why_unavailable", lambda name: "it rains")
-    with pytest.raises(
-        virtual.NoCompiler, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"
-    ):
-        virtual.devices("a5000")
-
-
 @pytest.mark.parametrize(
     ("what", "value", "reason"),
     [

@@ -14,7 +14,9 @@ from started import LAUNCHERS, Programs
 from course_lib.program import journal, loop, room
 
 _BUILT = {}
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
+# Under nohup and in a shell's background, these would be ignored, in other processes, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
