@@ -1,4 +1,4 @@
-"""Reads the memory of a step over its instructions, and the arrays alive at the peak.
+"""Reads the arrays that are alive at the peak of a step's memory.
 
 While it compiles, XLA gives every array a place in memory. TensorBoard's memory viewer
 (https://openxla.org/xprof/memory_viewer) shows this plan, and `xprof`, the converter behind the
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
@@ -50,9 +49,6 @@ class Heap:
     """The memory of one device while it runs a program."""
 
     peak: int  # the most bytes that are in use at one moment
-    # bytes in use at each instruction, in the order of the program (not in time). A loop's body
-    # occurs once; a program without temporaries has one point
-    timeline: np.ndarray
     arrays: tuple[LiveArray, ...]  # alive at the peak, largest first; they add up to it
     program: Program = dataclasses.field(repr=False)  # for the other instruments
 
@@ -75,11 +71,8 @@ def heap(step: Any) -> Heap:
     module = program.module
     made = {name: origin.source(i) for name, i in module.instructions.items()}
     made |= origin.stacked(module)
-    # Without temporaries there is nothing to play through.
-    sizes = record.get("heapSizes", [record["peakHeapMib"]])
-    timeline = np.round(np.array(sizes) * MIB).astype(np.int64)
     arrays = tuple(_live_array(entry, made, module) for entry in record["maxHeapBySize"])
-    return Heap(int(timeline.max()), timeline, arrays, program)
+    return Heap(round(record["peakHeapMib"] * MIB), arrays, program)
 
 
 def memory_viewer(record: pathlib.Path) -> dict[str, Any]:
