@@ -203,6 +203,7 @@ ALWAYS_SLOW = {
         test_a_run_killed_at_random_moments_is_bit_for_bit_one_that_was_never_killed
         test_the_program_under_a_launcher_has_the_losses_of_one_process
         test_if_a_process_is_killed_or_silent_the_other_ends_in_time_and_says_why
+        test_it_works_where_jax_was_started_before_the_import
         test_slurm_runs_the_batch_script""",
     "a record or a published number is compiled again; quick tests read the record": """
         test_compiled_memory_is_within_12_percent_of_the_published

@@ -51,6 +51,7 @@ class Journal:
         after: int,
         total: int,
         *,
+        log_every: int = 1,
         writes: bool = True,
     ):
         """Opens the files, and removes the lines of steps later than `after`, the restored one
@@ -60,6 +61,7 @@ class Journal:
         if not writes:
             return
         self._folder, self._shown = pathlib.Path(folder), -math.inf
+        self._log_every, self._times = log_every, 1
         shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
         self._bar: tqdm = tqdm(initial=after, total=total, **shown)
         self._files: dict[str, IO[bytes]] = {}
@@ -157,8 +159,9 @@ class Journal:
                 report(self._folder)
 
     def show(self, step: int, text: str, more: str = "", seconds: float | None = None) -> None:
-        """Moves the bar to a step; without a terminal, prints a line, with `more`, at the end
-        and at most every `QUIET` seconds. `seconds`: of a step, to say how many are left.
+        """Moves the bar to a step; without a terminal, prints a line, with `more`, `QUIET`
+        seconds or more after the one before, at multiples of `log_every` times 1, 2, 5, 10,
+        ..., and at the end. `seconds`: of a step, to say how many are left.
         """
         if not self._writes:
             return
@@ -166,7 +169,12 @@ class Journal:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
             return
-        if step < self._bar.total and time.monotonic() - self._shown < QUIET:
+        last, soon = step == self._bar.total, time.monotonic() - self._shown < QUIET
+        if step % (self._log_every * self._times) and not last:
+            return
+        if soon and not last:
+            again = str(self._times).startswith("2")
+            self._times = self._times * 5 // 2 if again else self._times * 2
             return
         left = (self._bar.total - step) * (seconds or 0.0)
         text += more + f", {tqdm.format_interval(left)} left" * bool(left)

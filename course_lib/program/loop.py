@@ -135,7 +135,8 @@ def train(
                 raise Refused(str(error)) from None
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
-        book = stack.enter_context(journal.Journal(folder, after, total, writes=first))
+        options = dict(log_every=config.run.log_every, writes=first)
+        book = stack.enter_context(journal.Journal(folder, after, total, **options))
         if first:
             settings.write(config, folder, inputs.tokenizer)
         if saved:

@@ -149,6 +149,13 @@ def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu(monkeypa
 
 
 @needs_virtual
+@pytest.mark.slow
+def test_it_works_where_jax_was_started_before_the_import():
+    run = run_alone("import jax; jax.devices()" + COMPILE)
+    assert (run.returncode, run.stdout) == (0, "2\n")
+
+
+@needs_virtual
 def test_nothing_is_written_to_the_screen_not_even_of_the_persistent_cache(tmp_path):
     """Virtual programs lie in a full cache, and cannot be loaded from there: JAX warns."""
     cache = {

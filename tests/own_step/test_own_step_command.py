@@ -53,7 +53,7 @@ def test_the_error_of_a_prediction_is_the_one_that_was_measured():
 
 
 HEAD = """
-import jax, jax.numpy as jnp, numpy
+import functools, jax, jax.numpy as jnp, numpy
 from jax.sharding import NamedSharding, PartitionSpec
 class Tensor:
     shape, dtype = (8,), "torch.float32"
@@ -62,6 +62,7 @@ def cut():
     return NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
 def shape(place=None):
     return jax.ShapeDtypeStruct((8,), "float32", sharding=place)
+nameless = functools.partial(lambda n: 1 / n, 0)
 def make_step():
     return """
 ELSEWHERE = "compiling sin: it names this machine's devices: make its mesh of the parameter"
@@ -88,8 +89,9 @@ NAMED = {  # on the command line
     "my_step.py": "my_step.py must be FILE.py:FUNCTION or MODULE:FUNCTION",
     "none.py:make_step": "none.py: there is no such file in ",
     "nothing.here:make_step": "importing nothing.here raised ModuleNotFoundError: No module",
-    "my_step.py:step": "has no function step; it has cut, shape, make_step",
+    "my_step.py:step": "has no function step; it has cut, shape, nameless, make_step",
     "script.py:make_step": "importing script.py raised SystemExit: 3",
+    "my_step.py:nameless": r"make_step\(\) raised ZeroDivisionError",
 }
 
 

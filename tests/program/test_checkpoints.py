@@ -283,6 +283,9 @@ def test_what_would_be_lost_or_cast_is_refused(three):
     other = abstract(small(0)) | {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}}
     with pytest.raises(ValueError, match=r"params\.w: 'float32\[8, 8\]' saved, 'bfloat16"):
         three.restore(other)
+    with pytest.raises(ValueError, match=r"data_state=\(1, 2\) must be the same after JSON"):
+        three.save(4, small(1), (1, 2), CONFIG)
+    assert three.steps() == [1, 2, 3]
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ MISTAKES = [
         "--coordinator here:1",
         "coordinator='here:1', process=None, processes=None must be given",
     ),
-    ("--dry-run --target abacus", "name='abacus' must be an accelerator of the table: t4, "),
+    ("--dry-run --target abacus", "--target abacus must be one of t4, "),
     ("--preset 80gb --dry-run --target t4", "model.attention='xla' cannot run on NVIDIA T4: "),
     (f"--run {__file__}", f"folder={__file__!r} must be a folder, and"),
     (f"--run {__file__}/run", "folder="),
@@ -164,7 +164,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(given, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"run": {"more": 1}}', "3", "{", "[" * 100_000, '{"model": {"num_layers": -3}}']
+    "text",
+    [
+        '{"model": 3}',
+        '{"run": {"more": 1}}',
+        "3",
+        "{",
+        "[" * 100_000,
+        '{"model": {"num_layers": -3}}',
+    ],
 )
 def test_a_file_that_is_no_configuration_is_one_line_and_exit_code_2(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)

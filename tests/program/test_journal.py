@@ -147,18 +147,18 @@ def test_a_journal_that_does_not_write_leaves_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
 
 
-def test_without_a_terminal_lines_come_not_too_often_and_at_the_end(
+def test_without_a_terminal_lines_come_at_even_steps_not_too_often(
     tmp_path, capsys, monkeypatch
 ):
     clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now, time=time.time)
     monkeypatch.setattr(journal, "time", clock)
-    with Journal(tmp_path, 0, 300) as book:
+    with Journal(tmp_path, 0, 300, log_every=10) as book:
         for step in range(10, 301, 10):
             clock.now += 3.0
             book.show(step, f"loss {step}", ", more", 0.3)
         book.say("aloud")
     *lines, last, said = capsys.readouterr().err.splitlines()
-    assert [int(line.split()[1]) for line in lines] == [*range(10, 300, 40)]
+    assert [int(line.split()[1]) for line in lines] == [10, 50, 100, 150, 200, 250]
     assert lines[1] == "step 50 of 300: loss 50, more, 01:15 left"
     assert last == "step 300 of 300: loss 300, more" and said == "aloud"
 

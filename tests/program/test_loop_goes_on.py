@@ -53,6 +53,24 @@ def test_what_is_done_is_not_done_again(text, at, capsys):
     assert stored_configuration(folder).training.steps == 5
 
 
+def test_before_the_first_step_a_run_is_checked_once_and_built_once(
+    text, tmp_path, monkeypatch
+):
+    class Begins(Exception):
+        pass
+
+    whole = configuration(text, data__batch_size=8)  # of a batch that no other test builds
+    times = {(settings, "check"): 1, (training, "check"): 0}
+    times |= {(training, "functions"): 1, (training, "make_train_step"): 1}
+    called = {of: mock.Mock(wraps=getattr(*of)) for of in times}
+    for of in times:
+        monkeypatch.setattr(*of, called[of])
+    monkeypatch.setattr(loop, "Loop", mock.Mock(side_effect=Begins))
+    with pytest.raises(Begins):
+        loop.train(whole, tmp_path, one_device())
+    assert {of: called[of].call_count for of in times} == times
+
+
 def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(
     text, tmp_path, monkeypatch
 ):

@@ -95,6 +95,16 @@ def test_validation_is_the_mean_on_any_devices_in_any_minibatches_and_can_be_sho
     assert found == pytest.approx(everything, rel=1e-5) and rows == [4, 4, 1]  # each traced
 
 
+def test_the_same_step_gives_the_same_sample_and_another_step_another(text):
+    whole = configuration(text)
+    run, _ = loop.build(whole, jax.devices("cpu")[:1])
+    params = run.init(jax.random.key(0)).params
+    first, again, other = (
+        observe.sample(run, params, whole, data.tokenizer(), step) for step in (1, 1, 2)
+    )
+    assert first == again != other
+
+
 PARAMS = {
     "kernel": jax.ShapeDtypeStruct((3, 4), "float32"),
     "bias": jax.ShapeDtypeStruct((2,), "float32"),
