@@ -89,7 +89,7 @@ NAMED = {  # on the command line
     "my_step.py": "my_step.py must be FILE.py:FUNCTION or MODULE:FUNCTION",
     "none.py:make_step": "none.py: there is no such file in ",
     "nothing.here:make_step": "importing nothing.here raised ModuleNotFoundError: No module",
-    "my_step.py:step": "has no function step; it has cut, shape, nameless, make_step",
+    "my_step.py:step": "has no function step; it has cut, shape, make_step",
     "script.py:make_step": "importing script.py raised SystemExit: 3",
     "my_step.py:nameless": r"make_step\(\) raised ZeroDivisionError",
 }
