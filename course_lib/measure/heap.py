@@ -9,12 +9,10 @@ import dataclasses
 import json
 import pathlib
 import tempfile
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.program import NO_PLAN, Program, with_plan
@@ -64,8 +62,7 @@ def heap(step: Any) -> Heap:
     On a CPU the peak is exact where `memory` has an upper bound.
     """
     program, plan = with_plan(step)
-    with tempfile.TemporaryDirectory() as folder:
-        record = memory_viewer(_write_record(plan.proto, pathlib.Path(folder)))
+    record = memory_viewer(plan.proto)
     if "peakHeapMib" not in record:
         raise RuntimeError(NO_PLAN)
     module = program.module
@@ -75,37 +72,18 @@ def heap(step: Any) -> Heap:
     return Heap(round(record["peakHeapMib"] * MIB), arrays, program)
 
 
-def memory_viewer(record: pathlib.Path) -> dict[str, Any]:
-    """Returns the memory viewer's own table, sizes in MiB, for a file of `_write_record`."""
+def memory_viewer(proto: bytes) -> dict[str, Any]:
+    """Returns the memory viewer's own table, sizes in MiB, for a program (`HloProto`)."""
     # Imported here only: it takes a second. `environment` has set its level of logging.
     from xprof.convert import raw_to_tool_data
 
-    # Unpacks the program into a file of its own.
-    raw_to_tool_data.xspace_to_tool_names([str(record)])
-    [program] = record.parent.glob("*.hlo_proto.pb")
-    module = program.name.removesuffix(".hlo_proto.pb")
-    params = {"module_name": module, "memory_space": "0"}  # the device's own memory
-    data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
+    with tempfile.TemporaryDirectory() as name:
+        # The viewer looks for the program of a profile beside it. This one has no times.
+        (profile := pathlib.Path(name, "empty.xplane.pb")).touch()
+        pathlib.Path(name, "step.hlo_proto.pb").write_bytes(proto)
+        params = {"module_name": "step", "memory_space": "0"}  # the device's own memory
+        data, _ = raw_to_tool_data.xspace_to_tool_data([str(profile)], "memory_viewer", params)
     return json.loads(data)
-
-
-def _write_record(proto: bytes, folder: pathlib.Path) -> pathlib.Path:
-    """Writes a profiler's record (`XSpace`) of a program (`HloProto`), without times."""
-    escaped = proto.decode("latin-1").encode("unicode_escape").decode().replace('"', '\\"')
-    with warnings.catch_warnings():
-        # JAX 0.7.2 on Python 3.13 warns of its own code.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        record = ProfileData.text_proto_to_serialized_xspace(f"""
-            planes {{
-              name: "/host:metadata"
-              event_metadata {{
-                key: 1 value {{ id: 1 stats {{ metadata_id: 1 bytes_value: "{escaped}" }} }}
-              }}
-              stat_metadata {{ key: 1 value {{ id: 1 name: "Hlo Proto" }} }}
-            }}""")
-    path = folder / "virtual.xplane.pb"
-    path.write_bytes(record)
-    return path
 
 
 def _live_array(
