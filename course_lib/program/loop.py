@@ -14,6 +14,7 @@ sums for the next line of metrics.
 import collections
 import contextlib
 import dataclasses
+import json
 import math
 import operator
 import os
@@ -28,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from course_lib import files, optimizers, training
+from course_lib import fields, files, optimizers, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
@@ -207,8 +208,11 @@ def prepare(
         compared["corpus"] = text
     except ValueError as error:  # others may be temporary, like a lost connection
         compared["refused"], wrong = str(error), error
-    if unlike := settings.unlike(compared):
-        raise Refused(f"all processes must have the same configuration: {'; '.join(unlike)}")
+    first, *others = map(json.loads, processes.gather(json.dumps(compared)))
+    for n, other in enumerate(others, 1):
+        if unlike := fields.differences(first, other, ("in process 0", f"in process {n}")):
+            told = "all processes must have the same configuration"
+            raise Refused(f"{told}: {'; '.join(unlike)}")
     if inputs is None:
         raise Refused(str(wrong)) from wrong
     return inputs

@@ -27,7 +27,7 @@ from course_lib.fields import set_field as set_field
 from course_lib.many_devices import meshes
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware
-from course_lib.program import journal, processes
+from course_lib.program import journal
 
 NON_FINITE = ("stop", "skip")
 ALL = 0  # of a mesh axis: all devices that the other axes leave
@@ -208,16 +208,6 @@ def _with_defaults(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     """Returns saved fields by name, with the default of each field that only `now` has."""
     old, usual = fields.flat(saved), fields.flat(_template())
     return old | {f: usual[f] for f in fields.flat(now) if f in usual and f not in old}
-
-
-def unlike(values: Mapping[str, Any]) -> list[str]:
-    """Returns how process 0 differs from the first that has other values. All must call it."""
-    first, *others = map(json.loads, processes.gather(json.dumps(values)))
-    lines = (
-        fields.differences(first, other, ("in process 0", f"in process {n}"))
-        for n, other in enumerate(others, 1)
-    )
-    return next(filter(None, lines), [])
 
 
 def why_not_begun(folder: pathlib.Path) -> str:
