@@ -134,7 +134,7 @@ def serve(make: Callable[[], Program], steps: int) -> None:
             taken: measure.Time = measure.step_time(compiled, first.pop(), batch, steps=steps)
             row["mfu"] = measure.mfu(program.model_flops, taken.median, accelerator)
         else:
-            taken = measure.time(compiled, *arguments, repeats=steps, warmup=2)
+            taken = measure.time(compiled, *arguments, repeats=steps)
         row["seconds"] = {"median": taken.median, "low": taken.low, "high": taken.high}
         counted = device.memory_stats()  # a CPU counts nothing
         row["measured_peak_bytes"] = counted and counted["peak_bytes_in_use"]

@@ -58,7 +58,7 @@ def row(trainer: torch_model.Trainer, steps: int) -> dict[str, Any]:
         trainer.step()
         trainer.wait()
 
-    taken = measure.time(step, repeats=steps, warmup=2)
+    taken = measure.time(step, repeats=steps)
     return {
         "not_run": None,
         "seconds": {"median": taken.median, "low": taken.low, "high": taken.high},

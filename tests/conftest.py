@@ -198,10 +198,3 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COURSE_CACHE", str(folder))
         yield folder
-
-
-@pytest.fixture(scope="session")
-def programs_kept():
-    """Returns variables with which other processes use the session's cache."""
-    names = "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"
-    return {name: value for name, value in os.environ.items() if name.startswith(names)}

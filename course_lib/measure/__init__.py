@@ -6,7 +6,7 @@ calls them for a step of your own (docs/your_model.md).
     lowered = step.lower(state, batch)
     memory(lowered)        its peak memory, and the parts of it
     tape(lowered)          the memory at each instruction, by kind
-    heap(lowered)          the arrays alive at the peak, and the memory over the program
+    heap(lowered)          the arrays alive at the peak
     traffic(lowered)       the bytes that it moves through device memory
     host_traffic(lowered)  the bytes that it moves between host and device
     ledger(lowered, mesh)  the bytes that the devices send each other

@@ -1,4 +1,4 @@
-"""Reads the memory of a step over its instructions, and the arrays alive at the peak.
+"""Reads the arrays that are alive at the peak of a step's memory.
 
 While it compiles, XLA gives every array a place in memory. TensorBoard's memory viewer
 (https://openxla.org/xprof/memory_viewer) shows this plan, and `xprof`, the converter behind the
@@ -9,13 +9,10 @@ import dataclasses
 import json
 import pathlib
 import tempfile
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax.profiler import ProfileData
 
 from course_lib.measure import hlo, origin
 from course_lib.measure.program import NO_PLAN, Program, with_plan
@@ -50,9 +47,6 @@ class Heap:
     """The memory of one device while it runs a program."""
 
     peak: int  # the most bytes that are in use at one moment
-    # bytes in use at each instruction, in the order of the program (not in time). A loop's body
-    # occurs once; a program without temporaries has one point
-    timeline: np.ndarray
     arrays: tuple[LiveArray, ...]  # alive at the peak, largest first; they add up to it
     program: Program = dataclasses.field(repr=False)  # for the other instruments
 
@@ -68,51 +62,28 @@ def heap(step: Any) -> Heap:
     On a CPU the peak is exact where `memory` has an upper bound.
     """
     program, plan = with_plan(step)
-    with tempfile.TemporaryDirectory() as folder:
-        record = memory_viewer(_write_record(plan.proto, pathlib.Path(folder)))
+    record = memory_viewer(plan.proto)
     if "peakHeapMib" not in record:
         raise RuntimeError(NO_PLAN)
     module = program.module
     made = {name: origin.source(i) for name, i in module.instructions.items()}
     made |= origin.stacked(module)
-    # Without temporaries there is nothing to play through.
-    sizes = record.get("heapSizes", [record["peakHeapMib"]])
-    timeline = np.round(np.array(sizes) * MIB).astype(np.int64)
     arrays = tuple(_live_array(entry, made, module) for entry in record["maxHeapBySize"])
-    return Heap(int(timeline.max()), timeline, arrays, program)
+    return Heap(round(record["peakHeapMib"] * MIB), arrays, program)
 
 
-def memory_viewer(record: pathlib.Path) -> dict[str, Any]:
-    """Returns the memory viewer's own table, sizes in MiB, for a file of `_write_record`."""
+def memory_viewer(proto: bytes) -> dict[str, Any]:
+    """Returns the memory viewer's own table, sizes in MiB, for a program (`HloProto`)."""
     # Imported here only: it takes a second. `environment` has set its level of logging.
     from xprof.convert import raw_to_tool_data
 
-    # Unpacks the program into a file of its own.
-    raw_to_tool_data.xspace_to_tool_names([str(record)])
-    [program] = record.parent.glob("*.hlo_proto.pb")
-    module = program.name.removesuffix(".hlo_proto.pb")
-    params = {"module_name": module, "memory_space": "0"}  # the device's own memory
-    data, _ = raw_to_tool_data.xspace_to_tool_data([str(record)], "memory_viewer", params)
+    with tempfile.TemporaryDirectory() as name:
+        # The viewer looks for the program of a profile beside it. This one has no times.
+        (profile := pathlib.Path(name, "empty.xplane.pb")).touch()
+        pathlib.Path(name, "step.hlo_proto.pb").write_bytes(proto)
+        params = {"module_name": "step", "memory_space": "0"}  # the device's own memory
+        data, _ = raw_to_tool_data.xspace_to_tool_data([str(profile)], "memory_viewer", params)
     return json.loads(data)
-
-
-def _write_record(proto: bytes, folder: pathlib.Path) -> pathlib.Path:
-    """Writes a profiler's record (`XSpace`) of a program (`HloProto`), without times."""
-    escaped = proto.decode("latin-1").encode("unicode_escape").decode().replace('"', '\\"')
-    with warnings.catch_warnings():
-        # JAX 0.7.2 on Python 3.13 warns of its own code.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        record = ProfileData.text_proto_to_serialized_xspace(f"""
-            planes {{
-              name: "/host:metadata"
-              event_metadata {{
-                key: 1 value {{ id: 1 stats {{ metadata_id: 1 bytes_value: "{escaped}" }} }}
-              }}
-              stat_metadata {{ key: 1 value {{ id: 1 name: "Hlo Proto" }} }}
-            }}""")
-    path = folder / "virtual.xplane.pb"
-    path.write_bytes(record)
-    return path
 
 
 def _live_array(

@@ -54,9 +54,6 @@ class Shape:
         kind, bits, _ = _TYPE.fullmatch(self.type).groups()
         return -(-self.elements * int(bits or 8 * (kind == "pred")) // 8)
 
-    def __str__(self) -> str:
-        return f"{self.type}[{','.join(map(str, self.dims))}]"
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:

@@ -25,12 +25,6 @@ class Roofline:
     memory_seconds: float  # its bytes at the peak bandwidth of device memory
     floor_seconds: float  # the longer of the two, as if they overlapped entirely
 
-    def __str__(self) -> str:
-        return (
-            f"at least {1e3 * self.floor_seconds:.4g} ms (a floor, not a forecast): products"
-            f" {1e3 * self.compute_seconds:.4g} ms, memory {1e3 * self.memory_seconds:.4g} ms"
-        )
-
 
 def roofline(flops: Flops, traffic: Traffic, accelerator: hardware.Accelerator) -> Roofline:
     """Returns the least time that a step can take on an accelerator that it is compiled for.

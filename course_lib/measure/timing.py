@@ -19,6 +19,7 @@ import numpy as np
 
 PyTree = Any
 
+WARMUP = 2  # calls before those that are measured: the first compiles
 _ALONE = """
 import importlib, json, sys
 module, function, kwargs = sys.argv[1:]
@@ -54,51 +55,44 @@ def step_time(
     batch: PyTree,
     *,
     steps: int = 10,
-    warmup: int = 2,
 ) -> StepTime:
-    """Times training steps, each from its call until its results are there.
+    """Times steps after `WARMUP` others, each from its call until its results are there.
 
     Every step gets the state that the step before returned, as in training. A step that donates
     its state also overwrites `state`. A jitted one is compiled here, once.
     """
-    if steps < 1 or warmup < 0:
-        raise ValueError(f"steps={steps}, warmup={warmup} must be at least 1 and 0")
     compile_seconds = None
     if hasattr(step, "lower"):
         start = clock.perf_counter()
         step = step.lower(state, batch).compile()
         compile_seconds = clock.perf_counter() - start
     seconds = []
-    for _ in range(warmup + steps):
+    for _ in range(WARMUP + steps):
         start = clock.perf_counter()
         state, metrics = jax.block_until_ready(step(state, batch))
         seconds.append(clock.perf_counter() - start)
-    return StepTime(*_quartiles(seconds[warmup:]), compile_seconds)
+    return StepTime(*_quartiles(seconds[WARMUP:]), compile_seconds)
 
 
 def compare(
-    functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10, warmup: int = 1
+    functions: Mapping[str, Callable[[], Any]], *, repeats: int = 10
 ) -> dict[str, Time]:
     """Times functions by turns, so that a slow moment of the machine slows all of them. They
-    take no arguments, and return arrays (`lambda: step(x)`). `warmup` calls come before the
+    take no arguments, and return arrays (`lambda: step(x)`). `WARMUP` calls come before the
     `repeats`.
     """
-    if repeats < 1 or warmup < 1:
-        raise ValueError(
-            f"repeats={repeats}, warmup={warmup} must be at least 1: the first call compiles"
-        )
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(warmup + repeats):
+    for _ in range(WARMUP + repeats):
         for name, function in functions.items():
             start = clock.perf_counter()
             jax.block_until_ready(function())
             seconds[name].append(clock.perf_counter() - start)
-    return {name: Time(*_quartiles(times[warmup:])) for name, times in seconds.items()}
+    return {name: Time(*_quartiles(times[WARMUP:])) for name, times in seconds.items()}
 
 
-def time(function: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 1) -> Time:
-    """Times calls of a function of arrays, without the first `warmup` ones."""
-    return compare({"it": lambda: function(*args)}, repeats=repeats, warmup=warmup)["it"]
+def time(function: Callable[..., Any], *args: Any, repeats: int = 10) -> Time:
+    """Times calls of a function of arrays, without the first `WARMUP` ones."""
+    return compare({"it": lambda: function(*args)}, repeats=repeats)["it"]
 
 
 def peak_in_own_process(target: str, **kwargs: Any) -> int | None:

@@ -37,14 +37,11 @@ def _checksums(folder: Path, threads: int) -> bytes:
     paths = sorted(
         path for path in folder.rglob("*") if path.is_file() and path != folder / NAME
     )
+
+    def line(path: Path) -> str:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return f"{digest}  {path.relative_to(folder).as_posix()}\n"
+
     with ThreadPoolExecutor(threads) as pool:  # hashing lets other threads run
-        digests = pool.map(_digest, paths)
-        lines = zip(
-            digests, (path.relative_to(folder).as_posix() for path in paths), strict=True
-        )
-        return "".join(f"{digest}  {name}\n" for digest, name in lines).encode()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return "".join(pool.map(line, paths)).encode()

@@ -30,7 +30,7 @@ from course_lib.program import loop, room, settings
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """Memory, bytes and time that a step would need. If the program would refuse the
-    configuration, all numbers are those of the one with `suggested`.
+    configuration, all numbers are those of the one that is advised.
     """
 
     target: str  # title of the accelerator
@@ -42,8 +42,7 @@ class DryRun:
     sent: dict[str, int]  # bytes that a device sends per step, by kind and axes
     estimate: "planner.Estimate | str"  # or the reason why there is none
     refused: str  # why the program would refuse this configuration, or ""
-    suggested: dict[str, Any]  # fields to change for a step that is faster, or fits
-    advice: str  # the same in words, or why nothing is suggested
+    advice: str  # fields to change for a step that is faster, or fits, or why there are none
     smaller: str = ""  # if it does not fit: what it needs with other options
     note: str = ""  # what runs in place of a kernel that the target cannot run
     recomputed: str = ""  # what XLA computes again to save memory
@@ -140,7 +139,6 @@ def dry_run(config: ConfigDict, target: str, count: int) -> DryRun:
         sent,
         _estimate(config, cluster),
         refused,
-        suggested,
         advice,
         "" if fits else room.smaller(config, devices, loop.build, memory.peak),
         note,

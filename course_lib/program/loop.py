@@ -14,6 +14,7 @@ sums for the next line of metrics.
 import collections
 import contextlib
 import dataclasses
+import json
 import math
 import operator
 import os
@@ -28,13 +29,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from course_lib import files, optimizers, training
+from course_lib import fields, files, optimizers, training
 from course_lib.configs import check_attention
 from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, processes, room, settings
+from course_lib.program import journal, observe, preemption, processes, room, settings, trained
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.text import data, loading
 
@@ -129,8 +130,6 @@ def train(
         )
         saved = restore(checkpoints, folder, inputs)
         if config.run.weights and not saved:
-            from course_lib.program import trained  # most runs do not need it
-
             try:
                 trained.check(config, inputs.tokenizer)
             except ValueError as error:
@@ -199,7 +198,7 @@ def prepare(
         tokens = {split: data.tokens(split, corpus, tokenizer) for split in data.SPLITS}
         batches = read_batches(config, tokens["train"], place)
         # An error in the validation text should come now, not at the first validation.
-        observe.validation_batches(tokens["validation"], config)
+        observe.validation_batches(observe.validated(tokens["validation"], config), config)
         text = {split: loading.identity(tokens[split]) for split in tokens}
         if jax.process_index() == 0:
             stack.enter_context(files.locked(folder))
@@ -209,8 +208,11 @@ def prepare(
         compared["corpus"] = text
     except ValueError as error:  # others may be temporary, like a lost connection
         compared["refused"], wrong = str(error), error
-    if unlike := settings.unlike(compared):
-        raise Refused(f"all processes must have the same configuration: {'; '.join(unlike)}")
+    first, *others = map(json.loads, processes.gather(json.dumps(compared)))
+    for n, other in enumerate(others, 1):
+        if unlike := fields.differences(first, other, ("in process 0", f"in process {n}")):
+            told = "all processes must have the same configuration"
+            raise Refused(f"{told}: {'; '.join(unlike)}")
     if inputs is None:
         raise Refused(str(wrong)) from wrong
     return inputs
@@ -274,8 +276,6 @@ class Loop:
             with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
                 if config.run.weights:
-                    from course_lib.program import trained
-
                     self.state = trained.begin(self.state, config)
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)

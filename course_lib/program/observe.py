@@ -160,7 +160,7 @@ def validated(tokens: Integer[np.ndarray, "T"], config: ConfigDict) -> Integer[n
 def validation_batches(
     tokens: Integer[np.ndarray, "T"], config: ConfigDict
 ) -> Iterator[data.Batch]:
-    """Yields the batches that `validate` averages over. Refuses bad tokens at the call."""
+    """Yields batches with all tokens but the first as labels; refuses bad ones at the call."""
     sizes = dict(
         # As large as a minibatch of the step: it fits into memory if the step does.
         batch_size=config.data.batch_size // config.training.num_minibatches,
@@ -168,7 +168,7 @@ def validation_batches(
         vocab_size=config.model.vocab_size,
     )
     try:
-        return data.validation_batches(validated(tokens, config), **sizes)
+        return data.validation_batches(tokens, **sizes)
     except ValueError as error:
         raise ValueError(f"the validation split: {error}") from None
 
@@ -198,7 +198,7 @@ def validate(
     rows = slice(shard * size // shards, (shard + 1) * size // shards)
 
     def on_devices():
-        for batch in validation_batches(tokens, config):
+        for batch in validation_batches(validated(tokens, config), config):
             if why := stop_reason():
                 raise preemption.StopRequested(why)
             yield jax.make_array_from_process_local_data(

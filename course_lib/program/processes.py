@@ -28,13 +28,12 @@ PREPARING = 24 * 3600  # seconds that `gather` waits: preparing a text may take 
 _gathered = itertools.count()
 
 
-def from_launcher(environ: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+def from_launcher(env: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
     """Returns what a launcher says about this process: arguments of
     `jax.distributed.initialize`, or None if this is the only process.
     """
     # JAX finds process 0, but would give a process that has a host for itself one of its GPUs,
     # not read Open MPI 5 without `mpi4py`, and before 0.8 miss a Slurm job without `srun`.
-    env = os.environ if environ is None else environ
 
     def number(name, missing=None):
         value = env.get(name) or missing  # an empty variable is not set

@@ -22,22 +22,12 @@ from flax.traverse_util import unflatten_dict
 from ml_collections import ConfigDict
 
 from course_lib import configs, fields, files, optimizers
-from course_lib.fields import (
-    FIXED,
-    FREE,
-    ROUNDING,
-    Field,
-    Free,
-    Rounding,
-    Rule,
-    at_least,
-    differences,
-)
+from course_lib.fields import FIXED, FREE, ROUNDING, Field, Free, Rounding, Rule, at_least
 from course_lib.fields import set_field as set_field
 from course_lib.many_devices import meshes
 from course_lib.many_devices.options import Strategy
 from course_lib.measure import hardware
-from course_lib.program import journal, processes
+from course_lib.program import journal
 
 NON_FINITE = ("stop", "skip")
 ALL = 0  # of a mesh axis: all devices that the other axes leave
@@ -205,29 +195,19 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     old = {f: x for f, x in _with_defaults(saved, now).items() if f in new or f not in usual}
     if old["run.non_finite"] == "stop":
         old["run.non_finite"] = new["run.non_finite"]
-    return differences(old, new)
+    return fields.differences(old, new)
 
 
 def rounded_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each difference of two results of `numerics`."""
     without_mesh = {name: part for name, part in now.items() if name != "mesh"}
-    return differences(_with_defaults(saved, without_mesh), now)
+    return fields.differences(_with_defaults(saved, without_mesh), now)
 
 
 def _with_defaults(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Returns saved fields by name, with the default of each field that only `now` has."""
     old, usual = fields.flat(saved), fields.flat(_template())
     return old | {f: usual[f] for f in fields.flat(now) if f in usual and f not in old}
-
-
-def unlike(values: Mapping[str, Any]) -> list[str]:
-    """Returns how process 0 differs from the first that has other values. All must call it."""
-    first, *others = map(json.loads, processes.gather(json.dumps(values)))
-    lines = (
-        differences(first, other, ("in process 0", f"in process {n}"))
-        for n, other in enumerate(others, 1)
-    )
-    return next(filter(None, lines), [])
 
 
 def why_not_begun(folder: pathlib.Path) -> str:

@@ -181,12 +181,7 @@ def evaluate(run: Trained, corpus: data.Corpus | None = None) -> dict[str, Any]:
     """
     corpus = run.config.run.corpus if corpus is None else corpus
     tokens = data.tokens("validation", corpus, run.tokenizer)[: observe.VALIDATED + 1]
-    batches = data.validation_batches(
-        tokens,
-        batch_size=run.config.data.batch_size // run.config.training.num_minibatches,
-        seq_len=run.config.data.seq_len,
-        vocab_size=run.config.model.vocab_size,
-    )
+    batches = observe.validation_batches(tokens, run.config)
     loss_fn = training.next_token_loss(_apply_fn(run.config))
     nats = training.evaluate(loss_fn, run.params, batches)["loss"]
     size = len(observe.decoded(run.tokenizer, tokens[1:]).encode())

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
+def array(*shape, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def mlp(layers, x):
@@ -125,6 +125,10 @@ FOREIGN = {
     ),
     "constant": (
         lambda x, w: jnp.tanh(jnp.tanh((x + TABLE) @ w) @ w) @ w,
+        (SQUARE, SQUARE),
+    ),
+    "constant of a frozen teacher": (
+        jax.grad(lambda w, x: ((jnp.tanh(x @ w) - jnp.tanh(x @ TABLE)) ** 2).mean()),
         (SQUARE, SQUARE),
     ),
     "scan": (jax.grad(scanned), ((array(4, 256, 1024), array(4, 1024, 256)), array(4096, 256))),

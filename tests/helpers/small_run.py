@@ -1,21 +1,15 @@
-"""A training run that is over in a second or two, for the tests of the program.
-
-`python small_run.py` forks a process for each line that it reads, {"program", "arguments",
-"environ", "log"} in JSON, and says its number: JAX starts in the fork, but nothing is imported
-anew. For a line with a process's number it waits for that one, and says its exit code.
-"""
+"""A training run that is over in a second or two, for the tests of the program."""
 
 import contextlib
 import dataclasses
 import json
-import os
 import resource
-import runpy
-import signal
-import sys
+
+import jax
+import numpy as np
 
 from course_lib import configs
-from course_lib.program import settings
+from course_lib.program import checkpoints, journal, loop, settings
 
 # A program that is killed while it keeps a compiled one leaves a part of it: the next one says
 # so, and compiles it itself.
@@ -70,14 +64,10 @@ def arguments(corpus, run, devices, *changes):
 
 
 def one_device():
-    import jax
-
     return jax.devices("cpu")[:1]
 
 
 def train(corpus, folder, devices=None, **changes):
-    from course_lib.program import loop
-
     return loop.train(configuration(corpus, **changes), folder, devices or one_device())
 
 
@@ -85,32 +75,24 @@ def stored_configuration(folder):
     return settings.complete(json.loads((folder / "config.json").read_text()))
 
 
-def final_state(folder):
+def final_state(folder, builder=None):
     """Restores the newest checkpoint of a run on one device."""
-    from course_lib.program import checkpoints, loop
-
-    run, _ = loop.build(stored_configuration(folder), one_device())
+    run, _ = (builder or loop.build)(stored_configuration(folder), one_device())
     with contextlib.closing(checkpoints.Checkpoints(folder / "checkpoints")) as found:
         return found.restore(run.abstract()[0])
 
 
 def numbers(leaf):
     """Returns an array, or the numbers of a random key, in NumPy."""
-    import jax
-    import numpy as np
-
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-def assert_same_run(folder, other, written=("metrics.jsonl", "samples.jsonl")):
+def assert_same_run(folder, other, written=("metrics.jsonl", "samples.jsonl"), builder=None):
     """Compares files and the last checkpoint of two runs bit for bit."""
-    import jax
-    import numpy as np
-
     for name in written:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
-    first, second = map(final_state, (folder, other))
+    first, second = (final_state(each, builder) for each in (folder, other))
     if written:
         assert first.data_state == second.data_state and first.loss == second.loss
     assert first.step == second.step
@@ -122,8 +104,6 @@ def losses(folder, ends):
     """Returns the mean training losses up to each of some steps, of lines that may be of fewer
     steps each.
     """
-    from course_lib.program import journal
-
     means, total, before = [], 0.0, 0
     for step, loss in journal.pairs(journal.read(folder), "loss"):
         total, before = total + loss * (step - before), step
@@ -135,10 +115,6 @@ def losses(folder, ends):
 
 def assert_same_losses(folder, other, rtol=1e-4):
     """Compares losses of programs that round in another order and may have ended in between."""
-    import numpy as np
-
-    from course_lib.program import journal
-
     expected = journal.read(other)
     ends = [step for step, _ in journal.pairs(expected, "loss")]
     # Adam divides what rounding has changed
@@ -153,8 +129,6 @@ def assert_same_losses(folder, other, rtol=1e-4):
 
 def steps_end_with(monkeypatch, change):
     """Has `change` make something else of the state and the metrics that a step returns."""
-    from course_lib.program import loop
-
     build = loop.build
 
     def built(*given):
@@ -168,18 +142,6 @@ def steps_end_with(monkeypatch, change):
     monkeypatch.setattr(loop, "build", built)
 
 
-def calls(monkeypatch, *functions):
-    """Returns the names of functions, given as (owner, name), as they are called."""
-    called = []
-
-    def noted(name, real):
-        return lambda *given, **named: (called.append(name), real(*given, **named))[1]
-
-    for owner, name in functions:
-        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    return called
-
-
 @contextlib.contextmanager
 def full_disk(size=1):
     """No file can become longer than so many bytes, as on a disk that is full."""
@@ -189,31 +151,3 @@ def full_disk(size=1):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def serve():
-    import jax
-
-    from course_lib.program import dry_run, loop  # noqa: F401  all that the command imports
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_disable_most_optimizations", True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if isinstance(asked, int):
-            print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
-        elif child := os.fork():
-            print(child, flush=True)
-        else:
-            log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ.update(asked["environ"])
-            sys.argv[1:] = asked["arguments"]
-            runpy.run_module(asked["program"], run_name="__main__")
-            sys.exit()
-
-
-if __name__ == "__main__":
-    serve()

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from shapes import needs_virtual
 
 from course_lib.measure import compiler, flops, hlo, memory, tape, traffic, virtual
 from course_lib.measure.traffic import recomputed
 from course_lib.measure.units import GIB
 
-NO_VIRTUAL = virtual.why_unavailable()
-NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
 ROWS, WIDTH, LAYERS = 196_608, 4096, 10  # 1.5 GiB in each layer's output
 
 
@@ -49,7 +48,7 @@ def above():
     return lowered, compiler(lowered)
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_xla_recomputes_above_its_budget_and_not_below(above):
     lowered, recomputing = above
     below = lower(rows=ROWS // 2)
@@ -58,7 +57,7 @@ def test_xla_recomputes_above_its_budget_and_not_below(above):
     assert f"recomputes {len(recomputing.clones)} instructions" in str(recomputing)
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 @pytest.mark.parametrize("more_gib", [0, 12])
 def test_xla_recomputes_where_temporaries_would_exceed_their_budget(more_gib):
     def step(ws, x, more):  # results of 0.3 GiB, each too small to hold an activation
@@ -73,7 +72,7 @@ def test_xla_recomputes_where_temporaries_would_exceed_their_budget(more_gib):
         assert bool(compiler(compiled).clones) == recomputes
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_arguments_larger_than_the_memory_leave_temporaries_no_budget():
     more = jax.ShapeDtypeStruct((64 * GIB,), jnp.bfloat16)
     program = compiler(lower(8, 1, lambda ws, x, more: more[:8] * x[0, 0], "t4", (more,)))
@@ -81,7 +80,7 @@ def test_arguments_larger_than_the_memory_leave_temporaries_no_budget():
     assert "XLA recomputes above: 0.00" in str(program)
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_the_tape_and_the_roofline_show_what_is_recomputed(above):
     lowered, program = above
     assert max(tape(lowered).bytes["recomputed by XLA"]) == ROWS * WIDTH * 2
@@ -89,7 +88,7 @@ def test_the_tape_and_the_roofline_show_what_is_recomputed(above):
     assert traffic(lowered).added_flops == program.added_flops
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_without_the_pass_nothing_is_recomputed_and_the_peak_is_higher(above):
     lowered, _ = above
     jax.config.update("jax_compiler_enable_remat_pass", False)
@@ -101,7 +100,7 @@ def test_without_the_pass_nothing_is_recomputed_and_the_peak_is_higher(above):
         jax.config.update("jax_compiler_enable_remat_pass", True)
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_what_jax_checkpoint_recomputes_is_written_and_no_clone():
     program = compiler(lower(rows=ROWS // 2, function=checkpointed))
     plain = compiler(lower(rows=ROWS // 2))
@@ -109,7 +108,7 @@ def test_what_jax_checkpoint_recomputes_is_written_and_no_clone():
     assert program.written > plain.written
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_the_flops_that_run_are_those_written_and_those_of_clones(above):
     lowered, program = above
     written = flops(jax.grad(loss), *lowered.in_avals[0])
@@ -121,7 +120,7 @@ def test_the_flops_that_run_are_those_written_and_those_of_clones(above):
     assert program.compiled - program.written == len(products)
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_budget_and_results_are_the_limit_in_xlas_warning():
     # XLA writes its warning to the process's stderr, from a level that is read at its start.
     code = """
@@ -140,7 +139,7 @@ for donate in (), 0:
     assert ran.stdout.split() == warned and len(warned) == 2
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_collectives_beside_products_are_those_of_the_schedule():
     mesh = jax.make_mesh((2,), ("data",), devices=virtual.devices("h100", 2))
     whole, rows = (NamedSharding(mesh, P(*axis)) for axis in ((), ("data",)))

@@ -6,15 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from shapes import array
 
 from course_lib.measure import flops
 
 B, D, F, N = 8, 16, 64, 3
 FORWARD = 2 * B * D * F + 2 * B * F * D  # of one MLP: (B, D) @ (D, F), then (B, F) @ (F, D)
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def mlp(x, weights):

@@ -4,17 +4,11 @@ runs.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from shapes import DEVICES, array, place
 
 from course_lib.many_devices.pipeline_parallel import stage
 from course_lib.measure import hlo, origin, virtual
-
-NO_VIRTUAL = virtual.why_unavailable()
-A5000 = pytest.param(
-    "a5000", marks=pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
-)
-DEVICES = pytest.mark.parametrize("device", ["here", A5000])
 
 # Forms that XLA writes for other backends and larger programs, in one small one.
 TEXT = r"""
@@ -89,7 +83,7 @@ def test_names_shapes_operands_and_calls_are_read():
     module = hlo.parse(TEXT)
     found = {name: i for name, (i, _) in named(module).items()}
     assert (module.name, module.entry.root.name) == ("jit_step", "out")
-    assert [str(shape) for shape in found["out"].shapes] == ["f32[8]", "bf16[2,3]"]
+    assert [(s.type, s.dims) for s in found["out"].shapes] == [("f32", (8,)), ("bf16", (2, 3))]
     assert [i.name for i in found["next"].operands] == ["i", "choice"]
     assert found["loop"].calls["body"][0].name == "body"
     assert found["table"].literal.startswith("{ { 1")
@@ -191,9 +185,7 @@ def test_every_line_of_a_real_program_is_read_and_nested_loops_multiply(device):
 
         return jax.lax.scan(outer, x, length=5)[0]
 
-    args = np.ones((7, 64, 64), np.float32), np.ones((32, 64), np.float32)
-    if device != "here":
-        args = virtual.abstract(args, virtual.devices(device)[0])
+    args = place((array(7, 64, 64), array(32, 64)), device)
     text = virtual.compile(jax.jit(loss).lower(*args)).as_text()
     module = hlo.parse(text)
     lines = [line for line in text.splitlines() if line.startswith("  ") and " = " in line]

@@ -11,14 +11,13 @@ import pytest
 from hlo_text import program
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shapes import needs_virtual
 from slow_cases import slow
 
 from course_lib.many_devices import meshes
 from course_lib.measure import ledger, schedule_around, virtual
 from course_lib.measure.ledger import KINDS, Collective, Ledger
 
-NO_VIRTUAL = virtual.why_unavailable()
-NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
 FLOAT32, BFLOAT16 = 4, 2
 SIZES = {"data": 2, "tensor": 4}
 ROWS, COLUMNS = 8, 64  # of the array on each device
@@ -72,7 +71,7 @@ COLLECTIVES = {
     "all_to_all": (exchange, "all-to-all", lambda n: 1, 1),
     "ppermute": (shift, "collective-permute", lambda n: 1, None),  # all of it
 }
-PLACES = pytest.mark.parametrize("place", ["here", pytest.param("h100", marks=NEEDS_VIRTUAL)])
+PLACES = pytest.mark.parametrize("place", ["here", pytest.param("h100", marks=needs_virtual)])
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import numpy as np
 import programs
 import pytest
 from hlo_text import program
+from shapes import DEVICES, NO_VIRTUAL, array, needs_virtual, place
 from slow_cases import slow
 
 from course_lib.measure import heap, memory, tape, virtual
@@ -15,26 +16,9 @@ from course_lib.measure.tape import KINDS, _Kinds
 
 OLD = jax.__version_info__ < (0, 10)
 pytestmark = pytest.mark.skipif(OLD, reason="XLA writes no lifetimes before JAX 0.10")
-NO_VIRTUAL = virtual.why_unavailable()
-needs_virtual = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
-DEVICES = pytest.mark.parametrize(
-    "device", ["here", pytest.param("a5000", marks=needs_virtual)]
-)
 N, B, D, F = 4, 4096, 128, 512
 WEIGHT_BYTES = 4 * 2 * N * D * F
 HIDDEN_BYTES = 4 * B * F  # of one layer
-
-
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def placed(arguments, device):
-    return (
-        arguments
-        if device == "here"
-        else virtual.abstract(arguments, virtual.devices(device)[0])
-    )
 
 
 @functools.cache
@@ -72,7 +56,7 @@ def lowered(device, remat=False, scan=False, minibatches=1):
     params = [{"up": array(D, F), "down": array(F, D)} for _ in range(N)]
     if scan:
         params = {"up": array(N, D, F), "down": array(N, F, D)}
-    arguments = placed((params, params, array(B, D)), device)
+    arguments = place((params, params, array(B, D)), device)
     return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments)
 
 
@@ -115,37 +99,18 @@ def test_all_readers_agree_on_the_peak_of_anybody_s_program(name, target):
     if name == "shard_map":
         lowered = programs.lower_on_mesh(devices)
     else:
-        lowered = programs.lower(name, lambda shapes: placed(shapes, target))
+        lowered = programs.lower(name, lambda shapes: place(shapes, target))
     peak = memory(lowered).peak
     found = heap(lowered)
     assert found.peak == sum(a.bytes for a in found.arrays) == pytest.approx(peak, rel=5e-3)
     assert tape(lowered).peak == pytest.approx(peak, rel=5e-3)
 
 
-def teacher(table, x, w):
-    return jnp.tanh(x @ table) @ w
-
-
-TABLE = np.ones((1024, 1024), np.float32)
-CONSTANTS = {
-    "last": lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w) @ w + TABLE,
-    "frozen teacher": lambda x, w: jax.grad(
-        lambda w: jnp.mean((jnp.tanh(x @ w) - teacher(TABLE, x, TABLE[::-1])) ** 2)
-    )(w),
-}
-
-
-@pytest.mark.parametrize("where", ["frozen teacher", slow("last")])
 @DEVICES
-def test_a_constant_that_a_function_captures_is_there_from_first_to_last_instruction(
-    device, where
-):
-    arguments = placed((array(1024, 1024), array(1024, 1024)), device)
-    program = jax.jit(CONSTANTS[where]).lower(*arguments)
-    found = tape(program, points=10**6)
-    assert found.peak == pytest.approx(heap(program).peak, rel=5e-3)
-    assert total(found).min() >= 3 * TABLE.nbytes  # it, and the arguments
-    assert found.peak == pytest.approx(memory(program).peak, rel=5e-3)
+def test_a_constant_that_a_function_captures_is_there_from_first_to_last_instruction(device):
+    program = programs.lower("constant", lambda shapes: place(shapes, device))
+    # it, and the arguments
+    assert total(tape(program, points=10**6)).min() >= 3 * programs.TABLE.nbytes
 
 
 @DEVICES
@@ -227,7 +192,7 @@ def test_the_place_of_what_is_not_donated_is_there_from_the_first_instruction(de
         params, mu = state
         return jax.tree.map(lambda w, m: w - m, params, mu), mu
 
-    state = placed([{"up": array(D, F), "down": array(F, D)}] * 2, device)
+    state = place([{"up": array(D, F), "down": array(F, D)}] * 2, device)
     size = 2 * 4 * D * F
     for donated, copies in ((0, 0), ((), 2)):
         lowered = jax.jit(step, donate_argnums=donated).lower(state)
@@ -242,7 +207,7 @@ def test_without_scopes_the_functions_that_were_called_name_the_kinds(device):
     def loss(params, x):
         return (programs.attention(*(programs.mlp(params, x),) * 3) ** 2).mean()
 
-    shapes = placed((programs.layers(2, 64, 256), array(512, 64)), device)
+    shapes = place((programs.layers(2, 64, 256), array(512, 64)), device)
     found = tape(jax.jit(jax.grad(loss)).lower(*shapes))
     assert max(found.bytes["attention"]) >= 4 * 512 * 512
     assert max(found.bytes["MLP"]) >= 2 * 4 * 512 * 256

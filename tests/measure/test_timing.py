@@ -28,7 +28,7 @@ def test_each_step_gets_the_state_of_the_one_before():
         seen.append(state)
         return state + batch, {}
 
-    found = step_time(remembering, 0, 2, steps=3, warmup=1)
+    found = step_time(remembering, 0, 2, steps=2)
     assert seen == [0, 2, 4, 6] and found.compile_seconds is None
 
 
@@ -52,14 +52,8 @@ def test_the_first_calls_which_compile_are_not_in_the_time(clock):
         calls.append(1)
         clock[0] += 0.5 if len(calls) == 1 else 0.001
 
-    found = time(slow_at_first, repeats=1, warmup=1)
+    found = time(slow_at_first, repeats=1)
     assert found.median == pytest.approx(0.001) and str(found) == "1 ms (1 to 1)"
-    for counts in (dict(warmup=0), dict(repeats=0)):
-        with pytest.raises(ValueError, match="the first call compiles"):
-            compare({"a": slow_at_first}, **counts)
-    for counts in (dict(warmup=-1), dict(steps=0)):
-        with pytest.raises(ValueError, match="must be at least 1 and 0"):
-            step_time(lambda state, batch: (state, batch), {}, {}, **counts)
 
 
 def test_warm_up_steps_are_not_in_the_time_and_each_step_is_waited_for(clock):
@@ -84,8 +78,8 @@ def test_functions_are_compared_by_turns_and_waited_for(clock):
         calls.append(name)
         clock[0] += seconds
 
-    found = compare({"a": lambda: call("a", 1), "b": lambda: call("b", 2)}, repeats=3, warmup=1)
-    assert calls == ["a", "b"] * 4
+    found = compare({"a": lambda: call("a", 1), "b": lambda: call("b", 2)}, repeats=3)
+    assert calls == ["a", "b"] * 5
     assert (found["a"].median, found["b"].median) == (1, 2)
 
 

@@ -8,28 +8,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hlo_text import program
+from shapes import DEVICES, array, needs_virtual, place
 
 from course_lib.measure import hardware, traffic, virtual
 from course_lib.measure.traffic import KINDS
 from course_lib.models import attention
 
-NO_VIRTUAL = virtual.why_unavailable()
 NO_KERNEL = attention.stand_in("flash", hardware.get("a5000"))
-NEEDS_VIRTUAL = pytest.mark.skipif(NO_VIRTUAL is not None, reason=str(NO_VIRTUAL))
-DEVICES = pytest.mark.parametrize(
-    "device", ["here", pytest.param("a5000", marks=NEEDS_VIRTUAL)]
-)
 FLOAT32 = 4
 SMALL = 1024  # loop counters, indices, partial sums
 
 
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def measured(fn, *args, device, donate=()):
-    args = args if device == "here" else virtual.abstract(args, virtual.devices(device)[0])
-    return traffic(virtual.compile(jax.jit(fn, donate_argnums=donate).lower(*args)))
+    lowered = jax.jit(fn, donate_argnums=donate).lower(*place(args, device))
+    return traffic(virtual.compile(lowered))
 
 
 # One program for the laws of single instructions: they share no array, so that XLA joins none.
@@ -177,7 +169,7 @@ def test_of_a_conditional_the_most_expensive_branch_counts(device):
     assert all("add" not in move.scope for move in both.moves)
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 def test_a_sum_over_devices_is_a_collective():
     devices = virtual.devices("a5000", 2)
     mesh = jax.sharding.Mesh(devices, ("data",))
@@ -231,7 +223,7 @@ def test_an_array_that_is_two_operands_of_a_fusion_is_read_once(second, arrays):
     assert move.bytes == arrays * 1024 * FLOAT32
 
 
-@NEEDS_VIRTUAL
+@needs_virtual
 @pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 def test_a_flash_attention_kernel_reads_queries_keys_and_values_and_writes_its_result():
     attend = functools.partial(attention.attend, implementation="flash")

@@ -12,14 +12,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from shapes import needs_virtual
 from slow_cases import slow
 
 from course_lib import measure
 from course_lib.measure import environment, hardware, virtual
 
-needs_virtual = pytest.mark.skipif(
-    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
-)
 GPUS = [name for name in hardware.names() if hardware.get(name).platform == "gpu"]
 
 
@@ -93,16 +91,24 @@ def test_machine_code_that_is_not_optimized_changes_nothing_that_is_read_of_a_pr
     assert measure.ledger(plain).rows() == measure.ledger(quick).rows()
 
 
-@needs_virtual
-def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkeypatch):
-    [device] = virtual.devices("a5000")  # compiles a program to find out
+def noted_options(monkeypatch, refused=""):
+    """Returns the options of each compilation from now on, which may be refused."""
     given, compile = [], jax.stages.Lowered.compile
 
     def spy(self, compiler_options=None):
         given.append(compiler_options)
+        if refused:
+            raise jax.errors.JaxRuntimeError(refused)
         return compile(self, compiler_options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
+    return given
+
+
+@needs_virtual
+def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkeypatch):
+    [device] = virtual.devices("a5000")  # compiles a program to find out
+    given = noted_options(monkeypatch)
     x, fn = jnp.ones(8), jax.jit(lambda x: x + 1)
     there = jax.sharding.SingleDeviceSharding(device)
     virtual.compile(fn.lower(x))
@@ -123,15 +129,9 @@ def test_only_programs_for_virtual_gpus_are_compiled_without_optimization(monkey
 
 @needs_virtual
 def test_a_program_that_needs_xlas_choice_of_kernels_gets_it_else_xlas_own_words(monkeypatch):
-    given = []
-
-    def refuse(self, compiler_options=None):
-        given.append(compiler_options)
-        raise jax.errors.JaxRuntimeError("No supported config found")
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     [device] = virtual.devices("a5000")
     lowered = jax.jit(lambda x: x + 1).lower(virtual.abstract(jnp.ones(8), device))
+    given = noted_options(monkeypatch, "No supported config found")
     with pytest.raises(jax.errors.JaxRuntimeError, match="No supported config found"):
         virtual.compile(lowered)
     assert given == [virtual.COMPILE_ONLY, {"xla_backend_optimization_level": 0}]
@@ -142,13 +142,7 @@ def test_a_program_on_a_mesh_that_names_no_device_is_for_no_virtual_gpu(monkeypa
     place = NamedSharding(nowhere, PartitionSpec())
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
     lowered = jax.jit(jnp.tan).trace(x).lower(lowering_platforms=("cpu",))
-    given = []
-
-    def refuse(self, compiler_options=None):
-        given.append(compiler_options)
-        raise jax.errors.JaxRuntimeError("refused")
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    given = noted_options(monkeypatch, "refused")
     with pytest.raises(jax.errors.JaxRuntimeError, match="refused"):
         virtual.compile(lowered)
     assert given == [virtual.NO_FUSED_LIBRARY or None]
@@ -221,14 +215,6 @@ def test_a_number_of_devices_that_fills_no_hosts_is_refused(name, count, advice)
 def test_an_unknown_accelerator_is_refused(ask):
     with pytest.raises(ValueError, match="name='a500'"):
         ask("a500")
-
-
-def test_where_there_are_none_the_error_says_why_and_what_to_do(monkeypatch):
-    monkeypatch.setattr(virtual, "why_unavailable", lambda name: "it rains")
-    with pytest.raises(
-        virtual.NoCompiler, match=r"'a5000' here: it rains\. .*course-lib\[virtual\].*recorded"
-    ):
-        virtual.devices("a5000")
 
 
 @pytest.mark.parametrize(

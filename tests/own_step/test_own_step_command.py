@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from shapes import needs_virtual
 
 from course_lib import measure
 from course_lib.measure import virtual
 from course_lib.own_step import command
 
 ROOT = Path(__file__).parents[2]
-WHY_NOT = virtual.why_unavailable()
-needs_virtual = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 @pytest.fixture(scope="module")
@@ -53,126 +52,65 @@ def test_the_error_of_a_prediction_is_the_one_that_was_measured():
     )
 
 
-HEAD = "import jax, jax.numpy as jnp\nx = jnp.ones((8, 8))\ndef make_step():\n    return "
-BAD = {
-    "no function": ("", "my_step.py", "my_step.py must be FILE.py:FUNCTION or MODULE:FUNCTION"),
-    "no file": ("", "none.py:make_step", "none.py: there is no such file in "),
-    "no module": (
-        "",
-        "nothing.here:make_step",
-        "importing nothing.here raised ModuleNotFoundError: No module named 'nothing'",
-    ),
-    "another name": (HEAD + "0", "my_step.py:step", "has no function step; it has make_step"),
-    "an import that fails": ("1 / 0", "", "importing .* raised ZeroDivisionError"),
-    "a script": ("import sys; sys.exit(3)", "", "importing .* raised SystemExit: 3"),
-    "a make_step that raises": (HEAD + "1 / 0", "", r"make_step\(\) raised ZeroDivisionError"),
-    "no arguments": (
-        HEAD + "jnp.sin",
-        "",
-        "must return the step and the arguments of one call",
-    ),
-    "a pair": (
-        HEAD + "lambda state, batch: x, (x, x)",
-        "",
-        "cannot be called with the 1 arguments after it .*missing a required argument: 'batch'",
-    ),
-    "no arrays": (HEAD + "lambda a: x, 'text'", "", "the arguments a hold no array or shape"),
-    "another library's array": (
-        "class Tensor:\n    shape, dtype = (8,), 'torch.float32'\n"
-        + HEAD
-        + "jnp.sin, Tensor()",
-        "",
-        r"argument x holds a my_step.Tensor: pass arrays of JAX or NumPy, or shapes",
-    ),
-    "Python's if": (
-        HEAD + "lambda a: a if a.sum() > 0 else x, x",
-        "",
-        "tracing <lambda> for jax.jit raised TracerBoolConversionError",
-    ),
-    "a callback": (
-        HEAD + "lambda a: (jax.debug.print('{}', a), a), x",
-        "",
-        "compiling <lambda>: a GPU that is not there calls no Python: remove jax.debug.print",
-    ),
-    "no results": (HEAD + "lambda a: None, x", "", "<lambda> returns no array"),
-    "words": (
-        "import numpy\n" + HEAD + "jnp.sin, numpy.array(['a'])",
-        "",
-        "argument x holds a numpy.ndarray",
-    ),
-    "a partial that raises": (
-        "import functools\ndef f(n): return 1 / n\nmake_step = functools.partial(f, 0)",
-        "",
-        r"make_step\(\) raised ZeroDivisionError",
-    ),
-    "this machine's mesh": (
-        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "def make_step():\n"
-        "    cut = NamedSharding(jax.make_mesh((2,), ('data',)), P('data'))\n"
-        "    shape = jax.ShapeDtypeStruct((8,), 'float32', sharding=cut)\n"
-        "    return jax.jit(jax.numpy.sin, in_shardings=cut), shape",
-        "--devices=2",
-        "compiling sin: it names this machine's devices: make its mesh of the parameter",
-    ),
-    "another mesh than its jit's": (
-        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "def make_step():\n"
-        "    cut = NamedSharding(jax.make_mesh((2,), ('data',)), P('data'))\n"
-        "    shape = jax.ShapeDtypeStruct((8,), 'float32')\n"
-        "    return jax.jit(jax.numpy.sin, out_shardings=cut), shape",
-        "--devices=2",
-        "compiling sin: it names this machine's devices: make its mesh of the parameter",
-    ),
-    "too large for XLA": (
-        "import jax\ndef make_step():\n"
-        "    return lambda x: 2 * x, jax.ShapeDtypeStruct((10**10, 10**10), 'float32')",
-        "--target=a5000",
-        r"--target a5000: its compiler refuses the step: .*dimensions=\[10000000000",
-    ),
-    "an unknown target": (
-        HEAD + "jnp.sin, x",
-        "--target=h1",
-        "name='h1' must be an accelerator of the table: t4, ",
-    ),
-    "too many devices": (HEAD + "jnp.sin, x", "--devices=9", "count=9 must be"),
-    "no such batch": (
-        HEAD + "lambda a, b: a, x, x",
-        "--batch=x",
-        "--batch x must be an argument: a, b",
-    ),
-    "no mesh": (
-        HEAD + "jnp.sin, x",
-        "--devices=2",
-        "--devices 2: no argument, in_shardings or out_shardings name a mesh of 2",
-    ),
-    "another mesh": (
-        "import jax\nfrom jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "mesh = jax.make_mesh((2,), ('data',))\ndef make_step():\n"
-        "    return jax.numpy.sin, jax.ShapeDtypeStruct((8,), 'float32',"
-        " sharding=NamedSharding(mesh, P('data')))",
-        "--devices=4",
-        "--devices 4: an argument is on a mesh of 2 devices; add --devices 2",
-    ),
+HEAD = """
+import functools, jax, jax.numpy as jnp, numpy
+from jax.sharding import NamedSharding, PartitionSpec
+class Tensor:
+    shape, dtype = (8,), "torch.float32"
+x, large = jnp.ones((8, 8)), jax.ShapeDtypeStruct((10**10, 10**10), "float32")
+def cut():
+    return NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
+def shape(place=None):
+    return jax.ShapeDtypeStruct((8,), "float32", sharding=place)
+nameless = functools.partial(lambda n: 1 / n, 0)
+def make_step():
+    return """
+ELSEWHERE = "compiling sin: it names this machine's devices: make its mesh of the parameter"
+RETURNED = {  # by make_step, for these options
+    "1 / 0": r"make_step\(\) raised ZeroDivisionError",
+    "jnp.sin": "must return the step and the arguments of one call",
+    "lambda state, batch: x, (x, x)": "cannot be called with the 1 arguments .*: 'batch'",
+    "lambda a: x, 'text'": "the arguments a hold no array or shape",
+    "jnp.sin, Tensor()": "argument x holds a my_step.Tensor: pass arrays of JAX or NumPy, or",
+    "jnp.sin, numpy.array(['a'])": "argument x holds a numpy.ndarray",
+    "lambda a: a if a.sum() else x, x": "tracing <lambda> for .* raised TracerBoolConversion",
+    "lambda a: (jax.debug.print('{}', a), a), x": "compiling .* remove jax.debug.print",
+    "lambda a: None, x": "<lambda> returns no array",
+    "jax.jit(jnp.sin, in_shardings=cut()), shape(cut()) --devices=2": ELSEWHERE,
+    "jax.jit(jnp.sin, out_shardings=cut()), shape() --devices=2": ELSEWHERE,
+    "lambda x: 2 * x, large": r"--target h100: its compiler refuses the step: .*=\[10000000000",
+    "jnp.sin, x --target=h1": "name='h1' must be an accelerator of the table: t4, ",
+    "jnp.sin, x --devices=9": "count=9 must be",
+    "lambda a, b: a, x, x --batch=x": "--batch x must be an argument: a, b",
+    "jnp.sin, x --devices=2": "--devices 2: no argument, .* name a mesh of 2",
+    "jnp.sin, shape(cut()) --devices=4": "--devices 4: an argument is on a mesh of 2 devices",
+}
+NAMED = {  # on the command line
+    "my_step.py": "my_step.py must be FILE.py:FUNCTION or MODULE:FUNCTION",
+    "none.py:make_step": "none.py: there is no such file in ",
+    "nothing.here:make_step": "importing nothing.here raised ModuleNotFoundError: No module",
+    "my_step.py:step": "has no function step; it has cut, shape, make_step",
+    "script.py:make_step": "importing script.py raised SystemExit: 3",
+    "my_step.py:nameless": r"make_step\(\) raised ZeroDivisionError",
 }
 
 
 @needs_virtual
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(("given", "message"), (RETURNED | NAMED).items())
 def test_a_mistake_is_one_sentence_and_the_traceback_of_ones_own_error(
-    name, tmp_path, monkeypatch, capsys
+    given, message, tmp_path, monkeypatch, capsys
 ):
-    code, option, message = BAD[name]
-    (tmp_path / "my_step.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    where = option if option and "--" not in option else "my_step.py:make_step"
-    assert (
-        command.main([where, *[option] * (where != option and bool(option))]) == command.USAGE
-    )
+    returned, *options = [given] if given in NAMED else given.split(" --")
+    Path("my_step.py").write_text(HEAD + ("0" if given in NAMED else returned))
+    Path("script.py").write_text("import sys; sys.exit(3)")
+    where = given if given in NAMED else "my_step.py:make_step"
+    assert command.main([where, *(f"--{each}" for each in options)]) == command.USAGE
     *trace, last = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{message}", last)
     raised = " raised " in last
     assert bool(trace) == raised and "course_lib" not in "".join(trace)
-    assert not raised or name == "no module" or 'my_step.py", line ' in "".join(trace)
+    assert not raised or "no module" in last.lower() or '.py", line ' in "".join(trace)
 
 
 @needs_virtual
@@ -193,7 +131,7 @@ def test_without_a_compiler_the_command_says_what_to_install(monkeypatch, capsys
     monkeypatch.setattr(virtual, "why_unavailable", lambda name: "there is none")
     assert command.main(["x.py:make_step"]) == command.USAGE
     error = capsys.readouterr().err
-    assert "there is none" in error and 'pip install "course-lib[virtual]"' in error
+    assert re.search(r"'h100' here: there is none\. .*course-lib\[virtual\].*recorded", error)
 
 
 @pytest.mark.parametrize("written", ["20 bananas", "GiB", "-1GiB", "", "20"])

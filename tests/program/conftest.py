@@ -1,74 +1,30 @@
 """Fixtures of runs that are over in a second or two."""
 
 import contextlib
-import functools
 import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from forked import LAUNCHERS, Server
-from small_run import corpus, numbers, train
+from small_run import corpus, train
+from started import LAUNCHERS, Programs
 
-from course_lib.program import checkpoints, journal, loop, room
+from course_lib.program import journal, loop, room
 
 _BUILT = {}
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
-
-
-name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
-
-
-class InOneFile:
-    """Stands for Orbax, which writes a small state in thousands of events. Orbax itself is in
-    test_checkpoints.py, test_stored_runs.py and test_program_by_processes.py.
-    """
-
-    def __init__(self, orbax):
-        self.orbax, self.path = orbax, None
-
-    def save(self, path, args):
-        # A copy at once, since the state is donated; the folder appears at the end.
-        leaves = jax.tree_util.tree_leaves_with_path(args.item)
-        self.path, self.leaves = Path(path), {name(path): numbers(x) for path, x in leaves}
-
-    def wait_until_finished(self):
-        if self.path is not None:
-            path, self.path = self.path, None
-            path.mkdir(parents=True)
-            np.savez(path / "arrays", **self.leaves)
-
-    def restore(self, path, args):
-        if not (path / "arrays.npz").exists():  # another process wrote it
-            return self.orbax.restore(path, args=args)
-        with np.load(path / "arrays.npz") as stored:
-            arrays = {name: stored[name] for name in stored.files}
-
-        def place(path, like):
-            array = arrays[name(path)]
-            is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
-            if is_key:
-                return jax.device_put(jax.random.wrap_key_data(array), like.sharding)
-            # NumPy stores bfloat16 as two bytes of no type
-            return jax.device_put(array.view(like.dtype), like.sharding)
-
-        return jax.tree_util.tree_map_with_path(place, args.item)
-
-    def close(self):
-        self.wait_until_finished()
-        self.orbax.close()
+# Under nohup and in a shell's background, these would be ignored, in other processes, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
 def quick_runs():
-    """Builds one run for all configurations that compile to the same programs, which fit,
-    stores arrays in one file, and draws no pictures.
+    """Builds one run for all configurations that compile to the same programs, which fit, and
+    draws no pictures.
     """
-    build, real = loop.build, checkpoints.ocp.AsyncCheckpointer
+    build = loop.build
 
     def build_once(config, devices):
         whole = config.to_dict() | {"run": config.run.non_finite}
@@ -81,15 +37,11 @@ def quick_runs():
     def report(folder):
         (folder / "report.md").touch()
 
-    def in_one_file(*given, **options):
-        return InOneFile(real(*given, **options))
-
     with pytest.MonkeyPatch.context() as patched, jax.numpy_dtype_promotion("standard"):
         patched.setattr(loop, "build", build_once)
         patched.setattr(room, "step_memory", lambda run: None)
         patched.setattr(room, "does_not_fit", lambda *_: "")
         patched.setattr(journal, "report", report)
-        patched.setattr(checkpoints.ocp, "AsyncCheckpointer", in_one_file)
         yield
 
 
@@ -142,8 +94,6 @@ def no_launcher(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def server(programs_kept, tmp_path_factory):
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork here")
-    with Server.started(tmp_path_factory.mktemp("server"), programs_kept) as server:
-        yield server
+def programs(tmp_path_factory):
+    with Programs(tmp_path_factory.mktemp("programs")) as programs:
+        yield programs

@@ -164,7 +164,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(given, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"model": 3}', "3", "{", "[" * 100_000, '{"model": {"num_layers": -3}}']
+    "text",
+    [
+        '{"model": 3}',
+        '{"run": {"more": 1}}',
+        "3",
+        "{",
+        "[" * 100_000,
+        '{"model": {"num_layers": -3}}',
+    ],
 )
 def test_a_file_that_is_no_configuration_is_one_line_and_exit_code_2(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)

@@ -16,7 +16,6 @@ import pytest
 from programs import LARGE
 from small_run import (
     assert_same_losses,
-    calls,
     configuration,
     corpus,
     losses,
@@ -60,16 +59,16 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
     class Begins(Exception):
         pass
 
-    def begins(*_):
-        raise Begins
-
     whole = configuration(text, data__batch_size=8)  # of a batch that no other test builds
-    of_training = [(training, n) for n in ("check", "functions", "make_train_step")]
-    called = calls(monkeypatch, (settings, "check"), *of_training)
-    monkeypatch.setattr(loop, "Loop", begins)
+    times = {(settings, "check"): 1, (training, "check"): 0}
+    times |= {(training, "functions"): 1, (training, "make_train_step"): 1}
+    called = {of: mock.Mock(wraps=getattr(*of)) for of in times}
+    for of in times:
+        monkeypatch.setattr(*of, called[of])
+    monkeypatch.setattr(loop, "Loop", mock.Mock(side_effect=Begins))
     with pytest.raises(Begins):
         loop.train(whole, tmp_path, one_device())
-    assert called == ["check", "functions", "make_train_step"]
+    assert {of: called[of].call_count for of in times} == times
 
 
 def test_a_step_that_does_not_fit_is_refused_and_its_folder_may_be_used(

@@ -1,6 +1,5 @@
 """Laws of the program's loop with a model that is not the course's."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -8,12 +7,11 @@ import numpy as np
 import pytest
 from own_models import L, of_nnx
 from slow_cases import slow
-from small_run import configuration, numbers
+from small_run import assert_same_run, configuration
 
 from course_lib import configs, measure, training
 from course_lib.measure import hardware
 from course_lib.program import journal, loop, observe, own_model
-from course_lib.program.checkpoints import Checkpoints
 
 APPLY, INIT = of_nnx(configs.get("cpu").model.vocab_size)
 OWN = own_model.builder(APPLY, INIT)
@@ -48,15 +46,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(config, tmp_path, monkeypatch
         loop.train(config, killed, *arguments)
     for folder in folders:
         assert loop.train(config, folder, *arguments) == loop.Ended(loop.DONE, 3)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        assert (killed / name).read_bytes() == (through / name).read_bytes()
-    like = OWN(config, arguments[0])[0].abstract()[0]
-    saved = []
-    for folder in folders:
-        with contextlib.closing(Checkpoints(folder / "checkpoints")) as found:
-            saved.append(found.restore(like).state)
-    for a, b in zip(*map(jax.tree.leaves, saved), strict=True):
-        np.testing.assert_array_equal(numbers(a), numbers(b))
+    assert_same_run(killed, through, builder=OWN)
     assert len(journal.read(killed, "samples")) == 1
 
 

@@ -10,17 +10,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 import small_run
-from forked import HELPERS, LAUNCHERS, ROOT, until
 from slow_cases import slow
+from started import PYTHON, ROOT, until
 
 from course_lib.lessons.by_processes import free_port
 from course_lib.program import journal
 
-PYTHON = [sys.executable, "-u", *small_run.STRICT]
 # Seconds in which all processes must end after one did. The workers' heartbeat is 10 s, JAX's
 # default is 100 s, and the machine may be busy.
 IN_TIME = 60
@@ -71,11 +69,8 @@ def _slurm(name):
 
 
 @pytest.fixture
-def launch(request, programs_kept, tmp_path):
-    """Returns a function that starts a command by a launcher, with its output in a file. After
-    the test, kills every program that still runs.
-    """
-    started = []
+def launch(request, programs):
+    """Returns a function that starts a command by a launcher."""
 
     def launch(launcher, *command, **environ):
         if launcher == "slurm":
@@ -85,29 +80,16 @@ def launch(request, programs_kept, tmp_path):
             if shutil.which("mpirun") is None:
                 pytest.skip("no mpirun here: Debian's package openmpi-bin")
             command = [*MPIRUN.split(), "0", *command]
-        env = {name: x for name, x in os.environ.items() if not name.startswith(LAUNCHERS)}
-        env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}", **programs_kept, **environ}
-        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiles quickly
-        with (tmp_path / "output").open("w") as file:
-            process = subprocess.Popen(
-                command, env=env, stdout=file, stderr=file, start_new_session=True
-            )
-        process.said = (tmp_path / "output").read_text
-        started.append(process)
-        return process
+        return programs.start(*command, **environ)
 
-    yield launch
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    return launch
 
 
-def pair(server, job, **environ):
+def pair(programs, job, **environ):
     """Starts two workers by hand, and waits until both have said their numbers."""
     address = f"localhost:{free_port()}"
     both = [
-        server.fork("cluster_worker", job, address, str(number), "2", **environ)
+        programs.start(*PYTHON, "cluster_worker", job, address, str(number), "2", **environ)
         for number in (0, 1)
     ]
     for each in both:
@@ -117,17 +99,12 @@ def pair(server, job, **environ):
 
 @pytest.mark.parametrize("launcher", [slow("mpirun"), slow("slurm")])
 def test_the_program_under_a_launcher_has_the_losses_of_one_process(
-    launch, programs_kept, tmp_path, launcher
+    launch, programs, tmp_path, launcher
 ):
     changes = "mesh.tensor=2 strategy.zero=1 training.steps=6 run.checkpoint_every=3".split()
-    text = small_run.corpus(tmp_path / "text")
-
-    def program(run, devices):  # a learner's command
-        given = small_run.arguments(text, tmp_path / run, devices, *changes)
-        return [*PYTHON, "-m", "course_lib.train", *given]
-
-    for how, *command in ((launcher, *program("two", 2)), ("", *program("one", 4))):
-        process = launch(how, *command)
+    for how, run, devices in ((launcher, "two", 2), ("", "one", 4)):
+        given = small_run.arguments(programs.text, tmp_path / run, devices, *changes)
+        process = launch(how, *PYTHON, "course_lib.train", *given)  # a learner's command
         assert process.wait(600) == 0, process.said()
     times = (tmp_path / "two" / "times.jsonl").read_text()
     assert re.search(r"4 x cpu .*2 process\(es\)", times)
@@ -154,9 +131,9 @@ def test_slurm_runs_the_batch_script(launch, tmp_path):
     ]
 
 
-def test_an_error_in_one_process_ends_both(server):
-    both = pair(server, "raise", WHO="1")
-    assert both[1].code() == 1 and both[0].code() != 0
+def test_an_error_in_one_process_ends_both(programs):
+    both = pair(programs, "raise", WHO="1")
+    assert both[1].wait(600) == 1 and both[0].wait(600) != 0
     assert "ZeroDivisionError: an error in one process" in both[1].said()
     assert "process 1 ends with this error" in both[1].said()
     assert re.search(OTHER_ENDED, both[0].said())
@@ -165,20 +142,21 @@ def test_an_error_in_one_process_ends_both(server):
 @pytest.mark.slow
 @pytest.mark.parametrize(("gone", "job"), [(0, "step"), (1, "stop")])
 def test_if_a_process_is_killed_or_silent_the_other_ends_in_time_and_says_why(
-    server, gone, job
+    programs, gone, job
 ):
-    both = pair(server, job, WHO="1")  # which stops itself, if that is the job
+    both = pair(programs, job, WHO="1")  # which stops itself, if that is the job
     if job == "step":
-        both[gone].signal(signal.SIGKILL)
-    assert both[1 - gone].code(IN_TIME) != 0
+        both[gone].send_signal(signal.SIGKILL)
+    assert both[1 - gone].wait(IN_TIME) != 0
     assert re.search(OTHER_ENDED, both[1 - gone].said())
-    both[gone].signal(signal.SIGKILL)
-    both[gone].code()
+    both[gone].send_signal(signal.SIGKILL)
+    both[gone].wait(600)
 
 
-def test_a_process_that_is_alone_at_the_start_says_where_it_waits_and_ends(server):
+def test_a_process_that_is_alone_at_the_start_says_where_it_waits_and_ends(programs):
     address = f"localhost:{free_port()}"
-    alone = server.fork("cluster_worker", "step", address, "1", "2", PATIENCE="2")
-    assert alone.code() != 0  # after two seconds, and a few more that JAX takes
+    worker = "cluster_worker", "step", address, "1", "2"
+    alone = programs.start(*PYTHON, *worker, PATIENCE="2")
+    assert alone.wait(600) != 0  # after two seconds, and a few more that JAX takes
     words = "process 1 waits up to 2 s for the other processes, which meet at process 0 at"
     assert alone.said().startswith(f"{words} {address}")

@@ -20,16 +20,6 @@ WINDOWS = 4003 // 8
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A corpus of five documents, of which one is in the validation split."""
-    for i in range(5):
-        (tmp_path / f"{i}.txt").write_text(
-            f"this is document {i}, in UTF-8: \N{GREEK SMALL LETTER PI}\n" * (i + 1), "utf-8"
-        )
-    return tmp_path
-
-
 def batches(seed=0, **changes):
     return loading.batches(TOKENS, seed=seed, **SIZES | changes)
 
@@ -159,8 +149,10 @@ def test_a_process_is_the_shard_whose_rows_its_devices_hold(rows):
             shard(devices[some].flat)
 
 
-def test_a_run_folder_to_which_a_link_in_the_text_leads_is_refused(folder, tmp_path_factory):
-    runs = tmp_path_factory.mktemp("runs")
+def test_a_run_folder_to_which_a_link_in_the_text_leads_is_refused(tmp_path):
+    folder, runs = tmp_path / "text", tmp_path / "runs"
+    folder.mkdir()
+    runs.mkdir()
     loading.check_apart(runs / "1", folder)
     (folder / "linked").symlink_to(runs)
     with pytest.raises(ValueError, match="must not lie in corpus="):
