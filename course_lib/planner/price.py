@@ -32,7 +32,8 @@ import jax.numpy as jnp
 
 from course_lib.many_devices import cluster_model
 from course_lib.many_devices.cluster_model import Cluster
-from course_lib.planner.events import COPIES, Event, events, recomputed
+from course_lib.many_devices.meshes import AXES
+from course_lib.planner.events import COPIES, Event, events
 from course_lib.planner.plan import Plan, Shape, Step
 
 # Assumed, not fitted. docs/backtest.md says how far other values of the first five reach.
@@ -54,8 +55,6 @@ EIGHT_BIT_SPEEDUP = 1.92
 # transposed; two matmuls read 1 each; one matmul writes 2, in bfloat16
 # (https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py).
 EIGHT_BIT_OPERAND = 8 / 3
-
-AXES = ("tensor", "context", "expert", "data", "pipe")
 
 
 def rooms() -> dict[str, tuple[float, float]]:
@@ -106,7 +105,7 @@ def work(step: Step) -> dict[str, Work]:
     what is recomputed), and the part of it that gives the gradients of weights ("weights"); and
     of the output layer ("head").
     """
-    shape, plan, scores, again = step.shape, step.plan, core(step), recomputed(step)
+    shape, plan, scores, again = step.shape, step.plan, core(step), step.recomputed
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     T, D = step.tokens, shape.width
     q, kv, k, m = shape.heads * shape.head_dim, shape.kv_width, shape.slots, shape.matrices
@@ -246,7 +245,7 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     free["forward"]["scores"] = matmuls + moved
     free["backward"] |= {
         "scores": 2.5 * matmuls + 2 * moved,
-        "scores again": recomputed(step).qkv * (matmuls + moved),
+        "scores again": step.recomputed.qkv * (matmuls + moved),
         "weights": computing(works["weights"]),
     }
     free["embedding"] = {}
