@@ -5,7 +5,6 @@ D, "mlp" its hidden width F, "heads" its H heads, "vocab" its vocabulary V, "lay
 layers. A strategy is a table of *rules* from these names to mesh axes. The rules of several
 strategies join by union:
 
-    DATA = {}                   every device holds all parameters
     ZERO = {"embed": "data"}    each holds a slice of the width
     TENSOR = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 
@@ -82,7 +81,6 @@ ACTIVATIONS = {
 their experts. Sequence parallelism cuts "length", context parallelism "length" and "positions".
 """
 
-DATA: Rules = {}
 ZERO: Rules = {"embed": "data"}
 TENSOR: Rules = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 PIPELINE: Rules = {"layers": "pipe"}

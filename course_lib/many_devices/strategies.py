@@ -46,30 +46,7 @@ def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     `build`; the shape of a mesh will do.
     """
     configs.check(config)
-    _check_strategy(config, mesh, strategy)
-
-
-def _check_strategy(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
-    options.check(
-        config.model,
-        mesh,
-        strategy,
-        batch_size=config.data.batch_size,
-        seq_len=config.data.seq_len,
-        num_minibatches=config.training.num_minibatches,
-        accumulator_dtype=config.training.accumulator_dtype,
-    )
-    if config.optimizer.offload and mesh.size > 1:
-        raise ValueError(
-            f"optimizer.offload=True must be False on {mesh.size} devices: moments are streamed"
-            " to one device; divide them instead, with ZeRO (strategy.zero=1)"
-        )
-    if config.training.backward == "in_place" and mesh.size > 1:
-        raise ValueError(
-            f"training.backward='in_place' must be 'autodiff' on {mesh.size} devices: the"
-            " backward pass by hand does not sum gradients over devices; ZeRO stage 2 divides"
-            " them (strategy.zero=2)"
-        )
+    options.check(config, mesh, strategy)
 
 
 def layout(
@@ -144,7 +121,7 @@ def of_checked(
     gradient_norm: bool = False,
 ) -> Run:
     """Builds a run as `build` does, from a configuration that `configs.check` has passed."""
-    _check_strategy(config, mesh, strategy)
+    options.check(config, mesh, strategy)
     if config.optimizer.offload and skip_not_finite:
         raise ValueError(
             "optimizer.offload=True must have run.non_finite='stop': an update is skipped after"

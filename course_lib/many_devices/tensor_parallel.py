@@ -236,7 +236,7 @@ def errors(asked: Asked) -> Iterator[str]:
         "vocab_size": model.vocab_size,
         "num_outputs": model.num_outputs,
         "num_kv_heads": model.num_kv_heads or model.num_heads,
-    } | ({"seq_len": asked.seq_len} if strategy.sequence else {})
+    } | ({"seq_len": asked.config.data.seq_len} if strategy.sequence else {})
     for name, size in cut.items():
         yield from arguments.shared(name, size, asked.n[AXIS], f"devices along {AXIS!r}")
     if model.flat_products and asked.by_hand:

@@ -75,7 +75,7 @@ class _Checked:
     """A dataclass whose fields have rules, and which has rules for several fields together."""
 
     def __post_init__(self) -> None:
-        rows, defaults = _table(type(self))
+        rows, defaults = _table(type(self))  # type: ignore[arg-type]
         fields.check({name: getattr(self, name) for name in rows}, defaults, rows)
         arguments.refuse(self._errors())
 

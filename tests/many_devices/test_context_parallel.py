@@ -203,7 +203,12 @@ def test_evaluation_takes_whole_sequences():
 ODD, TWO = {"data.seq_len": 12}, dict(data=1, context=2)
 CUDNN = {"model.attention": "cudnn", "model.dtype": "bfloat16"}
 BAD = [
-    (dict(data=1, context=4), {}, ODD, "seq_len=12 must be a multiple of 8, .* take 8 or 16"),
+    (
+        dict(data=1, context=4),
+        {},
+        ODD,
+        "seq_len=12 must be a multiple of the 8 parts .* take 8 or 16",
+    ),
     (dict(data=1, context=8), dict(by="compiler"), ODD, "seq_len=12"),
     (TWO | dict(pipe=2), {}, {}, "must not have both 'context' and 'pipe'"),
     (TWO | dict(tensor=2), dict(sequence=True), {}, "sequence=True must not .* 'context'"),
