@@ -89,23 +89,6 @@ def test_evaluation_counts_the_balance_too():
     assert found["balance"] > 1
 
 
-BAD = [
-    (dict(data=1, expert=2), {"model.num_experts": 0}, "num_experts=0"),
-    (dict(data=1, expert=3), {"data.batch_size": 9}, "num_experts=8 must .* take 6 or 9"),
-    (AXES, {"data.batch_size": 4}, "batch_size gives 2 sequences .* multiple of 4"),
-    (AXES, {"training.num_minibatches": 2}, "batch_size gives 2 .* multiple of 4"),
-    (dict(data=1, expert=2, tensor=2), {}, "not divided along 'tensor'"),
-    (dict(data=1, pipe=2), {}, "not divided along 'pipe'"),
-    (dict(data=1, context=2), {}, "not divided along 'context'"),
-]
-
-
-@pytest.mark.parametrize(("axes", "changes", "message"), BAD)
-def test_what_cannot_work_is_refused(axes, changes, message):
-    with pytest.raises(ValueError, match=message):
-        strategies.build(small(**changes), one_device.grid(**axes))
-
-
 def test_sequences_that_the_devices_cannot_share_are_refused_and_not_left_out():
     run = strategies.build(small(), one_device.grid(data=1, expert=4))
     six = jax.tree.map(lambda x: x[:6], one_device.batch(small()))

@@ -8,16 +8,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_device
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib.many_devices import meshes
 from course_lib.measure import virtual
-
-needs_virtual = pytest.mark.skipif(
-    virtual.why_unavailable() is not None, reason=str(virtual.why_unavailable())
-)
 
 
 def run_alone(code):
@@ -92,7 +89,7 @@ def test_the_last_axis_joins_neighbours_and_all_axes_are_the_compilers():
     ]
 
 
-@needs_virtual
+@one_device.needs_h100
 def test_a_mesh_of_virtual_gpus_is_made_by_the_same_code():
     grid = meshes.make({"data": 64, "pipe": 12, "tensor": 8}, virtual.devices("h100", 6144))
     assert grid.shape == {"data": 64, "pipe": 12, "tensor": 8}

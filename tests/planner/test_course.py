@@ -236,9 +236,7 @@ def large(**changes):
     return whole
 
 
-@pytest.mark.skipif(
-    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
-)
+@one_device.needs_h100
 @pytest.mark.parametrize(
     ("axes", "chosen", "changes"),
     [

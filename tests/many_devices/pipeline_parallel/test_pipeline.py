@@ -110,9 +110,7 @@ def test_the_compiled_program_stashes_as_many_microbatches_as_are_live():
     assert kept.count(passed * layers) == 1 or passed == live
 
 
-@pytest.mark.skipif(
-    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
-)
+@one_device.needs_h100
 def test_the_peak_on_h100s_holds_a_stage_s_gradients_once():
     whole = small(**{"model.head_dim": 64, "model.num_heads": 8, "model.hidden_size": 512})
     whole.model.remat = ("Block",)
@@ -275,35 +273,3 @@ def test_a_schedule_for_other_devices_or_an_illegal_one_is_refused():
     late = dataclasses.replace(legal, table=((None,) + legal.table[0][1:], legal.table[1]))
     with pytest.raises(ValueError, match=r"table\[0\] must have F of microbatch 0"):
         pipeline.gradient(print, parts, grid, {}, late)
-
-
-OFFLOAD = {"model.remat": ("MLP",), "model.remat_policy": "offload"}
-OFFLOAD |= {"model.remat_names": ("mlp_hidden",)}
-CHUNKS, PIPE = {"schedule": "depth_first", "chunks": 2}, dict(data=1, pipe=4)
-BAD = [
-    ({"model.num_layers": 6}, {}, "num_layers=6 must be .* 4 stages, .* take 4 or 8"),
-    ({"model.num_layers": 2}, {}, "num_layers=2 .* some stages would have no layer; take 4"),
-    ({}, {"schedule": "breadth_first", "chunks": 3}, "num_layers=8 must be .* 12 stages"),
-    ({"model.scan_layers": False}, {}, "scan_layers=False"),
-    (OFFLOAD, {}, "remat_policy='offload'"),
-    ({"training.accumulator_dtype": "bfloat16"}, {}, "accumulator_dtype='bfloat16'"),
-    ({}, {"chunks": 0}, "chunks=0"),
-    ({"training.num_minibatches": 2}, {}, "num_minibatches=2"),
-    ({}, {"microbatches": 5}, "batch_size=24 must be a multiple of 5"),
-    ({}, {"microbatches": 0}, "microbatches=0"),
-    ({}, {"schedule": "dualpipe"}, "schedule='dualpipe'"),
-    ({}, CHUNKS | {"microbatches": 6}, "microbatches=6 must be a multiple of the 4 stages"),
-    ({}, {"zero": 2}, "zero=2"),
-    ({}, {"by": "compiler"}, "by='compiler'"),
-]
-TENSOR = dict(data=1, pipe=2, tensor=2)
-BAD = [(PIPE, *row) for row in BAD] + [
-    (TENSOR, {}, {"sequence": True, "overlap": "one-way"}, "overlap='one-way'"),
-    (dict(data=2), {}, {"microbatches": 4}, "microbatches=4 must come with a mesh axis 'pipe'"),
-]
-
-
-@pytest.mark.parametrize(("axes", "changes", "chosen", "message"), BAD)
-def test_a_pipeline_that_cannot_be_is_refused(axes, changes, chosen, message):
-    with pytest.raises(ValueError, match=message):
-        strategies.build(small(**changes), one_device.grid(**axes), Strategy(**chosen))
