@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from course_lib.arguments import nearest
+from course_lib import arguments
 
 PyTree = Any
 
@@ -114,13 +114,8 @@ def axis_size(mesh: AnyMesh, axis: str) -> int:
 
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:
     """Refuses to cut a dimension of an array called `name` into unequal parts."""
-    shape = tuple(shape)
-    if rest := shape[dim] % size:
-        raise ValueError(
-            f"{name} of shape {shape} must have a dimension {dim} that the {size} devices of"
-            f" axis {axis!r} divide: {shape[dim]} leaves {rest} over; take"
-            f" {nearest(shape[dim], size)}"
-        )
+    where = f"{name}.shape[{dim}]"
+    arguments.refuse(arguments.shared(where, shape[dim], size, f"devices along {axis!r}"))
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -89,15 +89,7 @@ EXPERTS: Rules = {"experts": "expert"}
 
 def spec(logical: tuple[str, ...], rules: Rules) -> P:
     """Returns the PartitionSpec of an array from the names of its dimensions."""
-    axes = [rules.get(name) for name in logical]
-    for axis in axes:
-        if axis is not None and axes.count(axis) > 1:
-            both = [name for name in logical if rules.get(name) == axis]
-            raise ValueError(
-                f"rules={dict(rules)} must cut an array once by axis {axis!r}, not its"
-                f" dimensions {' and '.join(both)}: dimensions {logical} would be {P(*axes)}"
-            )
-    return P(*axes)
+    return P(*(rules.get(name) for name in logical))
 
 
 def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh, table: Any = LOGICAL) -> PyTree:

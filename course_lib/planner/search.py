@@ -155,7 +155,7 @@ class Frameworks:
     shape: Shape
     batch: int  # sequences per step
     kinds: Sequence[str] = KINDS
-    recompute: Sequence[str] = FRAMEWORK_RECOMPUTE
+    recompute: Sequence[str] = FRAMEWORK_RECOMPUTE  # the least first
     fused_attention: bool = True  # scores stay on the chip
     tensor_overlap: bool = True  # inside of a host, rings hide most traffic along "tensor"
     gradient_bytes: int = 2  # per number, when gradients travel: 1, 2 or 4
@@ -196,11 +196,8 @@ class Frameworks:
                 if plan is None:
                     continue
                 yield [layout(self.shape, plan, cluster)]
-                if "pipe" not in axes and plan.recompute == self._least_first()[0]:
+                if "pipe" not in axes and plan.recompute == self.recompute[0]:
                     break  # without a pipeline, smaller microbatches only make room
-
-    def _least_first(self) -> list[str]:
-        return [what for what in FRAMEWORK_RECOMPUTE if what in self.recompute]
 
     def _recomputing_least(self, plan: Plan, cluster: Cluster) -> Plan | None:
         room = CAPACITY_SHARE * cluster.accelerator.memory_bytes
@@ -210,7 +207,7 @@ class Frameworks:
             changed = dataclasses.replace(plan, recompute=what, recompute_share=count / layers)
             return changed, sum(memory.of_framework(Step(self.shape, changed)).values())
 
-        for what in self._least_first():
+        for what in self.recompute:
             every, size = tried(what, layers)
             if size > room:
                 continue

@@ -11,11 +11,10 @@ import one_device
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import FrozenConfigDict
 from slow_cases import slow
 
 from course_lib import measure, training
-from course_lib.many_devices import context_parallel, data_parallel, meshes, strategies
+from course_lib.many_devices import context_parallel, data_parallel, meshes
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import virtual
 from course_lib.models import attention
@@ -188,11 +187,3 @@ def test_devices_along_context_drop_different_units():
     expected = [jax.random.uniform(jax.random.fold_in(rng, device)) for device in (0, 1)]
     found = mean({}, one_device.batch(whole), rng)[0]
     np.testing.assert_allclose(found, sum(expected) / 2, rtol=1e-6)
-
-
-def test_evaluation_takes_whole_sequences():
-    whole = one_device.small()
-    run = strategies.build(whole, one_device.grid(data=2, context=2))
-    params, _, metrics = one_device.reference(FrozenConfigDict(whole))
-    found = training.evaluate(run.loss_fn, params, [one_device.batch(whole)])
-    assert found == pytest.approx(training.mean_metrics(metrics), rel=1e-5)

@@ -71,6 +71,18 @@ def test_a_strategy_gives_the_gradient_of_one_device(axes, chosen, changes):
     )
 
 
+@pytest.mark.parametrize(
+    ("axes", "changes"), [(dict(data=2, context=2), {}), (dict(data=2, expert=4), EXPERTS)]
+)
+def test_evaluation_takes_each_whole_sequence_once_and_counts_the_balance(axes, changes):
+    whole = one_device.small(**changes)
+    params, _, metrics = one_device.reference(FrozenConfigDict(whole))
+    loss_fn = strategies.build(whole, one_device.grid(**axes)).loss_fn
+    found = training.evaluate(loss_fn, params, [one_device.batch(whole)])
+    assert found == pytest.approx(training.mean_metrics(metrics), rel=1e-5)
+    assert ("balance" in found) == bool(changes)
+
+
 def test_parameters_start_from_the_same_numbers_on_every_mesh():
     whole = one_device.small()
     expected, _, _ = one_device.reference(FrozenConfigDict(whole))
@@ -155,7 +167,12 @@ BAD = [
     (ALONE, dict(by="magic"), {}, "by='magic'"),
     (dict(data=3), {}, {}, "batch_size=8 must be a multiple of 3.* take 6 or 9"),
     (dict(data=4), {}, minibatches(4), "batch_size=8 must be a multiple of 16"),
-    (dict(data=3), dict(zero=3), {"data.batch_size": 9}, "a dimension 1 that the 3 devices"),
+    (
+        dict(data=3),
+        dict(zero=3),
+        {"data.batch_size": 9},
+        r"shape\[1\]=16 must be .* the 3 devices",
+    ),
     (dict(data=1, tensor=3), {}, {}, "num_heads=8 must .* take 6 or 9"),
     (dict(data=1, tensor=4), {}, {"model.num_kv_heads": 2}, "num_kv_heads=2 must .* 4"),
     (dict(data=1, tensor=8), dict(sequence=True), {"data.seq_len": 12}, "seq_len=12"),
