@@ -80,12 +80,6 @@ class Work(NamedTuple):
     narrow: float
     bytes: float
 
-    def times(self, count: int | float) -> "Work":
-        return Work(*(count * x for x in self))
-
-    def plus(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 def core(step: Step) -> Work:
     """Attention's scores, softmax and mean of values, forward. A ring leaves out parts in which
@@ -152,7 +146,7 @@ def work(step: Step) -> dict[str, Work]:
     of_head = products * step.itemsize * shape.vocab * D / t
     return {
         "forward": forward,
-        "backward": forward.times(2).plus(more),
+        "backward": Work(*(2 * a + b for a, b in zip(forward, more, strict=True))),
         "weights": both(qkv + out + mlp, 0.0, all_moved + summed),
         "head": Work(2 * products * logits * D, 0.0, 22 * logits + of_head),
     }
@@ -293,9 +287,6 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     muon_seconds = muon_flops(step) / cluster.products_share
     muon_seconds /= peak(cluster.accelerator, "float32")
     count = {"forward": m * layers, "backward": m * layers, "head": m / p, "embedding": m}
-    total = works["forward"].times(count["forward"])
-    for part in ("backward", "head"):
-        total = total.plus(works[part].times(count[part]))
     exposed, hidden = dict(whole.exposed), dict(whole.hidden)
     for part, each in passes.items():
         for axis in AXES:
@@ -304,8 +295,8 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     model = plan.batch * shape.seq_len * shape.flops / cluster.count
     return Breakdown(
         {
-            "products": products(total),
-            "memory": total.bytes / memory,
+            "products": sum(count[part] * products(works[part]) for part in lasts),
+            "memory": sum(count[part] * works[part].bytes for part in lasts) / memory,
             "optimizer": optimizer_bytes(step) / memory + muon_seconds,
             "bubble": bubble,
             **exposed,
