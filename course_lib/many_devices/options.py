@@ -28,7 +28,7 @@ OF_AXIS = dict(
 
 
 @dataclasses.dataclass(frozen=True)
-class Strategy:
+class Strategy(fields.Checked):
     """How a run uses the axes of its mesh."""
 
     # "hand": collectives are written out inside `jax.shard_map`; "compiler": shardings that
@@ -52,10 +52,6 @@ class Strategy:
     microbatches: int = option(1, at_least(1))
     # v, parts of the model per device of the pipeline
     chunks: int = option(1, at_least(1), FIXED)
-
-    def __post_init__(self) -> None:
-        table = fields.of_class(Strategy)
-        fields.check(vars(self), fields.template(table), table)
 
 
 def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:

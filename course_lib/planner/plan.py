@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from course_lib import arguments, fields
-from course_lib.fields import Field, Rule, at_least, option
+from course_lib import arguments
+from course_lib.fields import Checked, Rule, at_least, option, required
 from course_lib.many_devices.cluster_model import AXES
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 
@@ -59,41 +59,17 @@ def _is_floating(name: str) -> bool:
         return False
 
 
-def _size() -> Any:
-    return dataclasses.field(metadata={"field": Field(1)})
-
-
-@functools.cache
-def _table(kind: type) -> tuple[dict[str, Field], dict[str, Any]]:
-    rows = {
-        each.name: each.metadata["field"] for each in dataclasses.fields(kind) if each.metadata
-    }
-    return rows, {name: row.default for name, row in rows.items()}
-
-
-class _Checked:
-    """A dataclass whose fields have rules, and which has rules for several fields together."""
-
-    def __post_init__(self) -> None:
-        rows, defaults = _table(type(self))  # type: ignore[arg-type]
-        fields.check({name: getattr(self, name) for name in rows}, defaults, rows)
-        arguments.refuse(self._errors())
-
-    def _errors(self) -> Iterator[str]:
-        raise NotImplementedError
-
-
 @dataclasses.dataclass(frozen=True)
-class Shape(_Checked):
+class Shape(Checked):
     """Sizes of a Transformer."""
 
-    layers: int = _size()  # N
-    width: int = _size()  # D
-    heads: int = _size()  # H
-    head_dim: int = _size()  # K
-    mlp: int = _size()  # F, the hidden width of the MLP, or of one expert
-    vocab: int = _size()  # V
-    seq_len: int = _size()  # L
+    layers: int = required()  # N
+    width: int = required()  # D
+    heads: int = required()  # H
+    head_dim: int = required()  # K
+    mlp: int = required()  # F, the hidden width of the MLP, or of one expert
+    vocab: int = required()  # V
+    seq_len: int = required()  # L
     kv_heads: int = option(0)  # heads of keys and values; 0: as many as `heads`
     matrices: int = option(2, (2, 3))  # of the MLP: 3 with a gate (SwiGLU)
     experts: int = option(0)  # of a layer; 0: one MLP computes every token
@@ -152,13 +128,13 @@ class Shape(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(_Checked):
+class Plan(Checked):
     """How a model is trained. Along "data" parameters are replicated, along "fsdp" divided
     (ZeRO 3); "pipe", "expert", "context" and "tensor" are as in the course.
     """
 
     axes: Mapping[str, int]  # the mesh: sizes by name, outer to inner
-    batch: int = _size()  # sequences per step, on all devices together
+    batch: int = required()  # sequences per step, on all devices together
     microbatch: int = option(1)  # sequences that a replica computes at once
     chunks: int = option(1)  # of the model per pipeline stage (interleaving)
     zero: int = option(0, (0, 1, 2))  # stage along "data"

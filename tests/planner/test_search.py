@@ -134,6 +134,7 @@ def test_the_best_of_each_kind_is_its_first(found):
 BAD = [
     (dict(batch=0), "batch=0"),
     (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\)"),
+    (dict(recompute=("block", "none")), "must be in the order of"),
     (dict(recompute=("full",)), r"recompute=\('full',\)"),
     (dict(shape=dataclasses.replace(SHAPE, experts=8)), "experts=8 must be 0"),
     (dict(gradient_bytes=3), "gradient_bytes=3"),
