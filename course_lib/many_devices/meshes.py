@@ -107,11 +107,6 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     )
 
 
-def axis_size(mesh: AnyMesh, axis: str) -> int:
-    """Returns the number of devices along an axis."""
-    return mesh.shape[axis]
-
-
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:
     """Refuses to cut a dimension of an array called `name` into unequal parts."""
     where = f"{name}.shape[{dim}]"

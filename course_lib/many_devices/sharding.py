@@ -107,8 +107,8 @@ def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh, table: Any = LOGIC
         cut = spec(("layers",) * (leaf.ndim - len(logical)) + logical, rules)
         for dim, axis in enumerate(cut):
             if axis is not None:
-                size = meshes.axis_size(mesh, axis)
-                meshes.check_divides(leaf.shape, dim, axis, size, "/".join(keys))
+                name = "/".join(keys)
+                meshes.check_divides(leaf.shape, dim, axis, mesh.shape[axis], name)
         return cut
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
@@ -168,9 +168,9 @@ def _check_blocks(
 ) -> None:
     """Refuses blocks of 8-bit moments that would lie on two devices: see `optimizer_memory`."""
     axis = spec[-1] if len(spec) == len(shape) else None
-    if axis is None or scales[-1] % meshes.axis_size(mesh, axis) == 0:
+    if axis is None or scales[-1] % mesh.shape[axis] == 0:
         return
-    own, block = shape[-1] // meshes.axis_size(mesh, axis), shape[-1] // scales[-1]
+    own, block = shape[-1] // mesh.shape[axis], shape[-1] // scales[-1]
     raise ValueError(
         f"optimizer.block_size={block} must divide the {own} numbers that a device keeps of the"
         f" last dimension of {jax.tree_util.keystr(path[:-1])}, cut over {axis!r}: else a block"

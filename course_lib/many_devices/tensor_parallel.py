@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from course_lib import arguments
-from course_lib.many_devices import meshes, sharding
+from course_lib.many_devices import sharding
 from course_lib.many_devices.axis import Asked, Axis, Share
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
@@ -169,7 +169,7 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
       mesh: with an axis "tensor" of n devices.
       sequence: whether norms and residuals are divided along the sequence.
     """
-    n = meshes.axis_size(mesh, AXIS)
+    n = mesh.shape[AXIS]
     if not sequence:
         return Hooks(
             shards=n,

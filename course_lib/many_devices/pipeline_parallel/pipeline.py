@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from course_lib import training
 from course_lib.arguments import nearest
-from course_lib.many_devices import meshes, sharding
+from course_lib.many_devices import sharding
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
@@ -134,7 +134,7 @@ def _spread(
     param_specs: PyTree,
     out_specs: PyTree,
 ) -> Callable[..., PyTree]:
-    if schedule.stages != (size := meshes.axis_size(mesh, AXIS)):
+    if schedule.stages != (size := mesh.shape[AXIS]):
         raise ValueError(
             f"stages={schedule.stages} must be the number of devices along the mesh axis"
             f" 'pipe': {size}"
