@@ -11,11 +11,13 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict, FrozenConfigDict
+
+from course_lib import arguments
 
 # When a run goes on, a field keeps its value; or it may change, and the same sums are rounded
 # otherwise; or it may change, and no number does.
@@ -73,9 +75,32 @@ def option(default: Any, given: Any = None, resumed: str = ROUNDING) -> Any:
     )
 
 
+def required() -> Any:
+    """Returns a field of a dataclass, too: a whole number above 0, without a default."""
+    return dataclasses.field(metadata={"field": Field(1)})
+
+
+@functools.cache
 def of_class(kind: type) -> dict[str, Field]:
-    """Returns the fields of a dataclass that `option` made."""
-    return {each.name: each.metadata["field"] for each in dataclasses.fields(kind)}
+    """Returns the fields of a dataclass that `option` and `required` made."""
+    every = dataclasses.fields(kind)
+    return {each.name: each.metadata["field"] for each in every if each.metadata}
+
+
+class Checked:
+    """A dataclass with such fields, and with rules for several of them together."""
+
+    def __post_init__(self) -> None:
+        table = of_class(type(self))  # type: ignore[arg-type]
+        check(
+            {name: getattr(self, name) for name in table},
+            {name: field.default for name, field in table.items()},
+            table,
+        )
+        arguments.refuse(self._errors())
+
+    def _errors(self) -> Iterator[str]:
+        yield from ()
 
 
 def template(table: Table) -> ConfigDict:

@@ -28,13 +28,13 @@ PyTree = Any
 class Asked(NamedTuple):
     """A run, as its axes see it."""
 
-    model: ConfigDict
+    config: ConfigDict  # whose batch is that of all devices together
     n: Mapping[str, int]  # devices along each axis of the mesh
     strategy: "Strategy"
-    batch_size: int  # on all devices together
-    seq_len: int
-    num_minibatches: int
-    accumulator_dtype: str
+
+    @property
+    def model(self) -> ConfigDict:
+        return self.config.model
 
     @property
     def by_hand(self) -> bool:

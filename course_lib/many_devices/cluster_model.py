@@ -27,10 +27,11 @@ its own, which send only B (n-r)/n over the network, as the scaling book counts
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from course_lib.fields import Checked, Rule, option, required
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware, virtual
 from course_lib.measure.hardware import Accelerator
@@ -172,79 +173,53 @@ def _placed(
     return len(members), int(behind), max(len(np.unique(row)) for row in hosts)
 
 
+_SHARE = Rule(lambda x: 0 < x <= 1, "be above 0 and at most 1, the peak")
+_LATENCY = Rule(lambda x: 0 <= x < 1, "be seconds, at least 0 and below 1: 5e-6")
+
+
 @dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Accelerators and the links between them.
+class Cluster(Checked):
+    """Accelerators and the links between them."""
 
-    Attributes:
-      accelerator: a row of `hardware`.
-      count: number of accelerators.
-      gpus_per_host: GPUs of one host. None: eight, or all if there are fewer.
-      hosts_per_switch: hosts that share one NVLink switch; 1 in NVIDIA's servers of eight GPUs,
-        18 in a GB200 NVL72 rack with its hosts of four.
-      ports_per_host: network ports of one host. None: one per GPU.
-      port_bandwidth: bytes/s of one port in one direction. None: the table's
-        `network_bandwidth`.
-      adds_in_switch: whether NVLink and network switches add up (NVLS, SHARP).
-      ideal: whether links reach their rated bandwidth, without latency, and collectives send
-        the fewest bytes, as textbook formulas assume.
-      ring_latency: seconds that each step of an all-gather or a reduce-scatter across hosts
-        adds. 0: those in the measured `network_share` are all.
-      products_share: share of the peak rate that matrix products reach.
-    """
-
-    accelerator: Accelerator
-    count: int
-    gpus_per_host: int | None = None
-    hosts_per_switch: int = 1
-    ports_per_host: int | None = None
+    accelerator: Accelerator  # a row of `hardware`
+    count: int = required()
+    gpus_per_host: int | None = None  # None: eight, or all if there are fewer
+    # hosts that share one NVLink switch; 1 in NVIDIA's servers of eight GPUs, 18 in a GB200
+    # NVL72 rack with its hosts of four
+    hosts_per_switch: int = option(1)
+    ports_per_host: int | None = None  # to the network. None: one per GPU
+    # bytes/s of one port in one direction. None: the table's `network_bandwidth`
     port_bandwidth: float | None = None
-    adds_in_switch: bool = False
-    ideal: bool = False
-    products_share: float = PRODUCTS_SHARE
-    ring_latency: float = 0.0
+    # whether NVLink and network switches add up (NVLS, SHARP)
+    adds_in_switch: bool = option(False)
+    # whether links reach their rated bandwidth, without latency, and collectives send the
+    # fewest bytes, as textbook formulas assume
+    ideal: bool = option(False)
+    # of the peak rate, which matrix products reach
+    products_share: float = option(PRODUCTS_SHARE, _SHARE)
+    # seconds that each step of an all-gather or a reduce-scatter across hosts adds. 0: those in
+    # the measured `network_share` are all
+    ring_latency: float = option(0.0, _LATENCY)
 
-    def __post_init__(self) -> None:
+    def _errors(self) -> Iterator[str]:
         hardware.check(self.accelerator)
-        for name in ("count", "gpus_per_host", "hosts_per_switch", "ports_per_host"):
+        for name in ("gpus_per_host", "ports_per_host"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        for name in ("adds_in_switch", "ideal"):
-            if type(value := getattr(self, name)) is not bool:
-                raise ValueError(f"{name}={value!r} must be True or False")
-        port, latency, share = self.port_bandwidth, self.ring_latency, self.products_share
+                yield f"{name}={value!r} must be a whole number of at least 1"
+        port, latency = self.port_bandwidth, self.ring_latency
+        if port is not None and not 1e6 <= port < math.inf:
+            yield f"port_bandwidth={port} must be in bytes/s, at least 1e6: 50 GB/s are 50e9"
+        if self.ideal and latency:
+            yield f"ring_latency={latency} must be 0 on an ideal cluster: links have no latency"
+        if (self.gpus_per_host or 0) > self.count:
+            yield f"gpus_per_host={self.gpus_per_host} must be at most count={self.count}"
         hosts = self.gpus_per_host or self.ports_per_host or port or self.hosts_per_switch > 1
-        for wrong, why in (
-            (
-                port is not None and not 1e6 <= port < math.inf,
-                f"port_bandwidth={port!r} must be in bytes/s, at least 1e6: 50 GB/s are 50e9",
-            ),
-            (
-                not 0 <= latency < 1,
-                f"ring_latency={latency} must be seconds, at least 0 and below 1: 5e-6",
-            ),
-            (
-                self.ideal and latency,
-                f"ring_latency={latency} must be 0 on an ideal cluster: links have no latency",
-            ),
-            (
-                not 0 < share <= 1,
-                f"products_share={share} must be above 0 and at most 1, the peak",
-            ),
-            (
-                (self.gpus_per_host or 0) > self.count,
-                f"gpus_per_host={self.gpus_per_host} must be at most count={self.count}",
-            ),
-            (
-                self.accelerator.platform == "tpu"
-                and (hosts or self.adds_in_switch or latency),
+        if self.accelerator.platform == "tpu" and (hosts or self.adds_in_switch or latency):
+            yield (
                 f"{self.accelerator.title} must have no hosts, ports or switches: its links"
-                " form a torus",
-            ),
-        ):
-            if wrong:
-                raise ValueError(why)
+                " form a torus"
+            )
 
     @property
     def per_host(self) -> int:

@@ -27,7 +27,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from course_lib import arguments
-from course_lib.arguments import nearest
 from course_lib.many_devices import collectives
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.meshes import vary
@@ -38,6 +37,7 @@ PyTree = Any
 AXIS = "context"
 LENGTH = 1  # the dimension of tokens [B, L] and activations [B, L, ...] to cut
 EARLY, LATE = 0, 1  # the two parts of a device
+_PARTS = f"parts of the devices along {AXIS!r}"
 
 
 def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
@@ -48,7 +48,7 @@ def order(length: int, size: int) -> Int[np.ndarray, "n L_n"]:
       length: L.
       size: n devices.
     """
-    arguments.refuse(_uneven(length, size, 2 * size))
+    arguments.refuse(arguments.shared("seq_len", length, 2 * size, _PARTS))
     parts = np.arange(length).reshape(2 * size, -1)
     return np.stack([np.concatenate((parts[i], parts[2 * size - 1 - i])) for i in range(size)])
 
@@ -235,15 +235,8 @@ def errors(asked: Asked) -> Iterator[str]:
             f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis"
             " 'context' and by='compiler', which cannot divide a kernel"
         )
-    yield from _uneven(asked.seq_len, size, 2 * size if hand else size)
-
-
-def _uneven(length: int, size: int, parts: int) -> Iterator[str]:
-    if length % parts:
-        yield (
-            f"seq_len={length} must be a multiple of {parts}, the parts into which the {size}"
-            f" devices of axis {AXIS!r} cut it; take {nearest(length, parts)}"
-        )
+    parts = 2 * size if hand else size
+    yield from arguments.shared("seq_len", asked.config.data.seq_len, parts, _PARTS)
 
 
 def _not_a_ring(implementation: str, softmax_dtype: Any) -> Iterator[str]:

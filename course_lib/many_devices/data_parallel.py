@@ -385,12 +385,13 @@ def errors(asked: Asked) -> Iterator[str]:
             f"remat={tuple(remat)!r} must be () or ('Block',) with gather_again=True, which"
             " saves all of a layer except gathered parameters; or take gather_again=False"
         )
-    n, minibatches, micro = asked.n[AXIS], asked.num_minibatches, strategy.microbatches
-    if asked.batch_size % (parts := n * minibatches * micro):
+    n, batch, micro = asked.n[AXIS], asked.config.data.batch_size, strategy.microbatches
+    minibatches = asked.config.training.num_minibatches
+    if batch % (parts := n * minibatches * micro):
         yield (
-            f"batch_size={asked.batch_size} must be a multiple of {parts}: {n} devices along"
-            f" 'data' x {minibatches} minibatches x {micro} microbatches of one size; take"
-            f" {arguments.nearest(asked.batch_size, parts)}"
+            f"batch_size={batch} must be a multiple of {parts}: {n} devices along 'data' x"
+            f" {minibatches} minibatches x {micro} microbatches of one size; take"
+            f" {arguments.nearest(batch, parts)}"
         )
 
 

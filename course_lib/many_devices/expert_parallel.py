@@ -62,7 +62,8 @@ def errors(asked: Asked) -> Iterator[str]:
             " the axis left out"
         )
     yield from arguments.shared("num_experts", experts, size, f"devices along {AXIS!r}")
-    sequences = asked.batch_size // (asked.n["data"] * asked.num_minibatches)
+    minibatches = asked.n["data"] * asked.config.training.num_minibatches
+    sequences = asked.config.data.batch_size // minibatches
     if sequences % size:
         yield (
             f"batch_size gives {sequences} sequences per minibatch to each index of 'data', and"

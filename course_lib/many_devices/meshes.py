@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from course_lib.arguments import nearest
+from course_lib import arguments
 
 PyTree = Any
 
@@ -89,22 +89,13 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     """
     axes = dict(axes)
     devices = list(_devices() if devices is None else devices)
-    unknown = [name for name in axes if name not in AXES]
-    if unknown or not axes:
-        why = f"{', '.join(unknown)} is not one of them" if unknown else "it has none"
-        raise ValueError(f"axes={axes} must have names among {', '.join(AXES)}: {why}")
-    if small := [name for name, size in axes.items() if size < 1]:
-        raise ValueError(
-            f"axes={axes} must have sizes of at least 1: {', '.join(small)} holds no device"
-        )
+    if not axes or set(axes) - set(AXES):
+        raise ValueError(f"axes={axes} must have names among {', '.join(AXES)}")
     product, count = math.prod(axes.values()), len(devices)
     if product != count:
-        others = {name: product // size for name, size in axes.items()}
-        fits = [f"{name}={count // n}" for name, n in others.items() if count % n == 0]
-        advice = f"{' or '.join(fits)} would do" if fits else f"each size must divide {count}"
         raise ValueError(
-            f"axes={axes} must multiply to the number of devices: they make {product}, there"
-            f" are {count}; {advice}"
+            f"axes={axes} must have sizes of at least 1 that multiply to the number of devices:"
+            f" they make {product}, there are {count}"
         )
     if len(set(devices)) < count:
         raise ValueError(f"devices={devices} must be different ones: one of them comes twice")
@@ -116,26 +107,10 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
     )
 
 
-def axis_size(mesh: AnyMesh, axis: str) -> int:
-    """Returns the number of devices along an axis."""
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"axis={axis!r} must be an axis of the mesh: {', '.join(mesh.axis_names)}"
-        )
-    return mesh.shape[axis]
-
-
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:
     """Refuses to cut a dimension of an array called `name` into unequal parts."""
-    shape = tuple(shape)
-    if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"dim={dim} must be a dimension of {name}: its shape is {shape}")
-    if rest := shape[dim] % size:
-        raise ValueError(
-            f"{name} of shape {shape} must have a dimension {dim} that the {size} devices of"
-            f" axis {axis!r} divide: {shape[dim]} leaves {rest} over; take"
-            f" {nearest(shape[dim], size)}"
-        )
+    where = f"{name}.shape[{dim}]"
+    arguments.refuse(arguments.shared(where, shape[dim], size, f"devices along {axis!r}"))
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -162,13 +137,8 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     here = jax.sharding.get_abstract_mesh().manual_axes
-    if missing := [axis for axis in axes if axis not in here]:
-        where = (
-            f"among the axes of this jax.shard_map: {', '.join(here)}"
-            if here
-            else "axes of a jax.shard_map: this is outside"
-        )
-        raise ValueError(f"axes={axes} must be {where}; {', '.join(missing)} is unknown here")
+    if not set(axes) <= set(here):
+        raise ValueError(f"axes={axes} must be axes of a jax.shard_map around the call: {here}")
 
     def vary_leaf(x: Any) -> Any:
         new = tuple(axis for axis in axes if axis not in varying(x))
@@ -192,11 +162,6 @@ class Holding:
 
 def holdings(array: jax.Array | jax.ShapeDtypeStruct) -> list[Holding]:
     """Returns the part of an array on each device, by its sharding, in order of devices."""
-    if array.sharding is None:
-        raise ValueError(
-            f"array={array} must have a sharding: without one no device holds it; see"
-            " virtual.abstract"
-        )
     parts = array.sharding.devices_indices_map(tuple(array.shape))
     rows = []
     for device, indices in sorted(parts.items(), key=lambda part: part[0].id):

@@ -3,6 +3,7 @@ anything is compiled.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from ml_collections import ConfigDict
@@ -27,7 +28,7 @@ OF_AXIS = dict(
 
 
 @dataclasses.dataclass(frozen=True)
-class Strategy:
+class Strategy(fields.Checked):
     """How a run uses the axes of its mesh."""
 
     # "hand": collectives are written out inside `jax.shard_map`; "compiler": shardings that
@@ -52,24 +53,10 @@ class Strategy:
     # v, parts of the model per device of the pipeline
     chunks: int = option(1, at_least(1), FIXED)
 
-    def __post_init__(self) -> None:
-        table = fields.of_class(Strategy)
-        fields.check(vars(self), fields.template(table), table)
 
-
-def check(
-    model: ConfigDict,
-    mesh: meshes.AnyMesh,
-    strategy: Strategy,
-    *,
-    batch_size: int,
-    seq_len: int,
-    num_minibatches: int = 1,
-    accumulator_dtype: str = "float32",
-) -> None:
-    """Refuses a strategy that this mesh (or its shape) and the model, the `model` part of a
-    checked configuration, cannot have. One device allows every strategy: there is nothing to
-    send.
+def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
+    """Refuses a strategy that this mesh (or its shape) and a checked configuration cannot have.
+    One device allows every strategy: there is nothing to send.
     """
     n = dict(mesh.shape)
     if unknown := set(n) - set(meshes.AXES):
@@ -80,23 +67,29 @@ def check(
         raise ValueError(
             f"mesh={n} must have an axis 'data'; give it size 1 if the batch is not divided"
         )
-    if mesh.size == 1:
-        return
-    asked = Asked(model, n, strategy, batch_size, seq_len, num_minibatches, accumulator_dtype)
-    arguments.refuse(_errors(asked))
-    for each in axis.used(mesh):
-        arguments.refuse(each.errors(asked))
-    if model.loss_chunks > 1:
-        _check_loss(model, n, strategy, seq_len)
-    if "pipe" in n:  # last: tables of hundreds of microbatches take a second
-        from course_lib.many_devices.pipeline_parallel import schedules
-
-        schedules.make(strategy.schedule, n["pipe"], strategy.microbatches, strategy.chunks)
+    if mesh.size > 1:
+        asked = Asked(config, n, strategy)
+        arguments.refuse(_errors(asked))
+        for each in axis.used(mesh):
+            arguments.refuse(each.errors(asked))
+        if config.model.loss_chunks > 1:
+            _check_loss(asked)
 
 
 def _errors(asked: Asked) -> Iterator[str]:
     """Yields an error for each rule that is broken and belongs to no single axis."""
     model, n = asked.model, asked.n
+    if asked.config.optimizer.offload:
+        yield (
+            f"optimizer.offload=True must be False on {math.prod(n.values())} devices: moments"
+            " are streamed to one device; divide them instead, with ZeRO (strategy.zero=1)"
+        )
+    if asked.config.training.backward == "in_place":
+        yield (
+            f"training.backward='in_place' must be 'autodiff' on {math.prod(n.values())}"
+            " devices: the backward pass by hand does not sum gradients over devices; ZeRO"
+            " stage 2 divides them (strategy.zero=2)"
+        )
     if model.attention == "flash":
         yield (
             "attention='flash' must be 'reference' or 'xla' on several devices: the kernel does"
@@ -118,14 +111,15 @@ def _errors(asked: Asked) -> Iterator[str]:
         )
 
 
-def _check_loss(model: ConfigDict, n: dict[str, int], s: Strategy, seq_len: int) -> None:
+def _check_loss(asked: Asked) -> None:
     """Refuses a loss in chunks that a device cannot cut from its own part of the logits."""
     from course_lib.smaller_and_faster import large_vocabulary
 
+    model, n = asked.model, asked.n
     cut, other = {"vocabulary": ("tensor", "tokens"), "tokens": ("context", "vocabulary")}[
         model.loss_along
     ]
-    if s.by == "compiler" and n.get(cut, 1) > 1:
+    if not asked.by_hand and n.get(cut, 1) > 1:
         raise ValueError(
             f"loss_along={model.loss_along!r} must not come with by='compiler' and a mesh axis"
             f" {cut!r}, which divides the same dimension; take by='hand', or"
@@ -134,7 +128,7 @@ def _check_loss(model: ConfigDict, n: dict[str, int], s: Strategy, seq_len: int)
     large_vocabulary.check(
         model.loss_chunks,
         model.loss_along,
-        tokens=seq_len // n.get("context", 1),
+        tokens=asked.config.data.seq_len // n.get("context", 1),
         vocabulary=model.num_outputs // n.get("tensor", 1),
         prefix="loss_",
     )

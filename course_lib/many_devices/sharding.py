@@ -5,7 +5,6 @@ D, "mlp" its hidden width F, "heads" its H heads, "vocab" its vocabulary V, "lay
 layers. A strategy is a table of *rules* from these names to mesh axes. The rules of several
 strategies join by union:
 
-    DATA = {}                   every device holds all parameters
     ZERO = {"embed": "data"}    each holds a slice of the width
     TENSOR = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 
@@ -82,7 +81,6 @@ ACTIVATIONS = {
 their experts. Sequence parallelism cuts "length", context parallelism "length" and "positions".
 """
 
-DATA: Rules = {}
 ZERO: Rules = {"embed": "data"}
 TENSOR: Rules = {"vocab": "tensor", "mlp": "tensor", "heads": "tensor"}
 PIPELINE: Rules = {"layers": "pipe"}
@@ -91,15 +89,7 @@ EXPERTS: Rules = {"experts": "expert"}
 
 def spec(logical: tuple[str, ...], rules: Rules) -> P:
     """Returns the PartitionSpec of an array from the names of its dimensions."""
-    axes = [rules.get(name) for name in logical]
-    for axis in axes:
-        if axis is not None and axes.count(axis) > 1:
-            both = [name for name in logical if rules.get(name) == axis]
-            raise ValueError(
-                f"rules={dict(rules)} must cut an array once by axis {axis!r}, not its"
-                f" dimensions {' and '.join(both)}: dimensions {logical} would be {P(*axes)}"
-            )
-    return P(*axes)
+    return P(*(rules.get(name) for name in logical))
 
 
 def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh, table: Any = LOGICAL) -> PyTree:
@@ -117,8 +107,8 @@ def specs(params: PyTree, rules: Rules, mesh: meshes.AnyMesh, table: Any = LOGIC
         cut = spec(("layers",) * (leaf.ndim - len(logical)) + logical, rules)
         for dim, axis in enumerate(cut):
             if axis is not None:
-                size = meshes.axis_size(mesh, axis)
-                meshes.check_divides(leaf.shape, dim, axis, size, "/".join(keys))
+                name = "/".join(keys)
+                meshes.check_divides(leaf.shape, dim, axis, mesh.shape[axis], name)
         return cut
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
@@ -178,9 +168,9 @@ def _check_blocks(
 ) -> None:
     """Refuses blocks of 8-bit moments that would lie on two devices: see `optimizer_memory`."""
     axis = spec[-1] if len(spec) == len(shape) else None
-    if axis is None or scales[-1] % meshes.axis_size(mesh, axis) == 0:
+    if axis is None or scales[-1] % mesh.shape[axis] == 0:
         return
-    own, block = shape[-1] // meshes.axis_size(mesh, axis), shape[-1] // scales[-1]
+    own, block = shape[-1] // mesh.shape[axis], shape[-1] // scales[-1]
     raise ValueError(
         f"optimizer.block_size={block} must divide the {own} numbers that a device keeps of the"
         f" last dimension of {jax.tree_util.keystr(path[:-1])}, cut over {axis!r}: else a block"

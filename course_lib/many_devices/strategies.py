@@ -46,30 +46,7 @@ def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     `build`; the shape of a mesh will do.
     """
     configs.check(config)
-    _check_strategy(config, mesh, strategy)
-
-
-def _check_strategy(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
-    options.check(
-        config.model,
-        mesh,
-        strategy,
-        batch_size=config.data.batch_size,
-        seq_len=config.data.seq_len,
-        num_minibatches=config.training.num_minibatches,
-        accumulator_dtype=config.training.accumulator_dtype,
-    )
-    if config.optimizer.offload and mesh.size > 1:
-        raise ValueError(
-            f"optimizer.offload=True must be False on {mesh.size} devices: moments are streamed"
-            " to one device; divide them instead, with ZeRO (strategy.zero=1)"
-        )
-    if config.training.backward == "in_place" and mesh.size > 1:
-        raise ValueError(
-            f"training.backward='in_place' must be 'autodiff' on {mesh.size} devices: the"
-            " backward pass by hand does not sum gradients over devices; ZeRO stage 2 divides"
-            " them (strategy.zero=2)"
-        )
+    options.check(config, mesh, strategy)
 
 
 def layout(
@@ -120,31 +97,26 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     specs, grad_specs = layout(config, mesh, strategy)
     # Later changes of the argument do not reach the gradient function.
     config = FrozenConfigDict(config)
-    loss_fn, gradient_fn, _ = _ways(config, mesh, strategy, (specs.params, grad_specs))
+    share = Share(config.model, mesh, strategy, specs.params, grad_specs)
+    loss_fn, gradient_fn, _ = _ways(config, share)
     return gradient_fn(loss_fn)
 
 
-def build(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> Run:
-    """Builds a training run on a mesh, of global arrays; `init` returns the numbers of one
-    device. Nothing is computed yet. The configuration's batch is that of all devices together.
-    The mesh has an axis "data", and "pipe" to divide the layers, "context" the sequences,
-    "expert" the experts, "tensor" heads, hidden width and vocabulary. One device computes the
-    same as `training.build`.
-    """
-    configs.check(config)
-    return of_checked(config, mesh, strategy)
-
-
-def of_checked(
+def build(
     config: ConfigDict,
     mesh: Mesh,
-    strategy: Strategy,
+    strategy: Strategy = Strategy(),
     *,
     skip_not_finite: bool = False,
     gradient_norm: bool = False,
 ) -> Run:
-    """Builds a run as `build` does, from a configuration that `configs.check` has passed."""
-    _check_strategy(config, mesh, strategy)
+    """Builds a training run on a mesh, of global arrays; `init` returns the numbers of one
+    device. Nothing is computed yet. The configuration's batch is that of all devices together.
+    The mesh has an axis "data", and "pipe" to divide the layers, "context" the sequences,
+    "expert" the experts, "tensor" heads, hidden width and vocabulary. One device computes the
+    same as `training.build`. The two options are those of `training.make_train_step`.
+    """
+    check(config, mesh, strategy)
     if config.optimizer.offload and skip_not_finite:
         raise ValueError(
             "optimizer.offload=True must have run.non_finite='stop': an update is skipped after"
@@ -164,7 +136,8 @@ def of_checked(
     placed = sharding.place(specs, mesh)
     if config.optimizer.offload:
         placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it
-    loss_fn, gradient_fn, evaluated = _ways(config, mesh, strategy, (specs.params, grad_specs))
+    share = Share(config.model, mesh, strategy, specs.params, grad_specs)
+    loss_fn, gradient_fn, evaluated = _ways(config, share)
     by_hand = mesh.size > 1 and strategy.by == "hand"
     train_step = training.make_train_step(
         loss_fn,
@@ -214,26 +187,20 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
     return init_in_stages, apply_to_stages
 
 
-def _ways(
-    config: ConfigDict,
-    mesh: Mesh,
-    strategy: Strategy,
-    specs: tuple[PyTree, PyTree],
-) -> Ways:
+def _ways(config: ConfigDict, share: Share) -> Ways:
     """Returns the loss to differentiate, a function that makes its gradient function, and the
     loss of global arrays. The gradient function cuts the batch into minibatches, so that it can
     send once per step what all need. One device's program has no `jax.shard_map`.
     """
-    if mesh.size == 1:
+    if share.mesh.size == 1:
         loss_fn = training.loss_of(config.model)
         return loss_fn, training.gradient_from(config), loss_fn
-    share = Share(config.model, mesh, strategy, *specs)
-    if _piped(mesh):
+    if _piped(share.mesh):
         return _in_a_pipeline(share)
     cut = functools.partial(
         gradient_accumulation.in_minibatches, **training.minibatches(config)
     )
-    return (_by_hand if strategy.by == "hand" else _by_compiler)(share, cut)
+    return (_by_hand if share.strategy.by == "hand" else _by_compiler)(share, cut)
 
 
 def _hooks_and_score(share: Share) -> tuple[Hooks, Callable[..., Any]]:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from course_lib import arguments
-from course_lib.many_devices import meshes, sharding
+from course_lib.many_devices import sharding
 from course_lib.many_devices.axis import Asked, Axis, Share
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
@@ -169,7 +169,7 @@ def hooks(mesh: Mesh, *, sequence: bool = False) -> Hooks:
       mesh: with an axis "tensor" of n devices.
       sequence: whether norms and residuals are divided along the sequence.
     """
-    n = meshes.axis_size(mesh, AXIS)
+    n = mesh.shape[AXIS]
     if not sequence:
         return Hooks(
             shards=n,
@@ -236,7 +236,7 @@ def errors(asked: Asked) -> Iterator[str]:
         "vocab_size": model.vocab_size,
         "num_outputs": model.num_outputs,
         "num_kv_heads": model.num_kv_heads or model.num_heads,
-    } | ({"seq_len": asked.seq_len} if strategy.sequence else {})
+    } | ({"seq_len": asked.config.data.seq_len} if strategy.sequence else {})
     for name, size in cut.items():
         yield from arguments.shared(name, size, asked.n[AXIS], f"devices along {AXIS!r}")
     if model.flat_products and asked.by_hand:

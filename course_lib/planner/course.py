@@ -103,8 +103,6 @@ def shape_of(config: ConfigDict) -> Shape:
 
 def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> Plan:
     """Returns how this course's program trains a model."""
-    if "data" not in axes:
-        raise ValueError(f"axes={dict(axes)} must have an axis 'data'; give it size 1")
     model, sharded = config.model, strategy.zero == 3
     width = jnp.dtype(model.dtype).itemsize
     stored = jnp.dtype(config.optimizer.param_dtype).itemsize
@@ -170,7 +168,6 @@ def _update_bytes(config: ConfigDict) -> float:
     return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) / parameters
 
 
-@functools.cache
 def _schedule(strategy: Strategy, stages: int) -> Schedule:
     return schedules.make(strategy.schedule, stages, strategy.microbatches, strategy.chunks)
 
@@ -184,8 +181,6 @@ def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
     """Returns the step of a strategy by hand, whose specs say what each device holds."""
     if wrong := {axis: n for axis, n in axes.items() if type(n) is not int or n < 1}:
         raise ValueError(f"axes={wrong} must have whole sizes of at least 1")
-    if unknown := set(axes) - set(meshes.AXES):
-        raise ValueError(f"axes={dict(axes)} must be of {meshes.AXES}, not {sorted(unknown)}")
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     strategies.check(config, mesh, strategy)
     if strategy.by != "hand":
@@ -217,21 +212,17 @@ def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
 
 def check_counted(config: ConfigDict) -> None:
     """Refuses options that no formula counts."""
-    if config.optimizer.offload:
-        raise ValueError(
-            "optimizer.offload=True must be False for an estimate: no formula here counts the"
-            " link to the host (notebook 18 does)"
-        )
-    if config.model.remat and config.model.remat_policy != "nothing":
-        raise ValueError(
-            f"model.remat_policy={config.model.remat_policy!r} must be 'nothing' for an"
-            " estimate: no formula here counts the values that a policy saves"
-        )
-    if config.training.backward != "autodiff":
-        raise ValueError(
-            f"training.backward={config.training.backward!r} must be 'autodiff' for an"
-            " estimate: the formulas count a minibatch's gradients beside their sum"
-        )
+    policy = config.model.remat_policy if config.model.remat else "nothing"
+    for name, value, counted, why in (
+        ("optimizer.offload", config.optimizer.offload, False, "the link to the host"),
+        ("model.remat_policy", policy, "nothing", "the values that a policy saves"),
+        ("training.backward", config.training.backward, "autodiff", "gradients in place"),
+    ):
+        if value != counted:
+            raise ValueError(
+                f"{name}={value!r} must be {counted!r} for an estimate: no formula here counts"
+                f" {why}"
+            )
 
 
 def _check_stacks(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> None:

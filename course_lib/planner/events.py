@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from course_lib.many_devices import meshes
 from course_lib.planner.plan import Leaf, Step
 
 SENT = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -30,53 +31,6 @@ class Event(NamedTuple):
     beside: str = ""  # what is computed meanwhile: a name of `price.rooms`; "": nothing
 
 
-class Recomputed(NamedTuple):
-    """How much of a layer the backward pass computes again."""
-
-    qkv: float  # FLOPs of products: queries, keys and values;
-    out: float  # attention's output;
-    into: float  # the MLP's first products;
-    last: float  # its last one
-    core: float  # FLOPs and bytes of attention's scores, softmax and mean of values
-    moved: tuple[float, float, float]  # bytes of products: qkv, out, MLP
-    elementwise: tuple[float, float]  # other bytes: of attention, of the MLP
-    gathers: float  # along "tensor", where attention and MLP begin
-    sums: float  # there, where they end
-
-
-RECOMPUTED = {
-    #                     qkv out in last core  moved      elementwise  gathers, sums
-    "none": Recomputed(0, 0, 0, 0, 0, (0, 0, 0), (0, 0), 0, 0),
-    "gathers": Recomputed(0, 0, 0, 0, 0, (0, 0, 0), (0, 0), 2, 0),
-    "minimal": Recomputed(0, 0, 0, 0, 0, (0, 0, 0), (1, 1), 0, 0),
-    "selective": Recomputed(0, 0, 0, 0, 1, (0, 0, 0), (0, 0), 0, 0),
-    "attention": Recomputed(1, 0, 0, 0, 1, (1, 1, 0), (1, 0), 1, 0),
-    "mlp": Recomputed(0, 0, 1, 0, 0, (0, 0, 1), (0, 1), 1, 0),
-    "mlp-in": Recomputed(0, 0, 1, 0, 1, (0, 0, 1), (0, 1), 1, 0),
-    "all-but-qkv": Recomputed(0, 1, 1, 0, 1, (0, 1, 1), (1, 1), 1, 1),
-    "op": Recomputed(0.5, 0.5, 0.5, 0.5, 0, (0.5, 0.5, 0.5), (1, 1), 0, 0),
-    "modules": Recomputed(1, 0, 1, 0, 1, (1, 1, 1), (1, 1), 2, 0),
-    "block": Recomputed(1, 1, 1, 0, 1, (1, 1, 1), (1, 1), 2, 1),
-    "full": Recomputed(1, 1, 1, 1, 1, (1, 1, 1), (1, 1), 2, 2),
-}
-
-
-def recomputed(step: Step) -> Recomputed:
-    """What `Plan.recompute` computes again. Side by side, attention and MLP begin and end
-    together: one gather, one sum, and a compiler skips both last products.
-    """
-    plan = step.plan
-    half = plan.recompute == "half"  # all of every second layer
-    row = RECOMPUTED["full" if half else plan.recompute]
-    share = plan.recompute_share * (0.5 if half else 1)
-    if step.shape.parallel:
-        out = 0.0 if plan.recompute == "block" else row.out
-        row = row._replace(out=out, gathers=min(row.gathers, 1), sums=max(row.sums - 1, 0))
-    return Recomputed._make(
-        tuple(share * x for x in v) if isinstance(v, tuple) else share * v for v in row
-    )
-
-
 def context(step: Step) -> Iterator[Event]:
     """Keys and values go around a ring while scores are computed; in the backward pass their
     gradients do, too, and one step more: home.
@@ -86,7 +40,7 @@ def context(step: Step) -> Iterator[Event]:
     keys, home = step.itemsize * numbers, plan.ring_gradient_bytes * numbers
     # Recomputation repeats the ring. The backward pass has the same first step, and a compiler
     # sends it once.
-    again = 0.0 if plan.recompute == "op" else recomputed(step).qkv
+    again = 0.0 if plan.recompute == "op" else step.recomputed.qkv
     steps = again * (n - 1 if plan.recompute in ("half", "full") else n - 2)
     ring = "shift", ("context",)
     yield Event(*ring, keys, n - 1, "forward", "scores")
@@ -101,7 +55,7 @@ def tensor(step: Step) -> Iterator[Event]:
     "tensor". With sequence parallelism each begins with an all-gather, and ends in a
     reduce-scatter: the same bytes.
     """
-    shape, plan, again = step.shape, step.plan, recomputed(step)
+    shape, plan, again = step.shape, step.plan, step.recomputed
     size, pairs = step.tokens * shape.width, 1 if shape.parallel else 2
     usual = "products" if plan.tensor_overlap else ""
     # the sums of activations' gradients, beside the gradients of weights
@@ -134,7 +88,7 @@ def expert(step: Step) -> Iterator[Event]:
     plan = step.plan
     own = step.tokens / (plan.size("tensor") if plan.sequence_parallel else 1)
     slots = step.itemsize * own * step.shape.slots * step.shape.width
-    again = 0.0 if plan.recompute == "op" else recomputed(step).into
+    again = 0.0 if plan.recompute == "op" else step.recomputed.into
     yield Event("all_to_all", ("expert",), slots, 2, "forward")
     yield Event("all_to_all", ("expert",), slots, 2 + 2 * again, "backward")
 
@@ -259,7 +213,7 @@ def sent(step: Step) -> dict[str, int]:
     """Returns the bytes that a device sends per step, along each axis of the mesh. An event
     along several axes counts for the first of them, "fsdp" as "data".
     """
-    total = dict.fromkeys(("data", "pipe", "expert", "context", "tensor"), 0.0)
+    total = dict.fromkeys(meshes.AXES, 0.0)
     for event in events(step):
         n = _ranks(step, event.axes)
         each = SENT[event.kind] * (n - 1) / n if event.kind in SENT else 1

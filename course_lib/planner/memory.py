@@ -12,12 +12,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from course_lib import arguments
 from course_lib.planner.plan import Step
 
 # Arrays of the hidden width that the backward pass of an MLP reads, as compiled. The result of
 # a comparison counts as half an array.
 KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5}
-FRAMEWORK_RECOMPUTE = ("none", "selective", "block")  # of `plan.RECOMPUTE`, the least first
+FRAMEWORK_RECOMPUTE = ("none", "selective", "block")  # of `plan.RECOMPUTED`, the least first
 
 
 class Kept(NamedTuple):
@@ -56,9 +57,7 @@ def of_framework(step: Step) -> dict[str, float]:
     shape, plan = step.shape, step.plan
     if shape.experts:
         raise ValueError(f"shape.experts={shape.experts} must be 0: no layout has 'expert'")
-    if plan.recompute not in FRAMEWORK_RECOMPUTE:
-        names = ", ".join(FRAMEWORK_RECOMPUTE)
-        raise ValueError(f"recompute={plan.recompute!r} must be of {names}")
+    arguments.one_of("recompute", plan.recompute, FRAMEWORK_RECOMPUTE)
     p, f, t, v = (plan.size("pipe"), plan.size("fsdp"), plan.size("tensor"), plan.chunks)
     copies = math.prod(plan.axes.values()) / (f * p * t)
     gradient = 4 if plan.float32_gradients else plan.gradient_bytes
@@ -133,12 +132,8 @@ def compiled(step: Step, model: ConfigDict) -> Kept:
 def activations(
     step: Step, model: ConfigDict, waiting: Mapping[str, int] | None
 ) -> int | float:
-    """The arrays that the backward pass reads, and those in use at once.
-
-    Args:
-      step: of a configuration.
-      model: the `model` part of the configuration.
-      waiting: in a pipeline, the number of slots in each buffer (`slots.Program.sizes`).
+    """The arrays that the backward pass reads, and those in use at once. `waiting`: in a
+    pipeline, the number of slots in each buffer (`slots.Program.sizes`).
     """
     shape, plan, kept = step.shape, step.plan, compiled(step, model)
     gone = {"MLP": kept.mlp, "Attn": kept.attention}

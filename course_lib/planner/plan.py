@@ -4,129 +4,91 @@ with the parameters that one device holds (`Step`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from course_lib import arguments
+from course_lib.fields import Checked, Rule, at_least, option, required
 from course_lib.many_devices.cluster_model import AXES
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 
-RECOMPUTE = {
-    "none": "nothing",
-    "minimal": "what is elementwise",
-    "selective": "scores and softmax",
-    "attention": "the attention of each layer",
-    "mlp": "the MLP of each layer",
-    "mlp-in": "the MLP, scores and softmax",
-    "all-but-qkv": "the layer except its query, key and value products",
-    "op": "every second product of a layer, and what is elementwise",
-    "half": "every second layer",
-    "gathers": 'activations that were gathered along "tensor"',
-    "modules": "attention and the MLP, each without its last product",
-    "block": "the layer without its last product",
-    "full": "the layer",
+
+class Recomputed(NamedTuple):
+    """How much of a layer the backward pass computes again."""
+
+    qkv: float  # FLOPs of products: queries, keys and values;
+    out: float  # attention's output;
+    into: float  # the MLP's first products;
+    last: float  # its last one
+    core: float  # FLOPs and bytes of attention's scores, softmax and mean of values
+    moved: tuple[float, float, float]  # bytes of products: qkv, out, MLP
+    elementwise: tuple[float, float]  # other bytes: of attention, of the MLP
+    gathers: float  # along "tensor", where attention and MLP begin
+    sums: float  # there, where they end
+    layers: float = 1.0  # the share of layers that do so
+
+
+RECOMPUTED = {
+    #                     qkv out in last core  moved      elementwise  gathers, sums
+    "none": Recomputed(0, 0, 0, 0, 0, (0, 0, 0), (0, 0), 0, 0),
+    "gathers": Recomputed(0, 0, 0, 0, 0, (0, 0, 0), (0, 0), 2, 0),  # along "tensor"
+    "minimal": Recomputed(0, 0, 0, 0, 0, (0, 0, 0), (1, 1), 0, 0),
+    "selective": Recomputed(0, 0, 0, 0, 1, (0, 0, 0), (0, 0), 0, 0),
+    "attention": Recomputed(1, 0, 0, 0, 1, (1, 1, 0), (1, 0), 1, 0),
+    "mlp": Recomputed(0, 0, 1, 0, 0, (0, 0, 1), (0, 1), 1, 0),
+    "mlp-in": Recomputed(0, 0, 1, 0, 1, (0, 0, 1), (0, 1), 1, 0),  # and the scores
+    "all-but-qkv": Recomputed(0, 1, 1, 0, 1, (0, 1, 1), (1, 1), 1, 1),
+    "op": Recomputed(0.5, 0.5, 0.5, 0.5, 0, (0.5, 0.5, 0.5), (1, 1), 0, 0),  # half of products
+    "modules": Recomputed(1, 0, 1, 0, 1, (1, 1, 1), (1, 1), 2, 0),
+    "block": Recomputed(1, 1, 1, 0, 1, (1, 1, 1), (1, 1), 2, 1),
+    "full": Recomputed(1, 1, 1, 1, 1, (1, 1, 1), (1, 1), 2, 2),
+    "half": Recomputed(1, 1, 1, 1, 1, (1, 1, 1), (1, 1), 2, 2, layers=0.5),
 }
 """Parts that the backward pass recomputes, by name. The last product of a recomputed part, and
 the sum along "tensor" after it, are work for nothing: the backward pass does not read their
 result. A compiler leaves them out (JAX: "modules", "block"), a framework that runs the forward
 pass again does not ("full")."""
 
-Rule = tuple[Callable[[Any], bool], str]
 
-
-def _count(least: int) -> Rule:
-    return (
-        lambda value: type(value) is int and value >= least,
-        f"a whole number of at least {least}",
-    )
-
-
-def _number(least: int | float, most: int | float) -> Rule:
-    return (
-        lambda value: type(value) in (int, float) and least <= value <= most,
-        f"a number from {least:g} to {most:g}",
-    )
-
-
-def _one_of(*values: Any) -> Rule:
-    # `True == 1`, so the type counts, too
-    return (
-        lambda value: any(type(value) is type(each) and value == each for each in values),
-        "one of " + ", ".join(map(repr, values)),
-    )
-
-
-def _is_floating(name: Any) -> bool:
+def _is_floating(name: str) -> bool:
     try:
-        return isinstance(name, str) and jnp.issubdtype(jnp.dtype(name), jnp.floating)
+        return jnp.issubdtype(jnp.dtype(name), jnp.floating)
     except TypeError:
         return False
 
 
-_FLAG, _BYTES = _one_of(True, False), _one_of(1, 2, 4)
-
-
-def _field(rule: Rule, default: Any = dataclasses.MISSING) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": rule})
-
-
-class _Checked:
-    """A dataclass whose fields have rules, and which has rules for several fields together."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if "rule" in field.metadata:
-                (allowed, what), value = field.metadata["rule"], getattr(self, field.name)
-                if not allowed(value):
-                    raise ValueError(f"{field.name}={value!r} must be {what}")
-        for broken, why in self._broken():
-            if broken:
-                raise ValueError(why)
-
-    def _broken(self) -> Iterator[tuple[bool, str]]:
-        raise NotImplementedError
-
-
 @dataclasses.dataclass(frozen=True)
-class Shape(_Checked):
+class Shape(Checked):
     """Sizes of a Transformer."""
 
-    layers: int = _field(_count(1))  # N
-    width: int = _field(_count(1))  # D
-    heads: int = _field(_count(1))  # H
-    head_dim: int = _field(_count(1))  # K
-    mlp: int = _field(_count(1))  # F, the hidden width of the MLP, or of one expert
-    vocab: int = _field(_count(1))  # V
-    seq_len: int = _field(_count(1))  # L
-    kv_heads: int = _field(_count(0), 0)  # heads of keys and values; 0: as many as `heads`
-    matrices: int = _field(_one_of(2, 3), 2)  # of the MLP: 3 with a gate (SwiGLU)
-    experts: int = _field(_count(0), 0)  # of a layer; 0: one MLP computes every token
-    slots: float | int = _field(_number(1e-9, 1e9), 1.0)  # per token: k x capacity factor
+    layers: int = required()  # N
+    width: int = required()  # D
+    heads: int = required()  # H
+    head_dim: int = required()  # K
+    mlp: int = required()  # F, the hidden width of the MLP, or of one expert
+    vocab: int = required()  # V
+    seq_len: int = required()  # L
+    kv_heads: int = option(0)  # heads of keys and values; 0: as many as `heads`
+    matrices: int = option(2, (2, 3))  # of the MLP: 3 with a gate (SwiGLU)
+    experts: int = option(0)  # of a layer; 0: one MLP computes every token
+    slots: float | int = option(1.0)  # per token: k x capacity factor
     # k, if the slots are more: an empty slot is work, but not the model's
-    experts_per_token: int = _field(_count(0), 0)
-    tied: bool = _field(_FLAG, False)  # whether the output layer is the embedding
+    experts_per_token: int = option(0)
+    tied: bool = option(False)  # whether the output layer is the embedding
     # whether attention and MLP stand side by side, which halves traffic along "tensor"
-    parallel: bool = _field(_FLAG, False)
+    parallel: bool = option(False)
 
-    def _broken(self) -> Iterator[tuple[bool, str]]:
-        yield (
-            self.kv_heads > 0 and self.heads % self.kv_heads > 0,
-            f"kv_heads={self.kv_heads} must divide heads={self.heads}",
-        )
-        yield (
-            not self.experts and self.slots != 1,
-            f"slots={self.slots} must be 1 without experts",
-        )
-        yield (
-            0 < self.experts < self.slots,
-            f"slots={self.slots} must be at most experts={self.experts}",
-        )
-        most = min(self.slots, self.experts)
-        yield (
-            self.experts_per_token > most,
-            f"experts_per_token={self.experts_per_token} must be at most {most:g}",
-        )
+    def _errors(self) -> Iterator[str]:
+        if self.kv_heads and self.heads % self.kv_heads:
+            yield f"kv_heads={self.kv_heads} must divide heads={self.heads}"
+        if not self.experts and self.slots != 1:
+            yield f"slots={self.slots} must be 1 without experts"
+        if 0 < self.experts < self.slots:
+            yield f"slots={self.slots} must be at most experts={self.experts}"
+        if self.experts_per_token > (most := min(self.slots, self.experts)):
+            yield f"experts_per_token={self.experts_per_token} must be at most {most:g}"
 
     @property
     def kv_width(self) -> int:
@@ -166,88 +128,81 @@ class Shape(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(_Checked):
+class Plan(Checked):
     """How a model is trained. Along "data" parameters are replicated, along "fsdp" divided
     (ZeRO 3); "pipe", "expert", "context" and "tensor" are as in the course.
     """
 
     axes: Mapping[str, int]  # the mesh: sizes by name, outer to inner
-    batch: int = _field(_count(1))  # sequences per step, on all devices together
-    microbatch: int = _field(_count(1), 1)  # sequences that a replica computes at once
-    chunks: int = _field(_count(1), 1)  # of the model per pipeline stage (interleaving)
-    zero: int = _field(_one_of(0, 1, 2), 0)  # stage along "data"
-    recompute: str = _field(_one_of(*RECOMPUTE), "none")
-    recompute_share: int | float = _field(_number(0, 1), 1)  # of the layers; others keep all
-    fused_attention: bool = _field(_FLAG, True)  # scores stay on the chip (FlashAttention)
-    eager: bool = _field(_FLAG, False)  # each elementwise operation is a kernel of its own
-    sequence_parallel: bool = _field(_FLAG, False)  # "tensor" divides norms and residuals
+    batch: int = required()  # sequences per step, on all devices together
+    microbatch: int = option(1)  # sequences that a replica computes at once
+    chunks: int = option(1)  # of the model per pipeline stage (interleaving)
+    zero: int = option(0, (0, 1, 2))  # stage along "data"
+    recompute: str = option("none", RECOMPUTED)
+    recompute_share: int | float = option(
+        1.0, Rule(lambda x: 0 <= x <= 1, "be from 0 to 1")
+    )  # of the layers; others keep all
+    fused_attention: bool = option(True)  # scores stay on the chip (FlashAttention)
+    eager: bool = option(False)  # each elementwise operation is a kernel of its own
+    sequence_parallel: bool = option(False)  # "tensor" divides norms and residuals
     # rings hide most traffic along "tensor" behind products
-    tensor_overlap: bool = _field(_FLAG, False)
+    tensor_overlap: bool = option(False)
     # the backward pass sums activations' gradients along "tensor" while it computes those of
     # weights (Korthikanti et al., 2022, section 6.2)
-    wgrad_overlap: bool = _field(_FLAG, False)
-    data_overlap: bool = _field(_FLAG, True)  # gradients, parameters travel beside computing
-    parameter_overlap: bool = _field(_FLAG, True)  # new parameters do, too
+    wgrad_overlap: bool = option(False)
+    data_overlap: bool = option(True)  # gradients, parameters travel beside computing
+    parameter_overlap: bool = option(True)  # new parameters do, too
     # chunks send to the next stage beside other chunks (Megatron-LM's `overlap_p2p_comm`)
-    pipe_overlap: bool = _field(_FLAG, False)
+    pipe_overlap: bool = option(False)
     # bytes per number of the gradients that each microbatch sums along "context" and "expert";
     # 0: one sum per step goes along all axes
-    sums_each_microbatch: int = _field(_one_of(0, 1, 2, 4), 0)
-    gather_again: bool = _field(_FLAG, True)  # "fsdp" gathers for the backward pass again
-    gradient_bytes: int = _field(_BYTES, 2)  # per number, when gradients travel
-    parameter_bytes: int = _field(_BYTES, 2)  # per number, when parameters travel
+    sums_each_microbatch: int = option(0, (0, 1, 2, 4))
+    gather_again: bool = option(True)  # "fsdp" gathers for the backward pass again
+    gradient_bytes: int = option(2, (1, 2, 4))  # per number, when gradients travel
+    parameter_bytes: int = option(2, (1, 2, 4))  # per number, when parameters travel
     # each microbatch's gradients are added to a float32 sum; without, those of the only
     # microbatch stay as they travel
-    float32_gradients: bool = _field(_FLAG, True)
-    embedding_bytes: int = _field(_BYTES, 2)  # per number of the embedding and its output
-    ring_gradient_bytes: int = _field(_BYTES, 2)  # of gradients of keys and values
+    float32_gradients: bool = option(True)
+    embedding_bytes: int = option(2, (1, 2, 4))  # per number of the embedding and its output
+    ring_gradient_bytes: int = option(2, (1, 2, 4))  # of gradients of keys and values
     # per parameter, read and written by the optimizer; Adam in float32: 24
-    update_bytes: int | float = _field(_number(0, 999), 24)
+    update_bytes: int | float = option(24.0, at_least(0))
     # how often Muon moves a matrix (`muon.on_stacks`): twice, with weight decay three times
-    muon: int = _field(_one_of(0, 2, 3), 0)
+    muon: int = option(0, (0, 2, 3))
     # of products' operands; with eight bits only of products with weights, inside of layers
-    dtype: str = _field((_is_floating, "the name of a floating dtype"), "bfloat16")
+    dtype: str = option("bfloat16", Rule(_is_floating, "be the name of a floating dtype"))
     schedule: Schedule | None = None  # of this course's pipeline; None: Megatron-LM's
-    chunked_loss: bool = _field(_FLAG, False)  # the backward pass computes logits again
-    dense_dispatch: bool = _field(_FLAG, False)  # products send tokens to experts
+    chunked_loss: bool = option(False)  # the backward pass computes logits again
+    dense_dispatch: bool = option(False)  # products send tokens to experts
 
-    def _broken(self) -> Iterator[tuple[bool, str]]:
-        unknown = sorted(set(self.axes) - set(AXES))
-        yield bool(unknown), f"axes={dict(self.axes)} must be of {AXES}, not {unknown}"
-        wrong = {a: n for a, n in self.axes.items() if type(n) is not int or n < 1}
-        yield bool(wrong), f"axes={wrong} must have whole sizes of at least 1"
-        yield (
-            self.chunks > 1 and self.size("pipe") == 1,
-            f"chunks={self.chunks} must be 1 without an axis 'pipe' above 1",
-        )
-        least = self.replicas * self.microbatch
-        yield (
-            self.batch % least > 0,
-            f"batch={self.batch} must be a multiple of {least}: {self.replicas} replicas, each"
-            f" with microbatches of {self.microbatch}",
-        )
-        yield (
-            not self.float32_gradients and self.microbatches > 1,
-            f"float32_gradients=False must come with one microbatch, not {self.microbatches}:"
-            " several are summed in float32",
-        )
-        yield (
-            self.wgrad_overlap and self.tensor_overlap,
-            "wgrad_overlap=True must come with tensor_overlap=False: both hide one traffic",
-        )
-        yield (
-            self.pipe_overlap
-            and (self.chunks == 1 or bool(self.schedule or self.sums_each_microbatch)),
-            "pipe_overlap=True must come with chunks of at least 2, without a schedule of this"
-            " course, and with sums_each_microbatch=0",
-        )
-        if self.schedule is not None:
-            theirs = self.schedule.stages, self.schedule.microbatches, self.schedule.chunks
-            ours = self.size("pipe"), self.microbatches, self.chunks
+    def _errors(self) -> Iterator[str]:
+        if unknown := sorted(set(self.axes) - set(AXES)):
+            yield f"axes={dict(self.axes)} must be of {AXES}, not {unknown}"
+        if wrong := {a: n for a, n in self.axes.items() if type(n) is not int or n < 1}:
+            yield f"axes={wrong} must have whole sizes of at least 1"
+        if self.chunks > 1 and self.size("pipe") == 1:
+            yield f"chunks={self.chunks} must be 1 without an axis 'pipe' above 1"
+        if self.batch % (least := self.replicas * self.microbatch):
             yield (
-                theirs != ours,
-                f"schedule must be for {ours} stages, microbatches and chunks, not {theirs}",
+                f"batch={self.batch} must be a multiple of {least}: {self.replicas} replicas,"
+                f" each with microbatches of {self.microbatch}"
             )
+        if not self.float32_gradients and self.microbatches > 1:
+            yield (
+                f"float32_gradients=False must come with one microbatch, not"
+                f" {self.microbatches}: several are summed in float32"
+            )
+        if self.wgrad_overlap and self.tensor_overlap:
+            yield "wgrad_overlap=True must come without tensor_overlap: both hide one traffic"
+        made = self.schedule
+        if self.pipe_overlap and (self.chunks == 1 or made or self.sums_each_microbatch):
+            yield (
+                "pipe_overlap=True must come with chunks of at least 2, without a schedule of"
+                " this course, and with sums_each_microbatch=0"
+            )
+        ours = self.size("pipe"), self.microbatches, self.chunks
+        if made and (theirs := (made.stages, made.microbatches, made.chunks)) != ours:
+            yield f"schedule must be for {ours} stages, microbatches and chunks, not {theirs}"
 
     def size(self, axis: str) -> int:
         """Returns the number of devices along an axis, 1 if there is no such axis."""
@@ -273,27 +228,27 @@ def check(shape: Shape, plan: Plan) -> None:
     """Refuses a plan whose devices cannot share the model. A vocabulary or a sequence that
     "tensor" does not divide is not refused: each device is charged for its exact fraction.
     """
+    arguments.refuse(_not_shared(shape, plan))
+
+
+def _not_shared(shape: Shape, plan: Plan) -> Iterator[str]:
     # In some pipelines, the embedding and the output layer each count as one layer.
     if plan.size("pipe") * plan.chunks > shape.layers + 2:
-        raise ValueError(
+        yield (
             f"axes={dict(plan.axes)}, chunks={plan.chunks} must have at most"
             f" {shape.layers + 2} stages, of {shape.layers} layers, embedding and output layer"
         )
+    if plan.size("expert") > 1 and not shape.experts:
+        yield "experts=0 must be above 0: the devices along 'expert' have none to divide"
+    if (n := plan.size("context")) > 1:
+        yield from arguments.shared("seq_len", shape.seq_len, 2 * n, "parts along 'context'")
     for axis, name, total in (
         ("tensor", "heads", shape.heads),
         ("tensor", "kv_heads", shape.kv_heads or shape.heads),
         ("tensor", "mlp", shape.mlp),
         ("expert", "experts", shape.experts),
     ):
-        if (size := plan.size(axis)) > 1 and (not total or total % size):
-            raise ValueError(
-                f"{name}={total} must be a multiple of {size}, the devices along {axis!r}"
-            )
-    if (size := plan.size("context")) > 1 and shape.seq_len % (2 * size):
-        raise ValueError(
-            f"seq_len={shape.seq_len} must be a multiple of {2 * size}: in the zigzag layout,"
-            f" each of {size} devices along 'context' has two pieces of the sequence"
-        )
+        yield from arguments.shared(name, total, plan.size(axis), f"devices along {axis!r}")
 
 
 class Leaf(NamedTuple):
@@ -355,6 +310,20 @@ class Step:
     def stage_layers(self) -> float:
         """Layers of a pipeline stage, whole or not."""
         return self.shape.layers / self.plan.size("pipe")
+
+    @functools.cached_property
+    def recomputed(self) -> Recomputed:
+        """What `Plan.recompute` computes again. Side by side, attention and MLP begin and end
+        together: one gather, one sum, and a compiler skips both last products.
+        """
+        row = RECOMPUTED[self.plan.recompute]
+        share = self.plan.recompute_share * row.layers
+        if self.shape.parallel:
+            out = 0.0 if self.plan.recompute == "block" else row.out
+            row = row._replace(out=out, gathers=min(row.gathers, 1), sums=max(row.sums - 1, 0))
+        return Recomputed._make(
+            tuple(share * x for x in v) if isinstance(v, tuple) else share * v for v in row
+        )
 
     @functools.cached_property
     def matrices(self) -> tuple[Leaf, ...]:

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 
 from course_lib.many_devices import cluster_model
 from course_lib.many_devices.cluster_model import Cluster
-from course_lib.planner.events import COPIES, Event, events, recomputed
+from course_lib.many_devices.meshes import AXES
+from course_lib.planner.events import COPIES, Event, events
 from course_lib.planner.plan import Plan, Shape, Step
 
 # Assumed, not fitted. docs/backtest.md says how far other values of the first five reach.
@@ -54,8 +55,6 @@ EIGHT_BIT_SPEEDUP = 1.92
 # transposed; two matmuls read 1 each; one matmul writes 2, in bfloat16
 # (https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py).
 EIGHT_BIT_OPERAND = 8 / 3
-
-AXES = ("tensor", "context", "expert", "data", "pipe")
 
 
 def rooms() -> dict[str, tuple[float, float]]:
@@ -81,12 +80,6 @@ class Work(NamedTuple):
     narrow: float
     bytes: float
 
-    def times(self, count: int | float) -> "Work":
-        return Work(*(count * x for x in self))
-
-    def plus(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 def core(step: Step) -> Work:
     """Attention's scores, softmax and mean of values, forward. A ring leaves out parts in which
@@ -106,7 +99,7 @@ def work(step: Step) -> dict[str, Work]:
     what is recomputed), and the part of it that gives the gradients of weights ("weights"); and
     of the output layer ("head").
     """
-    shape, plan, scores, again = step.shape, step.plan, core(step), recomputed(step)
+    shape, plan, scores, again = step.shape, step.plan, core(step), step.recomputed
     t, item = plan.size("tensor"), jnp.dtype(plan.dtype).itemsize
     T, D = step.tokens, shape.width
     q, kv, k, m = shape.heads * shape.head_dim, shape.kv_width, shape.slots, shape.matrices
@@ -153,7 +146,7 @@ def work(step: Step) -> dict[str, Work]:
     of_head = products * step.itemsize * shape.vocab * D / t
     return {
         "forward": forward,
-        "backward": forward.times(2).plus(more),
+        "backward": Work(*(2 * a + b for a, b in zip(forward, more, strict=True))),
         "weights": both(qkv + out + mlp, 0.0, all_moved + summed),
         "head": Work(2 * products * logits * D, 0.0, 22 * logits + of_head),
     }
@@ -246,7 +239,7 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     free["forward"]["scores"] = matmuls + moved
     free["backward"] |= {
         "scores": 2.5 * matmuls + 2 * moved,
-        "scores again": recomputed(step).qkv * (matmuls + moved),
+        "scores again": step.recomputed.qkv * (matmuls + moved),
         "weights": computing(works["weights"]),
     }
     free["embedding"] = {}
@@ -294,9 +287,6 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     muon_seconds = muon_flops(step) / cluster.products_share
     muon_seconds /= peak(cluster.accelerator, "float32")
     count = {"forward": m * layers, "backward": m * layers, "head": m / p, "embedding": m}
-    total = works["forward"].times(count["forward"])
-    for part in ("backward", "head"):
-        total = total.plus(works[part].times(count[part]))
     exposed, hidden = dict(whole.exposed), dict(whole.hidden)
     for part, each in passes.items():
         for axis in AXES:
@@ -305,8 +295,8 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     model = plan.batch * shape.seq_len * shape.flops / cluster.count
     return Breakdown(
         {
-            "products": products(total),
-            "memory": total.bytes / memory,
+            "products": sum(count[part] * products(works[part]) for part in lasts),
+            "memory": sum(count[part] * works[part].bytes for part in lasts) / memory,
             "optimizer": optimizer_bytes(step) / memory + muon_seconds,
             "bubble": bubble,
             **exposed,

@@ -12,6 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from course_lib import configs
+from course_lib.fields import Checked, option, required
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.many_devices.options import Strategy
 from course_lib.planner import course, memory, price
@@ -140,7 +141,7 @@ def layout(shape: Shape, plan: Plan, cluster: Cluster) -> Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Frameworks:
+class Frameworks(Checked):
     """Layouts that frameworks offer and this course's programs do not: rings over "context",
     ZeRO 3 inside of groups (*hybrid sharding*), and Megatron-LM's pipelines, whose chunks send
     beside each other. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a
@@ -153,28 +154,21 @@ class Frameworks:
     """
 
     shape: Shape
-    batch: int  # sequences per step
+    batch: int = required()  # sequences per step
     kinds: Sequence[str] = KINDS
     recompute: Sequence[str] = FRAMEWORK_RECOMPUTE  # the least first
-    fused_attention: bool = True  # scores stay on the chip
-    tensor_overlap: bool = True  # inside of a host, rings hide most traffic along "tensor"
-    gradient_bytes: int = 2  # per number, when gradients travel: 1, 2 or 4
+    fused_attention: bool = option(True)  # scores stay on the chip
+    # inside of a host, rings hide most traffic along "tensor"
+    tensor_overlap: bool = option(True)
+    gradient_bytes: int = option(2, (1, 2, 4))  # per number, when gradients travel
 
-    def __post_init__(self) -> None:
-        if type(self.batch) is not int or self.batch < 1:
-            raise ValueError(f"batch={self.batch!r} must be a whole number of at least 1")
+    def _errors(self) -> Iterator[str]:
         for name, known in (("kinds", KINDS), ("recompute", FRAMEWORK_RECOMPUTE)):
             given = getattr(self, name)
             if not given or isinstance(given, str) or not set(given) <= set(known):
-                raise ValueError(f"{name}={given!r} must be a tuple of {', '.join(known)}")
+                yield f"{name}={given!r} must be a tuple of {', '.join(known)}"
         if list(self.recompute) != sorted(self.recompute, key=FRAMEWORK_RECOMPUTE.index):
-            raise ValueError(
-                f"recompute={self.recompute!r} must be in the order of {FRAMEWORK_RECOMPUTE}"
-            )
-        if type(self.tensor_overlap) is not bool:
-            raise ValueError(f"tensor_overlap={self.tensor_overlap!r} must be True or False")
-        if self.shape.experts:
-            raise ValueError(f"shape.experts={self.shape.experts} must be 0: no 'expert' here")
+            yield f"recompute={self.recompute!r} must be in the order of {FRAMEWORK_RECOMPUTE}"
 
     def families(self, cluster: Cluster) -> Iterator[list[Layout]]:
         if cluster.accelerator.platform != "gpu":

@@ -90,7 +90,7 @@ def build(
         raise ValueError("devices=[] must have at least one device; None takes all of them")
     check_attention(config.model, hardware.recognize(devices[0]))
     mesh = meshes.make(settings.axes(config, len(devices)), devices)
-    run = strategies.of_checked(
+    run = strategies.build(
         config,
         mesh,
         settings.strategy(config),

@@ -24,6 +24,10 @@ CLOSE = 1e-5
 # of the whole gradient's norm: leaves below are zero in theory, such as the bias of the keys
 ZERO = 1e-7
 
+needs_h100 = pytest.mark.skipif(
+    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
+)
+
 
 def small(**changes):
     """Returns a configuration of a Transformer that compiles in a second, with plain SGD."""

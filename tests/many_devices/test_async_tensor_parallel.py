@@ -18,9 +18,6 @@ from course_lib.measure import virtual
 DIMENSIONS = (((2,), (0,)), ((), ()))
 WHOLE_X, PART_X = P(None, None, "tensor"), P(None, "tensor")
 COLUMNS, ROWS = P(None, "tensor"), P("tensor")
-NEEDS_VIRTUAL = pytest.mark.skipif(
-    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
-)
 
 
 def gather(grid, product):
@@ -72,7 +69,7 @@ def on_h100s(name, product, options=None):
     ).entries
 
 
-@NEEDS_VIRTUAL
+@one_device.needs_h100
 @pytest.mark.parametrize("name", PAIRS)
 def test_on_gpus_transfers_run_during_products_and_send_the_same_bytes(name):
     _, waiting, ring = PAIRS[name]
@@ -83,7 +80,7 @@ def test_on_gpus_transfers_run_during_products_and_send_the_same_bytes(name):
     assert sum(entry.sent_bytes for entry in found) == alone.sent_bytes
 
 
-@NEEDS_VIRTUAL
+@one_device.needs_h100
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ways_need_two_transfers_in_flight(name):
     ring = functools.partial(PAIRS[name][2], bidirectional=True)

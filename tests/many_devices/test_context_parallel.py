@@ -11,11 +11,10 @@ import one_device
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import FrozenConfigDict
 from slow_cases import slow
 
 from course_lib import measure, training
-from course_lib.many_devices import context_parallel, data_parallel, meshes, strategies
+from course_lib.many_devices import context_parallel, data_parallel, meshes
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import virtual
 from course_lib.models import attention
@@ -161,9 +160,7 @@ def test_the_activations_of_a_device_fall_with_the_number_of_devices():
     assert of_four < alone / 3.5
 
 
-@pytest.mark.skipif(
-    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
-)
+@one_device.needs_h100
 def test_on_gpus_transfers_run_during_products_but_for_the_last_which_brings_gradients_home():
     grid = meshes.make({"context": 3}, virtual.devices("h100", 3))
     x = jax.ShapeDtypeStruct((1, 6144, 8, 128), "bfloat16", sharding=NamedSharding(grid, CUT))
@@ -190,31 +187,3 @@ def test_devices_along_context_drop_different_units():
     expected = [jax.random.uniform(jax.random.fold_in(rng, device)) for device in (0, 1)]
     found = mean({}, one_device.batch(whole), rng)[0]
     np.testing.assert_allclose(found, sum(expected) / 2, rtol=1e-6)
-
-
-def test_evaluation_takes_whole_sequences():
-    whole = one_device.small()
-    run = strategies.build(whole, one_device.grid(data=2, context=2))
-    params, _, metrics = one_device.reference(FrozenConfigDict(whole))
-    found = training.evaluate(run.loss_fn, params, [one_device.batch(whole)])
-    assert found == pytest.approx(training.mean_metrics(metrics), rel=1e-5)
-
-
-ODD, TWO = {"data.seq_len": 12}, dict(data=1, context=2)
-CUDNN = {"model.attention": "cudnn", "model.dtype": "bfloat16"}
-BAD = [
-    (dict(data=1, context=4), {}, ODD, "seq_len=12 must be a multiple of 8, .* take 8 or 16"),
-    (dict(data=1, context=8), dict(by="compiler"), ODD, "seq_len=12"),
-    (TWO | dict(pipe=2), {}, {}, "must not have both 'context' and 'pipe'"),
-    (TWO | dict(tensor=2), dict(sequence=True), {}, "sequence=True must not .* 'context'"),
-    (TWO, {}, {"model.attention": "xla"}, "attention='xla'"),
-    (TWO, {}, {"model.softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16'"),
-    (TWO, dict(by="compiler"), CUDNN, "attention='cudnn'"),
-]
-
-
-@pytest.mark.parametrize(("axes", "chosen", "changes", "message"), BAD)
-def test_what_cannot_work_is_refused(axes, chosen, changes, message):
-    mesh, chosen = one_device.grid(**axes), Strategy(**chosen)
-    with pytest.raises(ValueError, match=message):
-        strategies.build(one_device.small(**changes), mesh, chosen)

@@ -158,10 +158,6 @@ def test_muon_makes_the_updates_of_one_device_on_whole_matrices_of_stacked_layer
     other, compiled = update(
         whole, lambda tree, specs: jax.device_put(tree, sharding.place(specs, grid))
     )
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
-    ):
-        error = np.linalg.norm(np.asarray(a) - np.asarray(b))
-        assert error <= 1e-5 * np.linalg.norm(np.asarray(a)), jax.tree_util.keystr(path)
+    assert not one_device.different_leaves(other, jax.device_get(one))
     kinds = {row["kind"] for row in measure.ledger(compiled, grid).rows()}
     assert (kinds == {"all-to-all"}) == scanned, kinds

@@ -71,6 +71,18 @@ def test_a_strategy_gives_the_gradient_of_one_device(axes, chosen, changes):
     )
 
 
+@pytest.mark.parametrize(
+    ("axes", "changes"), [(dict(data=2, context=2), {}), (dict(data=2, expert=4), EXPERTS)]
+)
+def test_evaluation_takes_each_whole_sequence_once_and_counts_the_balance(axes, changes):
+    whole = one_device.small(**changes)
+    params, _, metrics = one_device.reference(FrozenConfigDict(whole))
+    loss_fn = strategies.build(whole, one_device.grid(**axes)).loss_fn
+    found = training.evaluate(loss_fn, params, [one_device.batch(whole)])
+    assert found == pytest.approx(training.mean_metrics(metrics), rel=1e-5)
+    assert ("balance" in found) == bool(changes)
+
+
 def test_parameters_start_from_the_same_numbers_on_every_mesh():
     whole = one_device.small()
     expected, _, _ = one_device.reference(FrozenConfigDict(whole))
@@ -153,12 +165,9 @@ BAD = [
     (ALONE, dict(zero=2, gather_again=False), {}, "gather_again=False"),
     (ALONE, dict(by="compiler", zero=3, gather_again=False), {}, "gather_again=False"),
     (ALONE, dict(by="magic"), {}, "by='magic'"),
-    (ALONE, dict(zero=4), {}, "zero=4"),
-    (ALONE, dict(overlap="ring"), {}, "overlap='ring'"),
-    (ALONE, {}, minibatches(0), "num_minibatches=0"),
     (dict(data=3), {}, {}, "batch_size=8 must be a multiple of 3.* take 6 or 9"),
     (dict(data=4), {}, minibatches(4), "batch_size=8 must be a multiple of 16"),
-    (dict(data=3), dict(zero=3), {"data.batch_size": 9}, "a dimension 1 that the 3 devices"),
+    (dict(data=3), dict(zero=3), {"data.batch_size": 9}, r"shape\[1\]=16 must be .* the 3"),
     (dict(data=1, tensor=3), {}, {}, "num_heads=8 must .* take 6 or 9"),
     (dict(data=1, tensor=4), {}, {"model.num_kv_heads": 2}, "num_kv_heads=2 must .* 4"),
     (dict(data=1, tensor=8), dict(sequence=True), {"data.seq_len": 12}, "seq_len=12"),
@@ -168,6 +177,55 @@ BAD = [
     (TWO, dict(by="compiler"), VOCABULARY, "loss_along='vocabulary' must not"),
     (dict(data=1, context=2), dict(by="compiler"), TOKENS, "loss_along='tokens' must not"),
     (TWO, {}, {"optimizer.name": "adamw", "optimizer.offload": True}, "optimizer.offload=True"),
+]
+ODD, RING = {"data.seq_len": 12}, dict(data=1, context=2)
+CUDNN = {"model.attention": "cudnn", "model.dtype": "bfloat16"}
+BAD += [
+    (dict(data=1, context=4), {}, ODD, "seq_len=12 must be .* the 8 .* take 8 or 16"),
+    (dict(data=1, context=8), dict(by="compiler"), ODD, "seq_len=12"),
+    (RING | dict(pipe=2), {}, {}, "must not have both 'context' and 'pipe'"),
+    (RING | dict(tensor=2), dict(sequence=True), {}, "sequence=True must not .* 'context'"),
+    (RING, {}, {"model.attention": "xla"}, "attention='xla'"),
+    (RING, {}, {"model.softmax_dtype": "bfloat16"}, "softmax_dtype='bfloat16'"),
+    (RING, dict(by="compiler"), CUDNN, "attention='cudnn'"),
+]
+TWO_BY_FOUR = dict(data=2, expert=4)
+BAD += [
+    (axes, {}, EXPERTS | changes, message)
+    for axes, changes, message in (
+        (dict(data=1, expert=2), {"model.num_experts": 0}, "num_experts=0"),
+        (dict(data=1, expert=3), {"data.batch_size": 9}, "num_experts=8 must .* take 6 or 9"),
+        (TWO_BY_FOUR, {"data.batch_size": 4}, "batch_size gives 2 sequences .* multiple of 4"),
+        (TWO_BY_FOUR, minibatches(2), "batch_size gives 2 .* multiple of 4"),
+        (dict(data=1, expert=2, tensor=2), {}, "not divided along 'tensor'"),
+        (dict(data=1, pipe=2), {}, "not divided along 'pipe'"),
+        (dict(data=1, context=2), {}, "not divided along 'context'"),
+    )
+]
+EIGHT, FOUR = {"model.num_layers": 8}, dict(data=1, pipe=4)
+OFFLOAD = {"model.remat": ("MLP",), "model.remat_policy": "offload"}
+OFFLOAD |= {"model.remat_names": ("mlp_hidden",)}
+CHUNKS = {"schedule": "depth_first", "chunks": 2}
+BAD += [
+    (FOUR, chosen, EIGHT | changes, message)
+    for changes, chosen, message in (
+        ({"model.num_layers": 6}, {}, "num_layers=6 must be .* 4 stages, .* take 4 or 8"),
+        ({"model.num_layers": 2}, {}, "num_layers=2 .* would have no layer; take 4"),
+        ({}, {"schedule": "breadth_first", "chunks": 3}, "num_layers=8 must be .* 12 stages"),
+        ({"model.scan_layers": False}, {}, "scan_layers=False"),
+        (OFFLOAD, {}, "remat_policy='offload'"),
+        ({"training.accumulator_dtype": "bfloat16"}, {}, "accumulator_dtype='bfloat16'"),
+        (minibatches(2), {}, "num_minibatches=2"),
+        ({}, {"microbatches": 5}, "batch_size=8 must be a multiple of 5"),
+        ({}, CHUNKS | {"microbatches": 2}, "microbatches=2 must be a multiple of the 4 stages"),
+        ({}, {"zero": 2}, "zero=2"),
+        ({}, {"by": "compiler"}, "by='compiler'"),
+    )
+]
+RINGS = {"sequence": True, "overlap": "one-way"}
+BAD += [
+    (dict(data=1, pipe=2, tensor=2), RINGS, EIGHT, "overlap='one-way'"),
+    (ALONE, {"microbatches": 4}, {}, "microbatches=4 must come with a mesh axis 'pipe'"),
 ]
 
 

@@ -16,9 +16,7 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import virtual
 
-pytestmark = pytest.mark.skipif(
-    virtual.why_unavailable("h100") is not None, reason=str(virtual.why_unavailable("h100"))
-)
+pytestmark = one_device.needs_h100
 
 BFLOAT16, FLOAT32 = 2, 4
 # bytes of loss and accuracy as (sum, count); XLA may send their equal counts once, or know them

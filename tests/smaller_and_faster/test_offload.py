@@ -262,7 +262,7 @@ def test_several_devices_and_skipped_updates_are_refused():
         strategies.build(config, meshes.make({"data": 2}, meshes.devices(2)))
     mesh = meshes.make({"data": 1}, jax.devices()[:1])
     with pytest.raises(ValueError, match="must have run.non_finite='stop'"):
-        strategies.of_checked(config, mesh, strategies.Strategy(), skip_not_finite=True)
+        strategies.build(config, mesh, strategies.Strategy(), skip_not_finite=True)
 
 
 @needs_host

@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from course_lib import training
 from course_lib.arguments import nearest
-from course_lib.many_devices import meshes, sharding
+from course_lib.many_devices import sharding
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
@@ -65,28 +65,9 @@ def gradient(
     schedule: Schedule,
     grad_specs: PyTree = None,
 ) -> GradFn:
-    """Returns a gradient function that executes a schedule.
-
-    Each device along "data" takes its share of the batch, and cuts it into M microbatches. Each
-    stage draws dropout from its own key for each microbatch, and from the same key when it runs
-    again: `rng` with the device's index along "data", the microbatch and the stage folded in.
-
-    Args:
-      loss_fn: the loss of the head, from `loss_of_head`.
-      parts: the model, from `transformer.parts`.
-      mesh: with the axes "data" and "pipe".
-      param_specs: specs of the parameters, whose layers lie as `to_stages` places them.
-      schedule: any legal schedule with as many stages as "pipe" has devices.
-      grad_specs: specs of the returned gradients, cut over "data" with stage 1 of ZeRO. None:
-        those of the parameters.
-    """
-    grad_specs = param_specs if grad_specs is None else grad_specs
-
-    def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
-        state = _execute(loss_fn, parts, schedule, params, batch, rng)
-        return _sum(state, params, param_specs, grad_specs)
-
-    return _spread(on_one_device, mesh, schedule, param_specs, (grad_specs, P()))
+    """Returns a gradient function that executes a schedule; arguments as for `count`."""
+    counted = count(loss_fn, parts, mesh, param_specs, schedule, grad_specs)
+    return lambda params, batch, rng: counted(params, batch, rng)[:2]
 
 
 def loss(
@@ -106,25 +87,44 @@ def loss(
 
 
 def count(
-    loss_fn: LossFn, parts: Parts, mesh: Mesh, param_specs: PyTree, schedule: Schedule
+    loss_fn: LossFn,
+    parts: Parts,
+    mesh: Mesh,
+    param_specs: PyTree,
+    schedule: Schedule,
+    grad_specs: PyTree = None,
 ) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
-    """Returns `counted(params, batch, rng) -> (grads, metrics, counts)`, as `gradient`, which
-    also counts each device's ops and their use of the stash while they run. `counts["slots"]`
-    has the slots of time by kind, "idle", "F", "B" and "W", `counts["peak_live"]` the most
-    slots of the stash in use at once: int32 [S] each, by device along "pipe".
+    """Returns `counted(params, batch, rng) -> (grads, metrics, counts)`, which executes a
+    schedule and counts while it runs. `counts["slots"]` has the slots of time by kind, "idle",
+    "F", "B" and "W", `counts["peak_live"]` the most slots of the stash in use at once: int32
+    [S] each, by device along "pipe".
+
+    Each device along "data" takes its share of the batch, and cuts it into M microbatches. Each
+    stage draws dropout from its own key for each microbatch, and from the same key when it runs
+    again: `rng` with the device's index along "data", the microbatch and the stage folded in.
+
+    Args:
+      loss_fn: the loss of the head, from `loss_of_head`.
+      parts: the model, from `transformer.parts`.
+      mesh: with the axes "data" and "pipe".
+      param_specs: specs of the parameters, whose layers lie as `to_stages` places them.
+      schedule: any legal schedule with as many stages as "pipe" has devices.
+      grad_specs: specs of the returned gradients, cut over "data" with stage 1 of ZeRO. None:
+        those of the parameters.
     """
-    kinds, length = slots.program(schedule).kinds, len(schedule.table[0])
+    grad_specs = param_specs if grad_specs is None else grad_specs
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree, PyTree]:
         state = _execute(loss_fn, parts, schedule, params, batch, rng)
-        taken = state["taken"].at[0].set(length - state["taken"].sum())
+        idle = len(schedule.table[0]) - state["taken"].sum()
+        taken = state["taken"].at[0].set(idle)[:, None]
         counts = {
-            "slots": dict(zip(kinds, taken[:, None], strict=True)),
+            "slots": dict(zip(slots.program(schedule).kinds, taken, strict=True)),
             "peak_live": state["peak"][None],
         }
-        return *_sum(state, params, param_specs, param_specs), counts
+        return *_sum(state, params, param_specs, grad_specs), counts
 
-    return _spread(on_one_device, mesh, schedule, param_specs, (param_specs, P(), P(AXIS)))
+    return _spread(on_one_device, mesh, schedule, param_specs, (grad_specs, P(), P(AXIS)))
 
 
 def _spread(
@@ -134,17 +134,15 @@ def _spread(
     param_specs: PyTree,
     out_specs: PyTree,
 ) -> Callable[..., PyTree]:
-    check_schedule(schedule, mesh)
-    spread = jax.shard_map(
+    if schedule.stages != (size := mesh.shape[AXIS]):
+        raise ValueError(
+            f"stages={schedule.stages} must be the number of devices along the mesh axis"
+            f" 'pipe': {size}"
+        )
+    schedules.check(schedule)
+    return jax.shard_map(
         on_one_device, mesh=mesh, in_specs=(param_specs, P("data"), P()), out_specs=out_specs
     )
-    microbatches = meshes.axis_size(mesh, "data") * schedule.microbatches
-
-    def run(params: PyTree, batch: PyTree, rng: Any) -> PyTree:
-        gradient_accumulation.check_divides(batch, microbatches)
-        return spread(params, batch, rng)
-
-    return run
 
 
 def _execute(
@@ -288,27 +286,16 @@ def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
     return params if 1 in sizes else params | {"block": jax.tree.map(of_leaf, params["block"])}
 
 
-def check_schedule(schedule: Schedule, mesh: Mesh) -> None:
-    """Refuses an illegal schedule, or one whose stages are not the devices along "pipe"."""
-    size = meshes.axis_size(mesh, AXIS)
-    if schedule.stages != size:
-        raise ValueError(
-            f"stages={schedule.stages} must be the number of devices along the mesh axis"
-            f" 'pipe': {size}"
-        )
-    schedules.check(schedule)
-
-
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
-    model, strategy = asked.model, asked.strategy
-    sums = asked.accumulator_dtype
+    model, strategy, options = asked.model, asked.strategy, asked.config.training
+    sums = options.accumulator_dtype
     for name, value, possible, why in (
         ("by", strategy.by, ["hand"], "shardings do not set the order of execution"),
         ("overlap", strategy.overlap, ["none"], "devices of a ring wait for each other"),
         ("zero", strategy.zero, [0, 1], "a stage would send it all for each microbatch"),
         ("accumulator_dtype", sums, ["float32"], "microbatches are added up in float32"),
-        ("num_minibatches", asked.num_minibatches, [1], "take Strategy(microbatches=...)"),
+        ("num_minibatches", options.num_minibatches, [1], "take Strategy(microbatches=...)"),
         ("scan_layers", model.scan_layers, [True], "it cuts stacked parameters of layers"),
     ):
         if value not in possible:
@@ -329,6 +316,8 @@ def errors(asked: Asked) -> Iterator[str]:
             f"num_layers={layers} must be a multiple of the {stages} stages, {strategy.chunks}"
             f" on each of {size} devices: {left}; take {nearest(layers, stages)}"
         )
+    # refuses what no table can be
+    schedules.make(strategy.schedule, size, strategy.microbatches, strategy.chunks)
 
 
 PIPE = Axis(AXIS, errors, params=sharding.PIPELINE)

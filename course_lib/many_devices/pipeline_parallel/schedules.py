@@ -69,24 +69,6 @@ class Schedule:
         """Returns the number of a device's chunk among the S v stages of the model."""
         return chunk * self.stages + device
 
-    @functools.cached_property
-    def codes(self) -> np.ndarray:
-        """Int [time, device]: 0 where a device idles, else 1 + an index into `KINDS`; for the
-        last stage of the model, `len(KINDS)` more.
-        """
-        last = self.stages * self.chunks - 1
-        code = {kind: 1 + i for i, kind in enumerate(KINDS)}
-        rows = [
-            [
-                0
-                if op is None
-                else code[op.kind] + len(KINDS) * (self.stage(device, op.chunk) == last)
-                for op in row
-            ]
-            for device, row in enumerate(self.table)
-        ]
-        return np.array(rows).T
-
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Runs all forwards, then all backwards."""
@@ -307,13 +289,10 @@ def check(schedule: Schedule) -> None:
                 " it is missing"
             )
     for device, time, op in cells(schedule):
-        start = time - (op.kind == "BW")
-        needed = (
-            []
-            if op.kind == "-"
-            else _needs(op.kind, op.microbatch, schedule.stage(device, op.chunk), stages)
-        )
-        for part, m, stage in needed:
+        if op.kind == "-":
+            continue
+        start, own = time - (op.kind == "BW"), schedule.stage(device, op.chunk)
+        for part, m, stage in _needs(op.kind, op.microbatch, own, stages):
             at, when = done[part, m, stage]
             if when >= start:
                 raise ValueError(

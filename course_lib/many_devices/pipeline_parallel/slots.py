@@ -29,21 +29,15 @@ Interval = tuple[int, int]  # from the first slot of time to the last, both incl
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A schedule as arrays.
+    """A schedule as arrays."""
 
-    Attributes:
-      kinds: "idle", and the kinds that occur; the column "kind" has indices into it.
-      columns: int32 [S, T] by name. "kind", "microbatch", "stage" (of the model) and "chunk" of
-        the op. "inbox", "stash", "gradient" and "passed" are the slots that the op reads or
-        writes; "inbox_put" and "gradient_put" are the slots for what arrives at the end of this
-        slot of time. One past the end means none.
-      sizes: number of slots of each buffer, on the device that needs most: all devices run one
-        program.
-    """
-
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # "idle", and the kinds that occur: the column "kind" indexes them
+    # int32 [S, T] by name. "kind", "microbatch", "stage" (of the model) and "chunk" of the op.
+    # "inbox", "stash", "gradient" and "passed" are the slots that the op reads or writes;
+    # "inbox_put" and "gradient_put" are those for what arrives at the end of this slot of time.
+    # One past the end means none.
     columns: Mapping[str, np.ndarray]
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # slots of each buffer, on the device that needs most
 
 
 PIECES = {"-": "B", "BW": "W"}
@@ -98,21 +92,12 @@ def program(schedule: Schedule) -> Program:
     columns |= {name: np.full(shape, size, np.int32) for name, size in sizes.items()}
     columns |= {f"{name}_put": np.full(shape, sizes[name], np.int32) for name in sources}
     kinds = ("idle", *(kind for kind in "FBW" if any(op.kind == kind for _, _, op in cells)))
-    devices, times, ops = zip(*cells, strict=True)
-    keys = [(op.microbatch, schedule.stage(device, op.chunk)) for device, _, op in cells]
-    values = {
-        "kind": [kinds.index(op.kind) for op in ops],
-        "microbatch": [m for m, _ in keys],
-        "stage": [stage for _, stage in keys],
-        "chunk": [op.chunk for op in ops],
-    }
-    for name, size in sizes.items():
-        values[name] = [
-            slots[name][device].get(key, size)
-            for device, key in zip(devices, keys, strict=True)
-        ]
-    for name, of_ops in values.items():
-        columns[name][devices, times] = of_ops
+    for device, time, op in cells:
+        key = m, stage = op.microbatch, schedule.stage(device, op.chunk)
+        row = {"kind": kinds.index(op.kind), "microbatch": m, "stage": stage, "chunk": op.chunk}
+        row |= {name: slots[name][device].get(key, size) for name, size in sizes.items()}
+        for name, value in row.items():
+            columns[name][device, time] = value
     for buffer, (made_by, distance) in sources.items():
         for device, of_device in enumerate(slots[buffer]):
             for (m, stage), slot in of_device.items():
@@ -163,14 +148,16 @@ def lockstep(
     with the output layer. Neighbours exchange after every column of the table, so a device
     begins a column when it and both neighbours have finished the column before.
     """
-    kinds = [PIECES.get(kind, kind) for kind in schedules.KINDS]
-    seconds = [
-        each.get(kind, np.nan) for each in (durations, of_last or durations) for kind in kinds
-    ]
+    last = schedule.stages * schedule.chunks - 1
     devices = np.arange(schedule.stages)
     before, after = (devices - 1) % len(devices), (devices + 1) % len(devices)
     ready = np.zeros(len(devices))
-    for seconds_of_column in np.array([0.0, *seconds])[schedule.codes]:
-        ends = ready + seconds_of_column
+    for column in zip(*schedule.table, strict=True):
+        ends = ready.copy()
+        for device, op in enumerate(column):
+            if op is not None:
+                ending = schedule.stage(device, op.chunk) == last
+                seconds = (of_last or durations) if ending else durations
+                ends[device] += seconds[PIECES.get(op.kind, op.kind)]
         ready = np.maximum(np.maximum(ends[before], ends), ends[after])
     return float(ready.max())

@@ -63,12 +63,6 @@ def test_1f1b_of_two_stages_is_as_drawn_by_hand():
     ]
 
 
-def test_a_device_holds_chunks_that_lie_a_ring_apart():
-    assert [
-        schedules.gpipe(4, 1).stage(device, chunk) for chunk in (0, 1) for device in (0, 3)
-    ] == [0, 3, 4, 7]
-
-
 # the ops in some cells of 1F1B and of the zero bubble, of two stages and two microbatches
 BAD = [
     ("1f1b", {(0, 0): None}, r"table\[0\] must have F of microbatch 0, chunk 0 somewhere"),
