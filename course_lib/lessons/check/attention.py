@@ -78,8 +78,6 @@ class Attention(Outcome):
         )
     )
 
-    off_in_bfloat16 = property(lambda it: it.exercise.outcome_of(it.function, 2).off)
-
     @functools.cached_property
     def is_right(self):
         same = same_shapes if self.case == 2 else same_structure

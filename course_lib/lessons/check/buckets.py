@@ -52,7 +52,6 @@ RULES = {
 class Buckets(OnDevices):
     """The bytes sent, and the first gradient whose sum differs."""
 
-    here = property(lambda it: f"Right, but with a capacity of {it.capacity} bytes")
     is_list = property(lambda it: isinstance(it.result, list | tuple))
     shapes = property(lambda it: [one.shape[1:] for one in it.result])
     count = property(lambda it: len(it.result))
@@ -87,10 +86,7 @@ class Buckets(OnDevices):
     bytes = property(lambda it: sum(it.sent))
     all_bytes = property(lambda it: sum(it.best.sent))
     largest = max(np.prod(shape) * 4 for shape in SHAPES)
-    largest_shape = SHAPES[3]
     buckets = property(lambda it: len(it.sent))
-    listed = property(lambda it: ", ".join(map(str, it.sent)))
-    expected = property(lambda it: ", ".join(map(str, it.best.sent)))
 
     def sends_as(self, row):
         """Whether this sends what a row's first example sends, and it is not right."""

@@ -69,19 +69,11 @@ def keep_best(step, w, num_steps):
 
 
 class Best(Outcome):
-    """The loss and the parameters that a loop keeps, and the best ones."""
-
     num_steps = property(lambda it: it.args[0])
     lowest_at = property(lambda it: int(np.argmin(path()[1][: it.num_steps])))
     lowest = property(lambda it: path()[1][it.lowest_at])
     weight = property(lambda it: path()[0][it.lowest_at])
-    is_pair = property(
-        lambda it: (
-            isinstance(it.result, tuple | list)
-            and len(it.result) == 2
-            and np.shape(it.result[0]) == ()
-        )
-    )
+    is_pair = property(lambda it: Outcome.is_pair.fget(it) and np.shape(it.result[0]) == ())
     is_deleted = property(
         lambda it: any(
             isinstance(leaf, jax.Array) and leaf.is_deleted()
@@ -176,8 +168,6 @@ def low(state, history):
 
 
 class State(Outcome):
-    """The new state and history, and which buffers are used again."""
-
     new = property(lambda it: it.result[0])
     traced = functools.cached_property(lambda it: jax.eval_shape(it.function, *it.args))
     has_keys = property(lambda it: isinstance(it.new, dict) and set(it.new) == set(it.right[0]))

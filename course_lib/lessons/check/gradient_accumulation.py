@@ -24,8 +24,8 @@ WEIGHTS = [0.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0, 2.0]  # 9 in all, unlike the numbe
 
 def model_and_batch():
     kernels, x, y = normal(1, (3, 5), (5, 1)), *normal(2, (8, 3), (8,))
-    params = dict(zip(("in", "out"), map(jnp.asarray, kernels), strict=True))
-    return [(params, (jnp.asarray(x), jnp.asarray(y), jnp.array(WEIGHTS)), M) for M in (4, 2)]
+    params = dict(zip(("in", "out"), kernels, strict=True))
+    return [(params, (x, y, jnp.array(WEIGHTS)), M) for M in (4, 2)]
 
 
 def loss_sum(params, x, y, weight):
@@ -68,9 +68,6 @@ def by_vmap(params, batch, M):
 
 
 class Accumulated(Outcome):
-    """The gradient, and how many examples go through the model at once."""
-
-    total = sum(WEIGHTS)
     factor = property(
         lambda it: np.linalg.norm(it.result["in"]) / np.linalg.norm(it.right["in"])
     )
@@ -103,9 +100,7 @@ class Accumulated(Outcome):
         return sum(now and not then for now, then in itertools.pairwise(forward))
 
     loops = property(lambda it: any(name in ("scan", "while") for name, _ in it.program))
-    size = property(lambda it: min(it.sizes, default=0))
     right_size = property(lambda it: len(WEIGHTS) // it.args[2])
-    is_near = property(lambda it: not it.is_right and close(it.result, it.right, 0.03))
 
 
 accumulation = Function(
@@ -193,8 +188,6 @@ def smallest(budget, arguments, parameters, activations, batch_size):
 
 
 class Smallest(Outcome):
-    """The number of minibatches, and the peak in GiB."""
-
     parts = property(lambda it: (it.args[1] / GIB, 4 * it.args[2] / GIB, it.args[3] / GIB))
     setting = property(
         lambda it: (
@@ -213,8 +206,6 @@ class Smallest(Outcome):
         parts = f"{arguments} + {min(M, 2)} x {gradient:.2f} + {activations / M:.2f}"
         return f"the peak is {parts} = {self.gib(M):.2f} GiB"
 
-    your_peak = property(lambda it: it.peak(it.result))
-    right_peak = property(lambda it: it.peak(it.right))
     is_none = property(lambda it: it.result is None)
     is_number = property(lambda it: np.issubdtype(np.asarray(it.result).dtype, np.number))
     divides = property(

@@ -126,14 +126,10 @@ class Online(Outcome):
     total = property(lambda it: it.totals[-1])
     largest = property(lambda it: np.asarray(it.result[-1][0], np.float32))
     top = property(lambda it: it.all_logits.max(axis=-1))
-    tops = property(lambda it: it.top.tolist())
-    your_tops = property(lambda it: it.largest.tolist())
     expected = property(lambda it: jax.nn.logsumexp(it.all_logits, axis=-1))
-    sums = property(lambda it: it.expected.tolist())
     logsumexp = property(
         lambda it: it.largest + np.log(np.where(it.total > 0, it.total, np.nan))
     )
-    your_sums = property(lambda it: it.logsumexp.tolist())
     is_right = property(lambda it: close(it.logsumexp, it.expected, 1e-6))
     first = property(lambda it: np.log(np.float32(it.right[0][1])))
     is_logarithm = property(
@@ -219,7 +215,7 @@ TOKENS, WIDTH, VOCAB = 64, 12, 96
 
 def head_and_labels():
     random = np.random.default_rng(1)
-    x, head = map(jnp.asarray, normal(0, (TOKENS, WIDTH), (WIDTH, VOCAB)))
+    x, head = normal(0, (TOKENS, WIDTH), (WIDTH, VOCAB))
     labels, weights = random.integers(0, VOCAB, TOKENS), random.integers(0, 3, TOKENS)
     return [(x, head, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32))]
 
@@ -256,8 +252,6 @@ class OnePass(Outcome):
     all_logits = TOKENS * VOCAB
     weight = property(lambda it: it.args[3].sum())
     is_triple = property(lambda it: isinstance(it.result, tuple | list) and len(it.result) == 3)
-    loss = property(lambda it: it.result[0])
-    right_loss = property(lambda it: float(it.right[0]))
 
     def has(self, i):
         return close(self.result[i], self.right[i])
@@ -272,12 +266,10 @@ class OnePass(Outcome):
         lambda it: max(all_values(it.program), key=lambda value: value.size)
     )
     largest = property(lambda it: it.largest_value.size)
-    largest_shape = property(lambda it: list(it.largest_value.shape))
     is_large = property(lambda it: it.largest > it.all_logits // 4)
     are_stacked = property(
         lambda it: it.is_large and it.largest_value.shape[1:] == (WIDTH, VOCAB)
     )
-    loops = property(lambda it: {eqn.primitive.name for eqn in equations(it.program)})
 
     @functools.cached_property
     def products(self):
@@ -322,7 +314,7 @@ one_pass = Function(
         "large": (change(", 8", ", 1"), lambda it: it.is_large),
         "unrolled": (
             change("jax.lax.scan(", "unrolled("),
-            lambda it: not it.loops & {"scan", "while"},
+            lambda it: not {"scan", "while"} & set(it.primitives),
         ),
         "products": (
             change("(logits * one_hot)", "((x @ head) * one_hot)"),

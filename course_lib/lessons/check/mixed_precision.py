@@ -47,9 +47,6 @@ class Exponents(Numbered):
     )
     largest = property(lambda it: 2 * 2.0**it.high)
     smallest = property(lambda it: 1e-9 * 2.0**it.low)
-    above = property(lambda it: it.high + 1)
-    below = property(lambda it: it.low - 1)
-    window = property(lambda it: 2 ** (it.high - it.low))
 
 
 loss_scale_range = Numbers(
@@ -241,11 +238,8 @@ class Rounded(Outcome):
     numbers = property(lambda it: np.asarray(it.result, np.float32))
     value = property(lambda it: float(np.ravel(it.x)[0]))
     dtype = property(lambda it: jnp.result_type(it.result))
-    copies = property(lambda it: f"{it.x.size:,} copies of {it.value:.6g}")
     gap = property(lambda it: 2.0**-7 if it.value > 0 else 2.0**-6)
     off = property(lambda it: np.abs(it.numbers - it.value))
-    farthest = property(lambda it: it.numbers.flat[it.off.argmax()])
-    first = property(lambda it: it.numbers.flat[0])
     mean = property(lambda it: it.numbers.mean())
     lines = property(lambda it: (it.numbers, it.numbers.T) if it.numbers.ndim > 1 else ())
     before = property(lambda it: it.exercise.outcome_of(it.function, 0).numbers)

@@ -87,7 +87,7 @@ class Lion(Outcome):
 
 
 def gradient_and_momentum():
-    grad, momentum = map(jnp.asarray, normal(0, (8, 512), (8, 512)))
+    grad, momentum = normal(0, (8, 512), (8, 512))
     return [(grad, optimizer_memory.quantize(momentum), 0.9, 0.95)]
 
 

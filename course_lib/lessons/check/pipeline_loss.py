@@ -98,7 +98,7 @@ class Losses(OnDevices):
 
 def six_microbatches():
     kernels, x, y = normal(3, (4, 8, 8), (6, 2, 8), (6, 2, 8))
-    return [(np.float32(0.3) * kernels, x, y)]
+    return [(0.3 * kernels, x, y)]
 
 
 gpipe = DeviceFunction(

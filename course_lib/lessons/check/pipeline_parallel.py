@@ -108,8 +108,6 @@ class Orders(Outcome):
 
     S = property(lambda it: it.args[0])
     M = property(lambda it: it.args[1])
-    last = property(lambda it: it.M - 1)
-    where = property(lambda it: f"S = {it.S}, M = {it.M}")
 
     @functools.cached_property
     def misspelled(self):
@@ -257,7 +255,6 @@ class Plan(Numbered):
     ops = property(lambda it: 3 * it.microbatches * it.chunks)
     work = property(lambda it: it.ops * it.chunk)
     fixed = property(lambda it: it.ops * it.overhead)
-    bubble = property(lambda it: it.milliseconds - it.work - it.fixed)
 
     @property
     def milliseconds(self):

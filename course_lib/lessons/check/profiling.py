@@ -12,7 +12,6 @@ from course_lib.lessons import slow_steps
 from course_lib.lessons.check.answers import close, equations, programs_in
 from course_lib.lessons.check.exercises import (
     Function,
-    Numbered,
     Numbers,
     Outcome,
     change,
@@ -59,17 +58,13 @@ def stacked_mib(loss):
     return stacked_bytes(jax.make_jaxpr(jax.grad(loss))(*SHAPES).jaxpr) / 2**20
 
 
-class Stacked(Numbered):
-    """How many MiB are stacked."""
-
-    one, gradients, layers = ONE_ARRAY, GRADIENTS, N
-    less = property(lambda it: "less" if it.mib > it.right["mib"] else "more")
-
-
 stacked = Numbers(
     "stacked",
-    lambda: {"mib": stacked_mib(scan_loss) + GRADIENTS},  # JAX up to 0.10 saves one array more
-    outcome=Stacked,
+    lambda: {
+        "mib": stacked_mib(scan_loss) + GRADIENTS,  # JAX up to 0.10 saves one array more
+        "one": ONE_ARRAY,
+        "gradients": GRADIENTS,
+    },
     rows={
         "mib": {
             "not both": [lambda right: right - GRADIENTS, lambda right: GRADIENTS],
@@ -92,7 +87,7 @@ class Loss(Outcome):
     before = functools.cached_property(lambda it: stacked_mib(scan_loss))
     after = functools.cached_property(lambda it: stacked_mib(it.function))
     least = ONE_ARRAY
-    checkpoints = property(lambda it: list(filter(is_checkpoint, equations(it.program))))
+    checkpoints = property(lambda it: list(filter(is_checkpoint, it.equations)))
     around_the_scan = property(
         lambda it: any(
             inner.primitive.name == "scan"
@@ -126,9 +121,7 @@ def before_the_tanh(w, x):
 stack_less = Function(
     "stack_less",
     rematerialized,
-    cases=lambda: [
-        (jnp.asarray(normal(0, (N, 16, 16))[0] / 4), jnp.asarray(normal(1, (4, 16))[0]))
-    ],
+    cases=lambda: [(normal(0, (N, 16, 16))[0] / 4, *normal(1, (4, 16)))],
     outcome=Loss,
     rows={
         "no number": (lambda w, x: x, lambda it: it.result_shape != ()),
@@ -194,11 +187,9 @@ class Named(Outcome):
                 scopes[re.sub(r"jit\(\w*\)", "", one.scope)] |= {s.dims for s in one.shapes}
         return scopes
 
-    count = property(lambda it: len(it.scopes))
     named = property(
         lambda it: [scope for scope in it.scopes if "penalty" in re.split(r"[/();]", scope)]
     )
-    num_named = property(lambda it: len(it.named))
     of_the_model = property(
         lambda it: [
             scope.rsplit("/", 1)[-1]
@@ -292,16 +283,9 @@ def fault(name):
     }
 
 
-class Faults(Numbered):
-    """The part of each step that takes the time."""
-
-    parts = ", ".join(map(repr, PARTS))
-
-
 faults = Numbers(
     "faults",
-    lambda: slow_steps.FAULTS,
+    lambda: slow_steps.FAULTS | {"parts": ", ".join(map(repr, PARTS))},
     words=tuple(slow_steps.FAULTS),
-    outcome=Faults,
     rows={name: fault(name) for name in slow_steps.FAULTS},
 )

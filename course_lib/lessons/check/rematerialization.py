@@ -11,7 +11,6 @@ from course_lib.lessons import saved_arrays
 from course_lib.lessons.check.answers import close, equations
 from course_lib.lessons.check.exercises import (
     Function,
-    Numbered,
     Numbers,
     Outcome,
     change,
@@ -55,8 +54,6 @@ class Gelu(Outcome):
         shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
         saved = rematerialization.residuals(self.function, shape)
         return sum(array.bytes for array in saved if array.shape == shape.shape)
-
-    mib = property(lambda it: it.num_bytes / 2**20)
 
     @property
     def tanhs(self):
@@ -162,7 +159,7 @@ def sine(w, x):
 
 def weights_and_inputs():
     w, x = normal(0, (64, 16, 16), (32, 16))
-    return [(sine, jnp.asarray(w / 4), jnp.asarray(x))]
+    return [(sine, w / 4, x)]
 
 
 square_root = Function(
@@ -170,13 +167,10 @@ square_root = Function(
     grouped,
     cases=weights_and_inputs,
     name="the result",
-    first=("pair",),
+    first=("several",),
     outcome=Layers,
     rows={
-        "pair": (
-            change("w.shape[1:]))[0]", "w.shape[1:]))"),
-            lambda it: isinstance(it.result, tuple | list),
-        ),
+        "several": change("w.shape[1:]))[0]", "w.shape[1:]))"),
         "another": lambda layer, w, x: layer(w[0], x),
         "one group": (change("k=8", "k=64"), lambda it: it.groups == 1 and it.passes > 1),
         "nothing": (LAYERS_ALONE + GROUPS_ALONE, lambda it: it.passes <= 1),
@@ -200,24 +194,18 @@ def saved_by_a_layer(*modules):
     return sum(array.bytes for array in saved_arrays.of_block(16, remat=modules))
 
 
-class Depth(Numbered):
-    """Numbers of layers."""
-
-    mib_of_state = STATE >> 20
-    mib_without = property(lambda it: saved_by_a_layer() / 2**20)
-    mib_with_remat = property(lambda it: saved_by_a_layer("Block") / 2**20)
-    share = property(lambda it: {name: BUDGET / 2**20 / x for name, x in it.yours.items() if x})
-
-
 depth = Numbers(
     "depth",
     lambda: {
         "without": BUDGET // (STATE + saved_by_a_layer()),
         "with_remat": BUDGET // (STATE + saved_by_a_layer("Block")),
+        "budget": BUDGET / 2**20,
+        "state": STATE >> 20,
+        "saved": saved_by_a_layer() / 2**20,
+        "input": saved_by_a_layer("Block") / 2**20,
     },
     tolerance=0.1,
     near=0.02,
-    outcome=Depth,
     rows={
         "without": {
             "state": lambda right: BUDGET // saved_by_a_layer(),

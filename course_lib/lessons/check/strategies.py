@@ -40,7 +40,6 @@ class Steps(Numbered):
     """A part of the step, on some GPUs and on twice as many."""
 
     names = property(lambda it: [n for n, s in published_steps()[0].parts.items() if s])
-    listed = property(lambda it: ", ".join(map(repr, it.names)))
     seconds = property(lambda it: published_steps()[0].parts[it.part])
     shorter = property(lambda it: it.seconds / published_steps()[1].parts[it.part])
     ratio = property(lambda it: it.right["speedup"])
@@ -104,7 +103,6 @@ class ThreeAxes(Outcome):
     mesh = property(lambda it: mesh_of(it.axes))
     first = property(lambda it: it.case == 0)
     where = property(lambda it: "" if it.first else "With four stages: ")
-    type = property(lambda it: type(it.result))
     specs = property(lambda it: it.result[0])
     names = property(lambda it: sorted(batch()[0]))
     has_specs = property(
@@ -156,8 +154,6 @@ class ThreeAxes(Outcome):
     @functools.cached_property
     def wrong(self):
         return [name for name, pair in self.pairs.items() if not close(*pair)]
-
-    listed = property(lambda it: ", ".join(it.wrong))
 
     @property
     def scale(self):

@@ -12,11 +12,11 @@ from course_lib.lessons import tiny_transformer
 from course_lib.lessons.check.answers import close, run
 from course_lib.lessons.check.exercises import (
     Function,
-    Numbered,
     Numbers,
     Outcome,
     change,
     in_case,
+    normal,
 )
 
 
@@ -69,7 +69,6 @@ class Count(Outcome):
     """A number of parameters, and which mistakes explain it."""
 
     missing = property(lambda it: it.right - it.result)
-    model = property(lambda it: f"{it.N} layers of width {it.D}")
     amount = property(
         lambda it: f"{abs(it.missing):,} too {'few' if it.missing > 0 else 'many'}"
     )
@@ -83,9 +82,7 @@ class Count(Outcome):
     def more(self):
         """The other mistakes, in words."""
         sentences = (self.exercise.sentences[row] for row in self.mistakes[1:])
-        return "".join(
-            f"; {one[len('{model}: {amount}: ') : -len('{more}.')]}" for one in sentences
-        )
+        return "".join(f"; {one.split(': ')[2].removesuffix('{more}.')}" for one in sentences)
 
 
 def with_mistake(row):
@@ -113,19 +110,9 @@ count_parameters = Function(
 )
 
 
-class Bytes(Numbered):
-    """Bytes at a length."""
-
-    scores = property(lambda it: 4 * 8 * it.length**2 / 2**20)
-    mlp = property(lambda it: 2 * 4096 * it.length / 2**20)
-    # all arrays of both at 512 tokens, as notebook 2 counts them
-    attention_512 = property(lambda it: (11 * 8 * 512**2) / (5 * 2 * 512 * 4096))
-
-
 scores_outgrow_mlp = Numbers(
     "scores_outgrow_mlp",
     lambda: {"length": 256},
-    outcome=Bytes,
     rows={
         "length": {
             "float32": 512,
@@ -186,9 +173,7 @@ def is_wrong_about(function):
 looks_ahead = Function(
     "looks_ahead",
     looks,
-    cases=lambda: [
-        (forward, jax.random.normal(jax.random.key(0), (6, 4))) for forward in FORWARDS
-    ],
+    cases=lambda: [(forward, *normal(0, (6, 4))) for forward in FORWARDS],
     rows={
         "array": (lambda forward, x: jnp.ones((6, 6)), lambda it: np.ndim(it.result) > 0),
         "no answer": (
@@ -231,8 +216,6 @@ def loop(layer, w, x):
 
 
 class Program(Outcome):
-    """The result, and how long the program is."""
-
     @functools.cached_property
     def lines(self):
         """Lines of program, by number of layers."""
@@ -250,7 +233,7 @@ class Program(Outcome):
 
 
 def layers_and_x():
-    w, x = jax.random.normal(jax.random.key(0), (5, 8, 8)), jnp.ones((4, 8))
+    (w,), x = normal(0, (5, 8, 8)), jnp.ones((4, 8))
     return [(layer, w, x), (layer, w[:3], x)]
 
 
@@ -260,10 +243,7 @@ scan_over_layers = Function(
     cases=layers_and_x,
     outcome=Program,
     rows={
-        "pair": (
-            change("return carry", "return carry, outputs"),
-            lambda it: isinstance(it.result, tuple | list),
-        ),
+        "several": change("return carry", "return carry, outputs"),
         "shape": change("return carry", "return outputs"),
         "one layer": (change("x, w)\n", "x, w[:1])\n"), in_case(0, lambda it: it.is_one_layer)),
         "another": (change("x, w)\n", "x, w[::-1])\n"), in_case(0)),
