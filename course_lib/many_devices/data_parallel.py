@@ -1,5 +1,5 @@
 """Data parallelism: every device computes the gradient of its share of the batch. Written by
-hand.
+hand, and at the end as shardings for the compiler.
 
 Plain data parallelism and the three stages of ZeRO (Rajbhandari et al., 2020,
 https://arxiv.org/abs/1910.02054) differ only in the state that a device keeps, and therefore in

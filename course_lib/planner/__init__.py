@@ -65,6 +65,8 @@ def step(
         return course.step_of(model, how, strategy or Strategy())  # type: ignore[arg-type]
     from course_lib.planner import plan
 
+    if strategy is not None:
+        raise TypeError("strategy belongs to a configuration; a plan has fields of its own")
     plan.check(model, how)  # type: ignore[arg-type]
     return plan.Step(model, how)  # type: ignore[arg-type]
 

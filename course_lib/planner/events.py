@@ -2,7 +2,7 @@
 
     found = events(step)
     sent(step)                # bytes per step along each axis: the sum of the list
-    price.seconds(...)        # prices the list on a cluster
+    price.seconds(...)        # prices the list on a cluster, without its smallest entries
 
 An event is one collective. It belongs to a pass of one layer ("forward", "backward"), to the
 output layer ("head") or to the embedding, and takes place `times` in each of them, for each

@@ -142,9 +142,9 @@ def layout(shape: Shape, plan: Plan, cluster: Cluster) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Frameworks(Checked):
-    """Layouts that frameworks offer and this course's programs do not: rings over "context",
-    ZeRO 3 inside of groups (*hybrid sharding*), and Megatron-LM's pipelines, whose chunks send
-    beside each other. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a
+    """Layouts that frameworks offer. Two of them this course's programs do not have: ZeRO 3
+    inside of groups (*hybrid sharding*), and Megatron-LM's pipelines, whose chunks send beside
+    each other. Not tried: experts, "context" beside "pipe", ZeRO 2 and 3 inside of a
     pipeline, and stages of unequal length.
 
     Of each mesh, number of chunks and microbatch, takes the plan that recomputes least and

@@ -12,6 +12,7 @@ prints "✓ Right: six." or "✗ " and the sentence of the first requirement tha
 
 import contextlib
 import functools
+import string
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
@@ -19,6 +20,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Names(dict):
+    """The attributes of an object, as names in an expression."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            return getattr(self.outcome, name)
+        except AttributeError as error:
+            raise KeyError(name) from error  # so that Python looks among its own functions
+
+
+class Sentence(string.Formatter):
+    """A text whose fields are expressions."""
+
+    def get_field(self, field: str, args: Any, kwargs: Any) -> Any:
+        return eval(field, {}, kwargs), field
 
 
 class WrongAnswer(Exception):

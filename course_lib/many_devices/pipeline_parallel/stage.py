@@ -39,7 +39,8 @@ PARTS = {
 class Device:
     """Model and data of one device, inside `jax.shard_map`: the same in all slots of a step.
 
-    Its methods take a state and an op, a column of `slots.Program`, and return the new state.
+    Its methods take a state and an op, and return the new state. An op is a dict: what each
+    column of `slots.Program` says for this device and slot.
     """
 
     embed: Callable[..., Any]  # (params, tokens) -> x
@@ -225,7 +226,7 @@ def put(buffer: Array, slot: Array, value: Array) -> Array:
 
 
 def put_all(buffers: PyTree, slot: Array, values: PyTree) -> PyTree:
-    """Puts each leaf of the values into a slot of its buffer, in place."""
+    """Puts each leaf of the values into a slot of its buffer, in place; the slot must exist."""
     return jax.tree.map(
         lambda buffer, value: jax.lax.dynamic_update_index_in_dim(buffer, value, slot, 0),
         buffers,
