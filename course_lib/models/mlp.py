@@ -1,4 +1,4 @@
-"""A small classifier: the model on which the techniques are first shown.
+"""A small classifier in Flax: notebook 3 accumulates its gradients.
 
 One hidden layer on vectors of features, as in the tutorial series that this course builds on
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_techniques.html).
