@@ -272,9 +272,7 @@ def scale_by_adam_8bit(
 
 
 def _zeros_in_8_bits(param: Any, block_size: int) -> Quantized:
-    """Returns zeros that lie where a parameter does. On a mesh with explicit axes, each block
-    lies on one device.
-    """
+    """Returns zeros where a parameter lies. With explicit axes, each block is on one device."""
     # what explicit axes divide, also while a function is traced
     explicit = jax.eval_shape(lambda x: x, param).sharding
     own = explicit.shard_shape(param.shape)[-1] if explicit else param.shape[-1]
