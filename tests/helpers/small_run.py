@@ -143,10 +143,10 @@ def steps_end_with(monkeypatch, change):
 
 
 @contextlib.contextmanager
-def full_disk():
-    """No file can become longer than a byte, as on a disk that is full."""
+def full_disk(size=1):
+    """No file can become longer than so many bytes, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
