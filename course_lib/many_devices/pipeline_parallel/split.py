@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 PyTree = Any
 Values = list[jax.Array]
@@ -48,7 +48,7 @@ class Split:
     forward: Callable[..., tuple[Any, Values]]  # (weights, x, *others) -> (y, saved)
     backward: Callable[..., tuple[Any, Values]]  # (weights, saved, dy, *others) -> (dx, passed)
     weight_gradient: Callable[..., PyTree]  # (weights, saved, passed, *others) -> dweights
-    equations: dict[str, list[Any]]  # of each program, by "F", "B" and "W"
+    equations: dict[str, list[JaxprEqn]]  # of each program, by "F", "B" and "W"
 
 
 def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> Split:
@@ -85,7 +85,7 @@ def split(layer: Callable[..., Any], weights: PyTree, x: Any, *others: Any) -> S
     saved = [v for v in dict.fromkeys([*read_by_b, *read_by_w]) if v in from_f]
     passed = [v for v in read_by_w if v in from_b]
 
-    def run(program: list[Any], values: dict[Var, Any], outputs: Sequence[Any]) -> Values:
+    def run(program: list[JaxprEqn], values: dict[Var, Any], outputs: Sequence[Any]) -> Values:
         values = constants | values
         _evaluate(program, values)
         return [_value(values, v) for v in outputs]
@@ -152,7 +152,7 @@ def _evaluate(
         values.update(zip(equation.outvars, results, strict=True))
 
 
-def _is_called_once(equation: Any) -> bool:
+def _is_called_once(equation: JaxprEqn) -> bool:
     """Whether an equation calls a jaxpr once: a call, or a loop of one iteration."""
     name = equation.primitive.name
     return name in CALLS or (name == "scan" and equation.params["length"] == 1)
@@ -162,7 +162,7 @@ def _value(values: dict[Var, Any], v: Any) -> Any:
     return v.val if isinstance(v, Literal) else values[v]
 
 
-def _needed(equations: Sequence[Any], outputs: Iterable[Any], known: set) -> list:
+def _needed(equations: Sequence[JaxprEqn], outputs: Iterable[Any], known: set) -> list:
     """Returns the equations, in order, that compute the outputs from known values."""
     wanted, chosen = {v for v in outputs if not isinstance(v, Literal)} - known, []
     for equation in reversed(equations):
@@ -172,18 +172,18 @@ def _needed(equations: Sequence[Any], outputs: Iterable[Any], known: set) -> lis
     return chosen[::-1]
 
 
-def _read(equations: Iterable[Any], outputs: Sequence[Any] = ()) -> list[Var]:
+def _read(equations: Iterable[JaxprEqn], outputs: Sequence[Any] = ()) -> list[Var]:
     """Returns the values that equations read, and the outputs, each once."""
     values = [v for equation in equations for v in equation.invars] + list(outputs)
     return list(dict.fromkeys(v for v in values if not isinstance(v, Literal)))
 
 
-def _results(equations: Iterable[Any], again: set[Var]) -> list[Var]:
+def _results(equations: Iterable[JaxprEqn], again: set[Var]) -> list[Var]:
     """Returns the results of equations, without those that each program computes for itself."""
     return [v for equation in equations for v in equation.outvars if v not in again]
 
 
-def _depend(equations: Iterable[Any], value: Var) -> set[Var]:
+def _depend(equations: Iterable[JaxprEqn], value: Var) -> set[Var]:
     """Returns the value and all that depends on it."""
     late = {value}
     for equation in equations:
@@ -192,7 +192,9 @@ def _depend(equations: Iterable[Any], value: Var) -> set[Var]:
     return late
 
 
-def _recomputed(equations: Iterable[Any], from_b: set[Var], late: set[Var]) -> list[Any]:
+def _recomputed(
+    equations: Iterable[JaxprEqn], from_b: set[Var], late: set[Var]
+) -> list[JaxprEqn]:
     """Returns the equations of W that B runs instead: they do not depend on dy, and read what B
     recomputes. Attention's output is one, much smaller than the probabilities it is made from.
     """
@@ -205,7 +207,7 @@ def _recomputed(equations: Iterable[Any], from_b: set[Var], late: set[Var]) -> l
     return moved
 
 
-def _repeated(equations: Iterable[Any], activations: Iterable[Var]) -> set[Var]:
+def _repeated(equations: Iterable[JaxprEqn], activations: Iterable[Var]) -> set[Var]:
     """Returns the results that each program computes for itself."""
     # Values that depend on an activation, and random numbers, which take time to make.
     costly, again = set(activations), set[Var]()
