@@ -34,7 +34,7 @@ anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 .NOTPARALLEL:
 .PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
-	case-study ladder optimizers soak badges environment pins clean another-python
+	case-study ladder optimizers soak badges site environment pins clean another-python
 
 help: ##1 this list
 	@echo "For learners:"; awk -F ':.*##1 ' '/^[a-z0-9-]+:.*##1 / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
@@ -120,6 +120,13 @@ optimizers: .venv/.installed ## train a small model with each optimizer and writ
 badges: .venv/.installed ## stamp the project's address into badges and set-up cells: make badges REPO=owner/name
 	$(PY) tools/stamp.py $(REPO)
 
+SITE = .venv-site/bin/python
+site: .venv-site/.installed ## the web pages, from stored outputs, into build/site/html: no notebook runs
+	$(SITE) docs/site/pages.py build/site/source
+	$(SITE) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto -c docs/site build/site/source build/site/html
+	$(SITE) docs/site/check.py build/site/html
+	@echo "Open build/site/html/index.html"
+
 pins: .venv/.installed ## write new exact versions into requirements/ and environment.yml (needs uv)
 	$(PY) tools/pin_versions.py
 	$(PY) tools/sync_environment.py
@@ -128,7 +135,7 @@ environment: .venv/.installed ## write environment.yml from pyproject.toml and r
 	$(PY) tools/sync_environment.py
 
 clean: ## remove the environments and what tools left behind
-	rm -rf .venv .venv-py311 .venv-colab .venv-colab-live .venv-latest .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-py311 .venv-colab .venv-colab-live .venv-latest .venv-site build/site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .SECONDEXPANSION:
@@ -141,6 +148,11 @@ clean: ## remove the environments and what tools left behind
 	@[ -n "$(PYTHON311)" ] || { echo "This needs Python 3.11, and none was found (with its modules venv and ensurepip)."; \
 		echo "Name one: make $(MAKECMDGOALS) PYTHON311=/path/to/python3.11"; exit 1; }
 	$(PYTHON311) tools/make_venv.py .venv-py311 py311
+
+.venv-site/.installed: requirements/site.txt $$(call anew,.venv-site,$$(NEWEST_PYTHON))
+	@[ -n "$(NEWEST_PYTHON)" ] || { echo "The site needs Python 3.12 or newer (best 3.13), and none was found."; \
+		echo "Name one: make $(MAKECMDGOALS) NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
+	$(NEWEST_PYTHON) tools/make_venv.py .venv-site site
 
 .venv-colab/.installed: $(PINS) $$(call anew,.venv-colab,$$(PYTHON313))
 	@[ -n "$(PYTHON313)" ] || { echo "This needs Python 3.13, which Colab has, and none was found (with venv and ensurepip)."; \

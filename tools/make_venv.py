@@ -1,11 +1,12 @@
 """Makes a virtual environment with this project and exact versions of its dependencies.
 
-usage: python make_venv.py FOLDER [pinned | py311 | colab | newest]
+usage: python make_venv.py FOLDER [pinned | py311 | colab | newest | site]
 
   pinned  requirements/reference.txt, or py311.txt where this is Python 3.11
   py311   requirements/py311.txt, on Python 3.11 alone
   colab   requirements/colab.txt, on Python 3.13 alone
   newest  the newest versions of today within the ranges of pyproject.toml
+  site    requirements/site.txt, for `make site`: nothing of the course
 
 Imports the standard library only, and runs on an old Python too, to refuse it with a message.
 """
@@ -28,6 +29,7 @@ PYTHONS = {
     "py311": ("3.11",),
     "colab": ("3.13",),
     "newest": ("3.12", "3.13", "3.14"),
+    "site": ("3.12", "3.13", "3.14"),
 }
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -55,9 +57,11 @@ def main(folder, wanted="pinned"):
         installs = [["--upgrade", "--editable", ROOT + "[notebooks,test,virtual]"]]
     else:
         pins = os.path.join(ROOT, "requirements", wanted + ".txt")
-        installs = [["--requirement", pins], ["--no-deps", "--editable", ROOT]]
+        installs = [["--requirement", pins]]
+        installs += [["--no-deps", "--editable", ROOT]] if wanted != "site" else []
 
-    print(f"Installing into {folder}: minutes, about 2 GB of disk on Linux ...", flush=True)
+    size = "0.3 GB" if wanted == "site" else "about 2 GB"
+    print(f"Installing into {folder}: minutes, {size} of disk on Linux ...", flush=True)
     venv.create(folder, with_pip=True, clear=True, symlinks=True)
     pip = [os.path.join(folder, "bin", "python"), "-m", "pip", "-qq"]
     pip += ["--disable-pip-version-check", "install"]

@@ -7,6 +7,7 @@ usage: python tools/pin_versions.py         (needs uv on the PATH: pip install u
   py311.txt      newest versions for Python 3.11, which has no newer JAX than 0.10.2
   colab.txt      Colab's versions (colab-published.txt), on Python 3.13; packages that it lacks
                  are at the lower bounds of pyproject.toml
+  site.txt       newest versions of what `make site` needs
 
 The files are for Linux on x86-64 or arm64, and for macOS on arm64. They name no index.
 """
@@ -93,7 +94,7 @@ def published_by_colab() -> list[str]:
 
 
 def main() -> None:
-    """Writes the three files."""
+    """Writes the four files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = project["dependencies"] + extras["notebooks"] + extras["test"]
@@ -104,6 +105,7 @@ def main() -> None:
         ("reference", "newest versions for Python 3.12 to 3.14", newest, "3.12", "3.15", []),
         ("py311", "newest versions for Python 3.11", newest, "3.11", "3.12", []),
         ("colab", "what Colab ships, on Python 3.13", colab, "3.13", "3.14", published),
+        ("site", "what `make site` needs", extras["site"], "3.12", "3.15", []),
     ):
         text = HEADER.format(what=title) + resolve(*wanted)
         (ROOT / "requirements" / f"{name}.txt").write_text(text)
