@@ -122,9 +122,10 @@ badges: .venv/.installed ## stamp the project's address into badges and set-up c
 
 SITE = .venv-site/bin/python
 site: .venv-site/.installed ## the web pages, from stored outputs, into build/site/html: no notebook runs
-	$(SITE) docs/site/pages.py build/site/source
+	rm -rf build/site
+	$(SITE) docs/site/pages.py write build/site/source
 	$(SITE) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto -c docs/site build/site/source build/site/html
-	$(SITE) docs/site/check.py build/site/html
+	$(SITE) docs/site/pages.py check build/site/html
 	@echo "Open build/site/html/index.html"
 
 pins: .venv/.installed ## write new exact versions into requirements/ and environment.yml (needs uv)

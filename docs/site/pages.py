@@ -1,7 +1,7 @@
 """Writes the sources of the site: README as its start page, the notebooks with a text for each
-picture, the pages of docs/, and the library's reference.
+picture, the pages of docs/, and the library's reference. Checks the pages that are built.
 
-usage: python docs/site/pages.py FOLDER
+usage: python docs/site/pages.py write | check FOLDER
 
 Reads files and nothing else: no notebook runs, and no module of the course is imported.
 """
@@ -14,6 +14,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
+from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = """your_model training cluster/README cluster/slurm cluster/kubernetes cluster/ssh gpu
@@ -105,7 +106,7 @@ def described(node: ast.AST) -> str:
         return f"\n**{match[1]}**\n\n{entries}\n"
 
     text = re.sub(r"^\+ ", r"\+ ", ast.get_docstring(node) or "", flags=re.M)
-    text = re.sub(r"(?<![<`(\[])(https://[^\s`)>]+[\w/])", r"<\1>", text)
+    text = re.sub(r"^(?! {4})(.*[\s(])(https://[^\s`)>]+[\w/])", r"\1<\2>", text, flags=re.M)
     return re.sub(r"^(Args|Attributes|Raises):\n((?:  .*\n?|\n)+)", section, text, flags=re.M)
 
 
@@ -144,28 +145,50 @@ def reference() -> dict[str, str]:
             heading = f"python -m {module}" if command else ".".join(above)
             page = pages.setdefault("commands" if command else above[0], [])
             page.append("\n\n".join([f"## {heading}", described(tree), *public]))
-    return {page: "\n\n".join([f"# {page}", *texts]) for page, texts in pages.items()}
+    listed = "\n".join(sorted(pages))
+    about = "# The library\n\nEach function that a notebook, a page or a command names."
+    written = {page: "\n\n".join([f"# {page}", *texts]) for page, texts in pages.items()}
+    return written | {"index": f"{about}\n\n```{{toctree}}\n{listed}\n```\n"}
 
 
-def main(folder: str) -> None:
-    """Writes all sources into a folder, anew."""
-    to = Path(folder)
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", to / "docs")
+def write(folder: Path) -> None:
+    """Writes all sources into a new folder."""
+    shutil.copytree(ROOT / "docs", folder / "docs")
     sources = {file: read(file) for file in FILES} | {"index.md": start()}
     for page in PAGES:
         sources[f"{page}.md"] = re.sub(r"\[([^]]+)\]\(results/\w+\)", r"\1", read(f"{page}.md"))
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         sources[f"notebooks/{path.name}"] = notebook(path.stem)
-    pages = reference()
-    about = "# The library\n\nEach function that a notebook, a page or a command names.\n"
-    listed = "\n".join(sorted(pages))
-    pages["index"] = f"{about}\n```{{toctree}}\n{listed}\n```\n"
-    sources |= {f"reference/{page}.md": text for page, text in pages.items()}
+    sources |= {f"reference/{page}.md": text for page, text in reference().items()}
     for name, text in sources.items():
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        (to / name).write_text(text)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def check(folder: Path) -> None:
+    """Refuses pages with a picture without a text, or with a link inside that leads nowhere."""
+    pages = {
+        path.resolve(): re.sub(
+            r"<script\b(?! src).*?</script>", "", path.read_text(), flags=re.S
+        )
+        for path in sorted(folder.rglob("*.html"))
+    }
+    names = {
+        path: {"", *re.findall(r'\b(?:id|name)="([^"]*)"', x)} for path, x in pages.items()
+    }
+    found = []
+    for path, text in pages.items():
+        for picture in re.findall(r"<img\b[^>]*>", text):
+            if not re.search(r'\balt="\s*[^"\s]', picture):
+                found.append(f"{path.name}: without alt: {picture[:99]}")
+        for link in re.findall(r'\b(?:href|src)="(?!\w+:|//)([^"]+)"', text):
+            file, _, place = unquote(link).partition("#")
+            target = (path.parent / file.partition("?")[0]).resolve() if file else path
+            if not target.is_file() or place not in names.get(target, {place}):
+                found.append(f"{path.name}: leads nowhere: {link[:99]}")
+    if found:
+        sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"write": write, "check": check}[sys.argv[1]](Path(sys.argv[2]))
