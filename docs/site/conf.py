@@ -8,9 +8,10 @@ extensions = ["myst_nb"]
 root_doc = "index"
 nb_execution_mode = "off"  # the pages show the outputs that the notebooks store
 nb_merge_streams = True
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4  # a link may name a heading, as on GitHub
 maximum_signature_line_length = 60
+add_module_names = False  # the heading names the module
 
 html_theme = "furo"  # light and dark, as the reader's system says
 html_static_path = html_css_files = ["style.css"]

@@ -110,20 +110,20 @@ def described(node: ast.AST) -> str:
     return re.sub(r"^(Args|Attributes|Raises):\n((?:  .*\n?|\n)+)", section, text, flags=re.M)
 
 
-def entry(node: ast.FunctionDef | ast.ClassDef, name: str, lines: list[str]) -> str:
+def entry(node: ast.FunctionDef | ast.ClassDef, module: str, lines: list[str]) -> str:
     """Returns the directive that describes a function, or a class with fields and methods."""
     if isinstance(node, ast.FunctionDef):
         arguments = re.sub(r"^self(, )?", "", ast.unparse(node.args))
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        first = f"::::{{py:function}} {name}({arguments}){returns}"
-        return f"{first}\n{described(node)}\n::::\n"
-    body = [f":::::{{py:class}} {name}", described(node)]
+        first = f"::::{{py:function}} {node.name}({arguments}){returns}\n:module: {module}"
+        return f"{first}\n\n{described(node)}\n::::\n"
+    body = [f":::::{{py:class}} {node.name}\n:module: {module}\n", described(node)]
     if fields := [child for child in node.body if isinstance(child, ast.AnnAssign)]:
         source = lines[node.body[0].end_lineno : fields[-1].end_lineno]
         body += ["```python", textwrap.dedent("\n".join(source)).strip("\n"), "```"]
     for child in node.body:
         if isinstance(child, ast.FunctionDef) and child.name[0] != "_" and described(child):
-            body.append(entry(child, child.name, lines).replace("py:function", "py:method"))
+            body.append(entry(child, module, lines).replace("py:function", "py:method"))
     return "\n".join([*body, ":::::\n"])
 
 
@@ -135,7 +135,7 @@ def reference() -> dict[str, str]:
         module = module.removesuffix(".__init__").removesuffix(".__main__")
         tree, above = ast.parse(path.read_text()), module.split(".")[1:]
         public = [
-            entry(node, f"{module}.{node.name}", path.read_text().splitlines())
+            entry(node, module, path.read_text().splitlines())
             for node in tree.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
             if described(node) and any((one, node.name) in names for one in above)
@@ -178,6 +178,8 @@ def check(folder: Path) -> None:
     }
     found = []
     for path, text in pages.items():
+        if "::::{" in text:
+            found.append(f"{path.name}: shows a directive as text")
         for picture in re.findall(r"<img\b[^>]*>", text):
             if not re.search(r'\balt="\s*[^"\s]', picture):
                 found.append(f"{path.name}: without alt: {picture[:99]}")
