@@ -87,15 +87,24 @@ def notebook(name: str) -> str:
 
 
 def named() -> set[tuple[str, str]]:
-    """Returns each `module.name` of the notebooks, README and docs/, as a pair."""
+    """Returns each `module.name` of the notebooks, README and docs/, as a pair, and where the
+    name is defined if that module imports it.
+    """
     texts = [read(f"{page}.md") for page in ["README", *PAGES]]
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         texts += ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
     text = "\n".join(texts)
     pairs = set(re.findall(r"(?=\b(\w+)\.(\w+))", text))
-    for module, names in re.findall(r"from course_lib\S*?(\w+) import (\([^)]*\)|.*)", text):
-        pairs |= {(module, name) for name in re.findall(r"\w+", names)}
+    pairs |= set(imported(text))
+    for path in (ROOT / "course_lib").rglob("*.py"):
+        pairs |= {pair for pair in imported(path.read_text()) if (path.stem, pair[1]) in pairs}
     return pairs
+
+
+def imported(text: str) -> list[tuple[str, str]]:
+    """Returns each name that a program imports from a module of the course, as a pair."""
+    found = re.findall(r"from course_lib\S*?(\w+) import (\([^)]*\)|.*)", text)
+    return [(module, name) for module, names in found for name in re.findall(r"\w+", names)]
 
 
 def described(node: ast.AST) -> str:
