@@ -10,6 +10,7 @@ nb_execution_mode = "off"  # the pages show the outputs that the notebooks store
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4  # a link may name a heading, as on GitHub
+smartquotes = False  # `--help` stays as it is
 maximum_signature_line_length = 60
 add_module_names = False  # the heading names the module
 

@@ -23,6 +23,7 @@ PAGES = [f"docs/{name}" for name in DOCS.split()]
 PAGES += ["CONTRIBUTING", "CHANGELOG", "course_lib/text/corpus/SOURCE"]
 FILES = ["LICENSE", "course_lib/lessons/bug_zoo.py"]  # that a page links to
 SHORT = {"docs/your_model": "It does not fit, is slow, or is NaN"}  # in the list of pages
+INSIDE = {"lessons", "show"}  # notebooks start their programs, not a person
 ADDRESS = os.environ.get("GITHUB_REPOSITORY", "OWNER/REPO")
 
 
@@ -115,6 +116,7 @@ def described(node: ast.AST) -> str:
         return f"\n**{match[1]}**\n\n{entries}\n"
 
     text = re.sub(r"^\+ ", r"\+ ", ast.get_docstring(node) or "", flags=re.M)
+    text = re.sub(r"^python -m ", r"    python -m ", text, flags=re.M)
     text = re.sub(r"^(?! {4})(.*[\s(])(https://[^\s`)>]+[\w/])", r"\1<\2>", text, flags=re.M)
     return re.sub(r"^(Args|Attributes|Raises):\n((?:  .*\n?|\n)+)", section, text, flags=re.M)
 
@@ -149,7 +151,7 @@ def reference() -> dict[str, str]:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
             if described(node) and any((one, node.name) in names for one in above)
         ]
-        command = path.stem == "__main__" or '__name__ == "__main__"' in path.read_text()
+        command = '__name__ == "__main__"' in path.read_text() and not set(above) & INSIDE
         if public or command:
             heading = f"python -m {module}" if command else ".".join(above)
             page = pages.setdefault("commands" if command else above[0], [])
