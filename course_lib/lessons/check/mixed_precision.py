@@ -107,13 +107,16 @@ def mean_loss(params):
     return 2.0**-30 * jnp.sum(half.astype(jnp.float32) ** 2)
 
 
+def mirrored(params):
+    return {"a": params["b"], "b": params["a"]}
+
+
 def losses():
     w = {"w": jnp.array([0.5, -0.25])}
     two = {"a": jnp.ones(1), "b": jnp.ones(1)}
     scaled = [(tiny_loss, w, 2.0**14, 2.0**20), (tiny_loss, w, 2.0**40, 2.0**20)]
     not_a_number = [(one_entry, w, 2.0, 0.1), (one_array, two, 2.0, 0.1)]
-    mirrored = lambda params: one_array({"a": params["b"], "b": params["a"]})
-    last = (mean_loss, w, 2.0**20, 2.0**28), (mirrored, two, 2.0, 0.1)
+    last = (mean_loss, w, 2.0**20, 2.0**28), (lambda p: one_array(mirrored(p)), two, 2.0, 0.1)
     return [*scaled, *not_a_number, *last]
 
 
