@@ -64,10 +64,14 @@ class Hooks:
     experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, x: run(x)
 
     def __or__(self, others: "Hooks") -> "Hooks":
-        """Returns these hooks, and in place of them what the others change."""
-        changed = {
-            field.name: value
-            for field in dataclasses.fields(Hooks)
-            if (value := getattr(others, field.name)) is not field.default
-        }
+        """Returns these hooks, and in place of them what the others change. Two changes of one
+        part are refused: the first would be lost.
+        """
+        changed = {}
+        for field in dataclasses.fields(Hooks):
+            ours, value = getattr(self, field.name), getattr(others, field.name)
+            if value is not field.default:
+                if ours is not field.default and ours is not value:
+                    raise ValueError(f"hooks.{field.name} must be changed once, not twice")
+                changed[field.name] = value
         return dataclasses.replace(self, **changed)

@@ -81,7 +81,10 @@ def report(step: Any) -> Donation:
         elif parameter is None:
             why_not = "the program does not use it, and does not take it"
         elif (tuple(leaf.shape), kind[1]) not in whole:
-            why_not = "no output has this shape and dtype"
+            size = np.prod(leaf.shape), leaf.dtype.itemsize
+            alike = size in [(np.prod(shape), np.dtype(of).itemsize) for shape, of in whole]
+            has = "this shape and dtype" if alike else "as many elements and bytes"
+            why_not = f"no output has {has}"
         elif kind not in kinds:
             why_not = (
                 "every output of this shape and dtype is divided otherwise over the devices"

@@ -48,6 +48,14 @@ def test_flat_products_do_not_replace_those_of_a_strategy():
         assert (filled.column, filled.row) == (product, product)
 
 
+def test_two_strategies_may_not_change_the_same_part_of_the_model():
+    one, other = Hooks(positions=lambda n: jnp.zeros(n)), Hooks(own_key=lambda key: key)
+    both = one | other | one
+    assert (both.positions, both.own_key) == (one.positions, other.own_key)
+    with pytest.raises(ValueError, match=r"hooks\.positions must be changed once"):
+        one | Hooks(positions=lambda n: jnp.ones(n))
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA:CPU multiplies")
 def test_the_gradient_of_a_flat_product_transposes_no_gradients_in_memory():
     x, kernel, g = (jnp.ones((2, 12, 8)), jnp.ones((8, 32)), jnp.ones((2, 12, 32)))

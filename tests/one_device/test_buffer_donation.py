@@ -92,7 +92,7 @@ def test_each_failure_has_its_reason():
     args = [jnp.ones(3), jnp.ones(4), jnp.ones(4), jnp.ones(5), jnp.ones(6, jnp.bfloat16)]
     found = report(function, *args, donate_argnums=(0, 1, 2, 3, 4))
     assert {row.path: row.why_not for row in found.arguments} == {
-        "args[0]": "no output has this shape and dtype",
+        "args[0]": "no output has as many elements and bytes",
         "args[1]": None,
         "args[2]": "every output of this shape and dtype reuses another argument",
         "args[3]": "the program does not use it, and does not take it",
@@ -103,6 +103,19 @@ def test_each_failure_has_its_reason():
         16 + 12,
         4 * 11 + 12,
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: (x + 1).reshape(16), lambda x: jax.lax.bitcast_convert_type(x + 1, jnp.int32)],
+    ids=["shape", "dtype"],
+)
+def test_from_jax_0_10_on_an_output_of_as_many_elements_and_bytes_takes_a_buffer(change):
+    (found,) = report(change, jnp.ones((4, 4)), donate_argnums=0).arguments
+    if jax.__version_info__ >= (0, 10):
+        assert (found.aliased_to, found.why_not) == ("out", None)
+    else:
+        assert (found.aliased_to, found.why_not) == (None, "no output has this shape and dtype")
 
 
 def test_arguments_by_name_and_a_single_result_have_paths():

@@ -107,12 +107,17 @@ def mean_loss(params):
     return 2.0**-30 * jnp.sum(half.astype(jnp.float32) ** 2)
 
 
+def mirrored(params):
+    return {"a": params["b"], "b": params["a"]}
+
+
 def losses():
     w = {"w": jnp.array([0.5, -0.25])}
     two = {"a": jnp.ones(1), "b": jnp.ones(1)}
     scaled = [(tiny_loss, w, 2.0**14, 2.0**20), (tiny_loss, w, 2.0**40, 2.0**20)]
     not_a_number = [(one_entry, w, 2.0, 0.1), (one_array, two, 2.0, 0.1)]
-    return [*scaled, *not_a_number, (mean_loss, w, 2.0**20, 2.0**28)]
+    last = (mean_loss, w, 2.0**20, 2.0**28), (lambda p: one_array(mirrored(p)), two, 2.0, 0.1)
+    return [*scaled, *not_a_number, *last]
 
 
 def step(loss, params, scale, rate):
@@ -190,8 +195,12 @@ scaled_step = Function(
             in_case(2, lambda it: not it.stays),
         ),
         "one array": (
-            change("where(finite", "where(jnp.isfinite(g).all()"),
-            in_case(3, lambda it: not it.stays),
+            [
+                change("where(finite", "where(jnp.isfinite(g).all()"),
+                change("leaves(grads)]).all()", "leaves(grads)])[-1]"),
+                change("leaves(grads)]).all()", "leaves(grads)])[0]"),
+            ],
+            lambda it: it.case in (3, 5) and not it.stays,
         ),
         "scale in float16": (
             change("scale * loss", "jnp.float32(scale).astype(jnp.float16) * loss"),

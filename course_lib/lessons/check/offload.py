@@ -149,6 +149,7 @@ VALUES = {  # FLOPs, bytes
     "normalized": (1e9, 1e9),
 }
 OTHERS = {"queries": (1e11, 4e9), "mask": (4e10, 5e8), "scores": (5e11, 6e10)}
+OTHERS["keys"] = 2e11, 1e9  # two are to be moved: 20 ms against 4, and 4 against 2
 
 
 def cheaper(values, rate, link):
@@ -195,6 +196,10 @@ what_to_offload = Function(
             lambda it: it.case == 0 and it.chosen == set(it.values) - set(it.right),
         ),
         "another": (change("2 * ", "0 * "), in_case(0, lambda it: it.chosen != set(it.right))),
+        "one alone": (
+            lambda v, rate, link: [min(v, key=lambda n: 2 * v[n][1] / link - v[n][0] / rate)],
+            lambda it: it.chosen < set(it.right) and len(it.chosen) == 1,
+        ),
         "another machine": (
             lambda values, rate, link: [n for n, (f, b) in values.items() if f / b > 1e4],
             lambda it: it.chosen != set(it.right),

@@ -130,7 +130,7 @@ class Layers(Outcome):
         stacked = [math.prod(shape[:-2]) for shape in inputs if len(shape) > 2]
         return max(stacked) if stacked else max(len(inputs), 1)
 
-    per_group = property(lambda it: 64 // it.groups)
+    per_group = property(lambda it: math.ceil(64 / it.groups))
     held = property(lambda it: it.groups + it.per_group)
 
     @functools.cached_property

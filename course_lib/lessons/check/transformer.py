@@ -156,14 +156,26 @@ def leaks_a_little(x):
     return causal(x).at[1, 2].add(1e-4 * x[3, 3])
 
 
+def leaks_from(source, to):
+    """Returns a function in which one position reads a later one; at 0, no derivative shows."""
+    return lambda x: causal(x).at[to, to % 4].add(0.1 * x[source, source % 4] ** 2)
+
+
 def looks(forward, x):
     """Whether any position reads a later one."""
     jacobian = jax.jacobian(forward)(x)  # [position, feature, other position, its feature]
     reads = jnp.abs(jacobian).sum(1) > 1e-5
-    return any(bool(reads[t, t + 1 :].any()) for t in range(6))
+    return any(bool(reads[t, t + 1 :].any()) for t in range(len(x)))
 
 
 FORWARDS = causal, mixes_all, leaks_at_the_end, skips, cancels, turns, leaks_a_little
+PAIRS = [(source, to) for source in range(6) for to in range(source)]
+
+
+def pairs():
+    """Returns x and a leak for each pair of positions, one of them in a longer sequence."""
+    x, longer = normal(0, (6, 4), (9, 4))
+    return [*((leaks_from(*pair), x) for pair in PAIRS), (leaks_from(8, 7), longer)]
 
 
 def is_wrong_about(function):
@@ -173,7 +185,7 @@ def is_wrong_about(function):
 looks_ahead = Function(
     "looks_ahead",
     looks,
-    cases=lambda: [(forward, *normal(0, (6, 4))) for forward in FORWARDS],
+    cases=lambda: [*((forward, *normal(0, (6, 4))) for forward in FORWARDS), *pairs()],
     rows={
         "array": (lambda forward, x: jnp.ones((6, 6)), lambda it: np.ndim(it.result) > 0),
         "no answer": (
@@ -182,7 +194,10 @@ looks_ahead = Function(
         ),
         "causal": (change("t + 1 :", "t:"), is_wrong_about(causal)),
         "mixes all": (lambda forward, x: False, is_wrong_about(mixes_all)),
-        "last position": (change("range(6)", "range(3)"), is_wrong_about(leaks_at_the_end)),
+        "last position": (
+            change("range(len(x))", "range(3)"),
+            is_wrong_about(leaks_at_the_end),
+        ),
         "two ahead": (
             [change("t + 1 :", "t + 1 : t + 2"), change("jnp.abs(", "jnp.maximum(0, ")],
             is_wrong_about(skips),
@@ -198,6 +213,15 @@ looks_ahead = Function(
             is_wrong_about(turns),
         ),
         "tolerance": (change("1e-5", "1e-3"), is_wrong_about(leaks_a_little)),
+        "one pair": (
+            [
+                change("t + 1 :", "t + 1 : t + 3"),
+                change("range(len(x))", "(1, 4)"),
+                change("range(len(x))", "range(6)"),
+                change("(forward)(x)", "(forward)(jnp.zeros_like(x))"),
+            ],
+            lambda it: bool(it.result) != it.right,
+        ),
     },
 )
 

@@ -134,8 +134,7 @@ def light_loss(params: PyTree, batch: jax.Array) -> jax.Array:
     """Returns the mean loss over a batch of tokens [B L+1], like `game.loss`, in less memory.
     Eight divides L.
     """
-    params = _half(params)
-    x = light_embed(params, batch)
+    x, params = light_embed(params, batch), _half(params)
     x, _ = jax.lax.scan(lambda x, layer: (light_block(layer, x), None), x, params["layers"])
     return light_head(params, x, batch)[0]
 

@@ -182,7 +182,8 @@ def compile_step(
         step = make_step(setup.config(model.REAL))
         step = step if hasattr(step, "lower") else jax.jit(step)
         flops = measure.flops(step, state, batch)
-        lowered = step.lower(state, batch)
+        traced = step.trace(state, batch)
+        lowered = traced.lower()
     except Exception as error:
         if reason := virtual.why_not_lowered(error):
             raise WrongAnswer(f"The step does not compile: {reason}.") from error
@@ -203,6 +204,10 @@ def compile_step(
     require(
         str(shapes(lowered.out_info[0])) == str(shapes(state)),
         "The real step returns a state of other shapes or dtypes than it gets.",
+    )
+    require(
+        not passed_through(traced.jaxpr.jaxpr, len(jax.tree.leaves(state))),
+        "The real step returns an array of the old state. Each step changes all of them.",
     )
     # Repeated FLOPs do not count. The reference moves have 1.00 to 1.06 times these;
     # a step that skips all masked scores would have 0.93.
@@ -236,3 +241,10 @@ def compile_step(
     aliased = measure.memory(heap.compiled).aliased
     largest = next(temporaries, None)
     return score, Program(flops, traffic, aliased, largest, changes.recomputation)
+
+
+def passed_through(jaxpr: Any, first: int) -> bool:
+    """Whether one of the first results is an argument."""
+    while [equation.primitive.name for equation in jaxpr.eqns] in (["jit"], ["pjit"]):
+        jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
+    return any(result in jaxpr.invars for result in jaxpr.outvars[:first])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
-from course_lib.lessons.game import hints, score, scoreboard, setups, updates
+from course_lib.lessons.game import hints, positions, score, scoreboard, setups, updates
 from course_lib.lessons.game.score import Score
 from course_lib.measure import MIB, gib, hardware, virtual
 from course_lib.measure.units import GIB
@@ -58,6 +58,7 @@ def submit(
                 " compiles the real step as well."
             )
             return
+        positions.check(make_step)
         named = str(name or getattr(make_step, "__name__", type(make_step).__name__))
         submission, program = score.compile_step(make_step, gpu, named, setup)
         of_this_gpu = [one for one in scoreboard.add(submission) if one.gpu == gpu]

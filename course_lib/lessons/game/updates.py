@@ -59,6 +59,12 @@ def check(make_step: Any, setup: Setup = FIRST) -> str:
     dtype, off = dtype_of_products(step, setup), difference(yours, gradient())
     if not (off <= TOLERANCE[dtype] and abs(scale(yours) - 1) <= SCALE):
         raise WrongAnswer(explain(yours))
+    for name, (along, size) in along_the_right(yours).items():
+        factor = along / size
+        require(
+            abs(factor - 1) <= 0.1,
+            f"The gradient of {name} is {factor:.2f} times the right one; most are right.",
+        )
     moved = jax.tree.map(lambda n, o: n - o, new, old)
     require(
         difference(moved, jax.tree.map(lambda m: -RATE * m, momentum.trace)) < 1e-3,
@@ -268,10 +274,17 @@ def difference(yours: PyTree, expected: PyTree) -> float:
 
 def scale(yours: PyTree) -> float:
     """Returns the factor of the right gradient that is nearest to a gradient."""
-    pairs = zip(arrays(yours), arrays(gradient()), strict=True)
-    shares = [(np.vdot(mine, right), np.vdot(right, right)) for (_, mine), (_, right) in pairs]
-    along, size = np.sum(shares, axis=0)
+    along, size = np.sum(list(along_the_right(yours).values()), axis=0)
     return float(along / size)
+
+
+def along_the_right(yours: PyTree) -> dict[str, tuple[float, float]]:
+    """Returns the products of each array's right gradient with yours and with itself."""
+    pairs = zip(arrays(yours), arrays(gradient()), strict=True)
+    return {
+        name: (np.vdot(mine, right), np.vdot(right, right))
+        for (name, mine), (_, right) in pairs
+    }
 
 
 def arrays(tree: PyTree) -> list[tuple[str, np.ndarray]]:
