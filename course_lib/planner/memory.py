@@ -140,8 +140,10 @@ def activations(
     per_layer = kept.layer - sum(gone.get(name, 0.0) for name in set(model.remat))
     if "Block" in model.remat:
         per_layer = kept.residual
-    # Everything of one layer, and the gradients inside of one of its modules.
-    at_work = max(kept.layer + max(kept.attention, kept.mlp), kept.logits)
+    # Everything of one layer, and the gradients inside of one of its modules. If the MLP is the
+    # last one, its arrays are gone before those of attention.
+    used = kept.mlp if model.attention_first else 0.0
+    at_work = max(kept.layer + max(kept.attention - used, kept.mlp), kept.logits)
     layers = shape.layers // plan.size("pipe") // plan.chunks
     if waiting is None:
         return layers * per_layer + at_work

@@ -228,6 +228,9 @@ def test_no_order_of_the_axes_is_faster_than_the_chosen_one():
 
 WIDE = {"model.vocab_size": 64_000, "model.num_outputs": 64_000}
 
+GATED = {"model.mlp_gate": True, "model.mlp_activation": "silu", "model.attention_first": True}
+GATED |= {"model.norm": "rms", "model.remat": ()}
+
 
 def large(**changes):
     """Returns a model of half a billion parameters, which sees few tokens: its state and
@@ -253,10 +256,11 @@ def large(**changes):
         slow(dict(data=2, pipe=2, tensor=2), Strategy(zero=1, microbatches=4), {}),
         slow(dict(data=2, context=4), Strategy(zero=1), LONG | {"model.remat": ()}),
         slow(dict(data=1, expert=4), Strategy(), {"model.num_experts": 4}),
+        slow(dict(data=2), Strategy(zero=1), LONG | GATED),
         # All logits would take 6 GB of 17.
         slow(dict(data=2), Strategy(zero=1), LONG | WIDE | {"model.loss_chunks": 16}),
     ],
-    ids=["zero2", "pipeline", "context", "expert", "loss in chunks"],
+    ids=["zero2", "pipeline", "context", "expert", "gate", "loss in chunks"],
 )
 def test_memory_is_that_of_a_compiled_step_within_a_fifth(axes, chosen, changes):
     whole = large(**changes)
