@@ -107,6 +107,9 @@ def plain(model, p, x):
         read = jnp.einsum("bhqs,bshk->bqhk", weights, value)
         return dense(p["output_layer"], read, "bqhk,hkd->bqd")
 
+    if model.parallel_block:
+        shared = {"pre_norm": p["pre_norm"]}
+        return x + mlp(p["mlp"] | shared, x) + attention(p["attn"] | shared, x)
     for part in ("attn", "mlp") if model.attention_first else ("mlp", "attn"):
         x += {"attn": attention, "mlp": mlp}[part](p[part], x)
     return x
@@ -116,10 +119,11 @@ OPTIONS = {"norm": "rms", "norm_epsilon": 0.1, "mlp_gate": True, "mlp_activation
 OPTIONS |= {"mlp_size": 12, "attention_first": True, "rotary_base": 50.0}
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, "all of them"])
+@pytest.mark.parametrize("option", [*OPTIONS, "all of them", "a gate side by side"])
 def test_a_layer_with_an_option_is_that_of_a_few_lines_of_plain_jax(option):
     changes = {name: OPTIONS[name] for name in OPTIONS if option in (name, "all of them")}
     changes |= {"positions": "rotary"} if "rotary_base" in changes else {}
+    changes = changes or {"mlp_gate": True, "parallel_block": True}
     params, x = block_of(**changes)
     model, seen = small(**changes), jnp.asarray(np.random.default_rng(1).normal(size=x.shape))
 
