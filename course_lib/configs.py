@@ -146,6 +146,25 @@ def nemotron_340b() -> ConfigDict:
     return config
 
 
+def llama2_7b() -> ConfigDict:
+    """Llama 2 7B: 6.7 billion parameters, batches of 1024 x 4096 tokens.
+
+    It is not a preset, because its train state takes 75 GiB.
+
+    Source: https://arxiv.org/abs/2307.09288, section 2.2, and
+    https://huggingface.co/meta-llama/Llama-2-7b-hf/blob/main/config.json.
+    """
+    config = published_155m()
+    config.model.update(num_layers=32, hidden_size=4096, head_dim=128, num_heads=32)
+    config.model.update(max_seq_len=4096, vocab_size=32_000, num_outputs=32_000)
+    config.model.update(mlp_size=11_008, mlp_gate=True, mlp_activation="silu")
+    config.model.update(norm="rms", norm_epsilon=1e-5, positions="rotary", use_bias=False)
+    config.model.update(attention_first=True, dropout_rate=0.0, remat=("Block",))
+    config.data.update(batch_size=1024, seq_len=4096)
+    config.training.update(num_minibatches=1)
+    return config
+
+
 def get(preset: str) -> ConfigDict:
     """Returns a preset. Its fields can be set; none can be added."""
     arguments.one_of("preset", preset, PRESETS)

@@ -46,6 +46,8 @@ NAMES = {"model.remat_policy": "names", "model.remat_names": ("mlp_hidden",)}
 EXPERTS = {"model.num_experts": 2}
 HALF = {"model.dtype": "float16", "training.loss_scale": "static"}
 ODD_HEADS = {"model.positions": "rotary", "model.num_heads": 1024, "model.head_dim": 1}
+ONE_ORDER = {"model.attention_first": True, "model.parallel_block": True, "model.remat": ()}
+TIED = {"model.tied_embeddings": True, "model.num_outputs": 2056}
 # A table of fields refuses what is outside of one field's rule: `tests/test_fields.py`.
 BAD = [
     ({"model.num_layers": 0}, "model.num_layers=0"),
@@ -60,6 +62,8 @@ BAD = [
     (EXPERTS | {"model.experts_per_token": 3}, "experts_per_token=3"),
     (EXPERTS | {"model.parallel_block": True}, "num_experts=2"),
     ({"model.parallel_block": True}, "remat=.* for parallel_block=True"),
+    (ONE_ORDER, "attention_first=True must be False"),
+    (TIED, "num_outputs=2056 must be vocab_size=2048 for tied_embeddings=True"),
     ({"model.loss_chunks": 4096}, "loss_chunks=4096 must be .* 2048 columns .* take 2048"),
     ({"model.remat_names": ("qkv",)}, "remat_names=.* must be empty"),
     ({"model.remat_policy": "names"}, "remat_names=.* must name a value"),

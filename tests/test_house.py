@@ -42,6 +42,7 @@ ALLOWED = {
     "train": {"program"},
     "sample": {"program"},
     "evaluate": {"program"},
+    "export": {"program"},
     "own_step": TOOLS | {"one_device"},
     "__main__": {"own_step"},
     "lessons": TRAINING | {"many_devices", "planner", "program", "files"},
@@ -153,7 +154,7 @@ def in_notebooks(of_sources=False):
     return found
 
 
-ENDINGS = {"py", "yml", "txt", "toml"}  # of files
+ENDINGS = {"py", "yml", "txt", "toml", "safetensors"}  # of files
 ABSENT = {"your_exercise", "train"}  # a stand-in, and what `modules` leaves out
 
 
@@ -219,6 +220,8 @@ ALWAYS_SLOW = {
         test_the_program_trains_with_offload_and_continues_from_a_checkpoint
         test_codes_scales_and_keys_of_an_optimizer_outlive_a_stop
         test_a_run_that_goes_on_without_donation_is_the_same_bit_for_bit""",
+    "another package is installed, with gigabytes of PyTorch": """
+        test_transformers_computes_the_same_logits_before_and_after""",
     "whole notebooks or benchmarks run": """
         test_it_trains_by_the_program_and_stores_what_it_prints
         test_a_notebook_at_other_sizes_runs_to_its_end_and_knows_that_they_are_others""",

@@ -32,6 +32,7 @@ from course_lib.many_devices.axis import Asked, Axis, Share
 from course_lib.many_devices.meshes import vary
 from course_lib.models.hooks import Hooks
 from course_lib.models.losses import Score
+from course_lib.models.parameters import mlp_width
 from course_lib.smaller_and_faster import large_vocabulary
 from course_lib.smaller_and_faster.large_vocabulary import Factors
 
@@ -232,7 +233,7 @@ def errors(asked: Asked) -> Iterator[str]:
         )
     cut = {
         "num_heads": model.num_heads,
-        "mlp_expansion * hidden_size": model.mlp_expansion * model.hidden_size,
+        "mlp_size" if model.mlp_size else "mlp_expansion * hidden_size": mlp_width(model),
         "vocab_size": model.vocab_size,
         "num_outputs": model.num_outputs,
         "num_kv_heads": model.num_kv_heads or model.num_heads,

@@ -23,6 +23,7 @@ MODEL = dict(
     head_dim=128,  # K: below 64 the matrix units idle
     num_heads=8,  # H: H * K must be D
     mlp_expansion=4,  # F / D: most of the activations are the MLP's hidden ones
+    mlp_size=0,  # F, if it is no multiple of D; 0 means mlp_expansion * hidden_size
     vocab_size=2048,  # rows of the token table; at least the tokenizer's
     num_outputs=2048,  # V: the loss holds several times 4 * B * L * V bytes of logits
     max_seq_len=512,  # learned positions; scores take H * L * L without flash
@@ -38,12 +39,18 @@ MODEL = dict(
     loss_chunks=Rounding(1),  # pieces of the logits, one at a time; more take less memory
     loss_along=Rounding("vocabulary", ("vocabulary", "tokens")),
     flat_products=Rounding(False),  # B and L as one dimension: faster on a CPU
-    # the next six are explained in course_lib.models.layers
+    tied_embeddings=False,  # the output layer is the token table; without a bias
+    # the next ten are explained in course_lib.models.layers
+    attention_first=False,
+    norm=Field("layer", ("layer", "rms")),
+    norm_epsilon=1e-6,  # added to the variance
     qk_norm=False,  # normalizes queries and keys, so that scores stay small
     parallel_block=False,  # MLP beside attention: half as much to send along "tensor"
     num_kv_heads=0,  # G: heads of keys and values; fewer take less memory; 0 means H
     mlp_activation=Field("gelu", layers.ACTIVATIONS),
+    mlp_gate=False,  # a third matrix of the MLP, which most models make smaller for it
     positions=Field("learned", layers.POSITIONS),  # "rotary" has no table
+    rotary_base=10_000.0,  # of its slowest angle; larger for longer sequences
     use_bias=True,  # False: matmuls and norms have no bias
     num_experts=0,  # E MLPs, k of them per token; memory grows, FLOPs hardly
     experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
@@ -81,6 +88,13 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
             yield f"capacity_factor={routed[2]} must be larger: no expert has room; take 1.25"
         if m.parallel_block:
             yield f"num_experts={routed[0]} must be 0 for parallel_block=True"
+    if m.attention_first and m.parallel_block:
+        yield "attention_first=True must be False for parallel_block=True, which has no order"
+    if m.tied_embeddings and m.num_outputs != m.vocab_size:
+        yield (
+            f"num_outputs={m.num_outputs} must be vocab_size={m.vocab_size} for"
+            " tied_embeddings=True: the token table is the output layer, too"
+        )
     if m.parallel_block and in_parts:
         yield (
             f"remat={remat} must be () or ('Block',) for parallel_block=True, which computes"

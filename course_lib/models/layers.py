@@ -1,4 +1,4 @@
-"""A layer of the Transformer: an MLP and an attention, with options of later models.
+"""A layer of the Transformer: an MLP and an attention, with options of other models.
 
 The defaults are those of the tutorial series that this course builds on. Each option is off by
 default, and changes parameters and products as in its source:
@@ -10,11 +10,18 @@ default, and changes parameters and products as in its source:
                     https://github.com/kingoflolz/mesh-transformer-jax)
     num_kv_heads    several query heads read the same keys and values
                     (Ainslie et al., 2023, https://arxiv.org/abs/2305.13245)
-    mlp_activation  "squared_relu" (So et al., 2021, https://arxiv.org/abs/2109.08668)
+    mlp_activation  "squared_relu" (So et al., 2021, https://arxiv.org/abs/2109.08668); "silu"
+                    (Ramachandran et al., 2017, https://arxiv.org/abs/1710.05941)
+    mlp_gate        the MLP's hidden activations are multiplied by a second projection; with
+                    "silu": SwiGLU (Shazeer, 2020, https://arxiv.org/abs/2002.05202)
     positions       "rotary": queries and keys are rotated by their position
                     (Su et al., 2021, https://arxiv.org/abs/2104.09864)
+    norm            "rms": no mean is subtracted, and no bias is added
+                    (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)
     use_bias        False: neither matmuls nor norms add a bias
                     (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
+    attention_first attention comes before the MLP, as in GPT-2 (Radford et al., 2019,
+                    https://github.com/openai/gpt-2)
     num_experts     each token is computed by few of many MLPs: see `experts`
 
 All are functions of a dict of parameters. Every technique of this course changes `layer` a
@@ -45,13 +52,14 @@ Layer = Callable[[Params, Array, Key], tuple[Array, Array | None]]
 NAMES = {"block_in": "Block", "mlp_hidden": "MLP", "qkv": "Attn", "attn_out": "Attn"}
 """The values that a remat policy can keep or offload by name, and the module of each.
 
-Their shapes: [B L D], [B L F] before the activation, [B L H 3K] (with grouped queries [B L H K]
-and [B L G 2K]), [B L H K].
+Their shapes: [B L D], [B L F] before the activation (with a gate two of them: the gradient
+needs both), [B L H 3K] (with grouped queries [B L H K] and [B L G 2K]), [B L H K].
 """
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
 }
 """The activation functions between the two products of an MLP, by name."""
 
@@ -68,7 +76,7 @@ def layer(
     *,
     name: str = "block",
 ) -> tuple[Float[Array, "B _ D"], Float[Array, " B"] | None]:
-    """Applies one layer: an MLP, or experts, then an attention, each added to its input.
+    """Applies one layer: an MLP, or experts, and an attention, each added to its input.
 
     Returns the activations, and the load-balancing loss of each sequence, or None without
     experts. The profiler shows `name`: "block" if layers are scanned, else "block_0", ...
@@ -81,10 +89,14 @@ def layer(
         (of_mlp,) = keys_in_layer(key, name, "mlp", "Dropout_0")
         (of_attn,) = keys_in_layer(key, name, "attn", "Dropout_0")
         run = rematerialized(functools.partial(mlp, config, hooks), "MLP", config)
+        attend = rematerialized(functools.partial(attention, config, hooks), "Attn", config)
+        if config.attention_first:
+            x += attend(params["attn"], x, of_attn)
         y, balance = run(params["mlp"], x, of_mlp)
         x += y
-        run = rematerialized(functools.partial(attention, config, hooks), "Attn", config)
-        return x + run(params["attn"], x, of_attn), balance
+        if not config.attention_first:
+            x += attend(params["attn"], x, of_attn)
+        return x, balance
 
 
 def changed_layer(config: ConfigDict, hooks: Hooks, name: str = "block") -> Layer:
@@ -112,15 +124,28 @@ def rematerialized(function: Callable[..., Any], name: str, config: ConfigDict) 
 def mlp(
     config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key
 ) -> tuple[Float[Array, "B _ D"], Float[Array, " B"] | None]:
-    """Transforms each position by itself: D to F = mlp_expansion * D, activation, back to D."""
-    x = norm(params, "pre_norm", x)
+    """Transforms each position by itself: D to F, activation, back to D."""
+    x = norm(params, "pre_norm", x, **norm_options(config))
     if config.num_experts:
         x, balance = experts(config, hooks, params, x)
     else:
-        x = hooks.named(dense(params, "input_layer", x, hooks.column), "mlp_hidden")
-        x = ACTIVATIONS[config.mlp_activation](x)
+        if config.mlp_gate:
+            products = columns(hooks, x, [params["input_layer"], params["gate_layer"]])
+        else:
+            products = [dense(params, "input_layer", x, hooks.column)]
+        x = activated(config, hooks.named, products)
         x, balance = dense(params, "output_layer", x, hooks.row), None
     return dropout(x, config.dropout_rate, key), balance
+
+
+def activated(
+    config: ConfigDict, named: Callable[[Array, str], Array], products: Sequence[Array]
+) -> Float[Array, "B _ F"]:
+    """Returns the MLP's hidden activations, given the products of its input: act(x W_in), or
+    with a gate x W_in * act(x W_gate).
+    """
+    *linear, last = [named(product, "mlp_hidden") for product in products]
+    return functools.reduce(jnp.multiply, linear, ACTIVATIONS[config.mlp_activation](last))
 
 
 def experts(
@@ -135,13 +160,15 @@ def experts(
     room = routing.capacity(x.shape[1], config.num_experts, per_token, config.capacity_factor)
     routed = routing.route(logits, per_token, room)
 
+    into = ("expert_in", "expert_gate") if config.mlp_gate else ("expert_in",)
+
     def expert(params: Params, x: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
-        x = dense(params, "expert_in", x, jax.lax.dot_general)
-        x = ACTIVATIONS[config.mlp_activation](checkpoint_name(x, "mlp_hidden"))
+        products = [dense(params, name, x, jax.lax.dot_general) for name in into]
+        x = activated(config, checkpoint_name, products)
         return dense(params, "expert_out", x, jax.lax.dot_general)
 
     def run(tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
-        weights = {name: params[name] for name in ("expert_in", "expert_out")}
+        weights = {name: params[name] for name in (*into, "expert_out")}
         return jax.vmap(expert)(weights, tokens)
 
     tokens = jnp.einsum("blec,bld->ebcd", routed.dispatch.astype(x.dtype), x)
@@ -154,7 +181,7 @@ def attention(
     config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ D"], key: Key
 ) -> Float[Array, "B _ D"]:
     """Lets each position read from the positions that it may see."""
-    x = norm(params, "pre_norm", x)
+    x = norm(params, "pre_norm", x, **norm_options(config))
     if "qkv" in params:
         products = [dense(params, "qkv", x, hooks.column)]
     else:
@@ -171,11 +198,12 @@ def parallel(
     tensor parallelism one exchange before both and one after, where a `layer` has two of each.
     """
     mlp, attn = params["mlp"], params["attn"]
-    x = norm(params, "pre_norm", x)
+    x = norm(params, "pre_norm", x, **norm_options(config))
+    into = [mlp[name] for name in ("input_layer", "gate_layer") if name in mlp]
     projections = [attn[name] for name in ("qkv", "q", "kv") if name in attn]
-    hidden, *products = columns(hooks, x, [mlp["input_layer"], *projections])
-    hidden = ACTIVATIONS[config.mlp_activation](hooks.named(hidden, "mlp_hidden"))
-    inputs = [hidden, attended(config, hooks, params, products)]
+    products = columns(hooks, x, [*into, *projections])
+    hidden = activated(config, hooks.named, products[: len(into)])
+    inputs = [hidden, attended(config, hooks, params, products[len(into) :])]
     x = rows(hooks, inputs, [mlp["output_layer"], attn["output_layer"]])
     return dropout(x, config.dropout_rate, key)
 
@@ -192,10 +220,12 @@ def attended(
     else:
         query, (key, value) = products[0], jnp.split(products[1], 2, axis=-1)
     if config.qk_norm:  # each head by itself: it does not matter how many a device has
-        query, key = norm(params, "query_norm", query), norm(params, "key_norm", key)
+        how = norm_options(config)
+        query = norm(params, "query_norm", query, **how)
+        key = norm(params, "key_norm", key, **how)
     if config.positions == "rotary":
         positions = hooks.attend_positions(query.shape[1])
-        query, key = rotate(query, positions), rotate(key, positions)
+        query, key = (rotate(x, positions, config.rotary_base) for x in (query, key))
     x = hooks.attend(
         query,
         key,
@@ -218,16 +248,29 @@ def dense(
         return with_bias(y, weights)
 
 
-def norm(params: Params, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """LayerNorm over the last dimension, in float32."""
+def norm(
+    params: Params,
+    name: str,
+    x: Float[Array, "..."],
+    *,
+    kind: str = "layer",
+    epsilon: float = 1e-6,
+) -> Float[Array, "..."]:
+    """LayerNorm or RMSNorm over the last dimension, in float32."""
     with jax.named_scope(name):
         wide = x.astype(jnp.float32)
-        mean = wide.mean(-1, keepdims=True)
+        mean = wide.mean(-1, keepdims=True) if kind == "layer" else 0.0
         variance = jnp.maximum(0, (wide**2).mean(-1, keepdims=True) - mean**2)
         scale = params[name]["scale"].reshape((1,) * (x.ndim - 1) + (-1,))
         # Cast x a second time, as Flax does: the two gradients are added in the dtype of x.
-        y = (x.astype(jnp.float32) - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale)
+        y = (x.astype(jnp.float32) - mean) * (jax.lax.rsqrt(variance + epsilon) * scale)
         return with_bias(y, params[name]).astype(x.dtype)
+
+
+def norm_options(config: ConfigDict) -> dict[str, Any]:
+    """Returns the last arguments of `norm`; none for its defaults."""
+    chosen = dict(kind=config.norm, epsilon=config.norm_epsilon)
+    return {} if chosen == norm.__kwdefaults__ else chosen
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."]:
@@ -239,13 +282,15 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."
         return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
-def rotate(x: Float[Array, "B L H K"], positions: Int[Array, " L"]) -> Float[Array, "B L H K"]:
-    """Turns each pair of dimensions, k and k + K/2, by the angle position / 10000 ** (2k / K),
+def rotate(
+    x: Float[Array, "B L H K"], positions: Int[Array, " L"], base: float = 10_000.0
+) -> Float[Array, "B L H K"]:
+    """Turns each pair of dimensions, k and k + K/2, by the angle position / base ** (2k / K),
     in float32: the product of a query and a key then depends on their positions through the
     distance only.
     """
     half = x.shape[-1] // 2
-    speeds = 10_000.0 ** (-jnp.arange(half) / half)
+    speeds = base ** (-jnp.arange(half) / half)
     angles = positions[:, None].astype(jnp.float32) * speeds[None]
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

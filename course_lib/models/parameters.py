@@ -39,8 +39,16 @@ def init(key: jax.Array, config: ConfigDict) -> PyTree:
     else:
         names = [f"block_{i}" for i in range(config.num_layers)]
         params |= {name: _layer(key, config, name) for name in names}
-    head = _dense(key_of(key, "output_layer", 1), (width, outputs), config.use_bias)
-    return params | {"post_norm": _norm(config), "output_layer": head}
+    if not config.tied_embeddings:
+        of_head = key_of(key, "output_layer", 1)
+        params["output_layer"] = _dense(of_head, (width, outputs), config.use_bias)
+    return params | {"post_norm": _norm(config)}
+
+
+def mlp_width(config: ConfigDict) -> int:
+    """Returns F, the hidden width of the MLP or of one expert."""
+    width: int = config.mlp_size or config.mlp_expansion * config.hidden_size
+    return width
 
 
 def key_of(key: jax.Array | None, *path: str | int) -> jax.Array | None:
@@ -66,12 +74,18 @@ def keys_in_layer(
 def _layer(key: jax.Array, config: ConfigDict, name: str) -> PyTree:
     """Returns the parameters of one layer, whose name is "block" or "block_i"."""
     width, heads, size = (config.hidden_size,), config.num_heads, config.head_dim
-    hidden, groups = (config.mlp_expansion * config.hidden_size,), config.num_kv_heads
+    hidden, groups = (mlp_width(config),), config.num_kv_heads
     into_mlp, out_of_mlp, out_of_attn = (width, hidden), (hidden, width), ((heads, size), width)
     if groups in (0, heads):
         projections = {"qkv": (width, (heads, 3 * size))}
     else:
         projections = {"q": (width, (heads, size)), "kv": (width, (groups, 2 * size))}
+    names = ("expert_in", "expert_gate", "expert_out")
+    if not config.num_experts:
+        names = ("input_layer", "gate_layer", "output_layer")
+    modules = dict(zip(names, (into_mlp, into_mlp, out_of_mlp), strict=True))
+    if not config.mlp_gate:
+        del modules[names[1]]
     norms = {"pre_norm": _norm(config)}
     if config.qk_norm:
         norms |= {each: {"scale": jnp.ones(size)} for each in ("query_norm", "key_norm")}
@@ -86,29 +100,21 @@ def _layer(key: jax.Array, config: ConfigDict, name: str) -> PyTree:
 
     if config.parallel_block:
         of_mlp, of_attn = keys_in_layer(key, name, draws=2)
-        mlp = {"input_layer": into_mlp, "output_layer": out_of_mlp}
         attn = projections | {"output_layer": out_of_attn}
         return norms | {
-            "mlp": several(jax.random.split(of_mlp, len(mlp)), mlp),
+            "mlp": several(jax.random.split(of_mlp, len(modules)), modules),
             "attn": several(jax.random.split(of_attn, len(attn)), attn),
         }
 
+    def one_mlp(key: jax.Array) -> PyTree:
+        return {each: dense(key, "mlp", each, shape) for each, shape in modules.items()}
+
     if config.num_experts:
-
-        def expert(key: jax.Array) -> PyTree:
-            return {
-                "expert_in": dense(key, "mlp", "expert_in", into_mlp),
-                "expert_out": dense(key, "mlp", "expert_out", out_of_mlp),
-            }
-
-        mlp = jax.vmap(expert)(jax.random.split(key, config.num_experts))
+        mlp = jax.vmap(one_mlp)(jax.random.split(key, config.num_experts))
         (of_router,) = keys_in_layer(key, name, "mlp")
         mlp["router"] = _kernel(of_router, (config.hidden_size, config.num_experts))
     else:
-        mlp = {
-            "input_layer": dense(key, "mlp", "input_layer", into_mlp),
-            "output_layer": dense(key, "mlp", "output_layer", out_of_mlp),
-        }
+        mlp = one_mlp(key)
     if "qkv" in projections:
         attn = {"qkv": dense(key, "attn", "qkv", projections["qkv"])}
     else:
@@ -125,7 +131,8 @@ def _dense(key: jax.Array, shape: Shape, use_bias: bool) -> PyTree:
 
 def _norm(config: ConfigDict) -> PyTree:
     width = config.hidden_size
-    return {"scale": jnp.ones(width)} | ({"bias": jnp.zeros(width)} if config.use_bias else {})
+    has_bias = config.use_bias and config.norm == "layer"
+    return {"scale": jnp.ones(width)} | ({"bias": jnp.zeros(width)} if has_bias else {})
 
 
 def check(params: PyTree, config: ConfigDict) -> None:

@@ -4,9 +4,10 @@ It is the model of the tutorial series that this course builds on, so that its p
 measurements can be compared with ours
 (https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/single_gpu_transformer.html).
 It has learned positions, N layers and an output layer. A layer is an MLP and an attention, each
-with a norm before it, and each added to its input. `layers` lists the options of later models.
-Parameters are float32, everything else has `dtype`: logits are rounded to `dtype`, then cast to
-float32.
+with a norm before it, and each added to its input. `layers` lists the options of other models,
+such as GPT-2 and Llama (`configs.llama2_7b`). With `tied_embeddings` the output layer is the
+token table (Press and Wolf, 2016, https://arxiv.org/abs/1608.05859). Parameters are float32,
+everything else has `dtype`: logits are rounded to `dtype`, then cast to float32.
 
 The model is functions of a dict of parameters. `Transformer` makes a Flax module of them.
 """
@@ -44,6 +45,9 @@ def apply(
     check(config, tokens.shape[1])
     hooks = with_products(hooks, config.flat_products)
     params = hooks.params(params)
+    if config.tied_embeddings:  # in one place, so that the gradients of both uses add up there
+        table = params["embed"]["embedding"].astype(jnp.float32)
+        params = {**params, "embed": {"embedding": table}}
     with jax.named_scope("Transformer"):
         x = embed(config, hooks, params, tokens)
         x, balance = all_layers(config, hooks, params, x, hooks.own_key(key))
@@ -88,7 +92,9 @@ def head(config: ConfigDict, hooks: Hooks, params: Params, x: Float[Array, "B _ 
     """Returns logits [B L V], rounded to `dtype`, then cast to float32; or what `hooks.output`
     makes of their factors.
     """
-    x = layers.norm(params, "post_norm", x)
+    x = layers.norm(params, "post_norm", x, **layers.norm_options(config))
+    if config.tied_embeddings:
+        params = {**params, "output_layer": {"kernel": params["embed"]["embedding"].T}}
     if hooks.output:
         with jax.named_scope("output_layer"):
             weights = params["output_layer"]

@@ -21,6 +21,7 @@ from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 from course_lib.models import routing
+from course_lib.models.parameters import mlp_width
 from course_lib.planner import events, memory, price
 from course_lib.planner.plan import Leaf, Plan, Shape, Step
 from course_lib.planner.price import Breakdown
@@ -90,13 +91,15 @@ def shape_of(config: ConfigDict) -> Shape:
         model.hidden_size,
         model.num_heads,
         model.head_dim,
-        model.mlp_expansion * model.hidden_size,
+        mlp_width(model),
         model.num_outputs,
         length,
         kv_heads=model.num_kv_heads,
+        matrices=2 + model.mlp_gate,
         experts=model.num_experts,
         slots=slots_per_token,
         experts_per_token=model.experts_per_token if model.num_experts else 0,
+        tied=model.tied_embeddings,
         parallel=model.parallel_block,
     )
 
@@ -260,6 +263,7 @@ def leaves_of(
     """Lists parameters as one device holds them; `n`: devices along each axis."""
     model, found = config.model, []
     width = jnp.dtype(model.dtype).itemsize
+    module_at_end = "['mlp']" if model.attention_first else "['attn']"
     for (path, leaf), spec, of_gradient in zip(
         jax.tree_util.tree_leaves_with_path(params),
         _specs(specs),
@@ -271,7 +275,7 @@ def leaves_of(
         where = "layers" if inside else "head" if kernel else "outside"
         # A rematerialized block gathers all parameters again but the biases that are added
         # last; others gather what products read.
-        last = "['attn']" in name or model.parallel_block
+        last = module_at_end in name or model.parallel_block
         again = (kernel or "['router']" in name) and strategy.gather_again
         if "Block" in model.remat:
             again = not (last and "['output_layer']['bias']" in name)
@@ -288,7 +292,7 @@ def leaves_of(
                 zero="data" in set(of_gradient) and "data" not in axes,
                 again=again,
                 undivided="tensor" not in axes and partly,
-                kernel=kernel,
+                kernel=kernel or (model.tied_embeddings and "['embed']" in name),
                 module="MLP" if "['mlp']" in name else "Attn",
             )
         )

@@ -16,8 +16,8 @@ from course_lib import arguments
 from course_lib.planner.plan import Step
 
 # Arrays of the hidden width that the backward pass of an MLP reads, as compiled. The result of
-# a comparison counts as half an array.
-KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5}
+# a comparison counts as half an array. A gate adds both factors of its product.
+KEPT_BY_MLP = {"gelu": 6, "squared_relu": 2.5, "silu": 4}
 FRAMEWORK_RECOMPUTE = ("none", "selective", "block")  # of `plan.RECOMPUTED`, the least first
 
 
@@ -102,7 +102,7 @@ def compiled(step: Step, model: ConfigDict) -> Kept:
     shape, plan, size = step.shape, step.plan, jnp.dtype(step.plan.dtype).itemsize
     t, T, D = plan.size("tensor"), int(step.tokens), shape.width
     residual = T * D * size // (t if plan.sequence_parallel else 1)
-    hidden = KEPT_BY_MLP[model.mlp_activation] * shape.mlp
+    hidden = (KEPT_BY_MLP[model.mlp_activation] + 2 * model.mlp_gate) * shape.mlp
     if shape.experts:
         # A slot has an input and an output. Two masks, in float32 and in the model's dtype,
         # send each token to its slots and fetch it.
@@ -140,8 +140,10 @@ def activations(
     per_layer = kept.layer - sum(gone.get(name, 0.0) for name in set(model.remat))
     if "Block" in model.remat:
         per_layer = kept.residual
-    # Everything of one layer, and the gradients inside of one of its modules.
-    at_work = max(kept.layer + max(kept.attention, kept.mlp), kept.logits)
+    # Everything of one layer, and the gradients inside of one of its modules. If the MLP is the
+    # last one, its arrays are gone before those of attention.
+    used = kept.mlp if model.attention_first else 0.0
+    at_work = max(kept.layer + max(kept.attention - used, kept.mlp), kept.logits)
     layers = shape.layers // plan.size("pipe") // plan.chunks
     if waiting is None:
         return layers * per_layer + at_work
@@ -150,7 +152,10 @@ def activations(
     t, D, q = plan.size("tensor"), shape.width, shape.heads * shape.head_dim
     array = int(step.tokens) * jnp.dtype(plan.dtype).itemsize
     again = {"MLP", "Attn"} if "Block" in model.remat else set(model.remat)
-    passed = 4 * kept.residual + array * (shape.mlp + q + 2 * shape.kv_width) / t
+    passed = (
+        4 * kept.residual
+        + array * ((shape.matrices - 1) * shape.mlp + q + 2 * shape.kv_width) / t
+    )
     passed += 2 * array * D * plan.sequence_parallel
     passed += array * sum(D + {"MLP": shape.mlp, "Attn": q}[name] / t for name in again)
     between = kept.residual * (waiting["inbox"] + waiting["gradient"] + waiting["stash"] + 2)

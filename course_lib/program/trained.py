@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from course_lib import fields, optimizers, training
 from course_lib.measure import hardware
 from course_lib.models import attention, parameters, sampling, transformer
-from course_lib.program import observe, settings
+from course_lib.program import hub, observe, settings
 from course_lib.program.checkpoints import Checkpoints
 from course_lib.text import data
 
@@ -68,6 +68,11 @@ def configuration(folder: Folder) -> ConfigDict:
         raise ValueError(f"{str(folder)!r} must be the folder of a run: {error}") from None
 
 
+def model(folder: Folder) -> dict[str, Any]:
+    """Returns the fields of the model of a run, or of a folder of the Hub."""
+    return hub.model(folder) if hub.holds(folder) else configuration(folder).model.to_dict()
+
+
 def tokenizer(folder: Folder) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a run; older runs kept none, and used the course's."""
     path = pathlib.Path(folder) / "tokenizer.json"
@@ -77,34 +82,49 @@ def tokenizer(folder: Folder) -> tokenizers.Tokenizer:
 def check(config: ConfigDict, own: tokenizers.Tokenizer) -> None:
     """Refuses a run that begins with parameters of another model, or for other tokens."""
     folder = config.run.weights
-    before, now = ({**one.model.to_dict()} for one in (configuration(folder), config))
-    fixed = {name for name in now if settings.resumed(f"model.{name}") == fields.FIXED}
+    before, now = model(folder), config.model.to_dict()
+    fixed = {name for name in before if settings.resumed(f"model.{name}") == fields.FIXED}
     fixed -= MAY_DIFFER | ({"max_seq_len"} if config.model.positions == "rotary" else set())
     one, other = ({"model": {name: m[name] for name in fixed}} for m in (before, now))
     unlike = fields.differences(one, other)
-    if tokenizer(folder).to_str() != own.to_str():
-        unlike.append(f"run.tokenizer: give {str(pathlib.Path(folder) / 'tokenizer.json')!r}")
+    path, of_hub = pathlib.Path(folder) / "tokenizer.json", hub.holds(folder)
+    if of_hub and not path.exists():
+        if config.run.tokenizer in ("course", "own"):
+            unlike.append("run.tokenizer: give the tokenizer.json of this model")
+    elif tokenizer(folder).to_str() != own.to_str():
+        unlike.append(f"run.tokenizer: give {str(path)!r}")
     if unlike:
         raise ValueError(
             f"run.weights={folder!r} must be a run of this model: {'; '.join(unlike)}"
         )
+    if of_hub:
+        hub.load(folder, config.model, only_check=True)
 
 
 def begin(state: training.TrainState, config: ConfigDict) -> training.TrainState:
-    """Returns a run's first state, with the parameters of the run `config.run.weights`. Of many
-    processes, all call it.
+    """Returns a run's first state, with the parameters of `config.run.weights`, a run or a
+    folder of the Hub. Of many processes, all call it.
     """
     from course_lib.many_devices.pipeline_parallel import pipeline
 
-    before = configuration(config.run.weights)
-    like = jax.tree.map(
-        lambda leaf, saved: jax.ShapeDtypeStruct(
-            leaf.shape, saved.dtype, sharding=leaf.sharding
-        ),
-        state.params,
-        _shapes(before),
-    )
-    _, params = _params(config.run.weights, before, like)
+    if hub.holds(folder := config.run.weights):
+        params = jax.tree.map(
+            lambda leaf, new: jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, new.__getitem__
+            ),
+            state.params,
+            hub.load(folder, config.model),
+        )
+    else:
+        before = configuration(folder)
+        like = jax.tree.map(
+            lambda leaf, saved: jax.ShapeDtypeStruct(
+                leaf.shape, saved.dtype, sharding=leaf.sharding
+            ),
+            state.params,
+            _shapes(before),
+        )
+        _, params = _params(folder, before, like)
 
     def ours(params: PyTree) -> PyTree:
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, state.params)

@@ -29,6 +29,17 @@ needs_h100 = pytest.mark.skipif(
 )
 
 
+# All that Llama's models have, with tied embeddings, as the small ones have them. Heads of two
+# numbers would turn by one angle, whatever the base.
+LLAMA = {"model.hidden_size": 32, "model.head_dim": 4, "model.num_heads": 8}
+LLAMA |= {"model.num_kv_heads": 4}
+LLAMA |= {"model.norm": "rms", "model.norm_epsilon": 1e-3, "model.attention_first": True}
+LLAMA |= {"model.mlp_gate": True, "model.mlp_activation": "silu", "model.mlp_size": 24}
+LLAMA |= {"model.positions": "rotary", "model.rotary_base": 50.0, "model.use_bias": False}
+LLAMA |= {"model.tied_embeddings": True}
+UNTIED = LLAMA | {"model.tied_embeddings": False}
+
+
 def small(**changes):
     """Returns a configuration of a Transformer that compiles in a second, with plain SGD."""
     whole = configs.get("cpu")

@@ -26,7 +26,7 @@ def minibatches(number):
     return {"training.num_minibatches": number}
 
 
-# Ten programs meet every code path: one device cannot tell them from itself. The others add
+# Twelve programs meet every code path: one device cannot tell them from itself. The others add
 # sizes and pairs.
 CASES = [
     (dict(data=4), Strategy(zero=2), minibatches(2)),
@@ -39,6 +39,16 @@ CASES = [
     (dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), VOCABULARY),
     (dict(data=2, expert=2), Strategy(zero=3), EXPERTS | minibatches(2)),
     (dict(data=2, tensor=2), Strategy(by="compiler", sequence=True), TOKENS),
+    (
+        dict(data=2, tensor=2),
+        Strategy(zero=3, sequence=True, overlap="one-way"),
+        one_device.LLAMA,
+    ),
+    (dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), one_device.UNTIED),
+    slow(dict(data=2, tensor=2), Strategy(zero=2), one_device.LLAMA | VOCABULARY),
+    slow(dict(data=2, tensor=2), Strategy(by="compiler", zero=3), one_device.LLAMA),
+    slow(dict(data=2, context=2), Strategy(zero=1), one_device.LLAMA | BLOCK),
+    slow(dict(data=2, expert=2), Strategy(zero=3), one_device.LLAMA | EXPERTS),
     slow(dict(data=8), Strategy(), {}),
     slow(dict(data=4), Strategy(zero=1), minibatches(2)),
     slow(dict(data=2), Strategy(zero=3), minibatches(2) | LOOP | {"model.scan_layers": False}),
@@ -58,7 +68,9 @@ CASES = [
 
 def name(value):
     if isinstance(value, dict):
-        return "-".join(f"{field.rpartition('.')[2]}{size}" for field, size in value.items())
+        llama = ["llama"] * ("model.norm" in value)
+        own = {field: new for field, new in value.items() if field not in one_device.LLAMA}
+        return "-".join([*llama, *(f"{f.rpartition('.')[2]}{new}" for f, new in own.items())])
     return f"{value.by}-zero{value.zero}" + f"-{value.overlap}" * value.sequence
 
 
@@ -169,6 +181,7 @@ BAD = [
     (dict(data=4), {}, minibatches(4), "batch_size=8 must be a multiple of 16"),
     (dict(data=3), dict(zero=3), {"data.batch_size": 9}, r"shape\[1\]=16 must be .* the 3"),
     (dict(data=1, tensor=3), {}, {}, "num_heads=8 must .* take 6 or 9"),
+    (dict(data=1, tensor=4), {}, {"model.mlp_size": 30}, "mlp_size=30 must .* take 28 or 32"),
     (dict(data=1, tensor=4), {}, {"model.num_kv_heads": 2}, "num_kv_heads=2 must .* 4"),
     (dict(data=1, tensor=8), dict(sequence=True), {"data.seq_len": 12}, "seq_len=12"),
     # chunks that a device cannot cut from its own logits
@@ -213,6 +226,7 @@ BAD += [
         ({"model.num_layers": 2}, {}, "num_layers=2 .* would have no layer; take 4"),
         ({}, {"schedule": "breadth_first", "chunks": 3}, "num_layers=8 must be .* 12 stages"),
         ({"model.scan_layers": False}, {}, "scan_layers=False"),
+        ({"model.tied_embeddings": True}, {}, "tied_embeddings=True"),
         (OFFLOAD, {}, "remat_policy='offload'"),
         ({"training.accumulator_dtype": "bfloat16"}, {}, "accumulator_dtype='bfloat16'"),
         (minibatches(2), {}, "num_minibatches=2"),

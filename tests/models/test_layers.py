@@ -73,6 +73,74 @@ def test_options_add_and_remove_the_parameters_that_they_say():
     assert grouped["block_0/attn/kv/kernel"] == (D, 2, 2 * K)
 
 
+def plain(model, p, x):
+    """A layer in plain JAX."""
+
+    def norm(p, x):
+        x -= x.mean(-1, keepdims=True) * float(model.norm == "layer")
+        x /= jnp.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon)
+        return x * p["scale"] + p.get("bias", 0.0)
+
+    def dense(p, x, dims):
+        return jnp.einsum(dims, x, p["kernel"]) + p["bias"]
+
+    def turned(x):  # pairs of numbers as complex ones
+        speeds = model.rotary_base ** (-np.arange(0, K, 2) / K)
+        turns = np.exp(1j * np.arange(L)[:, None] * speeds)[:, None].astype(np.complex64)
+        x = jax.lax.complex(x[..., : K // 2], x[..., K // 2 :]) * turns
+        return jnp.concatenate([x.real, x.imag], -1)
+
+    def mlp(p, x):
+        x = norm(p["pre_norm"], x)
+        act = {"gelu": jax.nn.gelu, "silu": lambda x: x / (1 + jnp.exp(-x))}
+        hidden = dense(p["gate_layer" if model.mlp_gate else "input_layer"], x, "bld,df->blf")
+        hidden = act[model.mlp_activation](hidden)
+        hidden *= dense(p["input_layer"], x, "bld,df->blf") if model.mlp_gate else 1.0
+        return dense(p["output_layer"], hidden, "blf,fd->bld")
+
+    def attention(p, x):
+        heads = dense(p["qkv"], norm(p["pre_norm"], x), "bld,dhk->blhk")
+        *pair, value = jnp.split(heads, 3, axis=-1)
+        query, key = map(turned, pair) if model.positions == "rotary" else pair
+        scores = jnp.einsum("bqhk,bshk->bhqs", query, key) / np.sqrt(K)
+        weights = jax.nn.softmax(jnp.where(np.tri(L, dtype=bool), scores, -1e9))
+        read = jnp.einsum("bhqs,bshk->bqhk", weights, value)
+        return dense(p["output_layer"], read, "bqhk,hkd->bqd")
+
+    if model.parallel_block:
+        shared = {"pre_norm": p["pre_norm"]}
+        return x + mlp(p["mlp"] | shared, x) + attention(p["attn"] | shared, x)
+    for part in ("attn", "mlp") if model.attention_first else ("mlp", "attn"):
+        x += {"attn": attention, "mlp": mlp}[part](p[part], x)
+    return x
+
+
+OPTIONS = {"norm": "rms", "norm_epsilon": 0.1, "mlp_gate": True, "mlp_activation": "silu"}
+OPTIONS |= {"mlp_size": 12, "attention_first": True, "rotary_base": 50.0}
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, "all of them", "a gate side by side"])
+def test_a_layer_with_an_option_is_that_of_a_few_lines_of_plain_jax(option):
+    changes = {name: OPTIONS[name] for name in OPTIONS if option in (name, "all of them")}
+    changes |= {"positions": "rotary"} if "rotary_base" in changes else {}
+    changes = changes or {"mlp_gate": True, "parallel_block": True}
+    params, x = block_of(**changes)
+    model, seen = small(**changes), jnp.asarray(np.random.default_rng(1).normal(size=x.shape))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values_and_gradients(layer):
+        y, transpose = jax.vjp(layer, params, x)
+        return y, transpose(seen.astype(y.dtype))
+
+    with jax.default_matmul_precision("highest"):
+        found = values_and_gradients(lambda params, x: apply(model, params, x))
+        with jax.numpy_rank_promotion("allow"):
+            expected = values_and_gradients(functools.partial(plain, model))
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # the gradient of the keys' bias is 0 in theory
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) + 1e-5
+
+
 @pytest.mark.parametrize("activation", ["gelu", "squared_relu"])
 def test_a_parallel_block_adds_mlp_and_attention_of_the_same_normalized_input(activation):
     params, x = block_of(parallel_block=True)

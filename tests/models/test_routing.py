@@ -127,13 +127,20 @@ def test_the_router_computes_in_float32_also_where_factors_of_float32_are_rounde
 
 
 RENAMED = {"expert_in": "input_layer", "expert_out": "output_layer"}
+RENAMED |= {"expert_gate": "gate_layer"}
 
 
-def test_one_expert_with_room_for_all_is_an_mlp():
-    model = small(num_experts=1, experts_per_token=1).model
-    (expected, params, x), (found, *_) = mlp(small(num_experts=0).model), mlp(model)
+@pytest.mark.parametrize("gate", [False, True])
+def test_one_expert_with_room_for_all_is_an_mlp(gate):
+    model = small(num_experts=1, experts_per_token=1, mlp_gate=gate).model
+    (expected, params, x), (found, *_) = (
+        mlp(small(num_experts=0, mlp_gate=gate).model),
+        mlp(model),
+    )
     stacked = {
-        new: jax.tree.map(lambda leaf: leaf[None], params[old]) for new, old in RENAMED.items()
+        new: jax.tree.map(lambda leaf: leaf[None], params[old])
+        for new, old in RENAMED.items()
+        if old in params
     }
     same = {
         "pre_norm": params["pre_norm"],

@@ -89,6 +89,12 @@ def test_it_has_155877376_parameters_at_the_published_size_for_every_scan_and_re
     assert transformer.num_params(params) == 155_877_376
 
 
+def test_llama_2_7b_has_its_6738415616_parameters():
+    model, tokens = configs.llama2_7b().model, jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    params = transformer.abstract_params(Transformer(model), tokens)
+    assert transformer.num_params(params) == 6_738_415_616
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -166,6 +172,27 @@ def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(stored):
     np.testing.assert_allclose(
         gradient(ones), 1024 * gradient(ones * (np.arange(1024) == 9)), rtol=0.01
     )
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_gradient_of_a_tied_table_is_the_float32_sum_of_those_of_both_its_uses(stored):
+    params = jax.tree.map(lambda leaf: leaf.astype(stored), _params())
+    table = params["embed"]["embedding"].astype("float32")
+    untied = params | {"output_layer": {"kernel": table.T, "bias": jnp.zeros(11)}}
+    untied = jax.tree.map(lambda leaf: leaf.astype("float32"), untied)
+    del params["output_layer"]
+
+    def gradient(model, params):
+        loss = lambda params: (transformer.apply(model, params, _tokens())[0] ** 2).mean()  # noqa: E731
+        return jax.grad(loss)(params)
+
+    with jax.default_matmul_precision("highest"):
+        found = gradient(_config(tied_embeddings=True), params)["embed"]["embedding"]
+        both = gradient(_config(), untied)
+    expected = both["embed"]["embedding"] + both["output_layer"]["kernel"].T
+    # one rounding to what is stored
+    rtol = 1e-5 + (stored == "bfloat16") * 2.0**-8
+    np.testing.assert_allclose(found.astype("float32"), expected, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ H100 = hardware.get("h100")
 BLOCK = {"model.remat": ("Block",)}
 EXPERTS = {"model.num_experts": 4}
 MUON = {"optimizer.name": "muon", "model.num_layers": 4}
+LLAMA = one_device.LLAMA
 SCHEDULED = {"schedule": "zero_bubble", "microbatches": 4}
 CASES = (
     (dict(data=4), Strategy(zero=1), {"training.num_minibatches": 2}),
@@ -34,7 +35,14 @@ CASES = (
     (dict(data=2, context=4), Strategy(zero=1), BLOCK | {"model.num_kv_heads": 2}),
     (dict(data=2, expert=4), Strategy(zero=3), EXPERTS | {"model.experts_per_token": 2}),
     (dict(data=2, tensor=2), Strategy(zero=3), MUON | {"optimizer.weight_decay": 0.1}),
+    (dict(data=2, tensor=2), Strategy(zero=3, sequence=True), LLAMA | BLOCK),
     # from here on slow
+    (dict(data=2, context=2), Strategy(zero=1), LLAMA),
+    (
+        dict(data=2, pipe=2, tensor=2),
+        Strategy(zero=1, microbatches=2),
+        one_device.UNTIED | {"model.num_layers": 4},
+    ),
     (dict(data=2, pipe=2), Strategy(zero=1, microbatches=2), MUON),
     (dict(data=2, expert=2), Strategy(zero=3), MUON | EXPERTS),
     (dict(data=2, pipe=2), Strategy(zero=1, **SCHEDULED), {"model.remat": ("MLP",)}),
@@ -72,7 +80,7 @@ def skip_where_recomputed_keys_are_sent_once(size, remat):
 
 @pytest.mark.parametrize(
     "index",
-    [i if i < 6 else slow(i) for i in range(len(CASES))],
+    [i if i < 7 else slow(i) for i in range(len(CASES))],
     ids=lambda i: "-".join(f"{a}{n}" for a, n in CASES[i][0].items()),
 )
 def test_a_device_holds_and_sends_along_each_axis_what_the_formula_says(index):
@@ -134,7 +142,8 @@ def half(sizes, strategy, changes=(), accelerator=H100, cluster=None):
 
 
 def test_the_flops_of_the_sizes_are_those_that_are_counted():
-    for changes in ({}, {"model.num_kv_heads": 2}, EXPERTS, {"model.parallel_block": True}):
+    parallel = {"model.parallel_block": True}
+    for changes in ({}, {"model.num_kv_heads": 2}, EXPERTS, parallel, LLAMA):
         whole = small(changes)
         shape = planner.shape_of(whole)
         run = training.build(whole)
@@ -148,7 +157,7 @@ def test_the_flops_of_the_sizes_are_those_that_are_counted():
             assert shape.flops * tokens == counted
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.num_kv_heads": 2}, EXPERTS])
+@pytest.mark.parametrize("changes", [{}, {"model.num_kv_heads": 2}, EXPERTS, LLAMA])
 def test_the_flops_of_muon_are_those_of_its_products(changes):
     whole = small(MUON | changes)
     state, _ = training.build(whole).abstract()
@@ -219,6 +228,9 @@ def test_no_order_of_the_axes_is_faster_than_the_chosen_one():
 
 WIDE = {"model.vocab_size": 64_000, "model.num_outputs": 64_000}
 
+GATED = {"model.mlp_gate": True, "model.mlp_activation": "silu", "model.attention_first": True}
+GATED |= {"model.norm": "rms", "model.remat": ()}
+
 
 def large(**changes):
     """Returns a model of half a billion parameters, which sees few tokens: its state and
@@ -244,10 +256,11 @@ def large(**changes):
         slow(dict(data=2, pipe=2, tensor=2), Strategy(zero=1, microbatches=4), {}),
         slow(dict(data=2, context=4), Strategy(zero=1), LONG | {"model.remat": ()}),
         slow(dict(data=1, expert=4), Strategy(), {"model.num_experts": 4}),
+        slow(dict(data=2), Strategy(zero=1), LONG | GATED),
         # All logits would take 6 GB of 17.
         slow(dict(data=2), Strategy(zero=1), LONG | WIDE | {"model.loss_chunks": 16}),
     ],
-    ids=["zero2", "pipeline", "context", "expert", "loss in chunks"],
+    ids=["zero2", "pipeline", "context", "expert", "gate", "loss in chunks"],
 )
 def test_memory_is_that_of_a_compiled_step_within_a_fifth(axes, chosen, changes):
     whole = large(**changes)

@@ -28,13 +28,17 @@ def leaves_the_process_as_it_was(no_launcher, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
+GPT2 = dict(model_type="gpt2", n_embd=768, n_head=12, n_layer=12, n_positions=1024)
+GPT2 |= dict(vocab_size=50257, layer_norm_epsilon=1e-05)
+
+
 def asked(*given):
     return command.configuration(command.arguments().parse_args(given))
 
 
 def test_help_tells_every_option_preset_field_and_exit_code():
     text = command.arguments().format_help()
-    options = "preset config set data tokenizer from run"
+    options = "preset config model set data tokenizer from run"
     options += " devices coordinator process processes dry-run target"
     for option in options.split():
         told = rf"^  --{option}\b.* {{2,}}\w|^  --{option}\b.*\n {{10,}}\w"
@@ -79,6 +83,8 @@ def test_the_examples_of_help_can_be_given(tmp_path, monkeypatch):
     assert len(lines) >= 6
     monkeypatch.chdir(tmp_path)
     settings.write(settings.complete(configs.get("cpu")), tmp_path / "runs" / "mine")
+    (of_hub := tmp_path / "hub" / "gpt2").mkdir(parents=True)
+    (of_hub / "config.json").write_text(json.dumps(GPT2))
     for line in lines:
         given = line.split()
         if "--config" in given:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_device
 import pytest
 from slow_cases import slow
 
@@ -76,6 +77,7 @@ CASES = {
     "values are kept by name": {"model.remat_policy": "names", "model.remat_names": ("qkv",)},
     "flash attention": {"model.attention": "flash"} | LONG,
     "parallel blocks": {"model.parallel_block": True, "model.positions": "rotary"},
+    "tied embeddings": one_device.LLAMA,
 }
 
 

@@ -297,6 +297,7 @@ def errors(asked: Asked) -> Iterator[str]:
         ("accumulator_dtype", sums, ["float32"], "microbatches are added up in float32"),
         ("num_minibatches", options.num_minibatches, [1], "take Strategy(microbatches=...)"),
         ("scan_layers", model.scan_layers, [True], "it cuts stacked parameters of layers"),
+        ("tied_embeddings", model.tied_embeddings, [False], "they are of different stages"),
     ):
         if value not in possible:
             needed = " or ".join(map(repr, possible))

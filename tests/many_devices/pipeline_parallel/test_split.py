@@ -27,6 +27,12 @@ MODELS = {
     "remat by name": {"remat": ("Block",), "remat_policy": "names", "remat_names": ("qkv",)},
     "parallel": PARALLEL | {"num_kv_heads": 1},
     "rotary": {"positions": "rotary", "mlp_activation": "squared_relu", "use_bias": False},
+    "gate": {
+        "mlp_gate": True,
+        "mlp_activation": "silu",
+        "norm": "rms",
+        "attention_first": True,
+    },
 }
 
 
@@ -102,7 +108,8 @@ def test_every_matmul_of_the_gradient_is_in_one_program(name):
     traced = jax.make_jaxpr(gradient)(params, x, rng, dy)
     counts = counted(programs)
     assert sum(counts.values()) == products(traced.jaxpr.eqns)
-    assert counts["F"] == 6 + (name == "parallel")  # with grouped queries, q and kv apart
+    # with grouped queries, q and kv apart; with a gate, a product of its own
+    assert counts["F"] == 6 + (name in ("parallel", "gate"))
     if name == "plain":  # inside of attention, B has two more than W
         assert counts == {"F": 6, "B": 8, "W": 4}
 
