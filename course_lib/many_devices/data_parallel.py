@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key
 
 from course_lib import arguments
+from course_lib.many_devices import meshes
 from course_lib.many_devices.axis import Asked, Axis, Share
 from course_lib.many_devices.meshes import vary
 from course_lib.many_devices.options import STAGES
@@ -92,7 +93,7 @@ def gradient(
         grads = jax.tree.map(lambda grad: (grad * share).astype(grad.dtype), grads)
         return sum_over_devices(grads, param_specs, grad_specs), total
 
-    return jax.shard_map(
+    return meshes.shard_map(
         on_one_device,
         mesh=mesh,
         in_specs=(param_specs, P(AXIS), P()),
@@ -107,7 +108,7 @@ def loss(loss_fn: LossFn, mesh: Mesh, param_specs: PyTree) -> LossFn:
         rng = None if rng is None else _own_key(rng)
         return mean_over_devices(*loss_fn(params, batch, rng), AXIS)
 
-    return jax.shard_map(
+    return meshes.shard_map(
         on_one_device, mesh=mesh, in_specs=(param_specs, P(AXIS), P()), out_specs=(P(), P())
     )
 

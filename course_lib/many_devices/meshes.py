@@ -10,16 +10,20 @@ virtual and real devices:
 The axes have the type `Auto`: outside `jax.shard_map` the compiler decides how to divide a
 computation (https://docs.jax.dev/en/latest/parallel.html). Inside `jax.shard_map` the program
 decides, and JAX tracks over which axes a value varies from device to device
-(https://docs.jax.dev/en/latest/notebooks/shard_map.html).
+(https://docs.jax.dev/en/latest/notebooks/shard_map.html). Newer versions of `jax.make_mesh`
+give `Explicit` axes: an array's type says how it is divided. Strategies accept both, and use
+Auto axes inside (`auto`, `with_auto_axes`).
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from course_lib import arguments
 
@@ -105,6 +109,41 @@ def make(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -
         axis_types=(AxisType.Auto,) * len(axes),
         devices=devices,
     )
+
+
+def explicit(mesh: AnyMesh) -> bool:
+    """Returns whether the axes of a mesh are Explicit, as those of `jax.make_mesh`, or Auto."""
+    kinds = set(mesh.axis_types)
+    if kinds not in ({AxisType.Auto}, {AxisType.Explicit}):
+        raise ValueError(
+            f"mesh must have axes of one type, Auto or Explicit, not {mesh.axis_types}: make it"
+            " with jax.make_mesh without axis_types, or with meshes.make"
+        )
+    return kinds == {AxisType.Explicit}
+
+
+def auto(mesh: Mesh) -> Mesh:
+    """Returns a mesh of the same devices and axes, whose axes are Auto."""
+    return Mesh(mesh.devices, mesh.axis_names) if explicit(mesh) else mesh
+
+
+def with_auto_axes(
+    function: Callable[..., Any], mesh: Mesh, out_specs: PyTree, **options: Any
+) -> Callable[..., Any]:
+    """Returns a compiled function of arrays on a mesh with Explicit axes, in which the axes are
+    Auto. Its results lie on that mesh, as the specs say. `options` are those of `jax.jit`.
+    """
+    place = functools.partial(NamedSharding, mesh.abstract_mesh)  # JAX 0.7 refuses two `mesh`
+    places = jax.tree.map(place, out_specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.jit(jax.sharding.auto_axes(function, out_sharding=places), **options)
+
+
+def shard_map(function: Any, mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Any:
+    """Returns `jax.shard_map` of a function. With Explicit axes it takes any arrays, also those
+    that are not placed on the mesh.
+    """
+    inside = jax.shard_map(function, mesh=auto(mesh), in_specs=in_specs, out_specs=out_specs)
+    return with_auto_axes(inside, mesh, out_specs) if explicit(mesh) else inside
 
 
 def check_divides(shape: Sequence[int], dim: int, axis: str, size: int, name: str) -> None:

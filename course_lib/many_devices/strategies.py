@@ -94,6 +94,10 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     in the order of `pipeline.to_stages`, as in the state that `init` returns. Arguments and
     errors as for `build`.
     """
+    if meshes.explicit(mesh):
+        inside = gradient(config, meshes.auto(mesh), strategy)
+        grad_specs = layout(config, mesh, strategy)[1]
+        return meshes.with_auto_axes(inside, mesh, (grad_specs, P()))
     specs, grad_specs = layout(config, mesh, strategy)
     # Later changes of the argument do not reach the gradient function.
     config = FrozenConfigDict(config)
@@ -116,6 +120,9 @@ def build(
     "expert" the experts, "tensor" heads, hidden width and vocabulary. One device computes the
     same as `training.build`. The two options are those of `training.make_train_step`.
     """
+    if meshes.explicit(mesh):
+        options = dict(skip_not_finite=skip_not_finite, gradient_norm=gradient_norm)
+        return _outside(build(config, meshes.auto(mesh), strategy, **options), mesh)
     check(config, mesh, strategy)
     if config.optimizer.offload and skip_not_finite:
         raise ValueError(
@@ -152,6 +159,20 @@ def build(
         init, apply_fn = _in_stages(init, apply_fn, mesh, strategy, placed)
     init = jax.jit(init, out_shardings=placed)
     return Run(config, apply_fn, evaluated, train_step, init, mesh, specs)
+
+
+def _outside(run: Run, mesh: Mesh) -> Run:
+    """Returns a run on a mesh with Explicit axes, from that with Auto axes."""
+    on_mesh = functools.partial(meshes.with_auto_axes, mesh=mesh)
+    donated = 0 if run.config.training.donate else None
+    return dataclasses.replace(
+        run,
+        apply_fn=on_mesh(run.apply_fn, out_specs=P()),
+        loss_fn=on_mesh(run.loss_fn, out_specs=P()),
+        train_step=on_mesh(run.train_step, out_specs=(run.specs, P()), donate_argnums=donated),
+        init=on_mesh(run.init, out_specs=run.specs),
+        mesh=mesh,
+    )
 
 
 def _with_own_key(gradient_fn: Callable[[LossFn], GradFn]) -> Callable[[LossFn], GradFn]:

@@ -118,6 +118,25 @@ def test_a_dimension_that_an_axis_does_not_divide_is_refused_with_the_nearest_si
         meshes.check_divides((6, 8), 0, "tensor", 4, "kernel")
 
 
+def test_the_same_devices_with_axes_that_are_auto():
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), kinds, devices=jax.devices("cpu"))
+    same = meshes.auto(mesh)
+    assert same.axis_types == (AxisType.Auto,) * 2 and same.axis_names == mesh.axis_names
+    assert (same.devices == mesh.devices).all() and meshes.auto(same) is same
+
+
+def test_a_function_on_explicit_axes_takes_arrays_wherever_they_lie():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    add = lambda x: jax.lax.psum(x, "data")  # noqa: E731
+    summed = meshes.shard_map(add, mesh, P("data"), P())
+    numbers = np.arange(8)
+    for x in (numbers, jax.device_put(numbers, NamedSharding(mesh, P("data")))):
+        assert summed(x) == 28 and jax.typeof(summed(x)).sharding.mesh == mesh.abstract_mesh
+        with jax.set_mesh(mesh):
+            assert summed(x) == 28
+
+
 # Values that vary
 
 

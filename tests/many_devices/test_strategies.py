@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import one_device
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 from slow_cases import slow
 
@@ -81,6 +83,40 @@ def test_a_strategy_gives_the_gradient_of_one_device(axes, chosen, changes):
     one_device.check_gradient(
         one_device.small(**changes), axes, chosen, one_device.small(**alike)
     )
+
+
+ON_JAXS_MESH = [CASES[1], CASES[9], *(slow(*CASES[i]) for i in (0, 2, 3, 5, 7, 8))]
+
+
+@pytest.mark.parametrize(("axes", "chosen", "changes"), ON_JAXS_MESH, ids=name)
+def test_a_step_on_explicit_axes_has_the_bits_of_one_on_auto_axes(axes, chosen, changes):
+    """Also where the mesh is the current one, and the batch lies on it."""
+    whole, same, results = one_device.small(**changes), one_device.grid(**axes), []
+    kinds = (AxisType.Explicit,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=same.devices.flat)
+    for one in (same, mesh):
+        with jax.set_mesh(one):
+            run = strategies.build(whole, one, chosen)
+            state = one_device.call(run.init, jax.random.key(0))
+            batch = jax.device_put(one_device.batch(whole), NamedSharding(one, P("data")))
+            step = run.train_step.lower(state, batch).compile()
+            memory = measure.memory(step)
+            state, metrics = step(state, batch)
+            results.append(jax.device_get((state.params, state.opt_state, metrics)))
+    assert {jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(state)} == {
+        mesh.abstract_mesh
+    }
+    assert memory.aliased, "the new state does not overwrite the old one"
+    for leaf, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def test_axes_of_two_types_are_refused():
+    kinds = AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), kinds, devices=jax.devices("cpu")[:4])
+    for refused in (strategies.build, strategies.gradient):
+        with pytest.raises(ValueError, match="mesh must have axes of one type"):
+            refused(one_device.small(), mesh)
 
 
 @pytest.mark.parametrize(

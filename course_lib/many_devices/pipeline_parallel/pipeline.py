@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from course_lib import training
 from course_lib.arguments import nearest
-from course_lib.many_devices import sharding
+from course_lib.many_devices import meshes, sharding
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
@@ -140,7 +140,7 @@ def _spread(
             f" 'pipe': {size}"
         )
     schedules.check(schedule)
-    return jax.shard_map(
+    return meshes.shard_map(
         on_one_device, mesh=mesh, in_specs=(param_specs, P("data"), P()), out_specs=out_specs
     )
 
