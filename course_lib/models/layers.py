@@ -270,7 +270,7 @@ def norm(
 def norm_options(config: ConfigDict) -> dict[str, Any]:
     """Returns the last arguments of `norm`; none for its defaults."""
     chosen = dict(kind=config.norm, epsilon=config.norm_epsilon)
-    return {} if chosen == norm.__kwdefaults__ else chosen
+    return {} if chosen == dict(kind="layer", epsilon=1e-6) else chosen
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."]:
