@@ -133,7 +133,7 @@ def with_auto_axes(
     """Returns a compiled function of arrays on a mesh with Explicit axes, in which the axes are
     Auto. Its results lie on that mesh, as the specs say. `options` are those of `jax.jit`.
     """
-    place = functools.partial(NamedSharding, mesh.abstract_mesh)  # JAX 0.7 refuses two `mesh`
+    place = functools.partial(NamedSharding, mesh.abstract_mesh)  # JAX 0.7 needs it abstract
     places = jax.tree.map(place, out_specs, is_leaf=lambda x: isinstance(x, P))
     return jax.jit(jax.sharding.auto_axes(function, out_sharding=places), **options)
 
