@@ -35,7 +35,7 @@ from course_lib.many_devices import meshes, strategies
 from course_lib.measure import hardware
 from course_lib.models import attention
 from course_lib.one_device.mixed_precision import all_finite
-from course_lib.program import journal, observe, preemption, processes, room, settings, trained
+from course_lib.program import journal, observe, preemption, processes, room, settings
 from course_lib.program.checkpoints import Checkpoints, Saved
 from course_lib.text import data, loading
 
@@ -131,6 +131,8 @@ def train(
         saved = restore(checkpoints, folder, inputs)
         if config.run.weights and not saved:
             try:
+                from course_lib.program import trained  # most runs begin with random numbers
+
                 trained.check(config, inputs.tokenizer)
             except ValueError as error:
                 raise Refused(str(error)) from None
@@ -276,6 +278,10 @@ class Loop:
             with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
                 if config.run.weights:
+                    from course_lib.program import (
+                        trained,
+                    )  # most runs begin with random numbers
+
                     self.state = trained.begin(self.state, config)
         self.total = max(config.training.steps, self.step)
         devices = len(place.device_set)
