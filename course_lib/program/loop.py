@@ -278,9 +278,7 @@ class Loop:
             with jax.default_device(first):
                 self.state = self.run.init(jax.random.key(config.seed))
                 if config.run.weights:
-                    from course_lib.program import (
-                        trained,
-                    )  # most runs begin with random numbers
+                    from course_lib.program import trained
 
                     self.state = trained.begin(self.state, config)
         self.total = max(config.training.steps, self.step)
