@@ -41,7 +41,7 @@ from course_lib.models.losses import next_token_loss as next_token_loss
 from course_lib.one_device import gradient_accumulation, mixed_precision
 from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
 from course_lib.one_device.gradient_accumulation import check_loss as check_loss
-from course_lib.text.data import Batch
+from course_lib.text.batches import Batch
 
 
 @struct.dataclass
