@@ -45,4 +45,4 @@ def _digest(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main("".join(sys.argv[1:2]))
