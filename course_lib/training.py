@@ -329,7 +329,7 @@ class Functions:
         )
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
-        """Returns the gradient function of a loss, on one device; in place only of `loss_fn`."""
+        """Returns the gradient function of a loss on one device; in place only of `loss_fn`."""
         if self.config.training.backward == "autodiff":
             return self.in_minibatches(gradient_accumulation.gradient(loss_fn))
         if loss_fn is not self.loss_fn:

@@ -141,7 +141,7 @@ def state_specs(
     device: counts, keys, and the row and column means of Adafactor.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
-    if any(jax.tree_util.DictKey("muon") in path for path in paths):
+    if any(jax.tree_util.DictKey("muon") in path for path in paths):  # Optax's name
         from course_lib.many_devices import muon  # most runs do not need it
 
         moment_specs = muon.to_stacks(state.params, moment_specs, mesh)[-1]

@@ -133,7 +133,7 @@ def build(
     apply_fn, init = transformer.function(config.model), training.functions(config).init
     state, around = _shapes(init), None
     specs, grad_specs = layout_of(state, mesh, strategy)
-    if config.optimizer.name == "muon" and mesh.size > 1:
+    if optimizers.OPTIMIZERS[config.optimizer.name].whole and mesh.size > 1:
         from course_lib.many_devices import muon
 
         around = functools.partial(
