@@ -21,6 +21,7 @@ from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 from course_lib.models import routing
+from course_lib.models.attention import IMPLEMENTATIONS
 from course_lib.models.parameters import mlp_width
 from course_lib.optimizers import OPTIMIZERS
 from course_lib.planner import events, memory, price
@@ -118,7 +119,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         chunks=strategy.chunks,
         zero=0 if sharded else strategy.zero,
         recompute=_recomputed(model, strategy),
-        fused_attention=model.attention in ("cudnn", "flash"),
+        fused_attention=IMPLEMENTATIONS[model.attention].fused,
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
         sums_each_microbatch=stored,
