@@ -64,8 +64,8 @@ LOGICAL = {
     "output_layer/kernel": ("embed", "vocab"),
     "output_layer/bias": ("vocab",),
 }
-"""The dimensions of the Transformer's parameters, by the end of their names. Scanned layers have
-"layers" in front."""
+"""The dimensions of the Transformer's parameters, by the end of a parameter's name. Those of
+scanned layers have "layers" in front."""
 
 ACTIVATIONS = {
     "block_in": ("batch", "length", "width"),
