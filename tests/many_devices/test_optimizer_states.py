@@ -50,7 +50,7 @@ def mesh():
 @functools.cache
 def parameters():
     """Returns the parameters that each optimizer begins with."""
-    init = training.functions(config_of("adamw"))[2]
+    init = training.functions(config_of("adamw")).init
     return jax.jit(lambda key: init(key).params)(jax.random.key(0))
 
 
@@ -139,7 +139,7 @@ def test_muon_makes_the_updates_of_one_device_on_whole_matrices_of_stacked_layer
     axes, zero, scanned
 ):
     config = one_device.small(**MUON, **{"model.scan_layers": scanned})
-    params = jax.jit(lambda key: training.functions(config)[2](key).params)(jax.random.key(0))
+    params = jax.jit(lambda key: training.functions(config).init(key).params)(jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     normal = np.random.default_rng(0).standard_normal
     grads = tree.unflatten([normal(leaf.shape, np.float32) for leaf in leaves])
