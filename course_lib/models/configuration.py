@@ -55,6 +55,7 @@ MODEL = dict(
     num_experts=0,  # E MLPs, k of them per token; memory grows, FLOPs hardly
     experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
     capacity_factor=1.25,  # slots per expert / its even share; fewer drop more tokens
+    dropless=False,  # each expert computes all its tokens; capacity_factor does nothing
     balance_weight=Field(0.01, NOT_NEGATIVE),  # of a loss; at 0, a few experts may get all
 )
 
