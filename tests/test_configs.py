@@ -61,6 +61,7 @@ BAD = [
     (ODD_HEADS, "head_dim=1 must be even"),
     (EXPERTS | {"model.experts_per_token": 3}, "experts_per_token=3"),
     (EXPERTS | {"model.parallel_block": True}, "num_experts=2"),
+    ({"model.dropless": True}, "dropless=True must be False for num_experts=0"),
     ({"model.parallel_block": True}, "remat=.* for parallel_block=True"),
     (ONE_ORDER, "attention_first=True must be False"),
     (TIED, "num_outputs=2056 must be vocab_size=2048 for tied_embeddings=True"),

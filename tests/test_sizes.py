@@ -70,7 +70,7 @@ OTHER_SIZES = {
     ],
     "14_expert_parallel": [
         {"T": 4, "D": 16, "S": 16},
-        {"T": 3, "E": 6, "S": 20, "CAPACITY_FACTOR": 1.0},
+        {"T": 3, "E": 6, "S": 20, "K": 1},
     ],
     "15_large_vocabulary": [
         {"T": 100, "D": 256, "V": 50_257, "CHUNKS": 16, "TENSOR": 3},

@@ -12,6 +12,8 @@ own experts. A second all-to-all brings the results back:
     dispatch   [E, B, C, D] -> [E / n, n B, C, D]
     combine    [E / n, n B, C, D] -> [E, B, C, D]
 
+Without a capacity (`model.dropless`) the rows of unequal groups travel (`exchange_rows`).
+
 The transposes of both are all-to-alls as well, so a layer has two in each pass. The gradient of
 an expert needs no sum along "expert", since the expert receives the tokens of all devices of
 that axis; it is summed along "data". All other gradients are summed along both axes.
@@ -20,12 +22,13 @@ that axis; it is summed along "data". All other gradients are summed along both 
 from collections.abc import Callable, Iterator
 
 import jax
-from jaxtyping import Array, Float, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
 
 from course_lib import arguments
 from course_lib.many_devices import meshes, sharding
 from course_lib.many_devices.axis import Asked, Axis
-from course_lib.many_devices.meshes import vary
+from course_lib.many_devices.meshes import vary, varying
 from course_lib.models.hooks import Hooks
 
 AXIS = "expert"
@@ -52,6 +55,68 @@ def exchange(run: Experts, tokens: Float[Array, "E B C D"]) -> Float[Array, "E B
     return jax.lax.all_to_all(run(there), AXIS, split_axis=1, concat_axis=0, tiled=True)
 
 
+def exchange_rows(
+    run: Callable[[Array, Array], Array], rows: Float[Array, "R D"], sizes: Int[Array, " E"]
+) -> Float[Array, "R D"]:
+    """Sends rows to the devices of their experts, runs the experts, and sends the results back.
+
+    Shapes are fixed, so a device has room for the rows of all devices, n R. It receives as many
+    as chose its experts.
+
+    Args:
+      run: this device's experts, as in `routing.dropless`.
+      rows: of this device's tokens, sorted by expert.
+      sizes: rows of each expert.
+    """
+    n, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
+    counts = jax.lax.all_gather(sizes, AXIS).reshape(n, n, -1)  # from, to, expert there
+    travelling, mine = counts.sum(axis=-1), counts[:, me]
+    there = travel(rows, travelling, n * len(rows))
+    # They lie by sender, then by expert. Rows that are not used stay behind the last expert's.
+    experts = jnp.tile(jnp.arange(mine.shape[1]), n)
+    of_rows = jnp.repeat(experts, mine.reshape(-1), total_repeat_length=len(there))
+    order = jnp.argsort(of_rows)
+    results = jnp.zeros_like(there).at[order].set(run(there[order], mine.sum(axis=0)))
+    return travel(results, travelling.T, len(rows))
+
+
+def travel(
+    rows: Float[Array, "R D"], counts: Int[Array, "n n"], space: int
+) -> Float[Array, "S D"]:
+    """Sends each device its part of the rows (a ragged all-to-all).
+
+    The backend XLA:CPU has none. There an all-to-all of equal parts stands in for it, each as
+    large as the largest possible.
+
+    Args:
+      rows: those for device 0 first.
+      counts: `counts[i, j]` rows travel from device i to device j.
+      space: S, rows of the result, at least as many as arrive. Those of device 0 are first, and
+        zeros follow the last.
+    """
+    me = jax.lax.axis_index(AXIS)
+    arrive, of_senders = counts[:, me], counts.cumsum(axis=1) - counts
+
+    def padded(rows: Array) -> Array:
+        block = jnp.arange(min(len(rows), space))  # no device sends another one more
+        parts = rows.at[of_senders[me][:, None] + block[None]].get(mode="fill", fill_value=0)
+        parts = jax.lax.all_to_all(parts, AXIS, split_axis=0, concat_axis=0, tiled=True)
+        ends, place = arrive.cumsum(), jnp.arange(space)
+        sender = jnp.searchsorted(ends, place, side="right")  # n behind the last row
+        row = place - (ends - arrive)[sender]
+        return parts.at[sender, row].get(mode="fill", fill_value=0)
+
+    def ragged(rows: Array) -> Array:
+        # JAX takes the axes over which the result varies from the room, not from the rows.
+        room = vary(jnp.zeros((space, rows.shape[1]), rows.dtype), sorted(varying(rows)))
+        places = (counts.cumsum(axis=0) - counts)[me]
+        return jax.lax.ragged_all_to_all(
+            rows, room, of_senders[me], counts[me], places, arrive, axis_name=AXIS
+        )
+
+    return jax.lax.platform_dependent(rows, cpu=padded, default=ragged)
+
+
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
     experts, size = asked.model.num_experts, asked.n[AXIS]
@@ -76,6 +141,6 @@ EXPERT = Axis(
     errors,
     params=sharding.EXPERTS,
     activations={**sharding.EXPERTS, "batch": ("data", AXIS)},
-    hooks=lambda share: Hooks(experts=exchange),
+    hooks=lambda share: Hooks(experts=exchange_rows if share.model.dropless else exchange),
     own=own_sequences,
 )

@@ -103,6 +103,11 @@ def _errors(asked: Asked) -> Iterator[str]:
                 f"{name}={value!r} must come with a mesh axis {needed!r}: without one it would"
                 " do nothing"
             )
+    if model.num_experts and model.dropless and not asked.by_hand:
+        yield (
+            "by='compiler' must be 'hand' for dropless=True: a compiler would gather the tokens"
+            " of all devices to sort them by expert"
+        )
     others = [name for name in n if name not in ("data", "expert")]
     if others and (model.num_experts or "expert" in n):
         yield (

@@ -79,7 +79,7 @@ def _products(jaxpr: Any, times: int, again: bool) -> list[tuple[str, int, bool]
         # JAX puts the recomputation of jax.checkpoint into a scope of this name.
         eqn_again = again or "rematted_computation" in str(eqn.source_info.name_stack)
         name, params = eqn.primitive.name, eqn.params
-        if name in ("dot_general", "conv_general_dilated"):
+        if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
             unit, passes = _unit(eqn)
             products.append((unit, times * passes * _flops_of_product(eqn), eqn_again))
         elif name == "pallas_call":
@@ -149,6 +149,12 @@ def _flops_of_product(eqn: Any) -> int:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return out * math.prod(left[axis] for axis in contracted)
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        # where rows are summed, each is in one group
+        groups = 1 if numbers.rhs_group_dimensions else eqn.invars[2].aval.size
+        return out * math.prod(left[axis] for axis in contracted) // groups
     out_channels = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     # In the gradient of a strided convolution, one in `zeros` inputs is not zero.
     zeros = math.prod(eqn.params["lhs_dilation"])

@@ -55,6 +55,7 @@ MODEL = dict(
     num_experts=0,  # E MLPs, k of them per token; memory grows, FLOPs hardly
     experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
     capacity_factor=1.25,  # slots per expert / its even share; fewer drop more tokens
+    dropless=False,  # each expert computes all its tokens; capacity_factor does nothing
     balance_weight=Field(0.01, NOT_NEGATIVE),  # of a loss; at 0, a few experts may get all
 )
 
@@ -80,6 +81,8 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
         yield f"num_kv_heads={m.num_kv_heads} must divide num_heads={m.num_heads}, or be 0"
     if m.positions == "rotary" and m.head_dim % 2:
         yield f"head_dim={m.head_dim} must be even for positions='rotary', which turns pairs"
+    if m.dropless and not m.num_experts:
+        yield "dropless=True must be False for num_experts=0: there is no token to send"
     if m.num_experts:
         routed = m.num_experts, m.experts_per_token, m.capacity_factor
         if routed[1] > routed[0]:

@@ -46,7 +46,8 @@ class Hooks:
       own_key: changes the random key of dropout, for a device with its own part of the
         sequence: it drops other values than its neighbours.
       experts: takes `run`, a function that applies this device's experts, and tokens [E B C D]
-        for all experts; returns the results of all experts.
+        for all experts; returns the results of all experts. In a dropless model it takes rows
+        [R D] sorted by expert, and the number of each expert's rows [E], as `run` does.
     """
 
     shards: int = 1
@@ -61,7 +62,7 @@ class Hooks:
     params: Callable[[Any], Any] = lambda params: params
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer
     own_key: Callable[[Any], Any] = lambda key: key
-    experts: Callable[[Callable[[Array], Array], Array], Array] = lambda run, x: run(x)
+    experts: Callable[..., Array] = lambda run, *tokens: run(*tokens)
 
     def __or__(self, others: "Hooks") -> "Hooks":
         """Returns these hooks, and in place of them what the others change. Two changes of one

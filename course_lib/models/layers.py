@@ -140,7 +140,7 @@ def mlp(
 
 def activated(
     config: ConfigDict, named: Callable[[Array, str], Array], products: Sequence[Array]
-) -> Float[Array, "B _ F"]:
+) -> Float[Array, "... F"]:
     """Returns the MLP's hidden activations, given the products of its input: act(x W_in), or
     with a gate x W_in * act(x W_gate).
     """
@@ -157,20 +157,38 @@ def experts(
     # bfloat16 would round the small differences that decide between experts
     logits = jnp.matmul(x.astype(jnp.float32), params["router"], precision="highest")
     per_token = config.experts_per_token
-    room = routing.capacity(x.shape[1], config.num_experts, per_token, config.capacity_factor)
-    routed = routing.route(logits, per_token, room)
-
     into = ("expert_in", "expert_gate") if config.mlp_gate else ("expert_in",)
+    of_experts = {name: params[name] for name in (*into, "expert_out")}
 
-    def expert(params: Params, x: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
-        products = [dense(params, name, x, jax.lax.dot_general) for name in into]
+    def expert(
+        params: Params, x: Float[Array, "..."], product: Callable
+    ) -> Float[Array, "..."]:
+        products = [dense(params, name, x, product) for name in into]
         x = activated(config, checkpoint_name, products)
-        return dense(params, "expert_out", x, jax.lax.dot_general)
+        return dense(params, "expert_out", x, product)
+
+    if config.dropless:
+
+        def run_rows(rows: Float[Array, "R D"], sizes: Int[Array, " E"]) -> Float[Array, "R D"]:
+            own = functools.partial(jnp.repeat, axis=0, total_repeat_length=len(rows))
+            of_rows = {
+                name: {n: own(x, sizes) if n == "bias" else x for n, x in weights.items()}
+                for name, weights in of_experts.items()
+            }
+            return expert(
+                of_rows, rows, lambda x, kernels, _: routing.grouped(x, kernels, sizes)
+            )
+
+        return routing.dropless(
+            functools.partial(hooks.experts, run_rows), x, logits, per_token
+        )
 
     def run(tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
-        weights = {name: params[name] for name in (*into, "expert_out")}
-        return jax.vmap(expert)(weights, tokens)
+        one = functools.partial(expert, product=jax.lax.dot_general)
+        return jax.vmap(one)(of_experts, tokens)
 
+    room = routing.capacity(x.shape[1], config.num_experts, per_token, config.capacity_factor)
+    routed = routing.route(logits, per_token, room)
     tokens = jnp.einsum("blec,bld->ebcd", routed.dispatch.astype(x.dtype), x)
     results = hooks.experts(run, tokens)
     return jnp.einsum("blec,ebcd->bld", routed.combine.astype(x.dtype), results), routed.balance

@@ -5,20 +5,25 @@ probable (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; Lepikhin et al
 https://arxiv.org/abs/2006.16668; Fedus et al., 2021, https://arxiv.org/abs/2101.03961).
 Parameters grow with E, FLOPs with k.
 
-Shapes are fixed, so each expert has slots for C tokens per sequence. Tokens take slots in the
-order of the sequence, so no token depends on a later one. A full expert skips a token (*token
-dropping*). If all experts of a token are full, only the residual carries it on. Whether a token
-is dropped depends on its own sequence alone, not on how sequences are divided among devices.
-Dispatch multiplies by arrays of [B L E C] numbers, mostly zeros, as in the papers: simple, but
-costly for long sequences, because E C grows with L.
+With a *capacity* (`route`), each expert has slots for C tokens per sequence. Tokens take slots
+in the order of the sequence, so no token depends on a later one. A full expert skips a token
+(*token dropping*). If all experts of a token are full, only the residual carries it on. Whether
+a token is dropped depends on its own sequence alone, not on how sequences are divided among
+devices. Dispatch multiplies by arrays of [B L E C] numbers, mostly zeros, as in the papers:
+simple, but costly for long sequences, because E C grows with L.
+
+*Dropless* (`dropless`; Gale et al., 2022, https://arxiv.org/abs/2211.15841), tokens are sorted
+by expert, and a grouped product (`jax.lax.ragged_dot`) multiplies the rows of each expert by
+its matrix, however many they are.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class Routing(NamedTuple):
@@ -59,20 +64,78 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
       per_token: k, the experts of a token.
       capacity: C, the slots of an expert per sequence.
     """
-    if logits.ndim != 3 or not logits.size:
-        raise ValueError(f"logits must be [B L E] with at least one token, not {logits.shape}")
-    batch, length, experts = logits.shape
-    if not 1 <= per_token <= experts:
-        raise ValueError(f"per_token={per_token} must be between 1 and the {experts} experts")
     if capacity < 1:
         raise ValueError(f"capacity={capacity} must be at least 1 slot per expert")
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    _, chosen = jax.lax.top_k(probabilities, per_token)
+    chosen, probabilities, balance = choose(logits, per_token)
+    batch, length, experts = logits.shape
     choices = jax.nn.one_hot(chosen, experts)  # [B L k E]
     in_line = choices.reshape(batch, length * per_token, experts)
     places = ((jnp.cumsum(in_line, axis=1) - 1) * in_line).sum(axis=-1).reshape(chosen.shape)
     # [B L k C], all zeros where there is no room.
     rooms = jax.nn.one_hot(places.astype(jnp.int32), capacity)
     dispatch = jnp.einsum("blke,blkc->blec", choices, rooms)
-    balance = experts * (in_line.mean(axis=1) * probabilities.mean(axis=1)).sum(axis=-1)
     return Routing(dispatch, dispatch * probabilities[..., None], balance)
+
+
+class Choice(NamedTuple):
+    """The experts of each token, whether or not they have room.
+
+    Attributes:
+      chosen: the k most probable experts, the most probable first.
+      probabilities: of all experts.
+      balance: as in `Routing`.
+    """
+
+    chosen: Int[Array, "B L k"]
+    probabilities: Float[Array, "B L E"]
+    balance: Float[Array, " B"]
+
+
+def choose(logits: Float[Array, "B L E"], per_token: int) -> Choice:
+    """Returns each token's k most probable experts."""
+    if logits.ndim != 3 or not logits.size:
+        raise ValueError(f"logits must be [B L E] with at least one token, not {logits.shape}")
+    experts = logits.shape[-1]
+    if not 1 <= per_token <= experts:
+        raise ValueError(f"per_token={per_token} must be between 1 and the {experts} experts")
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    _, chosen = jax.lax.top_k(probabilities, per_token)
+    often = jax.nn.one_hot(chosen, experts).mean(axis=(1, 2))
+    balance = experts * (often * probabilities.mean(axis=1)).sum(axis=-1)
+    return Choice(chosen, probabilities, balance)
+
+
+def dropless(
+    run: Callable[[Array, Array], Array],
+    x: Float[Array, "B L D"],
+    logits: Float[Array, "B L E"],
+    per_token: int,
+) -> tuple[Float[Array, "B L D"], Float[Array, " B"]]:
+    """Returns the sum of the results of each token's experts, times their probabilities, and
+    the load-balancing loss. No token is dropped.
+
+    Args:
+      run: applies the experts to rows [R D], those of the first expert first. It also gets the
+        number of rows of each expert [E].
+      x: the tokens.
+      logits, per_token: as in `route`.
+    """
+    chosen, probabilities, balance = choose(logits, per_token)
+    order = jnp.argsort(chosen.reshape(-1))  # stable: an expert's tokens stay in their order
+    sizes = jnp.bincount(chosen.reshape(-1), length=logits.shape[-1])
+    tokens, flat = order // per_token, x.reshape(-1, x.shape[-1])
+    weights = jnp.take_along_axis(probabilities, chosen, axis=-1).reshape(-1)[order]
+    rows = run(flat[tokens], sizes) * weights[:, None].astype(x.dtype)
+    return jnp.zeros_like(flat).at[tokens].add(rows).reshape(x.shape), balance
+
+
+def grouped(
+    rows: Float[Array, "R D"], kernels: Float[Array, "E D F"], sizes: Int[Array, " E"]
+) -> Float[Array, "R F"]:
+    """Multiplies each row by the kernel of its expert; rows lie as in `dropless`, and what is
+    beyond the last expert's becomes 0.
+
+    XLA of JAX 0.12 has no grouped product for GPUs. There it multiplies all rows by all
+    kernels, with a temporary array [R, E D]: notebook 14 shows it, and JAX's kernel without.
+    """
+    return jax.lax.ragged_dot(rows, kernels, sizes)

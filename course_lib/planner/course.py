@@ -88,6 +88,8 @@ def shape_of(config: ConfigDict) -> Shape:
             length, model.num_experts, model.experts_per_token, model.capacity_factor
         )
         slots_per_token = model.num_experts * room / length
+        if model.dropless:
+            slots_per_token = float(model.experts_per_token)
     return Shape(
         model.num_layers,
         model.hidden_size,
@@ -134,7 +136,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
         chunked_loss=model.loss_chunks > 1,
-        dense_dispatch=True,
+        dense_dispatch=not model.dropless,
     )
 
 

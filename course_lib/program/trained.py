@@ -31,7 +31,8 @@ PyTree = Any
 Folder = str | os.PathLike[str]
 
 # Fields of a model that another run may set otherwise: its parameters stay what they are.
-MAY_DIFFER = {"dtype", "softmax_dtype", "dropout_rate", "capacity_factor", "balance_weight"}
+MAY_DIFFER = {"dtype", "softmax_dtype", "dropout_rate"}
+MAY_DIFFER |= {"capacity_factor", "dropless", "balance_weight"}
 
 
 @dataclasses.dataclass(frozen=True)

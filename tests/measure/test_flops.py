@@ -44,6 +44,18 @@ def test_a_complex_multiplication_and_addition_takes_eight_operations():
     assert flops(jnp.matmul, left, right).total == {"complex64": 8 * 5 * 7 * 11}
 
 
+def test_a_grouped_product_counts_each_row_once_and_its_gradient_twice():
+    rows, kernels, sizes = array(10, 7), array(3, 7, 11), array(3, dtype=jnp.int32)
+
+    def total(rows, kernels, sizes):
+        return jax.lax.ragged_dot(rows, kernels, sizes).sum()
+
+    product = 2 * 10 * 7 * 11
+    assert flops(jax.lax.ragged_dot, rows, kernels, sizes).total == {"float32": product}
+    both = jax.value_and_grad(total, argnums=(0, 1))
+    assert flops(both, rows, kernels, sizes).total == {"float32": 3 * product}
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_convolution_counts_as_the_product_that_it_is_at_each_output(groups):
     convolve = functools.partial(

@@ -2,6 +2,8 @@
 there is room.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,6 +159,45 @@ def test_a_token_without_room_is_left_to_the_residual():
     params = params | {"router": jnp.zeros((model.hidden_size, 4)).at[:, 0].set(1e-3)}
     norms = np.linalg.norm(run(params, jnp.abs(x)), axis=-1)
     assert (norms == 0).sum() >= 3 * (7 - 2) and ((norms > 0).sum(axis=1) >= 1).all()
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("preferred", [(), (2,), (0, 3)], ids=["mixed", "one", "two"])
+def test_dropless_experts_are_those_with_room_for_every_token(preferred, gate):
+    """Values and gradients, also if all tokens choose the same experts, and others get none."""
+    per_token = max(1, len(preferred))
+    whole = dict(experts_per_token=per_token, mlp_gate=gate)
+    all_find_room = small(capacity_factor=4 / per_token, **whole).model
+    _, params, x = mlp(all_find_room)
+    draw = np.random.default_rng(2)
+    params = jax.tree.map(lambda leaf: leaf + draw.normal(size=leaf.shape) / 8, params)
+    if preferred:
+        x = jnp.abs(x)
+        params["router"] = jnp.zeros_like(params["router"]).at[:, list(preferred)].set(3.0)
+        params["pre_norm"] = {"scale": jnp.zeros_like(x[0, 0]), "bias": x[0, 0]}
+        params["pre_norm"]["scale"] += 0.05
+    hooks = with_products(Hooks(), flat_products=False)
+
+    def loss(model, params, x):
+        y, balance = layers.mlp(model, hooks, params, x, None)
+        return (y * draw_like).sum() + 3 * balance.sum(), (y, balance)
+
+    draw_like = jnp.asarray(draw.normal(size=x.shape), jnp.float32)
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, model), (0, 1), has_aux=True))(params, x)
+        for model in (small(dropless=True, **whole).model, all_find_room)
+    )
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+    if preferred:  # the experts that nobody chose have no gradient
+        nobody = [e for e in range(4) if e not in preferred]
+        assert not np.any(found[0][0]["expert_in"]["kernel"][jnp.array(nobody)])
+
+
+def test_a_dropless_layer_keeps_the_tokens_that_a_full_expert_drops():
+    run, params, x = mlp(small(dropless=True, experts_per_token=1, capacity_factor=0.1).model)
+    params = params | {"router": jnp.zeros_like(params["router"]).at[:, 0].set(1e-3)}
+    assert (np.linalg.norm(run(params, jnp.abs(x)), axis=-1) > 0).all()
 
 
 def test_scanned_layers_leave_the_balance_that_layers_one_by_one_leave():
