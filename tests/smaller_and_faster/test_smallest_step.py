@@ -84,7 +84,9 @@ CASES = {
 }
 
 
+# What a layer computes is no matter of the backward pass: one model with all options is enough.
 SLOW = ("one minibatch", "a loop", "dropout", "values are kept by name")
+SLOW += ("flash attention", "parallel blocks")
 
 
 @pytest.mark.parametrize("name", [slow(each) if each in SLOW else each for each in CASES])
