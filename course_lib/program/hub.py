@@ -92,7 +92,8 @@ def _fields(hub: dict[str, Any]) -> dict[str, Any]:
     if lacks := [n for f, n in family.sizes.items() if f not in found.keys() | optional]:
         raise ValueError(f"it lacks {', '.join(lacks)}")
     if dtype := hub.get("dtype", hub.get("torch_dtype")):
-        found["dtype"] = dtype
+        # of the stored numbers; to compute in float16 needs a loss scale
+        found["dtype"] = "bfloat16" if dtype == "float16" else dtype
     fields.check(found, fields.template(MODEL), fields.by_name(MODEL), may_lack=True)
     width, heads = found["hidden_size"], found["num_heads"]
     found = dict(mlp_size=4 * width, head_dim=width // heads) | found

@@ -256,5 +256,6 @@ def test_a_dry_run_that_does_not_fit_has_its_own_exit_code(
         return types.SimpleNamespace(fits=fits, refused=refused, text=lambda: "found")
 
     monkeypatch.setattr(dry_run, "dry_run", found)
-    assert command.main(["--dry-run", "--devices", "64"]) == code
-    assert capsys.readouterr().out == "found\n"
+    for given in (["--devices", "64"], ["--target", "64xh100"]):
+        assert command.main(["--dry-run", *given]) == code
+        assert capsys.readouterr().out == "found\n"

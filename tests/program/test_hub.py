@@ -62,7 +62,6 @@ def with_model(model, preset="cpu", **changes):
 )
 def test_a_model_has_the_published_number_of_parameters(name, hub_config, published, tmp_path):
     whole = with_model(hub.model(stored(tmp_path, hub_config)), "155m")
-    whole.training.loss_scale = "dynamic" if whole.model.dtype == "float16" else "none"
     settings.check(whole)
     shapes = jax.eval_shape(lambda: parameters.init(jax.random.key(0), whole.model))
     assert transformer.num_params(shapes) == published
@@ -74,6 +73,7 @@ def test_both_spellings_of_a_field_are_read(tmp_path):
     del new["rope_scaling"]
     old = hub.model(stored(tmp_path / "old", MISTRAL))
     assert hub.model(stored(tmp_path / "new", new)) == old == hub.model(tmp_path / "new")
+    assert hub.model(stored(tmp_path / "half", LLAMA2))["dtype"] == "bfloat16"
     assert old["rotary_base"] == 1e6 and old["dtype"] == "bfloat16"
     assert old["num_kv_heads"] == 8 and not old["tied_embeddings"]
     assert hub.model(stored(tmp_path, GPT2))["tied_embeddings"]
@@ -386,6 +386,8 @@ def test_a_model_of_the_hub_replaces_that_of_the_preset_and_nothing_else(tmp_pat
     assert asked("--model", path, "--set", "model.num_layers=2").model.num_layers == 2
     assert asked("--model", path).model.scan_layers and not asked().model.scan_layers
     assert not asked("--model", path, "--preset", "cpu").model.scan_layers
+    dry = asked("--model", path, "--dry-run")
+    assert dry.data == preset.data and dry.model.attention == preset.model.attention
     larger = data.tokenizer()
     larger.add_tokens([f"more{i}" for i in range(40_000)])
     for saved, size in ((data.tokenizer(), 32_000), (larger, 42_048)):
