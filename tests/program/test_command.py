@@ -138,7 +138,7 @@ def test_a_run_that_begins_with_another_has_its_model_and_its_fields_unless_othe
 MISTAKES = [
     ("--set model.num_layer=6", "model.num_layer='6' is no field and would change nothing"),
     ("--set model.num_layers", "--set model.num_layers must be FIELD=VALUE"),
-    ("--set model.num_heads=3", "head_dim=32 must be hidden_size / num_heads = 128 / 3"),
+    ("--set model.num_heads=3", "head_dim=32 must be hidden_size / num_heads = 128 / 3, or"),
     ("--config /no/such/file", "--config /no/such/file cannot be read"),
     ("--devices 0", "--devices 0 must be at least 1"),
     ("--data ", "--data is empty, perhaps because a shell variable is not set"),
