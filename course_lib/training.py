@@ -320,7 +320,7 @@ def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..
     it returns the factors of the logits.
     """
     if model.loss_chunks == 1:
-        return hooks, cross_entropy
+        return hooks, losses.z_loss(model.z_loss) if model.z_loss else cross_entropy
     from course_lib.smaller_and_faster.large_vocabulary import Factors
 
     return dataclasses.replace(hooks, output=Factors), losses.chunked_cross_entropy(model)

@@ -39,6 +39,7 @@ MODEL = dict(
     attention=Rounding("reference", attention.IMPLEMENTATIONS),
     loss_chunks=Rounding(1),  # pieces of the logits, one at a time; more take less memory
     loss_along=Rounding("vocabulary", ("vocabulary", "tokens")),
+    z_loss=0.0,  # times logsumexp(logits) ** 2, added to the loss; PaLM: 1e-4
     flat_products=Rounding(False),  # B and L as one dimension: faster on a CPU
     tied_embeddings=False,  # the output layer is the token table; without a bias
     # those from here on are explained in course_lib.models.layers
