@@ -183,6 +183,7 @@ def muon(
     weight_decay: ArrayLike = 0.0,
     matrices: ByName | None = None,
     stacks: ByName | None = None,
+    *,
     decayed: str = "all",
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the parameters that `matrices` chooses (`matrix_axes`), AdamW with `b1` and `b2`
