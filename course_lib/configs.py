@@ -256,6 +256,7 @@ def _errors(c: ConfigDict) -> Iterator[str]:
     for chosen, field, value, possible, why in (
         (offload, "optimizer.name", o.name, streamed, "it streams the moments of a layer"),
         (offload, "optimizer.param_dtype", o.param_dtype, ["float32"], "rounding needs all"),
+        (offload, "optimizer.decayed", o.decayed, ["all"], "a layer comes without names"),
         (offload, "model.scan_layers", m.scan_layers, [True], "it streams stacked layers"),
         (offload, "training.loss_scale", t.loss_scale, ["none"], "no update may be skipped"),
         (in_place, "model.scan_layers", m.scan_layers, [True], "it walks stacked layers"),

@@ -67,6 +67,19 @@ def _memory() -> Any:
     return optimizer_memory
 
 
+def _decay(config: ConfigDict) -> dict[str, Any]:
+    """Returns Optax's arguments for `weight_decay`, and for what it is of."""
+
+    def is_matrix(path: Any, leaf: Any) -> bool:
+        name = arguments.name_in_tree(path).rpartition("/")[2]
+        return name not in ("bias", "scale") and leaf.ndim > 1
+
+    mask = functools.partial(_with_path, is_matrix)
+    return dict(
+        weight_decay=config.weight_decay, mask=None if config.decayed == "all" else mask
+    )
+
+
 class Optimizer(NamedTuple):
     """An optimizer that a configuration can name."""
 
@@ -89,13 +102,13 @@ OPTIMIZERS = {
         streams=True,
     ),
     "adamw": Optimizer(
-        lambda c, rate: optax.adamw(rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay),
+        lambda c, rate: optax.adamw(rate, c.b1, c.b2, **_decay(c)),
         "decoupled weight decay, arXiv 1711.05101",
         decays=True,
         streams=True,
     ),
     "adamw_bf16": Optimizer(
-        lambda c, rate: _memory().adamw_bf16(rate, c.b1, c.b2, weight_decay=c.weight_decay),
+        lambda c, rate: _memory().adamw_bf16(rate, c.b1, c.b2, **_decay(c)),
         "AdamW with moments in bfloat16",
         decays=True,
     ),
@@ -104,7 +117,7 @@ OPTIMIZERS = {
             rate,
             c.b1,
             c.b2,
-            weight_decay=c.weight_decay,
+            **_decay(c),
             block_size=c.block_size,
             stacks=stacks,
         ),
@@ -115,13 +128,15 @@ OPTIMIZERS = {
         fields=dict(block_size=Field(256, at_least(16, ": each block has a scale"))),
     ),
     "lion": Optimizer(
-        lambda c, rate: optax.lion(rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay),
+        lambda c, rate: optax.lion(rate, c.b1, c.b2, **_decay(c)),
         "one moment, and updates of one size, arXiv 2302.06675",
         decays=True,
         streams=True,
     ),
     "muon": Optimizer(
-        lambda c, rate, *where: muon(rate, c.b1, c.b2, c.weight_decay, *where),
+        lambda c, rate, *where: muon(
+            rate, c.b1, c.b2, c.weight_decay, *where, decayed=c.decayed
+        ),
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
         " embeddings, output layer, norms and biases",
         decays=True,
@@ -143,6 +158,7 @@ PARAM_DTYPES = ("float32", "bfloat16")
 """Dtypes of the stored parameters. bfloat16 ones are rounded stochastically."""
 
 RATE = Rule(lambda x: 0 < x <= 1, "be in (0, 1]")
+DECAYED = ("all", "matrices")
 OPTIMIZER = dict(
     name=Field("adam", OPTIMIZERS),  # two more float32 numbers per parameter
     param_dtype=Field("float32", PARAM_DTYPES),  # bfloat16: half the bytes
@@ -155,6 +171,7 @@ OPTIMIZER = dict(
     b1=Field(0.9, FRACTION),  # Adam, Lion: memory of gradients, about 1 / (1 - b1) steps
     b2=Field(0.999, FRACTION),  # Adam: of their squares; Lion: of gradients, and wants 0.99
     weight_decay=0.0,  # each step subtracts weight_decay * rate * parameter
+    decayed=Field("all", DECAYED),  # of which: "matrices" leaves out norms and biases
     clip_norm=0.0,  # scales gradients down to that norm; 0: no clipping
     offload=False,  # moments in the host's memory, streamed layer by layer
 ) | {name: field for row in OPTIMIZERS.values() for name, field in row.fields.items()}
@@ -168,16 +185,19 @@ def muon(
     weight_decay: ArrayLike = 0.0,
     matrices: ByName | None = None,
     stacks: ByName | None = None,
+    *,
+    decayed: str = "all",
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the parameters that `matrices` chooses (`matrix_axes`), AdamW with `b1` and `b2`
     for the rest. Updates are as large as AdamW's, so a learning rate means the same for both.
+    With `decayed="matrices"` only those that Muon trains decay.
     """
     return optax.contrib.muon(
         learning_rate,
         adam_b1=b1,
         adam_b2=b2,
         weight_decay=weight_decay,
-        adam_weight_decay=weight_decay,
+        adam_weight_decay=weight_decay if decayed == "all" else 0.0,
         muon_weight_dimension_numbers=lambda params: matrix_axes(params, matrices, stacks),
         consistent_rms=0.2,
     )
@@ -309,7 +329,7 @@ def get(
     if matrices is not None and "matrices" not in OPTIMIZERS[name].reads:
         raise ValueError(f"matrices={matrices!r} must be None for {name!r}, which reads none")
     unread = set("schedule warmup_steps decay_rate total_steps cooldown".split())
-    unread |= set() if OPTIMIZERS[name].decays else {"weight_decay"}
+    unread |= set() if OPTIMIZERS[name].decays else {"weight_decay", "decayed"}
     unread |= {n for row in OPTIMIZERS.values() for n in row.fields} - {
         *OPTIMIZERS[name].fields
     }

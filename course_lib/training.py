@@ -359,7 +359,7 @@ def functions(
 ) -> Functions:
     """Returns the functions of one device. `score`: None for the configuration's own."""
     if score is None:
-        score = cross_entropy
+        score = losses.z_loss(config.model.z_loss) if config.model.z_loss else cross_entropy
         if config.model.loss_chunks > 1:
             from course_lib.smaller_and_faster.large_vocabulary import Factors
 

@@ -57,6 +57,9 @@ BAD = [
     # between fields of the model
     ({"data.seq_len": 513}, "seq_len=513 must be at most max_seq_len=512"),
     ({"model.head_dim": 48}, "head_dim=48 must be hidden_size / num_heads = 1024 / 8"),
+    ({"model.attention_width": 512}, "or attention_width=512 their product"),
+    ({"model.rotary_scaling": "linear"}, "must be 'none' without positions='rotary'"),
+    ({"model.window": 8, "model.causal_mask": False}, "window=8 must be 0 without causal_mask"),
     ({"model.num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=8"),
     (ODD_HEADS, "head_dim=1 must be even"),
     (EXPERTS | {"model.experts_per_token": 3}, "experts_per_token=3"),

@@ -80,6 +80,28 @@ def test_an_optimizer_decays_parameters_or_refuses_to(name):
             configs.check(config)
 
 
+@pytest.mark.parametrize("name", [n for n, row in optimizers.OPTIMIZERS.items() if row.decays])
+def test_norms_and_biases_need_not_decay(name):
+    layer = {"kernel": jnp.ones((4, 32)), "scale": jnp.ones(32)}
+    params = {"embed": {"embedding": jnp.ones((8, 4))}, "block_0": {"mlp": layer}}
+    params["block_0"]["qkv"] = {"kernel": jnp.ones((4, 2, 6)), "bias": jnp.ones((2, 6))}
+    params["block"] = {"norm": {"scale": jnp.ones((3, 4))}}
+    moved = {}
+    for decayed in ("all", "matrices"):
+        options = dict(name=name, schedule="constant", learning_rate=0.1, weight_decay=0.5)
+        optimizer = optimizers.from_config(example_config(decayed=decayed, **options))
+        still = jax.tree.map(jnp.zeros_like, params)
+        with jax.numpy_dtype_promotion("standard"):
+            found, _ = jax.jit(optimizer.update)(still, optimizer.init(params), params)
+        found = flatten_dict(jax.tree.map(lambda leaf: float(leaf.min()), found), sep="/")
+        moved[decayed] = {x for x, move in found.items() if move == pytest.approx(-0.05)}
+        assert set(found) - moved[decayed] == {x for x, move in found.items() if move == 0}
+        assert decayed == "matrices" or set(found) == moved["all"]
+    matrices = {"block_0/mlp/kernel", "block_0/qkv/kernel"}
+    matrices |= set() if name == "muon" else {"embed/embedding"}  # of which Adam trains that
+    assert moved["matrices"] == matrices
+
+
 @pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
 def test_an_optimizer_that_streams_keeps_moments_in_the_shapes_of_parameters(name):
     config = configs.get("155m")

@@ -68,12 +68,13 @@ def attend(
     causal: bool = True,
     implementation: str = "reference",
     softmax_dtype: Any = jnp.float32,
+    window: int = 0,
 ) -> Float[Array, "B L_n H K"]:
     """Computes `attention.attend` from the queries, keys and values of this device's L / n
     positions. Only "reference" is implemented; softmax and scores are float32, and so are the
     gradients of keys and values that travel.
     """
-    arguments.refuse(_not_a_ring(implementation, softmax_dtype))
+    arguments.refuse(_not_a_ring(implementation, softmax_dtype, window))
     batch, length, heads, width = query.shape
     groups = key.shape[2]
     parts = batch, 2, length // 2, groups
@@ -230,7 +231,7 @@ def errors(asked: Asked) -> Iterator[str]:
             " already"
         )
     if hand:
-        yield from _not_a_ring(model.attention, model.softmax_dtype)
+        yield from _not_a_ring(model.attention, model.softmax_dtype, model.window)
     elif not IMPLEMENTATIONS[model.attention].along_length:
         yield (
             f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis"
@@ -240,13 +241,15 @@ def errors(asked: Asked) -> Iterator[str]:
     yield from arguments.shared("seq_len", asked.config.data.seq_len, parts, _PARTS)
 
 
-def _not_a_ring(implementation: str, softmax_dtype: Any) -> Iterator[str]:
+def _not_a_ring(implementation: str, softmax_dtype: Any, window: int) -> Iterator[str]:
     dtype = jnp.dtype(softmax_dtype)
     if implementation != "reference" or dtype != jnp.float32:
         yield (
             f"attention={implementation!r}, softmax_dtype={dtype.name!r} must be 'reference'"
             f" and 'float32' with a mesh axis {AXIS!r}: ring attention replaces the kernel"
         )
+    if window:
+        yield f"window={window} must be 0 with a mesh axis {AXIS!r}: the ring knows no windows"
 
 
 CONTEXT = Axis(

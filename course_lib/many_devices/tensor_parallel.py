@@ -240,6 +240,8 @@ def errors(asked: Asked) -> Iterator[str]:
     } | ({"seq_len": asked.config.data.seq_len} if strategy.sequence else {})
     for name, size in cut.items():
         yield from arguments.shared(name, size, asked.n[AXIS], f"devices along {AXIS!r}")
+    if model.z_loss and asked.by_hand:
+        yield f"z_loss={model.z_loss} must be 0 with a mesh axis 'tensor' by hand"
     if model.flat_products and asked.by_hand:
         yield (
             "flat_products=True must be False with a mesh axis 'tensor' by hand, which has"

@@ -124,6 +124,7 @@ def attend(
     causal: bool = True,
     implementation: str = "reference",
     softmax_dtype: Any = jnp.float32,
+    window: int = 0,
 ) -> Float[Array, "B L H K"]:
     """Computes softmax(Q K^T / sqrt(K)) V for every head.
 
@@ -134,6 +135,7 @@ def attend(
       implementation: one of `IMPLEMENTATIONS`. All but the first two accumulate and take the
         softmax in float32.
       softmax_dtype: dtype of the scores and of the softmax in "reference" and "blocks".
+      window: with `causal`, a position sees itself and `window - 1` before it; 0: all.
     """
     arguments.one_of("attention", implementation, IMPLEMENTATIONS)
     mixed_precision.describe(softmax_dtype, "softmax_dtype")
@@ -147,19 +149,24 @@ def attend(
         if (groups := key.shape[2]) != heads:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         if implementation == "blocks" and causal:
-            return _blocks(query, key, value, softmax_dtype)
-        mask = _past(length) if causal else None
+            return _blocks(query, key, value, softmax_dtype, window)
+        mask = _past(length, window) if causal else None
         return reference(query, key, value, mask, softmax_dtype)
     if implementation == "flash":
-        return _flash().attend(query, key, value, causal=causal)
+        return _flash().attend(query, key, value, causal=causal, window=window or None)
     options: dict[str, Any] = {"is_causal": causal, "implementation": implementation}
+    if window:
+        options["local_window_size"] = window - 1, 0
     return jax.nn.dot_product_attention(query, key, value, **options)
 
 
-def _past(length):
+def _past(length, window):
     """Returns which keys [1, L] a query [L, 1] sees: its own and those before it."""
     position = jnp.arange(length)
-    return position[:, None] >= position[None, :]
+    past = position[:, None] >= position[None, :]
+    if window == 0:
+        return past
+    return past & (position[:, None] - position[None, :] < window)
 
 
 def reference(query, key, value, mask, softmax_dtype):
@@ -177,12 +184,15 @@ def reference(query, key, value, mask, softmax_dtype):
     return jnp.einsum("bhqs,bshk->bqhk", weights, value)
 
 
-def _blocks(query, key, value, softmax_dtype):
-    """Computes attention for one block of queries at a time, without the keys after it."""
+def _blocks(query, key, value, softmax_dtype, window):
+    """Computes attention for one block of queries at a time, without the keys after it and
+    those before its window.
+    """
     length = query.shape[1]
-    mask, parts = _past(length), []
+    mask, parts = _past(length, window), []
     for start in range(0, length, BLOCK):
-        own, end = slice(start, start + BLOCK), start + BLOCK
-        arrays = query[:, own], key[:, :end], value[:, :end], mask[own, :end]
+        own = slice(start, start + BLOCK)
+        seen = slice(max(0, start - window + 1) if window else 0, start + BLOCK)
+        arrays = query[:, own], key[:, seen], value[:, seen], mask[own, seen]
         parts.append(reference(*arrays, softmax_dtype))
     return jnp.concatenate(parts, axis=1)

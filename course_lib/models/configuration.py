@@ -22,6 +22,7 @@ MODEL = dict(
     hidden_size=1024,  # D: parameters and time grow with its square, activations with it
     head_dim=128,  # K: below 64 the matrix units idle
     num_heads=8,  # H: H * K must be D
+    attention_width=0,  # or this, if it is not 0
     mlp_expansion=4,  # F / D: most of the activations are the MLP's hidden ones
     mlp_size=0,  # F, if it is no multiple of D; 0 means mlp_expansion * hidden_size
     vocab_size=2048,  # rows of the token table; at least the tokenizer's
@@ -38,9 +39,10 @@ MODEL = dict(
     attention=Rounding("reference", attention.IMPLEMENTATIONS),
     loss_chunks=Rounding(1),  # pieces of the logits, one at a time; more take less memory
     loss_along=Rounding("vocabulary", ("vocabulary", "tokens")),
+    z_loss=0.0,  # times logsumexp(logits) ** 2, added to the loss; PaLM: 1e-4
     flat_products=Rounding(False),  # B and L as one dimension: faster on a CPU
     tied_embeddings=False,  # the output layer is the token table; without a bias
-    # the next ten are explained in course_lib.models.layers
+    # those from here on are explained in course_lib.models.layers
     attention_first=False,
     norm=Field("layer", ("layer", "rms")),
     norm_epsilon=1e-6,  # added to the variance
@@ -51,7 +53,12 @@ MODEL = dict(
     mlp_gate=False,  # a third matrix of the MLP, which most models make smaller for it
     positions=Field("learned", layers.POSITIONS),  # "rotary" has no table
     rotary_base=10_000.0,  # of its slowest angle; larger for longer sequences
+    rotary_scaling=Field("none", layers.ROTARY_SCALINGS),  # for sequences above these
+    rotary_length=8192,  # "llama3": those of the training before
+    rotary_factor=1.0,  # so many times as long, at most
+    window=0,  # positions that one sees, its own and those just before; 0: all
     use_bias=True,  # False: matmuls and norms have no bias
+    qkv_bias=False,  # queries, keys and values have one, whatever use_bias says
     num_experts=0,  # E MLPs, k of them per token; memory grows, FLOPs hardly
     experts_per_token=1,  # k: FLOPs of the MLP grow in proportion
     capacity_factor=1.25,  # slots per expert / its even share; fewer drop more tokens
@@ -75,14 +82,21 @@ def errors(m: ConfigDict, seq_len: int) -> Iterator[str]:
             f"seq_len={seq_len} must be at most max_seq_len={m.max_seq_len}: later positions"
             " have no embedding; raise max_seq_len or cut the sequences"
         )
-    if m.num_heads * m.head_dim != width:
-        yield f"head_dim={m.head_dim} must be hidden_size / num_heads = {width} / {m.num_heads}"
+    if m.num_heads * m.head_dim != (m.attention_width or width):
+        yield (
+            f"head_dim={m.head_dim} must be hidden_size / num_heads = {width} / {m.num_heads},"
+            f" or attention_width={m.attention_width} their product"
+        )
     if m.num_kv_heads and m.num_heads % m.num_kv_heads:
         yield f"num_kv_heads={m.num_kv_heads} must divide num_heads={m.num_heads}, or be 0"
     if m.positions == "rotary" and m.head_dim % 2:
         yield f"head_dim={m.head_dim} must be even for positions='rotary', which turns pairs"
     if m.dropless and not m.num_experts:
         yield "dropless=True must be False for num_experts=0: there is no token to send"
+    if m.positions != "rotary" and m.rotary_scaling != "none":
+        yield f"rotary_scaling={m.rotary_scaling!r} must be 'none' without positions='rotary'"
+    if m.window and not m.causal_mask:
+        yield f"window={m.window} must be 0 without causal_mask: it is of earlier positions"
     if m.num_experts:
         routed = m.num_experts, m.experts_per_token, m.capacity_factor
         if routed[1] > routed[0]:

@@ -16,10 +16,19 @@ default, and changes parameters and products as in its source:
                     "silu": SwiGLU (Shazeer, 2020, https://arxiv.org/abs/2002.05202)
     positions       "rotary": queries and keys are rotated by their position
                     (Su et al., 2021, https://arxiv.org/abs/2104.09864)
+    rotary_scaling  slower rotations, for longer sequences: "linear", all of them (Chen et al.,
+                    2023, https://arxiv.org/abs/2306.15595); "llama3", only slow ones
+                    (Llama 3.1, https://github.com/meta-llama/llama-models)
+    window          a position sees the last ones only (sliding window; Jiang et al., 2023,
+                    https://arxiv.org/abs/2310.06825)
+    attention_width heads that together are wider, or narrower, than the model (Raffel et al.,
+                    2020, https://arxiv.org/abs/1910.10683; Qwen3)
     norm            "rms": no mean is subtracted, and no bias is added
                     (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)
     use_bias        False: neither matmuls nor norms add a bias
                     (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311)
+    qkv_bias        queries, keys and values add one nevertheless (Qwen2,
+                    https://arxiv.org/abs/2407.10671)
     attention_first attention comes before the MLP, as in GPT-2 (Radford et al., 2019,
                     https://github.com/openai/gpt-2)
     num_experts     each token is computed by few of many MLPs: see `experts`
@@ -65,6 +74,21 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 
 POSITIONS = ("learned", "rotary")
 """Position embeddings: a learned table, or rotations of queries and keys."""
+
+
+def _llama3(speeds: Array, factor: float, length: int) -> Array:
+    """Slows down what turns less than once within a length, and not what turns four times."""
+    turns = speeds * length / (2 * jnp.pi)
+    kept = jnp.clip((turns - 1) / (4 - 1), 0, 1)
+    return speeds * (kept + (1 - kept) / factor)
+
+
+ROTARY_SCALINGS: Mapping[str, Callable[[Array, float, int], Array]] = {
+    "none": lambda speeds, factor, length: speeds,
+    "linear": lambda speeds, factor, length: speeds / factor,
+    "llama3": _llama3,
+}
+"""How angles per position change, given `rotary_factor` and `rotary_length`."""
 
 
 def layer(
@@ -243,7 +267,8 @@ def attended(
         key = norm(params, "key_norm", key, **how)
     if config.positions == "rotary":
         positions = hooks.attend_positions(query.shape[1])
-        query, key = (rotate(x, positions, config.rotary_base) for x in (query, key))
+        speeds = rotary_speeds(config)
+        query, key = (rotate(x, positions, speeds) for x in (query, key))
     x = hooks.attend(
         query,
         key,
@@ -251,6 +276,7 @@ def attended(
         causal=config.causal_mask,
         implementation=config.attention,
         softmax_dtype=jnp.dtype(config.softmax_dtype),
+        window=config.window,
     )
     return hooks.named(x, "attn_out")
 
@@ -300,15 +326,21 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."
         return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
+def rotary_speeds(config: ConfigDict) -> Float[Array, " K_2"]:
+    """Returns the angle per position of each pair of a head's dimensions."""
+    half = config.head_dim // 2
+    speeds = config.rotary_base ** (-jnp.arange(half) / half)
+    scaled = ROTARY_SCALINGS[config.rotary_scaling]
+    return scaled(speeds, config.rotary_factor, config.rotary_length)
+
+
 def rotate(
-    x: Float[Array, "B L H K"], positions: Int[Array, " L"], base: float = 10_000.0
+    x: Float[Array, "B L H K"], positions: Int[Array, " L"], speeds: Float[Array, " K_2"]
 ) -> Float[Array, "B L H K"]:
-    """Turns each pair of dimensions, k and k + K/2, by the angle position / base ** (2k / K),
-    in float32: the product of a query and a key then depends on their positions through the
+    """Turns each pair of dimensions, k and k + K/2, by the angle position * speeds[k], in
+    float32: the product of a query and a key then depends on their positions through the
     distance only.
     """
-    half = x.shape[-1] // 2
-    speeds = base ** (-jnp.arange(half) / half)
     angles = positions[:, None].astype(jnp.float32) * speeds[None]
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

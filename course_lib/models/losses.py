@@ -90,11 +90,23 @@ def cross_entropy(
     return loss, (logits.argmax(axis=-1) == labels).astype(jnp.float32)
 
 
+def z_loss(weight: float) -> Score:
+    """Returns `cross_entropy` with `weight * logsumexp(logits) ** 2` added to the loss, which
+    keeps logits small (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, section 5).
+    """
+
+    def score(logits: Array, labels: Array) -> tuple[Array, Array]:
+        loss, correct = cross_entropy(logits, labels)
+        return loss + weight * jax.nn.logsumexp(logits, axis=-1) ** 2, correct
+
+    return score
+
+
 def chunked_cross_entropy(config: ConfigDict) -> Score:
     """Returns a cross entropy of the factors of the logits (`large_vocabulary.Factors`)."""
     from course_lib.smaller_and_faster import large_vocabulary
 
-    options = dict(chunks=config.loss_chunks, along=config.loss_along)
+    options = dict(chunks=config.loss_chunks, along=config.loss_along, z_loss=config.z_loss)
 
     def score(logits: Any, labels: Array) -> tuple[Array, Array]:
         factors = logits.x, logits.head, labels, logits.bias

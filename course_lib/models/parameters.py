@@ -75,6 +75,7 @@ def _layer(key: jax.Array, config: ConfigDict, name: str) -> PyTree:
     """Returns the parameters of one layer, whose name is "block" or "block_i"."""
     width, heads, size = (config.hidden_size,), config.num_heads, config.head_dim
     hidden, groups = (mlp_width(config),), config.num_kv_heads
+    biased = {"qkv", "q", "kv"} if config.qkv_bias else set()
     into_mlp, out_of_mlp, out_of_attn = (width, hidden), (hidden, width), ((heads, size), width)
     if groups in (0, heads):
         projections = {"qkv": (width, (heads, 3 * size))}
@@ -92,11 +93,14 @@ def _layer(key: jax.Array, config: ConfigDict, name: str) -> PyTree:
 
     def dense(key: jax.Array, part: str, module: str, shape: Shape) -> PyTree:
         drawn = keys_in_layer(key, name, part, module, draws=1 + config.use_bias)
-        return _dense(drawn[0], shape, config.use_bias)
+        return _dense(drawn[0], shape, config.use_bias or module in biased)
 
     def several(keys: Any, shapes: Mapping[str, Shape]) -> PyTree:
         drawn = zip(keys, shapes.items(), strict=True)
-        return {module: _dense(key, shape, config.use_bias) for key, (module, shape) in drawn}
+        return {
+            module: _dense(key, shape, config.use_bias or module in biased)
+            for key, (module, shape) in drawn
+        }
 
     if config.parallel_block:
         of_mlp, of_attn = keys_in_layer(key, name, draws=2)

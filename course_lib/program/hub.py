@@ -1,5 +1,5 @@
-"""Models of the Hugging Face Hub: a Llama, Mistral, Qwen3 or GPT-2 begins a run, and a run
-becomes a folder that `transformers` reads.
+"""Models of the Hugging Face Hub: a Llama, Mistral, Qwen2, Qwen3 or GPT-2 begins a run, and a
+run becomes a folder that `transformers` reads.
 
     hub.model("llama/config.json")                   # the fields of its model
     hub.load("llama", config.model)                  # its parameters
@@ -45,11 +45,18 @@ class Family(NamedTuple):
 SAME = dict(attention_first=True, parallel_block=False, num_experts=0, causal_mask=True)
 TABLES = tomllib.loads((pathlib.Path(__file__).parent / "hub.toml").read_text())
 LLAMA, GPT2 = (Family(**t | dict(same=SAME | t["same"])) for t in TABLES.values())
+QWEN2 = LLAMA._replace(architecture="Qwen2ForCausalLM", same=LLAMA.same | dict(qkv_bias=True))
 QWEN3 = LLAMA._replace(architecture="Qwen3ForCausalLM", same=LLAMA.same | dict(qk_norm=True))
-FAMILIES = dict(llama=LLAMA, mistral=LLAMA, qwen3=QWEN3, gpt2=GPT2)
+MISTRAL = LLAMA._replace(
+    architecture="MistralForCausalLM",
+    same={field: x for field, x in LLAMA.same.items() if field != "window"},
+    sizes=LLAMA.sizes | dict(window="sliding_window"),
+)
+FAMILIES = dict(llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, gpt2=GPT2)
 """The families by the Hub's `model_type`."""
 
 SYNONYMS = {"gelu_new": "gelu_pytorch_tanh"}
+SCALED = dict(rotary_factor="factor", rotary_length="original_max_position_embeddings")
 PARTS = {"attn/qkv": 3, "attn/kv": 2}  # query, key and value of a head lie side by side
 UNUSED = (
     ".inv_freq",
@@ -81,22 +88,25 @@ def model(path: Folder) -> dict[str, Any]:
 
 def _fields(hub: dict[str, Any]) -> dict[str, Any]:
     if (kind := hub.get("model_type")) not in FAMILIES:
-        why = ": only its queries, keys and values have a bias" * (kind == "qwen2")
-        raise ValueError(f"model_type={kind!r} must be one of {list(FAMILIES)}{why}")
+        raise ValueError(f"model_type={kind!r} must be one of {list(FAMILIES)}")
     family = FAMILIES[kind]
     usual = {"rope_theta": 1e4, "tie_word_embeddings": family is GPT2}
     usual["num_key_value_heads"] = hub.get("num_attention_heads")
     hub = usual | hub.get("rope_parameters", {}) | hub  # as `transformers` 5 writes rope_theta
     found = {field: hub[name] for field, name in family.sizes.items() if name in hub}
-    optional = {"head_dim", "mlp_size"} if family is GPT2 else {"head_dim"}
+    optional = {"head_dim", "window"} | ({"mlp_size"} if family is GPT2 else set())
     if lacks := [n for f, n in family.sizes.items() if f not in found.keys() | optional]:
         raise ValueError(f"it lacks {', '.join(lacks)}")
     if dtype := hub.get("dtype", hub.get("torch_dtype")):
-        found["dtype"] = dtype
+        # of the stored numbers; to compute in float16 needs a loss scale
+        found["dtype"] = "bfloat16" if dtype == "float16" else dtype
+    found |= _rope(hub)
     fields.check(found, fields.template(MODEL), fields.by_name(MODEL), may_lack=True)
     width, heads = found["hidden_size"], found["num_heads"]
     found = dict(mlp_size=4 * width, head_dim=width // heads) | found
     found |= dict(num_outputs=found["vocab_size"], dropout_rate=0.0)
+    size = heads * found["head_dim"]
+    found["attention_width"] = size if size != width else 0
     if found.get("num_kv_heads") == heads:
         found["num_kv_heads"] = 0
     if wrong := list(_unlike(hub, family, found)):
@@ -110,18 +120,38 @@ def _unlike(hub: dict[str, Any], family: Family, found: dict[str, Any]) -> Itera
     for name, value in (family.needed | same | dict(quantization_config=None)).items():
         if (given := hub.get(name, value)) not in (value, SYNONYMS.get(value)):
             yield f"{name}={json.dumps(given)} must be {json.dumps(value)}"
-    for name in ("rope_scaling", "rope_parameters"):
-        more = {n: x for n, x in hub.get(name, {}).items() if n != "rope_theta"}
-        if any(x != "default" for x in more.values()):
-            yield f"{name}={json.dumps(more)} must be null: rotary positions are not scaled"
-    if (size := found["head_dim"] * found["num_heads"]) != found["hidden_size"]:
-        yield f"head_dim * number of heads = {size} must be {found['hidden_size']}, the width"
-    slides = hub.get("use_sliding_window", hub["model_type"] == "mistral")
-    slides = "sliding_attention" in hub.get("layer_types", ["sliding_attention"] * slides)
+    if "head_dim" not in hub and found["hidden_size"] % found["num_heads"]:
+        yield f"{found['num_heads']} heads must divide {found['hidden_size']}, the width"
+    all_slide = "window" in family.sizes
+    kind = ["full_attention", "sliding_attention"][hub.get("use_sliding_window", all_slide)]
+    wanted = "sliding_attention" if all_slide else "full_attention"
     window, longest = hub.get("sliding_window", 0), found["max_seq_len"]
-    if slides and 0 < window < longest:
+    if 0 < window < longest and {*hub.get("layer_types", [kind])} != {wanted}:
         must = f"null or at least max_position_embeddings={longest}"
-        yield f"sliding_window={window} must be {must}; up to {window} tokens, write both so"
+        more = f"; up to {window} tokens, write both so"
+        yield f"sliding_window={window} must be {must}, unless all layers of a Mistral{more}"
+
+
+def _rope(hub: dict[str, Any]) -> dict[str, Any]:
+    """Returns our fields of scaled rotary positions, as `transformers` 4 or 5 names them."""
+    name = "rope_scaling" if "rope_scaling" in hub else "rope_parameters"
+    given = {n: x for n, x in hub.get(name, {}).items() if n != "rope_theta"}
+    kind = given.pop("type", given.pop("rope_type", "default"))
+    found = dict(rotary_scaling="none" if kind == "default" else kind)
+    found |= {ours: given[n] for ours, n in SCALED.items() if n in given}
+    if kind not in ("default", "linear", "llama3") or _scaled(found) != given:
+        must = "null, or linear (factor), or llama3 (factor, original_max_position_embeddings,"
+        more = " low_freq_factor=1, high_freq_factor=4)"
+        raise ValueError(f"{name}={json.dumps(hub[name])} must be {must}{more}")
+    return found
+
+
+def _scaled(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the Hub's fields of scaled rotary positions."""
+    kind = fields["rotary_scaling"]
+    names = dict(linear=["rotary_factor"], llama3=list(SCALED)).get(kind, [])
+    more = dict(low_freq_factor=1.0, high_freq_factor=4.0) if kind == "llama3" else {}
+    return {SCALED[name]: fields.get(name) for name in names} | more
 
 
 def _stored(
@@ -226,6 +256,8 @@ def export(run: Any, folder: Folder) -> str:
     config |= {name: sizes[field] for field, name in family.sizes.items()}
     if family is GPT2:
         config |= dict(resid_pdrop=m.dropout_rate, embd_pdrop=0.0, attn_pdrop=0.0)
+    elif scaled := _scaled(sizes):
+        config["rope_scaling"] = dict(rope_type=m.rotary_scaling) | scaled
     end = data.end_of(run.tokenizer)
     config |= dict(bos_token_id=end, eos_token_id=end, torch_dtype=str(leaves[0][1].dtype))
     words = dict.fromkeys(("bos_token", "eos_token"), run.tokenizer.id_to_token(end))

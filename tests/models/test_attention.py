@@ -41,6 +41,21 @@ def test_what_runs_everywhere_gives_the_same_values_and_gradients(qkv, causal, m
             np.testing.assert_allclose(ours, theirs, **NEAR)
 
 
+@pytest.mark.parametrize("window", [1, 3, L, 2 * L])
+def test_a_window_hides_what_lies_before_it(qkv, window, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    at = np.arange(L)
+    distance = at[:, None] - at
+    mask = jnp.asarray((distance >= 0) & (distance < window))
+    expected = attention.reference(*qkv, mask, jnp.float32)
+    for name in (*EVERYWHERE, "flash"):
+        out, *grads = _out_and_grads(name, qkv, window=window)
+        np.testing.assert_allclose(out, expected, **NEAR)
+        expected_grads = _out_and_grads("xla", qkv, window=window)[1:]
+        for ours, theirs in zip(grads, expected_grads, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_block_of_queries_has_no_scores_of_keys_that_none_of_them_sees(qkv, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 2)
     attend = functools.partial(attention.attend, implementation="blocks")

@@ -189,9 +189,11 @@ def test_each_head_is_normalized_by_its_own_mean_and_variance():
 def test_the_score_of_turned_queries_and_keys_depends_on_their_distance_alone():
     draw = np.random.default_rng(3)
     query, key = jnp.asarray(draw.normal(size=(2, 1, 1, 1, 8)), jnp.float32)
+    speeds = layers.rotary_speeds(small(head_dim=8))
 
     def score(at, other):
-        turned = layers.rotate(query, jnp.array([at])), layers.rotate(key, jnp.array([other]))
+        places = (query, at), (key, other)
+        turned = [layers.rotate(x, jnp.array([place]), speeds) for x, place in places]
         return float((turned[0] * turned[1]).sum())
 
     assert score(0, 0) == pytest.approx(float((query * key).sum()), rel=1e-5)
@@ -205,13 +207,60 @@ def test_rotary_angles_are_those_of_the_paper():
     a, b = 7.0, 7.0 / 10_000 ** (2 / 4)
     cos, sin = np.cos, np.sin
     expected = [cos(a) - sin(a), cos(b) - sin(b), cos(a) + sin(a), cos(b) + sin(b)]
-    np.testing.assert_allclose(layers.rotate(x, jnp.array([7]))[0, 0, 0], expected, rtol=1e-4)
+    turned = layers.rotate(x, jnp.array([7]), layers.rotary_speeds(small(head_dim=4)))
+    np.testing.assert_allclose(turned[0, 0, 0], expected, rtol=1e-4)
+
+
+def test_scaled_positions_turn_more_slowly_and_fast_ones_do_not_in_llama_3():
+    """Of 8 pairs, those that turn four times within 64 positions, those that turn less than
+    once, and those between.
+    """
+    given = dict(head_dim=16, rotary_base=100.0, rotary_factor=8.0, rotary_length=64)
+    usual = np.asarray(layers.rotary_speeds(small(**given)))
+    np.testing.assert_allclose(usual, 100.0 ** (-np.arange(8) / 8), rtol=1e-5)
+    linear = layers.rotary_speeds(small(**given, rotary_scaling="linear"))
+    np.testing.assert_allclose(linear, usual / 8, rtol=1e-6)
+    found = np.asarray(layers.rotary_speeds(small(**given, rotary_scaling="llama3"))) / usual
+    turns = usual * 64 / (2 * np.pi)
+    np.testing.assert_allclose(found[turns > 4], 1.0)
+    np.testing.assert_allclose(found[turns < 1], 1 / 8)
+    assert {"fast": (turns > 4).sum(), "slow": (turns < 1).sum()} == {"fast": 2, "slow": 3}
+    assert all(np.diff(found) <= 0) and 1 / 8 < found[2] < 1
+
+
+def test_queries_keys_and_values_may_have_the_only_bias():
+    for parallel_block in (False, True):
+        shape = dict(parallel_block=parallel_block, use_bias=False, num_kv_heads=2)
+        kept, found = names(**shape), names(**shape, qkv_bias=True)
+        added = {name: shape for name, shape in found.items() if name not in kept}
+        assert {**kept, **added} == found
+        assert {tuple(name.split("/")[-2:]): shape for name, shape in added.items()} == {
+            ("q", "bias"): (H, K),
+            ("kv", "bias"): (2, 2 * K),
+        }
+    params, x = block_of(use_bias=False, qkv_bias=True)
+    without = {**params, "attn": {**params["attn"], "qkv": dict(params["attn"]["qkv"])}}
+    del without["attn"]["qkv"]["bias"]
+    model = small(use_bias=False, qkv_bias=True)
+    assert abs(np.subtract(apply(model, params, x), apply(model, without, x))).max() > 1e-5
+
+
+def test_heads_may_be_wider_together_than_the_model():
+    shape = dict(head_dim=2 * K, attention_width=2 * D)
+    params, x = block_of(**shape)
+    assert params["attn"]["qkv"]["kernel"].shape == (D, H, 3 * 2 * K)
+    assert apply(small(**shape), params, x).shape == x.shape
 
 
 @pytest.mark.parametrize("parallel_block", [False, True])
 @pytest.mark.parametrize(
     "option",
-    [{"positions": "rotary"}, {"causal_mask": False}, {"softmax_dtype": "bfloat16"}],
+    [
+        {"positions": "rotary"},
+        {"causal_mask": False},
+        {"softmax_dtype": "bfloat16"},
+        {"window": 2},
+    ],
 )
 def test_an_option_reaches_the_block(parallel_block, option):
     params, x = block_of(parallel_block=parallel_block)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from course_lib import training
-from course_lib.models import losses
+from course_lib import configs, training
+from course_lib.models import losses, parameters, transformer
 from course_lib.models.mlp import MLPClassifier
 from course_lib.text.data import Batch
 
@@ -42,6 +42,23 @@ def test_each_label_has_its_cross_entropy_and_the_balance_of_its_sequence():
     assert training.mean_metrics(metrics)["balance"] == pytest.approx(
         (2 * 1 + 2 * 2 + 3 * 4) / 7, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 3])
+def test_the_z_loss_adds_the_square_of_the_logsumexp_with_all_logits_and_in_chunks(loss_chunks):
+    config = configs.get("cpu")
+    model = config.model
+    model.update(num_layers=1, vocab_size=2048, loss_chunks=loss_chunks)
+    params = parameters.init(jax.random.key(0), model)
+    tokens = jnp.arange(16).reshape(2, 8)
+    batch = Batch(tokens, tokens, jnp.ones((2, 8)))
+    logits = transformer.function(model)(params, tokens)
+    found = []
+    for model.z_loss in (0.0, 0.5):
+        loss_fn = training.functions(config).loss_fn
+        found.append(float(jax.jit(loss_fn)(params, batch, None)[0]))
+    added = 0.5 * np.mean(np.square(jax.nn.logsumexp(logits, axis=-1)))
+    assert found[1] - found[0] == pytest.approx(added, rel=1e-4)
 
 
 def test_without_any_weight_the_loss_and_its_gradient_are_zero():

@@ -138,7 +138,7 @@ def test_a_run_that_begins_with_another_has_its_model_and_its_fields_unless_othe
 MISTAKES = [
     ("--set model.num_layer=6", "model.num_layer='6' is no field and would change nothing"),
     ("--set model.num_layers", "--set model.num_layers must be FIELD=VALUE"),
-    ("--set model.num_heads=3", "head_dim=32 must be hidden_size / num_heads = 128 / 3"),
+    ("--set model.num_heads=3", "head_dim=32 must be hidden_size / num_heads = 128 / 3, or"),
     ("--config /no/such/file", "--config /no/such/file cannot be read"),
     ("--devices 0", "--devices 0 must be at least 1"),
     ("--data ", "--data is empty, perhaps because a shell variable is not set"),
@@ -256,5 +256,6 @@ def test_a_dry_run_that_does_not_fit_has_its_own_exit_code(
         return types.SimpleNamespace(fits=fits, refused=refused, text=lambda: "found")
 
     monkeypatch.setattr(dry_run, "dry_run", found)
-    assert command.main(["--dry-run", "--devices", "64"]) == code
-    assert capsys.readouterr().out == "found\n"
+    for given in (["--devices", "64"], ["--target", "64xh100"]):
+        assert command.main(["--dry-run", *given]) == code
+        assert capsys.readouterr().out == "found\n"
